@@ -1,0 +1,200 @@
+"""`PagedCache`: one layer's KV cache in pages, in any format."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import checks, reference
+from .format import Codec
+from .formats import get_format
+from .maps import LayerMaps
+from .reference import AttentionOptions, Side
+from .spec import CacheSpec
+
+FILE_FORMAT, FILE_VERSION = "quantkv-pages", 1
+
+
+class PagedCache:
+    """K and V of one layer in `num_blocks` pages of `spec.block_size` tokens.
+
+    One uint8 buffer `[num_blocks, HK, page_bytes]` holds everything; `k` and `v` are strided views of it. Nothing about a token is
+    stored elsewhere, so that pages can be copied, shared and saved by their bytes.
+
+    maps: linear maps of this layer in place of those that the format asks for.
+    k_scale, v_scale: per-tensor scales; rows are divided by them before they are encoded.
+    Errors: ValueError, before anything is written, naming the argument, its value and what is allowed.
+    """
+
+    def __init__(self, spec: CacheSpec, num_blocks: int, device: torch.device | str = "cpu", *,
+                 maps: LayerMaps | None = None, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+        if num_blocks < 1:
+            checks.refuse("num_blocks", num_blocks, "at least one page is needed")
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if not scale > 0:
+                checks.refuse(name, scale, "a positive number is needed")
+        self.spec, self.num_blocks = spec, num_blocks
+        self.format = get_format(spec.format)
+        self.buffer = torch.zeros(num_blocks, spec.num_kv_heads, spec.page_bytes, dtype=torch.uint8, device=device)
+        self.device = self.buffer.device
+        given = LayerMaps() if maps is None else maps
+        default = LayerMaps.of(self.format, spec.head_size, spec.head_size_v, self.device)
+        self.maps = LayerMaps(*(d if g is None else g.to(self.device) for g, d in ((given.k, default.k), (given.v, default.v))))
+        codes_k, codes_v, meta_k, meta_v = spec.sections
+        self.k = self._side(self.format.k, codes_k, meta_k, k_scale)
+        self.v = self._side(self.format.v, codes_v, meta_v, v_scale)
+
+    def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:
+        def view(section: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+            offset, size = section
+            t = self.buffer[:, :, offset:offset + size].view(dtype)
+            return t.unflatten(2, (self.spec.block_size, -1)).transpose(1, 2)
+
+        fields = view(meta, getattr(torch, codec.row.meta[0])) if codec.row.meta else None
+        return Side(view(codes, codec.code_dtype), fields, scale)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer: everything that grows with the number of tokens."""
+        return self.buffer.nbytes
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
+              positions: torch.Tensor | None = None) -> None:
+        """Store `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) in slots `slot_mapping [T]`.
+
+        Slot s is token `s % block_size` of page `s // block_size`; a negative slot skips its token. positions: int `[T]`, needed
+        where the keys' map has an offset.
+        """
+        s, tokens = self.spec, key.shape[0]
+        checks.tensor("key", key, (None, s.num_kv_heads, s.head_size), checks.ROW_DTYPES, self.device)
+        checks.tensor("value", value, (tokens, s.num_kv_heads, s.head_size_v), (key.dtype,), self.device)
+        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, self.device)
+        if positions is not None:
+            checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, self.device)
+        elif self.maps.k is not None and self.maps.k.offset is not None:
+            checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
+        if self.device.type == "cpu" and tokens and int(slot_mapping.max()) >= self.num_blocks * s.block_size:
+            checks.refuse("slot_mapping", int(slot_mapping.max()), f"slots end at {self.num_blocks * s.block_size - 1}")
+        reference.write(key, value, self.k, self.v, self.format, slot_mapping, self.maps, positions)
+
+    def attend(self, q: torch.Tensor, *, block_table: torch.Tensor, seq_lens: torch.Tensor,
+               cu_seqlens_q: torch.Tensor | None = None, scale: float | None = None, return_lse: bool = False,
+               **options: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of `q [T, HQ, D]` over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
+
+        block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
+        cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
+        scale: of the scores, `D ** -0.5` if None. return_lse: also the log-sum-exp `[T, HQ]` float32.
+        options: fields of `AttentionOptions`.
+        """
+        s, num_seqs = self.spec, seq_lens.shape[0]
+        checks.tensor("q", q, (None, None, s.head_size), checks.ROW_DTYPES, self.device)
+        if q.shape[1] % s.num_kv_heads:
+            checks.refuse("q.shape[1]", q.shape[1], f"a multiple of the {s.num_kv_heads} kv heads is needed")
+        if cu_seqlens_q is None:
+            if q.shape[0] != num_seqs:
+                checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
+            cu_seqlens_q = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32)
+        checks.tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), checks.INDEX_DTYPES, self.device)
+        checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES, self.device)
+        checks.tensor("block_table", block_table, (num_seqs, None), checks.INDEX_DTYPES, self.device)
+        unknown = set(options) - set(AttentionOptions.__dataclass_fields__)
+        if unknown:
+            checks.refuse("options", sorted(unknown), f"allowed: {', '.join(AttentionOptions.__dataclass_fields__)}")
+        opts = AttentionOptions(**options)
+        checks.options(opts, num_seqs, q.shape[1], self.device)
+        if self.device.type == "cpu":
+            self._check_batch(q.shape[0], cu_seqlens_q, seq_lens, block_table, opts)
+        out, lse = reference.attend(q, self.k, self.v, self.format, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens,
+                                    block_table=block_table, scale=s.head_size**-0.5 if scale is None else scale,
+                                    options=opts, maps=self.maps)
+        out = out if opts.output_scale is not None else out.to(q.dtype)
+        return (out, lse) if return_lse else out
+
+    def _check_batch(self, num_tokens: int, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+                     opts: AttentionOptions) -> None:
+        """The checks that read tensors: lengths fit the table, and the pages that are read exist."""
+        counts = cu_seqlens_q.diff()
+        if int(cu_seqlens_q[0]) != 0 or int(cu_seqlens_q[-1]) != num_tokens or bool((counts < 0).any()):
+            checks.refuse("cu_seqlens_q", cu_seqlens_q.tolist(), f"it rises from 0 to the {num_tokens} queries")
+        if bool((seq_lens < counts).any()):
+            checks.refuse("seq_lens", seq_lens.tolist(), f"a sequence holds at least its queries, {counts.tolist()}")
+        start = torch.zeros_like(seq_lens) if opts.key_start is None else opts.key_start
+        pages = -(-(seq_lens - start) // self.spec.block_size)
+        if block_table.shape[0] and int(pages.max()) > block_table.shape[1]:
+            checks.refuse("block_table.shape[1]", block_table.shape[1], f"the longest sequence needs {int(pages.max())} pages")
+        column = torch.arange(block_table.shape[1])
+        # A sliding window lets an engine give pages back: what lies wholly behind every query's window is not looked at.
+        first = torch.zeros_like(seq_lens)
+        if opts.window > 0 and opts.prefix_ranges is None:
+            first = (seq_lens - counts - opts.window - start).clamp_min(0) // self.spec.block_size
+        read = (column < pages[:, None]) & (column >= first[:, None])
+        checks.in_range("block_table", block_table[read], 0, self.num_blocks, f" (the cache has {self.num_blocks} pages)")
+
+    def dequantize(self, slots: torch.Tensor, positions: torch.Tensor | None = None,
+                   dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[T, HK, D]` and values `[T, HK, D_V]` that the slots `[T]` hold, mapped back. positions as in `write`."""
+        checks.tensor("slots", slots, (None,), checks.INDEX_DTYPES, self.device)
+        checks.in_range("slots", slots, 0, self.num_blocks * self.spec.block_size)
+        if positions is None and self.maps.k is not None and self.maps.k.offset is not None:
+            checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
+        sides = ((self.k, self.format.k, self.maps.k), (self.v, self.format.v, self.maps.v))
+        return tuple(reference.dequantize(*side, slots, positions, dtype) for side in sides)
+
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy pages `source [N]` onto pages `target [N]`, every byte of every head: a shared prefix that is about to be written to."""
+        for name, t in (("source", source), ("target", target)):
+            checks.tensor(name, t, (source.shape[0],), checks.INDEX_DTYPES, self.device)
+            checks.in_range(name, t, 0, self.num_blocks)
+        self.buffer[target] = self.buffer[source]
+
+    def _header(self) -> dict[str, str]:
+        return {"format": FILE_FORMAT, "version": str(FILE_VERSION), "spec": json.dumps(self.spec.to_dict(), sort_keys=True),
+                "maps": self.maps.fingerprint(), "scales": json.dumps([self.k.scale, self.v.scale])}
+
+    def save(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
+        """Write pages (all if None) to a safetensors file with the format's name, its version and the geometry.
+
+        The file appears whole or not at all.
+        """
+        from safetensors.torch import save_file
+
+        index = torch.arange(self.num_blocks) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
+        checks.in_range("pages", index, 0, self.num_blocks)
+        folder = os.path.dirname(os.path.abspath(path))
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        os.close(handle)
+        try:
+            save_file({"pages": self.buffer[index.to(self.device)].cpu()}, temporary, metadata=self._header())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def load(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
+        """Read a file that `save` wrote into pages (0, 1, .. if None).
+
+        ValueError, with nothing changed, if its version, format, geometry, maps, scales or number of pages differ.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                header, stored = file.metadata() or {}, file.get_tensor("pages") if "pages" in file.keys() else None
+        except SafetensorError as error:
+            raise ValueError(f"path={os.fspath(path)!r}: no safetensors file ({error})") from error
+        for field, expected in self._header().items():
+            if header.get(field) != expected:
+                checks.refuse(f"{os.fspath(path)}: {field}", header.get(field), f"this cache needs {expected}")
+        if stored is None or stored.dtype != torch.uint8 or stored.shape[1:] != self.buffer.shape[1:]:
+            checks.refuse("path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed")
+        index = torch.arange(stored.shape[0]) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
+        if index.shape[0] != stored.shape[0]:
+            checks.refuse("pages", index.shape[0], f"the file holds {stored.shape[0]} pages")
+        checks.in_range("pages", index, 0, self.num_blocks)
+        self.buffer[index.to(self.device)] = stored.to(self.device)

@@ -1,0 +1,135 @@
+"""The contract of a cache format, and the registry of formats.
+
+A `Codec` says how one row (the K or V vector of one token and kv head) becomes bytes; a `Format` pairs a codec for K
+with one for V. Every row reads back as `scale * operand + bias`, which is all that attention needs to know.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .spec import CacheSpec, RowLayout
+
+Meta = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One side, K or V, of a format.
+
+    name: short name, unique.
+    row: bits of an element and the metadata beside a row.
+    encode_ref: rows `[..., D]` float32 -> codes `[..., code_bytes]` of `code_dtype`, meta `[..., fields]` or None.
+        With `decode_ref` it is the specification of the bytes: vectorised, any device.
+    decode_ref: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None, all of
+        `dtype` (float32 or float64): the row is `scale * operand + bias`; None stands for 1 and for 0.
+    code_dtype: dtype of the codes' view; uint8 for what is packed.
+    map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
+        (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
+    round_mapped: the mapped row is rounded to the input's dtype first, as the reference system's bytes require.
+    head_size_multiple, power_of_two: which head sizes the codec can take.
+    device: returns the Triton half; called when a kernel first needs it, so that importing a format imports no Triton.
+    """
+
+    name: str
+    row: RowLayout
+    encode_ref: Callable[[torch.Tensor], tuple[torch.Tensor, Meta]]
+    decode_ref: Callable[[torch.Tensor, Meta, torch.dtype], tuple[torch.Tensor, Meta, Meta]]
+    code_dtype: torch.dtype = torch.uint8
+    map: str = "none"
+    round_mapped: bool = False
+    head_size_multiple: int = 1
+    power_of_two: bool = False
+    device: Callable[[], Any] | None = None
+
+    def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
+        """Raise ValueError if a row of `head_size` elements cannot be encoded."""
+        if head_size < 1 or head_size % self.head_size_multiple:
+            raise ValueError(f"{argument}={head_size}: {self.name} takes multiples of {self.head_size_multiple}")
+        if self.power_of_two and head_size & (head_size - 1):
+            raise ValueError(f"{argument}={head_size}: {self.name} takes powers of two (its rotation is one Hadamard matrix)")
+
+    def decode(self, codes: torch.Tensor, meta: Meta, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows `[..., D]` in the codec's mapped space: `scale * operand + bias`."""
+        operand, scale, bias = self.decode_ref(codes, meta, dtype)
+        rows = operand if scale is None else operand * scale
+        return rows if bias is None else rows + bias
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a user names: a codec for K and one for V."""
+
+    name: str
+    k: Codec
+    v: Codec
+    notes: str = ""
+
+    def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None,
+                   block_size: int = 16) -> CacheSpec:
+        """Geometry of a layer's cache in this format. ValueError for a head size that it cannot take."""
+        spec = CacheSpec(self.name, self.k.row, self.v.row, num_kv_heads, head_size, head_size_v, block_size)
+        self.k.check_head_size(spec.head_size)
+        self.v.check_head_size(spec.head_size_v, "head_size_v")
+        return spec
+
+
+_FORMATS: dict[str, Format] = {}
+_ALIASES: dict[str, str] = {}
+
+
+def register(fmt: Format, *aliases: str) -> Format:
+    """Make a format known by its name and by `aliases`. ValueError where a name is taken by another format."""
+    for name in (fmt.name, *aliases):
+        taken = _FORMATS.get(_ALIASES.get(name, name))
+        if "/" in name or (taken is not None and taken != fmt):
+            raise ValueError(f"name={name!r}: taken, or contains '/', which joins a K and a V format")
+    _FORMATS[fmt.name] = fmt
+    _ALIASES.update(dict.fromkeys(aliases, fmt.name))
+    return fmt
+
+
+def unregister(name: str) -> None:
+    """Forget a format and its aliases."""
+    del _FORMATS[name]
+    for alias in [a for a, target in _ALIASES.items() if target == name]:
+        del _ALIASES[alias]
+
+
+def available_formats() -> list[str]:
+    """Names of the registered formats, aliases left out."""
+    return list(_FORMATS)
+
+
+def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Format:
+    """The format of that name or alias; "A/B" pairs A's K with B's V.
+
+    dtype: what "none" and "auto" (keys and values as given) stand for: bfloat16, float16 or float32.
+    ValueError, with the nearest name, for an unknown one.
+    """
+    if isinstance(name, Format):
+        return name
+    if "/" in name:
+        k, v = (get_format(part, dtype) for part in name.split("/", 1))
+        return k if k.name == v.name else Format(f"{k.name}/{v.name}", k.k, v.v)
+    if name in ("none", "auto"):
+        plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+        if dtype not in plain:
+            raise ValueError(f"dtype={dtype}: format {name!r} stores one of {[str(d) for d in plain]}")
+        name = plain[dtype]
+    name = _ALIASES.get(name, name)
+    if name not in _FORMATS:
+        near = difflib.get_close_matches(name, [*_FORMATS, *_ALIASES, "none", "auto"], n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(_FORMATS)}, none, or K/V such as int8/int4")
+    return _FORMATS[name]
+
+
+def renamed(codec: Codec, name: str, **changes: Any) -> Codec:
+    """A copy of `codec` under another name."""
+    return replace(codec, name=name, **changes)

@@ -1,0 +1,35 @@
+"""4 bits, asymmetric, rotated: `scale = max((max - min) / 15, 1e-6)`, `zp = clamp(round(-min / scale), 0, 15)`,
+`y^ = (code - zp) * scale`. One float32 a row carries both: the zero point lies in the scale's low four mantissa bits.
+
+The zero point is an integer in 0..15, so a row that lies wholly on one side of zero saturates (DESIGN.md, known limits)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..format import Codec, Format, register
+from ..packing import pack, unpack
+from ..spec import RowLayout
+from .int8 import SMALLEST_SCALE, round_half_away
+
+ZERO_POINT_BITS = 0xF
+
+
+def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+    scale = ((high - low) / 15.0).clamp_min(SMALLEST_SCALE)
+    zero_point = round_half_away(-low / scale).clamp(0, 15)
+    codes = round_half_away(y * (1.0 / scale) + zero_point).clamp(0, 15)
+    stored = (scale.view(torch.int32) & ~ZERO_POINT_BITS) | zero_point.to(torch.int32)
+    return pack(codes, 4), stored.view(torch.float32)
+
+
+def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
+    bits = stored.contiguous().view(torch.int32)
+    scale = (bits & ~ZERO_POINT_BITS).view(torch.float32).to(dtype)
+    return unpack(codes, 4).to(dtype), scale, -(bits & ZERO_POINT_BITS).to(dtype) * scale
+
+
+INT4 = Codec("int4", RowLayout(4, ("float32",)), encode_ref=_encode, decode_ref=_decode, map="rht", round_mapped=True,
+             head_size_multiple=8)
+register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

@@ -1,0 +1,34 @@
+"""8-bit integers with a float32 scale for each (token, head): `scale = max(absmax / 127, 1e-6)`, `x^ = code * scale`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..format import Codec, Format, register
+from ..spec import RowLayout
+
+SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
+
+
+def round_half_away(x: torch.Tensor) -> torch.Tensor:
+    """Nearest integer, halves away from zero: what the reference system's `(x +- 0.5).to(int)` gives."""
+    return torch.trunc(x + torch.copysign(x.new_tensor(0.5), x))
+
+
+def absmax_scale(y: torch.Tensor, largest_code: float) -> torch.Tensor:
+    """`[..., D]` float32 -> scale `[..., 1]` that maps the row's largest magnitude to `largest_code`."""
+    return (y.abs().amax(-1, keepdim=True) / largest_code).clamp_min(SMALLEST_SCALE)
+
+
+def decode_scaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
+    """Codes that are numbers, times the row's scale."""
+    return codes.to(dtype), scale.to(dtype), None
+
+
+def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = absmax_scale(y, 127.0)
+    return round_half_away(y * (1.0 / scale)).clamp(-128, 127).to(torch.int8), scale
+
+
+INT8 = Codec("int8", RowLayout(8, ("float32",)), encode_ref=_encode, decode_ref=decode_scaled, code_dtype=torch.int8)
+register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

@@ -1,0 +1,114 @@
+"""Linear maps that rows go through before they are encoded, as data: `y = A (k - off[position // 64])`.
+
+Attention needs only the inverse: `q . k = (A^-T q) . y + q . off`, and the output over values is mapped back by `A_v^-1`. Nothing
+that reads a map may assume that it is a Hadamard matrix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .format import Codec, Format
+
+OFFSET_BUCKET = 64  # positions that share one row of an offset table
+RHT_SEED = 0x9E3779B9
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """Unnormalised Sylvester Hadamard matrix `[size, size]` float64: `H H = size I`. ValueError unless a power of two."""
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"size={size}: a Hadamard matrix needs a power of two")
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h
+
+
+def rht_signs(size: int) -> torch.Tensor:
+    """The reference system's fixed vector of +-1 `[size]` float64."""
+    generator = torch.Generator("cpu")
+    generator.manual_seed(RHT_SEED)
+    return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator).double() - 1
+
+
+@lru_cache(maxsize=64)
+def named_map(kind: str, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and A^-1, each `[D, D]` float64, of a map that formats ask for by name (`Codec.map`)."""
+    if kind == "hadamard":
+        h = hadamard(head_size)
+        return h, h / head_size
+    if kind == "hadamard_unit":
+        h = hadamard(head_size) / head_size**0.5
+        return h, h
+    if kind == "rht":
+        block = head_size & -head_size  # largest power of two that divides
+        a = hadamard(block) * rht_signs(block)
+        return tuple(torch.block_diag(*[m] * (head_size // block)) for m in (a, a.T / block))
+    raise ValueError(f"map={kind!r}: one of 'hadamard', 'hadamard_unit', 'rht'")
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One side's map: `y = A (x - offset[position // 64])`.
+
+    forward, inverse: A and A^-1, `[HK or 1, D, D]` float32.
+    offset: `[buckets, HK or 1, D]` float32, keys only; positions beyond the table use its last row. None: no offset.
+    """
+
+    forward: torch.Tensor
+    inverse: torch.Tensor
+    offset: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, ndim in (("forward", 3), ("inverse", 3), ("offset", 3)):
+            t = getattr(self, name)
+            if t is not None and (t.ndim != ndim or t.dtype != torch.float32):
+                raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed")
+        if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
+            raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
+
+    def to(self, device: torch.device | str) -> LinearMap:
+        return LinearMap(*(t if t is None else t.to(device) for t in (self.forward, self.inverse, self.offset)))
+
+    def offset_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Rows `[..., HK or 1, D]` of the offset table for integer positions `[...]`."""
+        return self.offset[(positions // OFFSET_BUCKET).clamp_max(self.offset.shape[0] - 1).long()]
+
+
+def default_map(codec: Codec, head_size: int, device: torch.device | str = "cpu") -> LinearMap | None:
+    """The map that `codec` asks for, shared by all heads; None where it asks for none."""
+    return _default_map(codec.map, head_size, str(device))
+
+
+@lru_cache(maxsize=64)
+def _default_map(kind: str, head_size: int, device: str) -> LinearMap | None:
+    if kind == "none":
+        return None
+    forward, inverse = named_map(kind, head_size)
+    return LinearMap(forward.float()[None], inverse.float()[None]).to(device)
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """The maps of one layer's K and V; None: rows are stored as they are."""
+
+    k: LinearMap | None = None
+    v: LinearMap | None = None
+
+    @classmethod
+    def of(cls, fmt: Format, head_size: int, head_size_v: int, device: torch.device | str = "cpu") -> LayerMaps:
+        """What the format asks for."""
+        return cls(default_map(fmt.k, head_size, device), default_map(fmt.v, head_size_v, device))
+
+    def fingerprint(self) -> str:
+        """Hash of every number in the maps: two caches with the same one hold comparable bytes."""
+        digest = hashlib.sha256()
+        for side in (self.k, self.v):
+            for tensor in () if side is None else (side.forward, side.inverse, side.offset):
+                digest.update(b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes())
+            digest.update(b"|")
+        return digest.hexdigest()[:16]

@@ -1,0 +1,302 @@
+"""write, attend, dequantize in plain PyTorch, on any device: what every kernel is compared with, and the CPU path.
+
+float32 inside, float64 on request. No Python loop over tokens, heads or pages; the one loop, over tiles of sequences and queries, bounds memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .format import Codec, Format
+from .maps import LayerMaps, LinearMap
+
+TILE_ELEMENTS = 1 << 25  # largest intermediate of attend, in elements
+
+
+class Side(NamedTuple):
+    """K or V of a paged cache, as strided views.
+
+    codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
+    meta: `[num_blocks, block_size, HK, fields]` float32 or float16, None for a codec without metadata.
+    scale: per-tensor scale, a float: rows are divided by it before they are encoded.
+    """
+
+    codes: torch.Tensor
+    meta: torch.Tensor | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Every option of attention; the defaults are plain causal attention. Sequence s has L keys and n queries; query i
+    stands at position `L - n + i`.
+
+    causal: a bool, or bool `[S]`: key j <= position.
+    window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window.
+    chunk_lookback: >= 0: instead of the window, `position // size - j // size <= chunk_lookback` with
+        `size = window // (chunk_lookback + 1)`.
+    softcap: > 0: `softcap * tanh(score / softcap)`.
+    sinks: float `[HQ]`: one more term `exp(sink)` in the denominator.
+    alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
+    qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call.
+    prefix_ranges: int `[S, R, 2]`, inclusive: query and key inside one range see each other, whatever the mask says;
+        unused where start >= end. clamp_prefix_to_window: not further back than the window.
+    output_scale: the output is `clamp(out / output_scale, -448, 448)` as float8_e4m3fn.
+    key_start: int `[S]`: position of the key in the first slot; 0 if None.
+    key_range: int `[S, 2]`: only positions from start to before end are read; all below L if None.
+    """
+
+    causal: bool | torch.Tensor = True
+    window: int = 0
+    chunk_lookback: int = -1
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    alibi_sqrt: bool = False
+    qq_bias: torch.Tensor | None = None
+    prefix_ranges: torch.Tensor | None = None
+    clamp_prefix_to_window: bool = False
+    output_scale: float | None = None
+    key_start: torch.Tensor | None = None
+    key_range: torch.Tensor | None = None
+
+
+def _raw(t: torch.Tensor) -> torch.Tensor:
+    """The same storage as integers: 8-bit floats cannot be indexed or masked everywhere."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+
+
+# ---- write
+
+
+def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor,
+          maps: LayerMaps | None = None, positions: torch.Tensor | None = None) -> None:
+    """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]`.
+
+    Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
+    positions: int `[T]`, needed where the keys' map has an offset.
+    """
+    if maps is None:
+        maps = LayerMaps.of(fmt, key.shape[-1], value.shape[-1], key.device)
+    kept = slot_mapping >= 0
+    if not bool(kept.all()):
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+        positions = None if positions is None else positions[kept]
+    block_size = k.codes.shape[1]
+    at = (slot_mapping // block_size, slot_mapping % block_size)
+    for rows, side, codec, map_ in ((key, k, fmt.k, maps.k), (value, v, fmt.v, maps.v)):
+        codes, meta = encode(rows, codec, map_, positions, side.scale)
+        _raw(side.codes)[at] = _raw(codes)
+        if meta is not None:
+            side.meta[at] = meta
+
+
+def encode(rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None,
+           scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and metadata of `rows [T, HK, D]`: `codec.encode_ref(A (rows - offset) / scale)`."""
+    y = rows.float()
+    if map_ is not None:
+        if map_.offset is not None:
+            y = y - map_.offset_rows(positions)
+        # float64: the bytes must not depend on the order in which a BLAS adds.
+        y = apply_map(map_.forward, y.double()).to(rows.dtype if codec.round_mapped else torch.float32).float()
+    return codec.encode_ref(y if scale == 1.0 else y / scale)
+
+
+def apply_map(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`matrix[h] @ rows[t, h]` for matrix `[H or 1, D, D]` and rows `[T, H, D]`, in the dtype of the rows."""
+    matrix = matrix.to(rows.dtype)
+    return rows @ matrix[0].mT if matrix.shape[0] == 1 else (rows.transpose(0, 1) @ matrix.mT).transpose(0, 1)
+
+
+# ---- attend
+
+
+def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format, *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
+           block_table: torch.Tensor, scale: float, options: AttentionOptions = AttentionOptions(),
+           maps: LayerMaps | None = None, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """`softmax(scale * q . k^) . v^` over the pages of each sequence: out `[T, HQ, D_V]`, log-sum-exp `[T, HQ]`.
+
+    q: `[T, HQ, D]`, the queries of all sequences one after the other.
+    cu_seqlens_q: int `[S + 1]`, where each sequence's queries start. seq_lens: int `[S]`, keys, the new ones included.
+    block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
+    dtype: in which to compute. out is of it, or float8_e4m3fn with an output scale; log-sum-exp is natural, sinks included,
+    -inf where a query has no key.
+    """
+    head_size_v = v.codes.shape[-1] * 8 * v.codes.dtype.itemsize // fmt.v.row.code_bits
+    if maps is None:
+        maps = LayerMaps.of(fmt, q.shape[-1], head_size_v, q.device)
+    out = q.new_zeros(q.shape[0], q.shape[1], head_size_v, dtype=dtype)
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype)
+    for tile in _tiles(q, k, cu_seqlens_q, seq_lens, options):
+        _attend_tile(tile, q, k, v, fmt, block_table, scale, options, maps, out, lse)
+    if options.output_scale is not None:
+        out = (out / options.output_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return out, lse.float() if dtype == torch.float32 else lse
+
+
+class _Tile(NamedTuple):
+    """Queries [S, M] of some sequences: padded to the longest."""
+
+    seqs: slice
+    token: torch.Tensor  # [S, M] row of q
+    real: torch.Tensor  # [S, M] False for padding
+    index: torch.Tensor  # [S, M] index of the query within its sequence
+    context: torch.Tensor  # [S] position of query 0
+    seq_len: torch.Tensor  # [S]
+    num_keys: int  # slots to look at: the longest sequence's
+
+
+def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
+    """Cut the batch so that neither the scores nor the gathered rows of a tile pass TILE_ELEMENTS."""
+    starts, lens = cu_seqlens_q.tolist(), seq_lens.tolist()
+    first_key = [0] * len(lens) if options.key_start is None else options.key_start.tolist()
+    slots = [max(n - f, 0) for n, f in zip(lens, first_key)]
+    heads, width = q.shape[1], k.codes.shape[2] * q.shape[2]
+    s = 0
+    while s < len(lens):
+        e, most_keys, most_q = s, 0, 0
+        while e < len(lens):
+            keys, queries = max(most_keys, slots[e], 1), max(most_q, starts[e + 1] - starts[e])
+            if e > s and (e + 1 - s) * keys * max(width, heads * queries) > TILE_ELEMENTS:
+                break
+            most_keys, most_q, e = keys, queries, e + 1
+        step = max(1, TILE_ELEMENTS // ((e - s) * heads * most_keys))
+        n = (cu_seqlens_q[s + 1:e + 1] - cu_seqlens_q[s:e]).long()
+        for first in range(0, most_q, step):
+            index = torch.arange(first, min(first + step, most_q), device=q.device).expand(e - s, -1)
+            real = index < n[:, None]
+            token = (cu_seqlens_q[s:e, None].long() + index).clamp_max(q.shape[0] - 1)
+            yield _Tile(slice(s, e), token, real, index, seq_lens[s:e].long() - n, seq_lens[s:e].long(), most_keys)
+        s = e
+
+
+def visible_keys(tile, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which keys each query sees: bool `[S, M, N]`, with query positions `[S, M, 1]` and key positions `[S, 1, N]`."""
+    query = (tile.context[:, None] + tile.index)[:, :, None]
+    key = torch.arange(tile.num_keys, device=query.device)[None, None, :]
+    if options.key_start is not None:
+        key = key + options.key_start[tile.seqs, None, None].long()
+    distance = query - key
+    causal = options.causal if isinstance(options.causal, bool) else options.causal[tile.seqs, None, None]
+    past = (distance >= 0) | (not causal if isinstance(causal, bool) else ~causal)
+    seen, back = past, torch.ones_like(past)
+    if options.chunk_lookback >= 0:
+        size = options.window // (options.chunk_lookback + 1)
+        back = query // size - key // size <= options.chunk_lookback
+        seen = seen & back
+    elif options.window > 0:
+        back = distance < options.window
+        seen = seen & back & (-distance < options.window)  # the second is implied where causal
+    if options.prefix_ranges is not None:
+        start, end = options.prefix_ranges[tile.seqs].long()[:, None, None, :, :].unbind(-1)
+        q_, k_ = query[..., None], key[..., None]
+        both = ((start < end) & (start <= q_) & (q_ <= end) & (start <= k_) & (k_ <= end)).any(-1)
+        seen = seen | (both & back if options.clamp_prefix_to_window else both)
+    seen = seen & (key < tile.seq_len[:, None, None]) & tile.real[:, :, None]
+    if options.key_range is not None:
+        low, high = options.key_range[tile.seqs].long()[:, None, None, :].unbind(-1)
+        seen = seen & (key >= low) & (key < high)
+    return seen, query, key
+
+
+def _gather(side: Side, codec: Codec, table: torch.Tensor, used: torch.Tensor, dtype: torch.dtype):
+    """Operand `[S, HK, N, D]`, scale and bias `[S, HK, 1, N]` (or None) of the keys in the pages `table [S, pages]`.
+
+    Slots that are not `used [S, N]` read as zero bytes: what they hold, NaN perhaps, must not reach a product."""
+    pages, n = table.shape[1], used.shape[1]
+    run = table[0]
+    consecutive = table.shape[0] == 1 and bool((run == run[0] + torch.arange(pages, device=run.device)).all())
+
+    def rows(t):  # [num_blocks, block_size, HK, X] -> [S, HK, N, X]
+        t = t[None, int(run[0]):int(run[0]) + pages] if consecutive else t[table]  # neighbours need no gather
+        t = t.permute(0, 3, 1, 2, 4).flatten(2, 3)[:, :, :n]
+        return t.masked_fill(~used[:, None, :, None], 0)
+
+    codes = rows(_raw(side.codes)).view(side.codes.dtype)
+    operand, scale, bias = codec.decode_ref(codes, None if side.meta is None else rows(side.meta), dtype)
+    return operand, *(t if t is None else t.mT for t in (scale, bias))
+
+
+def _attend_tile(tile: _Tile, q, k: Side, v: Side, fmt: Format, block_table, scale, options: AttentionOptions,
+                 maps: LayerMaps, out, lse) -> None:
+    """One tile of `attend`, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N keys."""
+    dtype, heads, block_size = out.dtype, k.codes.shape[2], k.codes.shape[1]
+    seen, query, key = visible_keys(tile, options)
+    used = seen.any(1)
+    pages = -(-tile.num_keys // block_size)
+    padded = torch.nn.functional.pad(used, (0, pages * block_size - tile.num_keys))
+    table = block_table[tile.seqs, :pages].long() * padded.unflatten(1, (pages, block_size)).any(-1)
+
+    rows = q[tile.token].to(dtype).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [S, H, G, M, D]
+    mapped = rows if maps.k is None else rows @ maps.k.inverse.to(dtype)[:, None]
+    operand, k_scale, k_bias = _gather(k, fmt.k, table, used, dtype)
+    score = (mapped.flatten(2, 3) @ operand.mT).unflatten(2, rows.shape[2:4])  # q . (scale code + bias), scale and bias last
+    if k_scale is not None:
+        score = score * k_scale[:, :, None]
+    if k_bias is not None:
+        score = score + mapped.sum(-1, keepdim=True) * k_bias[:, :, None]
+    score = score * (scale * k.scale)
+    if maps.k is not None and maps.k.offset is not None:
+        offset = maps.k.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
+        score = score + scale * (rows @ offset[:, :, None])
+
+    if options.softcap > 0:
+        score = options.softcap * torch.tanh(score / options.softcap)
+    seen = seen[:, None, None]
+    distance = (query - key)[:, None, None]
+    if options.alibi_slopes is not None:
+        slope = options.alibi_slopes.to(dtype).view(1, heads, -1, 1, 1)
+        since_context = (key - tile.context[:, None, None])[:, None, None].to(dtype)
+        score = score + slope * (-distance.clamp_min(0).to(dtype).sqrt() if options.alibi_sqrt else since_context)
+    if options.qq_bias is not None:
+        size = options.qq_bias.shape
+        j = key - tile.context[:, None, None]
+        bias = options.qq_bias.to(dtype)[tile.index.clamp_max(size[0] - 1)[:, :, None], j.clamp(0, size[1] - 1)]
+        score = score + torch.where((j >= 0) & (j < size[1]), bias, 0)[:, None, None]
+    score = score.masked_fill(~seen, -math.inf)
+
+    total = torch.logsumexp(score, -1)  # [S, H, G, M]
+    if options.sinks is not None:
+        total = torch.logaddexp(total, options.sinks.to(dtype).view(1, heads, -1, 1))
+    prob = torch.exp(score - total.masked_fill(total == -math.inf, 0)[..., None])  # a row with no key is all zeros
+    operand, v_scale, v_bias = _gather(v, fmt.v, table, used, dtype)
+    weight = prob if v_scale is None else prob * v_scale[:, :, None]
+    result = (weight.flatten(2, 3) @ operand).unflatten(2, rows.shape[2:4])
+    if v_bias is not None:
+        result = result + (prob * v_bias[:, :, None]).sum(-1, keepdim=True)
+    result = result * v.scale
+    if maps.v is not None:
+        result = result @ maps.v.inverse.to(dtype).mT[:, None]
+    token = tile.token[tile.real]
+    out[token] = result.permute(0, 3, 1, 2, 4).flatten(2, 3)[tile.real]
+    lse[token] = total.permute(0, 3, 1, 2).flatten(2, 3)[tile.real]
+
+
+# ---- read back and merge
+
+
+def dequantize(side: Side, codec: Codec, map_: LinearMap | None, slots: torch.Tensor,
+               positions: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + offset`. positions as in `write`."""
+    block_size = side.codes.shape[1]
+    at = (slots // block_size, slots % block_size)
+    codes = _raw(side.codes)[at].view(side.codes.dtype)
+    rows = codec.decode(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
+    if map_ is not None:
+        rows = apply_map(map_.inverse, rows)
+        if map_.offset is not None:
+            rows = rows + map_.offset_rows(positions).to(dtype)
+    return rows
+
+
+def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of disjoint key sets: `sum_i exp(lse_i - lse) out_i`. outs `[N, T, HQ, D]`, lses `[N, T, HQ]`."""
+    lse = torch.logsumexp(lses, 0)
+    weight = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0))
+    return (weight[..., None].to(outs.dtype) * outs).sum(0), lse
