@@ -7,8 +7,9 @@ that reads a map may assume that it is a Hadamard matrix.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +52,28 @@ def named_map(kind: str, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     raise ValueError(f"map={kind!r}: one of 'hadamard', 'hadamard_unit', 'rht'")
 
 
+class MapOperands(NamedTuple):
+    """A map as kernels take it: matrices `[HK or 1, D, D]` that a row x is multiplied with as `matrix x`, to be scaled by a factor.
+
+    A matrix with entries 0 and +-f only, any Hadamard matrix, is held as its signs in bfloat16 with the factor f, so that 16-bit dots
+    are exact; another one in float32, with the factor 1.
+    """
+
+    forward: torch.Tensor  # A
+    query: torch.Tensor  # A^-T
+    output: torch.Tensor  # A^-1
+    forward_factor: float
+    inverse_factor: float
+    mapped_offset: torch.Tensor | None  # A offset, [buckets, HK or 1, D] float32
+
+
+def _signs(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
+    size = float(matrix.abs().amax())
+    if bool(((matrix == 0) | (matrix.abs() == size)).all()) and size > 0:
+        return matrix.sign().bfloat16(), size
+    return matrix, 1.0
+
+
 @dataclass(frozen=True)
 class LinearMap:
     """One side's map: `y = A (x - offset[position // 64])`.
@@ -62,6 +85,7 @@ class LinearMap:
     forward: torch.Tensor
     inverse: torch.Tensor
     offset: torch.Tensor | None = None
+    operands: MapOperands = field(default=None, repr=False, compare=False)  # derived; given only to spare the work
 
     def __post_init__(self) -> None:
         for name, ndim in (("forward", 3), ("inverse", 3), ("offset", 3)):
@@ -70,9 +94,20 @@ class LinearMap:
                 raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed")
         if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
             raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
+        if self.operands is None:
+            object.__setattr__(self, "operands", self._operands())
+
+    def _operands(self) -> MapOperands:
+        (forward, forward_factor), (inverse, inverse_factor) = _signs(self.forward), _signs(self.inverse)
+        mapped = None
+        if self.offset is not None:
+            mapped = torch.einsum("hoi,bhi->bho", self.forward.double().expand(max(self.forward.shape[0], self.offset.shape[1]), -1, -1),
+                                  self.offset.double().expand(-1, max(self.forward.shape[0], self.offset.shape[1]), -1)).float()
+        return MapOperands(forward.contiguous(), inverse.mT.contiguous(), inverse.contiguous(), forward_factor, inverse_factor, mapped)
 
     def to(self, device: torch.device | str) -> LinearMap:
-        return LinearMap(*(t if t is None else t.to(device) for t in (self.forward, self.inverse, self.offset)))
+        moved = [t.to(device) if isinstance(t, torch.Tensor) else t for t in (self.forward, self.inverse, self.offset, *self.operands)]
+        return LinearMap(*moved[:3], MapOperands(*moved[3:]))
 
     def offset_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Rows `[..., HK or 1, D]` of the offset table for integer positions `[...]`."""

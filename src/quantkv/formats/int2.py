@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
+from ..format import Codec, Format, register, shipped_codec
 from ..packing import pack, unpack
 from ..spec import RowLayout
 
@@ -37,5 +37,5 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
 
 
 INT2 = Codec("int2", RowLayout(2, ("float32",)), encode_ref=_encode, decode_ref=_decode, map="hadamard", round_mapped=True,
-             head_size_multiple=4, power_of_two=True)
+             head_size_multiple=8, power_of_two=True, device=shipped_codec("INT2"))
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

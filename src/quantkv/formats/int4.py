@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
+from ..format import Codec, Format, register, shipped_codec
 from ..packing import pack, unpack
 from ..spec import RowLayout
 from .int8 import SMALLEST_SCALE, round_half_away
@@ -31,5 +31,5 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
 
 
 INT4 = Codec("int4", RowLayout(4, ("float32",)), encode_ref=_encode, decode_ref=_decode, map="rht", round_mapped=True,
-             head_size_multiple=8)
+             head_size_multiple=8, device=shipped_codec("INT4"))
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

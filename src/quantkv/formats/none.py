@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
+from ..format import Codec, Format, register, shipped_codec
 from ..spec import RowLayout
 
 
 def _plain(name: str, dtype: torch.dtype) -> Codec:
     return Codec(name, RowLayout(8 * dtype.itemsize),
                  encode_ref=lambda y: (y.to(dtype), None),
-                 decode_ref=lambda codes, _, compute: (codes.to(compute), None, None), code_dtype=dtype)
+                 decode_ref=lambda codes, _, compute: (codes.to(compute), None, None), code_dtype=dtype,
+                 device=shipped_codec(name.upper()))
 
 
 BF16, FP16, FP32 = (_plain(name, dtype) for name, dtype in
