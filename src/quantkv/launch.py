@@ -156,14 +156,14 @@ class Partials(NamedTuple):
     lse: torch.Tensor  # [T, HQ, splits] float32
 
 
-def features(options: AttentionOptions, num_kv_heads: int, one_block: bool, split_tiles: int, target: Target) -> Features:
+def features(options: AttentionOptions, num_kv_heads: int, single: bool, one_block: bool, split_tiles: int, target: Target) -> Features:
     o = options
     chunk = o.window // (o.chunk_lookback + 1) if o.chunk_lookback >= 0 else 0
     return Features(
         num_kv_heads, causal=int(o.causal) if isinstance(o.causal, bool) else 2, window=0 if chunk else o.window, chunk=chunk,
         chunk_lookback=o.chunk_lookback if chunk else 0, softcap=float(o.softcap), alibi=0 if o.alibi_slopes is None else 1 + o.alibi_sqrt,
         qq_bias=o.qq_bias is not None, prefix=o.prefix_ranges is not None, prefix_clamped=o.clamp_prefix_to_window,
-        key_start=o.key_start is not None, key_range=o.key_range is not None, one_block=one_block, split_tiles=split_tiles,
+        key_start=o.key_start is not None, key_range=o.key_range is not None, single=single, one_block=one_block, split_tiles=split_tiles,
         precision=target.precision)
 
 
@@ -192,7 +192,8 @@ def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format, out: torch.Tensor, ls
     group = num_heads // heads
     longest = max_query_len if max_query_len is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
     tiling = Tiling.of(group, 1 if batch_invariant else longest, max(head_size, head_size_v))
-    block_q = tiling.block_m // group
+    single = max_query_len == 1
+    block_q = 1 if single else tiling.block_m // group
     one_block = (max_query_len is not None or num_seqs == 1) and longest <= block_q
     blocks = num_seqs if one_block else tokens // block_q + num_seqs
     max_keys = block_table.shape[1] * page
@@ -213,7 +214,7 @@ def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format, out: torch.Tensor, ls
         _rows(q), *part, pages(k, fmt.k, head_size), pages(v, fmt.v, head_size_v), k_map,
         Batch(cu_seqlens_q, seq_lens, block_table, block_table.stride(0)), _extras(options), num_seqs, splits, scale * factor, k.scale,
         GROUP=group, PAGE=page, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, K=k_plan, V=v_plan,
-        F=features(options, heads, one_block, split_tiles, target), num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+        F=features(options, heads, single, one_block, split_tiles, target), num_warps=tiling.num_warps, num_stages=tiling.num_stages)
     combine(part, out, lse, heads, maps.v, splits if maps.v is not None else 0, v.scale, options.sinks, options.output_scale,
             rows_per_program=1 if batch_invariant else None)
 
@@ -231,6 +232,6 @@ def combine(part: Partials, out: torch.Tensor, lse: torch.Tensor, num_kv_heads: 
         kernel_map, factor = Map(*_matrix(v_map.operands.output)), v_scale * v_map.operands.inverse_factor
     combine_kernel[(triton.cdiv(tokens * group, rows), num_kv_heads)](
         *part, _rows(out.view(torch.uint8) if output_scale is not None else out), lse, kernel_map, sinks, tokens * group, splits,
-        mapped_splits, factor, 1.0 if mapped_splits else v_scale, output_scale, GROUP=group, D=head_size,
+        mapped_splits, factor, 1.0 if mapped_splits else v_scale, output_scale or 1.0, GROUP=group, D=head_size,
         WIDTH=max(16, triton.next_power_of_2(head_size)), ROWS=rows, MAPPED=mapped_splits > 0, PLAIN=mapped_splits < splits,
         PRECISION=target.precision, num_warps=4)

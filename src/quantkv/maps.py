@@ -101,8 +101,8 @@ class LinearMap:
         (forward, forward_factor), (inverse, inverse_factor) = _signs(self.forward), _signs(self.inverse)
         mapped = None
         if self.offset is not None:
-            mapped = torch.einsum("hoi,bhi->bho", self.forward.double().expand(max(self.forward.shape[0], self.offset.shape[1]), -1, -1),
-                                  self.offset.double().expand(-1, max(self.forward.shape[0], self.offset.shape[1]), -1)).float()
+            rows = self.offset.double().transpose(0, 1) @ self.forward.double().mT  # [HK or 1, buckets, D]
+            mapped = rows.transpose(0, 1).float().contiguous()
         return MapOperands(forward.contiguous(), inverse.mT.contiguous(), inverse.contiguous(), forward_factor, inverse_factor, mapped)
 
     def to(self, device: torch.device | str) -> LinearMap:

@@ -99,13 +99,18 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
 
     Writes part `[T, HQ, splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, splits]`, base 2; a split without
     keys writes lse -inf and no part. Scores are scale * (q . k) with k_scale on what was encoded, not on the offset."""
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    K_CODEC: tl.constexpr = K.codec
+    BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
+    K_CODEC: tl.constexpr = K.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_CODEC: tl.constexpr = V.codec
+    K_COLUMNS: tl.constexpr = K.columns
+    V_COLUMNS: tl.constexpr = V.columns
     V_FACTORS: tl.constexpr = V.factors
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
+    V_PLANES: tl.constexpr = V.codec.planes
+    V_WIDTH: tl.constexpr = V.width
     HEADS: tl.constexpr = F.num_kv_heads
+    PRECISION: tl.constexpr = F.precision
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
     split = tl.program_id(1)
@@ -155,7 +160,7 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
 
     position = (context + query)[:, None]
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
-    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, F.precision)
+    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
     factor = scale * q_unit
     if not NATURAL:
         factor *= LOG2E
@@ -167,25 +172,27 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
     shift = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.full([], 2.0**-100 if V_CODEC.num_meta > 0 else 1.0, tl.float32)
     acc = ()
-    for _ in tl.static_range(V_CODEC.planes):
-        acc = acc + (tl.zeros([BLOCK_M, V.width], tl.float32),)
+    for _ in tl.static_range(V_PLANES):
+        acc = acc + (tl.zeros([BLOCK_M, V_WIDTH], tl.float32),)
 
     for start in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
         key = index + first_slot
         used = (index >= low) & (index < high)
-        seen = visible(position, key[None, :], used[None, :], seq, extras, F)
+        seen = used[None, :]
+        if F.prefix or not BLOCK_Q == 1:  # what one query sees, but for prefix ranges, is what lies between low and high
+            seen = visible(position, key[None, :], seen, seq, extras, F)
         if F.prefix:  # the keys that some query sees are no interval
             used = tl.max(seen.to(tl.int32), axis=0) > 0
         if PAGE % BLOCK_N == 0:
             page = tl.load(table + start // PAGE).to(tl.int64)
         else:
             page = tl.load(table + index // PAGE, mask=used, other=0).to(tl.int64)
-        slot = (index % PAGE).to(tl.int64)
+        slot = index % PAGE
 
         words, meta = load_cached(k_pages, page, slot, head, used, K)
-        planes, affine = K_CODEC.decode(tl.trans(words), meta, k_pages.table, K.columns, True)
-        score = key_score(q_planes, q_sum, planes, affine, factor * k_scale, K, F.precision)
+        planes, affine = K_CODEC.decode(tl.trans(words), meta, k_pages.table, K_COLUMNS, True)
+        score = key_score(q_planes, q_sum, planes, affine, factor * k_scale, K, PRECISION)
         if K.offset:
             score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
         if F.softcap > 0:
@@ -202,14 +209,14 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
         row_sum = row_sum * decay + tl.sum(prob, axis=1)
 
         words, meta = load_cached(v_pages, page, slot, head, used, V)
-        planes, affine = V_CODEC.decode(words, meta, v_pages.table, V.columns, False)
-        acc, shift, unit = add_values(acc, shift, unit, prob, decay, planes, affine, V_DTYPE, F.precision)
+        planes, affine = V_CODEC.decode(words, meta, v_pages.table, V_COLUMNS, False)
+        acc, shift, unit = add_values(acc, shift, unit, prob, decay, planes, affine, V_DTYPE, PRECISION)
 
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)[:, None]
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     planes = ()
-    for p in tl.static_range(V.codec.planes):
+    for p in tl.static_range(V_PLANES):
         planes = planes + ((acc[p] * (unit * V_FACTORS[p]) + shift[:, None]) * norm,)
-    column = tl.arange(0, V.width * V.codec.planes)[None, :]
+    column = tl.arange(0, V_WIDTH * V_PLANES)[None, :]
     at = part + out_row[:, None] * V.head_size + column
     tl.store(at, join_planes(planes), mask=row_mask[:, None] & (column < V.head_size))

@@ -85,7 +85,7 @@ def combine_kernel(part, lse, out, out_lse, v_map, sinks, num_rows, splits, mapp
         result *= tl.where(total > 0, 1 / total, 0.0)[:, None]
         at = out.ptr + (token * out.stride_token + q_head * out.stride_head)[:, None] + column[None, :]
         stored = row_mask[:, None] & (column < D)[None, :]
-        if output_scale is not None:
-            result = to_float8(tl.div_rn(result, tl.broadcast_to(output_scale, result.shape)), 3, 7, 448.0)
+        if out.ptr.dtype.element_ty == tl.uint8:  # float8 e4m3
+            result = to_float8(tl.div_rn(result, tl.full(result.shape, 0.0, tl.float32) + output_scale), 3, 7, 448.0)
         tl.store(at, result, mask=stored)
     tl.store(out_lse + row, (base + tl.log2(total)) / LOG2E, mask=row_mask)

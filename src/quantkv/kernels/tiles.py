@@ -116,14 +116,14 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, PRECISION
 @triton.jit
 def word_pointers(pages, page, slot, head, PLAN: tl.constexpr):
     """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page [N] or scalar`, int64."""
-    base = page * pages.stride_page + slot * pages.stride_slot + head * pages.stride_head
+    base = page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot
     STEP: tl.constexpr = 3 if PLAN.codec.word_bytes == 3 else 1
     return pages.words + base[:, None] + STEP * tl.arange(0, PLAN.width)[None, :]
 
 
 @triton.jit
 def meta_pointers(pages, page, slot, head):
-    return pages.meta + page * pages.meta_page + slot * pages.meta_slot + head * pages.meta_head
+    return pages.meta + (page * pages.meta_page + head * pages.meta_head + slot * pages.meta_slot)
 
 
 @triton.jit
@@ -131,7 +131,9 @@ def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
     """words `[N, W]` and metadata, a tuple of `[N]` float32, of N cached rows. What is masked reads as zero bits: an unwritten slot
     may hold NaN, in the codes and in the metadata."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
-    real = mask[:, None] & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
+    real = mask[:, None]
+    if PLAN.width != PLAN.columns:
+        real = real & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
     at = word_pointers(pages, page, slot, head, PLAN)
     words = tl.load(at, mask=real, other=0)
     if PLAN.codec.word_bytes == 3:

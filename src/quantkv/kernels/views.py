@@ -159,6 +159,7 @@ class Features(_Constant):
     prefix_clamped: bool = False
     key_start: bool = False
     key_range: bool = False
+    single: bool = False  # no sequence has more than one query
     one_block: bool = False  # no sequence has more queries than a tile: the tile's index is the sequence's
     split_tiles: int = 0  # > 0: each split has so many tiles of keys, whatever else is in the batch
     precision: str = "ieee"  # of float32 dots

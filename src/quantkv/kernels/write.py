@@ -23,7 +23,7 @@ def write_rows(rows, pages, map, token, head, page, slot, position, mask, factor
             if PLAN.rounded:
                 plane = plane.to(rows.ptr.dtype.element_ty).to(tl.float32)
         if PLAN.scaled:
-            plane = tl.div_rn(plane, tl.broadcast_to(scale, plane.shape))
+            plane = tl.div_rn(plane, tl.zeros(plane.shape, tl.float32) + scale)
         x = x + (plane,)
     real = tl.arange(0, PLAN.width) < PLAN.columns
     words, meta = CODEC.encode(x, real, pages.table, PLAN.head_size)
