@@ -24,7 +24,7 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
     DTYPE: tl.constexpr = tl.float32 if F32 else K.codec.operand
     FACTORS: tl.constexpr = K.factors
     at = q.ptr + token * q.stride_token + head * q.stride_head
-    loaded = load_rows(at, row_mask, map, kv_head, token, K, PRECISION)
+    loaded = load_rows(at, row_mask, map, kv_head, token, K, False, PRECISION)
     largest = tl.max(tl.abs(loaded[0]).to(tl.float32))
     for p in tl.static_range(1, P):
         largest = tl.maximum(largest, tl.max(tl.abs(loaded[p]).to(tl.float32)))

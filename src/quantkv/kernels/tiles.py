@@ -83,8 +83,8 @@ def offset_row(map, head, bucket, column, D: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows at the pointers `rows [R]`, mapped, as planes `[R, W]`: float32 where mapped, else as they are."""
+def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows at the pointers `rows [R]`, less the offset of their position, mapped, as planes `[R, W]`: float32 where mapped, else as they are."""
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
@@ -97,7 +97,7 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, PRECISION
         for start in tl.static_range(0, D, CHUNK):
             column = (start + tl.arange(0, CHUNK))[None, :]
             x = tl.load(rows[:, None] + column, mask=row_mask[:, None] & (column < D), other=0.0)
-            if PLAN.offset:
+            if OFFSET:
                 x = x.to(tl.float32) - offset_row(map, head, (position // 64)[:, None], column, D)
             updated = ()
             for p in tl.static_range(P):

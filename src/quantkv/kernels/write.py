@@ -14,7 +14,7 @@ def write_rows(rows, pages, map, token, head, page, slot, position, mask, factor
     P: tl.constexpr = PLAN.codec.planes
     NUM_META: tl.constexpr = PLAN.codec.num_meta
     at = rows.ptr + token * rows.stride_token + head * rows.stride_head
-    loaded = load_rows(at, mask, map, head, position, PLAN, PRECISION)
+    loaded = load_rows(at, mask, map, head, position, PLAN, PLAN.offset, PRECISION)
     x = ()
     for p in tl.static_range(P):
         plane = loaded[p].to(tl.float32)
