@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from .kernels.combine import combine_kernel
 from .kernels.views import Batch, DeviceCodec, Extras, Features, Map, Pages, RowPlan, Rows
 from .kernels.write import write_kernel
 from .maps import LayerMaps, LinearMap
-from .reference import AttentionOptions, Side
+from .reference import AttentionOptions, Segment, Side
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
@@ -177,16 +179,16 @@ def _extras(o: AttentionOptions) -> Extras:
     return Extras(causal, dense(o.alibi_slopes), *bias, *ranges, dense(o.key_start), dense(o.key_range))
 
 
-def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format, out: torch.Tensor, lse: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
-           seq_lens: torch.Tensor, block_table: torch.Tensor, scale: float, options: AttentionOptions, maps: LayerMaps,
-           max_query_len: int | None, batch_invariant: bool, num_splits: int | None = None) -> None:
-    """Launch `attend_kernel` and `combine_kernel` into out `[T, HQ, D_V]` and lse `[T, HQ]`.
+def attend(q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, lse: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+           seq_lens: torch.Tensor, scale: float, options: AttentionOptions, max_query_len: int | None, batch_invariant: bool,
+           num_splits: int | None = None) -> None:
+    """Launch `attend_kernel` for each segment and one `combine_kernel`, into out `[T, HQ, D_V]` and lse `[T, HQ]`.
 
     Nothing here reads a tensor: splits come from shapes, and what a split reads from the lengths on the device, so that a captured
-    graph stays right when they change. num_splits: instead of the table's choice."""
+    graph stays right when they change. num_splits: of each segment, instead of the table's choice."""
     target = Target.of(q.device)
     tokens, num_heads, head_size = q.shape
-    heads, head_size_v, num_seqs, page = k.codes.shape[2], out.shape[2], seq_lens.shape[0], k.codes.shape[1]
+    heads, head_size_v, num_seqs = segments[0].k.codes.shape[2], out.shape[2], seq_lens.shape[0]
     if tokens == 0:
         return
     group = num_heads // heads
@@ -196,42 +198,45 @@ def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format, out: torch.Tensor, ls
     block_q = 1 if single else tiling.block_m // group
     one_block = (max_query_len is not None or num_seqs == 1) and longest <= block_q
     blocks = num_seqs if one_block else tokens // block_q + num_seqs
-    max_keys = block_table.shape[1] * page
-    split_tiles = 0
-    if batch_invariant:
-        split_tiles = SPLIT_TOKENS // tiling.block_n
-        splits = triton.cdiv(max_keys, SPLIT_TOKENS)
-    else:
-        splits = num_splits or split_count(blocks * heads, max_keys, tiling, target)
-    k_plan = row_plan(fmt.k, head_size, maps.k, k.scale, target)
-    v_plan = row_plan(fmt.v, head_size_v, maps.v, v.scale, target)
-    part = Partials(torch.empty(tokens, num_heads, splits, head_size_v, dtype=torch.float32, device=q.device),
-                    torch.empty(tokens, num_heads, splits, dtype=torch.float32, device=q.device))
-    k_map, factor = Map(), 1.0
-    if maps.k is not None:
-        k_map, factor = Map(*_matrix(maps.k.operands.query), *_offset(maps.k.operands.mapped_offset)), maps.k.operands.inverse_factor
-    attend_kernel[(blocks * heads, splits)](
-        _rows(q), *part, pages(k, fmt.k, head_size), pages(v, fmt.v, head_size_v), k_map,
-        Batch(cu_seqlens_q, seq_lens, block_table, block_table.stride(0)), _extras(options), num_seqs, splits, scale * factor, k.scale,
-        GROUP=group, PAGE=page, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, K=k_plan, V=v_plan,
-        F=features(options, heads, single, one_block, split_tiles, target), num_warps=tiling.num_warps, num_stages=tiling.num_stages)
-    combine(part, out, lse, heads, maps.v, splits if maps.v is not None else 0, v.scale, options.sinks, options.output_scale,
-            rows_per_program=1 if batch_invariant else None)
+    segments = sorted(segments, key=lambda s: s.maps.v is None)  # combine takes the mapped ones first
+    splits = []
+    for s in segments:
+        max_keys = s.block_table.shape[1] * s.k.codes.shape[1]
+        fixed = triton.cdiv(max_keys, SPLIT_TOKENS) if batch_invariant else num_splits
+        splits.append(fixed or split_count(blocks * heads, max_keys, tiling, target))
+    part = Partials(torch.empty(tokens, num_heads, sum(splits), head_size_v, dtype=torch.float32, device=q.device),
+                    torch.empty(tokens, num_heads, sum(splits), dtype=torch.float32, device=q.device))
+    first_split = 0
+    for s, count in zip(segments, splits):
+        k_map, factor = Map(), 1.0
+        if s.maps.k is not None:
+            operands = s.maps.k.operands
+            k_map, factor = Map(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
+        o = replace(options, key_start=s.key_start, key_range=s.key_range)
+        attend_kernel[(blocks * heads, count)](
+            _rows(q), *part, pages(s.k, s.fmt.k, head_size), pages(s.v, s.fmt.v, head_size_v), k_map,
+            Batch(cu_seqlens_q, seq_lens, s.block_table, s.block_table.stride(0)), _extras(o), num_seqs, first_split, sum(splits),
+            scale * factor, s.k.scale, GROUP=group, PAGE=s.k.codes.shape[1], BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, target), V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, target),
+            F=features(o, heads, single, one_block, SPLIT_TOKENS // tiling.block_n if batch_invariant else 0, target),
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+        first_split += count
+    mapped = [s for s in segments if s.maps.v is not None]
+    combine(part, out, lse, heads, mapped[0].maps.v if mapped else None, sum(splits[:len(mapped)]),
+            mapped[0].v.scale if mapped else 1.0, segments[-1].v.scale, options, rows_per_program=1 if batch_invariant else None)
 
 
 def combine(part: Partials, out: torch.Tensor, lse: torch.Tensor, num_kv_heads: int, v_map: LinearMap | None, mapped_splits: int,
-            v_scale: float = 1.0, sinks: torch.Tensor | None = None, output_scale: float | None = None,
-            rows_per_program: int | None = None) -> None:
-    """Merge partials into out and lse: the first mapped_splits of them through v_map and v_scale, the others as they are, or with
-    v_scale if there are no mapped ones."""
+            mapped_scale: float, plain_scale: float, options: AttentionOptions, rows_per_program: int | None = None) -> None:
+    """Merge partials into out and lse: the first mapped_splits of them through v_map; each kind times its per-tensor scale."""
     tokens, num_heads, splits, head_size = part.out.shape
     target, group = Target.of(out.device), num_heads // num_kv_heads
     rows = rows_per_program or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
-    kernel_map, factor = Map(), v_scale
+    kernel_map = Map()
     if mapped_splits:
-        kernel_map, factor = Map(*_matrix(v_map.operands.output)), v_scale * v_map.operands.inverse_factor
+        kernel_map, mapped_scale = Map(*_matrix(v_map.operands.output)), mapped_scale * v_map.operands.inverse_factor
     combine_kernel[(triton.cdiv(tokens * group, rows), num_kv_heads)](
-        *part, _rows(out.view(torch.uint8) if output_scale is not None else out), lse, kernel_map, sinks, tokens * group, splits,
-        mapped_splits, factor, 1.0 if mapped_splits else v_scale, output_scale or 1.0, GROUP=group, D=head_size,
+        *part, _rows(out.view(torch.uint8) if options.output_scale is not None else out), lse, kernel_map, options.sinks,
+        tokens * group, splits, mapped_splits, mapped_scale, plain_scale, options.output_scale or 1.0, GROUP=group, D=head_size,
         WIDTH=max(16, triton.next_power_of_2(head_size)), ROWS=rows, MAPPED=mapped_splits > 0, PLAIN=mapped_splits < splits,
         PRECISION=target.precision, num_warps=4)

@@ -139,6 +139,22 @@ class LayerMaps:
         """What the format asks for."""
         return cls(default_map(fmt.k, head_size, device), default_map(fmt.v, head_size_v, device))
 
+    def flatten(self) -> tuple[list[torch.Tensor | None], list[float]]:
+        """Tensors and numbers, for what takes neither dataclasses nor None. `unflatten` reverses it."""
+        tensors, factors = [], []
+        for side in (self.k, self.v):
+            o = None if side is None else side.operands
+            tensors += [None] * 7 if o is None else [side.forward, side.inverse, side.offset, o.forward, o.query, o.output, o.mapped_offset]
+            factors += [1.0, 1.0] if o is None else [o.forward_factor, o.inverse_factor]
+        return tensors, factors
+
+    @classmethod
+    def unflatten(cls, tensors: list[torch.Tensor | None], factors: list[float]) -> LayerMaps:
+        def side(t, f):
+            return None if t[0] is None else LinearMap(*t[:3], MapOperands(*t[3:6], *f, t[6]))
+
+        return cls(side(tensors[:7], factors[:2]), side(tensors[7:], factors[2:]))
+
     def fingerprint(self) -> str:
         """Hash of every number in the maps: two caches with the same one hold comparable bytes."""
         digest = hashlib.sha256()

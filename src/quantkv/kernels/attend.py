@@ -91,14 +91,14 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
     return updated, shift, unit
 
 
-@triton.jit(do_not_specialize=["num_seqs", "splits"])
-def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, splits, scale, k_scale,
+@triton.jit(do_not_specialize=["num_seqs", "first_split", "all_splits"])
+def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, first_split, all_splits, scale, k_scale,
                   GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                   K: tl.constexpr, V: tl.constexpr, F: tl.constexpr):
     """Grid (tiles of queries x kv heads, splits of the keys). A tile is BLOCK_M // GROUP queries by the GROUP heads of a kv head.
 
-    Writes part `[T, HQ, splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, splits]`, base 2; a split without
-    keys writes lse -inf and no part. Scores are scale * (q . k) with k_scale on what was encoded, not on the offset."""
+    Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
+    first_split on; a split without keys writes lse -inf and no part. Scores are scale * (q . k) with k_scale on what was encoded, not on the offset."""
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
     K_CODEC: tl.constexpr = K.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_CODEC: tl.constexpr = V.codec
@@ -136,7 +136,7 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
     row_mask = (query < num_q) & (row < BLOCK_Q * GROUP)
     q_head = head * GROUP + row % GROUP
     token = first.to(tl.int64) + query + tl.zeros([BLOCK_M], tl.int64)
-    out_row = (token * (HEADS * GROUP) + q_head) * splits + split
+    out_row = (token * (HEADS * GROUP) + q_head) * all_splits + first_split + split
 
     first_slot = 0
     if F.key_start:
@@ -151,7 +151,7 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
         begin = tl.maximum(begin, split * F.split_tiles)
         end = tl.minimum(end, (split + 1) * F.split_tiles)
     else:
-        share = tl.cdiv(end - begin, splits)
+        share = tl.cdiv(end - begin, tl.num_programs(1))
         begin += split * share
         end = tl.minimum(end, begin + share)
     if begin >= end:

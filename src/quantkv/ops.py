@@ -1,0 +1,203 @@
+"""write and attend on any device: they choose an implementation, and are `torch.library` operators under torch.compile.
+
+Nothing on the GPU path waits for the device, so both can be captured in a CUDA graph and replayed with other lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import reference
+from .format import Format, get_format
+from .maps import LayerMaps
+from .reference import AttentionOptions, Segment, Side
+
+IMPLEMENTATIONS = ("auto", "hopper", "triton", "reference")
+
+
+def choose(implementation: str, device: torch.device) -> str:
+    """The implementation that runs on `device`: "auto" is "triton" on a GPU and "reference" elsewhere.
+
+    ValueError for one that cannot run there: an explicit choice never becomes another one.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: one of {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    if implementation == "hopper":
+        raise ValueError("implementation='hopper': there are no Hopper kernels in this build")
+    if implementation == "triton" and device.type != "cuda" and not _interpreted():
+        raise ValueError(f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)")
+    return implementation
+
+
+def _interpreted() -> bool:
+    from . import launch
+
+    return launch.INTERPRETED
+
+
+def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format | str, slot_mapping: torch.Tensor, *,
+          maps: LayerMaps | None = None, positions: torch.Tensor | None = None, implementation: str = "auto") -> None:
+    """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]` of a cache.
+
+    Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
+    maps: the layer's linear maps; those that the format asks for if None. positions: int `[T]`, needed where the keys' map has an offset.
+    implementation: "auto", "triton" or "reference". ValueError where it cannot run.
+    """
+    implementation = choose(implementation, key.device)
+    if maps is not None and maps.k is not None and maps.k.offset is not None and positions is None:
+        raise ValueError("positions=None: the keys' map has an offset for each bucket of positions")
+    if torch.compiler.is_compiling():
+        tensors, factors = ([], []) if maps is None else maps.flatten()
+        _write_op(k.codes, k.meta, v.codes, v.meta, key, value, slot_mapping, positions, tensors, factors,
+                  fmt if isinstance(fmt, str) else fmt.name, [k.scale, v.scale], implementation)
+    else:
+        _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation)
+
+
+def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation):
+    if maps is None:
+        maps = LayerMaps.of(fmt, key.shape[2], value.shape[2], key.device)
+    if implementation == "reference":
+        reference.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+    else:
+        from . import launch
+
+        launch.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+
+
+@torch.library.custom_op(
+    "quantkv::write", mutates_args=("k_codes", "k_meta", "v_codes", "v_meta"),
+    schema="(Tensor(a!) k_codes, Tensor(b!)? k_meta, Tensor(c!) v_codes, Tensor(d!)? v_meta, Tensor key, Tensor value, "
+           "Tensor slot_mapping, Tensor? positions, Tensor?[] maps, float[] factors, str fmt, float[] scales, str implementation) -> ()")
+def _write_op(k_codes, k_meta, v_codes, v_meta, key, value, slot_mapping, positions, maps, factors, fmt, scales, implementation):
+    _write(key, value, Side(k_codes, k_meta, scales[0]), Side(v_codes, v_meta, scales[1]), get_format(fmt, key.dtype), slot_mapping,
+           LayerMaps.unflatten(maps, factors) if maps else None, positions, implementation)
+
+
+@_write_op.register_fake
+def _(*args):
+    return None
+
+
+def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format | str, *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
+           block_table: torch.Tensor, scale: float, options: AttentionOptions = AttentionOptions(), maps: LayerMaps | None = None,
+           out: torch.Tensor | None = None, max_query_len: int | None = None, implementation: str = "auto",
+           batch_invariant: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`softmax(scale * q . k^) . v^` over the pages of each sequence: out `[T, HQ, D_V]`, log-sum-exp `[T, HQ]` float32.
+
+    q: `[T, HQ, D]`, the queries of all sequences one after the other; out has its dtype, or float8_e4m3fn with an output scale.
+    cu_seqlens_q: int `[S + 1]`, where each sequence's queries start. seq_lens: int `[S]`, keys, the new ones included.
+    block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
+    options: see `AttentionOptions`. maps: as in `write`. out: written to instead of a new tensor.
+    max_query_len: no sequence has more queries; a promise that makes decode and verification faster, not checked on a GPU.
+    implementation: "auto", "triton" or "reference". ValueError where it cannot run.
+    batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch.
+    """
+    fmt = get_format(fmt, q.dtype)
+    if maps is None:
+        maps = LayerMaps.of(fmt, q.shape[2], _head_size_v(v, fmt), q.device)
+    return attend_segments(q, [Segment(k, v, fmt, block_table, maps, options.key_start, options.key_range)], cu_seqlens_q=cu_seqlens_q,
+                           seq_lens=seq_lens, scale=scale, options=options, out=out, max_query_len=max_query_len,
+                           implementation=implementation, batch_invariant=batch_invariant)
+
+
+def attend_segments(q: torch.Tensor, segments: Sequence[Segment], *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, scale: float,
+                    options: AttentionOptions = AttentionOptions(), out: torch.Tensor | None = None, max_query_len: int | None = None,
+                    implementation: str = "auto", batch_invariant: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` where the keys of a sequence lie in several caches: exact first and latest tokens, say, and quantized ones between.
+
+    The segments are disjoint; each has its format, block table and range of positions. All have the same kv heads and head sizes, and
+    those with a V map share it and its per-tensor scale, as do those without. Other arguments as in `attend`.
+    """
+    implementation = choose(implementation, q.device)
+    if len(segments) > 1:
+        _check_segments(segments)
+    shape = (*q.shape[:2], _head_size_v(segments[0].v, segments[0].fmt))
+    if out is None:
+        out = torch.empty(shape, dtype=q.dtype if options.output_scale is None else torch.float8_e4m3fn, device=q.device)
+    elif out.shape != shape or out.stride(2) != 1 or (out.dtype == torch.float8_e4m3fn) != (options.output_scale is not None):
+        raise ValueError(f"out: shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}; {shape} with a dense last axis is needed, "
+                         "float8_e4m3fn with an output scale and only then")
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if torch.compiler.is_compiling():
+        _attend_op(out, lse, q, cu_seqlens_q, seq_lens, *_flatten_segments(segments), *_flatten_options(options), float(scale),
+                   max_query_len, batch_invariant, implementation)
+    else:
+        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation)
+    return out, lse
+
+
+def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation):
+    batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens, "scale": scale, "options": options}
+    if implementation == "reference":
+        for target, result in zip((out, lse), reference.attend_segments(q, segments, **batch)):
+            target.copy_(result)
+    else:
+        from . import launch
+
+        launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
+
+
+def _check_segments(segments: Sequence[Segment]) -> None:
+    mapped = {(id(s.maps.v), s.v.scale) for s in segments if s.maps.v is not None}
+    if len(mapped) > 1 or len({s.v.scale for s in segments if s.maps.v is None}) > 1:
+        raise ValueError("segments: those with a V map must share it and its scale, those without a V map the scale")
+
+
+def _head_size_v(v: Side, fmt: Format) -> int:
+    return v.codes.shape[-1] * 8 * v.codes.element_size() // fmt.v.row.code_bits
+
+
+# ---- flat arguments: an operator takes tensors, numbers and strings
+
+_OPTION_TENSORS = ("sinks", "alibi_slopes", "qq_bias", "prefix_ranges")
+
+
+def _flatten_segments(segments: Sequence[Segment]):
+    caches, tables, maps, factors = [], [], [], []
+    for s in segments:
+        caches += [s.k.codes, s.k.meta, s.v.codes, s.v.meta]
+        tables += [s.block_table, s.key_start, s.key_range]
+        tensors, numbers = s.maps.flatten()
+        maps += tensors
+        factors += [*numbers, s.k.scale, s.v.scale]
+    return caches, tables, maps, factors, ";".join([s.fmt.name for s in segments])
+
+
+def _unflatten_segments(caches, tables, maps, factors, formats) -> list[Segment]:
+    segments = []
+    for i, name in enumerate(formats.split(";")):
+        c, t, f = caches[4 * i:4 * i + 4], tables[3 * i:3 * i + 3], factors[6 * i:6 * i + 6]
+        segments.append(Segment(Side(c[0], c[1], f[4]), Side(c[2], c[3], f[5]), get_format(name), t[0],
+                                LayerMaps.unflatten(maps[14 * i:14 * i + 14], f[:4]), t[1], t[2]))
+    return segments
+
+
+def _flatten_options(o: AttentionOptions):
+    causal = None if isinstance(o.causal, bool) else o.causal
+    tensors = [causal, *[getattr(o, name) for name in _OPTION_TENSORS]]
+    return tensors, [o.causal is True, o.alibi_sqrt, o.clamp_prefix_to_window], o.window, o.chunk_lookback, float(o.softcap), o.output_scale
+
+
+@torch.library.custom_op(
+    "quantkv::attend", mutates_args=("out", "lse"),
+    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor?[] caches, Tensor?[] tables, "
+           "Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, int chunk_lookback, "
+           "float softcap, float? output_scale, float scale, int? max_query_len, bool batch_invariant, str implementation) -> ()")
+def _attend_op(out, lse, q, cu_seqlens_q, seq_lens, caches, tables, maps, factors, formats, option_tensors, flags, window,
+               chunk_lookback, softcap, output_scale, scale, max_query_len, batch_invariant, implementation):
+    options = AttentionOptions(
+        causal=flags[0] if option_tensors[0] is None else option_tensors[0], window=window, chunk_lookback=chunk_lookback, softcap=softcap,
+        alibi_sqrt=flags[1], clamp_prefix_to_window=flags[2], output_scale=output_scale,
+        **dict(zip(_OPTION_TENSORS, option_tensors[1:])))
+    _attend(out, lse, q, _unflatten_segments(caches, tables, maps, factors, formats), cu_seqlens_q, seq_lens, scale, options,
+            max_query_len, batch_invariant, implementation)
+
+
+@_attend_op.register_fake
+def _(*args):
+    return None
