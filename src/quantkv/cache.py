@@ -56,7 +56,7 @@ class PagedCache:
             return t.unflatten(2, (self.spec.block_size, -1)).transpose(1, 2)
 
         fields = view(meta, getattr(torch, codec.row.meta[0])) if codec.row.meta else None
-        return Side(view(codes, codec.code_dtype), fields, scale)
+        return Side(view(codes, codec.code_dtype), fields, scale).in_storage_of(self.buffer)
 
     @property
     def nbytes(self) -> int:

@@ -52,8 +52,8 @@ def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format 
         raise ValueError("positions=None: the keys' map has an offset for each bucket of positions")
     if torch.compiler.is_compiling():
         tensors, factors = ([], []) if maps is None else maps.flatten()
-        _write_op(k.codes, k.meta, v.codes, v.meta, key, value, slot_mapping, positions, tensors, factors,
-                  fmt if isinstance(fmt, str) else fmt.name, [k.scale, v.scale], implementation)
+        fmt = get_format(fmt, key.dtype)
+        _write_op(*_flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation)
     else:
         _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation)
 
@@ -70,12 +70,13 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation)
 
 
 @torch.library.custom_op(
-    "quantkv::write", mutates_args=("k_codes", "k_meta", "v_codes", "v_meta"),
-    schema="(Tensor(a!) k_codes, Tensor(b!)? k_meta, Tensor(c!) v_codes, Tensor(d!)? v_meta, Tensor key, Tensor value, "
-           "Tensor slot_mapping, Tensor? positions, Tensor?[] maps, float[] factors, str fmt, float[] scales, str implementation) -> ()")
-def _write_op(k_codes, k_meta, v_codes, v_meta, key, value, slot_mapping, positions, maps, factors, fmt, scales, implementation):
-    _write(key, value, Side(k_codes, k_meta, scales[0]), Side(v_codes, v_meta, scales[1]), get_format(fmt, key.dtype), slot_mapping,
-           LayerMaps.unflatten(maps, factors) if maps else None, positions, implementation)
+    "quantkv::write", mutates_args=("cache",),
+    schema="(Tensor(a!)[] cache, int[] layout, Tensor key, Tensor value, Tensor slot_mapping, Tensor? positions, Tensor?[] maps, "
+           "float[] factors, str fmt, float[] scales, str implementation) -> ()")
+def _write_op(cache, layout, key, value, slot_mapping, positions, maps, factors, fmt, scales, implementation):
+    fmt = get_format(fmt)
+    k, v = _unflatten_cache(cache, layout, fmt, scales)
+    _write(key, value, k, v, fmt, slot_mapping, LayerMaps.unflatten(maps, factors) if maps else None, positions, implementation)
 
 
 @_write_op.register_fake
@@ -157,23 +158,44 @@ def _head_size_v(v: Side, fmt: Format) -> int:
 _OPTION_TENSORS = ("sinks", "alibi_slopes", "qq_bias", "prefix_ranges")
 
 
+def _flatten_cache(k: Side, v: Side) -> tuple[list[torch.Tensor], list[int]]:
+    """Tensors, and where the views lie in the one that is their base; no layout without a base."""
+    if k.base is not None and k.base is v.base:
+        return [k.base], [*k.layout, *v.layout]
+    return [t for t in (k.codes, k.meta, v.codes, v.meta) if t is not None], []
+
+
+def _unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format, scales: list[float]) -> tuple[Side, Side]:
+    dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
+    if layout:
+        flat = tensors[0].reshape(-1)
+        tensors = [flat.view(dtype).as_strided(layout[9 * i:9 * i + 4], layout[9 * i + 4:9 * i + 8], layout[9 * i + 8])
+                   for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)]
+    left = iter(tensors)
+    return tuple(Side(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
+
+
 def _flatten_segments(segments: Sequence[Segment]):
-    caches, tables, maps, factors = [], [], [], []
+    caches, layouts, tables, maps, factors = [], [], [], [], []
     for s in segments:
-        caches += [s.k.codes, s.k.meta, s.v.codes, s.v.meta]
+        tensors, layout = _flatten_cache(s.k, s.v)
+        caches += tensors
+        layouts += [len(tensors), len(layout), *layout]
         tables += [s.block_table, s.key_start, s.key_range]
         tensors, numbers = s.maps.flatten()
         maps += tensors
         factors += [*numbers, s.k.scale, s.v.scale]
-    return caches, tables, maps, factors, ";".join([s.fmt.name for s in segments])
+    return caches, layouts, tables, maps, factors, ";".join([s.fmt.name for s in segments])
 
 
-def _unflatten_segments(caches, tables, maps, factors, formats) -> list[Segment]:
+def _unflatten_segments(caches, layouts, tables, maps, factors, formats) -> list[Segment]:
     segments = []
     for i, name in enumerate(formats.split(";")):
-        c, t, f = caches[4 * i:4 * i + 4], tables[3 * i:3 * i + 3], factors[6 * i:6 * i + 6]
-        segments.append(Segment(Side(c[0], c[1], f[4]), Side(c[2], c[3], f[5]), get_format(name), t[0],
-                                LayerMaps.unflatten(maps[14 * i:14 * i + 14], f[:4]), t[1], t[2]))
+        (num_tensors, num_ints), layouts = layouts[:2], layouts[2:]
+        fmt, table, numbers = get_format(name), tables[3 * i:3 * i + 3], factors[6 * i:6 * i + 6]
+        k, v = _unflatten_cache(caches[:num_tensors], layouts[:num_ints], fmt, numbers[4:])
+        caches, layouts = caches[num_tensors:], layouts[num_ints:]
+        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[14 * i:14 * i + 14], numbers[:4]), *table[1:]))
     return segments
 
 
@@ -185,16 +207,16 @@ def _flatten_options(o: AttentionOptions):
 
 @torch.library.custom_op(
     "quantkv::attend", mutates_args=("out", "lse"),
-    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor?[] caches, Tensor?[] tables, "
-           "Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, int chunk_lookback, "
+    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor[] caches, int[] layouts, "
+           "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, int chunk_lookback, "
            "float softcap, float? output_scale, float scale, int? max_query_len, bool batch_invariant, str implementation) -> ()")
-def _attend_op(out, lse, q, cu_seqlens_q, seq_lens, caches, tables, maps, factors, formats, option_tensors, flags, window,
+def _attend_op(out, lse, q, cu_seqlens_q, seq_lens, caches, layouts, tables, maps, factors, formats, option_tensors, flags, window,
                chunk_lookback, softcap, output_scale, scale, max_query_len, batch_invariant, implementation):
     options = AttentionOptions(
         causal=flags[0] if option_tensors[0] is None else option_tensors[0], window=window, chunk_lookback=chunk_lookback, softcap=softcap,
         alibi_sqrt=flags[1], clamp_prefix_to_window=flags[2], output_scale=output_scale,
         **dict(zip(_OPTION_TENSORS, option_tensors[1:])))
-    _attend(out, lse, q, _unflatten_segments(caches, tables, maps, factors, formats), cu_seqlens_q, seq_lens, scale, options,
+    _attend(out, lse, q, _unflatten_segments(caches, layouts, tables, maps, factors, formats), cu_seqlens_q, seq_lens, scale, options,
             max_query_len, batch_invariant, implementation)
 
 

@@ -24,11 +24,20 @@ class Side(NamedTuple):
     codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
     meta: `[num_blocks, block_size, HK, fields]` float32 or float16, None for a codec without metadata.
     scale: per-tensor scale, a float: rows are divided by it before they are encoded.
+    base, layout: `in_storage_of` fills them in. Only torch.compile needs them: it cannot follow writes to views of one storage that
+        differ in dtype.
     """
 
     codes: torch.Tensor
     meta: torch.Tensor | None = None
     scale: float = 1.0
+    base: torch.Tensor | None = None
+    layout: tuple[int, ...] = ()
+
+    def in_storage_of(self, base: torch.Tensor) -> Side:
+        """The same side, known as views of the storage that uint8 tensor `base` begins: shape, strides and offset of each."""
+        views = [t for t in (self.codes, self.meta) if t is not None]
+        return self._replace(base=base, layout=tuple(n for t in views for n in (*t.shape, *t.stride(), t.storage_offset())))
 
 
 @dataclass(frozen=True)
