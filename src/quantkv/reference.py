@@ -1,6 +1,7 @@
 """write, attend, dequantize in plain PyTorch, on any device: what every kernel is compared with, and the CPU path.
 
-float32 inside, float64 on request. No Python loop over tokens, heads or pages; the one loop, over tiles of sequences and queries, bounds memory.
+float32 inside, float64 on request. No Python loop over tokens, heads or pages; the one loop, over tiles of sequences and
+queries, bounds memory.
 """
 
 from __future__ import annotations
@@ -74,8 +75,16 @@ def _raw(t: torch.Tensor) -> torch.Tensor:
 # ---- write
 
 
-def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor,
-          maps: LayerMaps | None = None, positions: torch.Tensor | None = None) -> None:
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format,
+    slot_mapping: torch.Tensor,
+    maps: LayerMaps | None = None,
+    positions: torch.Tensor | None = None,
+) -> None:
     """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]`.
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
@@ -96,8 +105,9 @@ def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format,
             side.meta[at] = meta
 
 
-def encode(rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None,
-           scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor | None]:
+def encode(
+    rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes and metadata of `rows [T, HK, D]`: `codec.encode_ref(A (rows - offset) / scale)`."""
     y = rows.float()
     if map_ is not None:
@@ -117,9 +127,20 @@ def apply_map(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 # ---- attend
 
 
-def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format, *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
-           block_table: torch.Tensor, scale: float, options: AttentionOptions = AttentionOptions(),
-           maps: LayerMaps | None = None, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    options: AttentionOptions = AttentionOptions(),
+    maps: LayerMaps | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax(scale * q . k^) . v^` over the pages of each sequence: out `[T, HQ, D_V]`, log-sum-exp `[T, HQ]`.
 
     q: `[T, HQ, D]`, the queries of all sequences one after the other.
@@ -167,7 +188,7 @@ def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
                 break
             most_keys, most_q, e = keys, queries, e + 1
         step = max(1, TILE_ELEMENTS // ((e - s) * heads * most_keys))
-        n = (cu_seqlens_q[s + 1:e + 1] - cu_seqlens_q[s:e]).long()
+        n = (cu_seqlens_q[s + 1 : e + 1] - cu_seqlens_q[s:e]).long()
         for first in range(0, most_q, step):
             index = torch.arange(first, min(first + step, most_q), device=q.device).expand(e - s, -1)
             real = index < n[:, None]
@@ -214,7 +235,7 @@ def _gather(side: Side, codec: Codec, table: torch.Tensor, used: torch.Tensor, d
     consecutive = table.shape[0] == 1 and bool((run == run[0] + torch.arange(pages, device=run.device)).all())
 
     def rows(t):  # [num_blocks, block_size, HK, X] -> [S, HK, N, X]
-        t = t[None, int(run[0]):int(run[0]) + pages] if consecutive else t[table]  # neighbours need no gather
+        t = t[None, int(run[0]) : int(run[0]) + pages] if consecutive else t[table]  # neighbours need no gather
         t = t.permute(0, 3, 1, 2, 4).flatten(2, 3)[:, :, :n]
         return t.masked_fill(~used[:, None, :, None], 0)
 
@@ -223,9 +244,11 @@ def _gather(side: Side, codec: Codec, table: torch.Tensor, used: torch.Tensor, d
     return operand, *(t if t is None else t.mT for t in (scale, bias))
 
 
-def _attend_tile(tile: _Tile, q, k: Side, v: Side, fmt: Format, block_table, scale, options: AttentionOptions,
-                 maps: LayerMaps, out, lse) -> None:
-    """One tile of `attend`, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N keys."""
+def _attend_tile(
+    tile: _Tile, q, k: Side, v: Side, fmt: Format, block_table, scale, options: AttentionOptions, maps: LayerMaps, out, lse
+) -> None:
+    """One tile of `attend`, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N
+    keys."""
     dtype, heads, block_size = out.dtype, k.codes.shape[2], k.codes.shape[1]
     seen, query, key = visible_keys(tile, options)
     used = seen.any(1)
@@ -281,8 +304,14 @@ def _attend_tile(tile: _Tile, q, k: Side, v: Side, fmt: Format, block_table, sca
 # ---- read back and merge
 
 
-def dequantize(side: Side, codec: Codec, map_: LinearMap | None, slots: torch.Tensor,
-               positions: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(
+    side: Side,
+    codec: Codec,
+    map_: LinearMap | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + offset`. positions as in `write`."""
     block_size = side.codes.shape[1]
     at = (slots // block_size, slots % block_size)
@@ -296,7 +325,8 @@ def dequantize(side: Side, codec: Codec, map_: LinearMap | None, slots: torch.Te
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint key sets: `sum_i exp(lse_i - lse) out_i`. outs `[N, T, HQ, D]`, lses `[N, T, HQ]`."""
+    """Attention over the union of disjoint key sets: `sum_i exp(lse_i - lse) out_i`. outs `[N, T, HQ, D]`, lses `[N, T,
+    HQ]`."""
     lse = torch.logsumexp(lses, 0)
     weight = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0))
     return (weight[..., None].to(outs.dtype) * outs).sum(0), lse

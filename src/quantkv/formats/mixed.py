@@ -1,4 +1,5 @@
-"""K and V at different widths: keys decide the loss, so they get more bits. Any other pair has a name too: "int8/turboquant_4bit_nc"."""
+"""K and V at different widths: keys decide the loss, so they get more bits. Any other pair has a name too:
+"int8/turboquant_4bit_nc"."""
 
 from __future__ import annotations
 
