@@ -11,5 +11,5 @@ from .int8 import INT8
 _BY_BITS = {8: INT8, 4: INT4, 2: INT2}
 for _k, _key in _BY_BITS.items():
     for _v, _value in _BY_BITS.items():
-        if _k != _v:
-            register(Format(f"k{_k}v{_v}", _key, _value, f"{_key.name} keys, {_value.name} values"), f"int{_k}_int{_v}")
+        if _k > _v:
+            register(Format(f"k{_k}v{_v}", _key, _value, f"{_key.name} keys, {_value.name} values"))
