@@ -73,8 +73,7 @@ class Format:
     v: Codec
     notes: str = ""
 
-    def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None,
-                   block_size: int = 16) -> CacheSpec:
+    def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None, block_size: int = 16) -> CacheSpec:
         """Geometry of a layer's cache in this format. ValueError for a head size that it cannot take."""
         spec = CacheSpec(self.name, self.k.row, self.v.row, num_kv_heads, head_size, head_size_v, block_size)
         self.k.check_head_size(spec.head_size)
@@ -131,17 +130,6 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(_FORMATS)}, none, or K/V such as int8/int4")
     return _FORMATS[name]
-
-
-def shipped_codec(name: str) -> Callable[[], Any]:
-    """For `Codec.device`: the Triton half of that name in `kernels.codecs`, imported when it is first asked for."""
-
-    def load() -> Any:
-        from .kernels import codecs
-
-        return getattr(codecs, name)
-
-    return load
 
 
 def renamed(codec: Codec, name: str, **changes: Any) -> Codec:

@@ -57,8 +57,14 @@ def device_codec(codec: Codec, ptx: int = 0) -> DeviceCodec:
 
 
 def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, target: Target) -> RowPlan:
-    return RowPlan(device_codec(codec, target.ptx), head_size, map_ is not None, map_ is not None and map_.offset is not None,
-                   codec.round_mapped, scale != 1.0)
+    return RowPlan(
+        device_codec(codec, target.ptx),
+        head_size,
+        map_ is not None,
+        map_ is not None and map_.offset is not None,
+        codec.round_mapped,
+        scale != 1.0,
+    )
 
 
 @lru_cache
@@ -75,8 +81,10 @@ def pages(side: Side, codec: Codec, head_size: int) -> Pages:
     try:
         words = codes.view(word)
     except RuntimeError as error:
-        raise ValueError(f"cache strides {codes.stride()}, storage offset {codes.storage_offset()}: {codec.name} rows are read "
-                         f"in words of {word_bytes} bytes, to which they must be aligned") from error
+        raise ValueError(
+            f"cache strides {codes.stride()}, storage offset {codes.storage_offset()}: {codec.name} rows are read "
+            f"in words of {word_bytes} bytes, to which they must be aligned"
+        ) from error
     fields = (None, 0, 0, 0) if meta is None else (meta, *meta.stride()[:3])
     return Pages(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
 
@@ -99,22 +107,48 @@ def _rows(t: torch.Tensor) -> Rows:
 # ---- write
 
 
-def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor, maps: LayerMaps,
-          positions: torch.Tensor | None) -> None:
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format,
+    slot_mapping: torch.Tensor,
+    maps: LayerMaps,
+    positions: torch.Tensor | None,
+) -> None:
     """Launch `write_kernel`; arguments as in `reference.write`."""
     target = Target.of(key.device)
     tokens, heads, head_size = key.shape
     if tokens == 0:
         return
-    plans = [row_plan(codec, rows.shape[2], map_, side.scale, target)
-             for codec, rows, map_, side in ((fmt.k, key, maps.k, k), (fmt.v, value, maps.v, v))]
+    plans = [
+        row_plan(codec, rows.shape[2], map_, side.scale, target)
+        for codec, rows, map_, side in ((fmt.k, key, maps.k, k), (fmt.v, value, maps.v, v))
+    ]
     kernel_maps = [Map() if m is None else Map(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
     factors = [1.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v)]
     block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), target)
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
-        _rows(key), _rows(value), pages(k, fmt.k, head_size), pages(v, fmt.v, value.shape[2]), *kernel_maps, slot_mapping, positions,
-        tokens, *factors, k.scale, v.scale, PAGE=k.codes.shape[1], BLOCK_T=block_t, K=plans[0], V=plans[1],
-        PRECISION=target.precision, num_warps=num_warps, enable_fp_fusion=False)  # a fused multiply-add rounds other bits
+        _rows(key),
+        _rows(value),
+        pages(k, fmt.k, head_size),
+        pages(v, fmt.v, value.shape[2]),
+        *kernel_maps,
+        slot_mapping,
+        positions,
+        tokens,
+        *factors,
+        k.scale,
+        v.scale,
+        PAGE=k.codes.shape[1],
+        BLOCK_T=block_t,
+        K=plans[0],
+        V=plans[1],
+        PRECISION=target.precision,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )  # a fused multiply-add rounds other bits
 
 
 def write_tile(rows: int, head_size: int, target: Target) -> tuple[int, int]:
@@ -158,15 +192,29 @@ class Partials(NamedTuple):
     lse: torch.Tensor  # [T, HQ, splits] float32
 
 
-def features(options: AttentionOptions, num_kv_heads: int, single: bool, one_block: bool, split_tiles: int, target: Target) -> Features:
+def features(
+    options: AttentionOptions, num_kv_heads: int, single: bool, one_block: bool, split_tiles: int, target: Target
+) -> Features:
     o = options
     chunk = o.window // (o.chunk_lookback + 1) if o.chunk_lookback >= 0 else 0
     return Features(
-        num_kv_heads, causal=int(o.causal) if isinstance(o.causal, bool) else 2, window=0 if chunk else o.window, chunk=chunk,
-        chunk_lookback=o.chunk_lookback if chunk else 0, softcap=float(o.softcap), alibi=0 if o.alibi_slopes is None else 1 + o.alibi_sqrt,
-        qq_bias=o.qq_bias is not None, prefix=o.prefix_ranges is not None, prefix_clamped=o.clamp_prefix_to_window,
-        key_start=o.key_start is not None, key_range=o.key_range is not None, single=single, one_block=one_block, split_tiles=split_tiles,
-        precision=target.precision)
+        num_kv_heads,
+        causal=int(o.causal) if isinstance(o.causal, bool) else 2,
+        window=0 if chunk else o.window,
+        chunk=chunk,
+        chunk_lookback=o.chunk_lookback if chunk else 0,
+        softcap=float(o.softcap),
+        alibi=0 if o.alibi_slopes is None else 1 + o.alibi_sqrt,
+        qq_bias=o.qq_bias is not None,
+        prefix=o.prefix_ranges is not None,
+        prefix_clamped=o.clamp_prefix_to_window,
+        key_start=o.key_start is not None,
+        key_range=o.key_range is not None,
+        single=single,
+        one_block=one_block,
+        split_tiles=split_tiles,
+        precision=target.precision,
+    )
 
 
 def _extras(o: AttentionOptions) -> Extras:
@@ -179,9 +227,20 @@ def _extras(o: AttentionOptions) -> Extras:
     return Extras(causal, dense(o.alibi_slopes), *bias, *ranges, dense(o.key_start), dense(o.key_range))
 
 
-def attend(q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, lse: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
-           seq_lens: torch.Tensor, scale: float, options: AttentionOptions, max_query_len: int | None, batch_invariant: bool,
-           num_splits: int | None = None) -> None:
+def attend(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    options: AttentionOptions,
+    max_query_len: int | None,
+    batch_invariant: bool,
+    num_splits: int | None = None,
+) -> None:
     """Launch `attend_kernel` for each segment and one `combine_kernel`, into out `[T, HQ, D_V]` and lse `[T, HQ]`.
 
     Nothing here reads a tensor: splits come from shapes, and what a split reads from the lengths on the device, so that a captured
@@ -204,8 +263,10 @@ def attend(q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, lse:
         max_keys = s.block_table.shape[1] * s.k.codes.shape[1]
         fixed = triton.cdiv(max_keys, SPLIT_TOKENS) if batch_invariant else num_splits
         splits.append(fixed or split_count(blocks * heads, max_keys, tiling, target))
-    part = Partials(torch.empty(tokens, num_heads, sum(splits), head_size_v, dtype=torch.float32, device=q.device),
-                    torch.empty(tokens, num_heads, sum(splits), dtype=torch.float32, device=q.device))
+    part = Partials(
+        torch.empty(tokens, num_heads, sum(splits), head_size_v, dtype=torch.float32, device=q.device),
+        torch.empty(tokens, num_heads, sum(splits), dtype=torch.float32, device=q.device),
+    )
     first_split = 0
     for s, count in zip(segments, splits):
         k_map, factor = Map(), 1.0
@@ -214,20 +275,56 @@ def attend(q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, lse:
             k_map, factor = Map(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
         o = replace(options, key_start=s.key_start, key_range=s.key_range)
         attend_kernel[(blocks * heads, count)](
-            _rows(q), *part, pages(s.k, s.fmt.k, head_size), pages(s.v, s.fmt.v, head_size_v), k_map,
-            Batch(cu_seqlens_q, seq_lens, s.block_table, s.block_table.stride(0)), _extras(o), num_seqs, first_split, sum(splits),
-            scale * factor, s.k.scale, GROUP=group, PAGE=s.k.codes.shape[1], BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, target), V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, target),
+            _rows(q),
+            *part,
+            pages(s.k, s.fmt.k, head_size),
+            pages(s.v, s.fmt.v, head_size_v),
+            k_map,
+            Batch(cu_seqlens_q, seq_lens, s.block_table, s.block_table.stride(0)),
+            _extras(o),
+            num_seqs,
+            first_split,
+            sum(splits),
+            scale * factor,
+            s.k.scale,
+            GROUP=group,
+            PAGE=s.k.codes.shape[1],
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, target),
+            V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, target),
             F=features(o, heads, single, one_block, SPLIT_TOKENS // tiling.block_n if batch_invariant else 0, target),
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
         first_split += count
     mapped = [s for s in segments if s.maps.v is not None]
-    combine(part, out, lse, heads, mapped[0].maps.v if mapped else None, sum(splits[:len(mapped)]),
-            mapped[0].v.scale if mapped else 1.0, segments[-1].v.scale, options, rows_per_program=1 if batch_invariant else None)
+    combine(
+        part,
+        out,
+        lse,
+        heads,
+        mapped[0].maps.v if mapped else None,
+        sum(splits[: len(mapped)]),
+        mapped[0].v.scale if mapped else 1.0,
+        segments[-1].v.scale,
+        options,
+        rows_per_program=1 if batch_invariant else None,
+    )
 
 
-def combine(part: Partials, out: torch.Tensor, lse: torch.Tensor, num_kv_heads: int, v_map: LinearMap | None, mapped_splits: int,
-            mapped_scale: float, plain_scale: float, options: AttentionOptions, rows_per_program: int | None = None) -> None:
+def combine(
+    part: Partials,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    num_kv_heads: int,
+    v_map: LinearMap | None,
+    mapped_splits: int,
+    mapped_scale: float,
+    plain_scale: float,
+    options: AttentionOptions,
+    rows_per_program: int | None = None,
+) -> None:
     """Merge partials into out and lse: the first mapped_splits of them through v_map; each kind times its per-tensor scale."""
     tokens, num_heads, splits, head_size = part.out.shape
     target, group = Target.of(out.device), num_heads // num_kv_heads
@@ -236,7 +333,23 @@ def combine(part: Partials, out: torch.Tensor, lse: torch.Tensor, num_kv_heads: 
     if mapped_splits:
         kernel_map, mapped_scale = Map(*_matrix(v_map.operands.output)), mapped_scale * v_map.operands.inverse_factor
     combine_kernel[(triton.cdiv(tokens * group, rows), num_kv_heads)](
-        *part, _rows(out.view(torch.uint8) if options.output_scale is not None else out), lse, kernel_map, options.sinks,
-        tokens * group, splits, mapped_splits, mapped_scale, plain_scale, options.output_scale or 1.0, GROUP=group, D=head_size,
-        WIDTH=max(16, triton.next_power_of_2(head_size)), ROWS=rows, MAPPED=mapped_splits > 0, PLAIN=mapped_splits < splits,
-        PRECISION=target.precision, num_warps=4)
+        *part,
+        _rows(out.view(torch.uint8) if options.output_scale is not None else out),
+        lse,
+        kernel_map,
+        options.sinks,
+        tokens * group,
+        splits,
+        mapped_splits,
+        mapped_scale,
+        plain_scale,
+        options.output_scale or 1.0,
+        GROUP=group,
+        D=head_size,
+        WIDTH=max(16, triton.next_power_of_2(head_size)),
+        ROWS=rows,
+        MAPPED=mapped_splits > 0,
+        PLAIN=mapped_splits < splits,
+        PRECISION=target.precision,
+        num_warps=4,
+    )

@@ -1,7 +1,8 @@
 """Linear maps that rows go through before they are encoded, as data: `y = A (k - off[position // 64])`.
 
-Attention needs only the inverse: `q . k = (A^-T q) . y + q . off`, and the output over values is mapped back by `A_v^-1`. Nothing
-that reads a map may assume that it is a Hadamard matrix.
+Attention needs only the inverse: `q . k = (A^-T q) . y + q . off`, and the output over values is mapped back by `A_v^-1`.
+Nothing that
+reads a map may assume that it is a Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ class MapOperands(NamedTuple):
     forward: torch.Tensor  # A
     query: torch.Tensor  # A^-T
     output: torch.Tensor  # A^-1
+    mapped_offset: torch.Tensor | None  # A offset, [buckets, HK or 1, D] float32
     forward_factor: float
     inverse_factor: float
-    mapped_offset: torch.Tensor | None  # A offset, [buckets, HK or 1, D] float32
 
 
 def _signs(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
     size = float(matrix.abs().amax())
-    if bool(((matrix == 0) | (matrix.abs() == size)).all()) and size > 0:
+    if size > 0 and bool(((matrix == 0) | (matrix.abs() == size)).all()):
         return matrix.sign().bfloat16(), size
     return matrix, 1.0
 
@@ -93,7 +94,9 @@ class LinearMap:
             if t is not None and (t.ndim != ndim or t.dtype != torch.float32):
                 raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed")
         if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
-            raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
+            raise ValueError(
+                f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]"
+            )
         if self.operands is None:
             object.__setattr__(self, "operands", self._operands())
 
@@ -103,11 +106,15 @@ class LinearMap:
         if self.offset is not None:
             rows = self.offset.double().transpose(0, 1) @ self.forward.double().mT  # [HK or 1, buckets, D]
             mapped = rows.transpose(0, 1).float().contiguous()
-        return MapOperands(forward.contiguous(), inverse.mT.contiguous(), inverse.contiguous(), forward_factor, inverse_factor, mapped)
+        return MapOperands(
+            forward.contiguous(), inverse.mT.contiguous(), inverse.contiguous(), mapped, forward_factor, inverse_factor
+        )
 
     def to(self, device: torch.device | str) -> LinearMap:
-        moved = [t.to(device) if isinstance(t, torch.Tensor) else t for t in (self.forward, self.inverse, self.offset, *self.operands)]
-        return LinearMap(*moved[:3], MapOperands(*moved[3:]))
+        def move(values):
+            return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
+
+        return LinearMap(*move((self.forward, self.inverse, self.offset)), MapOperands(*move(self.operands)))
 
     def offset_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Rows `[..., HK or 1, D]` of the offset table for integer positions `[...]`."""
@@ -140,18 +147,17 @@ class LayerMaps:
         return cls(default_map(fmt.k, head_size, device), default_map(fmt.v, head_size_v, device))
 
     def flatten(self) -> tuple[list[torch.Tensor | None], list[float]]:
-        """Tensors and numbers, for what takes neither dataclasses nor None. `unflatten` reverses it."""
+        """Tensors and numbers, for an operator, which takes no dataclasses. `unflatten` reverses it."""
         tensors, factors = [], []
         for side in (self.k, self.v):
-            o = None if side is None else side.operands
-            tensors += [None] * 7 if o is None else [side.forward, side.inverse, side.offset, o.forward, o.query, o.output, o.mapped_offset]
-            factors += [1.0, 1.0] if o is None else [o.forward_factor, o.inverse_factor]
+            tensors += [None] * 7 if side is None else [side.forward, side.inverse, side.offset, *side.operands[:4]]
+            factors += [1.0, 1.0] if side is None else side.operands[4:]
         return tensors, factors
 
     @classmethod
     def unflatten(cls, tensors: list[torch.Tensor | None], factors: list[float]) -> LayerMaps:
         def side(t, f):
-            return None if t[0] is None else LinearMap(*t[:3], MapOperands(*t[3:6], *f, t[6]))
+            return None if t[0] is None else LinearMap(*t[:3], MapOperands(*t[3:], *f))
 
         return cls(side(tensors[:7], factors[:2]), side(tensors[7:], factors[2:]))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import reference
+from . import checks, reference
 from .format import Format, get_format
 from .maps import LayerMaps
 from .reference import AttentionOptions, Segment, Side
@@ -29,7 +29,9 @@ def choose(implementation: str, device: torch.device) -> str:
     if implementation == "hopper":
         raise ValueError("implementation='hopper': there are no Hopper kernels in this build")
     if implementation == "triton" and device.type != "cuda" and not _interpreted():
-        raise ValueError(f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)")
+        raise ValueError(
+            f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
+        )
     return implementation
 
 
@@ -39,8 +41,18 @@ def _interpreted() -> bool:
     return launch.INTERPRETED
 
 
-def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format | str, slot_mapping: torch.Tensor, *,
-          maps: LayerMaps | None = None, positions: torch.Tensor | None = None, implementation: str = "auto") -> None:
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format | str,
+    slot_mapping: torch.Tensor,
+    *,
+    maps: LayerMaps | None = None,
+    positions: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> None:
     """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]` of a cache.
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
@@ -53,7 +65,18 @@ def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format 
     if torch.compiler.is_compiling():
         tensors, factors = ([], []) if maps is None else maps.flatten()
         fmt = get_format(fmt, key.dtype)
-        _write_op(*_flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation)
+        _write_op(
+            *_flatten_cache(k, v),
+            key,
+            value,
+            slot_mapping,
+            positions,
+            tensors,
+            factors,
+            fmt.name,
+            [k.scale, v.scale],
+            implementation,
+        )
     else:
         _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation)
 
@@ -70,9 +93,11 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation)
 
 
 @torch.library.custom_op(
-    "quantkv::write", mutates_args=("cache",),
+    "quantkv::write",
+    mutates_args=("cache",),
     schema="(Tensor(a!)[] cache, int[] layout, Tensor key, Tensor value, Tensor slot_mapping, Tensor? positions, Tensor?[] maps, "
-           "float[] factors, str fmt, float[] scales, str implementation) -> ()")
+    "float[] factors, str fmt, float[] scales, str implementation) -> ()",
+)
 def _write_op(cache, layout, key, value, slot_mapping, positions, maps, factors, fmt, scales, implementation):
     fmt = get_format(fmt)
     k, v = _unflatten_cache(cache, layout, fmt, scales)
@@ -84,10 +109,23 @@ def _(*args):
     return None
 
 
-def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format | str, *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
-           block_table: torch.Tensor, scale: float, options: AttentionOptions = AttentionOptions(), maps: LayerMaps | None = None,
-           out: torch.Tensor | None = None, max_query_len: int | None = None, implementation: str = "auto",
-           batch_invariant: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format | str,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    options: AttentionOptions = AttentionOptions(),
+    maps: LayerMaps | None = None,
+    out: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    implementation: str = "auto",
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax(scale * q . k^) . v^` over the pages of each sequence: out `[T, HQ, D_V]`, log-sum-exp `[T, HQ]` float32.
 
     q: `[T, HQ, D]`, the queries of all sequences one after the other; out has its dtype, or float8_e4m3fn with an output scale.
@@ -101,32 +139,65 @@ def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format | str, *, cu_seqlens_q
     fmt = get_format(fmt, q.dtype)
     if maps is None:
         maps = LayerMaps.of(fmt, q.shape[2], _head_size_v(v, fmt), q.device)
-    return attend_segments(q, [Segment(k, v, fmt, block_table, maps, options.key_start, options.key_range)], cu_seqlens_q=cu_seqlens_q,
-                           seq_lens=seq_lens, scale=scale, options=options, out=out, max_query_len=max_query_len,
-                           implementation=implementation, batch_invariant=batch_invariant)
+    return attend_segments(
+        q,
+        [Segment(k, v, fmt, block_table, maps, options.key_start, options.key_range)],
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        scale=scale,
+        options=options,
+        out=out,
+        max_query_len=max_query_len,
+        implementation=implementation,
+        batch_invariant=batch_invariant,
+    )
 
 
-def attend_segments(q: torch.Tensor, segments: Sequence[Segment], *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, scale: float,
-                    options: AttentionOptions = AttentionOptions(), out: torch.Tensor | None = None, max_query_len: int | None = None,
-                    implementation: str = "auto", batch_invariant: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_segments(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    options: AttentionOptions = AttentionOptions(),
+    out: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    implementation: str = "auto",
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` where the keys of a sequence lie in several caches: exact first and latest tokens, say, and quantized ones between.
 
     The segments are disjoint; each has its format, block table and range of positions. All have the same kv heads and head sizes, and
     those with a V map share it and its per-tensor scale, as do those without. Other arguments as in `attend`.
     """
     implementation = choose(implementation, q.device)
+    checks.options(options, seq_lens.shape[0], q.shape[1], q.device)
     if len(segments) > 1:
         _check_segments(segments)
     shape = (*q.shape[:2], _head_size_v(segments[0].v, segments[0].fmt))
     if out is None:
         out = torch.empty(shape, dtype=q.dtype if options.output_scale is None else torch.float8_e4m3fn, device=q.device)
     elif out.shape != shape or out.stride(2) != 1 or (out.dtype == torch.float8_e4m3fn) != (options.output_scale is not None):
-        raise ValueError(f"out: shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}; {shape} with a dense last axis is needed, "
-                         "float8_e4m3fn with an output scale and only then")
+        raise ValueError(
+            f"out: shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}; {shape} with a dense last axis is needed, "
+            "float8_e4m3fn with an output scale and only then"
+        )
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if torch.compiler.is_compiling():
-        _attend_op(out, lse, q, cu_seqlens_q, seq_lens, *_flatten_segments(segments), *_flatten_options(options), float(scale),
-                   max_query_len, batch_invariant, implementation)
+        _attend_op(
+            out,
+            lse,
+            q,
+            cu_seqlens_q,
+            seq_lens,
+            *_flatten_segments(segments),
+            *_flatten_options(options),
+            float(scale),
+            max_query_len,
+            batch_invariant,
+            implementation,
+        )
     else:
         _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation)
     return out, lse
@@ -169,8 +240,10 @@ def _unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format
     dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
     if layout:
         flat = tensors[0].reshape(-1)
-        tensors = [flat.view(dtype).as_strided(layout[9 * i:9 * i + 4], layout[9 * i + 4:9 * i + 8], layout[9 * i + 8])
-                   for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)]
+        tensors = [
+            flat.view(dtype).as_strided(layout[9 * i : 9 * i + 4], layout[9 * i + 4 : 9 * i + 8], layout[9 * i + 8])
+            for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)
+        ]
     left = iter(tensors)
     return tuple(Side(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
 
@@ -192,32 +265,79 @@ def _unflatten_segments(caches, layouts, tables, maps, factors, formats) -> list
     segments = []
     for i, name in enumerate(formats.split(";")):
         (num_tensors, num_ints), layouts = layouts[:2], layouts[2:]
-        fmt, table, numbers = get_format(name), tables[3 * i:3 * i + 3], factors[6 * i:6 * i + 6]
+        fmt, table, numbers = get_format(name), tables[3 * i : 3 * i + 3], factors[6 * i : 6 * i + 6]
         k, v = _unflatten_cache(caches[:num_tensors], layouts[:num_ints], fmt, numbers[4:])
         caches, layouts = caches[num_tensors:], layouts[num_ints:]
-        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[14 * i:14 * i + 14], numbers[:4]), *table[1:]))
+        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[14 * i : 14 * i + 14], numbers[:4]), *table[1:]))
     return segments
 
 
 def _flatten_options(o: AttentionOptions):
     causal = None if isinstance(o.causal, bool) else o.causal
     tensors = [causal, *[getattr(o, name) for name in _OPTION_TENSORS]]
-    return tensors, [o.causal is True, o.alibi_sqrt, o.clamp_prefix_to_window], o.window, o.chunk_lookback, float(o.softcap), o.output_scale
+    return (
+        tensors,
+        [o.causal is True, o.alibi_sqrt, o.clamp_prefix_to_window],
+        o.window,
+        o.chunk_lookback,
+        float(o.softcap),
+        o.output_scale,
+    )
 
 
 @torch.library.custom_op(
-    "quantkv::attend", mutates_args=("out", "lse"),
+    "quantkv::attend",
+    mutates_args=("out", "lse"),
     schema="(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor[] caches, int[] layouts, "
-           "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, int chunk_lookback, "
-           "float softcap, float? output_scale, float scale, int? max_query_len, bool batch_invariant, str implementation) -> ()")
-def _attend_op(out, lse, q, cu_seqlens_q, seq_lens, caches, layouts, tables, maps, factors, formats, option_tensors, flags, window,
-               chunk_lookback, softcap, output_scale, scale, max_query_len, batch_invariant, implementation):
+    "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, int chunk_lookback, "
+    "float softcap, float? output_scale, float scale, int? max_query_len, bool batch_invariant, str implementation) -> ()",
+)
+def _attend_op(
+    out,
+    lse,
+    q,
+    cu_seqlens_q,
+    seq_lens,
+    caches,
+    layouts,
+    tables,
+    maps,
+    factors,
+    formats,
+    option_tensors,
+    flags,
+    window,
+    chunk_lookback,
+    softcap,
+    output_scale,
+    scale,
+    max_query_len,
+    batch_invariant,
+    implementation,
+):
     options = AttentionOptions(
-        causal=flags[0] if option_tensors[0] is None else option_tensors[0], window=window, chunk_lookback=chunk_lookback, softcap=softcap,
-        alibi_sqrt=flags[1], clamp_prefix_to_window=flags[2], output_scale=output_scale,
-        **dict(zip(_OPTION_TENSORS, option_tensors[1:])))
-    _attend(out, lse, q, _unflatten_segments(caches, layouts, tables, maps, factors, formats), cu_seqlens_q, seq_lens, scale, options,
-            max_query_len, batch_invariant, implementation)
+        causal=flags[0] if option_tensors[0] is None else option_tensors[0],
+        window=window,
+        chunk_lookback=chunk_lookback,
+        softcap=softcap,
+        alibi_sqrt=flags[1],
+        clamp_prefix_to_window=flags[2],
+        output_scale=output_scale,
+        **dict(zip(_OPTION_TENSORS, option_tensors[1:])),
+    )
+    _attend(
+        out,
+        lse,
+        q,
+        _unflatten_segments(caches, layouts, tables, maps, factors, formats),
+        cu_seqlens_q,
+        seq_lens,
+        scale,
+        options,
+        max_query_len,
+        batch_invariant,
+        implementation,
+    )
 
 
 @_attend_op.register_fake

@@ -1,20 +1,23 @@
-"""2 bits: Lloyd-Max codes of the rotated row `y = H_D x`, `n = sqrt(sum y^2 + 1e-12)`, `z = y sqrt(D) / n`. The stored float32 is
+"""2 bits: Lloyd-Max codes of the rotated row `y = H_D x`, `n = sqrt(sum y^2 + 1e-12)`, `z = y sqrt(D) / n`. The stored float32
+is
 `n / D^1.5`, so that `y^ = D * stored * centroid`."""
 
 from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register, shipped_codec
+from ..format import Codec, Format, register
 from ..packing import pack, unpack
 from ..spec import RowLayout
+from .device import shipped_codec
 
 BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as the reference rounds it
 CENTROIDS = (-1.5104, -0.4528, 0.4528, 1.5104)
 
 
 def _sum_of_squares(y: torch.Tensor) -> torch.Tensor:
-    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives the reference's bits: eight running sums, a tree, the planes."""
+    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives the reference's bits: eight running sums,
+    a tree, the planes."""
     squares = (y * y).unflatten(-1, (-1, 4)).mT  # [..., plane, D / 4]
     width = min(8, squares.shape[-1])
     running = sum(squares.unflatten(-1, (-1, width)).unbind(-2))
@@ -36,6 +39,15 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
     return torch.tensor(CENTROIDS, dtype=dtype, device=codes.device)[values.int()], values.shape[-1] * stored.to(dtype), None
 
 
-INT2 = Codec("int2", RowLayout(2, ("float32",)), encode_ref=_encode, decode_ref=_decode, map="hadamard", round_mapped=True,
-             head_size_multiple=8, power_of_two=True, device=shipped_codec("INT2"))
+INT2 = Codec(
+    "int2",
+    RowLayout(2, ("float32",)),
+    encode_ref=_encode,
+    decode_ref=_decode,
+    map="hadamard",
+    round_mapped=True,
+    head_size_multiple=8,
+    power_of_two=True,
+    device=shipped_codec("INT2"),
+)
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register, shipped_codec
+from ..format import Codec, Format, register
 from ..packing import pack, unpack
 from ..spec import RowLayout
+from .device import shipped_codec
 from .int8 import SMALLEST_SCALE, round_half_away
 
 ZERO_POINT_BITS = 0xF
@@ -30,6 +31,14 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
     return unpack(codes, 4).to(dtype), scale, -(bits & ZERO_POINT_BITS).to(dtype) * scale
 
 
-INT4 = Codec("int4", RowLayout(4, ("float32",)), encode_ref=_encode, decode_ref=_decode, map="rht", round_mapped=True,
-             head_size_multiple=8, device=shipped_codec("INT4"))
+INT4 = Codec(
+    "int4",
+    RowLayout(4, ("float32",)),
+    encode_ref=_encode,
+    decode_ref=_decode,
+    map="rht",
+    round_mapped=True,
+    head_size_multiple=8,
+    device=shipped_codec("INT4"),
+)
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register, shipped_codec
+from ..format import Codec, Format, register
 from ..spec import RowLayout
+from .device import shipped_codec
 
 
 def _plain(name: str, dtype: torch.dtype) -> Codec:
-    return Codec(name, RowLayout(8 * dtype.itemsize),
-                 encode_ref=lambda y: (y.to(dtype), None),
-                 decode_ref=lambda codes, _, compute: (codes.to(compute), None, None), code_dtype=dtype,
-                 device=shipped_codec(name.upper()))
+    return Codec(
+        name,
+        RowLayout(8 * dtype.itemsize),
+        encode_ref=lambda y: (y.to(dtype), None),
+        decode_ref=lambda codes, _, compute: (codes.to(compute), None, None),
+        code_dtype=dtype,
+        device=shipped_codec(name.upper()),
+    )
 
 
-BF16, FP16, FP32 = (_plain(name, dtype) for name, dtype in
-                    (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)))
+BF16, FP16, FP32 = (
+    _plain(name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
+)
 register(Format("bf16", BF16, BF16, "as given"), "bfloat16")
 register(Format("fp16", FP16, FP16, "as given"), "float16", "half")
 register(Format("fp32", FP32, FP32, "as given"), "float32")

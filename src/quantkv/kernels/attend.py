@@ -92,9 +92,28 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
 
 
 @triton.jit(do_not_specialize=["num_seqs", "first_split", "all_splits"])
-def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, first_split, all_splits, scale, k_scale,
-                  GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  K: tl.constexpr, V: tl.constexpr, F: tl.constexpr):
+def attend_kernel(
+    q,
+    part,
+    lse,
+    k_pages,
+    v_pages,
+    k_map,
+    batch,
+    extras,
+    num_seqs,
+    first_split,
+    all_splits,
+    scale,
+    k_scale,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
+):
     """Grid (tiles of queries x kv heads, splits of the keys). A tile is BLOCK_M // GROUP queries by the GROUP heads of a kv head.
 
     Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
@@ -102,12 +121,10 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
     K_CODEC: tl.constexpr = K.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_CODEC: tl.constexpr = V.codec
-    K_COLUMNS: tl.constexpr = K.columns
-    V_COLUMNS: tl.constexpr = V.columns
     V_FACTORS: tl.constexpr = V.factors
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
-    V_PLANES: tl.constexpr = V.codec.planes
+    V_PLANES: tl.constexpr = V.planes
     V_WIDTH: tl.constexpr = V.width
     HEADS: tl.constexpr = F.num_kv_heads
     PRECISION: tl.constexpr = F.precision
@@ -191,7 +208,7 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
         slot = index % PAGE
 
         words, meta = load_cached(k_pages, page, slot, head, used, K)
-        planes, affine = K_CODEC.decode(tl.trans(words), meta, k_pages.table, K_COLUMNS, True)
+        planes, affine = K_CODEC.decode(tl.trans(words), meta, k_pages.table, K, True)
         score = key_score(q_planes, q_sum, planes, affine, factor * k_scale, K, PRECISION)
         if K.offset:
             score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
@@ -209,7 +226,7 @@ def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs
         row_sum = row_sum * decay + tl.sum(prob, axis=1)
 
         words, meta = load_cached(v_pages, page, slot, head, used, V)
-        planes, affine = V_CODEC.decode(words, meta, v_pages.table, V_COLUMNS, False)
+        planes, affine = V_CODEC.decode(words, meta, v_pages.table, V, False)
         acc, shift, unit = add_values(acc, shift, unit, prob, decay, planes, affine, V_DTYPE, PRECISION)
 
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)[:, None]

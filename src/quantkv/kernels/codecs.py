@@ -52,12 +52,12 @@ def sum_of_squares(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def plain_encode(x, real, table, D: tl.constexpr):
+def plain_encode(x, real, table, PLAN: tl.constexpr):
     return x[0], ()
 
 
 @triton.jit
-def plain_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def plain_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     return (words,), ()
 
 
@@ -73,7 +73,7 @@ BF16, FP16, FP32 = plain(tl.bfloat16, 2), plain(tl.float16, 2), plain(tl.float32
 
 
 @triton.jit
-def int8_encode(x, real, table, D: tl.constexpr):
+def int8_encode(x, real, table, PLAN: tl.constexpr):
     scale = absmax_scale(x, 127.0)
     inverse = reciprocal(scale)[:, None]
     low = clamp_codes(round_half_away(x[0] * inverse), -128, 127)
@@ -82,24 +82,28 @@ def int8_encode(x, real, table, D: tl.constexpr):
 
 
 @triton.jit
-def int8_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def int8_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16)), (meta[0],)
 
 
 # Byte b + 128 under the exponent of 1024 is the fp16 number 1152 + b.
 @triton.jit
-def int8_decode_ptx(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def int8_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     planes = tl.inline_asm_elementwise(
         "{ .reg .b32 t, a, b, c;"
         "mov.b32 c, 0x64806480; lop3.b32 a, $2, 0x00ff00ff, c, 0x6a;"
         "shr.b32 t, $2, 8; lop3.b32 b, t, 0x00ff00ff, c, 0x6a;"
         "mov.b32 c, 0xe480e480; add.f16x2 $0, a, c; add.f16x2 $1, b, c; }",
-        "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
     return (planes[0], planes[1]), (meta[0],)
 
 
-INT8 = DeviceCodec(2, int8_encode, int8_decode, num_meta=1,
-                   ptx=DeviceCodec(2, int8_encode, int8_decode_ptx, num_meta=1))
+INT8 = DeviceCodec(2, int8_encode, int8_decode, num_meta=1, ptx=DeviceCodec(2, int8_encode, int8_decode_ptx, num_meta=1))
 
 
 # ---- 8-bit floats, by arithmetic: the same bits on GPUs without them
@@ -125,12 +129,12 @@ def pack_bytes(low, high):
 
 
 @triton.jit
-def e4m3_encode(x, real, table, D: tl.constexpr):
+def e4m3_encode(x, real, table, PLAN: tl.constexpr):
     return pack_bytes(to_float8(x[0], 3, 7, 448.0), to_float8(x[1], 3, 7, 448.0)), ()
 
 
 @triton.jit
-def e4m3_token_encode(x, real, table, D: tl.constexpr):
+def e4m3_token_encode(x, real, table, PLAN: tl.constexpr):
     scale = absmax_scale(x, 448.0)
     inverse = reciprocal(scale)[:, None]
     return pack_bytes(to_float8(x[0] * inverse, 3, 7, 448.0), to_float8(x[1] * inverse, 3, 7, 448.0)), (scale,)
@@ -145,27 +149,32 @@ def e4m3_high_byte(words):
 
 
 @triton.jit
-def e4m3_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def e4m3_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     return (e4m3_high_byte(words << 8), e4m3_high_byte(words)), meta
 
 
 @triton.jit
-def e4m3_decode_ptx(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def e4m3_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     planes = tl.inline_asm_elementwise(
         "{ .reg .b32 t; .reg .b16 lo, hi;"
         "prmt.b32 t, $2, 0, 0x3120; mov.b32 {lo, hi}, t;"
         "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
-        "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
     return (planes[0], planes[1]), meta
 
 
 @triton.jit
-def e5m2_encode(x, real, table, D: tl.constexpr):
+def e5m2_encode(x, real, table, PLAN: tl.constexpr):
     return pack_bytes(to_float8(x[0], 2, 15, 57344.0), to_float8(x[1], 2, 15, 57344.0)), ()
 
 
 @triton.jit
-def e5m2_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def e5m2_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True)), meta
 
 
@@ -215,14 +224,24 @@ def nibble_planes_ptx(words, KEYS: tl.constexpr):
         planes = tl.inline_asm_elementwise(
             "{ .reg .b32 t; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;"
             "shr.b32 t, $4, 8; and.b32 $2, t, 0x000f000f; and.b32 $3, t, 0x00f000f0; }",
-            "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:  # minus 8 in the same units
         planes = tl.inline_asm_elementwise(
             "{ .reg .b32 t, a, b, c; mov.b32 b, 0x80088008; mov.b32 c, 0x80808080;"
             "and.b32 a, $4, 0x000f000f; add.f16x2 $0, a, b; and.b32 a, $4, 0x00f000f0; add.f16x2 $1, a, c;"
             "shr.b32 t, $4, 8;"
             "and.b32 a, t, 0x000f000f; add.f16x2 $2, a, b; and.b32 a, t, 0x00f000f0; add.f16x2 $3, a, c; }",
-            "=r,=r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     return (planes[0], planes[1], planes[2], planes[3])
 
 
@@ -233,7 +252,7 @@ NIBBLE_EXPONENTS = (24, 20, 24, 20)
 
 
 @triton.jit
-def int4_encode(x, real, table, D: tl.constexpr):
+def int4_encode(x, real, table, PLAN: tl.constexpr):
     low, high = row_range(x, real)
     scale = tl.maximum(tl.div_rn(high - low, tl.full(low.shape, 15.0, tl.float32)), 1e-6)
     zero_point = clamp_codes(round_half_away(tl.div_rn(-low, scale)), 0, 15)
@@ -255,40 +274,45 @@ def int4_affine(meta, KEYS: tl.constexpr):
 
 
 @triton.jit
-def int4_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def int4_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     return uniform_planes(words, 4, 4, KEYS), int4_affine(meta, KEYS)
 
 
 @triton.jit
-def int4_decode_ptx(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def int4_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     return nibble_planes_ptx(words, KEYS), int4_affine(meta, KEYS)
 
 
-INT4 = DeviceCodec(4, int4_encode, int4_decode, num_meta=1,
-                   ptx=DeviceCodec(4, int4_encode, int4_decode_ptx, num_meta=1, exponents=NIBBLE_EXPONENTS))
+INT4 = DeviceCodec(
+    4,
+    int4_encode,
+    int4_decode,
+    num_meta=1,
+    ptx=DeviceCodec(4, int4_encode, int4_decode_ptx, num_meta=1, exponents=NIBBLE_EXPONENTS),
+)
 
 
 # ---- int2: Lloyd-Max levels +-0.4528 = 283 x 0.0016 and +-1.5104 = 944 x 0.0016, so that fp16 holds them exactly
 
 
 @triton.jit
-def int2_encode(x, real, table, D: tl.constexpr):
+def int2_encode(x, real, table, PLAN: tl.constexpr):
     norm = tl.sqrt_rn(sum_of_squares(x, 1) + 1e-12)
-    factor = tl.div_rn(tl.full(norm.shape, D**0.5, tl.float32), norm)[:, None]
+    factor = tl.div_rn(tl.full(norm.shape, PLAN.head_size**0.5, tl.float32), norm)[:, None]
     codes = ()
     for p in tl.static_range(len(x)):
         z = x[p] * factor
         codes = codes + ((z >= -0.9816).to(tl.int32) + (z >= 0.0).to(tl.int32) + (z >= 0.9816).to(tl.int32),)
-    return pack_codes(codes, 2), (tl.div_rn(norm, tl.full(norm.shape, D**1.5, tl.float32)),)
+    return pack_codes(codes, 2), (tl.div_rn(norm, tl.full(norm.shape, PLAN.head_size**1.5, tl.float32)),)
 
 
 @triton.jit
-def int2_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
+def int2_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     codes = unpack_codes(words, 2, 8)
     planes = ()
     for p in tl.static_range(8):
         planes = planes + ((codes[p] * 661 - (codes[p] >> 1) * 95 - 944).to(tl.float16),)
-    return planes, (meta[0] * (8 * W * 0.0016),)
+    return planes, (meta[0] * (PLAN.head_size * 0.0016),)
 
 
 INT2 = DeviceCodec(8, int2_encode, int2_decode, num_meta=1)
@@ -298,7 +322,8 @@ INT2 = DeviceCodec(8, int2_encode, int2_decode, num_meta=1)
 
 
 @triton.jit
-def book_encode(x, table, BITS: tl.constexpr):
+def book_encode(x, real, table, PLAN: tl.constexpr):
+    BITS: tl.constexpr = PLAN.bits
     norm = tl.sqrt_rn(sum_of_squares(x, 1))
     codes = ()
     for p in tl.static_range(len(x)):
@@ -311,88 +336,53 @@ def book_encode(x, table, BITS: tl.constexpr):
 
 
 @triton.jit
-def book_decode(words, meta, table, BITS: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr):
+def book_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
     AXIS: tl.constexpr = 0 if KEYS else 1
-    codes = unpack_codes(words.to(tl.int32), BITS, COUNT)
-    column = tl.arange(0, words.shape[AXIS])
-    real = (column < W)[:, None] if KEYS else (column < W)[None, :]
+    COUNT: tl.constexpr = PLAN.planes
+    codes = unpack_codes(words.to(tl.int32), PLAN.bits, COUNT)
+    real = tl.arange(0, PLAN.width) < PLAN.columns
+    real = real[:, None] if KEYS else real[None, :]
     planes = ()
     length = tl.zeros([words.shape[1 - AXIS]], tl.float32)
     for p in tl.static_range(COUNT):
         level = tl.load(table + codes[p]).to(tl.float16)
         planes = planes + (level,)
-        square = level.to(tl.float32) * level.to(tl.float32)
-        length += tl.sum(tl.where(real, square, 0.0), axis=AXIS)
+        length += tl.sum(tl.where(real, level.to(tl.float32) * level.to(tl.float32), 0.0), axis=AXIS)
     return planes, (meta[0] / tl.sqrt(length),)
 
 
-@triton.jit
-def tq4_encode(x, real, table, D: tl.constexpr):
-    return book_encode(x, table, 4)
+TQ4 = DeviceCodec(4, book_encode, book_decode, num_meta=1)
+TQ3 = DeviceCodec(8, book_encode, book_decode, word_bytes=3, num_meta=1)
 
 
 @triton.jit
-def tq4_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
-    return book_decode(words, meta, table, 4, 4, W, KEYS)
-
-
-@triton.jit
-def tq3_encode(x, real, table, D: tl.constexpr):
-    return book_encode(x, table, 3)
-
-
-@triton.jit
-def tq3_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
-    return book_decode(words, meta, table, 3, 8, W, KEYS)
-
-
-TQ4 = DeviceCodec(4, tq4_encode, tq4_decode, num_meta=1)
-TQ3 = DeviceCodec(8, tq3_encode, tq3_decode, word_bytes=3, num_meta=1)
-
-
-@triton.jit
-def uniform_encode(x, real, BITS: tl.constexpr):
+def uniform_encode(x, real, table, PLAN: tl.constexpr):
+    TOP: tl.constexpr = (1 << PLAN.bits) - 1
     low, high = row_range(x, real)
-    TOP: tl.constexpr = (1 << BITS) - 1
     scale = tl.maximum(tl.div_rn(high - low, tl.full(low.shape, TOP * 1.0, tl.float32)), 1e-8)
     codes = ()
     for p in tl.static_range(len(x)):
         steps = tl.div_rn(x[p] - low[:, None], tl.broadcast_to(scale[:, None], x[p].shape))
         codes = codes + (clamp_codes((steps + 0.5).to(tl.int32), 0, TOP),)
-    return pack_codes(codes, BITS), (scale, low)
+    return pack_codes(codes, PLAN.bits), (scale, low)
 
 
 @triton.jit
-def uniform_affine(meta, BITS: tl.constexpr, KEYS: tl.constexpr):
-    CENTRE: tl.constexpr = 0 if KEYS else 1 << (BITS - 1)
+def uniform_affine(meta, PLAN: tl.constexpr, KEYS: tl.constexpr):
+    CENTRE: tl.constexpr = 0 if KEYS else 1 << (PLAN.bits - 1)
     return (meta[0], meta[1] + CENTRE * meta[0])
 
 
 @triton.jit
-def u4_encode(x, real, table, D: tl.constexpr):
-    return uniform_encode(x, real, 4)
+def uniform_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+    return uniform_planes(words, PLAN.bits, PLAN.planes, KEYS), uniform_affine(meta, PLAN, KEYS)
 
 
 @triton.jit
-def u4_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
-    return uniform_planes(words, 4, 4, KEYS), uniform_affine(meta, 4, KEYS)
+def u4_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+    return nibble_planes_ptx(words, KEYS), uniform_affine(meta, PLAN, KEYS)
 
 
-@triton.jit
-def u4_decode_ptx(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
-    return nibble_planes_ptx(words, KEYS), uniform_affine(meta, 4, KEYS)
-
-
-@triton.jit
-def u3_encode(x, real, table, D: tl.constexpr):
-    return uniform_encode(x, real, 3)
-
-
-@triton.jit
-def u3_decode(words, meta, table, W: tl.constexpr, KEYS: tl.constexpr):
-    return uniform_planes(words, 3, 8, KEYS), uniform_affine(meta, 3, KEYS)
-
-
-U4 = DeviceCodec(4, u4_encode, u4_decode, num_meta=2,
-                 ptx=DeviceCodec(4, u4_encode, u4_decode_ptx, num_meta=2, exponents=NIBBLE_EXPONENTS))
-U3 = DeviceCodec(8, u3_encode, u3_decode, word_bytes=3, num_meta=2)
+_U4_PTX = DeviceCodec(4, uniform_encode, u4_decode_ptx, num_meta=2, exponents=NIBBLE_EXPONENTS)
+U4 = DeviceCodec(4, uniform_encode, uniform_decode, num_meta=2, ptx=_U4_PTX)
+U3 = DeviceCodec(8, uniform_encode, uniform_decode, word_bytes=3, num_meta=2)

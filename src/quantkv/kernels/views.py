@@ -90,10 +90,10 @@ class DeviceCodec(_Constant):
     A row of D values is `D / planes` words; word w holds dimensions `planes w .. planes w + planes - 1`, one of each plane.
 
     planes: values of a word.
-    encode: (x, real, table, D) -> words, meta. x: tuple of planes `[T, W]` float32, zero where not `real [W]`; words `[T, W]`,
+    encode: (x, real, table, PLAN) -> words, meta. x: tuple of planes `[T, W]` float32, zero where not `real [W]`; words `[T, W]`,
         meta a tuple of `[T]`, one for each field.
-    decode: (words, meta, table, W, KEYS) -> planes, affine. words are `[W, N]` for K (KEYS) and `[N, W]` for V, the first W columns
-        real; planes a tuple of that shape and of dtype `operand`; affine `()`, `(scale,)` or `(scale, bias)` of `[N]` float32. V's
+    decode: (words, meta, table, PLAN, KEYS) -> planes, affine. words are `[W, N]` for K (KEYS) and `[N, W]` for V, zero beyond
+        the row's columns; PLAN is the `RowPlan`; planes a tuple of that shape and of dtype `operand`; affine `()`, `(scale,)` or `(scale, bias)` of `[N]` float32. V's
         planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
     word_bytes: bytes of a word; a word of 3 is read as three bytes into an int32.
     num_meta: fields beside a row.
@@ -127,6 +127,15 @@ class RowPlan(_Constant):
     offset: bool = False
     rounded: bool = False  # the mapped row is rounded to the input's dtype before it is encoded
     scaled: bool = False  # a per-tensor scale other than 1
+
+    @property
+    def planes(self) -> int:
+        return self.codec.planes
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return 8 * self.codec.word_bytes // self.codec.planes
 
     @property
     def columns(self) -> int:
