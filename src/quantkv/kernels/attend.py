@@ -12,6 +12,7 @@ from .tiles import (
     load_cached,
     load_rows,
     offset_row,
+    split_bounds,
     split_planes,
     visible,
 )
@@ -83,6 +84,14 @@ def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.const
 
 
 @triton.jit
+def softmax_step(score, row_max):
+    """prob `[M, N]` relative to the new maximum `[M]`, and the decay of what was added before."""
+    new_max = tl.maximum(row_max, tl.max(score, axis=1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    return tl.exp2(score - base[:, None]), tl.exp2(row_max - base), new_max
+
+
+@triton.jit
 def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """acc (in units of `unit`) and shift, decayed, plus prob . (scale code) and prob . bias.
 
@@ -104,31 +113,14 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
 
 @triton.jit(do_not_specialize=["num_seqs", "first_split", "all_splits"])
 def attend_kernel(
-    q,
-    part,
-    lse,
-    k_pages,
-    v_pages,
-    k_map,
-    batch,
-    extras,
-    num_seqs,
-    first_split,
-    all_splits,
-    scale,
-    k_scale,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    F: tl.constexpr,
-):
+    q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, first_split, all_splits, scale, k_scale, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
     """Grid (tiles of queries x kv heads, splits of the keys). A tile is BLOCK_M // GROUP queries by the GROUP heads of a kv head.
 
     Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
-    first_split on; a split without keys writes lse -inf and no part. Scores are scale * (q . k) with k_scale on what was encoded, not on the offset."""
+    first_split on; a split without keys writes lse -inf and no part. Scores are scale * (q . k), with k_scale on what was encoded but
+    not on the offset."""
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
     K_CODEC: tl.constexpr = K.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_CODEC: tl.constexpr = V.codec
@@ -141,7 +133,6 @@ def attend_kernel(
     PRECISION: tl.constexpr = F.precision
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
-    split = tl.program_id(1)
 
     if F.one_block:
         seq = block
@@ -164,7 +155,7 @@ def attend_kernel(
     row_mask = (query < num_q) & (row < BLOCK_Q * GROUP)
     q_head = head * GROUP + row % GROUP
     token = first.to(tl.int64) + query + tl.zeros([BLOCK_M], tl.int64)
-    out_row = (token * (HEADS * GROUP) + q_head) * all_splits + first_split + split
+    out_row = (token * (HEADS * GROUP) + q_head) * all_splits + first_split + tl.program_id(1)
 
     first_slot = 0
     if F.key_start:
@@ -172,16 +163,8 @@ def attend_kernel(
     last = tl.minimum(q_low + BLOCK_Q, num_q) - 1
     low, high = key_bounds(context + q_low, context + last, seq_len, seq, extras, F)
     low = tl.maximum(low - first_slot, 0)
-    high = high - first_slot
-    begin = low // BLOCK_N
-    end = tl.cdiv(tl.maximum(high, 0), BLOCK_N)
-    if F.split_tiles > 0:
-        begin = tl.maximum(begin, split * F.split_tiles)
-        end = tl.minimum(end, (split + 1) * F.split_tiles)
-    else:
-        share = tl.cdiv(end - begin, tl.num_programs(1))
-        begin += split * share
-        end = tl.minimum(end, begin + share)
+    high = tl.maximum(high - first_slot, 0)
+    begin, end = split_bounds(low, high, tl.program_id(1), BLOCK_N, F)
     if begin >= end:
         tl.store(lse + out_row, float("-inf"), mask=row_mask)
         return
@@ -209,7 +192,7 @@ def attend_kernel(
         key = index + first_slot
         used = (index >= low) & (index < high)
         seen = used[None, :]
-        if F.prefix or not BLOCK_Q == 1:  # what one query sees, but for prefix ranges, is what lies between low and high
+        if F.prefix or BLOCK_Q != 1:  # what one query sees, but for prefix ranges, is what lies between low and high
             seen = visible(position, key[None, :], seen, seq, extras, F)
         if F.prefix:  # the keys that some query sees are no interval
             used = tl.max(seen.to(tl.int32), axis=0) > 0
@@ -234,11 +217,7 @@ def attend_kernel(
             score = LOG2E * bias_score(score, position, key[None, :], context, slope, row_mask[:, None], extras, F)
         score = tl.where(seen, score, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(score, axis=1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        prob = tl.exp2(score - base[:, None])
-        decay = tl.exp2(row_max - base)
-        row_max = new_max
+        prob, decay, row_max = softmax_step(score, row_max)
         row_sum = row_sum * decay + tl.sum(prob, axis=1)
 
         words, meta = load_cached(v_pages, page, slot, head, used, V)
@@ -247,13 +226,13 @@ def attend_kernel(
             operand = (join_operand(operand),)
         acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
 
-    norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)[:, None]
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
+    norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)[:, None]
     if F.joined:
         acc = split_planes(acc[0], V_PLANES)
     planes = ()
     for p in tl.static_range(V_PLANES):
         planes = planes + ((acc[p] * (unit * V_FACTORS[p]) + shift[:, None]) * norm,)
     column = tl.arange(0, V_WIDTH * V_PLANES)[None, :]
-    at = part + out_row[:, None] * V.head_size + column
-    tl.store(at, join_planes(planes), mask=row_mask[:, None] & (column < V.head_size))
+    stored = row_mask[:, None] & (column < V.head_size)
+    tl.store(part + out_row[:, None] * V.head_size + column, join_planes(planes), mask=stored)

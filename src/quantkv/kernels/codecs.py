@@ -19,19 +19,17 @@ def clamp_codes(codes, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def row_range(x, real):
     """Minimum and maximum `[T]` of rows given as planes."""
-    low = tl.min(tl.where(real[None, :], x[0], float("inf")), axis=1)
-    high = tl.max(tl.where(real[None, :], x[0], -float("inf")), axis=1)
+    low = x[0]
+    high = x[0]
     for p in tl.static_range(1, len(x)):
-        low = tl.minimum(low, tl.min(tl.where(real[None, :], x[p], float("inf")), axis=1))
-        high = tl.maximum(high, tl.max(tl.where(real[None, :], x[p], -float("inf")), axis=1))
-    return low, high
+        low = tl.minimum(low, x[p])
+        high = tl.maximum(high, x[p])
+    return tl.min(tl.where(real[None, :], low, float("inf")), 1), tl.max(tl.where(real[None, :], high, -float("inf")), 1)
 
 
 @triton.jit
 def absmax_scale(x, LARGEST: tl.constexpr):
-    largest = tl.max(tl.abs(x[0]), axis=1)
-    for p in tl.static_range(1, len(x)):
-        largest = tl.maximum(largest, tl.max(tl.abs(x[p]), axis=1))
+    largest = tl.max(tl.maximum(tl.abs(x[0]), tl.abs(x[1])), axis=1)
     return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), 1e-6)
 
 
@@ -41,14 +39,34 @@ def reciprocal(x):
 
 
 @triton.jit
-def sum_of_squares(x, AXIS: tl.constexpr):
-    total = tl.sum(x[0] * x[0], axis=AXIS)
+def sum_of_squares(x):
+    """Elementwise over the planes."""
+    total = x[0] * x[0]
     for p in tl.static_range(1, len(x)):
-        total += tl.sum(x[p] * x[p], axis=AXIS)
+        total += x[p] * x[p]
     return total
 
 
-# ---- as given
+@triton.jit
+def pack_codes(codes, BITS: tl.constexpr):
+    word = codes[0]
+    for p in tl.static_range(1, len(codes)):
+        word |= codes[p] << (BITS * p)
+    return word
+
+
+# Inline PTX sees two int16 words in a 32-bit register, and returns a plane's two numbers in one.
+@triton.jit
+def two_planes(ASM: tl.constexpr, words):
+    planes = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    return (planes[0], planes[1])
+
+
+@triton.jit
+def four_planes(ASM: tl.constexpr, words):
+    dtypes: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+    planes = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [words], dtype=dtypes, is_pure=True, pack=2)
+    return (planes[0], planes[1], planes[2], planes[3])
 
 
 @triton.jit
@@ -69,49 +87,40 @@ def plain(operand, word_bytes: int) -> DeviceCodec:
 BF16, FP16, FP32 = plain(tl.bfloat16, 2), plain(tl.float16, 2), plain(tl.float32, 4)
 
 
-# ---- int8
-
-
 @triton.jit
 def int8_encode(x, real, table, PLAN: tl.constexpr):
     scale = absmax_scale(x, 127.0)
     inverse = reciprocal(scale)[:, None]
     low = clamp_codes(round_half_away(x[0] * inverse), -128, 127)
     high = clamp_codes(round_half_away(x[1] * inverse), -128, 127)
-    return (low & 0xFF) | (high << 8), (scale,)
+    return pack_codes((low & 0xFF, high), 8), (scale,)
 
 
 @triton.jit
 def int8_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16)), (meta[0],)
+    return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16)), meta
 
 
 # Byte b + 128 under the exponent of 1024 is the fp16 number 1152 + b.
+INT8_ASM = tl.constexpr(
+    "{ .reg .b32 t, a, b, c;"
+    "mov.b32 c, 0x64806480; lop3.b32 a, $2, 0x00ff00ff, c, 0x6a;"
+    "shr.b32 t, $2, 8; lop3.b32 b, t, 0x00ff00ff, c, 0x6a;"
+    "mov.b32 c, 0xe480e480; add.f16x2 $0, a, c; add.f16x2 $1, b, c; }"
+)
+
+
 @triton.jit
 def int8_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    planes = tl.inline_asm_elementwise(
-        "{ .reg .b32 t, a, b, c;"
-        "mov.b32 c, 0x64806480; lop3.b32 a, $2, 0x00ff00ff, c, 0x6a;"
-        "shr.b32 t, $2, 8; lop3.b32 b, t, 0x00ff00ff, c, 0x6a;"
-        "mov.b32 c, 0xe480e480; add.f16x2 $0, a, c; add.f16x2 $1, b, c; }",
-        "=&r,=&r,r",
-        [words],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-    return (planes[0], planes[1]), (meta[0],)
+    return two_planes(INT8_ASM, words), meta
 
 
 INT8 = DeviceCodec(2, int8_encode, int8_decode, num_meta=1, ptx=DeviceCodec(2, int8_encode, int8_decode_ptx, num_meta=1))
 
 
-# ---- 8-bit floats, by arithmetic: the same bits on GPUs without them
-
-
 @triton.jit
 def to_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """Codes int32 of float32 x: nearest even, saturating; NaN stays NaN."""
+    """Codes int32 of float32 x: nearest even, saturating; NaN stays NaN. By arithmetic: the same on GPUs without 8-bit floats."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     m = magnitude.to(tl.int32, bitcast=True)
@@ -124,20 +133,15 @@ def to_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constex
 
 
 @triton.jit
-def pack_bytes(low, high):
-    return low | (high << 8)
-
-
-@triton.jit
 def e4m3_encode(x, real, table, PLAN: tl.constexpr):
-    return pack_bytes(to_float8(x[0], 3, 7, 448.0), to_float8(x[1], 3, 7, 448.0)), ()
+    return pack_codes((to_float8(x[0], 3, 7, 448.0), to_float8(x[1], 3, 7, 448.0)), 8), ()
 
 
 @triton.jit
 def e4m3_token_encode(x, real, table, PLAN: tl.constexpr):
     scale = absmax_scale(x, 448.0)
     inverse = reciprocal(scale)[:, None]
-    return pack_bytes(to_float8(x[0] * inverse, 3, 7, 448.0), to_float8(x[1] * inverse, 3, 7, 448.0)), (scale,)
+    return pack_codes((to_float8(x[0] * inverse, 3, 7, 448.0), to_float8(x[1] * inverse, 3, 7, 448.0)), 8), (scale,)
 
 
 @triton.jit
@@ -153,24 +157,21 @@ def e4m3_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (e4m3_high_byte(words << 8), e4m3_high_byte(words)), meta
 
 
+E4M3_ASM = tl.constexpr(
+    "{ .reg .b32 t; .reg .b16 lo, hi;"
+    "prmt.b32 t, $2, 0, 0x3120; mov.b32 {lo, hi}, t;"
+    "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
+)
+
+
 @triton.jit
 def e4m3_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    planes = tl.inline_asm_elementwise(
-        "{ .reg .b32 t; .reg .b16 lo, hi;"
-        "prmt.b32 t, $2, 0, 0x3120; mov.b32 {lo, hi}, t;"
-        "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
-        "=&r,=&r,r",
-        [words],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-    return (planes[0], planes[1]), meta
+    return two_planes(E4M3_ASM, words), meta
 
 
 @triton.jit
 def e5m2_encode(x, real, table, PLAN: tl.constexpr):
-    return pack_bytes(to_float8(x[0], 2, 15, 57344.0), to_float8(x[1], 2, 15, 57344.0)), ()
+    return pack_codes((to_float8(x[0], 2, 15, 57344.0), to_float8(x[1], 2, 15, 57344.0)), 8), ()
 
 
 @triton.jit
@@ -185,17 +186,6 @@ def _e4m3(encode, num_meta: int) -> DeviceCodec:
 
 E4M3, E4M3_TOKEN = _e4m3(e4m3_encode, 0), _e4m3(e4m3_token_encode, 1)
 E5M2 = DeviceCodec(2, e5m2_encode, e5m2_decode)
-
-
-# ---- codes of a few bits
-
-
-@triton.jit
-def pack_codes(codes, BITS: tl.constexpr):
-    word = codes[0]
-    for p in tl.static_range(1, len(codes)):
-        word |= codes[p] << (BITS * p)
-    return word
 
 
 @triton.jit
@@ -218,37 +208,18 @@ def uniform_planes(words, BITS: tl.constexpr, COUNT: tl.constexpr, TURNED: tl.co
 
 
 # A nibble masked in place is an fp16 subnormal: n 2^-24 at bit 0, n 2^-20 at bit 4. Tensor cores take those at full speed.
-@triton.jit
-def nibble_planes_ptx(words, TURNED: tl.constexpr):
-    if TURNED:
-        planes = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;"
-            "shr.b32 t, $4, 8; and.b32 $2, t, 0x000f000f; and.b32 $3, t, 0x00f000f0; }",
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:  # minus 8 in the same units
-        planes = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, a, b, c; mov.b32 b, 0x80088008; mov.b32 c, 0x80808080;"
-            "and.b32 a, $4, 0x000f000f; add.f16x2 $0, a, b; and.b32 a, $4, 0x00f000f0; add.f16x2 $1, a, c;"
-            "shr.b32 t, $4, 8;"
-            "and.b32 a, t, 0x000f000f; add.f16x2 $2, a, b; and.b32 a, t, 0x00f000f0; add.f16x2 $3, a, c; }",
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return (planes[0], planes[1], planes[2], planes[3])
-
-
+NIBBLE_ASM = tl.constexpr(
+    "{ .reg .b32 t; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;"
+    "shr.b32 t, $4, 8; and.b32 $2, t, 0x000f000f; and.b32 $3, t, 0x00f000f0; }"
+)
+# The same minus 8, in the same units.
+CENTRED_NIBBLE_ASM = tl.constexpr(
+    "{ .reg .b32 t, a, b, c; mov.b32 b, 0x80088008; mov.b32 c, 0x80808080;"
+    "and.b32 a, $4, 0x000f000f; add.f16x2 $0, a, b; and.b32 a, $4, 0x00f000f0; add.f16x2 $1, a, c;"
+    "shr.b32 t, $4, 8;"
+    "and.b32 a, t, 0x000f000f; add.f16x2 $2, a, b; and.b32 a, t, 0x00f000f0; add.f16x2 $3, a, c; }"
+)
 NIBBLE_EXPONENTS = (24, 20, 24, 20)
-
-
-# ---- int4: the zero point in the scale's low mantissa bits
 
 
 @triton.jit
@@ -280,24 +251,16 @@ def int4_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
 
 @triton.jit
 def int4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return nibble_planes_ptx(words, TURNED), int4_affine(meta, TURNED)
+    return four_planes(NIBBLE_ASM if TURNED else CENTRED_NIBBLE_ASM, words), int4_affine(meta, TURNED)
 
 
-INT4 = DeviceCodec(
-    4,
-    int4_encode,
-    int4_decode,
-    num_meta=1,
-    ptx=DeviceCodec(4, int4_encode, int4_decode_ptx, num_meta=1, exponents=NIBBLE_EXPONENTS),
-)
-
-
-# ---- int2: Lloyd-Max levels +-0.4528 = 283 x 0.0016 and +-1.5104 = 944 x 0.0016, so that fp16 holds them exactly
+_INT4_PTX = DeviceCodec(4, int4_encode, int4_decode_ptx, num_meta=1, exponents=NIBBLE_EXPONENTS)
+INT4 = DeviceCodec(4, int4_encode, int4_decode, num_meta=1, ptx=_INT4_PTX)
 
 
 @triton.jit
 def int2_encode(x, real, table, PLAN: tl.constexpr):
-    norm = tl.sqrt_rn(sum_of_squares(x, 1) + 1e-12)
+    norm = tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12)
     factor = tl.div_rn(tl.full(norm.shape, PLAN.head_size**0.5, tl.float32), norm)[:, None]
     codes = ()
     for p in tl.static_range(len(x)):
@@ -308,6 +271,7 @@ def int2_encode(x, real, table, PLAN: tl.constexpr):
 
 @triton.jit
 def int2_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """Levels +-0.4528 = 283 x 0.0016 and +-1.5104 = 944 x 0.0016: fp16 holds the integers exactly."""
     codes = unpack_codes(words, 2, 8)
     planes = ()
     for p in tl.static_range(8):
@@ -318,13 +282,11 @@ def int2_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
 INT2 = DeviceCodec(8, int2_encode, int2_decode, num_meta=1)
 
 
-# ---- TurboQuant. A key codec's table: its levels for N(0, 1), then the midpoints for N(0, 1 / D)
-
-
 @triton.jit
 def book_encode(x, real, table, PLAN: tl.constexpr):
+    """table: the levels for N(0, 1), then the midpoints for N(0, 1 / D)."""
     BITS: tl.constexpr = PLAN.bits
-    norm = tl.sqrt_rn(sum_of_squares(x, 1))
+    norm = tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1))
     codes = ()
     for p in tl.static_range(len(x)):
         unit = tl.div_rn(x[p], tl.broadcast_to((norm + 1e-8)[:, None], x[p].shape))
@@ -357,10 +319,7 @@ def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     AXIS: tl.constexpr = 0 if TURNED else 1
     real = tl.arange(0, PLAN.width) < PLAN.columns
     real = real[:, None] if TURNED else real[None, :]
-    squares = planes[0] * planes[0]
-    for p in tl.static_range(1, len(planes)):
-        squares += planes[p] * planes[p]
-    length = tl.sum(tl.where(real, squares.to(tl.float32), 0.0), axis=AXIS)
+    length = tl.sum(tl.where(real, sum_of_squares(planes).to(tl.float32), 0.0), axis=AXIS)
     return (meta[0] / tl.sqrt(length),)
 
 
@@ -377,27 +336,24 @@ def book_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
 
 
 # The same with byte permutes: the eight positive levels in fp16 are 8 low and 8 high bytes, which a nibble selects.
+TQ4_ASM = tl.constexpr(
+    "{ .reg .b32 t, u, s, l, h, a, b, c, d, la, lb, ha, hb;"
+    "mov.b32 la, 0x8a41361c; mov.b32 lb, 0x76237906; mov.b32 ha, 0x3b393630; mov.b32 hb, 0x41403e3d;"
+    "not.b32 t, $4; and.b32 t, t, 0x88888888; shr.b32 u, t, 3; sub.u32 u, t, u;"  # t: negative; u: 7 where negative
+    "and.b32 s, $4, 0x77777777; xor.b32 s, s, u;"
+    "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 a, l, h, 0x5140; prmt.b32 b, l, h, 0x7362;"
+    "shr.b32 s, s, 16;"
+    "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 c, l, h, 0x5140; prmt.b32 d, l, h, 0x7362;"
+    "prmt.b32 l, a, c, 0x5410; shl.b32 u, t, 12; and.b32 u, u, 0x80008000; or.b32 $0, l, u;"
+    "prmt.b32 l, a, c, 0x7632; shl.b32 u, t, 8; and.b32 u, u, 0x80008000; or.b32 $1, l, u;"
+    "prmt.b32 l, b, d, 0x5410; shl.b32 u, t, 4; and.b32 u, u, 0x80008000; or.b32 $2, l, u;"
+    "prmt.b32 l, b, d, 0x7632; and.b32 u, t, 0x80008000; or.b32 $3, l, u; }"
+)
+
+
 @triton.jit
 def tq4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    planes = tl.inline_asm_elementwise(
-        "{ .reg .b32 t, u, s, l, h, a, b, c, d, la, lb, ha, hb;"
-        "mov.b32 la, 0x8a41361c; mov.b32 lb, 0x76237906; mov.b32 ha, 0x3b393630; mov.b32 hb, 0x41403e3d;"
-        "not.b32 t, $4; and.b32 t, t, 0x88888888; shr.b32 u, t, 3; sub.u32 u, t, u;"  # t: negative; u: 7 where negative
-        "and.b32 s, $4, 0x77777777; xor.b32 s, s, u;"
-        "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 a, l, h, 0x5140; prmt.b32 b, l, h, 0x7362;"
-        "shr.b32 s, s, 16;"
-        "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 c, l, h, 0x5140; prmt.b32 d, l, h, 0x7362;"
-        "prmt.b32 l, a, c, 0x5410; shl.b32 u, t, 12; and.b32 u, u, 0x80008000; or.b32 $0, l, u;"
-        "prmt.b32 l, a, c, 0x7632; shl.b32 u, t, 8; and.b32 u, u, 0x80008000; or.b32 $1, l, u;"
-        "prmt.b32 l, b, d, 0x5410; shl.b32 u, t, 4; and.b32 u, u, 0x80008000; or.b32 $2, l, u;"
-        "prmt.b32 l, b, d, 0x7632; and.b32 u, t, 0x80008000; or.b32 $3, l, u; }",
-        "=&r,=&r,=&r,=&r,r",
-        [words],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-    planes = (planes[0], planes[1], planes[2], planes[3])
+    planes = four_planes(TQ4_ASM, words)
     return planes, book_affine(planes, meta, PLAN, TURNED)
 
 
@@ -430,7 +386,7 @@ def uniform_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr)
 
 @triton.jit
 def u4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return nibble_planes_ptx(words, TURNED), uniform_affine(meta, PLAN, TURNED)
+    return four_planes(NIBBLE_ASM if TURNED else CENTRED_NIBBLE_ASM, words), uniform_affine(meta, PLAN, TURNED)
 
 
 _U4_PTX = DeviceCodec(4, uniform_encode, u4_decode_ptx, num_meta=2, exponents=NIBBLE_EXPONENTS)

@@ -43,26 +43,10 @@ def first_repeat(x, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "mapped_splits"])
 def combine_kernel(
-    part,
-    lse,
-    out,
-    out_lse,
-    v_map,
-    sinks,
-    num_rows,
-    splits,
-    mapped_splits,
-    mapped_factor,
-    plain_factor,
-    output_scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAPPED: tl.constexpr,
-    PLAIN: tl.constexpr,
+    part, lse, out, out_lse, v_map, sinks, num_rows, splits, mapped_splits, mapped_factor, plain_factor, output_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MAPPED: tl.constexpr, PLAIN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (blocks of ROWS rows, kv heads); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`, lse `[T, HQ, splits]`
     base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included.
 

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-# ---- planes
-
 
 @triton.jit
 def split_pairs(planes):
@@ -20,12 +18,9 @@ def split_pairs(planes):
 @triton.jit
 def split_planes(x, P: tl.constexpr):
     """`[R, D]` -> tuple of P `[R, D / P]`; plane p holds columns p, p + P, .."""
+    LEVELS: tl.constexpr = 3 if P == 8 else P // 2
     planes = (x,)
-    if P >= 2:
-        planes = split_pairs(planes)
-    if P >= 4:
-        planes = split_pairs(planes)
-    if P >= 8:
+    for _ in tl.static_range(LEVELS):
         planes = split_pairs(planes)
     return planes
 
@@ -45,11 +40,8 @@ def join_pairs(planes):
 def join_planes(planes):
     """Reverses `split_planes`."""
     P: tl.constexpr = len(planes)
-    if P >= 2:
-        planes = join_pairs(planes)
-    if P >= 4:
-        planes = join_pairs(planes)
-    if P >= 8:
+    LEVELS: tl.constexpr = 3 if P == 8 else P // 2
+    for _ in tl.static_range(LEVELS):
         planes = join_pairs(planes)
     return planes[0]
 
@@ -64,9 +56,6 @@ def join_operand(planes):
         for p in tl.static_range(len(planes)):
             words = words + (planes[p].to(tl.int16, bitcast=True),)
         return join_planes(words).to(planes[0].dtype, bitcast=True)
-
-
-# ---- maps
 
 
 @triton.jit
@@ -122,9 +111,6 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: t
         return split_planes(tl.load(rows[:, None] + column, mask=row_mask[:, None] & (column < D), other=0.0), P)
 
 
-# ---- pages
-
-
 @triton.jit
 def word_pointers(pages, page, slot, head, PLAN: tl.constexpr):
     """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page [N] or scalar`, int64."""
@@ -160,9 +146,6 @@ def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
     return words, meta
 
 
-# ---- queries and keys
-
-
 @triton.jit
 def find_sequence(query_start, block, num_seqs, BLOCK_Q: tl.constexpr):
     """The sequence that owns tile `block` where each sequence takes as many whole tiles as fit between its start and its end, plus one."""
@@ -175,6 +158,11 @@ def find_sequence(query_start, block, num_seqs, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low - 1
+
+
+@triton.jit
+def load_range(ranges, index):
+    return tl.load(ranges + index * 2).to(tl.int32), tl.load(ranges + index * 2 + 1).to(tl.int32)
 
 
 @triton.jit
@@ -194,18 +182,30 @@ def key_bounds(first, last, seq_len, seq, extras, F: tl.constexpr):
         high = tl.where(causal, tl.minimum(high, last + 1), high)
     if F.prefix:
         for r in range(extras.num_ranges):
-            at = extras.prefix_ranges + (seq * extras.num_ranges + r) * 2
-            start = tl.load(at).to(tl.int32)
-            end = tl.load(at + 1).to(tl.int32)
+            start, end = load_range(extras.prefix_ranges, seq * extras.num_ranges + r)
             touched = (start < end) & (start <= last) & (first <= end)
             high = tl.where(touched, tl.maximum(high, end + 1), high)
             if not F.prefix_clamped:
                 low = tl.where(touched, tl.minimum(low, start), low)
         high = tl.minimum(high, seq_len)
     if F.key_range:
-        low = tl.maximum(low, tl.load(extras.key_range + seq * 2).to(tl.int32))
-        high = tl.minimum(high, tl.load(extras.key_range + seq * 2 + 1).to(tl.int32))
+        start, end = load_range(extras.key_range, seq)
+        low = tl.maximum(low, start)
+        high = tl.minimum(high, end)
     return low, high
+
+
+@triton.jit
+def split_bounds(low, high, split, BLOCK_N: tl.constexpr, F: tl.constexpr):
+    """Tiles of slots, from begin to before end, that this split of slots low .. high reads."""
+    begin = low // BLOCK_N
+    end = tl.cdiv(high, BLOCK_N)
+    if F.split_tiles > 0:
+        return tl.maximum(begin, split * F.split_tiles), tl.minimum(end, (split + 1) * F.split_tiles)
+    else:
+        share = tl.cdiv(end - begin, tl.num_programs(1))
+        begin += split * share
+        return begin, tl.minimum(end, begin + share)
 
 
 @triton.jit
@@ -228,9 +228,7 @@ def visible(query, key, key_mask, seq, extras, F: tl.constexpr):
     if F.prefix:
         both = distance != distance
         for r in range(extras.num_ranges):
-            at = extras.prefix_ranges + (seq * extras.num_ranges + r) * 2
-            start = tl.load(at).to(tl.int32)
-            end = tl.load(at + 1).to(tl.int32)
+            start, end = load_range(extras.prefix_ranges, seq * extras.num_ranges + r)
             inside = (start <= query) & (query <= end) & (start <= key) & (key <= end)
             both = both | (inside & (start < end))
         if F.prefix_clamped and (F.chunk > 0 or F.window > 0):
