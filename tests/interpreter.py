@@ -1,4 +1,4 @@
-"""Makes Triton's CPU interpreter right on bfloat16 and 8-bit floats, where the stock one is silently wrong, and faster. Tests only."""
+"""Makes Triton's CPU interpreter right on bfloat16 and 8-bit floats, where the stock one is silently wrong, and faster."""
 
 import numpy as np
 import torch

@@ -33,8 +33,8 @@ class Codec:
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
     round_mapped: the mapped row is rounded to the input's dtype first, as the reference system's bytes require.
     head_size_multiple, power_of_two: which head sizes the codec can take.
-    device: returns the Triton half, a `kernels.views.DeviceCodec`; called when a kernel first needs it, so that importing a format
-        imports no Triton.
+    device: returns the Triton half, a `kernels.views.DeviceCodec`; called when a kernel first needs it, so that importing a
+        format imports no Triton.
     device_table: head_size -> numbers that the Triton half reads, 1-D; None: it reads none.
     """
 

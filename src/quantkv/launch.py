@@ -172,14 +172,23 @@ class Tiling(NamedTuple):
     num_stages: int
 
     @classmethod
-    def of(cls, group: int, max_query_len: int, head_size: int, wide: bool) -> Tiling:
-        """head_size: the larger of K's and V's. wide: dots are in float32, which takes small tiles."""
+    def of(cls, group: int, max_query_len: int, head_size: int, row_bytes: int, wide: bool, books: bool) -> Tiling:
+        """head_size, row_bytes: the larger of K's and V's. wide: dots are in float32, which takes small tiles. books: K has a
+        codebook, whose decoding takes registers. The numbers were measured on an H200 at head size 128 (docs/benchmarks)."""
         rows = triton.next_power_of_2(group * max_query_len)
         if wide:
             return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2)
         block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, rows))
         warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
-        return cls(block_m, 64 if head_size <= 128 else 32, min(warps, 8), 3)
+        block_n, stages = 64 if head_size <= 128 else 32, 3
+        if block_m == 16 and head_size <= 128:  # decode: as many bytes in flight as registers and shared memory allow
+            if books:
+                block_n = 32
+            elif row_bytes > 128:
+                warps = 2
+            elif row_bytes <= 64:
+                stages = 5
+        return cls(block_m, block_n, min(warps, 8), stages)
 
 
 def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:
@@ -247,8 +256,8 @@ def attend(
 ) -> None:
     """Launch `attend_kernel` for each segment and one `combine_kernel`, into out `[T, HQ, D_V]` and lse `[T, HQ]`.
 
-    Nothing here reads a tensor: splits come from shapes, and what a split reads from the lengths on the device, so that a captured
-    graph stays right when they change. num_splits: of each segment, instead of the table's choice."""
+    Nothing here reads a tensor: splits come from shapes, and what a split reads from the lengths on the device, so that a
+    captured graph stays right when they change. num_splits: of each segment, instead of the table's choice."""
     target = Target.of(q.device)
     tokens, num_heads, head_size = q.shape
     heads, head_size_v, num_seqs = segments[0].k.codes.shape[2], out.shape[2], seq_lens.shape[0]
@@ -256,8 +265,16 @@ def attend(
         return
     group = num_heads // heads
     longest = max_query_len if max_query_len is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
-    wide = torch.float32 in (q.dtype, *(side.codes.dtype for s in segments for side in (s.k, s.v)))
-    tiling = Tiling.of(group, 1 if batch_invariant else longest, max(head_size, head_size_v), wide)
+    sides = [(side.codes, codec) for s in segments for side, codec in ((s.k, s.fmt.k), (s.v, s.fmt.v))]
+    wide = torch.float32 in (q.dtype, *(codes.dtype for codes, _ in sides))
+    tiling = Tiling.of(
+        group,
+        1 if batch_invariant else longest,
+        max(head_size, head_size_v),
+        max(codes.shape[3] * codes.element_size() for codes, _ in sides),
+        wide,
+        any(codec.device_table is not None for _, codec in sides),
+    )
     single = max_query_len == 1
     block_q = 1 if single else tiling.block_m // group
     one_block = (max_query_len is not None or num_seqs == 1) and longest <= block_q

@@ -54,10 +54,10 @@ def named_map(kind: str, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class MapOperands(NamedTuple):
-    """A map as kernels take it: matrices `[HK or 1, D, D]` that a row x is multiplied with as `matrix x`, to be scaled by a factor.
+    """A map as kernels take it: matrices `[HK or 1, D, D]` that a row x is multiplied with as `matrix x`, and their factors.
 
-    A matrix with entries 0 and +-f only, any Hadamard matrix, is held as its signs in bfloat16 with the factor f, so that 16-bit dots
-    are exact; another one in float32, with the factor 1.
+    A matrix with entries 0 and +-f only, any Hadamard matrix, is held as its signs in bfloat16 with the factor f, so that
+    16-bit dots are exact; another one in float32, with the factor 1.
     """
 
     forward: torch.Tensor  # A

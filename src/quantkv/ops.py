@@ -56,7 +56,8 @@ def write(
     """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]` of a cache.
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
-    maps: the layer's linear maps; those that the format asks for if None. positions: int `[T]`, needed where the keys' map has an offset.
+    maps: the layer's linear maps; those that the format asks for if None.
+    positions: int `[T]`, needed where the keys' map has an offset.
     implementation: "auto", "triton" or "reference". ValueError where it cannot run.
     """
     implementation = choose(implementation, key.device)
@@ -95,8 +96,8 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation)
 @torch.library.custom_op(
     "quantkv::write",
     mutates_args=("cache",),
-    schema="(Tensor(a!)[] cache, int[] layout, Tensor key, Tensor value, Tensor slot_mapping, Tensor? positions, Tensor?[] maps, "
-    "float[] factors, str fmt, float[] scales, str implementation) -> ()",
+    schema="(Tensor(a!)[] cache, int[] layout, Tensor key, Tensor value, Tensor slot_mapping, Tensor? positions, "
+    "Tensor?[] maps, float[] factors, str fmt, float[] scales, str implementation) -> ()",
 )
 def _write_op(cache, layout, key, value, slot_mapping, positions, maps, factors, fmt, scales, implementation):
     fmt = get_format(fmt)
@@ -166,10 +167,10 @@ def attend_segments(
     implementation: str = "auto",
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` where the keys of a sequence lie in several caches: exact first and latest tokens, say, and quantized ones between.
+    """`attend` where the keys of a sequence lie in several caches: exact first and latest tokens, say, the others quantized.
 
-    The segments are disjoint; each has its format, block table and range of positions. All have the same kv heads and head sizes, and
-    those with a V map share it and its per-tensor scale, as do those without. Other arguments as in `attend`.
+    The segments are disjoint; each has its format, block table and range of positions. All have the same kv heads and head
+    sizes, and those with a V map share it and its per-tensor scale, as do those without. Other arguments as in `attend`.
     """
     implementation = choose(implementation, q.device)
     checks.options(options, seq_lens.shape[0], q.shape[1], q.device)
@@ -289,8 +290,9 @@ def _flatten_options(o: AttentionOptions):
     "quantkv::attend",
     mutates_args=("out", "lse"),
     schema="(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor[] caches, int[] layouts, "
-    "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, int chunk_lookback, "
-    "float softcap, float? output_scale, float scale, int? max_query_len, bool batch_invariant, str implementation) -> ()",
+    "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, "
+    "int chunk_lookback, float softcap, float? output_scale, float scale, int? max_query_len, bool batch_invariant, "
+    "str implementation) -> ()",
 )
 def _attend_op(
     out,

@@ -23,7 +23,7 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def rows(tokens: int, heads: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Normal rows `[T, H, D]` with every kind that breaks a quantizer: zeros, a constant, an outlier channel, one large spike."""
+    """Normal rows `[T, H, D]` and what breaks a quantizer: zeros, a constant, an outlier channel, one-sided rows, a spike."""
     x = torch.randn(tokens, heads, head_size, generator=torch.Generator().manual_seed(seed))
     x[..., 1] *= 8
     if tokens > 8:
@@ -100,8 +100,8 @@ class Batch:
         )
 
     def oracle(self, dtype: torch.dtype = torch.float64, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the *dequantized* cache in `dtype`, on the CPU: out and log-sum-exp. A quantization error cannot hide a
-        kernel's."""
+        """Attention over the *dequantized* cache in `dtype`, on the CPU: out and log-sum-exp. So no quantization error can hide
+        a kernel's."""
         c = self.cache
         sides = [reference.Side(s.codes.cpu(), None if s.meta is None else s.meta.cpu(), s.scale) for s in (c.k, c.v)]
         maps = LayerMaps(*(m if m is None else m.to("cpu") for m in (c.maps.k, c.maps.v)))
@@ -121,7 +121,7 @@ class Batch:
 
 
 # Kernels multiply in 16 bits (8 bits of mantissa in a bfloat16 cache, 11 elsewhere) and add in float32. Relative error of the
-# output, by dtype of the queries: twice what plain 16-bit attention, with scores and probabilities rounded, leaves against float64.
+# output, by dtype of the queries: twice what plain 16-bit attention, scores and probabilities rounded, leaves against float64.
 OUTPUT_BUDGET = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
 # Absolute error of the log-sum-exp: that of a score, which 16-bit queries leave at 2^-11 (2^-8) of its size.
 LSE_BUDGET = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

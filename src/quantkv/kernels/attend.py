@@ -68,8 +68,8 @@ def key_score(q_operand, q_sum, operand, affine, factor, K: tl.constexpr, PRECIS
 
 @triton.jit
 def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.constexpr):
-    """score + factor * q . offset of each key's bucket of 64 positions. key `[N]` counts up from first_key; map.offset holds mapped
-    offsets."""
+    """score + factor * q . offset, of each key's bucket of 64 positions. key `[N]` counts up from first_key; map.offset is
+    mapped."""
     FACTORS: tl.constexpr = K.factors
     P: tl.constexpr = len(q_planes)
     word = tl.arange(0, K.width)
@@ -111,20 +111,32 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
     return updated, shift, unit
 
 
+@triton.jit
+def finish_values(acc, scale, shift, V: tl.constexpr, JOINED: tl.constexpr):
+    """scale acc + shift `[M, D_V]`, scale and shift `[M]`, with the planes brought to one unit."""
+    FACTORS: tl.constexpr = V.factors
+    P: tl.constexpr = V.planes
+    if JOINED:
+        acc = split_planes(acc[0], P)
+    planes = ()
+    for p in tl.static_range(P):
+        planes = planes + (acc[p] * (scale * FACTORS[p])[:, None] + shift[:, None],)
+    return join_planes(planes)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "first_split", "all_splits"])
 def attend_kernel(
-    q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, first_split, all_splits, scale, k_scale, GROUP: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+    q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, first_split, all_splits, scale, k_scale,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries x kv heads, splits of the keys). A tile is BLOCK_M // GROUP queries by the GROUP heads of a kv head.
+    """Grid (tiles of queries x kv heads, splits of the keys). A tile: BLOCK_M // GROUP queries by the GROUP heads of a kv head.
 
     Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
-    first_split on; a split without keys writes lse -inf and no part. Scores are scale * (q . k), with k_scale on what was encoded but
-    not on the offset."""
+    first_split on; a split without keys writes lse -inf and no part. k_scale multiplies what was encoded, not the offset."""
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
     K_CODEC: tl.constexpr = K.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_CODEC: tl.constexpr = V.codec
-    V_FACTORS: tl.constexpr = V.factors
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
     V_PLANES: tl.constexpr = V.planes
@@ -134,24 +146,16 @@ def attend_kernel(
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
 
-    if F.one_block:
-        seq = block
-        q_low = 0
-        first = tl.load(batch.query_start + seq)
-    else:
-        seq = find_sequence(batch.query_start, block, num_seqs, BLOCK_Q)
-        first = tl.load(batch.query_start + seq)
-        q_low = (block - first // BLOCK_Q - seq).to(tl.int32) * BLOCK_Q
+    seq = block if F.one_block else find_sequence(batch.query_start, block, num_seqs, BLOCK_Q)
+    first = tl.load(batch.query_start + seq)
+    q_low = 0 if F.one_block else (block - first // BLOCK_Q - seq).to(tl.int32) * BLOCK_Q
     num_q = (tl.load(batch.query_start + seq + 1) - first).to(tl.int32)
     if q_low >= num_q:
         return
     seq_len = tl.load(batch.seq_lens + seq).to(tl.int32)
     context = seq_len - num_q
     row = tl.arange(0, BLOCK_M)
-    if BLOCK_Q == 1:
-        query = q_low + tl.zeros([1], tl.int32)
-    else:
-        query = q_low + row // GROUP
+    query = q_low + (tl.zeros([1], tl.int32) if BLOCK_Q == 1 else row // GROUP)
     row_mask = (query < num_q) & (row < BLOCK_Q * GROUP)
     q_head = head * GROUP + row % GROUP
     token = first.to(tl.int64) + query + tl.zeros([BLOCK_M], tl.int64)
@@ -227,12 +231,8 @@ def attend_kernel(
         acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
 
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
-    norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)[:, None]
-    if F.joined:
-        acc = split_planes(acc[0], V_PLANES)
-    planes = ()
-    for p in tl.static_range(V_PLANES):
-        planes = planes + ((acc[p] * (unit * V_FACTORS[p]) + shift[:, None]) * norm,)
+    norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)
+    out = finish_values(acc, norm * unit, norm * shift, V, F.joined)
     column = tl.arange(0, V_WIDTH * V_PLANES)[None, :]
     stored = row_mask[:, None] & (column < V.head_size)
-    tl.store(part + out_row[:, None] * V.head_size + column, join_planes(planes), mask=stored)
+    tl.store(part + out_row[:, None] * V.head_size + column, out, mask=stored)

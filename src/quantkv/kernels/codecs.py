@@ -7,12 +7,9 @@ from .views import DeviceCodec
 
 
 @triton.jit
-def round_half_away(x):
-    return (x + tl.where(x < 0, -0.5, 0.5)).to(tl.int32)
-
-
-@triton.jit
-def clamp_codes(codes, LOW: tl.constexpr, HIGH: tl.constexpr):
+def round_codes(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Nearest integers, halves away from zero, within LOW .. HIGH."""
+    codes = (x + tl.where(x < 0, -0.5, 0.5)).to(tl.int32)
     return tl.minimum(tl.maximum(codes, LOW), HIGH)
 
 
@@ -58,14 +55,15 @@ def pack_codes(codes, BITS: tl.constexpr):
 # Inline PTX sees two int16 words in a 32-bit register, and returns a plane's two numbers in one.
 @triton.jit
 def two_planes(ASM: tl.constexpr, words):
-    planes = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    planes = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
     return (planes[0], planes[1])
 
 
 @triton.jit
 def four_planes(ASM: tl.constexpr, words):
-    dtypes: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
-    planes = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [words], dtype=dtypes, is_pure=True, pack=2)
+    planes = tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+    )
     return (planes[0], planes[1], planes[2], planes[3])
 
 
@@ -79,21 +77,17 @@ def plain_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (words,), ()
 
 
-def plain(operand, word_bytes: int) -> DeviceCodec:
-    """Rows stored in a dtype that dots take."""
-    return DeviceCodec(1, plain_encode, plain_decode, word_bytes, operand=operand)
-
-
-BF16, FP16, FP32 = plain(tl.bfloat16, 2), plain(tl.float16, 2), plain(tl.float32, 4)
+BF16 = DeviceCodec(1, plain_encode, plain_decode, operand=tl.bfloat16)
+FP16 = DeviceCodec(1, plain_encode, plain_decode, operand=tl.float16)
+FP32 = DeviceCodec(1, plain_encode, plain_decode, word_bytes=4, operand=tl.float32)
 
 
 @triton.jit
 def int8_encode(x, real, table, PLAN: tl.constexpr):
     scale = absmax_scale(x, 127.0)
     inverse = reciprocal(scale)[:, None]
-    low = clamp_codes(round_half_away(x[0] * inverse), -128, 127)
-    high = clamp_codes(round_half_away(x[1] * inverse), -128, 127)
-    return pack_codes((low & 0xFF, high), 8), (scale,)
+    codes = (round_codes(x[0] * inverse, -128, 127) & 0xFF, round_codes(x[1] * inverse, -128, 127) & 0xFF)
+    return pack_codes(codes, 8), (scale,)
 
 
 @triton.jit
@@ -120,7 +114,7 @@ INT8 = DeviceCodec(2, int8_encode, int8_decode, num_meta=1, ptx=DeviceCodec(2, i
 
 @triton.jit
 def to_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """Codes int32 of float32 x: nearest even, saturating; NaN stays NaN. By arithmetic: the same on GPUs without 8-bit floats."""
+    """Codes int32 of float32 x: nearest even, saturating; NaN stays NaN. Arithmetic, for GPUs without 8-bit floats."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     m = magnitude.to(tl.int32, bitcast=True)
@@ -197,23 +191,18 @@ def unpack_codes(words, BITS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def uniform_planes(words, BITS: tl.constexpr, COUNT: tl.constexpr, TURNED: tl.constexpr):
-    """Codes as fp16 numbers; V's centred."""
+def uniform_planes(words, BITS: tl.constexpr, COUNT: tl.constexpr):
+    """Codes less half their range, as fp16 numbers."""
     codes = unpack_codes(words, BITS, COUNT)
-    CENTRE: tl.constexpr = 0 if TURNED else 1 << (BITS - 1)
     planes = ()
     for p in tl.static_range(COUNT):
-        planes = planes + ((codes[p] - CENTRE).to(tl.float16),)
+        planes = planes + ((codes[p] - (1 << (BITS - 1))).to(tl.float16),)
     return planes
 
 
-# A nibble masked in place is an fp16 subnormal: n 2^-24 at bit 0, n 2^-20 at bit 4. Tensor cores take those at full speed.
+# A nibble masked in place is an fp16 subnormal: n 2^-24 at bit 0, n 2^-20 at bit 4; minus 8 in the same units. Tensor cores
+# take subnormals at full speed.
 NIBBLE_ASM = tl.constexpr(
-    "{ .reg .b32 t; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;"
-    "shr.b32 t, $4, 8; and.b32 $2, t, 0x000f000f; and.b32 $3, t, 0x00f000f0; }"
-)
-# The same minus 8, in the same units.
-CENTRED_NIBBLE_ASM = tl.constexpr(
     "{ .reg .b32 t, a, b, c; mov.b32 b, 0x80088008; mov.b32 c, 0x80808080;"
     "and.b32 a, $4, 0x000f000f; add.f16x2 $0, a, b; and.b32 a, $4, 0x00f000f0; add.f16x2 $1, a, c;"
     "shr.b32 t, $4, 8;"
@@ -226,32 +215,31 @@ NIBBLE_EXPONENTS = (24, 20, 24, 20)
 def int4_encode(x, real, table, PLAN: tl.constexpr):
     low, high = row_range(x, real)
     scale = tl.maximum(tl.div_rn(high - low, tl.full(low.shape, 15.0, tl.float32)), 1e-6)
-    zero_point = clamp_codes(round_half_away(tl.div_rn(-low, scale)), 0, 15)
+    zero_point = round_codes(tl.div_rn(-low, scale), 0, 15)
     inverse = reciprocal(scale)[:, None]
     shift = zero_point.to(tl.float32)[:, None]
     codes = ()
     for p in tl.static_range(len(x)):
-        codes = codes + (clamp_codes(round_half_away(x[p] * inverse + shift), 0, 15),)
+        codes = codes + (round_codes(x[p] * inverse + shift, 0, 15),)
     stored = (scale.to(tl.int32, bitcast=True) & -16) | zero_point
     return pack_codes(codes, 4), (stored.to(tl.float32, bitcast=True),)
 
 
 @triton.jit
-def int4_affine(meta, TURNED: tl.constexpr):
+def int4_affine(meta):
     bits = meta[0].to(tl.int32, bitcast=True)
     scale = (bits & -16).to(tl.float32, bitcast=True)
-    CENTRE: tl.constexpr = 0 if TURNED else 8
-    return (scale, (CENTRE - (bits & 15)).to(tl.float32) * scale)
+    return (scale, (8 - (bits & 15)).to(tl.float32) * scale)
 
 
 @triton.jit
 def int4_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return uniform_planes(words, 4, 4, TURNED), int4_affine(meta, TURNED)
+    return uniform_planes(words, 4, 4), int4_affine(meta)
 
 
 @triton.jit
 def int4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return four_planes(NIBBLE_ASM if TURNED else CENTRED_NIBBLE_ASM, words), int4_affine(meta, TURNED)
+    return four_planes(NIBBLE_ASM, words), int4_affine(meta)
 
 
 _INT4_PTX = DeviceCodec(4, int4_encode, int4_decode_ptx, num_meta=1, exponents=NIBBLE_EXPONENTS)
@@ -369,24 +357,23 @@ def uniform_encode(x, real, table, PLAN: tl.constexpr):
     codes = ()
     for p in tl.static_range(len(x)):
         steps = tl.div_rn(x[p] - low[:, None], tl.broadcast_to(scale[:, None], x[p].shape))
-        codes = codes + (clamp_codes((steps + 0.5).to(tl.int32), 0, TOP),)
+        codes = codes + (round_codes(steps, 0, TOP),)
     return pack_codes(codes, PLAN.bits), (scale, low)
 
 
 @triton.jit
-def uniform_affine(meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    CENTRE: tl.constexpr = 0 if TURNED else 1 << (PLAN.bits - 1)
-    return (meta[0], meta[1] + CENTRE * meta[0])
+def uniform_affine(meta, PLAN: tl.constexpr):
+    return (meta[0], meta[1] + (1 << (PLAN.bits - 1)) * meta[0])
 
 
 @triton.jit
 def uniform_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return uniform_planes(words, PLAN.bits, PLAN.planes, TURNED), uniform_affine(meta, PLAN, TURNED)
+    return uniform_planes(words, PLAN.bits, PLAN.planes), uniform_affine(meta, PLAN)
 
 
 @triton.jit
 def u4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return four_planes(NIBBLE_ASM if TURNED else CENTRED_NIBBLE_ASM, words), uniform_affine(meta, PLAN, TURNED)
+    return four_planes(NIBBLE_ASM, words), uniform_affine(meta, PLAN)
 
 
 _U4_PTX = DeviceCodec(4, uniform_encode, u4_decode_ptx, num_meta=2, exponents=NIBBLE_EXPONENTS)

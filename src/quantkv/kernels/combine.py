@@ -47,8 +47,8 @@ def combine_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MAPPED: tl.constexpr, PLAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of ROWS rows, kv heads); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`, lse `[T, HQ, splits]`
-    base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included.
+    """Grid (blocks of ROWS rows, kv heads); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`,
+    lse `[T, HQ, splits]` base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included.
 
     The first mapped_splits splits go through the map, times mapped_factor; the others are multiplied by plain_factor."""
     head = tl.program_id(1).to(tl.int64)

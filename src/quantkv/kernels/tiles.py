@@ -48,14 +48,14 @@ def join_planes(planes):
 
 @triton.jit
 def join_operand(planes):
-    """`join_planes` of 16-bit planes, as integers: Triton 3.6 would else fuse the reshape into the dot's shared memory, and fail."""
-    if len(planes) == 1:
-        return planes[0]
-    else:
+    """`join_planes` of 16-bit planes. As integers: Triton 3.6 fuses the reshape into the dot's shared memory; it fails."""
+    if len(planes) > 1:
         words = ()
         for p in tl.static_range(len(planes)):
             words = words + (planes[p].to(tl.int16, bitcast=True),)
         return join_planes(words).to(planes[0].dtype, bitcast=True)
+    else:
+        return planes[0]
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def offset_row(map, head, bucket, column, D: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows at the pointers `rows [R]`, less the offset of their position, mapped, as planes `[R, W]`: float32 where mapped, else as they are."""
+    """Rows at the pointers `rows [R]` as planes `[R, W]`: less their offset and mapped, in float32, or as they are."""
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
@@ -113,7 +113,7 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: t
 
 @triton.jit
 def word_pointers(pages, page, slot, head, PLAN: tl.constexpr):
-    """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page [N] or scalar`, int64."""
+    """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page`, `[N]` or one."""
     base = page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot
     STEP: tl.constexpr = 3 if PLAN.codec.word_bytes == 3 else 1
     return pages.words + base[:, None] + STEP * tl.arange(0, PLAN.width)[None, :]
@@ -126,8 +126,8 @@ def meta_pointers(pages, page, slot, head):
 
 @triton.jit
 def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
-    """words `[N, W]` and metadata, a tuple of `[N]` float32, of N cached rows. What is masked reads as zero bits: an unwritten slot
-    may hold NaN, in the codes and in the metadata."""
+    """words `[N, W]` and metadata, a tuple of `[N]` float32, of N cached rows. What is masked reads as zero bits: an unwritten
+    slot may hold NaN, in the codes and in the metadata."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
     real = mask[:, None]
     if PLAN.width != PLAN.columns:
@@ -148,7 +148,7 @@ def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
 
 @triton.jit
 def find_sequence(query_start, block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence that owns tile `block` where each sequence takes as many whole tiles as fit between its start and its end, plus one."""
+    """The sequence that owns tile `block`: sequence s begins at tile query_start[s] // BLOCK_Q + s, so that all fit."""
     low = 0
     high = num_seqs
     while low < high:
@@ -229,8 +229,7 @@ def visible(query, key, key_mask, seq, extras, F: tl.constexpr):
         both = distance != distance
         for r in range(extras.num_ranges):
             start, end = load_range(extras.prefix_ranges, seq * extras.num_ranges + r)
-            inside = (start <= query) & (query <= end) & (start <= key) & (key <= end)
-            both = both | (inside & (start < end))
+            both = both | ((start < end) & (start <= query) & (query <= end) & (start <= key) & (key <= end))
         if F.prefix_clamped and (F.chunk > 0 or F.window > 0):
             both = both & back
         seen = seen | both

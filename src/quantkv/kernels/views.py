@@ -1,6 +1,6 @@
 """What a kernel sees of its arguments: pointers with strides as NamedTuples, and what it is compiled for as frozen dataclasses.
 
-Integers inside a NamedTuple are specialised by Triton, so only what outlives a step is in one; per-step counts are plain arguments.
+Triton specialises integers inside a NamedTuple, so only what outlives a step is in one; per-step counts are plain arguments.
 """
 
 from __future__ import annotations
@@ -69,18 +69,14 @@ class Extras(NamedTuple):
     key_range: Any = None  # [S, 2]
 
 
-def _cache_key(value: Any) -> str:
-    key = getattr(value, "cache_key", None)
-    return str(value) if key is None else key
-
-
 class _Constant:
-    """A dataclass that a kernel takes as one constexpr. Triton's disk cache knows it by `cache_key`: its numbers, and the source of
-    its device functions, so that an edit of one is not answered with the old kernel."""
+    """A dataclass that a kernel takes as one constexpr. Triton's disk cache knows it by `cache_key`: its numbers, and the
+    source of its device functions, so that an edit of one is not answered with the old kernel."""
 
     @property
     def cache_key(self) -> str:
-        return "|".join(f"{f.name}={_cache_key(getattr(self, f.name))}" for f in fields(self))
+        values = [getattr(self, f.name) for f in fields(self)]
+        return "|".join(str(getattr(v, "cache_key", v)) for v in values)
 
 
 @dataclass(frozen=True)
@@ -90,12 +86,12 @@ class DeviceCodec(_Constant):
     A row of D values is `D / planes` words; word w holds dimensions `planes w .. planes w + planes - 1`, one of each plane.
 
     planes: values of a word.
-    encode: (x, real, table, PLAN) -> words, meta. x: tuple of planes `[T, W]` float32, zero where not `real [W]`; words `[T, W]`,
-        meta a tuple of `[T]`, one for each field.
+    encode: (x, real, table, PLAN) -> words, meta. x: tuple of planes `[T, W]` float32, zero where not `real [W]`; words
+        `[T, W]`, meta a tuple of `[T]`, one for each field.
     decode: (words, meta, table, PLAN, TURNED) -> planes, affine. words `[N, W]`, or `[W, N]` if TURNED, zero beyond the row's
         columns; PLAN is the `RowPlan`; planes a tuple of that shape and of dtype `operand`; affine `()`, `(scale,)` or
-        `(scale, bias)` of `[N]` float32. Planes that are not turned may be V's, and should be centred on zero: tensor cores
-        truncate as they add, and an uncentred sum drifts.
+        `(scale, bias)` of `[N]` float32. Planes should be centred on zero: tensor cores truncate as they add, and an
+        uncentred sum drifts.
     word_bytes: bytes of a word; a word of 3 is read as three bytes into an int32.
     num_meta: fields beside a row.
     operand: dtype of what `decode` returns.
@@ -112,10 +108,6 @@ class DeviceCodec(_Constant):
     exponents: tuple[int, ...] = ()
     ptx: DeviceCodec | None = None
     ptx_capability: int = 80
-
-    def factor(self, plane: int) -> float:
-        """What plane `plane` must be multiplied by after `decode`."""
-        return 2.0 ** self.exponents[plane] if self.exponents else 1.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +142,8 @@ class RowPlan(_Constant):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        return tuple(self.codec.factor(p) for p in range(self.codec.planes))
+        """What each plane must be multiplied by after `decode`."""
+        return tuple(2.0**e for e in self.codec.exponents) or (1.0,) * self.planes
 
 
 @dataclass(frozen=True)

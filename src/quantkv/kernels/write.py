@@ -54,9 +54,7 @@ def write_kernel(
     page = index // PAGE
     slot = index % PAGE
     if tl.program_id(2) == 0:
-        position = token
-        if K.offset:
-            position = tl.load(positions + token, mask=mask, other=0).to(tl.int64)
+        position = tl.load(positions + token, mask=mask, other=0).to(tl.int64) if K.offset else token
         write_rows(key, k_pages, k_map, token, head, page, slot, position, mask, k_factor, k_scale, K, PRECISION)
     else:
         write_rows(value, v_pages, v_map, token, head, page, slot, token, mask, v_factor, v_scale, V, PRECISION)

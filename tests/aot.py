@@ -1,0 +1,84 @@
+"""Compiles the launches of one format ahead of time, for a GPU that need not be there. In a process where Triton compiles."""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from quantkv import PagedCache, get_format, launch, ops
+from quantkv.reference import Segment
+
+TARGETS = {
+    "sm80": (GPUTarget("cuda", 80, 32), launch.Target(80, "tf32x3", 108)),
+    "sm89": (GPUTarget("cuda", 89, 32), launch.Target(89, "tf32x3", 142)),
+    "sm90": (GPUTarget("cuda", 90, 32), launch.Target(90, "tf32x3", 132)),
+    "sm100": (GPUTarget("cuda", 100, 32), launch.Target(100, "tf32x3", 148)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), launch.Target(0, "ieee", 304)),
+}
+KERNELS = ("write_kernel", "attend_kernel", "combine_kernel")
+
+
+class Compiler:
+    """Stands in for a kernel: a launch compiles it."""
+
+    def __init__(self, kernel, target, compiled):
+        self.kernel, self.target, self.compiled = kernel, target, compiled
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **kwargs):
+        kernel, backend = self.kernel, make_backend(self.target)
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = bind(*args, **kwargs)
+        options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        source = ASTSource(kernel, signature, constants, attributes)
+        result = triton.compile(source, target=self.target, options=options.__dict__)
+        self.compiled.append((kernel.__name__, result.metadata.shared))
+
+
+def every_option(num_seqs, heads):
+    sinks = torch.zeros(heads)
+    return {
+        "causal": torch.zeros(num_seqs, dtype=torch.bool),
+        "window": 100,
+        "softcap": 10.0,
+        "sinks": sinks,
+        "alibi_slopes": sinks,
+        "qq_bias": torch.zeros(8, 8),
+        "prefix_ranges": torch.zeros(num_seqs, 2, 2, dtype=torch.int32),
+    }
+
+
+def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False, dtype=torch.bfloat16):
+    """Compile write, attend for decode and for a long prompt, and combine. Returns (kernel, bytes of shared memory) of each."""
+    triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
+    compiled, stock = [], {kernel: getattr(launch, kernel) for kernel in KERNELS}
+    for kernel, function in stock.items():
+        setattr(launch, kernel, Compiler(function, triton_target, compiled))
+    try:
+        fmt = get_format(name)
+        cache = PagedCache(fmt.cache_spec(8, head_size), 64)
+        rows = torch.zeros(64, 8, head_size, dtype=dtype)
+        slots = torch.zeros(64, dtype=torch.int64)
+        launch.write(rows, rows, cache.k, cache.v, fmt, slots, cache.maps, slots)
+        for length in query_lens:
+            q = torch.zeros(4 * length, 32, head_size, dtype=dtype)
+            launch.attend(
+                q,
+                [Segment(cache.k, cache.v, fmt, torch.zeros(4, 64, dtype=torch.int32), cache.maps)],
+                torch.empty_like(q),
+                torch.empty(q.shape[:2]),
+                cu_seqlens_q=torch.arange(5, dtype=torch.int32) * length,
+                seq_lens=torch.full((4,), 1024, dtype=torch.int32),
+                scale=1.0,
+                options=ops.AttentionOptions(**(every_option(4, 32) if options else {})),
+                max_query_len=length,
+                batch_invariant=False,
+            )
+    finally:
+        for kernel, function in stock.items():
+            setattr(launch, kernel, function)
+    return compiled
