@@ -9,10 +9,16 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "CacheSpec": "spec", "RowLayout": "spec",
-    "Codec": "format", "Format": "format", "register": "format",
-    "available_formats": "formats", "get_format": "formats",
-    "AttentionOptions": "reference", "LayerMaps": "maps", "LinearMap": "maps",
+    "CacheSpec": "spec",
+    "RowLayout": "spec",
+    "Codec": "format",
+    "Format": "format",
+    "register": "format",
+    "available_formats": "formats",
+    "get_format": "formats",
+    "AttentionOptions": "reference",
+    "LayerMaps": "maps",
+    "LinearMap": "maps",
     "PagedCache": "cache",
 }
 __all__ = ["__version__", *_HOME]

@@ -23,7 +23,8 @@ FILE_FORMAT, FILE_VERSION = "quantkv-pages", 1
 class PagedCache:
     """K and V of one layer in `num_blocks` pages of `spec.block_size` tokens.
 
-    One uint8 buffer `[num_blocks, HK, page_bytes]` holds everything; `k` and `v` are strided views of it. Nothing about a token is
+    One uint8 buffer `[num_blocks, HK, page_bytes]` holds everything; `k` and `v` are strided views of it. Nothing about a
+    token is
     stored elsewhere, so that pages can be copied, shared and saved by their bytes.
 
     maps: linear maps of this layer in place of those that the format asks for.
@@ -31,8 +32,16 @@ class PagedCache:
     Errors: ValueError, before anything is written, naming the argument, its value and what is allowed.
     """
 
-    def __init__(self, spec: CacheSpec, num_blocks: int, device: torch.device | str = "cpu", *,
-                 maps: LayerMaps | None = None, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        maps: LayerMaps | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
         if num_blocks < 1:
             checks.refuse("num_blocks", num_blocks, "at least one page is needed")
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -52,7 +61,7 @@ class PagedCache:
     def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:
         def view(section: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
             offset, size = section
-            t = self.buffer[:, :, offset:offset + size].view(dtype)
+            t = self.buffer[:, :, offset : offset + size].view(dtype)
             return t.unflatten(2, (self.spec.block_size, -1)).transpose(1, 2)
 
         fields = view(meta, getattr(torch, codec.row.meta[0])) if codec.row.meta else None
@@ -63,11 +72,13 @@ class PagedCache:
         """Bytes of the buffer: everything that grows with the number of tokens."""
         return self.buffer.nbytes
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
-              positions: torch.Tensor | None = None) -> None:
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> None:
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) in slots `slot_mapping [T]`.
 
-        Slot s is token `s % block_size` of page `s // block_size`; a negative slot skips its token. positions: int `[T]`, needed
+        Slot s is token `s % block_size` of page `s // block_size`; a negative slot skips its token. positions: int `[T]`,
+        needed
         where the keys' map has an offset.
         """
         s, tokens = self.spec, key.shape[0]
@@ -82,9 +93,17 @@ class PagedCache:
             checks.refuse("slot_mapping", int(slot_mapping.max()), f"slots end at {self.num_blocks * s.block_size - 1}")
         reference.write(key, value, self.k, self.v, self.format, slot_mapping, self.maps, positions)
 
-    def attend(self, q: torch.Tensor, *, block_table: torch.Tensor, seq_lens: torch.Tensor,
-               cu_seqlens_q: torch.Tensor | None = None, scale: float | None = None, return_lse: bool = False,
-               **options: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self,
+        q: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of `q [T, HQ, D]` over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
 
         block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
@@ -110,14 +129,29 @@ class PagedCache:
         checks.options(opts, num_seqs, q.shape[1], self.device)
         if self.device.type == "cpu":
             self._check_batch(q.shape[0], cu_seqlens_q, seq_lens, block_table, opts)
-        out, lse = reference.attend(q, self.k, self.v, self.format, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens,
-                                    block_table=block_table, scale=s.head_size**-0.5 if scale is None else scale,
-                                    options=opts, maps=self.maps)
+        out, lse = reference.attend(
+            q,
+            self.k,
+            self.v,
+            self.format,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            scale=s.head_size**-0.5 if scale is None else scale,
+            options=opts,
+            maps=self.maps,
+        )
         out = out if opts.output_scale is not None else out.to(q.dtype)
         return (out, lse) if return_lse else out
 
-    def _check_batch(self, num_tokens: int, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-                     opts: AttentionOptions) -> None:
+    def _check_batch(
+        self,
+        num_tokens: int,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        opts: AttentionOptions,
+    ) -> None:
         """The checks that read tensors: lengths fit the table, and the pages that are read exist."""
         counts = cu_seqlens_q.diff()
         if int(cu_seqlens_q[0]) != 0 or int(cu_seqlens_q[-1]) != num_tokens or bool((counts < 0).any()):
@@ -136,8 +170,9 @@ class PagedCache:
         read = (column < pages[:, None]) & (column >= first[:, None])
         checks.in_range("block_table", block_table[read], 0, self.num_blocks, f" (the cache has {self.num_blocks} pages)")
 
-    def dequantize(self, slots: torch.Tensor, positions: torch.Tensor | None = None,
-                   dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    def dequantize(
+        self, slots: torch.Tensor, positions: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[T, HK, D]` and values `[T, HK, D_V]` that the slots `[T]` hold, mapped back. positions as in `write`."""
         checks.tensor("slots", slots, (None,), checks.INDEX_DTYPES, self.device)
         checks.in_range("slots", slots, 0, self.num_blocks * self.spec.block_size)
@@ -147,15 +182,21 @@ class PagedCache:
         return tuple(reference.dequantize(*side, slots, positions, dtype) for side in sides)
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy pages `source [N]` onto pages `target [N]`, every byte of every head: a shared prefix that is about to be written to."""
+        """Copy pages `source [N]` onto pages `target [N]`, every byte of every head: a shared prefix that is about to be
+        written to."""
         for name, t in (("source", source), ("target", target)):
             checks.tensor(name, t, (source.shape[0],), checks.INDEX_DTYPES, self.device)
             checks.in_range(name, t, 0, self.num_blocks)
         self.buffer[target] = self.buffer[source]
 
     def _header(self) -> dict[str, str]:
-        return {"format": FILE_FORMAT, "version": str(FILE_VERSION), "spec": json.dumps(self.spec.to_dict(), sort_keys=True),
-                "maps": self.maps.fingerprint(), "scales": json.dumps([self.k.scale, self.v.scale])}
+        return {
+            "format": FILE_FORMAT,
+            "version": str(FILE_VERSION),
+            "spec": json.dumps(self.spec.to_dict(), sort_keys=True),
+            "maps": self.maps.fingerprint(),
+            "scales": json.dumps([self.k.scale, self.v.scale]),
+        }
 
     def save(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
         """Write pages (all if None) to a safetensors file with the format's name, its version and the geometry.
@@ -185,14 +226,17 @@ class PagedCache:
 
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
-                header, stored = file.metadata() or {}, file.get_tensor("pages") if "pages" in file.keys() else None
+                header, names = file.metadata() or {}, list(file.keys())
+                stored = file.get_tensor("pages") if names == ["pages"] else None
         except SafetensorError as error:
             raise ValueError(f"path={os.fspath(path)!r}: no safetensors file ({error})") from error
         for field, expected in self._header().items():
             if header.get(field) != expected:
                 checks.refuse(f"{os.fspath(path)}: {field}", header.get(field), f"this cache needs {expected}")
         if stored is None or stored.dtype != torch.uint8 or stored.shape[1:] != self.buffer.shape[1:]:
-            checks.refuse("path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed")
+            checks.refuse(
+                "path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed"
+            )
         index = torch.arange(stored.shape[0]) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
         if index.shape[0] != stored.shape[0]:
             checks.refuse("pages", index.shape[0], f"the file holds {stored.shape[0]} pages")

@@ -14,8 +14,9 @@ def refuse(argument: str, value: object, allowed: str) -> None:
     raise ValueError(f"{argument}={value}: {allowed}")
 
 
-def tensor(argument: str, t: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...],
-           device: torch.device) -> None:
+def tensor(
+    argument: str, t: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
     """Check type, shape (None: any size), dtype and device."""
     if not isinstance(t, torch.Tensor):
         refuse(argument, type(t).__name__, "a tensor is needed")
@@ -37,8 +38,11 @@ def options(o: AttentionOptions, num_seqs: int, num_heads: int, device: torch.de
     """Check the options of one attend call against its batch."""
     floats = (torch.float32, torch.bfloat16, torch.float16)
     for name, shape, dtypes in (
-        ("sinks", (num_heads,), floats), ("alibi_slopes", (num_heads,), floats), ("qq_bias", (None, None), floats),
-        ("prefix_ranges", (num_seqs, None, 2), INDEX_DTYPES), ("key_start", (num_seqs,), INDEX_DTYPES),
+        ("sinks", (num_heads,), floats),
+        ("alibi_slopes", (num_heads,), floats),
+        ("qq_bias", (None, None), floats),
+        ("prefix_ranges", (num_seqs, None, 2), INDEX_DTYPES),
+        ("key_start", (num_seqs,), INDEX_DTYPES),
         ("key_range", (num_seqs, 2), INDEX_DTYPES),
     ):
         if getattr(o, name) is not None:
@@ -52,7 +56,9 @@ def options(o: AttentionOptions, num_seqs: int, num_heads: int, device: torch.de
     if o.chunk_lookback < -1:
         refuse("chunk_lookback", o.chunk_lookback, "-1 (none) or more is needed")
     if o.chunk_lookback >= 0 and o.window < o.chunk_lookback + 1:
-        refuse("window", o.window, f"chunk_lookback={o.chunk_lookback} needs a window of at least {o.chunk_lookback + 1} tokens")
+        refuse(
+            "window", o.window, f"chunk_lookback={o.chunk_lookback} needs a window of at least {o.chunk_lookback + 1} tokens"
+        )
     if o.alibi_sqrt and o.alibi_slopes is None:
         refuse("alibi_sqrt", True, "alibi_slopes are needed with it")
     if o.output_scale is not None and not o.output_scale > 0:

@@ -70,8 +70,7 @@ class Format:
     v: Codec
     notes: str = ""
 
-    def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None,
-                   block_size: int = 16) -> CacheSpec:
+    def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None, block_size: int = 16) -> CacheSpec:
         """Geometry of a layer's cache in this format. ValueError for a head size that it cannot take."""
         spec = CacheSpec(self.name, self.k.row, self.v.row, num_kv_heads, head_size, head_size_v, block_size)
         self.k.check_head_size(spec.head_size)

@@ -1,6 +1,7 @@
 """Linear maps that rows go through before they are encoded, as data: `y = A (k - off[position // 64])`.
 
-Attention needs only the inverse: `q . k = (A^-T q) . y + q . off`, and the output over values is mapped back by `A_v^-1`. Nothing
+Attention needs only the inverse: `q . k = (A^-T q) . y + q . off`, and the output over values is mapped back by `A_v^-1`.
+Nothing
 that reads a map may assume that it is a Hadamard matrix.
 """
 
@@ -69,7 +70,9 @@ class LinearMap:
             if t is not None and (t.ndim != ndim or t.dtype != torch.float32):
                 raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed")
         if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
-            raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
+            raise ValueError(
+                f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]"
+            )
 
     def to(self, device: torch.device | str) -> LinearMap:
         return LinearMap(*(t if t is None else t.to(device) for t in (self.forward, self.inverse, self.offset)))

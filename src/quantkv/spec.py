@@ -76,8 +76,12 @@ class CacheSpec:
     def sections(self) -> tuple[tuple[int, int], ...]:
         """(offset, bytes) of K codes, V codes, K meta and V meta inside a record."""
         n = self.block_size
-        sizes = (n * self.k.code_bytes(self.head_size), n * self.v.code_bytes(self.head_size_v),
-                 n * self.k.meta_bytes, n * self.v.meta_bytes)
+        sizes = (
+            n * self.k.code_bytes(self.head_size),
+            n * self.v.code_bytes(self.head_size_v),
+            n * self.k.meta_bytes,
+            n * self.v.meta_bytes,
+        )
         sections, offset = [], 0
         for size in sizes:
             sections.append((offset, size))

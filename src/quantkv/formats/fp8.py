@@ -1,5 +1,6 @@
 """8-bit floats. Per tensor (e4m3, e5m2): no metadata, the layer's scale is an argument of write and attend. Per
-(token, head): `scale = max(absmax / 448, 1e-6)`, `code = e4m3(x / scale)`, in float32. Rounding: to nearest even, saturating."""
+(token, head): `scale = max(absmax / 448, 1e-6)`, `code = e4m3(x / scale)`, in float32. Rounding: to nearest even,
+saturating."""
 
 from __future__ import annotations
 
@@ -23,14 +24,20 @@ def _encode_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def plain_fp8(name: str, dtype: torch.dtype) -> Codec:
     """Codes are the numbers themselves: nothing is stored beside them."""
-    return Codec(name, RowLayout(8), encode_ref=lambda y: (cast(y, dtype), None),
-                 decode_ref=lambda codes, _, compute: (codes.to(compute), None, None), code_dtype=dtype)
+    return Codec(
+        name,
+        RowLayout(8),
+        encode_ref=lambda y: (cast(y, dtype), None),
+        decode_ref=lambda codes, _, compute: (codes.to(compute), None, None),
+        code_dtype=dtype,
+    )
 
 
 E4M3 = plain_fp8("fp8_e4m3", torch.float8_e4m3fn)
 E5M2 = plain_fp8("fp8_e5m2", torch.float8_e5m2)
-FP8_TOKEN = Codec("fp8_token", RowLayout(8, ("float32",)), encode_ref=_encode_token, decode_ref=decode_scaled,
-                  code_dtype=torch.float8_e4m3fn)
+FP8_TOKEN = Codec(
+    "fp8_token", RowLayout(8, ("float32",)), encode_ref=_encode_token, decode_ref=decode_scaled, code_dtype=torch.float8_e4m3fn
+)
 
 register(Format("fp8", E4M3, E4M3, "per tensor, e4m3"), "fp8_e4m3", "fp8_per_tensor")
 register(Format("fp8_e5m2", E5M2, E5M2, "per tensor, e5m2"))

@@ -1,4 +1,5 @@
-"""2 bits: Lloyd-Max codes of the rotated row `y = H_D x`, `n = sqrt(sum y^2 + 1e-12)`, `z = y sqrt(D) / n`. The stored float32 is
+"""2 bits: Lloyd-Max codes of the rotated row `y = H_D x`, `n = sqrt(sum y^2 + 1e-12)`, `z = y sqrt(D) / n`. The stored float32
+is
 `n / D^1.5`, so that `y^ = D * stored * centroid`."""
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ CENTROIDS = (-1.5104, -0.4528, 0.4528, 1.5104)
 
 
 def _sum_of_squares(y: torch.Tensor) -> torch.Tensor:
-    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives the reference's bits: eight running sums, a tree, the planes."""
+    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives the reference's bits: eight running sums,
+    a tree, the planes."""
     squares = (y * y).unflatten(-1, (-1, 4)).mT  # [..., plane, D / 4]
     width = min(8, squares.shape[-1])
     running = sum(squares.unflatten(-1, (-1, width)).unbind(-2))
@@ -36,6 +38,14 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
     return torch.tensor(CENTROIDS, dtype=dtype, device=codes.device)[values.int()], values.shape[-1] * stored.to(dtype), None
 
 
-INT2 = Codec("int2", RowLayout(2, ("float32",)), encode_ref=_encode, decode_ref=_decode, map="hadamard", round_mapped=True,
-             head_size_multiple=4, power_of_two=True)
+INT2 = Codec(
+    "int2",
+    RowLayout(2, ("float32",)),
+    encode_ref=_encode,
+    decode_ref=_decode,
+    map="hadamard",
+    round_mapped=True,
+    head_size_multiple=4,
+    power_of_two=True,
+)
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

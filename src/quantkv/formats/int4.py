@@ -30,6 +30,13 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
     return unpack(codes, 4).to(dtype), scale, -(bits & ZERO_POINT_BITS).to(dtype) * scale
 
 
-INT4 = Codec("int4", RowLayout(4, ("float32",)), encode_ref=_encode, decode_ref=_decode, map="rht", round_mapped=True,
-             head_size_multiple=8)
+INT4 = Codec(
+    "int4",
+    RowLayout(4, ("float32",)),
+    encode_ref=_encode,
+    decode_ref=_decode,
+    map="rht",
+    round_mapped=True,
+    head_size_multiple=8,
+)
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Sets up .venv, then measures every format on a real model: a table, and formats.png. Arguments go to `quantkv eval`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts/setup.sh
+exec .venv/bin/quantkv eval --plot formats.png "$@"

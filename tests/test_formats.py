@@ -1,0 +1,204 @@
+"""What every codec promises, for every format in the registry; the levels of the codebooks; names."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import norm as normal
+
+from quantkv import Format, available_formats, get_format, register
+from quantkv.format import unregister
+from quantkv.formats import int2, turboquant
+from quantkv.maps import LayerMaps, LinearMap, hadamard, named_map
+from quantkv.packing import pack, unpack
+from quantkv.reference import encode
+
+# Mean squared error of an element of Gaussian rows of 128. Rotated or not makes no difference to them: 4, 3 and 2 bits are
+# FORMATS'
+# table (uniform 0.00996, 0.0458; codebook 0.00931, 0.0340, 0.1162); the others follow from a step of absmax / 127 (absmax 2.8)
+# and from 3 or 2 mantissa bits.
+ROW_MSE = {
+    "int8": 4.1e-5,
+    "fp8_e4m3": 7.0e-4,
+    "fp8_e5m2": 2.7e-3,
+    "fp8_token": 6.3e-4,
+    "tq8": 7.0e-4,
+    "int4": 0.00996,
+    "tq4": 0.00931,
+    "u4": 0.00996,
+    "tq3": 0.0340,
+    "u3": 0.0458,
+    "int2": 0.1162,
+    "bf16": 0.0,
+    "fp16": 0.0,
+    "fp32": 0.0,
+}
+
+
+def codecs():
+    """Every codec of the registry, once."""
+    found = {}
+    for name in available_formats():
+        fmt = get_format(name)
+        found.update({c.name: c for c in (fmt.k, fmt.v)})
+    return found
+
+
+@pytest.fixture(params=sorted(codecs()))
+def codec(request):
+    return codecs()[request.param]
+
+
+def round_trip(codec, rows):
+    maps = LayerMaps.of(Format("x", codec, codec), rows.shape[-1], rows.shape[-1])
+    codes, meta = encode(rows, codec, maps.k)
+    back = codec.decode(codes, meta, torch.float64)
+    return back if maps.k is None else back @ maps.k.inverse[0].double().mT
+
+
+def test_mean_squared_error(codec):
+    rows = torch.randn(1000, 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mse = (round_trip(codec, rows) - rows).square().mean().item()
+    assert mse == pytest.approx(ROW_MSE.get(codec.name, mse), rel=0.08, abs=2e-6) and mse < 0.2
+
+
+def test_encode_keeps_layout_and_dtype(codec):
+    rows = torch.randn(3, 5, 64)
+    codes, meta = codec.encode_ref(rows)
+    assert codes.dtype == codec.code_dtype
+    assert codes.shape[:2] == (3, 5) and codes.shape[-1] * codes.dtype.itemsize == codec.row.code_bytes(64)
+    assert (() if meta is None else (str(meta.dtype).removeprefix("torch."),) * meta.shape[-1]) == codec.row.meta
+
+
+def test_rows_are_independent(codec):
+    rows = torch.randn(4, 3, 64)
+    codes, _ = codec.encode_ref(rows)
+    alone, _ = codec.encode_ref(rows[2:3, 1:2])
+    assert torch.equal(alone.view(torch.uint8), codes[2:3, 1:2].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [torch.zeros(64), torch.full((64,), 3.0), torch.eye(64)[7] * 100, torch.arange(64) / 64 + 5],
+    ids=["zeros", "constant", "spike", "one-sided"],
+)
+def test_awkward_rows_stay_finite(codec, row):
+    back = round_trip(codec, row.view(1, 1, -1))
+    assert back.isfinite().all()
+    if row.abs().max() == 0:
+        assert back.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_packing_is_the_bit_string(bits):
+    values = torch.randint(0, 2**bits, (7, 2, 48), dtype=torch.uint8)
+    codes = pack(values, bits)
+    assert codes.shape == (7, 2, 48 * bits // 8)
+    assert torch.equal(unpack(codes, bits), values)
+    row = sum(int(x) << (bits * i) for i, x in enumerate(values[3, 1]))
+    assert row.to_bytes(codes.shape[-1], "little") == bytes(codes[3, 1].tolist())
+
+
+def lloyd_max_exact(levels):
+    c = torch.linspace(-2.5, 2.5, levels, dtype=torch.float64).numpy()
+    for _ in range(3000):
+        edges = [-math.inf, *((c[1:] + c[:-1]) / 2), math.inf]
+        mass, pdf = normal.cdf(edges), normal.pdf(edges)
+        c = (pdf[:-1] - pdf[1:]) / (mass[1:] - mass[:-1])
+    return c
+
+
+def lloyd_max_as_the_reference(levels):
+    """The reference's numerical solution: trapezoids, 200 a cell, tails to 10.5 sigma, at most 200 rounds."""
+    c = 3.5 * ((2 * torch.arange(levels, dtype=torch.float64) + 1) / levels - 1)
+    for _ in range(200):
+        edges = torch.cat([torch.tensor([-10.5]), (c[1:] + c[:-1]) / 2, torch.tensor([10.5])])
+        x = edges[:-1, None] + (edges[1:] - edges[:-1])[:, None] * torch.linspace(0, 1, 201, dtype=torch.float64)
+        pdf = torch.exp(-x * x / 2)
+        new = torch.trapezoid(x * pdf, x) / torch.trapezoid(pdf, x)
+        done, c = (new - c).abs().max() < 1e-10, new
+        if done:
+            break
+    return c
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_turboquant_levels(bits):
+    half = 2 ** (bits - 1)
+    shipped = torch.tensor(turboquant.LEVELS[bits], dtype=torch.float64)
+    solved = lloyd_max_as_the_reference(2 * half)
+    assert ((solved - solved.flip(0))[half:] / 2 - shipped).abs().max() < 1e-9
+    assert (shipped / torch.tensor(lloyd_max_exact(2 * half)[half:].copy()) - 1).abs().max() < 8e-4
+
+
+def test_int2_levels_are_lloyd_max():
+    assert (torch.tensor(int2.CENTROIDS).double() - torch.tensor(lloyd_max_exact(4))).abs().max() < 5e-5
+    assert abs(int2.BOUNDARIES[2] - (int2.CENTROIDS[2] + int2.CENTROIDS[3]) / 2) < 5e-5
+
+
+@pytest.mark.parametrize("kind,head_size", [("hadamard", 64), ("hadamard_unit", 128), ("rht", 64), ("rht", 80), ("rht", 96)])
+def test_maps_invert(kind, head_size):
+    forward, inverse = named_map(kind, head_size)
+    assert (forward @ inverse - torch.eye(head_size)).abs().max() < 1e-12
+    block = head_size & -head_size
+    assert torch.equal(forward.abs() > 0, torch.block_diag(*[torch.ones(block, block)] * (head_size // block)) > 0)
+
+
+def test_hadamard_refuses_other_sizes():
+    with pytest.raises(ValueError, match="size=96"):
+        hadamard(96)
+
+
+def test_linear_map_refuses_wrong_shapes():
+    with pytest.raises(ValueError, match="forward"):
+        LinearMap(torch.eye(4), torch.eye(4))
+    with pytest.raises(ValueError, match="both"):
+        LinearMap(torch.eye(4)[None], torch.eye(5)[None])
+
+
+@pytest.mark.parametrize(
+    "typed,name",
+    [
+        ("int4_per_token_head", "int4"),
+        ("fp8_e4m3", "fp8"),
+        ("turboquant_4bit_nc", "tq4"),
+        ("auto", "bf16"),
+        ("k8v4", "k8v4"),
+        ("int8/int4", "int8/int4"),
+        ("int4/int4", "int4"),
+        ("fp8_per_tensor", "fp8"),
+    ],
+)
+def test_names(typed, name):
+    assert get_format(typed).name == name
+
+
+def test_none_follows_the_dtype():
+    assert get_format("none", torch.float16).k.code_dtype == torch.float16
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        get_format("none", torch.float64)
+
+
+def test_any_k_with_any_v():
+    mixed = get_format("turboquant_3bit_nc/int8_per_token_head")
+    assert (mixed.k.name, mixed.v.name) == ("tq3", "int8")
+    assert get_format(mixed.name) == mixed
+
+
+@pytest.mark.parametrize("typed,near", [("int5", "int"), ("turboquant_4bit", "turboquant_4bit_nc"), ("fp8e4m3", "fp8_e4m3")])
+def test_unknown_format_names_the_nearest(typed, near):
+    with pytest.raises(ValueError, match=f"format='{typed}' is unknown: did you mean '{near}"):
+        get_format(typed)
+
+
+def test_register_refuses_a_taken_name():
+    with pytest.raises(ValueError, match="int4"):
+        register(Format("mine", int2.INT2, int2.INT2), "int4")
+    if "mine" in available_formats():
+        unregister("mine")
+
+
+@pytest.mark.parametrize("name,head_size", [("int2", 96), ("tq4", 80), ("int4", 36), ("tq3", 8)])
+def test_head_size_a_format_cannot_take(name, head_size):
+    with pytest.raises(ValueError, match=f"head_size={head_size}: {name}"):
+        get_format(name).cache_spec(2, head_size)

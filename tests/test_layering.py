@@ -1,0 +1,104 @@
+"""What may import what, how long a file may be, and what `import quantkv` must not load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "quantkv"
+FILES = sorted(ROOT.rglob("*.py"))
+# Each room and the rooms that it may import, lazily or not.
+ALLOWED = {
+    "spec": set(),
+    "packing": set(),
+    "format": {"spec"},
+    "formats": {"format", "spec", "packing", "kernels"},
+    "maps": {"format"},
+    "reference": {"format", "maps"},
+    "checks": {"reference"},
+    "kernels": set(),
+    "ops": {"format", "formats", "maps", "reference", "checks", "kernels"},
+    "page_table": set(),
+    "cache": {"format", "formats", "maps", "reference", "checks", "spec", "ops"},
+    "backend": {"checks", "format", "formats", "kernels", "maps", "ops", "packing", "reference"},
+    "testing": {"format", "formats", "maps", "reference", "cache", "spec", "ops"},
+    "integrations": {"page_table", "cache", "formats", "format", "spec", "reference", "maps", "checks"},
+    "cli": {"integrations", "cache", "formats", "spec", ""},
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    package = ["quantkv", *path.relative_to(ROOT).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            full = [*base, *(node.module or "").split(".")] if node.module else base
+            targets = [full] if node.module else [[*full, a.name] for a in node.names]
+        elif isinstance(node, ast.Import):
+            targets = [a.name.split(".") for a in node.names]
+        else:
+            continue
+        found |= {t[1] if len(t) > 1 else "" for t in targets if t[0] == "quantkv"}
+    return found - {room(path)}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) != "__init__"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_downward(path):
+    assert imported_rooms(path) <= ALLOWED[room(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_kernels_are_small():
+    """The design's budget: a kernel is at most 120 lines and 20 arguments, all Triton kernels together 1,200 lines."""
+    total = 0
+    for path in (ROOT / "kernels").rglob("*.py"):
+        if "hopper" not in path.parts:
+            total += len(path.read_text().splitlines())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                arguments = node.args
+                assert len(arguments.args) + len(arguments.kwonlyargs) <= 20, (path, node.name)
+                assert node.end_lineno - node.lineno < 120, (path, node.name)
+    assert total <= 1200
+
+
+@pytest.mark.parametrize(
+    "statement,absent",
+    [
+        ("import quantkv", ("torch", "triton", "transformers")),
+        ("import quantkv.formats", ("triton", "transformers")),
+        ("import quantkv; quantkv.PagedCache", ("triton", "transformers")),
+    ],
+)
+def test_import_is_light(statement, absent):
+    code = f"import sys; {statement}; print([m for m in {absent!r} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_spec_needs_nothing():
+    code = (
+        "import sys; from quantkv.spec import CacheSpec, RowLayout; r = RowLayout(4, ('float32',));"
+        "print(CacheSpec('int4', r, r, 8, 128).page_bytes, 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == [
+        "2176",
+        "False",
+    ]
+
+
+def test_unknown_name_is_an_attribute_error():
+    import quantkv
+
+    with pytest.raises(AttributeError, match="PagedCash"):
+        _ = quantkv.PagedCash
