@@ -363,7 +363,7 @@ def test_a_pass_that_failed_leaves_an_error_not_a_wrong_answer(llama):
     logits(llama, cache, ids, mask, [0])
     attention = llama.model.layers[1].self_attn
     handle = attention.register_forward_pre_hook(lambda *_: 1 / 0)
-    refused(ZeroDivisionError, "", llama, ids[:, :1], past_key_values=cache)
+    refused(ZeroDivisionError, "division", llama, ids[:, :1], past_key_values=cache)
     handle.remove()
     refused(RuntimeError, "reset", llama, ids[:, :1], past_key_values=cache)
     cache.reset()

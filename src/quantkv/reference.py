@@ -170,17 +170,17 @@ class _Tile(NamedTuple):
     """Queries [S, M] of some sequences: padded to the longest."""
 
     seqs: slice
+    queries: range  # M indices of queries within their sequences
+    contexts: list[int]  # S positions of query 0
+    seq_lens: list[int]  # S
     token: torch.Tensor | slice  # [S, M] row of q; a slice where no query is padding
     real: torch.Tensor | None  # [S, M] False for padding; None where there is none
-    index: torch.Tensor  # [M] index of the query within its sequence
-    context: torch.Tensor  # [S] position of query 0
-    seq_len: torch.Tensor  # [S]
     num_keys: int  # slots to look at: as far as any of the queries may see
     whole: bool  # one query a sequence, which sees all of them: no mask is needed
 
     def take(self, q: torch.Tensor) -> torch.Tensor:
         """The tile's rows of `q [T, HQ, D]`: `[S, M, HQ, D]`."""
-        return q[self.token].unflatten(0, (-1, self.index.shape[0])) if self.real is None else q[self.token]
+        return q[self.token].view(-1, len(self.queries), *q.shape[1:]) if self.real is None else q[self.token]
 
     def put(self, out: torch.Tensor, rows: torch.Tensor) -> None:
         """Write `rows [S, M, ..]` to their places in `out [T, ..]`."""
@@ -188,6 +188,10 @@ class _Tile(NamedTuple):
             out[self.token] = rows.flatten(0, 1)
         else:
             out[self.token[self.real]] = rows[self.real]
+
+    def column(self, values: list[int], device: torch.device) -> torch.Tensor:
+        """A number for each sequence, `[S, 1, 1]`."""
+        return torch.tensor(values, device=device)[:, None, None]
 
 
 def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
@@ -210,34 +214,33 @@ def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
         even = min(counts) == most_q  # then q's rows of these sequences form a rectangle
         whole = unmasked and even and most_q == 1 and min(slots[s:e]) == most_keys
         behind = options.causal is True and options.prefix_ranges is None  # no query sees past its own position
-        seq_len = seq_lens[s:e].long()
-        n = cu_seqlens_q[s + 1 : e + 1].long() - cu_seqlens_q[s:e].long()
+        contexts = [length - count for length, count in zip(lens[s:e], counts)]
         for first in range(0, most_q, step):
-            last = min(first + step, most_q)
-            index = torch.arange(first, last, device=q.device)
-            if even and (e - s == 1 or last - first == most_q):
-                token, real = slice(starts[s] + first, starts[e] - (most_q - last)), None
+            queries = range(first, min(first + step, most_q))
+            if even and (e - s == 1 or len(queries) == most_q):
+                token, real = slice(starts[s] + first, starts[e] - (most_q - queries.stop)), None
             else:
+                index = torch.arange(first, queries.stop, device=q.device)
                 token = (cu_seqlens_q[s:e, None].long() + index).clamp_max(q.shape[0] - 1)
-                real = index < n[:, None]
-            later = [max(count - last, 0) if behind else 0 for count in counts]
+                real = index < torch.tensor(counts, device=q.device)[:, None]
+            later = [max(count - queries.stop, 0) if behind else 0 for count in counts]
             keys = max(have - ahead for have, ahead in zip(slots[s:e], later))
-            yield _Tile(slice(s, e), token, real, index, seq_len - n, seq_len, max(keys, 1), whole)
+            yield _Tile(slice(s, e), queries, contexts, lens[s:e], token, real, max(keys, 1), whole)
         s = e
 
 
-def positions(tile: _Tile, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(tile: _Tile, options: AttentionOptions, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the queries `[S, M, 1]` and of the keys `[S or 1, 1, N]`."""
-    query = (tile.context[:, None] + tile.index)[:, :, None]
-    key = torch.arange(tile.num_keys, device=query.device)[None, None, :]
+    index = torch.arange(tile.queries.start, tile.queries.stop, device=device)
+    key = torch.arange(tile.num_keys, device=device)[None, None, :]
     if options.key_start is not None:
         key = key + options.key_start[tile.seqs, None, None].long()
-    return query, key
+    return tile.column(tile.contexts, device) + index[None, :, None], key
 
 
-def visible_keys(tile: _Tile, options: AttentionOptions) -> torch.Tensor:
+def visible_keys(tile: _Tile, options: AttentionOptions, device: torch.device) -> torch.Tensor:
     """Which keys each query sees: bool `[S, M, N]`."""
-    query, key = positions(tile, options)
+    query, key = _positions(tile, options, device)
     distance = query - key
     causal = options.causal if isinstance(options.causal, bool) else options.causal[tile.seqs, None, None]
     past = (distance >= 0) | (not causal if isinstance(causal, bool) else ~causal)
@@ -254,7 +257,7 @@ def visible_keys(tile: _Tile, options: AttentionOptions) -> torch.Tensor:
         q_, k_ = query[..., None], key[..., None]
         both = ((start < end) & (start <= q_) & (q_ <= end) & (start <= k_) & (k_ <= end)).any(-1)
         seen = seen | (both & back if options.clamp_prefix_to_window else both)
-    seen = seen & (key < tile.seq_len[:, None, None])
+    seen = seen & (key < tile.column(tile.seq_lens, device))
     if tile.real is not None:
         seen = seen & tile.real[:, :, None]
     if options.key_range is not None:
@@ -270,8 +273,10 @@ def _pages(tile: _Tile, block_table: torch.Tensor, block_size: int, used: torch.
     if used is not None:
         padded = torch.nn.functional.pad(used, (0, count * block_size - tile.num_keys))
         table = table * padded.unflatten(1, (count, block_size)).any(-1)
-    if table.shape[0] == 1 and bool((table.diff() == 1).all()):
-        return slice(first := int(table[0, 0]), first + count)
+    if len(tile.seq_lens) == 1:
+        run = table[0].tolist()
+        if run == list(range(run[0], run[0] + count)):
+            return slice(run[0], run[0] + count)
     return table
 
 
@@ -296,11 +301,12 @@ def _attend_tile(
     """One tile of `attend`, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N
     keys."""
     dtype, heads = out.dtype, k.codes.shape[2]
-    seen = None if tile.whole else visible_keys(tile, options)
+    seen = None if tile.whole else visible_keys(tile, options, q.device)
     used = None if seen is None else seen.any(1)
     pages = _pages(tile, block_table, k.codes.shape[1], used)
 
-    rows = tile.take(q).to(dtype).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4) * scale  # [S, H, G, M, D]
+    rows = tile.take(q).to(dtype)
+    rows = rows.view(*rows.shape[:2], heads, -1, rows.shape[3]).permute(0, 2, 3, 1, 4) * scale  # [S, H, G, M, D]
     mapped = rows if maps.k is None else rows @ maps.k.inverse.to(dtype)[:, None]
     mapped = mapped * k.scale
     operand, k_scale, k_bias = _gather(k, fmt.k, pages, tile.num_keys, used, dtype)
@@ -337,7 +343,8 @@ def _add_by_position(score: torch.Tensor, rows: torch.Tensor, tile: _Tile, optio
     dtype, heads = score.dtype, score.shape[1]
     offset = None if maps.k is None else maps.k.offset
     if offset is not None or options.alibi_slopes is not None or options.qq_bias is not None:
-        query, key = positions(tile, options)
+        query, key = _positions(tile, options, score.device)
+        since_context = key - tile.column(tile.contexts, score.device)
     if offset is not None:
         by_key = maps.k.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
         score += rows @ by_key[:, :, None]
@@ -346,13 +353,12 @@ def _add_by_position(score: torch.Tensor, rows: torch.Tensor, tile: _Tile, optio
     if options.alibi_slopes is not None:
         slope = options.alibi_slopes.to(dtype).view(1, heads, -1, 1, 1)
         behind = (query - key).clamp_min(0).to(dtype)
-        since_context = (key - tile.context[:, None, None]).to(dtype)
-        score += slope * (-behind.sqrt() if options.alibi_sqrt else since_context)[:, None, None]
+        score += slope * (-behind.sqrt() if options.alibi_sqrt else since_context.to(dtype))[:, None, None]
     if options.qq_bias is not None:
         size = options.qq_bias.shape
-        j = key - tile.context[:, None, None]
-        bias = options.qq_bias.to(dtype)[tile.index.clamp_max(size[0] - 1)[:, None], j.clamp(0, size[1] - 1)]
-        score += torch.where((j >= 0) & (j < size[1]), bias, 0)[:, None, None]
+        index = torch.arange(tile.queries.start, tile.queries.stop, device=score.device).clamp_max(size[0] - 1)
+        bias = options.qq_bias.to(dtype)[index[:, None], since_context.clamp(0, size[1] - 1)]
+        score += torch.where((since_context >= 0) & (since_context < size[1]), bias, 0)[:, None, None]
 
 
 # ---- read back and merge
