@@ -220,6 +220,7 @@ class QuantizedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers; 0 removes none)."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor in some versions
         if tokens_to_remove > 0:
             refuse("tokens_to_remove", tokens_to_remove, "a negative number is needed, -n removes n tokens")
         for sequences in self.sequences.values():
