@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -154,7 +155,7 @@ class PagedCache:
     ) -> None:
         """The checks that read tensors: lengths fit the table, and the pages that are read exist."""
         starts, lengths, size = cu_seqlens_q.tolist(), seq_lens.tolist(), self.spec.block_size
-        counts = [b - a for a, b in zip(starts, starts[1:])]
+        counts = [b - a for a, b in itertools.pairwise(starts)]
         if starts[0] != 0 or starts[-1] != num_tokens or min(counts, default=0) < 0:
             checks.refuse("cu_seqlens_q", starts, f"it rises from 0 to the {num_tokens} queries")
         if any(length < count for length, count in zip(lengths, counts)):

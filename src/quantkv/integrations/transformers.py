@@ -254,7 +254,7 @@ def _layer_kinds(config: PreTrainedConfig) -> list[Kind]:
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
         raise NotImplementedError(f"config: layers of {type(config).__name__} share keys and values")
     if getattr(config, "kv_lora_rank", None):
-        raise NotImplementedError(f"config.kv_lora_rank={config.kv_lora_rank}: {type(config).__name__} caches a latent, not keys and values")
+        raise NotImplementedError(f"config.kv_lora_rank={config.kv_lora_rank}: {type(config).__name__} caches no keys and values")
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     default = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
     types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
