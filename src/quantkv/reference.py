@@ -307,7 +307,7 @@ def _attend_tile(
 
     rows = tile.take(q).to(dtype)
     rows = rows.view(*rows.shape[:2], heads, -1, rows.shape[3]).permute(0, 2, 3, 1, 4) * scale  # [S, H, G, M, D]
-    mapped = rows if maps.k is None else rows @ maps.k.inverse.to(dtype)[:, None]
+    mapped = rows if maps.k is None else rows @ _for_heads(maps.k.inverse.to(dtype))
     mapped = mapped * k.scale
     operand, k_scale, k_bias = _gather(k, fmt.k, pages, tile.num_keys, used, dtype)
     score = (mapped.flatten(2, 3) @ operand.mT).unflatten(2, rows.shape[2:4])  # [S, H, G, M, N]
@@ -333,9 +333,14 @@ def _attend_tile(
     result = (result if shift is None else result + shift).unflatten(2, rows.shape[2:4])
     result = result * (v.scale / norm.clamp_min(1))[..., None]  # norm is 1 at least, or 0: no key, no sink
     if maps.v is not None:
-        result = result @ maps.v.inverse.to(dtype).mT[:, None]
+        result = result @ _for_heads(maps.v.inverse.to(dtype).mT)
     tile.put(out, result.permute(0, 3, 1, 2, 4).flatten(2, 3))
     tile.put(lse, (top + norm.log()).permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def _for_heads(matrix: torch.Tensor) -> torch.Tensor:
+    """`[H or 1, D, D]` to multiply `[S, H, G, M, D]` with; one matrix for all heads makes one product of it."""
+    return matrix[0] if matrix.shape[0] == 1 else matrix[:, None]
 
 
 def _add_by_position(score: torch.Tensor, rows: torch.Tensor, tile: _Tile, options: AttentionOptions, maps: LayerMaps) -> None:
