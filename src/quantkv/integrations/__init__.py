@@ -1,0 +1,1 @@
+"""quantkv inside other libraries, one module each. Importing this package imports none of them."""

@@ -1,0 +1,370 @@
+"""The transformers cache and attention: equal to transformers' own where nothing is quantized, and consistent with itself where it is."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import DynamicCache  # noqa: E402
+
+from quantkv import available_formats, get_format  # noqa: E402
+from quantkv.integrations.sequences import Kind, Sequences  # noqa: E402
+from quantkv.integrations.transformers import (  # noqa: E402
+    QuantizedCache,
+    QuantizedLayer,
+    quantkv_attention,
+    quantkv_mask,
+    use_quantkv_attention,
+)
+
+VOCABULARY = 128
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "pad_token_id": 0}
+MODELS = {  # each for one thing
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),  # bias in q, k, v
+    "mistral": ("Mistral", {"sliding_window": 20}),
+    "gemma2": ("Gemma2", {"sliding_window": 20, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
+    "gpt_oss": ("GptOss", {"sliding_window": 20, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "llama4": ("Llama4", {"attention_chunk_size": 20, "num_local_experts": 2, "intermediate_size_mlp": 128, "no_rope_layers": [1, 0]}),
+}
+
+
+def tiny(name, **changes):
+    """A random model of two layers in float32."""
+    family, extra = MODELS[name]
+    config = getattr(transformers, family + ("TextConfig" if family == "Llama4" else "Config"))(**{**SIZES, **extra, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.5 * torch.randn_like(parameter))  # biases and sinks start at zero
+            else:
+                parameter.mul_(4)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return use_quantkv_attention(tiny("llama"))
+
+
+def prompts(lengths, seed=1):
+    """Left-padded random tokens `[S, N]` and their mask."""
+    width = max(lengths)
+    ids = torch.randint(1, VOCABULARY, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    return ids * mask, mask.long()
+
+
+@torch.no_grad()
+def logits(model, cache, ids, mask, cuts):
+    """Logits of every token, run in pieces that start at `cuts`."""
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    ends = [*cuts[1:], ids.shape[1]]
+    return torch.cat([model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=cache).logits
+                      for a, b in zip(cuts, ends)], 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unquantized_equals_eager(name):
+    """Padded batch, whole prompt, a chunk and single tokens, past the window."""
+    model = tiny(name, attn_implementation="eager")
+    ids, mask = prompts([50, 33, 7])
+    cuts = [0, 24, *range(40, 50)]
+    expected = logits(model, DynamicCache(config=model.config), ids, mask, cuts)
+    cache = QuantizedCache(model.config, "none")
+    actual = logits(use_quantkv_attention(model), cache, ids, mask, cuts)
+    real = mask.bool()
+    assert (actual - expected)[real].abs().max() <= 1e-5 * expected[real].abs().max()
+    assert cache.get_seq_length() == 50
+    model.set_attn_implementation("eager")
+    assert torch.equal(logits(model, DynamicCache(config=model.config), ids, mask, cuts)[real], expected[real])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generate_equals_dynamic_cache(name, options):
+    model = tiny(name)
+    ids, mask = prompts([12] if "prompt_lookup_num_tokens" in options else [24, 17, 9, 3])
+    if "prompt_lookup_num_tokens" in options:
+        ids = ids.repeat(1, 3)
+        mask = torch.ones_like(ids)
+
+    def generate(cache):
+        if "prompt_lookup_num_tokens" in options:
+            cache.activate_past_recording()
+        return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=64, min_new_tokens=64, do_sample=False,
+                              **options)
+
+    expected = generate(DynamicCache(config=model.config))
+    use_quantkv_attention(model)
+    assert torch.equal(generate(QuantizedCache(model.config, "none")), expected)
+
+
+@pytest.mark.parametrize("name", available_formats())
+def test_bytes_are_those_of_the_spec(llama, name):
+    """64 tokens in 2 sequences: 4 pages of 16 each, in every layer."""
+    ids, mask = prompts([64, 64])
+    cache = QuantizedCache(llama.config, name, num_tokens=64)
+    logits(llama, cache, ids, mask, [0, 30, 63])
+    spec = get_format(name).cache_spec(num_kv_heads=2, head_size=64)
+    assert cache.spec == spec
+    assert cache.nbytes == cache.allocated_nbytes == 2 * spec.nbytes(8)
+    assert sum(layer.pages.buffer.untyped_storage().nbytes() for layer in cache.layers) == cache.nbytes
+
+
+def test_pool_grows_with_the_sequence(llama):
+    ids, mask = prompts([200])
+    cache = QuantizedCache(llama.config, "int8")
+    logits(llama, cache, ids, mask, range(200))
+    assert cache.nbytes == 2 * cache.spec.nbytes(13)
+    assert cache.nbytes <= cache.allocated_nbytes <= 1.25 * cache.nbytes
+
+
+def test_each_layer_its_format(llama):
+    ids, mask = prompts([20])
+    cache = QuantizedCache(llama.config, ["int8", "k4v2"])
+    logits(llama, cache, ids, mask, [0])
+    assert [spec.format for spec in cache.specs] == ["int8", "k4v2"]
+    with pytest.raises(ValueError, match="differ"):
+        _ = cache.spec
+    with pytest.raises(ValueError, match="2 layers"):
+        QuantizedCache(llama.config, ["int8"])
+
+
+class Attention(torch.nn.Module):
+    """What the attention function looks at in a model's module."""
+
+    is_causal = True
+
+
+@pytest.mark.parametrize("kind", [Kind(), Kind(20), Kind(20, chunked=True)])
+@pytest.mark.parametrize("name", available_formats())
+def test_the_answer_does_not_depend_on_the_cuts(name, kind):
+    """The same rows in one pass and in several: not one byte differs, and the outputs only in the order in which a BLAS adds."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 48, 64, generator=generator) for heads in (4, 2, 2))
+    mask = prompts([48, 31])[1].bool()
+    results = []
+    for cuts in ([0], [0, 5, 16, 17, 40]):
+        layer = QuantizedLayer(name, Sequences(kind, 16), None, fresh_prefill=False, num_tokens=48)
+        layer.activate_past_recording()
+        outs = []
+        for a, b in zip(cuts, [*cuts[1:], 48]):
+            pending = layer.update(key[:, :, a:b], value[:, :, a:b])
+            outs.append(quantkv_attention(Attention(), query[:, :, a:b], *pending, mask[:, :b])[0])
+        results.append((stored(layer), torch.cat(outs, 1)))
+    (bytes_whole, whole), (bytes_cut, cut) = results
+    assert torch.equal(bytes_whole, bytes_cut)
+    assert torch.allclose(whole, cut, atol=1e-5)
+    assert not whole[1, :17].any() and whole[1, 17:].any(-1).all()  # padding reads 0
+
+
+def stored(layer):
+    """Bytes of every sequence's tokens, page by page."""
+    table, parts = layer.sequences.table, []
+    for row, length in zip(table.rows, table.lengths):
+        assert 0 <= len(row) * table.block_size - length < table.block_size
+        for side in (layer.pages.k, layer.pages.v):
+            for field in side.codes, side.meta:
+                if field is not None:
+                    parts.append(field[row].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten())
+    return torch.cat(parts)
+
+
+def test_fresh_prefill_is_exact_for_the_first_pass(llama):
+    ids, mask = prompts([30, 22])
+    exact = logits(llama, QuantizedCache(llama.config, "none"), ids, mask, [0, 24])
+    fresh = logits(llama, QuantizedCache(llama.config, "int2", fresh_prefill=True), ids, mask, [0, 24])
+    stored = logits(llama, QuantizedCache(llama.config, "int2"), ids, mask, [0, 24])
+    real = mask.bool()[:, :24]
+    assert torch.equal(fresh[:, :24][real], exact[:, :24][real])
+    assert not torch.allclose(stored[:, :24][real], exact[:, :24][real], rtol=0.01)
+    assert not torch.allclose(fresh[:, 24:], exact[:, 24:], rtol=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("fmt", ["none", "int4"])
+def test_crop_and_continue_equals_a_fresh_run(name, fmt):
+    model = use_quantkv_attention(tiny(name))
+    ids, mask = prompts([40, 10])
+    other, _ = prompts([40, 40], seed=2)
+    cache = QuantizedCache(model.config, fmt)
+    cache.activate_past_recording()
+    logits(model, cache, torch.cat([ids[:, :33], other[:, 33:]], 1), mask, [0, 36])
+    cache.crop(-7)
+    assert cache.get_seq_length() == 33
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        again = model(ids[:, 33:], attention_mask=mask, position_ids=positions[:, 33:], past_key_values=cache).logits
+    fresh = logits(model, QuantizedCache(model.config, fmt), ids, mask, [0, 33])[:, 33:]
+    assert torch.equal(again, fresh)
+
+
+def test_crop_into_padding_and_to_nothing(llama):
+    ids, mask = prompts([12, 3])
+    cache = QuantizedCache(llama.config, "int8")
+    logits(llama, cache, ids, mask, [0])
+    cache.crop(-5)
+    assert cache.layers[0].sequences.table.lengths == [7, 0]
+    cache.crop(-100)
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(3)
+
+
+def test_pages_behind_a_window_are_given_back():
+    model = use_quantkv_attention(tiny("mistral"))
+    ids, mask = prompts([200])
+    cache = QuantizedCache(model.config, "int4")
+    logits(model, cache, ids, mask, range(200))
+    assert cache.nbytes <= 2 * cache.spec.nbytes(3)  # 20 tokens touch at most three pages of 16
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-30)
+
+
+def test_reset_starts_anew_with_another_batch(llama):
+    ids, mask = prompts([20, 14, 9])
+    cache = QuantizedCache(llama.config, "int4")
+    logits(llama, cache, *prompts([33, 5], seed=3), [0])
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0 and cache.batch_size == -1
+    again = logits(llama, cache, ids, mask, [0, 12])
+    assert torch.equal(again, logits(llama, QuantizedCache(llama.config, "int4"), ids, mask, [0, 12]))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_batch_operations_equal_the_rearranged_batch(name):
+    """Repeat, select and reorder between passes, then write on: sequences that shared pages part without touching each other."""
+    model = use_quantkv_attention(tiny(name))
+    ids, mask = prompts([40, 29, 11])
+    order = [i for i in range(3) for _ in range(2)]
+    keep = [5, 0, 2, 2]
+    final = [order[i] for i in keep]
+    cache = QuantizedCache(model.config, "int4")
+    logits(model, cache, ids[:, :27], mask[:, :27], [0])
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 6
+    cache.batch_select_indices(torch.tensor([True] * 6))
+    cache.reorder_cache(torch.tensor(keep))
+    tail = torch.randint(1, VOCABULARY, (4, 13), generator=torch.Generator().manual_seed(5))
+    full_ids, full_mask = torch.cat([ids[final, :27], tail], 1), torch.cat([mask[final, :27], torch.ones_like(tail)], 1)
+    positions = (full_mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        actual = model(tail, attention_mask=full_mask, position_ids=positions[:, 27:], past_key_values=cache).logits
+    expected = logits(model, QuantizedCache(model.config, "int4"), full_ids, full_mask, [0, 27])[:, 27:]
+    assert torch.allclose(actual, expected, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_shared_pages_are_counted_once(llama):
+    ids, mask = prompts([64])
+    cache = QuantizedCache(llama.config, "int4")
+    logits(llama, cache, ids, mask, [0])
+    alone = cache.nbytes
+    cache.batch_repeat_interleave(8)
+    assert cache.nbytes == alone
+    cache.batch_select_indices(torch.tensor([3]))
+    assert cache.nbytes == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_none_stores_the_models_dtype(dtype):
+    model = use_quantkv_attention(tiny("llama").to(dtype))
+    cache = QuantizedCache(model.config, "none")
+    out = logits(model, cache, *prompts([9]), [0])
+    assert out.dtype == dtype and cache.spec.bits_per_element == 8 * dtype.itemsize
+
+
+def test_a_cache_outlives_inference_mode(llama):
+    ids, mask = prompts([20])
+    cache = QuantizedCache(llama.config, "int8")
+    with torch.inference_mode():
+        llama(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+    with torch.no_grad():
+        llama(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 20
+
+
+# ---- refusals
+
+
+@torch.no_grad()
+def refused(error, match, model, *args, **kwargs):
+    with pytest.raises(error, match=match):
+        model(*args, **kwargs)
+
+
+def test_another_cache_or_attention_is_refused(llama):
+    ids, _ = prompts([9])
+    refused(ValueError, "QuantizedCache", llama, ids, past_key_values=DynamicCache(config=llama.config))
+    refused(ValueError, "QuantizedCache", llama, ids, use_cache=False)
+    for name in ("sdpa", "eager"):
+        model = tiny("llama", attn_implementation=name)
+        refused(RuntimeError, "use_quantkv_attention", model, ids, past_key_values=QuantizedCache(model.config))
+
+
+def test_what_is_not_supported_is_refused_by_name(llama):
+    ids, mask = prompts([9, 4])
+    fresh = lambda: QuantizedCache(llama.config, "int8")
+    refused(NotImplementedError, "padding masks", llama, ids, attention_mask=torch.zeros(2, 1, 9, 9), past_key_values=fresh())
+    refused(NotImplementedError, "output_attentions", llama, ids, output_attentions=True, past_key_values=fresh())
+    with pytest.raises(NotImplementedError, match="gradients"):
+        llama(ids, past_key_values=fresh())
+    cache = fresh()
+    logits(llama, cache, ids, mask, [0])
+    refused(ValueError, "3.*holds 2 sequences", llama, torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+    for wrong in (None, torch.ones(2, 10, dtype=torch.long)):
+        cache = fresh()
+        logits(llama, cache, ids, mask, [0])
+        refused(ValueError, "attention_mask", llama, ids[:, :1], attention_mask=wrong, past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="custom masks"):
+        quantkv_mask(4, 0, use_vmap=True, allow_is_causal_skip=False)
+
+
+def test_padding_after_tokens(llama):
+    """Holes are fine where every key is seen; a window or a crop cannot tell where they were."""
+    ids, _ = prompts([10, 10])
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 3:6] = 0
+    cache = QuantizedCache(llama.config, "none")
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        holes = llama(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[1, mask[1].bool()]
+        dense = llama(ids[1:, mask[1].bool()], past_key_values=QuantizedCache(llama.config, "none")).logits[0]
+    assert torch.allclose(holes, dense, atol=1e-4 * float(dense.abs().max()))
+    with pytest.raises(ValueError, match="crop"):
+        cache.crop(-1)
+    model = use_quantkv_attention(tiny("mistral"))
+    refused(ValueError, "on the left", model, ids, attention_mask=mask, past_key_values=QuantizedCache(model.config))
+
+
+@pytest.mark.parametrize("config, match", [
+    (lambda: transformers.T5Config(), "encoder-decoder"),
+    (lambda: transformers.MambaConfig(), "layer_types|MambaConfig"),
+    (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
+    (lambda: transformers.Gemma3nTextConfig(), "share keys and values"),
+    (lambda: transformers.DeepseekV3Config(), "kv_lora_rank"),
+])
+def test_models_without_plain_attention_are_refused(config, match):
+    with pytest.raises(NotImplementedError, match=match):
+        QuantizedCache(config())
+
+
+def test_an_unknown_format_is_refused_with_the_nearest(llama):
+    with pytest.raises(ValueError, match="did you mean 'int4'"):
+        QuantizedCache(llama.config, "imt4")
+
+
+def test_a_pass_that_failed_leaves_an_error_not_a_wrong_answer(llama):
+    ids, mask = prompts([9])
+    cache = QuantizedCache(llama.config, "int8")
+    logits(llama, cache, ids, mask, [0])
+    attention = llama.model.layers[1].self_attn
+    handle = attention.register_forward_pre_hook(lambda *_: 1 / 0)
+    refused(ZeroDivisionError, "", llama, ids[:, :1], past_key_values=cache)
+    handle.remove()
+    refused(RuntimeError, "reset", llama, ids[:, :1], past_key_values=cache)
+    cache.reset()
+    logits(llama, cache, ids, mask, [0])
