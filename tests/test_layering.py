@@ -20,11 +20,13 @@ ALLOWED = {
     "checks": {"reference"},
     "kernels": set(),
     "ops": {"format", "formats", "maps", "reference", "checks", "kernels"},
+    "prefill": {"format", "maps", "reference", "kernels", "launch"},
     "cache": {"format", "formats", "maps", "reference", "checks", "spec", "ops"},
     "backend": {"format", "formats", "maps", "reference", "ops", "packing", "kernels"},
     "testing": {"format", "formats", "maps", "reference", "cache", "spec", "ops"},
     "integrations": {"cache", "formats", "format", "spec", "reference", "maps", "checks"},
-    "cli": {"integrations", "cache", "formats", "spec", ""},
+    "bench": {"cache", "formats", "maps", "reference", "ops", "prefill", ""},
+    "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
 }
 
 

@@ -1,39 +1,45 @@
 """Attention by way of a dense kernel is attention over the cache: every codec, any lengths, any slices."""
 
 import math
+import os
 
 import pytest
 import torch
 
 import quantkv
-from quantkv import AttentionOptions, LayerMaps, LinearMap, dense, prefill, reference
+from quantkv import AttentionOptions, LayerMaps, LinearMap, prefill, reference
 from quantkv.formats import get_format
+from quantkv.prefill import dense
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's kernels run where they can be compiled or interpreted.
+TRITON = [False] + [True] * (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 LENGTHS = ((40, 40), (1, 77), (33, 100))  # (queries, keys) of each sequence: no context, one query, a chunk
 
 
-def batch(format_name, head_size=HEAD_SIZE, lengths=LENGTHS, maps=None, dtype=torch.float32):
+def batch(format_name, head_size=HEAD_SIZE, lengths=LENGTHS, maps=None, dtype=torch.float32, head_size_v=None):
     """A filled cache whose other slots hold NaN, and the arguments of attend over it."""
     torch.manual_seed(0)
     fmt = get_format(format_name)
-    spec = fmt.cache_spec(HEADS, head_size, block_size=BLOCK)
+    spec = fmt.cache_spec(HEADS, head_size, head_size_v, BLOCK)
     pages = [spec.num_blocks(keys) for _, keys in lengths]
-    cache = quantkv.PagedCache(spec, sum(pages) + 3, maps=maps, k_scale=0.5, v_scale=2.0)
+    cache = quantkv.PagedCache(spec, sum(pages) + 3, DEVICE, maps=maps, k_scale=0.5, v_scale=2.0)
     cache.buffer.fill_(0xFF)
-    order = torch.randperm(cache.num_blocks)
-    table = torch.full((len(lengths), max(pages)), -1)
+    order = torch.randperm(cache.num_blocks, device=DEVICE)
+    table = torch.full((len(lengths), max(pages)), -1, device=DEVICE)
     for s, (_, keys) in enumerate(lengths):
         table[s, : pages[s]], order = order[: pages[s]], order[pages[s] :]
-        position = torch.arange(keys)
+        position = torch.arange(keys, device=DEVICE)
         slots = table[s, position // BLOCK] * BLOCK + position % BLOCK
-        key, value = torch.randn(2, keys, HEADS, head_size) + 0.3
+        key, value = torch.randn(2, keys, HEADS, head_size, device=DEVICE) + 0.3
+        value = value[..., : spec.head_size_v]
         cache.write(key.to(dtype), value.to(dtype), slots, position)
-    counts = torch.tensor([n for n, _ in lengths])
-    q = torch.randn(int(counts.sum()), 2 * HEADS, head_size)
+    counts = torch.tensor([n for n, _ in lengths], device=DEVICE)
+    q = torch.randn(int(counts.sum()), 2 * HEADS, head_size, device=DEVICE)
     arguments = {
-        "cu_seqlens_q": torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
-        "seq_lens": torch.tensor([keys for _, keys in lengths]),
+        "cu_seqlens_q": torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        "seq_lens": torch.tensor([keys for _, keys in lengths], device=DEVICE),
         "block_table": table,
         "scale": head_size**-0.5,
         "maps": cache.maps,
@@ -43,7 +49,7 @@ def batch(format_name, head_size=HEAD_SIZE, lengths=LENGTHS, maps=None, dtype=to
 
 def compare(cache, q, arguments, bound, **how):
     sides = (cache.k, cache.v, cache.format)
-    out, lse = prefill.attend(q, *sides, **arguments, **how)
+    out, lse = prefill.attend(q, *sides, **arguments, backend="math", **how)
     expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     assert (out - expected).norm() <= bound * expected.norm()
@@ -52,22 +58,26 @@ def compare(cache, q, arguments, bound, **how):
 
 # A row, a mapped query, a part and the result are each rounded once: to float32, by sums of up to 100 terms.
 FLOAT32 = 100 * 2.0**-24
+LEVELS = 2.0**-11  # TurboQuant's levels are fp16 numbers in Triton, float32 in the reference
 
 
+@pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("slice_tokens", [64, 1 << 16])
-def test_equals_attention_over_the_cache(format_name, slice_tokens):
+def test_equals_attention_over_the_cache(format_name, slice_tokens, triton):
     """64 tokens a slice: queries and keys are both cut."""
     cache, q, arguments = batch(format_name)
     token_bytes = 2 * HEADS * HEAD_SIZE * q.dtype.itemsize
-    compare(cache, q, arguments, FLOAT32, scratch_bytes=slice_tokens * token_bytes)
+    bound = LEVELS if triton and cache.format.k.name.startswith("tq") else FLOAT32
+    compare(cache, q, arguments, bound, triton=triton, scratch_bytes=slice_tokens * token_bytes)
 
 
+@pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_rows(format_name, dtype):
+def test_16_bit_rows(format_name, dtype, triton):
     """Four roundings to the query's dtype: keys, mapped queries, values, output. A score of this batch, |q||k| / 8 with rows of
     norm 8, has a standard deviation of 1, so rounding it relatively by eps changes a probability by about eps."""
     cache, q, arguments = batch(format_name, dtype=dtype)
-    compare(cache, q, arguments, 4 * torch.finfo(dtype).eps)
+    compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
 
 
 def random_maps(heads):
@@ -80,12 +90,21 @@ def random_maps(heads):
     return LayerMaps(key, value)
 
 
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("head_size,head_size_v", [(80, 80), (64, 32), (256, 256)])
+def test_head_sizes(head_size, head_size_v, triton):
+    """Sizes that are no power of two, values of another size than keys, and those that a tile splits."""
+    cache, q, arguments = batch("int8/int4", head_size, head_size_v=head_size_v)
+    compare(cache, q, arguments, 4 * FLOAT32, triton=triton, scratch_bytes=1)
+
+
+@pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("name", ["int4", "int8/tq4"])
-def test_any_map_and_offset(name, heads):
+def test_any_map_and_offset(name, heads, triton):
     """Two buckets of offsets, a third from positions beyond the table; bounds grow by the maps' condition, 6."""
     lengths = ((70, 150),)
-    compare(*batch(name, lengths=lengths, maps=random_maps(heads)), 6 * FLOAT32, scratch_bytes=1)
+    compare(*batch(name, lengths=lengths, maps=random_maps(heads)), 6 * FLOAT32, triton=triton, scratch_bytes=1)
 
 
 def test_fp16_scratch_stays_in_range():

@@ -49,7 +49,7 @@ def eval_command(
     report.check_output("--plot", plot_file, (".png", ".svg"))
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {plot_file}: needs the package matplotlib: pip install matplotlib")
-    names = _formats(formats)
+    names = formats_of(formats)
     if tokens < context:
         raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
     from rich.console import Console
@@ -77,7 +77,7 @@ def eval_command(
         task = progress.add_task("", total=len(contexts) * (len(names) + 1))
         result = evaluate(loaded.model, contexts, names, chunk=chunk,
                           on_step=lambda name, step: progress.update(task, description=name, completed=step))
-    _print_table(report.table(result, loaded.name, chosen.name))
+    print_table(report.table(result, loaded.name, chosen.name))
     if json_file is not None:
         report.write_json(json_file, result, loaded.name, chosen.name)
         errors.print(f"figures: {json_file}", style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -100,7 +100,7 @@ def generate_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Stream text (greedy) from a quantized cache; with --compare, show where it leaves the exact cache's."""
-    (name,) = _formats(kv, argument="--kv", single=True)
+    (name,) = formats_of(kv, argument="--kv", single=True)
     from rich.console import Console
 
     errors = Console(file=sys.stderr)  # by name: a conversion silences sys.stderr, not the spinner
@@ -152,16 +152,16 @@ def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any],
     out.print(Text(note, style="bold"))
 
 
-def _formats(names: str, argument: str = "--formats", single: bool = False) -> list[str]:
+def formats_of(names: str, argument: str = "--formats", single: bool = False) -> list[str]:
     """Check names before anything is loaded. "all" stands for every registered format."""
     import quantkv
 
     if names == "all" and not single:
-        return list(quantkv.available_formats())
+        return list(quantkv.availableformats_of())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen or (single and len(chosen) > 1):
         raise ValueError(f"{argument} {names!r}: {'one name' if single else 'at least one name'} is needed, "
-                         f"of {', '.join(quantkv.available_formats())}")
+                         f"of {', '.join(quantkv.availableformats_of())}")
     for name in chosen:
         try:
             quantkv.get_format(name)
@@ -181,7 +181,7 @@ def _load(model: str | None, device: str, dtype: str, console: Any) -> Any:
         return models.load(model, device, getattr(torch, dtype))
 
 
-def _print_table(table: Any) -> None:
+def print_table(table: Any) -> None:
     """At the terminal's width, or at the table's own where the output is a file or a pipe."""
     from rich.console import Console
 
