@@ -77,7 +77,8 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
     batch = {n: getattr(problem, n) for n in ("cu_seqlens_q", "seq_lens", "block_table", "scale")}
     nbytes = int(s.tokens_read * cache.spec.bytes_per_token)
     if implementation == "reference":
-        return Entry(lambda: reference.attend(problem.q, *sides, **batch, options=options, maps=cache.maps)[0], rows, nbytes, False)
+        call = lambda: reference.attend(problem.q, *sides, **batch, options=options, maps=cache.maps)[0]
+        return Entry(call, rows, nbytes, False)
     if implementation == "dense":
         from .. import prefill
 

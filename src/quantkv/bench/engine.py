@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ..formats import get_format
-from ..reference import Side, dequantize
 from ..maps import LayerMaps, hadamard
+from ..reference import Side, dequantize
 from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
 
@@ -38,8 +38,10 @@ def engine(peers: Path) -> list[Contestant]:
     return found
 
 
-def _import(peers: Path, module: str):
+def _import(problem: Problem, peers: Path, module: str):
     stub = peers / "stub"
+    if problem.device.type != "cuda":
+        raise Unavailable("needs a CUDA GPU")
     if not stub.is_dir():
         raise Unavailable(f"{stub}: no such folder")
     if str(stub) not in sys.path:
@@ -65,20 +67,22 @@ def _in_parts(problem: Problem, write) -> None:
 
 
 def _per_token_head(problem: Problem, stores: str, peers: Path) -> Entry:
-    writer = _import(peers, OPS + "triton_reshape_and_cache_flash")
-    reader = _import(peers, OPS + "triton_unified_attention")
-    modes = _import(peers, "vllm.v1.kv_cache_interface").KVQuantMode
+    writer = _import(problem, peers, OPS + "triton_reshape_and_cache_flash")
+    reader = _import(problem, peers, OPS + "triton_unified_attention")
+    modes = _import(problem, peers, "vllm.v1.kv_cache_interface").KVQuantMode
     name, dtype, width = PER_TOKEN_HEAD[stores]
     mode, s, device = modes[name], problem.shape, problem.device
     size = (problem.num_blocks, s.P, s.HK)
-    caches = [torch.zeros(*size, int(s.D * width) if dtype.itemsize == 1 else s.D, dtype=dtype, device=device) for _ in range(2)]
+    row = int(s.D * width) if dtype.itemsize == 1 else s.D
+    caches = [torch.zeros(*size, row, dtype=dtype, device=device) for _ in range(2)]
     one = torch.ones(1, device=device)
     if stores == "bf16":
         scales = [None, None]
         write = lambda k, v, slots: writer.triton_reshape_and_cache_flash(k, v, *caches, slots, "auto", one, one)
     else:
         scales = [torch.zeros(size, device=device) for _ in range(2)]
-        write = lambda k, v, slots: writer.triton_reshape_and_cache_flash_per_token_head_quant(k, v, *caches, *scales, slots, mode)
+        quantize = writer.triton_reshape_and_cache_flash_per_token_head_quant
+        write = lambda k, v, slots: quantize(k, v, *caches, *scales, slots, mode)
     meta = [None if t is None else t[..., None] for t in scales]
     rows = _rows(stores, s.D, device, *(Side(c, m) for c, m in zip(caches, meta)))
     row_bytes = s.D * width + (0 if stores == "bf16" else 4)
@@ -108,10 +112,10 @@ def _turboquant(problem: Problem, stores: str, peers: Path) -> Entry:
     s, device, fmt = problem.shape, problem.device, get_format(stores)
     if s.W:
         raise Unavailable("no window")
-    config = _import(peers, "vllm.model_executor.layers.quantization.turboquant.config").TurboQuantConfig
-    solve = _import(peers, "vllm.model_executor.layers.quantization.turboquant.centroids").get_centroids
-    store = _import(peers, OPS + "triton_turboquant_store").triton_turboquant_store
-    decode = _import(peers, OPS + "triton_turboquant_decode").triton_turboquant_decode_attention
+    config = _import(problem, peers, "vllm.model_executor.layers.quantization.turboquant.config").TurboQuantConfig
+    solve = _import(problem, peers, "vllm.model_executor.layers.quantization.turboquant.centroids").get_centroids
+    store = _import(problem, peers, OPS + "triton_turboquant_store").triton_turboquant_store
+    decode = _import(problem, peers, OPS + "triton_turboquant_decode").triton_turboquant_decode_attention
     c = config.from_cache_dtype(TURBOQUANT[stores], s.D)
     centroids = solve(s.D, c.centroid_bits).to(device)
     levels = centroids.sort().values

@@ -21,12 +21,12 @@ def draw(path: Path, result: Result) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     rows = [r for r in result.rows if r.us is not None and r.kind in BOUND_BY_BYTES]
     if not rows:
         raise ValueError(f"--plot {path}: no decode, verify or write was timed")
-    figure, axes = plt.subplots(figsize=(9, 6), dpi=160, layout="constrained")
+    figure, axes = plt.subplots(figsize=(10.5, 6), dpi=160, layout="constrained")
     axes.set(xscale="log", yscale="log", xlabel="megabytes that a call must move", ylabel="microseconds (lower is better)")
     axes.set_title("Time against the memory's floor\n", loc="left", fontweight="bold", fontsize=13)
     axes.text(0, 1.02, subtitle(result), transform=axes.transAxes, color="#52606d", fontsize=7)
@@ -53,8 +53,10 @@ def draw(path: Path, result: Result) -> None:
         axes.annotate(row.stores if row.ours else f"{row.name} {row.stores}", (row.nbytes / 1e6, row.us), (6, -3),
                       textcoords="offset points", fontsize=7, color=OURS if row.ours else "#616e7c", zorder=5)
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+        axis.set_minor_locator(NullLocator())
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     plt.close(figure)
 

@@ -166,7 +166,8 @@ def _flashinfer(problem: Problem, dtype: torch.dtype):
     start = torch.arange(s.B + 1, device=problem.device, dtype=torch.int32)
     last = torch.full((s.B,), s.L - (pages - 1) * s.P, device=problem.device, dtype=torch.int32)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
-    types = {"q_data_type": problem.q.dtype, "kv_data_type": dtype, "sm_scale": problem.scale, "window_left": _window(problem)[0]}
+    types = {"q_data_type": problem.q.dtype, "kv_data_type": dtype, "sm_scale": problem.scale}
+    types["window_left"] = _window(problem)[0]
     if s.Q == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         wrapper.plan(start * pages, table.flatten(), last, s.HQ, s.HK, s.D, s.P, **types)

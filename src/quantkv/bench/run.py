@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib.metadata
+import math
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -111,9 +112,10 @@ def _measure(problem: Problem, contestant: Contestant, ceiling_gbps: float | Non
     try:
         entry = contestant.prepare(problem)
         row.note, row.nbytes = entry.note, entry.nbytes
-        row.error, row.tolerance = check(problem, contestant, entry)
-        if not row.error <= row.tolerance:
-            row.status, row.reason = "wrong", f"error {row.error:.3g} above {row.tolerance:g}: not timed"
+        error, row.tolerance = check(problem, contestant, entry)
+        row.error = error if math.isfinite(error) else None  # JSON has no infinity
+        if not error <= row.tolerance:
+            row.status, row.reason = "wrong", f"error {error:.3g} above {row.tolerance:g}: not timed"
             return row
         row.us, row.timed = timing.measure(entry.call, problem.device, entry.graph)
     except Exception as error:  # a rival's failure, whatever it is, must not end the run
@@ -155,7 +157,9 @@ def _free(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.processor() or platform.machine()})"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.processor() or platform.machine()})"
 
 
 def versions() -> dict[str, str]:

@@ -36,7 +36,7 @@ def cells(row: Row) -> tuple[str, ...]:
     error = "" if row.error is None else f"{row.error:.1e}"
     if row.us is None:
         return name, row.stores, f"{row.status}: {row.reason}", "", "", "", error
-    rate = f"{row.tflops:,.0f}" if row.kind == "prefill" else f"{row.gbps:,.0f}"
+    rate = number(row.tflops if row.kind == "prefill" else row.gbps)
     share = "" if row.share is None or row.kind == "prefill" else f"{row.share:.0%}"
     ratio = "" if row.vs_16bit is None else f"{row.vs_16bit:.2f}"
     return name, row.stores, microseconds(row.us), rate, share, ratio, error
@@ -44,6 +44,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def microseconds(us: float) -> str:
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def subtitle(result: Result) -> str:
@@ -70,7 +74,8 @@ def markdown(result: Result) -> str:
 def summary(result: Result, shapes: Iterable[str] | None = None) -> str:
     """Microseconds, a line for each implementation and a column for each shape (decode and verify if None); in brackets the
     share of the read ceiling."""
-    chosen = [str(Shape.parse(s)) for s in shapes] if shapes else [s for s, rows in grouped(result) if rows[0].kind in KINDS[:2]]
+    read = [shape for shape, rows in grouped(result) if rows[0].kind in ("decode", "verify")]
+    chosen = read if shapes is None else [str(Shape.parse(s)) for s in shapes]
     at = {(r.name, r.stores, r.shape): r for r in result.rows if r.us is not None and r.shape in chosen}
     names = list(dict.fromkeys((r.name, r.stores, r.ours) for r in at.values()))
     lines = [_line(["", *chosen]), _line(["---", *["--:"] * len(chosen)])]

@@ -11,6 +11,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from . import bench
+
 BAD_INPUT = 2
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -126,6 +128,9 @@ def generate_command(
         _print_comparison(out, loaded.tokenizer, name, steps, exact)
 
 
+bench.add_to(commands)
+
+
 def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any], exact: Sequence[Any]) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -157,11 +162,11 @@ def formats_of(names: str, argument: str = "--formats", single: bool = False) ->
     import quantkv
 
     if names == "all" and not single:
-        return list(quantkv.availableformats_of())
+        return list(quantkv.available_formats())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen or (single and len(chosen) > 1):
         raise ValueError(f"{argument} {names!r}: {'one name' if single else 'at least one name'} is needed, "
-                         f"of {', '.join(quantkv.availableformats_of())}")
+                         f"of {', '.join(quantkv.available_formats())}")
     for name in chosen:
         try:
             quantkv.get_format(name)

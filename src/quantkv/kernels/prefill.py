@@ -54,8 +54,8 @@ def row_pointers(rows, token, head):
 @triton.jit(do_not_specialize=["num_rows"])
 def fold_kernel(a, b, a_lse, b_lse, out_lse, out, map, num_rows, factor, GROUP: tl.constexpr, D: tl.constexpr,
                 WIDTH: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr, MAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """Grid (blocks of rows, kv heads); a row is one of the GROUP heads of a token. Two results over disjoint keys, merged by their
-    natural log-sum-exps (MERGED, else a alone), and then through the map, times factor (MAPPED)."""
+    """Grid (blocks of rows, kv heads); a row is one of the GROUP heads of a token. Two results over disjoint keys, merged by
+    their natural log-sum-exps (MERGED, else a alone), and then through the map, times factor (MAPPED)."""
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = index < num_rows

@@ -41,8 +41,8 @@ class TritonSteps(TorchSteps):
         block = 64 if max(sizes) <= 128 else 32
         gather_kernel[(triton.cdiv(count, block), heads, 2)](
             *(pages(*side) for side in zip(self.sides, self.codecs, sizes)), k_map, table, *scratch, first, count,
-            *(side.scale / gain for side, gain in zip(self.sides, self.gains)), PAGE=self.sides[0].codes.shape[1], BLOCK_N=block,
-            K=plans[0], V=plans[1])
+            *(side.scale / gain for side, gain in zip(self.sides, self.gains)), PAGE=self.sides[0].codes.shape[1],
+            BLOCK_N=block, K=plans[0], V=plans[1])
 
     def merge(self, a: Part, b: Part) -> Part:
         merged = Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
@@ -66,10 +66,11 @@ class TritonSteps(TorchSteps):
         group, width = num_heads // self.heads, max(16, triton.next_power_of_2(head_size))
         block = 64 if width <= 128 else 16
         map_ = Map() if matrix is None else Map(matrix, 0 if matrix.shape[0] == 1 else matrix.stride(0))
+        sums = (None, None, None) if b is None else (_rows(p.lse) for p in (a, b, out))
         fold_kernel[(triton.cdiv(tokens * group, block), self.heads)](
-            _rows(a.out), None if b is None else _rows(b.out), *(None if p is None or b is None else _rows(p.lse) for p in (a, b, out)),
-            _rows(out.out), map_, tokens * group, factor, GROUP=group, D=head_size, WIDTH=width, BLOCK=block, MERGED=b is not None,
-            MAPPED=matrix is not None, PRECISION=self.target.precision, num_warps=4 if width <= 128 else 8)
+            _rows(a.out), None if b is None else _rows(b.out), *sums, _rows(out.out), map_, tokens * group, factor, GROUP=group,
+            D=head_size, WIDTH=width, BLOCK=block, MERGED=b is not None, MAPPED=matrix is not None,
+            PRECISION=self.target.precision, num_warps=4 if width <= 128 else 8)
 
 
 def _rows(t: torch.Tensor) -> Rows:

@@ -23,8 +23,8 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=256)  # by identity: reading the norm waits for the device
 def gain(map_: LinearMap | None) -> float:
-    """The power of two nearest to the factor by which a map stretches rows. The scratch holds rows divided by it: an unnormalised
-    Hadamard matrix would carry fp16 rows out of range."""
+    """The power of two nearest to the factor by which a map stretches rows. The scratch holds rows divided by it: an
+    unnormalised Hadamard matrix would carry fp16 rows out of range."""
     stretch = 1.0 if map_ is None else float(map_.forward.square().sum(-1).mean().sqrt())
     return 2.0 ** round(math.log2(stretch)) if 0 < stretch < math.inf else 1.0
 
@@ -41,8 +41,8 @@ class TorchSteps:
         return q if self.maps[0] is None else self._map(self.maps[0].inverse.mT * gain(self.maps[0]), q).to(q.dtype)
 
     def gather(self, pages: torch.Tensor, first: int, scratch: list[torch.Tensor]) -> None:
-        """Keys and values from position `first` on, mapped as they are, divided by the gain, into scratch. pages: the sequence's
-        row of the block table."""
+        """Keys and values from position `first` on, mapped as they are, divided by the gain, into scratch. pages: the
+        sequence's row of the block table."""
         for side, codec, map_, target in zip(self.sides, self.codecs, self.maps, scratch):
             size = side.codes.shape[1]
             position = torch.arange(first, first + target.shape[1], device=pages.device)
