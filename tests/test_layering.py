@@ -21,10 +21,11 @@ ALLOWED = {
     "kernels": set(),
     "ops": {"format", "formats", "maps", "reference", "checks", "kernels"},
     "prefill": {"format", "maps", "reference", "kernels", "launch"},
+    "page_table": set(),
     "cache": {"format", "formats", "maps", "reference", "checks", "spec", "ops"},
-    "backend": {"format", "formats", "maps", "reference", "ops", "packing", "kernels"},
+    "backend": {"checks", "format", "formats", "kernels", "maps", "ops", "packing", "reference"},
     "testing": {"format", "formats", "maps", "reference", "cache", "spec", "ops"},
-    "integrations": {"cache", "formats", "format", "spec", "reference", "maps", "checks"},
+    "integrations": {"page_table", "cache", "formats", "format", "spec", "reference", "maps", "checks"},
     "bench": {"cache", "formats", "maps", "reference", "ops", "prefill", ""},
     "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
 }

@@ -16,7 +16,7 @@ import torch
 from .format import Codec, Format
 from .maps import LayerMaps, LinearMap
 
-TILE_ELEMENTS = 1 << 25  # largest intermediate of attend, in elements
+TILE_ELEMENTS = 1 << 20  # scores of a tile of attend: temporaries that stay in a processor's cache
 
 
 class Side(NamedTuple):
@@ -170,7 +170,7 @@ class _Tile(NamedTuple):
     index: torch.Tensor  # [S, M] index of the query within its sequence
     context: torch.Tensor  # [S] position of query 0
     seq_len: torch.Tensor  # [S]
-    num_keys: int  # slots to look at: the longest sequence's
+    num_keys: int  # slots to look at: as far as any of the queries may see
 
 
 def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
@@ -188,12 +188,16 @@ def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
                 break
             most_keys, most_q, e = keys, queries, e + 1
         step = max(1, TILE_ELEMENTS // ((e - s) * heads * most_keys))
-        n = (cu_seqlens_q[s + 1 : e + 1] - cu_seqlens_q[s:e]).long()
+        n = cu_seqlens_q[s + 1 : e + 1].long() - cu_seqlens_q[s:e].long()
+        seq_len = seq_lens[s:e].long()
+        behind = options.causal is True and options.prefix_ranges is None  # no query sees past its own position
         for first in range(0, most_q, step):
             index = torch.arange(first, min(first + step, most_q), device=q.device).expand(e - s, -1)
             real = index < n[:, None]
             token = (cu_seqlens_q[s:e, None].long() + index).clamp_max(q.shape[0] - 1)
-            yield _Tile(slice(s, e), token, real, index, seq_lens[s:e].long() - n, seq_lens[s:e].long(), most_keys)
+            later = [max(starts[i + 1] - starts[i] - first - step, 0) if behind else 0 for i in range(s, e)]
+            keys = max(slots[i] - ahead for i, ahead in zip(range(s, e), later))
+            yield _Tile(slice(s, e), token, real, index, seq_len - n, seq_len, max(keys, 1))
         s = e
 
 
@@ -256,44 +260,43 @@ def _attend_tile(
     padded = torch.nn.functional.pad(used, (0, pages * block_size - tile.num_keys))
     table = block_table[tile.seqs, :pages].long() * padded.unflatten(1, (pages, block_size)).any(-1)
 
-    rows = q[tile.token].to(dtype).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [S, H, G, M, D]
+    rows = q[tile.token].to(dtype).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4) * scale  # [S, H, G, M, D]
     mapped = rows if maps.k is None else rows @ maps.k.inverse.to(dtype)[:, None]
+    mapped = mapped * k.scale
     operand, k_scale, k_bias = _gather(k, fmt.k, table, used, dtype)
-    score = (mapped.flatten(2, 3) @ operand.mT).unflatten(2, rows.shape[2:4])  # q . (scale code + bias), scale and bias last
+    score = (mapped.flatten(2, 3) @ operand.mT).unflatten(2, rows.shape[2:4])  # [S, H, G, M, N]
     if k_scale is not None:
-        score = score * k_scale[:, :, None]
+        score *= k_scale[:, :, None]
     if k_bias is not None:
-        score = score + mapped.sum(-1, keepdim=True) * k_bias[:, :, None]
-    score = score * (scale * k.scale)
+        score += mapped.sum(-1, keepdim=True) * k_bias[:, :, None]
     if maps.k is not None and maps.k.offset is not None:
         offset = maps.k.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
-        score = score + scale * (rows @ offset[:, :, None])
+        score += rows @ offset[:, :, None]
 
     if options.softcap > 0:
         score = options.softcap * torch.tanh(score / options.softcap)
-    seen = seen[:, None, None]
-    distance = (query - key)[:, None, None]
     if options.alibi_slopes is not None:
         slope = options.alibi_slopes.to(dtype).view(1, heads, -1, 1, 1)
-        since_context = (key - tile.context[:, None, None])[:, None, None].to(dtype)
-        score = score + slope * (-distance.clamp_min(0).to(dtype).sqrt() if options.alibi_sqrt else since_context)
+        behind = (query - key).clamp_min(0).to(dtype)
+        since_context = (key - tile.context[:, None, None]).to(dtype)
+        score += slope * (-behind.sqrt() if options.alibi_sqrt else since_context)[:, None, None]
     if options.qq_bias is not None:
         size = options.qq_bias.shape
         j = key - tile.context[:, None, None]
         bias = options.qq_bias.to(dtype)[tile.index.clamp_max(size[0] - 1)[:, :, None], j.clamp(0, size[1] - 1)]
-        score = score + torch.where((j >= 0) & (j < size[1]), bias, 0)[:, None, None]
-    score = score.masked_fill(~seen, -math.inf)
+        score += torch.where((j >= 0) & (j < size[1]), bias, 0)[:, None, None]
+    score.masked_fill_(~seen[:, None, None], -math.inf)
 
     total = torch.logsumexp(score, -1)  # [S, H, G, M]
     if options.sinks is not None:
         total = torch.logaddexp(total, options.sinks.to(dtype).view(1, heads, -1, 1))
-    prob = torch.exp(score - total.masked_fill(total == -math.inf, 0)[..., None])  # a row with no key is all zeros
+    prob = score.sub_(total.masked_fill(total == -math.inf, 0)[..., None]).exp_()  # a row with no key is all zeros
     operand, v_scale, v_bias = _gather(v, fmt.v, table, used, dtype)
-    weight = prob if v_scale is None else prob * v_scale[:, :, None]
-    result = (weight.flatten(2, 3) @ operand).unflatten(2, rows.shape[2:4])
-    if v_bias is not None:
-        result = result + (prob * v_bias[:, :, None]).sum(-1, keepdim=True)
-    result = result * v.scale
+    shift = None if v_bias is None else prob.flatten(2, 3) @ v_bias.mT  # sum of p times bias
+    if v_scale is not None:
+        prob *= v_scale[:, :, None]
+    result = prob.flatten(2, 3) @ operand
+    result = (result if shift is None else result + shift).unflatten(2, rows.shape[2:4]) * v.scale
     if maps.v is not None:
         result = result @ maps.v.inverse.to(dtype).mT[:, None]
     token = tile.token[tile.real]
