@@ -16,7 +16,7 @@ def gather_rows(pages, map, table, target, head, first, index, mask, count, fact
     key = first + index
     page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
     words, meta = load_cached(pages, page, key % PAGE, head, mask, PLAN)
-    planes, affine = PLAN.codec.decode(words, meta, pages.table, PLAN.columns, False)
+    planes, affine = PLAN.codec.decode(words, meta, pages.table, PLAN, False)
     rows = ()
     for p in tl.static_range(P):
         x = planes[p].to(tl.float32) * FACTORS[p]
