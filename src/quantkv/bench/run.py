@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+import quantkv
+
 from . import timing
 from .contestants import TOLERANCE, Contestant, rightly_written
 from .problem import Entry, Problem, Unavailable
@@ -167,9 +169,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    from .. import __version__
-
-    found["quantkv"] = __version__
+    found["quantkv"] = quantkv.__version__
     for name in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python"):
         try:
             found[name] = importlib.metadata.version(name)
