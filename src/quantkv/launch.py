@@ -128,7 +128,9 @@ def write(
     ]
     kernel_maps = [Map() if m is None else Map(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
     factors = [1.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v)]
-    block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), target)
+    block_t, num_warps = write_tile(
+        tokens * heads, max(head_size, value.shape[2]), maps.k is not None or maps.v is not None, target
+    )
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         _rows(key),
         _rows(value),
@@ -151,10 +153,10 @@ def write(
     )  # a fused multiply-add rounds other bits
 
 
-def write_tile(rows: int, head_size: int, target: Target) -> tuple[int, int]:
-    """Tokens of a tile, and warps."""
+def write_tile(rows: int, head_size: int, mapped: bool, target: Target) -> tuple[int, int]:
+    """Tokens of a tile, and warps. A map is a dot, which takes 16 rows or more."""
     if rows <= 64 * target.processors:
-        return 16, 4
+        return 16 if mapped else 4, 4
     return (64, 4) if head_size <= 128 else (32, 4)
 
 
@@ -170,13 +172,14 @@ class Tiling(NamedTuple):
     num_stages: int
 
     @classmethod
-    def of(cls, group: int, max_query_len: int, head_size: int) -> Tiling:
-        """head_size: the larger of K's and V's."""
-        rows = group * max_query_len
-        block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, triton.next_power_of_2(rows)))
-        block_n = 64 if head_size <= 128 else 32
-        num_warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
-        return cls(block_m, block_n, min(num_warps, 8), 3)
+    def of(cls, group: int, max_query_len: int, head_size: int, wide: bool) -> Tiling:
+        """head_size: the larger of K's and V's. wide: dots are in float32, which takes small tiles."""
+        rows = triton.next_power_of_2(group * max_query_len)
+        if wide:
+            return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2)
+        block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, rows))
+        warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
+        return cls(block_m, 64 if head_size <= 128 else 32, min(warps, 8), 3)
 
 
 def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:
@@ -193,7 +196,7 @@ class Partials(NamedTuple):
 
 
 def features(
-    options: AttentionOptions, num_kv_heads: int, single: bool, one_block: bool, split_tiles: int, target: Target
+    options: AttentionOptions, num_kv_heads: int, single: bool, joined: bool, one_block: bool, split_tiles: int, target: Target
 ) -> Features:
     o = options
     chunk = o.window // (o.chunk_lookback + 1) if o.chunk_lookback >= 0 else 0
@@ -211,6 +214,7 @@ def features(
         key_start=o.key_start is not None,
         key_range=o.key_range is not None,
         single=single,
+        joined=joined,
         one_block=one_block,
         split_tiles=split_tiles,
         precision=target.precision,
@@ -252,7 +256,8 @@ def attend(
         return
     group = num_heads // heads
     longest = max_query_len if max_query_len is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
-    tiling = Tiling.of(group, 1 if batch_invariant else longest, max(head_size, head_size_v))
+    wide = torch.float32 in (q.dtype, *(side.codes.dtype for s in segments for side in (s.k, s.v)))
+    tiling = Tiling.of(group, 1 if batch_invariant else longest, max(head_size, head_size_v), wide)
     single = max_query_len == 1
     block_q = 1 if single else tiling.block_m // group
     one_block = (max_query_len is not None or num_seqs == 1) and longest <= block_q
@@ -293,7 +298,15 @@ def attend(
             BLOCK_N=tiling.block_n,
             K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, target),
             V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, target),
-            F=features(o, heads, single, one_block, SPLIT_TOKENS // tiling.block_n if batch_invariant else 0, target),
+            F=features(
+                o,
+                heads,
+                single,
+                tiling.block_m >= 64,
+                one_block,
+                SPLIT_TOKENS // tiling.block_n if batch_invariant else 0,
+                target,
+            ),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

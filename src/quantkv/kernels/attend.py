@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from .tiles import bias_score, find_sequence, join_planes, key_bounds, load_cached, load_rows, offset_row, visible
+from .tiles import (
+    bias_score,
+    find_sequence,
+    join_operand,
+    join_planes,
+    key_bounds,
+    load_cached,
+    load_rows,
+    offset_row,
+    split_planes,
+    visible,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -39,12 +50,12 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
 
 
 @triton.jit
-def key_score(q_planes, q_sum, planes, affine, factor, K: tl.constexpr, PRECISION: tl.constexpr):
+def key_score(q_operand, q_sum, operand, affine, factor, K: tl.constexpr, PRECISION: tl.constexpr):
     """factor * q . (scale code + bias): `[M, N]`."""
     FACTORS: tl.constexpr = K.factors
-    score = tl.zeros([q_planes[0].shape[0], planes[0].shape[1]], tl.float32)
-    for p in tl.static_range(len(planes)):
-        score = tl.dot(q_planes[p], planes[p].to(q_planes[p].dtype), score, input_precision=PRECISION)
+    score = tl.zeros([q_operand[0].shape[0], operand[0].shape[1]], tl.float32)
+    for p in tl.static_range(len(operand)):
+        score = tl.dot(q_operand[p], operand[p].to(q_operand[p].dtype), score, input_precision=PRECISION)
     if len(affine) > 0:
         score *= (affine[0] * (factor * FACTORS[0]))[None, :]
     else:
@@ -178,6 +189,7 @@ def attend_kernel(
     position = (context + query)[:, None]
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
     q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
+    q_operand = (join_planes(q_planes),) if F.joined else q_planes
     factor = scale * q_unit
     if not NATURAL:
         factor *= LOG2E
@@ -189,8 +201,8 @@ def attend_kernel(
     shift = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.full([], 2.0**-100 if V_CODEC.num_meta > 0 else 1.0, tl.float32)
     acc = ()
-    for _ in tl.static_range(V_PLANES):
-        acc = acc + (tl.zeros([BLOCK_M, V_WIDTH], tl.float32),)
+    for _ in tl.static_range(1 if F.joined else V_PLANES):
+        acc = acc + (tl.zeros([BLOCK_M, V_WIDTH * V_PLANES if F.joined else V_WIDTH], tl.float32),)
 
     for start in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
@@ -208,8 +220,12 @@ def attend_kernel(
         slot = index % PAGE
 
         words, meta = load_cached(k_pages, page, slot, head, used, K)
-        planes, affine = K_CODEC.decode(tl.trans(words), meta, k_pages.table, K, True)
-        score = key_score(q_planes, q_sum, planes, affine, factor * k_scale, K, PRECISION)
+        if F.joined:
+            planes, affine = K_CODEC.decode(words, meta, k_pages.table, K, False)
+            operand = (tl.trans(join_operand(planes)),)
+        else:
+            operand, affine = K_CODEC.decode(tl.trans(words), meta, k_pages.table, K, True)
+        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
         if K.offset:
             score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
         if F.softcap > 0:
@@ -226,11 +242,15 @@ def attend_kernel(
         row_sum = row_sum * decay + tl.sum(prob, axis=1)
 
         words, meta = load_cached(v_pages, page, slot, head, used, V)
-        planes, affine = V_CODEC.decode(words, meta, v_pages.table, V, False)
-        acc, shift, unit = add_values(acc, shift, unit, prob, decay, planes, affine, V_DTYPE, PRECISION)
+        operand, affine = V_CODEC.decode(words, meta, v_pages.table, V, False)
+        if F.joined:
+            operand = (join_operand(operand),)
+        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
 
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)[:, None]
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
+    if F.joined:
+        acc = split_planes(acc[0], V_PLANES)
     planes = ()
     for p in tl.static_range(V_PLANES):
         planes = planes + ((acc[p] * (unit * V_FACTORS[p]) + shift[:, None]) * norm,)

@@ -57,7 +57,7 @@ def plain_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def plain_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+def plain_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (words,), ()
 
 
@@ -82,19 +82,19 @@ def int8_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int8_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+def int8_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16)), (meta[0],)
 
 
 # Byte b + 128 under the exponent of 1024 is the fp16 number 1152 + b.
 @triton.jit
-def int8_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+def int8_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     planes = tl.inline_asm_elementwise(
         "{ .reg .b32 t, a, b, c;"
         "mov.b32 c, 0x64806480; lop3.b32 a, $2, 0x00ff00ff, c, 0x6a;"
         "shr.b32 t, $2, 8; lop3.b32 b, t, 0x00ff00ff, c, 0x6a;"
         "mov.b32 c, 0xe480e480; add.f16x2 $0, a, c; add.f16x2 $1, b, c; }",
-        "=r,=r,r",
+        "=&r,=&r,r",
         [words],
         dtype=(tl.float16, tl.float16),
         is_pure=True,
@@ -149,17 +149,17 @@ def e4m3_high_byte(words):
 
 
 @triton.jit
-def e4m3_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+def e4m3_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (e4m3_high_byte(words << 8), e4m3_high_byte(words)), meta
 
 
 @triton.jit
-def e4m3_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+def e4m3_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     planes = tl.inline_asm_elementwise(
         "{ .reg .b32 t; .reg .b16 lo, hi;"
         "prmt.b32 t, $2, 0, 0x3120; mov.b32 {lo, hi}, t;"
         "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
-        "=r,=r,r",
+        "=&r,=&r,r",
         [words],
         dtype=(tl.float16, tl.float16),
         is_pure=True,
@@ -174,7 +174,7 @@ def e5m2_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def e5m2_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+def e5m2_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True)), meta
 
 
@@ -207,10 +207,10 @@ def unpack_codes(words, BITS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def uniform_planes(words, BITS: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.constexpr):
+def uniform_planes(words, BITS: tl.constexpr, COUNT: tl.constexpr, TURNED: tl.constexpr):
     """Codes as fp16 numbers; V's centred."""
     codes = unpack_codes(words, BITS, COUNT)
-    CENTRE: tl.constexpr = 0 if KEYS else 1 << (BITS - 1)
+    CENTRE: tl.constexpr = 0 if TURNED else 1 << (BITS - 1)
     planes = ()
     for p in tl.static_range(COUNT):
         planes = planes + ((codes[p] - CENTRE).to(tl.float16),)
@@ -219,12 +219,12 @@ def uniform_planes(words, BITS: tl.constexpr, COUNT: tl.constexpr, KEYS: tl.cons
 
 # A nibble masked in place is an fp16 subnormal: n 2^-24 at bit 0, n 2^-20 at bit 4. Tensor cores take those at full speed.
 @triton.jit
-def nibble_planes_ptx(words, KEYS: tl.constexpr):
-    if KEYS:
+def nibble_planes_ptx(words, TURNED: tl.constexpr):
+    if TURNED:
         planes = tl.inline_asm_elementwise(
             "{ .reg .b32 t; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;"
             "shr.b32 t, $4, 8; and.b32 $2, t, 0x000f000f; and.b32 $3, t, 0x00f000f0; }",
-            "=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
@@ -236,7 +236,7 @@ def nibble_planes_ptx(words, KEYS: tl.constexpr):
             "and.b32 a, $4, 0x000f000f; add.f16x2 $0, a, b; and.b32 a, $4, 0x00f000f0; add.f16x2 $1, a, c;"
             "shr.b32 t, $4, 8;"
             "and.b32 a, t, 0x000f000f; add.f16x2 $2, a, b; and.b32 a, t, 0x00f000f0; add.f16x2 $3, a, c; }",
-            "=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
@@ -266,21 +266,21 @@ def int4_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int4_affine(meta, KEYS: tl.constexpr):
+def int4_affine(meta, TURNED: tl.constexpr):
     bits = meta[0].to(tl.int32, bitcast=True)
     scale = (bits & -16).to(tl.float32, bitcast=True)
-    CENTRE: tl.constexpr = 0 if KEYS else 8
+    CENTRE: tl.constexpr = 0 if TURNED else 8
     return (scale, (CENTRE - (bits & 15)).to(tl.float32) * scale)
 
 
 @triton.jit
-def int4_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
-    return uniform_planes(words, 4, 4, KEYS), int4_affine(meta, KEYS)
+def int4_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return uniform_planes(words, 4, 4, TURNED), int4_affine(meta, TURNED)
 
 
 @triton.jit
-def int4_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
-    return nibble_planes_ptx(words, KEYS), int4_affine(meta, KEYS)
+def int4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return nibble_planes_ptx(words, TURNED), int4_affine(meta, TURNED)
 
 
 INT4 = DeviceCodec(
@@ -307,7 +307,7 @@ def int2_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int2_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
+def int2_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     codes = unpack_codes(words, 2, 8)
     planes = ()
     for p in tl.static_range(8):
@@ -336,22 +336,72 @@ def book_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def book_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
-    AXIS: tl.constexpr = 0 if KEYS else 1
-    COUNT: tl.constexpr = PLAN.planes
-    codes = unpack_codes(words.to(tl.int32), PLAN.bits, COUNT)
+def book_magnitude(table, index, BITS: tl.constexpr):
+    """|level| by its index from the middle outwards, chosen bit by bit: selects are cheaper than gathers."""
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    levels = ()
+    for i in tl.static_range(HALF):
+        levels = levels + (tl.load(table + HALF + i).to(tl.float16),)
+    for bit in tl.static_range(BITS - 1):
+        odd = ((index >> bit) & 1) != 0
+        halved = ()
+        for i in tl.static_range(len(levels) // 2):
+            halved = halved + (tl.where(odd, levels[2 * i + 1], levels[2 * i]),)
+        levels = halved
+    return levels[0]
+
+
+@triton.jit
+def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """Scale that brings the row of levels to the length in the metadata."""
+    AXIS: tl.constexpr = 0 if TURNED else 1
     real = tl.arange(0, PLAN.width) < PLAN.columns
-    real = real[:, None] if KEYS else real[None, :]
+    real = real[:, None] if TURNED else real[None, :]
+    squares = planes[0] * planes[0]
+    for p in tl.static_range(1, len(planes)):
+        squares += planes[p] * planes[p]
+    length = tl.sum(tl.where(real, squares.to(tl.float32), 0.0), axis=AXIS)
+    return (meta[0] / tl.sqrt(length),)
+
+
+@triton.jit
+def book_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    MIDDLE: tl.constexpr = (1 << (PLAN.bits - 1)) - 1
+    codes = unpack_codes(words.to(tl.int32), PLAN.bits, PLAN.planes)
     planes = ()
-    length = tl.zeros([words.shape[1 - AXIS]], tl.float32)
-    for p in tl.static_range(COUNT):
-        level = tl.load(table + codes[p]).to(tl.float16)
-        planes = planes + (level,)
-        length += tl.sum(tl.where(real, level.to(tl.float32) * level.to(tl.float32), 0.0), axis=AXIS)
-    return planes, (meta[0] / tl.sqrt(length),)
+    for p in tl.static_range(len(codes)):
+        upper = codes[p] > MIDDLE  # level[top - code] = -level[code]
+        magnitude = book_magnitude(table, (codes[p] ^ tl.where(upper, 0, MIDDLE)) & MIDDLE, PLAN.bits)
+        planes = planes + (tl.where(upper, magnitude, -magnitude),)
+    return planes, book_affine(planes, meta, PLAN, TURNED)
 
 
-TQ4 = DeviceCodec(4, book_encode, book_decode, num_meta=1)
+# The same with byte permutes: the eight positive levels in fp16 are 8 low and 8 high bytes, which a nibble selects.
+@triton.jit
+def tq4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    planes = tl.inline_asm_elementwise(
+        "{ .reg .b32 t, u, s, l, h, a, b, c, d, la, lb, ha, hb;"
+        "mov.b32 la, 0x8a41361c; mov.b32 lb, 0x76237906; mov.b32 ha, 0x3b393630; mov.b32 hb, 0x41403e3d;"
+        "not.b32 t, $4; and.b32 t, t, 0x88888888; shr.b32 u, t, 3; sub.u32 u, t, u;"  # t: negative; u: 7 where negative
+        "and.b32 s, $4, 0x77777777; xor.b32 s, s, u;"
+        "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 a, l, h, 0x5140; prmt.b32 b, l, h, 0x7362;"
+        "shr.b32 s, s, 16;"
+        "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 c, l, h, 0x5140; prmt.b32 d, l, h, 0x7362;"
+        "prmt.b32 l, a, c, 0x5410; shl.b32 u, t, 12; and.b32 u, u, 0x80008000; or.b32 $0, l, u;"
+        "prmt.b32 l, a, c, 0x7632; shl.b32 u, t, 8; and.b32 u, u, 0x80008000; or.b32 $1, l, u;"
+        "prmt.b32 l, b, d, 0x5410; shl.b32 u, t, 4; and.b32 u, u, 0x80008000; or.b32 $2, l, u;"
+        "prmt.b32 l, b, d, 0x7632; and.b32 u, t, 0x80008000; or.b32 $3, l, u; }",
+        "=&r,=&r,=&r,=&r,r",
+        [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    planes = (planes[0], planes[1], planes[2], planes[3])
+    return planes, book_affine(planes, meta, PLAN, TURNED)
+
+
+TQ4 = DeviceCodec(4, book_encode, book_decode, num_meta=1, ptx=DeviceCodec(4, book_encode, tq4_decode_ptx, num_meta=1))
 TQ3 = DeviceCodec(8, book_encode, book_decode, word_bytes=3, num_meta=1)
 
 
@@ -368,19 +418,19 @@ def uniform_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def uniform_affine(meta, PLAN: tl.constexpr, KEYS: tl.constexpr):
-    CENTRE: tl.constexpr = 0 if KEYS else 1 << (PLAN.bits - 1)
+def uniform_affine(meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    CENTRE: tl.constexpr = 0 if TURNED else 1 << (PLAN.bits - 1)
     return (meta[0], meta[1] + CENTRE * meta[0])
 
 
 @triton.jit
-def uniform_decode(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
-    return uniform_planes(words, PLAN.bits, PLAN.planes, KEYS), uniform_affine(meta, PLAN, KEYS)
+def uniform_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return uniform_planes(words, PLAN.bits, PLAN.planes, TURNED), uniform_affine(meta, PLAN, TURNED)
 
 
 @triton.jit
-def u4_decode_ptx(words, meta, table, PLAN: tl.constexpr, KEYS: tl.constexpr):
-    return nibble_planes_ptx(words, KEYS), uniform_affine(meta, PLAN, KEYS)
+def u4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return nibble_planes_ptx(words, TURNED), uniform_affine(meta, PLAN, TURNED)
 
 
 _U4_PTX = DeviceCodec(4, uniform_encode, u4_decode_ptx, num_meta=2, exponents=NIBBLE_EXPONENTS)

@@ -54,6 +54,18 @@ def join_planes(planes):
     return planes[0]
 
 
+@triton.jit
+def join_operand(planes):
+    """`join_planes` of 16-bit planes, as integers: Triton 3.6 would else fuse the reshape into the dot's shared memory, and fail."""
+    if len(planes) == 1:
+        return planes[0]
+    else:
+        words = ()
+        for p in tl.static_range(len(planes)):
+            words = words + (planes[p].to(tl.int16, bitcast=True),)
+        return join_planes(words).to(planes[0].dtype, bitcast=True)
+
+
 # ---- maps
 
 

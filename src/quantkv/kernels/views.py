@@ -92,9 +92,10 @@ class DeviceCodec(_Constant):
     planes: values of a word.
     encode: (x, real, table, PLAN) -> words, meta. x: tuple of planes `[T, W]` float32, zero where not `real [W]`; words `[T, W]`,
         meta a tuple of `[T]`, one for each field.
-    decode: (words, meta, table, PLAN, KEYS) -> planes, affine. words are `[W, N]` for K (KEYS) and `[N, W]` for V, zero beyond
-        the row's columns; PLAN is the `RowPlan`; planes a tuple of that shape and of dtype `operand`; affine `()`, `(scale,)` or `(scale, bias)` of `[N]` float32. V's
-        planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
+    decode: (words, meta, table, PLAN, TURNED) -> planes, affine. words `[N, W]`, or `[W, N]` if TURNED, zero beyond the row's
+        columns; PLAN is the `RowPlan`; planes a tuple of that shape and of dtype `operand`; affine `()`, `(scale,)` or
+        `(scale, bias)` of `[N]` float32. Planes that are not turned may be V's, and should be centred on zero: tensor cores
+        truncate as they add, and an uncentred sum drifts.
     word_bytes: bytes of a word; a word of 3 is read as three bytes into an int32.
     num_meta: fields beside a row.
     operand: dtype of what `decode` returns.
@@ -170,5 +171,6 @@ class Features(_Constant):
     key_range: bool = False
     single: bool = False  # no sequence has more than one query
     one_block: bool = False  # no sequence has more queries than a tile: the tile's index is the sequence's
+    joined: bool = False  # one dot over all planes instead of one a plane: large tiles
     split_tiles: int = 0  # > 0: each split has so many tiles of keys, whatever else is in the batch
     precision: str = "ieee"  # of float32 dots
