@@ -119,6 +119,16 @@ def test_fp16_scratch_stays_in_range():
     assert (out - plain).norm() <= 4 * torch.finfo(torch.float16).eps * plain.norm()
 
 
+def test_lengths_from_the_host():
+    """The same bits as with those of the device, which are not looked at."""
+    cache, q, arguments = batch("int4")
+    sides = (cache.k, cache.v, cache.format)
+    expected = prefill.attend(q, *sides, **arguments)
+    arguments |= {"cu_seqlens_q": None, "seq_lens": None}
+    for got, want in zip(prefill.attend(q, *sides, **arguments, lengths=LENGTHS), expected):
+        assert torch.equal(got, want)
+
+
 def test_writes_into_out():
     cache, q, arguments = batch("int4")
     target = torch.full_like(q, math.nan)
@@ -136,6 +146,9 @@ def test_the_rule():
     assert "fewer" in why(q[1:]) and "fewer" in why(seqs=2)
     assert "sequences" in why(seqs=prefill.MAX_SEQUENCES + 1)
     assert "batch_invariant" in why(batch_invariant=True)
+    n = prefill.MIN_QUERIES
+    assert why(q.repeat(2, 1, 1), 2, lengths=[(n, n), (n, n + 9)]) is None
+    assert "fewer" in why(q.repeat(2, 1, 1), 2, lengths=[(n - 1, n), (n + 1, n + 9)])
     for name, value in {
         "causal": torch.ones(1, dtype=torch.bool), "window": 8, "chunk_lookback": 0, "softcap": 1.0, "sinks": torch.zeros(4),
         "alibi_slopes": torch.zeros(4), "alibi_sqrt": True, "qq_bias": torch.zeros(1, 1), "output_scale": 1.0,

@@ -82,9 +82,11 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
     if implementation == "dense":
         from .. import prefill
 
-        if why := prefill.refusal(problem.q, cache.v, fmt, s.B, options):
+        lengths = [(s.Q, s.L)] * s.B  # as an engine knows them
+        if why := prefill.refusal(problem.q, cache.v, fmt, s.B, options, lengths=lengths):
             raise Unavailable(why)
-        return Entry(lambda: prefill.attend(problem.q, *sides, **batch, maps=cache.maps)[0], rows, nbytes, False)
+        call = lambda: prefill.attend(problem.q, *sides, **batch, maps=cache.maps, lengths=lengths)[0]
+        return Entry(call, rows, nbytes)
     out = torch.empty_like(problem.q)
     call = lambda: _ops().attend(
         problem.q, *sides, **batch, options=options, maps=cache.maps, out=out, max_query_len=s.Q, implementation=implementation

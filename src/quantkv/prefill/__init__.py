@@ -11,7 +11,7 @@ the merged output once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -28,9 +28,15 @@ MAX_SEQUENCES = 8  # each costs its own launches
 
 
 def refusal(
-    q: torch.Tensor, v: Side, fmt: Format, num_seqs: int, options: AttentionOptions, batch_invariant: bool = False
+    q: torch.Tensor,
+    v: Side,
+    fmt: Format,
+    num_seqs: int,
+    options: AttentionOptions,
+    batch_invariant: bool = False,
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> str | None:
-    """Why `attend` here does not serve a call, None where it does: the one rule. Reads no tensor."""
+    """Why `attend` here does not serve a call, None where it does: the one rule. Reads no tensor. lengths: as there."""
     for field in fields(options):
         value = getattr(options, field.name)
         if value is not field.default and (isinstance(value, torch.Tensor) or value != field.default):
@@ -41,8 +47,10 @@ def refusal(
         return f"{num_seqs} sequences, more than {MAX_SEQUENCES}"
     if q.shape[0] < MIN_QUERIES * num_seqs:
         return f"{q.shape[0]} queries, fewer than {MIN_QUERIES} for each of {num_seqs} sequences"
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "lengths are read on the host, which a captured graph cannot do"
+    if lengths is not None and min(queries for queries, _ in lengths) < MIN_QUERIES:
+        return f"a sequence has fewer than {MIN_QUERIES} queries"
+    if lengths is None and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "the lengths would be read on the host, which a captured graph cannot do"
     if dense.choose(q.device, q.dtype, q.shape[2], head_size_of(v, fmt)) is None:
         return f"no dense backend for {q.dtype} rows of {q.shape[2]} and {head_size_of(v, fmt)} on {q.device.type}"
     return None
@@ -63,13 +71,18 @@ def attend(
     backend: str | None = None,
     triton: bool | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention as `reference.attend` has it: out `[T, HQ, D_V]` of q's dtype, log-sum-exp `[T, HQ]` float32.
 
     backend: of `dense.py`; None: the fastest for these rows. triton: whether Triton kernels move the rows (else PyTorch);
     None: on an accelerator. scratch_bytes: bound of the rows that are 16-bit at one time.
-    The lengths are read on the host: one synchronisation.
+    lengths: (queries, keys) of each sequence, where the host knows them. None: they are read from the device, which the host
+    waits for: 5 to 10 % of a chunk of 4,096 on an H200.
     """
+    if lengths is None:
+        read = torch.cat([cu_seqlens_q.diff(), seq_lens]).tolist()  # one synchronisation
+        lengths = list(zip(read, read[len(seq_lens) :]))
     heads, sizes = k.codes.shape[2], (q.shape[2], head_size_of(v, fmt))
     backend = backend or dense.choose(q.device, q.dtype, *sizes)
     maps = LayerMaps.of(fmt, *sizes, q.device) if maps is None else maps
@@ -81,7 +94,7 @@ def attend(
     most = max(scratch_bytes // (heads * sum(sizes) * q.element_size()) // OFFSET_BUCKET, 1) * OFFSET_BUCKET
     most = min(most, block_table.shape[1] * k.codes.shape[1])
     scratch = [q.new_empty(heads * most * size) for size in sizes]
-    for piece in _pieces(cu_seqlens_q.tolist(), seq_lens.tolist(), most):
+    for piece in _pieces(lengths, most):
         total = None
         for first, count in piece.slices:
             sliced = [buffer[: heads * count * size].view(heads, count, size) for buffer, size in zip(scratch, sizes)]
@@ -110,13 +123,15 @@ class _Piece:
     slices: list[tuple[int, int]]
 
 
-def _pieces(starts: list[int], lens: list[int], most: int) -> Iterator[_Piece]:
+def _pieces(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[_Piece]:
     """Cut the batch so that no slice has more than `most` keys. The last slice of a piece is the queries' own keys, which
     they see causally; the earlier ones they see whole."""
-    for s, length in enumerate(lens):
-        for first in range(starts[s], starts[s + 1], most):
-            last = min(first + most, starts[s + 1])
-            context = length - (starts[s + 1] - first)
+    end = 0
+    for s, (queries, keys) in enumerate(lengths):
+        start, end = end, end + queries
+        for first in range(start, end, most):
+            last = min(first + most, end)
+            context = keys - (end - first)
             slices = [(low, min(most, context - low)) for low in range(0, context, most)]
             yield _Piece(s, slice(first, last), context, [*slices, (context, last - first)])
 
