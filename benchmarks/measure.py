@@ -47,7 +47,7 @@ def main() -> None:
         result = run(some, contestants, device, on_row=lambda row: print(row.shape, *tables.cells(row), flush=True))
         path = RESULTS / f"{file}.json"
         path.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
-        plot.draw(path.with_suffix(".svg"), result)
+        (plot.draw_growth if what == "scaling" else plot.draw)(path.with_suffix(".svg"), result)
 
 
 if __name__ == "__main__":

@@ -189,6 +189,18 @@ def test_plot(tmp_path, ending):
         plot.draw(path, nothing)
 
 
+def test_growth(tmp_path):
+    pytest.importorskip("matplotlib")
+    small = [Shape.parse(s + "xHQ2xHK1xD64") for s in ("L16", "L64", "B2xL64", "B4xL64")]
+    found = run(small, [quantkv("reference", "int8")], CPU)
+    found.ceiling_gbps = 4400.0
+    plot.draw_growth(tmp_path / "growth.png", found)
+    assert (tmp_path / "growth.png").read_bytes()[:4] == b"\x89PNG"
+    found.rows = []
+    with pytest.raises(ValueError, match="was timed"):
+        plot.draw_growth(tmp_path / "growth.png", found)
+
+
 def test_tolerances_are_named():
     assert {c.arithmetic for c in rivals.rivals()} <= set(contestants.TOLERANCE)
 

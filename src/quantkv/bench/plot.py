@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from .run import Result, Row
-from .tables import subtitle
+from .shapes import Shape
+from .tables import floor_us, subtitle
 
 OURS, RIVAL, LINE, GRID, TEXT = "#0b6e99", "#9aa5b1", "#d64545", "#e4e7eb", "#1f2933"
 MARKERS = "osD^vPX*<>ph"
@@ -72,3 +73,44 @@ def _labelled(rows: list[Row], shapes: list[str]) -> list[Row]:
     for row in sorted((r for r in rows if r.shape == largest), key=lambda r: r.us):
         best.setdefault((row.ours, row.stores), row)
     return list(best.values())
+
+
+def draw_growth(path: Path, result: Result) -> None:
+    """Write decode time (log) against context, one sequence, and against batch size (log) to `path`; a dotted line is the floor
+    of the implementation of its colour. ValueError where nothing was timed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    rows = [(Shape.parse(r.shape), r) for r in result.rows if r.us is not None and r.kind == "decode"]
+    if not rows:
+        raise ValueError(f"{path}: no decode was timed")
+    batch_length = max((s.L for s, _ in rows if s.B > 1), default=0)
+    panels = (("tokens of context, one sequence", "L", [x for x in rows if x[0].B == 1]),
+              (f"sequences of {batch_length:,} tokens", "B", [x for x in rows if x[0].L == batch_length]))
+    figure, both = plt.subplots(1, 2, figsize=(12, 5.5), dpi=160, layout="constrained", sharey=True)
+    names = list(dict.fromkeys((r.name, r.stores) for _, r in rows))
+    colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
+    for axes, (label, letter, points) in zip(both, panels):
+        axes.set(xscale="log", yscale="log", xlabel=label)
+        axes.grid(True, which="major", color=GRID, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        for name in names:
+            line = sorted(((getattr(s, letter), r) for s, r in points if (r.name, r.stores) == name), key=lambda x: x[0])
+            at = [x for x, _ in line]
+            axes.plot(at, [r.us for _, r in line], color=colours[name], marker="o", markersize=3, linewidth=1.2,
+                      label=" ".join(name), linestyle="-" if any(r.ours for _, r in line) else "--")
+            if result.ceiling_gbps and line and line[0][1].ours:
+                axes.plot(at, [floor_us(result, r) for _, r in line], color=colours[name], linewidth=0.8, linestyle=":")
+        ticks = sorted({getattr(s, letter) for s, _ in points})
+        axes.set_xticks(ticks)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+    both[0].set_ylabel("microseconds of a decode (dotted: the floor)")
+    both[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(subtitle(result), fontsize=8, color="#52606d", x=0.01, ha="left")
+    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    plt.close(figure)
