@@ -2,8 +2,10 @@
 
     python benchmarks/feature_matrix.py [--implementation triton] [--device cuda] [--workers 12]
 
-Each case is one ragged call with a decode, a whole prefill, a chunk and a verification of four queries in it; each of the four has an error and a
-budget. The budget is twice the error of the same attention done eagerly in bfloat16: rows, probabilities and output rounded (to float8 with an
+Each case is one ragged call with a decode, a whole prefill, a chunk and a verification of four queries in it; each of the four has an
+error and a
+budget. The budget is twice the error of the same attention done eagerly in bfloat16: rows, probabilities and output rounded (to float8
+with an
 FP8 output). A cell that is no pass must be a refusal by name: anything else fails the run.
 """
 

@@ -24,14 +24,16 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float:
     rows = lambda n, heads: torch.randn(n, heads, head_size, generator=generator, device=device, dtype=torch.bfloat16)
     lens, queries = [37, 50, 3], [1, 9, 3]
     table = torch.tensor([[8, 2, 5, 0], [1, 7, 3, 4], [6, 0, 0, 0]], device=device)
-    slots = torch.cat([table[s, torch.arange(n, device=device) // 16] * 16 + torch.arange(n, device=device) % 16 for s, n in enumerate(lens)])
+    positions = [torch.arange(n, device=device) for n in lens]
+    slots = torch.cat([table[s, p // 16] * 16 + p % 16 for s, p in enumerate(positions)])
     ops.write(rows(len(slots), 2), rows(len(slots), 2), cache.k, cache.v, cache.format, slots, implementation=implementation)
     worst = 0.0
     options = AttentionOptions(window=30, softcap=20.0, sinks=torch.linspace(-1, 1, 8, device=device))
     for counts, opts in (([1, 1, 1], AttentionOptions()), (queries, AttentionOptions()), (queries, options)):
         q = rows(sum(counts), 8)
         batch = dict(cu_seqlens_q=torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32),
-                     seq_lens=torch.tensor(lens, device=device, dtype=torch.int32), block_table=table.int(), scale=head_size**-0.5, options=opts)
+                     seq_lens=torch.tensor(lens, device=device, dtype=torch.int32), block_table=table.int(), scale=head_size**-0.5,
+                     options=opts)
         out, _ = ops.attend(q, cache.k, cache.v, cache.format, implementation=implementation, max_query_len=max(counts), **batch)
         want, _ = reference.attend(q, cache.k, cache.v, cache.format, dtype=torch.float64, **batch)
         worst = max(worst, ((out.double() - want).norm() / want.norm()).item())
