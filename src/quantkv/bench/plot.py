@@ -88,8 +88,9 @@ def draw_growth(path: Path, result: Result) -> None:
     if not rows:
         raise ValueError(f"{path}: no decode was timed")
     batch_length = max((s.L for s, _ in rows if s.B > 1), default=0)
-    panels = (("tokens of context, one sequence", "L", [x for x in rows if x[0].B == 1]),
-              (f"sequences of {batch_length:,} tokens", "B", [x for x in rows if x[0].L == batch_length]))
+    of_batch = [(s, r) for s, r in rows if s.L == batch_length]  # noqa: SIM300 (L is no constant)
+    panels = (("tokens of context, one sequence", "L", [(s, r) for s, r in rows if s.B == 1]),
+              (f"sequences of {batch_length:,} tokens", "B", of_batch))
     figure, both = plt.subplots(1, 2, figsize=(12, 5.5), dpi=160, layout="constrained", sharey=True)
     names = list(dict.fromkeys((r.name, r.stores) for _, r in rows))
     colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
