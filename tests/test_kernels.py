@@ -43,9 +43,13 @@ def test_encode_gives_the_reference_bytes(format_name, head_size):
         assert bool((side.codes.view(torch.uint8)[at][~kept] == 255).all())
         differing = (side.codes.view(torch.uint8)[at][kept] != codes[at][kept]).float().mean().item()
         rotated = codec.map != "none"
-        assert differing <= (0.004 if rotated and (DEVICE == "cuda" or b.q.dtype == torch.float32) else 0.001 if rotated else 0.0)
+        assert differing <= (
+            0.004 if rotated and (DEVICE == "cuda" or b.q.dtype == torch.float32) else 0.001 if rotated else 0.0
+        )
         if fields is not None:  # the last bit of a scale
-            torch.testing.assert_close(side.meta[at][kept].float(), fields[at][kept].float(), rtol=2e-3 if rotated else 0, atol=0)
+            torch.testing.assert_close(
+                side.meta[at][kept].float(), fields[at][kept].float(), rtol=2e-3 if rotated else 0, atol=0
+            )
 
 
 @pytest.mark.parametrize("mode", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_3bit_nc"])
@@ -56,7 +60,11 @@ def test_golden_bytes(mode):
     sides = []
     for codec in (fmt.k, fmt.v):
         codes = torch.zeros(8, 16, 2, codec.row.code_bytes(64) // codec.code_dtype.itemsize, dtype=codec.code_dtype)
-        sides.append(Side(codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)))
+        sides.append(
+            Side(
+                codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)
+            )
+        )
     arguments = [golden[n].to(DEVICE) for n in ("key", "value", "slot_mapping")]
     ops.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
     if mode.startswith("turboquant"):
@@ -266,7 +274,12 @@ def test_foreign_layouts(name):
     for view, t in zip(views, parts):
         view.view(torch.uint8).copy_(t.view(torch.uint8))
     c = b.cache
-    call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": c.spec.head_size**-0.5}
+    call = {
+        "cu_seqlens_q": b.cu_seqlens_q,
+        "seq_lens": b.seq_lens,
+        "block_table": b.block_table,
+        "scale": c.spec.head_size**-0.5,
+    }
     out, _ = ops.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
     assert torch.equal(out, expected)
 
@@ -305,5 +318,3 @@ def test_rows_of_dequantized_values_are_kept():
     out, _ = b.attend(**TRITON)
     expected = codes.view(torch.float8_e4m3fn).to(torch.float16)
     assert torch.equal(out.cpu().nan_to_num(12345.0), expected.nan_to_num(12345.0))
-
-
