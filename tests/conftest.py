@@ -5,6 +5,15 @@ import torch
 
 import quantkv
 
+if not torch.cuda.is_available():  # before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import interpreter
+    except ImportError:
+        pass
+    else:
+        interpreter.install()
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 

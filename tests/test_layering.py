@@ -19,13 +19,16 @@ ALLOWED = {
     "reference": {"format", "maps"},
     "checks": {"reference"},
     "kernels": set(),
-    "ops": {"format", "formats", "maps", "reference", "checks", "kernels"},
+    "launch": {"format", "maps", "reference", "kernels"},
+    "prefill": {"format", "maps", "reference", "kernels", "launch"},
+    "ops": {"format", "formats", "maps", "reference", "checks", "launch"},
     "page_table": set(),
     "cache": {"format", "formats", "maps", "reference", "checks", "spec", "ops"},
     "backend": {"checks", "format", "formats", "kernels", "maps", "ops", "packing", "reference"},
     "testing": {"format", "formats", "maps", "reference", "cache", "spec", "ops"},
     "integrations": {"page_table", "cache", "formats", "format", "spec", "reference", "maps", "checks"},
-    "cli": {"integrations", "cache", "formats", "spec", ""},
+    "bench": {"cache", "formats", "maps", "reference", "ops", "prefill", ""},
+    "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import checks, reference
+from . import checks, ops, reference
 from .format import Codec
 from .formats import get_format
 from .maps import LayerMaps
@@ -66,7 +66,7 @@ class PagedCache:
             return t.unflatten(2, (self.spec.block_size, -1)).transpose(1, 2)
 
         fields = view(meta, getattr(torch, codec.row.meta[0])) if codec.row.meta else None
-        return Side(view(codes, codec.code_dtype), fields, scale)
+        return Side(view(codes, codec.code_dtype), fields, scale).in_storage_of(self.buffer)
 
     @property
     def nbytes(self) -> int:
@@ -74,13 +74,18 @@ class PagedCache:
         return self.buffer.nbytes
 
     def write(
-        self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        *,
+        implementation: str = "auto",
     ) -> None:
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) in slots `slot_mapping [T]`.
 
         Slot s is token `s % block_size` of page `s // block_size`; a negative slot skips its token. positions: int `[T]`,
-        needed
-        where the keys' map has an offset.
+        needed where the keys' map has an offset. implementation: see `ops.write`.
         """
         s, tokens = self.spec, key.shape[0]
         checks.tensor("key", key, (None, s.num_kv_heads, s.head_size), checks.ROW_DTYPES, self.device)
@@ -92,7 +97,17 @@ class PagedCache:
             checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
         if self.device.type == "cpu" and tokens and int(slot_mapping.max()) >= self.num_blocks * s.block_size:
             checks.refuse("slot_mapping", int(slot_mapping.max()), f"slots end at {self.num_blocks * s.block_size - 1}")
-        reference.write(key, value, self.k, self.v, self.format, slot_mapping, self.maps, positions)
+        ops.write(
+            key,
+            value,
+            self.k,
+            self.v,
+            self.format,
+            slot_mapping,
+            maps=self.maps,
+            positions=positions,
+            implementation=implementation,
+        )
 
     def attend(
         self,
@@ -103,6 +118,9 @@ class PagedCache:
         cu_seqlens_q: torch.Tensor | None = None,
         scale: float | None = None,
         return_lse: bool = False,
+        max_query_len: int | None = None,
+        implementation: str = "auto",
+        batch_invariant: bool = False,
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of `q [T, HQ, D]` over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
@@ -110,7 +128,7 @@ class PagedCache:
         block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
         cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
         scale: of the scores, `D ** -0.5` if None. return_lse: also the log-sum-exp `[T, HQ]` float32.
-        options: fields of `AttentionOptions`.
+        max_query_len, implementation, batch_invariant: see `ops.attend`. options: fields of `AttentionOptions`.
         """
         s, num_seqs = self.spec, seq_lens.shape[0]
         checks.tensor("q", q, (None, None, s.head_size), checks.ROW_DTYPES, self.device)
@@ -119,7 +137,7 @@ class PagedCache:
         if cu_seqlens_q is None:
             if q.shape[0] != num_seqs:
                 checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
-            cu_seqlens_q = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32)
+            cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32), 1
         checks.tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), checks.INDEX_DTYPES, self.device)
         checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES, self.device)
         checks.tensor("block_table", block_table, (num_seqs, None), checks.INDEX_DTYPES, self.device)
@@ -130,7 +148,7 @@ class PagedCache:
         checks.options(opts, num_seqs, q.shape[1], self.device)
         if self.device.type == "cpu":
             self._check_batch(q.shape[0], cu_seqlens_q, seq_lens, block_table, opts)
-        out, lse = reference.attend(
+        out, lse = ops.attend(
             q,
             self.k,
             self.v,
@@ -141,8 +159,10 @@ class PagedCache:
             scale=s.head_size**-0.5 if scale is None else scale,
             options=opts,
             maps=self.maps,
+            max_query_len=max_query_len,
+            implementation=implementation,
+            batch_invariant=batch_invariant,
         )
-        out = out if opts.output_scale is not None else out.to(q.dtype)
         return (out, lse) if return_lse else out
 
     def _check_batch(

@@ -33,7 +33,9 @@ class Codec:
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
     round_mapped: the mapped row is rounded to the input's dtype first, as the reference system's bytes require.
     head_size_multiple, power_of_two: which head sizes the codec can take.
-    device: returns the Triton half; called when a kernel first needs it, so that importing a format imports no Triton.
+    device: returns the Triton half, a `kernels.views.DeviceCodec`; called when a kernel first needs it, so that importing a format
+        imports no Triton.
+    device_table: head_size -> numbers that the Triton half reads, 1-D; None: it reads none.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Codec:
     head_size_multiple: int = 1
     power_of_two: bool = False
     device: Callable[[], Any] | None = None
+    device_table: Callable[[int], torch.Tensor] | None = None
 
     def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
         """Raise ValueError if a row of `head_size` elements cannot be encoded."""

@@ -1,15 +1,16 @@
 """Linear maps that rows go through before they are encoded, as data: `y = A (k - off[position // 64])`.
 
 Attention needs only the inverse: `q . k = (A^-T q) . y + q . off`, and the output over values is mapped back by `A_v^-1`.
-Nothing
-that reads a map may assume that it is a Hadamard matrix.
+Nothing that
+reads a map may assume that it is a Hadamard matrix.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,28 @@ def named_map(kind: str, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     raise ValueError(f"map={kind!r}: one of 'hadamard', 'hadamard_unit', 'rht'")
 
 
+class MapOperands(NamedTuple):
+    """A map as kernels take it: matrices `[HK or 1, D, D]` that a row x is multiplied with as `matrix x`, to be scaled by a factor.
+
+    A matrix with entries 0 and +-f only, any Hadamard matrix, is held as its signs in bfloat16 with the factor f, so that 16-bit dots
+    are exact; another one in float32, with the factor 1.
+    """
+
+    forward: torch.Tensor  # A
+    query: torch.Tensor  # A^-T
+    output: torch.Tensor  # A^-1
+    mapped_offset: torch.Tensor | None  # A offset, [buckets, HK or 1, D] float32
+    forward_factor: float
+    inverse_factor: float
+
+
+def _signs(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
+    size = float(matrix.abs().amax())
+    if size > 0 and bool(((matrix == 0) | (matrix.abs() == size)).all()):
+        return matrix.sign().bfloat16(), size
+    return matrix, 1.0
+
+
 @dataclass(frozen=True)
 class LinearMap:
     """One side's map: `y = A (x - offset[position // 64])`.
@@ -63,6 +86,7 @@ class LinearMap:
     forward: torch.Tensor
     inverse: torch.Tensor
     offset: torch.Tensor | None = None
+    operands: MapOperands = field(default=None, repr=False, compare=False)  # derived; given only to spare the work
 
     def __post_init__(self) -> None:
         for name, ndim in (("forward", 3), ("inverse", 3), ("offset", 3)):
@@ -73,9 +97,24 @@ class LinearMap:
             raise ValueError(
                 f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]"
             )
+        if self.operands is None:
+            object.__setattr__(self, "operands", self._operands())
+
+    def _operands(self) -> MapOperands:
+        (forward, forward_factor), (inverse, inverse_factor) = _signs(self.forward), _signs(self.inverse)
+        mapped = None
+        if self.offset is not None:
+            rows = self.offset.double().transpose(0, 1) @ self.forward.double().mT  # [HK or 1, buckets, D]
+            mapped = rows.transpose(0, 1).float().contiguous()
+        return MapOperands(
+            forward.contiguous(), inverse.mT.contiguous(), inverse.contiguous(), mapped, forward_factor, inverse_factor
+        )
 
     def to(self, device: torch.device | str) -> LinearMap:
-        return LinearMap(*(t if t is None else t.to(device) for t in (self.forward, self.inverse, self.offset)))
+        def move(values):
+            return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
+
+        return LinearMap(*move((self.forward, self.inverse, self.offset)), MapOperands(*move(self.operands)))
 
     def offset_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Rows `[..., HK or 1, D]` of the offset table for integer positions `[...]`."""
@@ -106,6 +145,21 @@ class LayerMaps:
     def of(cls, fmt: Format, head_size: int, head_size_v: int, device: torch.device | str = "cpu") -> LayerMaps:
         """What the format asks for."""
         return cls(default_map(fmt.k, head_size, device), default_map(fmt.v, head_size_v, device))
+
+    def flatten(self) -> tuple[list[torch.Tensor | None], list[float]]:
+        """Tensors and numbers, for an operator, which takes no dataclasses. `unflatten` reverses it."""
+        tensors, factors = [], []
+        for side in (self.k, self.v):
+            tensors += [None] * 7 if side is None else [side.forward, side.inverse, side.offset, *side.operands[:4]]
+            factors += [1.0, 1.0] if side is None else side.operands[4:]
+        return tensors, factors
+
+    @classmethod
+    def unflatten(cls, tensors: list[torch.Tensor | None], factors: list[float]) -> LayerMaps:
+        def side(t, f):
+            return None if t[0] is None else LinearMap(*t[:3], MapOperands(*t[3:], *f))
+
+        return cls(side(tensors[:7], factors[:2]), side(tensors[7:], factors[2:]))
 
     def fingerprint(self) -> str:
         """Hash of every number in the maps: two caches with the same one hold comparable bytes."""

@@ -1,27 +1,345 @@
-"""write and attend over paged caches: the reference path only."""
+"""write and attend on any device: they choose an implementation, and are `torch.library` operators under torch.compile.
+
+Nothing on the GPU path waits for the device, so both can be captured in a CUDA graph and replayed with other lengths.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from . import checks, reference
-from .format import Format
+from .format import Format, get_format
 from .maps import LayerMaps
-from .reference import AttentionOptions, Side
+from .reference import AttentionOptions, Segment, Side
+
+IMPLEMENTATIONS = ("auto", "hopper", "triton", "reference")
 
 
-def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor, *,
-          maps: LayerMaps | None = None, positions: torch.Tensor | None = None, implementation: str = "auto") -> None:
-    reference.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+def choose(implementation: str, device: torch.device) -> str:
+    """The implementation that runs on `device`: "auto" is "triton" on a GPU and "reference" elsewhere.
+
+    ValueError for one that cannot run there: an explicit choice never becomes another one.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: one of {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    if implementation == "hopper":
+        raise ValueError("implementation='hopper': there are no Hopper kernels in this build")
+    if implementation == "triton" and device.type != "cuda" and not _interpreted():
+        raise ValueError(
+            f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
+        )
+    return implementation
 
 
-def attend(q: torch.Tensor, k: Side, v: Side, fmt: Format, *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
-           block_table: torch.Tensor, scale: float, options: AttentionOptions = AttentionOptions(), maps: LayerMaps | None = None,
-           out: torch.Tensor | None = None, max_query_len: int | None = None,
-           implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+def _interpreted() -> bool:
+    from . import launch
+
+    return launch.INTERPRETED
+
+
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format | str,
+    slot_mapping: torch.Tensor,
+    *,
+    maps: LayerMaps | None = None,
+    positions: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> None:
+    """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]` of a cache.
+
+    Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
+    maps: the layer's linear maps; those that the format asks for if None. positions: int `[T]`, needed where the keys' map has an offset.
+    implementation: "auto", "triton" or "reference". ValueError where it cannot run.
+    """
+    implementation = choose(implementation, key.device)
+    if maps is not None and maps.k is not None and maps.k.offset is not None and positions is None:
+        raise ValueError("positions=None: the keys' map has an offset for each bucket of positions")
+    if torch.compiler.is_compiling():
+        tensors, factors = ([], []) if maps is None else maps.flatten()
+        fmt = get_format(fmt, key.dtype)
+        _write_op(
+            *_flatten_cache(k, v),
+            key,
+            value,
+            slot_mapping,
+            positions,
+            tensors,
+            factors,
+            fmt.name,
+            [k.scale, v.scale],
+            implementation,
+        )
+    else:
+        _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation)
+
+
+def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation):
+    if maps is None:
+        maps = LayerMaps.of(fmt, key.shape[2], value.shape[2], key.device)
+    if implementation == "reference":
+        reference.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+    else:
+        from . import launch
+
+        launch.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+
+
+@torch.library.custom_op(
+    "quantkv::write",
+    mutates_args=("cache",),
+    schema="(Tensor(a!)[] cache, int[] layout, Tensor key, Tensor value, Tensor slot_mapping, Tensor? positions, Tensor?[] maps, "
+    "float[] factors, str fmt, float[] scales, str implementation) -> ()",
+)
+def _write_op(cache, layout, key, value, slot_mapping, positions, maps, factors, fmt, scales, implementation):
+    fmt = get_format(fmt)
+    k, v = _unflatten_cache(cache, layout, fmt, scales)
+    _write(key, value, k, v, fmt, slot_mapping, LayerMaps.unflatten(maps, factors) if maps else None, positions, implementation)
+
+
+@_write_op.register_fake
+def _(*args):
+    return None
+
+
+def attend(
+    q: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format | str,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    options: AttentionOptions = AttentionOptions(),
+    maps: LayerMaps | None = None,
+    out: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    implementation: str = "auto",
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`softmax(scale * q . k^) . v^` over the pages of each sequence: out `[T, HQ, D_V]`, log-sum-exp `[T, HQ]` float32.
+
+    q: `[T, HQ, D]`, the queries of all sequences one after the other; out has its dtype, or float8_e4m3fn with an output scale.
+    cu_seqlens_q: int `[S + 1]`, where each sequence's queries start. seq_lens: int `[S]`, keys, the new ones included.
+    block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
+    options: see `AttentionOptions`. maps: as in `write`. out: written to instead of a new tensor.
+    max_query_len: no sequence has more queries; a promise that makes decode and verification faster, not checked on a GPU.
+    implementation: "auto", "triton" or "reference". ValueError where it cannot run.
+    batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch.
+    """
+    fmt = get_format(fmt, q.dtype)
+    if maps is None:
+        maps = LayerMaps.of(fmt, q.shape[2], _head_size_v(v, fmt), q.device)
+    return attend_segments(
+        q,
+        [Segment(k, v, fmt, block_table, maps, options.key_start, options.key_range)],
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        scale=scale,
+        options=options,
+        out=out,
+        max_query_len=max_query_len,
+        implementation=implementation,
+        batch_invariant=batch_invariant,
+    )
+
+
+def attend_segments(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    options: AttentionOptions = AttentionOptions(),
+    out: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    implementation: str = "auto",
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` where the keys of a sequence lie in several caches: exact first and latest tokens, say, and quantized ones between.
+
+    The segments are disjoint; each has its format, block table and range of positions. All have the same kv heads and head sizes, and
+    those with a V map share it and its per-tensor scale, as do those without. Other arguments as in `attend`.
+    """
+    implementation = choose(implementation, q.device)
     checks.options(options, seq_lens.shape[0], q.shape[1], q.device)
-    result, lse = reference.attend(q, k, v, fmt, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, block_table=block_table, scale=scale,
-                                   options=options, maps=maps)
+    if len(segments) > 1:
+        _check_segments(segments)
+    shape = (*q.shape[:2], _head_size_v(segments[0].v, segments[0].fmt))
     if out is None:
-        return (result if options.output_scale is not None else result.to(q.dtype)), lse
-    return out.copy_(result), lse
+        out = torch.empty(shape, dtype=q.dtype if options.output_scale is None else torch.float8_e4m3fn, device=q.device)
+    elif out.shape != shape or out.stride(2) != 1 or (out.dtype == torch.float8_e4m3fn) != (options.output_scale is not None):
+        raise ValueError(
+            f"out: shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}; {shape} with a dense last axis is needed, "
+            "float8_e4m3fn with an output scale and only then"
+        )
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if torch.compiler.is_compiling():
+        _attend_op(
+            out,
+            lse,
+            q,
+            cu_seqlens_q,
+            seq_lens,
+            *_flatten_segments(segments),
+            *_flatten_options(options),
+            float(scale),
+            max_query_len,
+            batch_invariant,
+            implementation,
+        )
+    else:
+        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation)
+    return out, lse
+
+
+def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation):
+    batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens, "scale": scale, "options": options}
+    if implementation == "reference":
+        for target, result in zip((out, lse), reference.attend_segments(q, segments, **batch)):
+            target.copy_(result)
+    else:
+        from . import launch
+
+        launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
+
+
+def _check_segments(segments: Sequence[Segment]) -> None:
+    mapped = {(id(s.maps.v), s.v.scale) for s in segments if s.maps.v is not None}
+    if len(mapped) > 1 or len({s.v.scale for s in segments if s.maps.v is None}) > 1:
+        raise ValueError("segments: those with a V map must share it and its scale, those without a V map the scale")
+
+
+def _head_size_v(v: Side, fmt: Format) -> int:
+    return v.codes.shape[-1] * 8 * v.codes.element_size() // fmt.v.row.code_bits
+
+
+# ---- flat arguments: an operator takes tensors, numbers and strings
+
+_OPTION_TENSORS = ("sinks", "alibi_slopes", "qq_bias", "prefix_ranges")
+
+
+def _flatten_cache(k: Side, v: Side) -> tuple[list[torch.Tensor], list[int]]:
+    """Tensors, and where the views lie in the one that is their base; no layout without a base."""
+    if k.base is not None and k.base is v.base:
+        return [k.base], [*k.layout, *v.layout]
+    return [t for t in (k.codes, k.meta, v.codes, v.meta) if t is not None], []
+
+
+def _unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format, scales: list[float]) -> tuple[Side, Side]:
+    dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
+    if layout:
+        flat = tensors[0].reshape(-1)
+        tensors = [
+            flat.view(dtype).as_strided(layout[9 * i : 9 * i + 4], layout[9 * i + 4 : 9 * i + 8], layout[9 * i + 8])
+            for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)
+        ]
+    left = iter(tensors)
+    return tuple(Side(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
+
+
+def _flatten_segments(segments: Sequence[Segment]):
+    caches, layouts, tables, maps, factors = [], [], [], [], []
+    for s in segments:
+        tensors, layout = _flatten_cache(s.k, s.v)
+        caches += tensors
+        layouts += [len(tensors), len(layout), *layout]
+        tables += [s.block_table, s.key_start, s.key_range]
+        tensors, numbers = s.maps.flatten()
+        maps += tensors
+        factors += [*numbers, s.k.scale, s.v.scale]
+    return caches, layouts, tables, maps, factors, ";".join([s.fmt.name for s in segments])
+
+
+def _unflatten_segments(caches, layouts, tables, maps, factors, formats) -> list[Segment]:
+    segments = []
+    for i, name in enumerate(formats.split(";")):
+        (num_tensors, num_ints), layouts = layouts[:2], layouts[2:]
+        fmt, table, numbers = get_format(name), tables[3 * i : 3 * i + 3], factors[6 * i : 6 * i + 6]
+        k, v = _unflatten_cache(caches[:num_tensors], layouts[:num_ints], fmt, numbers[4:])
+        caches, layouts = caches[num_tensors:], layouts[num_ints:]
+        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[14 * i : 14 * i + 14], numbers[:4]), *table[1:]))
+    return segments
+
+
+def _flatten_options(o: AttentionOptions):
+    causal = None if isinstance(o.causal, bool) else o.causal
+    tensors = [causal, *[getattr(o, name) for name in _OPTION_TENSORS]]
+    return (
+        tensors,
+        [o.causal is True, o.alibi_sqrt, o.clamp_prefix_to_window],
+        o.window,
+        o.chunk_lookback,
+        float(o.softcap),
+        o.output_scale,
+    )
+
+
+@torch.library.custom_op(
+    "quantkv::attend",
+    mutates_args=("out", "lse"),
+    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor[] caches, int[] layouts, "
+    "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, bool[] flags, int window, int chunk_lookback, "
+    "float softcap, float? output_scale, float scale, int? max_query_len, bool batch_invariant, str implementation) -> ()",
+)
+def _attend_op(
+    out,
+    lse,
+    q,
+    cu_seqlens_q,
+    seq_lens,
+    caches,
+    layouts,
+    tables,
+    maps,
+    factors,
+    formats,
+    option_tensors,
+    flags,
+    window,
+    chunk_lookback,
+    softcap,
+    output_scale,
+    scale,
+    max_query_len,
+    batch_invariant,
+    implementation,
+):
+    options = AttentionOptions(
+        causal=flags[0] if option_tensors[0] is None else option_tensors[0],
+        window=window,
+        chunk_lookback=chunk_lookback,
+        softcap=softcap,
+        alibi_sqrt=flags[1],
+        clamp_prefix_to_window=flags[2],
+        output_scale=output_scale,
+        **dict(zip(_OPTION_TENSORS, option_tensors[1:])),
+    )
+    _attend(
+        out,
+        lse,
+        q,
+        _unflatten_segments(caches, layouts, tables, maps, factors, formats),
+        cu_seqlens_q,
+        seq_lens,
+        scale,
+        options,
+        max_query_len,
+        batch_invariant,
+        implementation,
+    )
+
+
+@_attend_op.register_fake
+def _(*args):
+    return None

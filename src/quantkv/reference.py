@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,11 +26,20 @@ class Side(NamedTuple):
     codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
     meta: `[num_blocks, block_size, HK, fields]` float32 or float16, None for a codec without metadata.
     scale: per-tensor scale, a float: rows are divided by it before they are encoded.
+    base, layout: `in_storage_of` fills them in. Only torch.compile needs them: it cannot follow writes to views of one storage that
+        differ in dtype.
     """
 
     codes: torch.Tensor
     meta: torch.Tensor | None = None
     scale: float = 1.0
+    base: torch.Tensor | None = None
+    layout: tuple[int, ...] = ()
+
+    def in_storage_of(self, base: torch.Tensor) -> Side:
+        """The same side, known as views of the storage that uint8 tensor `base` begins: shape, strides and offset of each."""
+        views = [t for t in (self.codes, self.meta) if t is not None]
+        return self._replace(base=base, layout=tuple(n for t in views for n in (*t.shape, *t.stride(), t.storage_offset())))
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,18 @@ class AttentionOptions:
     prefix_ranges: torch.Tensor | None = None
     clamp_prefix_to_window: bool = False
     output_scale: float | None = None
+    key_start: torch.Tensor | None = None
+    key_range: torch.Tensor | None = None
+
+
+class Segment(NamedTuple):
+    """Some of the keys of every sequence, in one cache: `key_start` and `key_range` (as in `AttentionOptions`) say which."""
+
+    k: Side
+    v: Side
+    fmt: Format
+    block_table: torch.Tensor
+    maps: LayerMaps
     key_start: torch.Tensor | None = None
     key_range: torch.Tensor | None = None
 
@@ -162,8 +183,12 @@ def attend(
     for tile in _tiles(q, k, cu_seqlens_q, seq_lens, options):
         _attend_tile(tile, q, k, v, fmt, block_table, scale, options, maps, out, lse)
     if options.output_scale is not None:
-        out = (out / options.output_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        out = _to_float8(out, options.output_scale)
     return out, lse.float() if dtype == torch.float32 else lse
+
+
+def _to_float8(out: torch.Tensor, scale: float) -> torch.Tensor:
+    return (out / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 class _Tile(NamedTuple):
@@ -364,6 +389,45 @@ def _add_by_position(score: torch.Tensor, rows: torch.Tensor, tile: _Tile, optio
         index = torch.arange(tile.queries.start, tile.queries.stop, device=score.device).clamp_max(size[0] - 1)
         bias = options.qq_bias.to(dtype)[index[:, None], since_context.clamp(0, size[1] - 1)]
         score += torch.where((since_context >= 0) & (since_context < size[1]), bias, 0)[:, None, None]
+
+
+def attend_segments(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    options: AttentionOptions = AttentionOptions(),
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` over the keys of all segments, which are disjoint."""
+    if len(segments) == 1:
+        s = segments[0]
+        return attend(
+            q,
+            s.k,
+            s.v,
+            s.fmt,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_table=s.block_table,
+            scale=scale,
+            options=replace(options, key_start=s.key_start, key_range=s.key_range),
+            maps=s.maps,
+            dtype=dtype,
+        )
+    plain = replace(options, sinks=None, output_scale=None)
+    results = [
+        attend_segments(q, [s], cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale, options=plain, dtype=dtype)
+        for s in segments
+    ]
+    outs, lses = (torch.stack(x) for x in zip(*results))
+    if options.sinks is not None:  # a segment whose one value is zero
+        outs = torch.cat([outs, torch.zeros_like(outs[:1])])
+        lses = torch.cat([lses, options.sinks.to(lses.dtype).expand_as(lses[:1])])
+    out, lse = merge(outs, lses)
+    return out if options.output_scale is None else _to_float8(out, options.output_scale), lse
 
 
 # ---- read back and merge

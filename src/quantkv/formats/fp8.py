@@ -8,6 +8,7 @@ import torch
 
 from ..format import Codec, Format, register
 from ..spec import RowLayout
+from .device import shipped_codec
 from .int8 import absmax_scale, decode_scaled
 
 
@@ -22,7 +23,7 @@ def _encode_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return cast(y * (1.0 / scale), torch.float8_e4m3fn), scale
 
 
-def plain_fp8(name: str, dtype: torch.dtype) -> Codec:
+def plain_fp8(name: str, dtype: torch.dtype, device: str) -> Codec:
     """Codes are the numbers themselves: nothing is stored beside them."""
     return Codec(
         name,
@@ -30,13 +31,21 @@ def plain_fp8(name: str, dtype: torch.dtype) -> Codec:
         encode_ref=lambda y: (cast(y, dtype), None),
         decode_ref=lambda codes, _, compute: (codes.to(compute), None, None),
         code_dtype=dtype,
+        head_size_multiple=2,
+        device=shipped_codec(device),
     )
 
 
-E4M3 = plain_fp8("fp8_e4m3", torch.float8_e4m3fn)
-E5M2 = plain_fp8("fp8_e5m2", torch.float8_e5m2)
+E4M3 = plain_fp8("fp8_e4m3", torch.float8_e4m3fn, "E4M3")
+E5M2 = plain_fp8("fp8_e5m2", torch.float8_e5m2, "E5M2")
 FP8_TOKEN = Codec(
-    "fp8_token", RowLayout(8, ("float32",)), encode_ref=_encode_token, decode_ref=decode_scaled, code_dtype=torch.float8_e4m3fn
+    "fp8_token",
+    RowLayout(8, ("float32",)),
+    encode_ref=_encode_token,
+    decode_ref=decode_scaled,
+    code_dtype=torch.float8_e4m3fn,
+    head_size_multiple=2,
+    device=shipped_codec("E4M3_TOKEN"),
 )
 
 register(Format("fp8", E4M3, E4M3, "per tensor, e4m3"), "fp8_e4m3", "fp8_per_tensor")

@@ -9,6 +9,7 @@ import torch
 from ..format import Codec, Format, register
 from ..packing import pack, unpack
 from ..spec import RowLayout
+from .device import shipped_codec
 
 BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as the reference rounds it
 CENTROIDS = (-1.5104, -0.4528, 0.4528, 1.5104)
@@ -45,7 +46,8 @@ INT2 = Codec(
     decode_ref=_decode,
     map="hadamard",
     round_mapped=True,
-    head_size_multiple=4,
+    head_size_multiple=8,
     power_of_two=True,
+    device=shipped_codec("INT2"),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

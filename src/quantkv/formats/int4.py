@@ -10,6 +10,7 @@ import torch
 from ..format import Codec, Format, register
 from ..packing import pack, unpack
 from ..spec import RowLayout
+from .device import shipped_codec
 from .int8 import SMALLEST_SCALE, round_half_away
 
 ZERO_POINT_BITS = 0xF
@@ -38,5 +39,6 @@ INT4 = Codec(
     map="rht",
     round_mapped=True,
     head_size_multiple=8,
+    device=shipped_codec("INT4"),
 )
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

@@ -6,6 +6,7 @@ import torch
 
 from ..format import Codec, Format, register
 from ..spec import RowLayout
+from .device import shipped_codec
 
 SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
 
@@ -30,5 +31,13 @@ def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return round_half_away(y * (1.0 / scale)).clamp(-128, 127).to(torch.int8), scale
 
 
-INT8 = Codec("int8", RowLayout(8, ("float32",)), encode_ref=_encode, decode_ref=decode_scaled, code_dtype=torch.int8)
+INT8 = Codec(
+    "int8",
+    RowLayout(8, ("float32",)),
+    encode_ref=_encode,
+    decode_ref=decode_scaled,
+    code_dtype=torch.int8,
+    head_size_multiple=2,
+    device=shipped_codec("INT8"),
+)
 register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

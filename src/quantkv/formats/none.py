@@ -6,6 +6,7 @@ import torch
 
 from ..format import Codec, Format, register
 from ..spec import RowLayout
+from .device import shipped_codec
 
 
 def _plain(name: str, dtype: torch.dtype) -> Codec:
@@ -15,6 +16,7 @@ def _plain(name: str, dtype: torch.dtype) -> Codec:
         encode_ref=lambda y: (y.to(dtype), None),
         decode_ref=lambda codes, _, compute: (codes.to(compute), None, None),
         code_dtype=dtype,
+        device=shipped_codec(name.upper()),
     )
 
 

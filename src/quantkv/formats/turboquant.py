@@ -10,6 +10,7 @@ import torch
 from ..format import Codec, Format, register
 from ..packing import pack, unpack
 from ..spec import RowLayout
+from .device import shipped_codec
 from .fp8 import plain_fp8
 
 # Positive half of the levels for N(0, 1). The reference solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails
@@ -44,6 +45,11 @@ def key_codec(bits: int) -> Codec:
         unit = centroids(bits, values.shape[-1], dtype).to(codes.device)[values.int()]
         return unit, norm.to(dtype) / unit.norm(dim=-1, keepdim=True), None
 
+    def table(head_size):
+        # The reader divides by the length of what it decodes, so that its levels may be of any size.
+        levels = centroids(bits, head_size)
+        return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
+
     return Codec(
         f"tq{bits}",
         RowLayout(bits, ("float16",)),
@@ -52,6 +58,8 @@ def key_codec(bits: int) -> Codec:
         map="hadamard_unit",
         power_of_two=True,
         head_size_multiple=16,
+        device=shipped_codec(f"TQ{bits}"),
+        device_table=table,
     )
 
 
@@ -69,10 +77,17 @@ def value_codec(bits: int) -> Codec:
         scale, low = meta.to(dtype).split(1, -1)
         return unpack(codes, bits).to(dtype), scale, low
 
-    return Codec(f"u{bits}", RowLayout(bits, ("float16", "float16")), encode, decode, head_size_multiple=16)
+    return Codec(
+        f"u{bits}",
+        RowLayout(bits, ("float16", "float16")),
+        encode,
+        decode,
+        head_size_multiple=16,
+        device=shipped_codec(f"U{bits}"),
+    )
 
 
-KEY8 = plain_fp8("tq8", torch.float8_e4m3fn)  # no scale, not even the layer's
+KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3")  # no scale, not even the layer's
 KEY4, KEY3, VALUE4, VALUE3 = key_codec(4), key_codec(3), value_codec(4), value_codec(3)
 
 register(Format("tq_k8v4", KEY8, VALUE4, "e4m3 keys"), "turboquant_k8v4")

@@ -1,0 +1,320 @@
+"""The Triton kernels against the reference: interpreted where there is no GPU, compiled where there is one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantkv import LayerMaps, LinearMap, available_formats, get_format, ops
+from quantkv.reference import Segment, Side
+from quantkv.testing import Batch, check, relative_error
+
+triton = pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRITON = {"implementation": "triton"}
+MIXED = ["int8/int2", "tq3/int4", "fp8/turboquant_3bit_nc", "int4/fp8_token", "fp16/int4", "turboquant_4bit_nc/int8"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DECODE, VERIFY, RAGGED = ((1, 1), (40, 90)), ((4, 4), (40, 33)), ((1, 7, 25), (37, 7, 60))
+
+
+def batch(name, shape, **arguments):
+    return Batch.make(name, *shape, **{"device": DEVICE, "dtype": DTYPES.get(name, torch.float16), **arguments})
+
+
+# ---- write
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_encode_gives_the_reference_bytes(format_name, head_size):
+    """Codes equal byte for byte; where a rotation or a sum rounds differently, a share that FORMATS.md bounds, counted."""
+    b = batch(format_name, ((1,), (40,)), head_size=head_size)
+    k, v = b.cache.k, b.cache.v
+    expected = [t.clone() for t in (k.codes.view(torch.uint8), v.codes.view(torch.uint8))]
+    meta = [None if s.meta is None else s.meta.clone() for s in (k, v)]
+    b.cache.buffer.fill_(255)
+    slots = b.slots.clone()
+    slots[7] = -1  # skipped: its slot stays poisoned
+    b.cache.write(b.key, b.value, slots, **TRITON)
+    at = (b.slots // 16, b.slots % 16)
+    kept = slots >= 0
+    for side, codes, fields, codec in zip((k, v), expected, meta, (b.cache.format.k, b.cache.format.v)):
+        assert bool((side.codes.view(torch.uint8)[at][~kept] == 255).all())
+        differing = (side.codes.view(torch.uint8)[at][kept] != codes[at][kept]).float().mean().item()
+        rotated = codec.map != "none"
+        assert differing <= (
+            0.004 if rotated and (DEVICE == "cuda" or b.q.dtype == torch.float32) else 0.001 if rotated else 0.0
+        )
+        if fields is not None:  # the last bit of a scale
+            torch.testing.assert_close(
+                side.meta[at][kept].float(), fields[at][kept].float(), rtol=2e-3 if rotated else 0, atol=0
+            )
+
+
+@pytest.mark.parametrize("mode", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_3bit_nc"])
+def test_golden_bytes(mode):
+    """Bytes that the reference engine's own kernels wrote."""
+    golden = load_file(Path(__file__).parent / "data" / "d64_bf16.safetensors")
+    fmt = get_format(mode)
+    sides = []
+    for codec in (fmt.k, fmt.v):
+        codes = torch.zeros(8, 16, 2, codec.row.code_bytes(64) // codec.code_dtype.itemsize, dtype=codec.code_dtype)
+        sides.append(
+            Side(
+                codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)
+            )
+        )
+    arguments = [golden[n].to(DEVICE) for n in ("key", "value", "slot_mapping")]
+    ops.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
+    if mode.startswith("turboquant"):
+        slot = torch.cat([t for s in sides for t in (s.codes, s.meta.view(torch.uint8))], -1).cpu()
+        expected = golden[f"{mode}.kv_cache"][..., : slot.shape[-1]]
+        pairs = [(slot, expected)]
+    else:
+        pairs = [(s.codes.cpu().view(torch.uint8), golden[f"{mode}.{n}_cache"]) for s, n in zip(sides, ("key", "value"))]
+        pairs += [(s.meta[..., 0].cpu(), golden[f"{mode}.{n}_scale_cache"]) for s, n in zip(sides, ("k", "v"))]
+    for got, want in pairs:
+        differing = (got.reshape(want.shape) != want).float().mean().item()
+        assert differing <= (0.004 if DEVICE == "cuda" else 0.0)
+
+
+def test_write_takes_any_strides():
+    b = batch("int4", ((1,), (40,)))
+    expected = b.cache.buffer.clone()
+    packed = torch.stack([b.key, b.value], 2).to(DEVICE)  # [T, HK, 2, D], as a fused projection leaves it
+    b.cache.buffer.fill_(255)
+    b.cache.write(packed[:, :, 0], packed[:, :, 1], b.slots, **TRITON)
+    assert (b.cache.buffer != expected).float().mean() <= 0.004
+
+
+# ---- attend
+
+
+@pytest.mark.parametrize("shape", [DECODE, RAGGED], ids=["decode", "ragged"])
+@pytest.mark.parametrize("name", [*available_formats(), *MIXED])
+def test_formats(name, shape):
+    b = batch(name, shape)
+    check(b, b.attend(**TRITON, max_query_len=max(shape[0])))
+
+
+def options_of(heads):
+    generator = torch.Generator().manual_seed(1)
+    slopes, sinks, bias = (torch.rand(*s, generator=generator) for s in ((heads,), (heads,), (12, 12)))
+    ranges = torch.tensor([[[2, 10], [30, 50], [0, 0]], [[5, 5], [20, 28], [3, 6]]], dtype=torch.int32)
+    return {
+        "not causal": {"causal": False},
+        "causal per sequence": {"causal": torch.tensor([True, False]), "window": 9},
+        "window": {"window": 7},
+        "window, not causal": {"window": 7, "causal": False},
+        "chunked lookback": {"window": 16, "chunk_lookback": 1},
+        "softcap": {"softcap": 2.0},
+        "sinks": {"sinks": sinks * 4},
+        "alibi": {"alibi_slopes": slopes},
+        "sqrt alibi, softcap": {"alibi_slopes": slopes, "alibi_sqrt": True, "softcap": 5.0},
+        "query-query bias": {"qq_bias": bias},
+        "prefix ranges": {"prefix_ranges": ranges},
+        "prefix ranges, window": {"prefix_ranges": ranges, "window": 5},
+        "prefix ranges, clamped": {"prefix_ranges": ranges, "window": 5, "clamp_prefix_to_window": True},
+        "float8 output": {"output_scale": 0.05},
+        "range of positions": {
+            "key_range": torch.tensor([[5, 30], [4, 20]], dtype=torch.int32),
+            "causal": False,
+        },
+    }
+
+
+@pytest.mark.parametrize("shape", [((3, 12), (40, 33)), ((1, 1), (40, 33))], ids=["chunk", "decode"])
+@pytest.mark.parametrize("name", list(options_of(6)))
+def test_options(name, shape):
+    options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options_of(6)[name].items()}
+    b = batch("int4" if name in ("sinks", "float8 output", "softcap") else "int8", shape)
+    check(b, b.attend(**TRITON, max_query_len=max(shape[0]), **options), **options)
+
+
+@pytest.mark.parametrize("head_sizes", [(80, 80), (96, 64), (128, 128), (192, 128), (256, 256), (32, 32), (512, 512)], ids=str)
+def test_head_sizes(head_sizes):
+    for name in ("int4", "int8"):
+        b = batch(name, ((1, 3), (20, 35)), head_size=head_sizes[0], head_size_v=head_sizes[1])
+        check(b, b.attend(**TRITON))
+
+
+@pytest.mark.parametrize("group", [1, 5, 16, 64])
+def test_groups(group):
+    b = batch("int4", VERIFY, group=group, num_kv_heads=1)
+    check(b, b.attend(**TRITON, max_query_len=4))
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_block_sizes(block_size):
+    b = batch("int4", RAGGED, block_size=block_size)
+    check(b, b.attend(**TRITON))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dtypes(dtype):
+    b = batch("int4", RAGGED, dtype=dtype)
+    check(b, b.attend(**TRITON))
+
+
+def random_map(heads, size, seed, buckets=None):
+    """Well-conditioned, another for each head; offsets as large as the rows."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.linalg.qr(torch.randn(heads, size, size, generator=generator))[0] * torch.linspace(0.5, 2, size)
+    offset = None if buckets is None else torch.randn(buckets, 1, size, generator=generator) * 2
+    return LinearMap(a, torch.linalg.inv(a.double()).float(), offset)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "tq3/int2"])
+def test_any_map_and_offset(name):
+    """Nothing in a kernel may assume a Hadamard matrix; what an offset adds to the scores is exact."""
+    maps = LayerMaps(random_map(2, 64, 0, buckets=2), random_map(2, 64, 1))
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    b = batch(name, ((3, 12), (40, 150)), maps=maps)
+    check(b, b.attend(**TRITON, softcap=20.0, sinks=sinks), softcap=20.0, sinks=sinks)
+    before = b.cache.buffer.clone()
+    b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
+    assert (b.cache.buffer != before).float().mean() <= 0.01
+
+
+# ---- what must not matter
+
+
+def test_one_token_reads_back_as_it_is_stored(format_name):
+    b = batch(format_name, ((1,), (1,)), group=1)
+    _, value = b.cache.dequantize(b.slots)
+    assert relative_error(b.attend(**TRITON)[0], value) <= (2e-3 if b.q.dtype != torch.bfloat16 else 6e-3)
+
+
+def test_batch_pages_and_padding_change_no_bit():
+    """Alone or in a batch, whatever the order of the pages and the width of the block table: the same bits, when asked for."""
+    shape = ((1, 3, 1), (90, 33, 1100))
+    b = batch("int4", shape, num_kv_heads=1)
+    together, lse = b.attend(**TRITON, batch_invariant=True)
+    for s, (first, last) in enumerate([(0, 1), (1, 4), (4, 5)]):
+        out, alone = b.cache.attend(
+            b.q[first:last],
+            block_table=b.block_table[s : s + 1],
+            seq_lens=b.seq_lens[s : s + 1],
+            cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
+            return_lse=True,
+            batch_invariant=True,
+            **TRITON,
+        )
+        assert torch.equal(out, together[first:last])
+        assert torch.equal(alone, lse[first:last])
+
+
+def test_chunks_of_a_prompt_give_what_the_whole_gives():
+    b = batch("int4", ((40,), (40,)))
+    whole, _ = b.attend(**TRITON)
+    parts = []
+    for first, last in ((0, 9), (9, 32), (32, 40)):
+        ends = {"seq_lens": torch.tensor([last], device=DEVICE), "cu_seqlens_q": torch.tensor([0, last - first], device=DEVICE)}
+        parts.append(b.cache.attend(b.q[first:last], block_table=b.block_table, **ends, **TRITON))
+    assert relative_error(torch.cat(parts), whole) <= 1e-3
+
+
+def test_splits_are_merged():
+    from quantkv import launch
+
+    b = batch("tq4", ((1, 2), (300, 700)), num_kv_heads=1)
+    out, lse = torch.empty_like(b.q), torch.empty(b.q.shape[:2], device=DEVICE)
+    options = ops.AttentionOptions(sinks=torch.ones(3, device=DEVICE))
+    c = b.cache
+    for splits in (1, 5, 16):
+        launch.attend(
+            b.q,
+            [Segment(c.k, c.v, c.format, b.block_table, c.maps)],
+            out.fill_(float("nan")),
+            lse,
+            cu_seqlens_q=b.cu_seqlens_q,
+            seq_lens=b.seq_lens,
+            scale=c.spec.head_size**-0.5,
+            options=options,
+            max_query_len=2,
+            batch_invariant=False,
+            num_splits=splits,
+        )
+        check(b, (out, lse), sinks=options.sinks)
+
+
+def test_segments_of_a_sequence_in_several_caches():
+    """Exact first and latest tokens in a 16-bit cache, the rest quantized: one merge, sinks once."""
+    exact, quantized = batch("fp16", ((2,), (100,)), seed=3), batch("int4", ((2,), (100,)), seed=3)
+    ranges = [torch.tensor([r], dtype=torch.int32, device=DEVICE) for r in ([0, 8], [8, 80], [80, 100])]
+    start = torch.tensor([80], dtype=torch.int32, device=DEVICE)
+    segments = [
+        Segment(c.cache.k, c.cache.v, c.cache.format, table, c.cache.maps, first, positions)
+        for c, table, first, positions in (
+            (exact, exact.block_table, None, ranges[0]),
+            (quantized, quantized.block_table, None, ranges[1]),
+            (exact, exact.block_table[:, 5:].contiguous(), start, ranges[2]),  # its first slot holds position 80
+        )
+    ]
+    call = {"cu_seqlens_q": exact.cu_seqlens_q, "seq_lens": exact.seq_lens, "scale": 0.125}
+    call["options"] = ops.AttentionOptions(sinks=torch.ones(6, device=DEVICE), window=60)
+    (out, lse), (expected, expected_lse) = (
+        ops.attend_segments(exact.q, segments, **call, implementation=i) for i in ("triton", "reference")
+    )
+    assert relative_error(out, expected) <= 2e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["int8", "tq4"])
+def test_foreign_layouts(name):
+    """Token-major slots with the metadata inline and padding behind, one buffer for several layers, an offset into its storage."""
+    b = batch(name, RAGGED)
+    expected, _ = b.attend(**TRITON)
+    parts = [t for s in (b.cache.k, b.cache.v) for t in (s.codes, s.meta)]
+    sizes = [t.shape[-1] * t.element_size() for t in parts]
+    slot = -(-sum(sizes) // 16) * 16 + 16
+    layers = torch.full((b.cache.num_blocks, 3, 16, 2, slot), 255, dtype=torch.uint8, device=DEVICE)
+    views = [v.view(t.dtype) for v, t in zip(layers[:, 1, ..., : sum(sizes)].split(sizes, -1), parts)]
+    for view, t in zip(views, parts):
+        view.view(torch.uint8).copy_(t.view(torch.uint8))
+    c = b.cache
+    call = {
+        "cu_seqlens_q": b.cu_seqlens_q,
+        "seq_lens": b.seq_lens,
+        "block_table": b.block_table,
+        "scale": c.spec.head_size**-0.5,
+    }
+    out, _ = ops.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
+    assert torch.equal(out, expected)
+
+
+# ---- refusals
+
+
+def test_what_cannot_run_is_refused_by_name(monkeypatch):
+    b = batch("int8", DECODE)
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        b.attend(implementation="cuda")
+    codes = torch.zeros(2, 16, 2, 65, dtype=torch.int8, device=DEVICE)[..., 1:]
+    side = Side(codes, torch.zeros(2, 16, 2, 1, device=DEVICE))
+    call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": 1.0}
+    with pytest.raises(ValueError, match="words of 2 bytes"):
+        ops.attend(b.q, side, side, "int8", **call, **TRITON)
+    if DEVICE == "cpu":
+        monkeypatch.setattr("quantkv.launch.INTERPRETED", False)
+        with pytest.raises(ValueError, match="implementation='triton'.*need a GPU"):
+            b.attend(**TRITON)
+
+
+def test_rows_of_zero_tokens():
+    b = batch("int4", DECODE)
+    b.cache.write(b.key[:0], b.value[:0], b.slots[:0], **TRITON)
+    empty = {"seq_lens": b.seq_lens[:0], "block_table": b.block_table[:0], "cu_seqlens_q": b.cu_seqlens_q[:1]}
+    assert b.cache.attend(b.q[:0], **empty, **TRITON).shape == (0, 6, 64)
+
+
+def test_rows_of_dequantized_values_are_kept():
+    """Every byte that an 8-bit float can hold comes out as it went in, NaN included."""
+    codes = torch.arange(256, dtype=torch.uint8).view(4, 1, 64)
+    b = batch("fp8", ((1, 1, 1, 1), (1, 1, 1, 1)), group=1, num_kv_heads=1)
+    at = (b.slots // 16, b.slots % 16)
+    b.cache.v.codes.view(torch.uint8)[at] = codes.to(DEVICE)
+    out, _ = b.attend(**TRITON)
+    expected = codes.view(torch.float8_e4m3fn).to(torch.float16)
+    assert torch.equal(out.cpu().nan_to_num(12345.0), expected.nan_to_num(12345.0))
