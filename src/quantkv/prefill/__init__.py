@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ..arguments import AttentionOptions, Side
 from ..format import Format
 from ..maps import OFFSET_BUCKET, LayerMaps
-from ..reference import AttentionOptions, Side
 from . import dense
 from .steps import Part, TorchSteps
 
