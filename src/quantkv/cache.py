@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 
 from . import checks, ops, reference
+from .arguments import AttentionOptions, Side
 from .format import Codec
 from .formats import get_format
 from .maps import LayerMaps
-from .reference import AttentionOptions, Side
 from .spec import CacheSpec
 
 FILE_FORMAT, FILE_VERSION = "quantkv-pages", 1
@@ -173,22 +174,22 @@ class PagedCache:
         opts: AttentionOptions,
     ) -> None:
         """The checks that read tensors: lengths fit the table, and the pages that are read exist."""
-        counts = cu_seqlens_q.diff()
-        if int(cu_seqlens_q[0]) != 0 or int(cu_seqlens_q[-1]) != num_tokens or bool((counts < 0).any()):
-            checks.refuse("cu_seqlens_q", cu_seqlens_q.tolist(), f"it rises from 0 to the {num_tokens} queries")
-        if bool((seq_lens < counts).any()):
-            checks.refuse("seq_lens", seq_lens.tolist(), f"a sequence holds at least its queries, {counts.tolist()}")
-        start = torch.zeros_like(seq_lens) if opts.key_start is None else opts.key_start
-        pages = -(-(seq_lens - start) // self.spec.block_size)
-        if block_table.shape[0] and int(pages.max()) > block_table.shape[1]:
-            checks.refuse("block_table.shape[1]", block_table.shape[1], f"the longest sequence needs {int(pages.max())} pages")
-        column = torch.arange(block_table.shape[1])
+        starts, lengths, size = cu_seqlens_q.tolist(), seq_lens.tolist(), self.spec.block_size
+        counts = [b - a for a, b in itertools.pairwise(starts)]
+        if starts[0] != 0 or starts[-1] != num_tokens or min(counts, default=0) < 0:
+            checks.refuse("cu_seqlens_q", starts, f"it rises from 0 to the {num_tokens} queries")
+        if any(length < count for length, count in zip(lengths, counts)):
+            checks.refuse("seq_lens", lengths, f"a sequence holds at least its queries, {counts}")
+        begins = [0] * len(lengths) if opts.key_start is None else opts.key_start.tolist()
+        pages = [-(-(length - begin) // size) for length, begin in zip(lengths, begins)]
+        if max(pages, default=0) > block_table.shape[1]:
+            checks.refuse("block_table.shape[1]", block_table.shape[1], f"the longest sequence needs {max(pages)} pages")
         # A sliding window lets an engine give pages back: what lies wholly behind every query's window is not looked at.
-        first = torch.zeros_like(seq_lens)
-        if opts.window > 0 and opts.prefix_ranges is None:
-            first = (seq_lens - counts - opts.window - start).clamp_min(0) // self.spec.block_size
-        read = (column < pages[:, None]) & (column >= first[:, None])
-        checks.in_range("block_table", block_table[read], 0, self.num_blocks, f" (the cache has {self.num_blocks} pages)")
+        window = opts.window if opts.prefix_ranges is None else 0
+        oldest = [length - count - window - begin if window else 0 for length, count, begin in zip(lengths, counts, begins)]
+        for row, first, last in zip(block_table, oldest, pages):
+            checks.in_range("block_table", row[max(first, 0) // size : max(last, 0)], 0, self.num_blocks,
+                            f" (the cache has {self.num_blocks} pages)")
 
     def dequantize(
         self, slots: torch.Tensor, positions: torch.Tensor | None = None, dtype: torch.dtype = torch.float32

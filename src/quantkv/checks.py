@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .reference import AttentionOptions
+from .arguments import AttentionOptions
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,8 +30,10 @@ def tensor(
 
 def in_range(argument: str, t: torch.Tensor, low: int, high: int, note: str = "") -> None:
     """Check `low <= t < high`. Reads the tensor: a synchronisation on an accelerator."""
-    if t.numel() and not (low <= int(t.min()) and int(t.max()) < high):
-        refuse(argument, f"{int(t.min())}..{int(t.max())}", f"values lie in {low}..{high - 1}{note}")
+    if t.numel():
+        least, most = (int(x) for x in t.aminmax())
+        if least < low or most >= high:
+            refuse(argument, f"{least}..{most}", f"values lie in {low}..{high - 1}{note}")
 
 
 def options(o: AttentionOptions, num_seqs: int, num_heads: int, device: torch.device) -> None:

@@ -15,11 +15,12 @@ _WORDS = {2: (1, 4, torch.int32), 3: (3, 8, torch.int64), 4: (1, 2, torch.int16)
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Integers `[..., D]` below 2**bits -> uint8 `[..., D * bits / 8]`."""
     word_bytes, count, _ = _WORDS[bits]
-    fields = values.unflatten(-1, (-1, count)).to(torch.int32)
-    shifts = torch.arange(0, bits * count, bits, device=values.device, dtype=torch.int32)
-    word = (fields << shifts).sum(-1, dtype=torch.int32)
-    parts = [(word >> (8 * i)) & 0xFF for i in range(word_bytes)]
-    return torch.stack(parts, -1).flatten(-2).to(torch.uint8)
+    word, *others = values.to(torch.int32).unflatten(-1, (-1, count)).unbind(-1)
+    for i, field in enumerate(others, 1):
+        word = word | field << bits * i
+    if word_bytes == 1:
+        return word.to(torch.uint8)
+    return torch.stack([word >> 8 * i & 0xFF for i in range(word_bytes)], -1).flatten(-2).to(torch.uint8)
 
 
 def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -29,8 +30,11 @@ def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if word_bytes > 1:
         word = word.unflatten(-1, (-1, word_bytes))
         word = sum(word[..., i] << (8 * i) for i in range(word_bytes))
-    # Shift value i from bit bits*i to bit 8*i of the wide integer and look at its bytes: no interleaving copy.
-    spread = word & (2**bits - 1)
-    for i in range(1, count):
-        spread |= (word << ((8 - bits) * i)) & ((2**bits - 1) << (8 * i))
-    return spread.contiguous().view(torch.uint8)
+    # Give each value a byte of the wide integer, without an interleaving copy: move the upper half of the values apart from the
+    # lower, then the halves of each half.
+    group = count
+    while group > 1:
+        group //= 2
+        word |= word << group * (8 - bits)
+        word &= sum((2 ** (bits * group) - 1) << first * 8 for first in range(0, count, group))
+    return word.contiguous().view(torch.uint8)

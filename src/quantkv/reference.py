@@ -6,86 +6,19 @@ queries, bounds memory.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from .arguments import AttentionOptions, Segment, Side
 from .format import Codec, Format
 from .maps import LayerMaps, LinearMap
 
 TILE_ELEMENTS = 1 << 20  # scores of a tile of attend: temporaries that stay in a processor's cache
-
-
-class Side(NamedTuple):
-    """K or V of a paged cache, as strided views.
-
-    codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
-    meta: `[num_blocks, block_size, HK, fields]` float32 or float16, None for a codec without metadata.
-    scale: per-tensor scale, a float: rows are divided by it before they are encoded.
-    base, layout: `in_storage_of` fills them in. Only torch.compile needs them: it cannot follow writes to views of one storage
-        that differ in dtype.
-    """
-
-    codes: torch.Tensor
-    meta: torch.Tensor | None = None
-    scale: float = 1.0
-    base: torch.Tensor | None = None
-    layout: tuple[int, ...] = ()
-
-    def in_storage_of(self, base: torch.Tensor) -> Side:
-        """The same side, known as views of the storage that uint8 tensor `base` begins: shape, strides and offset of each."""
-        views = [t for t in (self.codes, self.meta) if t is not None]
-        return self._replace(base=base, layout=tuple(n for t in views for n in (*t.shape, *t.stride(), t.storage_offset())))
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """Every option of attention; the defaults are plain causal attention. Sequence s has L keys and n queries; query i
-    stands at position `L - n + i`.
-
-    causal: a bool, or bool `[S]`: key j <= position.
-    window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window.
-    chunk_lookback: >= 0: instead of the window, `position // size - j // size <= chunk_lookback` with
-        `size = window // (chunk_lookback + 1)`.
-    softcap: > 0: `softcap * tanh(score / softcap)`.
-    sinks: float `[HQ]`: one more term `exp(sink)` in the denominator.
-    alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
-    qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call.
-    prefix_ranges: int `[S, R, 2]`, inclusive: query and key inside one range see each other, whatever the mask says;
-        unused where start >= end. clamp_prefix_to_window: not further back than the window.
-    output_scale: the output is `clamp(out / output_scale, -448, 448)` as float8_e4m3fn.
-    key_start: int `[S]`: position of the key in the first slot; 0 if None.
-    key_range: int `[S, 2]`: only positions from start to before end are read; all below L if None.
-    """
-
-    causal: bool | torch.Tensor = True
-    window: int = 0
-    chunk_lookback: int = -1
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    alibi_sqrt: bool = False
-    qq_bias: torch.Tensor | None = None
-    prefix_ranges: torch.Tensor | None = None
-    clamp_prefix_to_window: bool = False
-    output_scale: float | None = None
-    key_start: torch.Tensor | None = None
-    key_range: torch.Tensor | None = None
-
-
-class Segment(NamedTuple):
-    """Some of the keys of every sequence, in one cache: `key_start` and `key_range` (as in `AttentionOptions`) say which."""
-
-    k: Side
-    v: Side
-    fmt: Format
-    block_table: torch.Tensor
-    maps: LayerMaps
-    key_start: torch.Tensor | None = None
-    key_range: torch.Tensor | None = None
 
 
 def _raw(t: torch.Tensor) -> torch.Tensor:
@@ -119,8 +52,12 @@ def write(
         positions = None if positions is None else positions[kept]
     block_size = k.codes.shape[1]
     at = (slot_mapping // block_size, slot_mapping % block_size)
-    for rows, side, codec, map_ in ((key, k, fmt.k, maps.k), (value, v, fmt.v, maps.v)):
-        codes, meta = encode(rows, codec, map_, positions, side.scale)
+    if fmt.k is fmt.v and maps.k is maps.v and positions is None and k.scale == v.scale and key.shape == value.shape:
+        both = encode(torch.cat((key, value)), fmt.k, maps.k, None, k.scale)  # rows are encoded one by one: half the calls
+        encoded = zip(*(itertools.repeat(None, 2) if t is None else t.chunk(2) for t in both))
+    else:
+        encoded = encode(key, fmt.k, maps.k, positions, k.scale), encode(value, fmt.v, maps.v, positions, v.scale)
+    for side, (codes, meta) in zip((k, v), encoded):
         _raw(side.codes)[at] = _raw(codes)
         if meta is not None:
             side.meta[at] = meta
@@ -190,12 +127,28 @@ class _Tile(NamedTuple):
     """Queries [S, M] of some sequences: padded to the longest."""
 
     seqs: slice
-    token: torch.Tensor  # [S, M] row of q
-    real: torch.Tensor  # [S, M] False for padding
-    index: torch.Tensor  # [S, M] index of the query within its sequence
-    context: torch.Tensor  # [S] position of query 0
-    seq_len: torch.Tensor  # [S]
+    queries: range  # M indices of queries within their sequences
+    contexts: list[int]  # S positions of query 0
+    seq_lens: list[int]  # S
+    token: torch.Tensor | slice  # [S, M] row of q; a slice where no query is padding
+    real: torch.Tensor | None  # [S, M] False for padding; None where there is none
     num_keys: int  # slots to look at: as far as any of the queries may see
+    whole: bool  # one query a sequence, which sees all of them: no mask is needed
+
+    def take(self, q: torch.Tensor) -> torch.Tensor:
+        """The tile's rows of `q [T, HQ, D]`: `[S, M, HQ, D]`."""
+        return q[self.token].view(-1, len(self.queries), *q.shape[1:]) if self.real is None else q[self.token]
+
+    def put(self, out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write `rows [S, M, ..]` to their places in `out [T, ..]`."""
+        if self.real is None:
+            out[self.token] = rows.flatten(0, 1)
+        else:
+            out[self.token[self.real]] = rows[self.real]
+
+    def column(self, values: list[int], device: torch.device) -> torch.Tensor:
+        """A number for each sequence, `[S, 1, 1]`."""
+        return torch.tensor(values, device=device)[:, None, None]
 
 
 def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
@@ -204,6 +157,7 @@ def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
     first_key = [0] * len(lens) if options.key_start is None else options.key_start.tolist()
     slots = [max(n - f, 0) for n, f in zip(lens, first_key)]
     heads, width = q.shape[1], k.codes.shape[2] * q.shape[2]
+    unmasked = isinstance(options.causal, bool) and not options.window and options.prefix_ranges is options.key_range is None
     s = 0
     while s < len(lens):
         e, most_keys, most_q = s, 0, 0
@@ -213,25 +167,37 @@ def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[_Tile]:
                 break
             most_keys, most_q, e = keys, queries, e + 1
         step = max(1, TILE_ELEMENTS // ((e - s) * heads * most_keys))
-        n = cu_seqlens_q[s + 1 : e + 1].long() - cu_seqlens_q[s:e].long()
-        seq_len = seq_lens[s:e].long()
+        counts = [starts[i + 1] - starts[i] for i in range(s, e)]
+        even = min(counts) == most_q  # then q's rows of these sequences form a rectangle
+        whole = unmasked and even and most_q == 1 and min(slots[s:e]) == most_keys
         behind = options.causal is True and options.prefix_ranges is None  # no query sees past its own position
+        contexts = [length - count for length, count in zip(lens[s:e], counts)]
         for first in range(0, most_q, step):
-            index = torch.arange(first, min(first + step, most_q), device=q.device).expand(e - s, -1)
-            real = index < n[:, None]
-            token = (cu_seqlens_q[s:e, None].long() + index).clamp_max(q.shape[0] - 1)
-            later = [max(starts[i + 1] - starts[i] - first - step, 0) if behind else 0 for i in range(s, e)]
-            keys = max(slots[i] - ahead for i, ahead in zip(range(s, e), later))
-            yield _Tile(slice(s, e), token, real, index, seq_len - n, seq_len, max(keys, 1))
+            queries = range(first, min(first + step, most_q))
+            if even and (e - s == 1 or len(queries) == most_q):
+                token, real = slice(starts[s] + first, starts[e] - (most_q - queries.stop)), None
+            else:
+                index = torch.arange(first, queries.stop, device=q.device)
+                token = (cu_seqlens_q[s:e, None].long() + index).clamp_max(q.shape[0] - 1)
+                real = index < torch.tensor(counts, device=q.device)[:, None]
+            later = [max(count - queries.stop, 0) if behind else 0 for count in counts]
+            keys = max(have - ahead for have, ahead in zip(slots[s:e], later))
+            yield _Tile(slice(s, e), queries, contexts, lens[s:e], token, real, max(keys, 1), whole)
         s = e
 
 
-def visible_keys(tile, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which keys each query sees: bool `[S, M, N]`, with query positions `[S, M, 1]` and key positions `[S, 1, N]`."""
-    query = (tile.context[:, None] + tile.index)[:, :, None]
-    key = torch.arange(tile.num_keys, device=query.device)[None, None, :]
+def _positions(tile: _Tile, options: AttentionOptions, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the queries `[S, M, 1]` and of the keys `[S or 1, 1, N]`."""
+    index = torch.arange(tile.queries.start, tile.queries.stop, device=device)
+    key = torch.arange(tile.num_keys, device=device)[None, None, :]
     if options.key_start is not None:
         key = key + options.key_start[tile.seqs, None, None].long()
+    return tile.column(tile.contexts, device) + index[None, :, None], key
+
+
+def visible_keys(tile: _Tile, options: AttentionOptions, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees: bool `[S, M, N]`."""
+    query, key = _positions(tile, options, device)
     distance = query - key
     causal = options.causal if isinstance(options.causal, bool) else options.causal[tile.seqs, None, None]
     past = (distance >= 0) | (not causal if isinstance(causal, bool) else ~causal)
@@ -248,25 +214,38 @@ def visible_keys(tile, options: AttentionOptions) -> tuple[torch.Tensor, torch.T
         q_, k_ = query[..., None], key[..., None]
         both = ((start < end) & (start <= q_) & (q_ <= end) & (start <= k_) & (k_ <= end)).any(-1)
         seen = seen | (both & back if options.clamp_prefix_to_window else both)
-    seen = seen & (key < tile.seq_len[:, None, None]) & tile.real[:, :, None]
+    seen = seen & (key < tile.column(tile.seq_lens, device))
+    if tile.real is not None:
+        seen = seen & tile.real[:, :, None]
     if options.key_range is not None:
         low, high = options.key_range[tile.seqs].long()[:, None, None, :].unbind(-1)
         seen = seen & (key >= low) & (key < high)
-    return seen, query, key
+    return seen
 
 
-def _gather(side: Side, codec: Codec, table: torch.Tensor, used: torch.Tensor, dtype: torch.dtype):
-    """Operand `[S, HK, N, D]`, scale and bias `[S, HK, 1, N]` (or None) of the keys in the pages `table [S, pages]`.
+def _pages(tile: _Tile, block_table: torch.Tensor, block_size: int, used: torch.Tensor | None) -> torch.Tensor | slice:
+    """What to index the pages with: `[S, pages]`, 0 for a page without used slots; a slice where one sequence's pages are neighbours."""
+    count = -(-tile.num_keys // block_size)
+    table = block_table[tile.seqs, :count].long()
+    if used is not None:
+        padded = torch.nn.functional.pad(used, (0, count * block_size - tile.num_keys))
+        table = table * padded.unflatten(1, (count, block_size)).any(-1)
+    if len(tile.seq_lens) == 1:
+        run = table[0].tolist()
+        if run == list(range(run[0], run[0] + count)):
+            return slice(run[0], run[0] + count)
+    return table
 
-    Slots that are not `used [S, N]` read as zero bytes: what they hold, NaN perhaps, must not reach a product."""
-    pages, n = table.shape[1], used.shape[1]
-    run = table[0]
-    consecutive = table.shape[0] == 1 and bool((run == run[0] + torch.arange(pages, device=run.device)).all())
+
+def _gather(side: Side, codec: Codec, pages: torch.Tensor | slice, n: int, used: torch.Tensor | None, dtype: torch.dtype):
+    """Operand `[S, HK, N, D]`, scale and bias `[S, HK, 1, N]` (or None) of the first n keys in the pages that `_pages` named.
+
+    Slots that are not `used [S, N]` (None: all are) read as zero bytes: what they hold, NaN perhaps, must not reach a product."""
 
     def rows(t):  # [num_blocks, block_size, HK, X] -> [S, HK, N, X]
-        t = t[None, int(run[0]) : int(run[0]) + pages] if consecutive else t[table]  # neighbours need no gather
+        t = t[None, pages] if isinstance(pages, slice) else t[pages]  # neighbours need no gather
         t = t.permute(0, 3, 1, 2, 4).flatten(2, 3)[:, :, :n]
-        return t.masked_fill(~used[:, None, :, None], 0)
+        return t if used is None else t.masked_fill(~used[:, None, :, None], 0)
 
     codes = rows(_raw(side.codes)).view(side.codes.dtype)
     operand, scale, bias = codec.decode_ref(codes, None if side.meta is None else rows(side.meta), dtype)
@@ -278,55 +257,70 @@ def _attend_tile(
 ) -> None:
     """One tile of `attend`, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N
     keys."""
-    dtype, heads, block_size = out.dtype, k.codes.shape[2], k.codes.shape[1]
-    seen, query, key = visible_keys(tile, options)
-    used = seen.any(1)
-    pages = -(-tile.num_keys // block_size)
-    padded = torch.nn.functional.pad(used, (0, pages * block_size - tile.num_keys))
-    table = block_table[tile.seqs, :pages].long() * padded.unflatten(1, (pages, block_size)).any(-1)
+    dtype, heads = out.dtype, k.codes.shape[2]
+    seen = None if tile.whole else visible_keys(tile, options, q.device)
+    used = None if seen is None else seen.any(1)
+    pages = _pages(tile, block_table, k.codes.shape[1], used)
 
-    rows = q[tile.token].to(dtype).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4) * scale  # [S, H, G, M, D]
-    mapped = rows if maps.k is None else rows @ maps.k.inverse.to(dtype)[:, None]
+    rows = tile.take(q).to(dtype)
+    rows = rows.view(*rows.shape[:2], heads, -1, rows.shape[3]).permute(0, 2, 3, 1, 4) * scale  # [S, H, G, M, D]
+    mapped = rows if maps.k is None else rows @ _for_heads(maps.k.inverse.to(dtype))
     mapped = mapped * k.scale
-    operand, k_scale, k_bias = _gather(k, fmt.k, table, used, dtype)
+    operand, k_scale, k_bias = _gather(k, fmt.k, pages, tile.num_keys, used, dtype)
     score = (mapped.flatten(2, 3) @ operand.mT).unflatten(2, rows.shape[2:4])  # [S, H, G, M, N]
     if k_scale is not None:
         score *= k_scale[:, :, None]
     if k_bias is not None:
         score += mapped.sum(-1, keepdim=True) * k_bias[:, :, None]
-    if maps.k is not None and maps.k.offset is not None:
-        offset = maps.k.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
-        score += rows @ offset[:, :, None]
+    _add_by_position(score, rows, tile, options, maps)
+    if seen is not None:
+        score.masked_fill_(~seen[:, None, None], -math.inf)
 
+    sinks = None if options.sinks is None else options.sinks.to(dtype).view(1, heads, -1, 1)
+    top = score.amax(-1)  # [S, H, G, M]
+    top = (top if sinks is None else torch.maximum(top, sinks)).clamp_min_(torch.finfo(dtype).min)
+    weight = score.sub_(top[..., None]).exp_()
+    norm = weight.sum(-1)
+    norm = norm if sinks is None else norm + torch.exp(sinks - top)
+    operand, v_scale, v_bias = _gather(v, fmt.v, pages, tile.num_keys, used, dtype)
+    shift = None if v_bias is None else weight.flatten(2, 3) @ v_bias.mT  # sum of weight times bias
+    if v_scale is not None:
+        weight *= v_scale[:, :, None]
+    result = weight.flatten(2, 3) @ operand
+    result = (result if shift is None else result + shift).unflatten(2, rows.shape[2:4])
+    result = result * (v.scale / norm.clamp_min(1))[..., None]  # norm is 1 at least, or 0: no key, no sink
+    if maps.v is not None:
+        result = result @ _for_heads(maps.v.inverse.to(dtype).mT)
+    tile.put(out, result.permute(0, 3, 1, 2, 4).flatten(2, 3))
+    tile.put(lse, (top + norm.log()).permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def _for_heads(matrix: torch.Tensor) -> torch.Tensor:
+    """`[H or 1, D, D]` to multiply `[S, H, G, M, D]` with; one matrix for all heads makes one product of it."""
+    return matrix[0] if matrix.shape[0] == 1 else matrix[:, None]
+
+
+def _add_by_position(score: torch.Tensor, rows: torch.Tensor, tile: _Tile, options: AttentionOptions, maps: LayerMaps) -> None:
+    """What is added to `score [S, H, G, M, N]`, in place, by where query and key stand: offset, then after the softcap ALiBi, bias."""
+    dtype, heads = score.dtype, score.shape[1]
+    offset = None if maps.k is None else maps.k.offset
+    if offset is not None or options.alibi_slopes is not None or options.qq_bias is not None:
+        query, key = _positions(tile, options, score.device)
+        since_context = key - tile.column(tile.contexts, score.device)
+    if offset is not None:
+        by_key = maps.k.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
+        score += rows @ by_key[:, :, None]
     if options.softcap > 0:
-        score = options.softcap * torch.tanh(score / options.softcap)
+        score.div_(options.softcap).tanh_().mul_(options.softcap)
     if options.alibi_slopes is not None:
         slope = options.alibi_slopes.to(dtype).view(1, heads, -1, 1, 1)
         behind = (query - key).clamp_min(0).to(dtype)
-        since_context = (key - tile.context[:, None, None]).to(dtype)
-        score += slope * (-behind.sqrt() if options.alibi_sqrt else since_context)[:, None, None]
+        score += slope * (-behind.sqrt() if options.alibi_sqrt else since_context.to(dtype))[:, None, None]
     if options.qq_bias is not None:
         size = options.qq_bias.shape
-        j = key - tile.context[:, None, None]
-        bias = options.qq_bias.to(dtype)[tile.index.clamp_max(size[0] - 1)[:, :, None], j.clamp(0, size[1] - 1)]
-        score += torch.where((j >= 0) & (j < size[1]), bias, 0)[:, None, None]
-    score.masked_fill_(~seen[:, None, None], -math.inf)
-
-    total = torch.logsumexp(score, -1)  # [S, H, G, M]
-    if options.sinks is not None:
-        total = torch.logaddexp(total, options.sinks.to(dtype).view(1, heads, -1, 1))
-    prob = score.sub_(total.masked_fill(total == -math.inf, 0)[..., None]).exp_()  # a row with no key is all zeros
-    operand, v_scale, v_bias = _gather(v, fmt.v, table, used, dtype)
-    shift = None if v_bias is None else prob.flatten(2, 3) @ v_bias.mT  # sum of p times bias
-    if v_scale is not None:
-        prob *= v_scale[:, :, None]
-    result = prob.flatten(2, 3) @ operand
-    result = (result if shift is None else result + shift).unflatten(2, rows.shape[2:4]) * v.scale
-    if maps.v is not None:
-        result = result @ maps.v.inverse.to(dtype).mT[:, None]
-    token = tile.token[tile.real]
-    out[token] = result.permute(0, 3, 1, 2, 4).flatten(2, 3)[tile.real]
-    lse[token] = total.permute(0, 3, 1, 2).flatten(2, 3)[tile.real]
+        index = torch.arange(tile.queries.start, tile.queries.stop, device=score.device).clamp_max(size[0] - 1)
+        bias = options.qq_bias.to(dtype)[index[:, None], since_context.clamp(0, size[1] - 1)]
+        score += torch.where((since_context >= 0) & (since_context < size[1]), bias, 0)[:, None, None]
 
 
 def attend_segments(

@@ -11,6 +11,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from . import bench
+
 BAD_INPUT = 2
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -49,7 +51,7 @@ def eval_command(
     report.check_output("--plot", plot_file, (".png", ".svg"))
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {plot_file}: needs the package matplotlib: pip install matplotlib")
-    names = _formats(formats)
+    names = formats_of(formats)
     if tokens < context:
         raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
     from rich.console import Console
@@ -77,7 +79,7 @@ def eval_command(
         task = progress.add_task("", total=len(contexts) * (len(names) + 1))
         result = evaluate(loaded.model, contexts, names, chunk=chunk,
                           on_step=lambda name, step: progress.update(task, description=name, completed=step))
-    _print_table(report.table(result, loaded.name, chosen.name))
+    print_table(report.table(result, loaded.name, chosen.name))
     if json_file is not None:
         report.write_json(json_file, result, loaded.name, chosen.name)
         errors.print(f"figures: {json_file}", style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -100,7 +102,7 @@ def generate_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Stream text (greedy) from a quantized cache; with --compare, show where it leaves the exact cache's."""
-    (name,) = _formats(kv, argument="--kv", single=True)
+    (name,) = formats_of(kv, argument="--kv", single=True)
     from rich.console import Console
 
     errors = Console(file=sys.stderr)  # by name: a conversion silences sys.stderr, not the spinner
@@ -124,6 +126,9 @@ def generate_command(
         exact, _ = generate.run(loaded.model, loaded.tokenizer, ids, None, max_new_tokens, write)
         print()
         _print_comparison(out, loaded.tokenizer, name, steps, exact)
+
+
+bench.add_to(commands)
 
 
 def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any], exact: Sequence[Any]) -> None:
@@ -152,7 +157,7 @@ def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any],
     out.print(Text(note, style="bold"))
 
 
-def _formats(names: str, argument: str = "--formats", single: bool = False) -> list[str]:
+def formats_of(names: str, argument: str = "--formats", single: bool = False) -> list[str]:
     """Check names before anything is loaded. "all" stands for every registered format."""
     import quantkv
 
@@ -181,7 +186,7 @@ def _load(model: str | None, device: str, dtype: str, console: Any) -> Any:
         return models.load(model, device, getattr(torch, dtype))
 
 
-def _print_table(table: Any) -> None:
+def print_table(table: Any) -> None:
     """At the terminal's width, or at the table's own where the output is a file or a pipe."""
     from rich.console import Console
 

@@ -30,7 +30,7 @@ def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     head_size = y.shape[-1]
     norm = (_sum_of_squares(y) + 1e-12).double().sqrt().float()  # torch's float32 sqrt is not correctly rounded on every CPU
     z = y * (y.new_tensor(head_size**0.5) / norm)
-    codes = torch.bucketize(z, y.new_tensor(BOUNDARIES), right=True)
+    codes = torch.bucketize(z.contiguous(), y.new_tensor(BOUNDARIES), right=True)
     return pack(codes, 2), norm / head_size**1.5
 
 

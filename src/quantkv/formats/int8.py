@@ -13,7 +13,7 @@ SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
 
 def round_half_away(x: torch.Tensor) -> torch.Tensor:
     """Nearest integer, halves away from zero: what the reference system's `(x +- 0.5).to(int)` gives."""
-    return torch.trunc(x + torch.copysign(x.new_tensor(0.5), x))
+    return torch.add(x, x.sign(), alpha=0.5).trunc_()
 
 
 def absmax_scale(y: torch.Tensor, largest_code: float) -> torch.Tensor:

@@ -36,7 +36,8 @@ def key_codec(bits: int) -> Codec:
     def encode(y):
         norm = y.norm(dim=-1, keepdim=True)
         levels = centroids(bits, y.shape[-1]).to(y.device)
-        codes = torch.bucketize(y / (norm + NORM_EPSILON), (levels[:-1] + levels[1:]) / 2, right=True)
+        unit = (y / (norm + NORM_EPSILON)).contiguous()
+        codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2, right=True)
         return pack(codes, bits), norm.half()
 
     def decode(codes, norm, dtype):

@@ -220,6 +220,7 @@ class QuantizedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers; 0 removes none)."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor in some versions
         if tokens_to_remove > 0:
             refuse("tokens_to_remove", tokens_to_remove, "a negative number is needed, -n removes n tokens")
         for sequences in self.sequences.values():
@@ -253,7 +254,7 @@ def _layer_kinds(config: PreTrainedConfig) -> list[Kind]:
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
         raise NotImplementedError(f"config: layers of {type(config).__name__} share keys and values")
     if getattr(config, "kv_lora_rank", None):
-        raise NotImplementedError(f"config.kv_lora_rank={config.kv_lora_rank}: {type(config).__name__} caches a latent, not keys and values")
+        raise NotImplementedError(f"config.kv_lora_rank={config.kv_lora_rank}: {type(config).__name__} caches no keys and values")
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     default = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
     types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers

@@ -1,0 +1,134 @@
+"""Write what was measured into documents: `python benchmarks/tables.py RESULT.json FILE.md ...`.
+
+A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
+of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkv.bench import tables
+from quantkv.bench.run import Result
+
+BLOCK = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+FLASH3 = ("FlashAttention-3", "bf16")
+SUMMARY = ("B8xL32768", "B64xL8192", "L131072", "B128xL1024", "B64xL8192xQ4")
+
+
+@dataclass(frozen=True)
+class Target:
+    """unit: "share" of the read ceiling; "faster" than FlashAttention-3 bf16; "us", where less is better.
+    stores: the formats, each of which must reach it."""
+
+    shape: str
+    stores: tuple[str, ...]
+    unit: str
+    must: float
+    aim: float
+
+
+def shares(shape: str, must: float, aim: float, *stores: str) -> Target:
+    return Target(shape, stores, "share", must, aim)
+
+
+def faster(shape: str, must: float, aim: float, *stores: str) -> Target:
+    return Target(shape, stores, "faster", must, aim)
+
+
+TARGETS = (
+    shares("B8xL32768", 0.80, 0.87, "int4"), shares("B64xL8192", 0.85, 0.93, "int4"),
+    faster("B8xL32768", 3.0, 3.4, "int4"), faster("B64xL8192", 3.1, 3.5, "int4"),
+    shares("B8xL32768", 0.90, 0.95, "int8", "fp8_token"), shares("B64xL8192", 0.93, 0.98, "int8", "fp8_token"),
+    shares("B8xL32768", 0.52, 0.68, "int2"), shares("B64xL8192", 0.60, 0.80, "int2"),
+    shares("B8xL32768", 0.78, 0.88, "k8v4"), shares("B8xL32768", 0.65, 0.78, "tq4"), shares("B8xL32768", 0.45, 0.60, "tq3"),
+    shares("L131072", 0.65, 0.78, "int4"), faster("B128xL1024", 2.7, 3.2, "int4"), faster("B16xL2048", 2.2, 2.8, "int4"),
+    faster("B64xL8192xQ4", 2.3, 2.9, "int4"), faster("B64xL8192xQ8", 1.8, 2.4, "int4"),
+    faster("B64xL32768xW4096", 3.3, 4.2, "int4"),
+    shares("B64xL8192xD64", 0.65, 0.80, "int4"), shares("B64xL8192xHQ16xD256", 0.65, 0.80, "int4"),
+    shares("B64xL8192xHQ4xHK1", 0.65, 0.80, "int4"), shares("B64xL8192xHQ8xHK2", 0.65, 0.80, "int4"),
+    Target("N8192", ("int4",), "us", 18, 13), Target("N64", ("int4",), "us", 3.5, 2.5),
+    faster("Q4096xL16384", 0.95, 1.05, "bf16", "int8", "fp8_token", "int4", "int2", "tq4"),
+)
+
+
+def best(result: Result, shape: str, stores: str):
+    """Our fastest row of the shape and format, or None."""
+    found = [r for r in result.rows if r.ours and r.us is not None and (r.shape, r.stores) == (canonical(shape), stores)]
+    return min(found, key=lambda r: r.us, default=None)
+
+
+def canonical(shape: str) -> str:
+    return str(tables.Shape.parse(shape))
+
+
+def reached(result: Result, target: Target, stores: str) -> float | None:
+    """The measured value in the target's unit; None where something was not measured."""
+    row = best(result, target.shape, stores)
+    if row is None or target.unit == "us":
+        return row and row.us
+    if target.unit == "share":
+        return row.share
+    rival = [r.us for r in result.rows if r.us is not None and (r.name, r.stores) == FLASH3 and r.shape == row.shape]
+    return min(rival) / row.us if rival else None
+
+
+def show(value: float | None, unit: str) -> str:
+    if value is None:
+        return "not measured"
+    return {"share": f"{value:.0%}", "faster": f"{value:.2f}x", "us": f"{value:.1f} us"}[unit]
+
+
+def targets(result: Result) -> str:
+    """Every target with what was reached; a missed "must" is said in words."""
+    lines = ["| shape | format | what | must | aim | reached | |", "| --- | --- | --- | --: | --: | --: | --- |"]
+    what = {"share": "of the read ceiling", "faster": "times FlashAttention-3 bf16's speed", "us": "time"}
+    for t in TARGETS:
+        for stores in t.stores:
+            value = reached(result, t, stores)
+            sign = -1 if t.unit == "us" else 1
+            verdict = ""
+            if value is not None:
+                verdict = "aim" if sign * value >= sign * t.aim else "must" if sign * value >= sign * t.must else "**missed**"
+            numbers = (show(x, t.unit) for x in (t.must, t.aim, value))
+            cells = (canonical(t.shape), stores, what[t.unit], *numbers, verdict)
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(result: Result) -> str:
+    measured = {r.shape for r in result.rows}
+    chosen = [s for s in SUMMARY if canonical(s) in measured]
+    return f"{tables.summary(result, chosen)}\n\nMicroseconds (share of the read ceiling). {tables.subtitle(result)}."
+
+
+RENDER: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
+
+
+def update(text: str, result: Result) -> str:
+    """The document with its blocks filled. ValueError for a block of an unknown name."""
+
+    def fill(match: re.Match) -> str:
+        if match[2] not in RENDER:
+            raise ValueError(f"bench:{match[2]}: one of {', '.join(RENDER)}")
+        return f"{match[1]}{RENDER[match[2]](result).rstrip()}\n{match[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    result = Result.from_dict(json.loads(Path(sys.argv[1]).read_text()))
+    for name in sys.argv[2:]:
+        path = Path(name)
+        path.write_text(update(path.read_text(), result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Who takes part: quantkv's own implementations, and the list of all."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import reference
+from ..arguments import AttentionOptions
+from ..cache import PagedCache
+from ..formats import get_format
+from .problem import Entry, Problem, Unavailable
+from .shapes import KINDS
+
+# Largest relative error of a right kernel, by the numbers that it computes with. The inputs give scores near 1 and up to
+# log(L) / 2, so a relative error e of the rows changes probabilities by up to 6 e.
+TOLERANCE = {
+    "16 bit": 1e-2,  # 6 x 2^-9
+    "8 bit": 2e-1,  # e4m3 queries and probabilities: 6 x 2^-4, half of it where errors are random
+    "write": 3e-2,  # a code may differ by one level where the rotation rounds differently: in 0.1 % of 2-bit codes
+}
+FILLED_AT_ONCE = 1 << 15  # tokens: the reference maps rows in float64
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One implementation over one kind of cache.
+
+    name: of the implementation. stores: what its cache holds: a format's name, "bf16", "fp8". ours: quantkv's, not a rival.
+    kinds: of shapes that it serves. prepare: makes it ready; raises `Unavailable`, or ValueError for what it refuses.
+    arithmetic: the tolerance it is held to.
+    """
+
+    name: str
+    stores: str
+    prepare: Callable[[Problem], Entry]
+    ours: bool = False
+    kinds: tuple[str, ...] = KINDS
+    arithmetic: str = "16 bit"
+
+    @property
+    def is_16_bit(self) -> bool:
+        return self.stores in ("bf16", "fp16")
+
+
+def quantkv(implementation: str, format_name: str) -> Contestant:
+    """One of quantkv's implementations: "reference", "dense" (prefill only), or what `ops` takes as `implementation`."""
+    kinds = ("prefill",) if implementation == "dense" else KINDS
+    prepare = lambda problem: _prepare(problem, implementation, format_name)
+    return Contestant(f"quantkv {implementation}", format_name, prepare, ours=True, kinds=kinds)
+
+
+def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
+    s, fmt = problem.shape, get_format(format_name)
+    cache = PagedCache(fmt.cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device)
+    sides = (cache.k, cache.v, fmt)
+
+    def rows(slots):
+        pairs = ((cache.k, fmt.k, cache.maps.k), (cache.v, fmt.v, cache.maps.v))
+        return tuple(reference.dequantize(*pair, slots, dtype=torch.float64) for pair in pairs)
+
+    if s.kind == "write":
+        cache.buffer.fill_(0xFF)  # a row that is not written stays NaN, or full codes
+        arguments = (problem.key, problem.value, *sides, problem.slots)
+        if implementation == "reference":
+            call = lambda: reference.write(*arguments, cache.maps)
+        else:
+            call = lambda: _ops().write(*arguments, maps=cache.maps, implementation=implementation)
+        source = 2 * s.N * s.HK * s.D * problem.key.element_size()
+        return Entry(call, rows, source + int(s.N * cache.spec.bytes_per_token), implementation != "reference")
+
+    fill(cache, problem)
+    options = AttentionOptions(window=s.W)
+    batch = {n: getattr(problem, n) for n in ("cu_seqlens_q", "seq_lens", "block_table", "scale")}
+    nbytes = int(s.tokens_read * cache.spec.bytes_per_token)
+    if implementation == "reference":
+        call = lambda: reference.attend(problem.q, *sides, **batch, options=options, maps=cache.maps)[0]
+        return Entry(call, rows, nbytes, False)
+    if implementation == "dense":
+        from .. import prefill
+
+        lengths = [(s.Q, s.L)] * s.B  # as an engine knows them
+        if why := prefill.refusal(problem.q, cache.v, fmt, s.B, options, lengths=lengths):
+            raise Unavailable(why)
+        call = lambda: prefill.attend(problem.q, *sides, **batch, maps=cache.maps, lengths=lengths)[0]
+        return Entry(call, rows, nbytes)
+    out = torch.empty_like(problem.q)
+    call = lambda: _ops().attend(
+        problem.q, *sides, **batch, options=options, maps=cache.maps, out=out, max_query_len=s.Q, implementation=implementation
+    )[0]
+    return Entry(call, rows, nbytes)
+
+
+def fill(cache: PagedCache, problem: Problem) -> None:
+    """Write all tokens by the reference: reading is then measured and checked on bytes that no kernel wrote."""
+    for at in range(0, len(problem.slots), FILLED_AT_ONCE):
+        part = slice(at, at + FILLED_AT_ONCE)
+        reference.write(
+            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps
+        )
+
+
+def rightly_written(problem: Problem, stores: str):
+    """The rows that a right writer leaves: those of the reference, in that format."""
+    if stores in ("bf16", "fp16"):
+        return problem.plain_rows(get_format(stores).k.code_dtype)
+    s = problem.shape
+    cache = PagedCache(get_format(stores).cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device)
+    fill(cache, problem)
+    return lambda slots: cache.dequantize(slots, dtype=torch.float64)
+
+
+def _ops():
+    from .. import ops
+
+    return ops
+
+
+def implementations(device: torch.device) -> list[str]:
+    """What of quantkv's can run on the device."""
+    found = ["reference"]
+    if device.type == "cuda":
+        if importlib.util.find_spec("quantkv.ops"):
+            found += ["triton", "hopper"] if torch.cuda.get_device_capability(device)[0] == 9 else ["triton"]
+        found.append("dense")
+    return found

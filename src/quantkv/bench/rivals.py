@@ -1,0 +1,197 @@
+"""What else reads a paged cache on a GPU: whatever of it can be imported. Nothing here is ever required."""
+
+from __future__ import annotations
+
+import importlib
+import lzma
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .contestants import Contestant
+from .problem import Entry, Problem, Unavailable
+
+ATTENTION = ("decode", "verify", "prefill")
+FP8 = torch.float8_e4m3fn
+WORKSPACE_BYTES = 256 << 20
+
+
+def rivals(peers: Path | None = None) -> list[Contestant]:
+    """All rivals; which of them can run shows when they are prepared. peers: a folder with `fa3.xz`, FlashAttention-3 as a
+    torch library, and `stub/`, an engine's Triton kernels."""
+    both = (("bf16", torch.bfloat16), ("fp8", FP8))
+    found = [_rival("SDPA", "bf16", _sdpa, torch.bfloat16, ("decode", "prefill")),
+             _rival("FlashAttention-2", "bf16", _flash2, torch.bfloat16),
+             _rival("FlashAttention-4", "bf16", _flash4, torch.bfloat16)]
+    for stores, dtype in both:
+        flash3 = (lambda p, d: _flash3_library(p, d, peers)) if peers else _flash3
+        found.append(_rival("FlashAttention-3", stores, flash3, dtype))
+        found.append(_rival("FlashInfer", stores, _flashinfer, dtype))
+        found.append(_rival("XQA", stores, _xqa, dtype, ("decode",)))
+    if peers:
+        from .engine import engine
+
+        found += engine(peers)
+    return found
+
+
+def _rival(name: str, stores: str, prepare: Callable, dtype: torch.dtype, kinds: tuple[str, ...] = ATTENTION) -> Contestant:
+    # FlashInfer keeps 16-bit queries; the others quantize queries and probabilities too.
+    arithmetic = "8 bit" if dtype == FP8 and name != "FlashInfer" else "16 bit"
+    return Contestant(name, stores, lambda problem: _prepare(prepare, problem, dtype), kinds=kinds, arithmetic=arithmetic)
+
+
+def _prepare(prepare: Callable, problem: Problem, dtype: torch.dtype) -> Entry:
+    if problem.device.type != "cuda":
+        raise Unavailable("needs a CUDA GPU")
+    call, note = prepare(problem, dtype)
+    return Entry(call, problem.plain_rows(dtype), problem.plain_bytes(dtype.itemsize), note=note)
+
+
+def _module(name: str):
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Unavailable(f"import {name}: {error}") from error
+
+
+def _window(problem: Problem) -> tuple[int, int]:
+    return (problem.shape.W - 1, 0) if problem.shape.W else (-1, -1)
+
+
+def _sdpa(problem: Problem, dtype: torch.dtype):
+    """PyTorch's own attention over a dense cache `[B, HK, L, D]`: no pages."""
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
+
+    s = problem.shape
+    if s.W:
+        raise Unavailable("no window without a mask in memory")
+    q = problem.q.view(s.B, s.Q, s.HQ, s.D).transpose(1, 2)
+    k, v = (t.view(s.B, s.L, s.HK, s.D).transpose(1, 2).contiguous() for t in (problem.key, problem.value))
+    if s.Q == 1:
+        call = lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+        return call, "dense cache"
+    # Its lower-right mask takes no grouped heads: the keys are copied beforehand, at no cost to its time.
+    k, v = (t.repeat_interleave(s.HQ // s.HK, 1) for t in (k, v))
+    mask = causal_lower_right(s.Q, s.L)
+    return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(0, 1), "dense cache"
+
+
+def _flash2(problem: Problem, dtype: torch.dtype):
+    attend = _module("flash_attn").flash_attn_with_kvcache
+    page = 256  # the smallest that it takes
+    k, v, table = problem.paged(dtype, page)
+    s = problem.shape
+    q = problem.q.view(s.B, s.Q, s.HQ, s.D)
+    call = lambda: attend(
+        q, k, v, cache_seqlens=problem.seq_lens, block_table=table, softmax_scale=problem.scale, causal=True,
+        window_size=_window(problem),
+    ).flatten(0, 1)
+    return call, f"page {page}"
+
+
+def _flash3(problem: Problem, dtype: torch.dtype):
+    attend = _module("flash_attn_interface").flash_attn_with_kvcache
+    k, v, table = problem.paged(dtype)
+    s = problem.shape
+    q = problem.q.view(s.B, s.Q, s.HQ, s.D).to(dtype)
+    call = lambda: attend(
+        q, k, v, cache_seqlens=problem.seq_lens, page_table=table, softmax_scale=problem.scale, causal=True,
+        window_size=_window(problem),
+    ).flatten(0, 1)
+    return call, ""
+
+
+def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
+    """FlashAttention-3 as an engine ships it: a library of torch operators, without a package."""
+    if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+        packed = peers / "fa3.xz"
+        if not packed.exists():
+            return _flash3(problem, dtype)
+        library = Path(tempfile.mkdtemp()) / "_vllm_fa3_C.abi3.so"
+        library.write_bytes(lzma.decompress(packed.read_bytes()))
+        try:
+            torch.ops.load_library(str(library))
+        except (OSError, RuntimeError) as error:
+            raise Unavailable(f"{packed}: {error}") from error
+        finally:
+            library.unlink()
+    k, v, table = problem.paged(dtype)
+    s, q, out = problem.shape, problem.q.to(dtype), torch.empty_like(problem.q)
+    one = None if dtype != FP8 else torch.ones(s.B, s.HK, device=problem.device)
+    left, right = _window(problem)
+    forward = torch.ops._vllm_fa3_C.fwd
+
+    def call():
+        # q k v | k_new v_new q_v | out | cu_seqlens q k k_new | seqused q k | max_seqlen q k | page table, kv_batch_idx,
+        # leftpad_k | rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits
+        # (0: its own choice), pack_gqa, sm margin, sinks, and a context-parallel world of one
+        forward(
+            q, k, v, None, None, None, out, problem.cu_seqlens_q, None, None, None, problem.seq_lens, s.Q, s.L, table,
+            None, None, None, None, None, one, one, one, problem.scale, True, left, right, 0.0, True, None, 0, None, 0, None,
+            1, 0, None,
+        )
+        return out
+
+    return call, ""
+
+
+def _flash4(problem: Problem, dtype: torch.dtype):
+    attend = _module("flash_attn.cute").flash_attn_varlen_func
+    page = 128  # its tile: smaller pages take a slower path
+    k, v, table = problem.paged(dtype, page)
+    s = problem.shape
+    q = problem.q.view(s.B, s.Q, s.HQ, s.D)
+    window = (problem.shape.W - 1, 0) if problem.shape.W else (None, None)
+
+    def call():
+        out = attend(
+            q, k, v, seqused_k=problem.seq_lens, page_table=table, softmax_scale=problem.scale, causal=True,
+            window_size=window, num_splits=0 if s.Q == 1 else 1,
+        )
+        return (out[0] if isinstance(out, tuple) else out).flatten(0, 1)
+
+    return call, f"page {page}"
+
+
+def _flashinfer(problem: Problem, dtype: torch.dtype):
+    flashinfer = _module("flashinfer")
+    s = problem.shape
+    k, v, table = problem.paged(dtype)
+    pages = table.shape[1]
+    start = torch.arange(s.B + 1, device=problem.device, dtype=torch.int32)
+    last = torch.full((s.B,), s.L - (pages - 1) * s.P, device=problem.device, dtype=torch.int32)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
+    types = {"q_data_type": problem.q.dtype, "kv_data_type": dtype, "sm_scale": problem.scale}
+    types["window_left"] = _window(problem)[0]
+    if s.Q == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(start * pages, table.flatten(), last, s.HQ, s.HK, s.D, s.P, **types)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(problem.cu_seqlens_q, start * pages, table.flatten(), last, s.HQ, s.HK, s.D, s.P, causal=True, **types)
+    return lambda: wrapper.run(problem.q, (k, v)), "tensor cores"
+
+
+def _xqa(problem: Problem, dtype: torch.dtype):
+    """TensorRT-LLM's decode kernel, from FlashInfer. It scales scores by `D ** -0.5` itself."""
+    xqa = _module("flashinfer.xqa").xqa
+    s = problem.shape
+    if not math.isclose(problem.scale, s.D**-0.5):
+        raise Unavailable("its softmax scale is fixed")
+    k, v, table = problem.paged(dtype)
+    q = problem.q.view(s.B, 1, s.HQ, s.D)
+    out = torch.empty_like(q)
+    workspace, semaphores = (torch.zeros(n, dtype=t, device=problem.device)
+                             for n, t in ((WORKSPACE_BYTES, torch.uint8), (8 << 20, torch.uint32)))
+    lengths = problem.seq_lens.view(s.B, 1).to(torch.uint32)
+
+    def call():
+        xqa(q, k, v, table, lengths, out, workspace, semaphores, s.HK, s.P, sliding_win_size=s.W)
+        return out.view(s.B, s.HQ, s.D)
+
+    return call, ""

@@ -1,0 +1,97 @@
+"""What is measured: the shape of one call."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+KINDS = ("decode", "verify", "write", "prefill")
+MOST_VERIFIED = 16  # queries of a sequence; with more it is a prefill
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call. Its text is the letters with their numbers joined by "x", those at their default left out: `B8xL32768`.
+
+    B: sequences. L: keys of each, new ones included. Q: queries of each. N: tokens to write, 0 where attention is measured.
+    HQ, HK: query and kv heads. D: head size. P: tokens of a page. W: sliding window, 0 for none.
+    """
+
+    B: int = 1
+    L: int = 0
+    Q: int = 1
+    N: int = 0
+    HQ: int = 32
+    HK: int = 8
+    D: int = 128
+    P: int = 16
+    W: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("B", "Q", "HQ", "HK", "D", "P"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"shape {self}: {name} must be positive")
+        if bool(self.L) == bool(self.N):
+            raise ValueError(f"shape {self}: either L, keys to attend to, or N, tokens to write")
+        if self.L and self.Q > self.L:
+            raise ValueError(f"shape {self}: Q={self.Q} queries are among the L={self.L} keys")
+        if self.HQ % self.HK:
+            raise ValueError(f"shape {self}: HQ={self.HQ} is no multiple of HK={self.HK}")
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """The shape that `str` writes. ValueError for anything else."""
+        names = {f.name for f in fields(cls)}
+        values: dict[str, int] = {}
+        for part in text.split("x"):
+            match = re.fullmatch(r"([A-Z]+)(\d+)", part)
+            if not match or match[1] not in names or match[1] in values:
+                raise ValueError(f"shape {text!r}: numbers after {', '.join(sorted(names))}, joined by 'x': B8xL32768xP64")
+            values[match[1]] = int(match[2])
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return "x".join(f"{f.name}{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
+
+    @property
+    def kind(self) -> str:
+        if self.N:
+            return "write"
+        return "decode" if self.Q == 1 else "verify" if self.Q <= MOST_VERIFIED else "prefill"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that lie in the cache."""
+        return self.N or self.B * self.L
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that attention must read: those that some query sees."""
+        return self.B * min(self.L, self.W + self.Q - 1 if self.W else self.L)
+
+    @property
+    def flops(self) -> float:
+        """Of the two products of attention over the keys that each query sees."""
+        context = self.L - self.Q
+        pairs = sum(min(context + i + 1, self.W or self.L) for i in range(self.Q))
+        return 4.0 * self.B * self.HQ * self.D * pairs
+
+
+def shapes(*texts: str) -> tuple[Shape, ...]:
+    return tuple(Shape.parse(text) for text in texts)
+
+
+# The shapes that the design's tables and targets are in.
+DEFAULT = {
+    "decode": shapes("B8xL32768", "B64xL8192", "L131072", "B128xL1024", "B16xL2048", "L2048"),
+    "verify": shapes("B64xL8192xQ4", "B64xL8192xQ8"),
+    "write": shapes("N8192", "N64"),
+    "prefill": shapes("L16384xQ4096"),
+}
+# What a CPU gets through in seconds.
+SMALL = {
+    "decode": shapes("B2xL512xHQ8xHK2", "L2048xHQ8xHK2"),
+    "verify": shapes("B2xL512xQ4xHQ8xHK2"),
+    "write": shapes("N256xHK2xHQ8"),
+    "prefill": shapes("L512xQ128xHQ8xHK2"),
+}

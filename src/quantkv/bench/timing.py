@@ -1,0 +1,73 @@
+"""Microseconds of a call, and how fast this GPU reads."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+
+def measure(call: Call, device: torch.device, graph: bool = True) -> tuple[float, str]:
+    """Median microseconds of one call, and how they were taken: "graph" (replays of a captured CUDA graph), "events" (CUDA
+    events around calls, the host's work included where it is slower), or "clock" on a CPU."""
+    if device.type != "cuda":
+        return _clock(call), "clock"
+    once = _events(call, 3)
+    if not graph:
+        return _events(call, _repeats(once)), "events"
+    calls = max(1, min(20, round(500 / once)))  # replays of about 500 us hide the launch of the graph
+    captured = _capture(call, calls)
+    replay = _events(captured.replay, 3)
+    return _events(captured.replay, _repeats(replay)) / calls, "graph"
+
+
+def _repeats(once_us: float) -> int:
+    return max(5, min(50, round(100_000 / once_us)))
+
+
+def _clock(call: Call) -> float:
+    call()
+    samples: list[float] = []
+    while len(samples) < 3 or (sum(samples) < 0.3 and len(samples) < 50):
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples) * 1e6
+
+
+def _events(call: Call, repeats: int) -> float:
+    """Median over `repeats` calls, each between two events, all enqueued before the host waits."""
+    call()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda.synchronize()
+    for start, end in pairs:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
+
+
+def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # what allocates or compiles does it before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def read_ceiling_gbps(device: torch.device, size: int = 2 << 30) -> float:
+    """GB/s at which this GPU reads memory that no cache holds: the sum of 2 GiB of integers."""
+    words = torch.randint(-(1 << 62), 1 << 62, (size // 8,), device=device)
+    us, _ = measure(words.sum, device)
+    return size / us / 1e3

@@ -1,0 +1,94 @@
+"""Pages -> 16-bit rows for a dense attention kernel, and its outputs over several slices of keys -> one."""
+
+import triton
+import triton.language as tl
+
+from .tiles import join_planes, load_cached, load_matrix, map_product, offset_row
+
+
+@triton.jit
+def gather_rows(pages, map, table, target, head, first, index, mask, count, factor, PAGE: tl.constexpr, PLAN: tl.constexpr):
+    """Decode keys first + index of one head into `target [HK, count, D]`, mapped as they are, times factor."""
+    FACTORS: tl.constexpr = PLAN.factors
+    P: tl.constexpr = PLAN.codec.planes
+    D: tl.constexpr = PLAN.head_size
+    W: tl.constexpr = PLAN.width
+    key = first + index
+    page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
+    words, meta = load_cached(pages, page, key % PAGE, head, mask, PLAN)
+    planes, affine = PLAN.codec.decode(words, meta, pages.table, PLAN, False)
+    rows = ()
+    for p in tl.static_range(P):
+        x = planes[p].to(tl.float32) * FACTORS[p]
+        if len(affine) > 0:
+            x *= affine[0][:, None]
+        if len(affine) > 1:
+            x += affine[1][:, None]
+        x *= factor
+        if PLAN.offset:
+            x += offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
+        rows = rows + (x.to(target.dtype.element_ty),)
+    column = tl.arange(0, W * P)[None, :]
+    at = target + (head * count + index)[:, None] * D + column
+    tl.store(at, join_planes(rows), mask=mask[:, None] & (column < D))
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def gather_kernel(k_pages, v_pages, k_map, table, keys, values, first, count, k_factor, v_factor, PAGE: tl.constexpr,
+                  BLOCK_N: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Grid (blocks of keys, kv heads, 2: K and V). table: one sequence's pages. k_map.offset: mapped, in units of the rows."""
+    index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = index < count
+    head = tl.program_id(1).to(tl.int64)
+    if tl.program_id(2) == 0:
+        gather_rows(k_pages, k_map, table, keys, head, first, index, mask, count, k_factor, PAGE, K)
+    else:
+        gather_rows(v_pages, k_map, table, values, head, first, index, mask, count, v_factor, PAGE, V)
+
+
+@triton.jit
+def row_pointers(rows, token, head):
+    return rows.ptr + token * rows.stride_token + head * rows.stride_head
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def fold_kernel(a, b, a_lse, b_lse, out_lse, out, map, num_rows, factor, GROUP: tl.constexpr, D: tl.constexpr,
+                WIDTH: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr, MAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Grid (blocks of rows, kv heads); a row is one of the GROUP heads of a token. Two results over disjoint keys, merged by
+    their natural log-sum-exps (MERGED, else a alone), and then through the map, times factor (MAPPED)."""
+    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = index < num_rows
+    token = index // GROUP
+    q_head = head * GROUP + index % GROUP
+    weight = tl.full([BLOCK], 1.0, tl.float32)
+    other = tl.zeros([BLOCK], tl.float32)
+    if MERGED:
+        x = tl.load(row_pointers(a_lse, token, q_head), mask=real, other=0.0)
+        y = tl.load(row_pointers(b_lse, token, q_head), mask=real, other=0.0)
+        top = tl.maximum(x, y)
+        weight = tl.exp(x - top)
+        other = tl.exp(y - top)
+        total = weight + other
+        tl.store(row_pointers(out_lse, token, q_head), top + tl.log(total), mask=real)
+        weight /= total
+        other /= total
+    column = tl.arange(0, WIDTH)
+    stored = real[:, None] & (column < D)[None, :]
+    CHUNK: tl.constexpr = min(WIDTH, 64) if MAPPED else WIDTH
+    result = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for start in tl.static_range(0, D, CHUNK):
+        part = start + tl.arange(0, CHUNK)[None, :]
+        mask = real[:, None] & (part < D)
+        x = tl.load(row_pointers(a, token, q_head)[:, None] + part, mask=mask, other=0.0)
+        if MERGED:
+            y = tl.load(row_pointers(b, token, q_head)[:, None] + part, mask=mask, other=0.0).to(tl.float32)
+            x = x.to(tl.float32) * weight[:, None] + y * other[:, None]
+        if MAPPED:
+            matrix = load_matrix(map, head, column, start, D, CHUNK)
+            if x.dtype != matrix.dtype:
+                x = x.to(tl.float32)
+            result = map_product(x, matrix, result, PRECISION)
+        else:
+            result = x.to(tl.float32)
+    tl.store(row_pointers(out, token, q_head)[:, None] + column[None, :], result * factor, mask=stored)

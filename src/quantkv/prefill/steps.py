@@ -1,0 +1,70 @@
+"""What happens around the dense kernel: queries mapped, pages dequantized, results over slices of keys merged."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .. import reference
+from ..arguments import Side
+from ..format import Format
+from ..maps import LayerMaps, LinearMap
+
+
+class Part(NamedTuple):
+    """Rows `[M, HQ, D]`, and their log-sum-exp `[M, HQ]` over the keys that they stand for."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+
+
+@lru_cache(maxsize=256)  # by identity: reading the norm waits for the device
+def gain(map_: LinearMap | None) -> float:
+    """The power of two nearest to the factor by which a map stretches rows. The scratch holds rows divided by it: an
+    unnormalised Hadamard matrix would carry fp16 rows out of range."""
+    stretch = 1.0 if map_ is None else float(map_.forward.square().sum(-1).mean().sqrt())
+    return 2.0 ** round(math.log2(stretch)) if 0 < stretch < math.inf else 1.0
+
+
+class TorchSteps:
+    """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, count, D]` of each."""
+
+    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int) -> None:
+        self.sides, self.codecs, self.maps = sides, (fmt.k, fmt.v), (maps.k, maps.v)
+        self.heads = heads
+
+    def map_query(self, q: torch.Tensor) -> torch.Tensor:
+        """`gain A^-T q`, in q's dtype."""
+        return q if self.maps[0] is None else self._map(self.maps[0].inverse.mT * gain(self.maps[0]), q).to(q.dtype)
+
+    def gather(self, pages: torch.Tensor, first: int, scratch: list[torch.Tensor]) -> None:
+        """Keys and values from position `first` on, mapped as they are, divided by the gain, into scratch. pages: the
+        sequence's row of the block table."""
+        for side, codec, map_, target in zip(self.sides, self.codecs, self.maps, scratch):
+            size = side.codes.shape[1]
+            position = torch.arange(first, first + target.shape[1], device=pages.device)
+            slots = pages[position // size].long() * size + position % size
+            rows = reference.dequantize(side, codec, None, slots)
+            if map_ is not None and map_.offset is not None:
+                rows = rows + reference.apply_map(map_.forward, map_.offset_rows(position).expand_as(rows))
+            target.copy_(rows.transpose(0, 1) / gain(map_))
+
+    def merge(self, a: Part, b: Part) -> Part:
+        """Attention over the union of two key sets."""
+        return Part(*reference.merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
+
+    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge with the last part (total: None where it is the only one), map back, store."""
+        rows, sums = last if total is None else self.merge(total, last)
+        map_ = self.maps[1]
+        out.copy_(rows if map_ is None else self._map(map_.inverse * gain(map_), rows))
+        lse.copy_(sums)
+
+    def _map(self, matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`matrix[h] @ rows[t, g]` for the query heads g of kv head h, in float32."""
+        if matrix.shape[0] > 1:
+            matrix = matrix.repeat_interleave(rows.shape[1] // self.heads, 0)
+        return reference.apply_map(matrix, rows.float())

@@ -1,0 +1,226 @@
+"""The benchmark itself: what it refuses to time, what it counts, and what it writes."""
+
+import importlib.util
+import json
+import math
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkv.bench import contestants, plot, rivals, shapes, tables, timing
+from quantkv.bench.contestants import Contestant, quantkv
+from quantkv.bench.problem import Problem, Unavailable
+from quantkv.bench.run import Result, Row, run
+from quantkv.bench.shapes import Shape
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+SMALL = "xHQ4xHK2xD64"
+DECODE, VERIFY, WRITE, PREFILL = (Shape.parse(s + SMALL) for s in ("B3xL100", "B2xL70xQ3", "N50", "L96xQ40"))
+
+
+@pytest.mark.parametrize("shape", [DECODE, VERIFY, WRITE, PREFILL, Shape.parse("L90xQ2xW40" + SMALL)], ids=str)
+def test_right_ones_are_timed(shape, format_name):
+    (row,) = run([shape], [quantkv("reference", format_name)], CPU).rows
+    assert (row.status, row.timed, row.kind) == ("ok", "clock", shape.kind), row.reason
+    assert row.us > 0 and row.error <= row.tolerance
+    assert row.gbps == pytest.approx(row.nbytes / row.us / 1e3)
+
+
+def spoil(contestant, change):
+    """The contestant with `change` done to what a call returns."""
+
+    def prepare(problem):
+        entry = contestant.prepare(problem)
+        return entry._replace(call=lambda: change(problem, entry.call()))
+
+    return replace(contestant, prepare=prepare)
+
+
+def without(position):
+    """Attention that does not look at one key of each sequence."""
+
+    def prepare(problem):
+        key = problem.key.view(-1, problem.length, *problem.key.shape[1:])
+        key[:, position] = -30 * key[:, position]  # far below every other score
+        entry = quantkv("reference", "bf16").prepare(problem)
+        key[:, position] /= -30
+        return entry._replace(rows=problem.plain_rows(torch.bfloat16))
+
+    return Contestant("blind", "bf16", prepare)
+
+
+@pytest.mark.parametrize("shape", [DECODE, VERIFY], ids=str)
+@pytest.mark.parametrize("wrong", [
+    lambda p, out: out * 1.02,
+    lambda p, out: out.roll(1, 1),
+    lambda p, out: out.masked_fill(torch.arange(out.shape[0])[:, None, None] == len(out) - 1, math.nan),
+    lambda p, out: out[:-1],
+])
+def test_wrong_ones_are_not(shape, wrong, monkeypatch):
+    monkeypatch.setattr(timing, "measure", lambda *a, **k: pytest.fail("a wrong kernel was timed"))
+    (row,) = run([shape], [spoil(quantkv("reference", "int8"), wrong)], CPU).rows
+    assert row.status == "wrong" and row.us is None and row.gbps is None and row.vs_16bit is None
+    assert "not timed" in row.reason
+
+
+@pytest.mark.parametrize("position", [0, -1])
+def test_one_lost_key_is_seen(position):
+    """Of 4,096: its weight in a mean of random keys would be less than a rounding."""
+    (row,) = run([Shape.parse("L4096" + SMALL)], [without(position)], CPU).rows
+    assert row.status == "wrong" and row.error > 10 * row.tolerance
+
+
+def test_a_write_that_skips_a_token_is_wrong():
+    def prepare(problem):
+        entry = quantkv("reference", "int4").prepare(problem)
+        slots = problem.slots.clone()
+        problem.slots[7] = -1
+        entry.call()
+        problem.slots.copy_(slots)
+        return entry._replace(call=lambda: None)
+
+    (row,) = run([WRITE], [Contestant("lazy", "int4", prepare)], CPU).rows
+    assert row.status == "wrong" and row.us is None
+
+
+def test_failures_and_refusals_do_not_end_the_run():
+    def raises(error):
+        def prepare(problem):
+            raise error
+
+        return prepare
+
+    found = run([DECODE], [
+        Contestant("a", "bf16", raises(Unavailable("no such package"))),
+        Contestant("b", "bf16", raises(RuntimeError("broken"))),
+        Contestant("c", "bf16", raises(ValueError("head_size=64: no"))), quantkv("reference", "bf16"),
+    ], CPU).rows
+    assert [r.status for r in found] == ["unavailable", "failed", "unavailable", "ok"]
+    assert [r.reason for r in found[:3]] == ["no such package", "RuntimeError: broken", "head_size=64: no"]
+
+
+def test_ratio_to_the_best_16_bit_rival():
+    def rival(name, stores):
+        return replace(quantkv("reference", stores), name=name, ours=False)
+
+    found = {r.name: r for r in run([DECODE], [quantkv("reference", "int4"), rival("x", "bf16"), rival("y", "bf16"),
+                                               rival("z", "int8")], CPU).rows}
+    best = min((found["x"], found["y"]), key=lambda r: r.us)
+    assert best.vs_16bit == 1
+    assert all(r.best_16bit == best.name and r.vs_16bit == best.us / r.us for r in found.values())
+
+
+def test_bytes_and_arithmetic():
+    """Against counts by hand: int4 takes 64 / 2 + 4 bytes a row; 4 heads of 64, 2 products of 2 operations."""
+    def entry(shape):
+        return quantkv("reference", "int4").prepare(Problem(shape, CPU))
+
+    assert entry(DECODE).nbytes == 3 * 100 * 2 * 2 * 36
+    assert entry(WRITE).nbytes == 50 * 2 * 2 * (36 + 128)
+    assert DECODE.flops == 4 * 4 * 64 * 300
+    assert PREFILL.flops == 4 * 4 * 64 * sum(range(57, 97))
+    window = Shape.parse("L90xQ2xW40" + SMALL)
+    assert window.tokens_read == 41 and window.flops == 4 * 4 * 64 * 80
+
+
+def test_shapes_read_as_they_are_written():
+    for group in (shapes.DEFAULT, shapes.SMALL):
+        for kind, some in group.items():
+            assert all(s.kind == kind and Shape.parse(str(s)) == s for s in some)
+    for text in ("", "B8", "L", "B8xl4", "B8xL4xL5", "L4xQ5", "L4xN4", "L8xHQ3xHK2", "B0xL4"):
+        with pytest.raises(ValueError, match="shape"):
+            Shape.parse(text)
+
+
+def test_pages_are_in_random_order():
+    problem = Problem(Shape.parse("L512" + SMALL), CPU)
+    table = problem.block_table[0].tolist()
+    assert sorted(table) == list(range(32)) and table != sorted(table)
+
+
+def test_rivals_need_a_gpu(tmp_path):
+    found = run([DECODE], rivals.rivals() + rivals.rivals(tmp_path), CPU).rows
+    assert len(found) > 10 and {r.status for r in found} == {"unavailable"}
+
+
+def a_result():
+    """As a GPU gives it."""
+    found = run([DECODE, WRITE, PREFILL], [quantkv("reference", "int4"),
+                                           replace(quantkv("reference", "bf16"), name="rival", ours=False)], CPU)
+    found.ceiling_gbps = 4400.0
+    for row in found.rows:
+        row.share = row.gbps / found.ceiling_gbps
+    found.rows.append(Row("decode", str(DECODE), "broken", "bf16", False, "failed", reason="RuntimeError: x"))
+    return found
+
+
+def test_json_and_tables(tmp_path):
+    found = a_result()
+    again = Result.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+    assert again == found
+    with pytest.raises(ValueError, match="schema"):
+        Result.from_dict({**found.to_dict(), "schema": 0})
+    text = tables.markdown(again)
+    assert "4,400 GB/s" in text and "rival" in text and "broken" not in text
+    lines = [line for line in text.splitlines() if line.startswith("| quantkv reference")]
+    assert len(lines) == 3 and all(line.count("|") == 8 for line in lines)
+    brief = tables.summary(again).splitlines()
+    assert len(brief) == 4 and brief[0].count("|") == 3 and brief[-1].startswith("| **quantkv reference int4**")
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot(tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"roofline.{ending}"
+    plot.draw(path, a_result())
+    if ending == "png":
+        assert path.read_bytes()[:4] == b"\x89PNG"
+    else:
+        text = "".join(ElementTree.parse(path).getroot().itertext())
+        assert "megabytes" in path.read_text() or "megabytes" in text
+    nothing = a_result()
+    nothing.rows = []
+    with pytest.raises(ValueError, match="was timed"):
+        plot.draw(path, nothing)
+
+
+def test_growth(tmp_path):
+    pytest.importorskip("matplotlib")
+    small = [Shape.parse(s + "xHQ2xHK1xD64") for s in ("L16", "L64", "B2xL64", "B4xL64")]
+    found = run(small, [quantkv("reference", "int8")], CPU)
+    found.ceiling_gbps = 4400.0
+    plot.draw_growth(tmp_path / "growth.png", found)
+    assert (tmp_path / "growth.png").read_bytes()[:4] == b"\x89PNG"
+    found.rows = []
+    with pytest.raises(ValueError, match="was timed"):
+        plot.draw_growth(tmp_path / "growth.png", found)
+
+
+def test_tolerances_are_named():
+    assert {c.arithmetic for c in rivals.rivals()} <= set(contestants.TOLERANCE)
+
+
+def test_documents_are_filled_from_the_figures():
+    spec = importlib.util.spec_from_file_location("tables_script", ROOT / "benchmarks" / "tables.py")
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    found = a_result()
+    target = script.Target(str(DECODE), ("int4", "int2"), "faster", 0.5, 1e9)
+    ours = next(r for r in found.rows if r.stores == "int4" and r.kind == "decode")
+    rival = next(r for r in found.rows if r.name == "rival" and r.kind == "decode")
+    rival.name = script.FLASH3[0]
+    ours.us, rival.us = 10.0, 8.0
+    script.TARGETS = (target, script.Target(str(WRITE), ("int4",), "us", 1e-9, 1e-10))
+    document = "a\n<!-- bench:targets -->\nold\n<!-- /bench -->\nb\n"
+    text = script.update(document, found)
+    assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
+    assert "| 0.80x | must |" in text and "| not measured |  |" in text and "**missed**" in text
+    assert script.update(text, found) == text
+    with pytest.raises(ValueError, match="bench:nothing"):
+        script.update("<!-- bench:nothing -->\n<!-- /bench -->", found)
