@@ -86,7 +86,9 @@ def fold_kernel(a, b, a_lse, b_lse, out_lse, out, map, num_rows, factor, GROUP: 
             x = x.to(tl.float32) * weight[:, None] + y * other[:, None]
         if MAPPED:
             matrix = load_matrix(map, head, column, start, D, CHUNK)
-            if x.dtype != matrix.dtype:
+            if matrix.dtype == out.ptr.dtype.element_ty:
+                x = x.to(matrix.dtype)  # a and b were rounded to it: once more costs less than a second product
+            else:
                 x = x.to(tl.float32)
             result = map_product(x, matrix, result, PRECISION)
         else:

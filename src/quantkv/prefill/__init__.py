@@ -17,13 +17,14 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..format import Format
-from ..maps import OFFSET_BUCKET, LayerMaps
+from ..maps import LayerMaps
 from ..reference import AttentionOptions, Side
 from . import dense
 from .steps import Part, TorchSteps
 
 SCRATCH_BYTES = 256 << 20  # of a slice's keys and values; 65,536 tokens of 8 heads of 128
-MIN_QUERIES = 256  # fewer do not pay for writing the rows out
+GRAIN = 256  # tokens; keys are cut at its multiples (see dense.py)
+MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
 MAX_SEQUENCES = 8  # each costs its own launches
 
 
@@ -91,7 +92,7 @@ def attend(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     rows = steps.map_query(q)
 
-    most = max(scratch_bytes // (heads * sum(sizes) * q.element_size()) // OFFSET_BUCKET, 1) * OFFSET_BUCKET
+    most = max(scratch_bytes // (heads * sum(sizes) * q.element_size()) // GRAIN, 1) * GRAIN
     most = min(most, block_table.shape[1] * k.codes.shape[1])
     scratch = [q.new_empty(heads * most * size) for size in sizes]
     for piece in _pieces(lengths, most):
@@ -125,14 +126,15 @@ class _Piece:
 
 def _pieces(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[_Piece]:
     """Cut the batch so that no slice has more than `most` keys. The last slice of a piece is the queries' own keys, which
-    they see causally; the earlier ones they see whole."""
+    they see causally; the earlier ones they see whole, and all of them but one are multiples of GRAIN."""
     end = 0
     for s, (queries, keys) in enumerate(lengths):
         start, end = end, end + queries
         for first in range(start, end, most):
             last = min(first + most, end)
             context = keys - (end - first)
-            slices = [(low, min(most, context - low)) for low in range(0, context, most)]
+            cuts = sorted({*range(0, context, most), context - context % GRAIN, context})
+            slices = [(low, high - low) for low, high in zip(cuts, cuts[1:])]
             yield _Piece(s, slice(first, last), context, [*slices, (context, last - first)])
 
 
