@@ -58,7 +58,7 @@ def compare(cache, q, arguments, bound, **how):
 
 @pytest.fixture(autouse=True)
 def fine_cuts(monkeypatch):
-    monkeypatch.setattr(prefill, "GRAIN", 32)
+    monkeypatch.setattr(dense, "PLANNED", 32)
 
 
 # A row, a mapped query, a part and the result are each rounded once: to float32, by sums of up to 100 terms.
