@@ -1,6 +1,6 @@
 """Milliseconds a token on the CPU: one sequence decodes over each kind of cache in turn, in one run.
 
-    python benchmarks/cpu_decode.py --model DIR_OR_GGUF [--context 2048] [--formats int8 int4] [--json FILE]
+    python benchmarks/cpu_decode.py [--model DIR_OR_GGUF] [--context 2048] [--formats int8 int4] [--json FILE]
 
 Each cache is filled with the same random context. Then, round after round, each decodes a few tokens; a cache's figure is the median
 of its tokens, and its ratio the median, over rounds, of its time in a round over DynamicCache's in the same round, so that
@@ -17,20 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import QuantizedCache as TransformersQuantizedCache
 
+from quantkv.cli.models import load
 from quantkv.integrations.transformers import QuantizedCache
 
 PEERS = {"quanto 4-bit": ("quanto", 0), "hqq 4-bit": ("hqq", 1)}  # backend, quantization axis
 PREFILL_CHUNK = 512
 BASELINE = "DynamicCache"
-
-
-def load(path: Path) -> PreTrainedModel:
-    """A causal language model in float32 from a directory or a GGUF file."""
-    where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    return AutoModelForCausalLM.from_pretrained(path.parent if where else path, dtype=torch.float32, **where).eval()
 
 
 def caches(model: PreTrainedModel, formats: list[str]) -> dict[str, tuple[str, Callable[[], Cache]]]:
@@ -84,7 +79,7 @@ def summarize(times: dict[str, list[list[float]]]) -> list[dict[str, float | str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="directory or GGUF file")
+    parser.add_argument("--model", help="directory or GGUF file; SmolLM2-135M-Instruct if left out")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4", "k8v4", "int2", "fp8_token", "tq4"])
     parser.add_argument("--rounds", type=int, default=12)
@@ -93,7 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tokens < 2:
         parser.error("--tokens: at least 2 are needed, as the first of a turn does not count")
-    model = load(args.model)
+    model = load(args.model).model
     rows = summarize(measure(model, caches(model, args.formats), args.context, args.rounds, args.tokens))
     print(f"context {args.context}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{'cache':<14}{'ms a token':>12}{'least':>9}{'of ' + BASELINE:>20}")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quantkv import CacheSpec, PagedCache, get_format
-from quantkv.reference import Side, attend, write
+from quantkv.arguments import Side
+from quantkv.reference import attend, write
 
 
 def cache_of(name="int4", pages=6, d=64, d_v=None, **kwargs):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantkv import LayerMaps, LinearMap, available_formats, get_format, ops
-from quantkv.reference import Segment, Side
+from quantkv.arguments import Segment, Side
 from quantkv.testing import Batch, check, relative_error
 
 triton = pytest.importorskip("triton")

@@ -368,3 +368,35 @@ def test_a_pass_that_failed_leaves_an_error_not_a_wrong_answer(llama):
     refused(RuntimeError, "reset", llama, ids[:, :1], past_key_values=cache)
     cache.reset()
     logits(llama, cache, ids, mask, [0])
+
+
+# ---- a real model
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    models = pytest.importorskip("quantkv.cli.models")
+    try:
+        models.packaged_gguf()
+    except (ImportError, OSError, ValueError) as error:
+        pytest.skip(f"SmolLM2 is not installed: {error}")
+    loaded = models.load()
+    return loaded.model, loaded.tokenizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch, options", [(1, {}), (4, {}), (1, {"num_beams": 2})])
+def test_a_real_model_generates_the_same_tokens(smollm2, batch, options):
+    """64 greedy tokens over format none and over DynamicCache: alone, in a left-padded batch, with beams."""
+    model, tokenizer = smollm2
+    texts = ["The capital of France is", "Once upon a time, in a small village by the sea, there lived",
+             "def fibonacci(n):", "Water boils at"][:batch]
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    results = []
+    for attention, make in (("sdpa", lambda: DynamicCache(config=model.config)),
+                            ("quantkv", lambda: QuantizedCache(model.config, "none"))):
+        model.set_attn_implementation(attention)
+        results.append(model.generate(**inputs, past_key_values=make(), max_new_tokens=64, min_new_tokens=64, do_sample=False,
+                                      pad_token_id=tokenizer.pad_token_id, **options))
+    assert torch.equal(*results)

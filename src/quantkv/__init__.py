@@ -16,7 +16,7 @@ _HOME = {
     "register": "format",
     "available_formats": "formats",
     "get_format": "formats",
-    "AttentionOptions": "reference",
+    "AttentionOptions": "arguments",
     "LayerMaps": "maps",
     "LinearMap": "maps",
     "PagedCache": "cache",

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from . import checks, ops, reference
+from .arguments import AttentionOptions, Side
 from .format import Codec
 from .formats import get_format
 from .maps import LayerMaps
-from .reference import AttentionOptions, Side
 from .spec import CacheSpec
 
 FILE_FORMAT, FILE_VERSION = "quantkv-pages", 1

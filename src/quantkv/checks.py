@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .reference import AttentionOptions
+from .arguments import AttentionOptions
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

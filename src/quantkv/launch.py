@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 import triton
 
+from .arguments import AttentionOptions, Segment, Side
 from .format import Codec, Format
 from .kernels.attend import attend_kernel
 from .kernels.combine import combine_kernel
 from .kernels.views import Batch, DeviceCodec, Extras, Features, Map, Pages, RowPlan, Rows
 from .kernels.write import write_kernel
 from .maps import LayerMaps, LinearMap
-from .reference import AttentionOptions, Segment, Side
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from . import checks, reference
+from .arguments import AttentionOptions, Segment, Side
 from .format import Format, get_format
 from .maps import LayerMaps
-from .reference import AttentionOptions, Segment, Side
 
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "reference")
 

@@ -9,84 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from .arguments import AttentionOptions, Segment, Side
 from .format import Codec, Format
 from .maps import LayerMaps, LinearMap
 
 TILE_ELEMENTS = 1 << 20  # scores of a tile of attend: temporaries that stay in a processor's cache
-
-
-class Side(NamedTuple):
-    """K or V of a paged cache, as strided views.
-
-    codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
-    meta: `[num_blocks, block_size, HK, fields]` float32 or float16, None for a codec without metadata.
-    scale: per-tensor scale, a float: rows are divided by it before they are encoded.
-    base, layout: `in_storage_of` fills them in. Only torch.compile needs them: it cannot follow writes to views of one storage that
-        differ in dtype.
-    """
-
-    codes: torch.Tensor
-    meta: torch.Tensor | None = None
-    scale: float = 1.0
-    base: torch.Tensor | None = None
-    layout: tuple[int, ...] = ()
-
-    def in_storage_of(self, base: torch.Tensor) -> Side:
-        """The same side, known as views of the storage that uint8 tensor `base` begins: shape, strides and offset of each."""
-        views = [t for t in (self.codes, self.meta) if t is not None]
-        return self._replace(base=base, layout=tuple(n for t in views for n in (*t.shape, *t.stride(), t.storage_offset())))
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """Every option of attention; the defaults are plain causal attention. Sequence s has L keys and n queries; query i
-    stands at position `L - n + i`.
-
-    causal: a bool, or bool `[S]`: key j <= position.
-    window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window.
-    chunk_lookback: >= 0: instead of the window, `position // size - j // size <= chunk_lookback` with
-        `size = window // (chunk_lookback + 1)`.
-    softcap: > 0: `softcap * tanh(score / softcap)`.
-    sinks: float `[HQ]`: one more term `exp(sink)` in the denominator.
-    alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
-    qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call.
-    prefix_ranges: int `[S, R, 2]`, inclusive: query and key inside one range see each other, whatever the mask says;
-        unused where start >= end. clamp_prefix_to_window: not further back than the window.
-    output_scale: the output is `clamp(out / output_scale, -448, 448)` as float8_e4m3fn.
-    key_start: int `[S]`: position of the key in the first slot; 0 if None.
-    key_range: int `[S, 2]`: only positions from start to before end are read; all below L if None.
-    """
-
-    causal: bool | torch.Tensor = True
-    window: int = 0
-    chunk_lookback: int = -1
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    alibi_sqrt: bool = False
-    qq_bias: torch.Tensor | None = None
-    prefix_ranges: torch.Tensor | None = None
-    clamp_prefix_to_window: bool = False
-    output_scale: float | None = None
-    key_start: torch.Tensor | None = None
-    key_range: torch.Tensor | None = None
-
-
-class Segment(NamedTuple):
-    """Some of the keys of every sequence, in one cache: `key_start` and `key_range` (as in `AttentionOptions`) say which."""
-
-    k: Side
-    v: Side
-    fmt: Format
-    block_table: torch.Tensor
-    maps: LayerMaps
-    key_start: torch.Tensor | None = None
-    key_range: torch.Tensor | None = None
 
 
 def _raw(t: torch.Tensor) -> torch.Tensor:
@@ -332,7 +264,7 @@ def _attend_tile(
 
     rows = tile.take(q).to(dtype)
     rows = rows.view(*rows.shape[:2], heads, -1, rows.shape[3]).permute(0, 2, 3, 1, 4) * scale  # [S, H, G, M, D]
-    mapped = rows if maps.k is None else rows @ maps.k.inverse.to(dtype)[:, None]
+    mapped = rows if maps.k is None else rows @ _for_heads(maps.k.inverse.to(dtype))
     mapped = mapped * k.scale
     operand, k_scale, k_bias = _gather(k, fmt.k, pages, tile.num_keys, used, dtype)
     score = (mapped.flatten(2, 3) @ operand.mT).unflatten(2, rows.shape[2:4])  # [S, H, G, M, N]
@@ -358,9 +290,14 @@ def _attend_tile(
     result = (result if shift is None else result + shift).unflatten(2, rows.shape[2:4])
     result = result * (v.scale / norm.clamp_min(1))[..., None]  # norm is 1 at least, or 0: no key, no sink
     if maps.v is not None:
-        result = result @ maps.v.inverse.to(dtype).mT[:, None]
+        result = result @ _for_heads(maps.v.inverse.to(dtype).mT)
     tile.put(out, result.permute(0, 3, 1, 2, 4).flatten(2, 3))
     tile.put(lse, (top + norm.log()).permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def _for_heads(matrix: torch.Tensor) -> torch.Tensor:
+    """`[H or 1, D, D]` to multiply `[S, H, G, M, D]` with; one matrix for all heads makes one product of it."""
+    return matrix[0] if matrix.shape[0] == 1 else matrix[:, None]
 
 
 def _add_by_position(score: torch.Tensor, rows: torch.Tensor, tile: _Tile, options: AttentionOptions, maps: LayerMaps) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from . import reference
+from .arguments import AttentionOptions
 from .cache import PagedCache
 from .formats import get_format
 from .maps import LayerMaps
-from .reference import AttentionOptions
 
 POISON = 0xFF  # NaN in every float format
 

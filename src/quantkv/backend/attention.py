@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from .. import checks, ops
+from ..arguments import AttentionOptions
 from ..format import Format
 from ..formats import get_format
-from ..reference import AttentionOptions
 from .modes import KVQuantMode
 from .registry import get_backend
 from .views import FP8_DTYPES, ContractError, cache_side, scale_value

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from .. import checks, ops
+from ..arguments import Side
 from ..format import Codec, Format
 from ..formats import get_format
 from ..formats.turboquant import LEVELS, centroids
 from ..maps import LayerMaps, LinearMap, named_map
-from ..reference import Side
 from .views import ReadOnce, store
 
 # (key bits, value bits) -> format; 8 bits are e4m3

@@ -9,9 +9,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import checks, ops
+from ..arguments import Side
 from ..format import Codec, Format
 from ..maps import LayerMaps
-from ..reference import Side
 
 FP8_DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 

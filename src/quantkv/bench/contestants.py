@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from .. import reference
+from ..arguments import AttentionOptions
 from ..cache import PagedCache
 from ..formats import get_format
-from ..reference import AttentionOptions
 from .problem import Entry, Problem, Unavailable
 from .shapes import KINDS
 

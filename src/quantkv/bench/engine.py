@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ..arguments import Side
 from ..formats import get_format
 from ..maps import LayerMaps, hadamard
-from ..reference import Side, dequantize
+from ..reference import dequantize
 from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
 

@@ -17,9 +17,9 @@ from itertools import pairwise
 
 import torch
 
+from ..arguments import AttentionOptions, Side
 from ..format import Format
 from ..maps import LayerMaps
-from ..reference import AttentionOptions, Side
 from . import dense
 from .steps import Part, TorchSteps
 

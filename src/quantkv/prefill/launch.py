@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
+from ..arguments import Side
 from ..format import Format
 from ..kernels.prefill import fold_kernel, gather_kernel
 from ..kernels.views import Map, Rows
 from ..launch import Target, pages, row_plan
 from ..maps import LayerMaps
-from ..reference import Side
 from .steps import Part, TorchSteps, gain
 
 

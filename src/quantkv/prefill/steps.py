@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from .. import reference
+from ..arguments import Side
 from ..format import Format
 from ..maps import LayerMaps, LinearMap
-from ..reference import Side
 
 
 class Part(NamedTuple):

@@ -1,0 +1,115 @@
+"""From a call of attend to the Hopper decode kernel: what the kernel can take, by one rule, and the call itself."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .arguments import AttentionOptions, Segment, Side
+from .formats.turboquant import centroids
+from .maps import LinearMap
+
+# The project's codecs, by name, as the kernel calls them.
+KEYS = {"int8": "int8", "fp8_token": "fp8", "tq8": "e4m3", "int4": "int4", "int2": "int2", "tq4": "codebook4", "tq3": "codebook3"}
+VALUES = {"int8": "int8", "fp8_token": "fp8", "int4": "int4", "int2": "int2", "u4": "affine4", "u3": "affine3"}
+UNSUPPORTED_OPTIONS = ("alibi_slopes", "qq_bias", "prefix_ranges", "output_scale", "key_start", "key_range")
+
+
+@cache
+def _missing() -> str | None:
+    """Why no kernel can be compiled here."""
+    absent = [name for name in ("cuda.core", "cuda.bindings") if importlib.util.find_spec(name.split(".")[0]) is None
+              or importlib.util.find_spec(name) is None]
+    return f"the package {absent[0]} is missing: pip install 'quantkv[hopper]'" if absent else None
+
+
+def refusal(q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, *, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor,
+            options: AttentionOptions, max_query_len: int | None, batch_invariant: bool) -> str | None:
+    """Why the kernel cannot serve this call; None where it can. Looks at shapes and types only, never at what tensors hold."""
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"tensors are on {q.device}: a Hopper GPU is needed"
+    if missing := _missing():
+        return missing
+    if len(segments) != 1:
+        return f"{len(segments)} segments: one is needed"
+    segment = segments[0]
+    fmt, k, v = segment.fmt, segment.k, segment.v
+    if fmt.k.name not in KEYS or fmt.v.name not in VALUES:
+        return f"format {fmt.name}: keys are one of {', '.join(KEYS)}, values one of {', '.join(VALUES)}"
+    if k.scale != 1.0 or v.scale != 1.0:
+        return f"per-tensor scales {k.scale}, {v.scale}: 1 is needed"
+    if segment.maps.k is not None and segment.maps.k.offset is not None:
+        return "the keys' map has an offset table"
+    given = [name for name in UNSUPPORTED_OPTIONS if getattr(options, name) is not None]
+    if given or options.causal is not True or options.chunk_lookback >= 0:
+        return f"options {given or 'causal, chunk_lookback'}: causal with window, softcap and sinks only"
+    if batch_invariant:
+        return "batch_invariant: the keys are cut by the whole batch"
+    if max_query_len is None:
+        return "max_query_len=None: 1 to 8 queries a sequence must be promised"
+    pages = _pages(k, v)
+    if pages is None:
+        return "the cache is no buffer of page records [num_blocks, HK, page_bytes]"
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        return f"out {tuple(out.shape)} of {out.dtype}: contiguous, of q's shape and dtype"
+    for name, t in (("block_table", segment.block_table), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
+        if t.dtype != torch.int32 or not t.is_contiguous():
+            return f"{name} of {t.dtype}, strides {t.stride()}: contiguous int32"
+    from .kernels.hopper import decode
+
+    return decode.unsupported(q, pages, KEYS[fmt.k.name], VALUES[fmt.v.name], k.codes.shape[1], max_query_len)
+
+
+def _pages(k: Side, v: Side) -> torch.Tensor | None:
+    """The buffer of page records that both sides are views of, or None."""
+    base = k.base
+    if base is None or base is not v.base or base.ndim != 3 or base.dtype != torch.uint8:
+        return None
+    offset = base.data_ptr()
+    for t in (k.codes, v.codes, k.meta, v.meta):
+        if t is None:
+            continue
+        _, size, _, width = t.shape
+        row = width * t.element_size()
+        strides = [s * t.element_size() for s in t.stride()]
+        if t.data_ptr() != offset or strides != [base.stride(0), row, base.stride(1), t.element_size()]:
+            return None
+        offset += size * row
+    return base
+
+
+_MAPS = WeakTensorKeyDictionary()  # a map's inverse -> the map as the kernel reads it, for keys of a codec or for values (None)
+
+
+def _map(side: LinearMap | None, key: str | None):
+    from .kernels.hopper.decode import Map
+
+    if side is None:
+        return None
+    known = _MAPS.setdefault(side.inverse, {})
+    if key not in known:
+        known[key] = Map.of(side.inverse if key is None else side.inverse.mT.contiguous(), key)
+    return known[key]
+
+
+@cache
+def _codebook(name: str, head_size: int, device: torch.device) -> torch.Tensor | None:
+    return centroids(int(name[-1]), head_size).to(device) if name in ("tq3", "tq4") else None
+
+
+def attend(q: torch.Tensor, segment: Segment, out: torch.Tensor, lse: torch.Tensor, *, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
+           scale: float, options: AttentionOptions, max_query_len: int) -> None:
+    """`ops.attend` for what `refusal` lets through, into out and lse. The first call of a shape compiles its kernel."""
+    from .kernels.hopper import decode
+
+    name, key = segment.fmt.k.name, KEYS[segment.fmt.k.name]
+    sinks = None if options.sinks is None else options.sinks.float()
+    decode.decode(
+        q, _pages(segment.k, segment.v), segment.block_table, seq_lens, key=key, value=VALUES[segment.fmt.v.name],
+        block_size=segment.k.codes.shape[1], scale=scale, cu_queries=cu_seqlens_q, queries=max_query_len, window=options.window,
+        softcap=options.softcap, sinks=sinks, key_map=_map(segment.maps.k, key), value_map=_map(segment.maps.v, None),
+        codebook=_codebook(name, q.shape[2], q.device), out=out, lse=lse)

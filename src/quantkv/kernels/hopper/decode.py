@@ -1,0 +1,297 @@
+"""Paged decode and verify on Hopper: compiles decode.cu by NVRTC for one configuration at a time, and launches it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).parent
+SHARED_BYTES = 227 * 1024  # of one SM
+TILE, MAX_TILES = 16, 1024  # as in tiles.cuh
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a format: its C++ type, bits a code, meta bytes a row, the distance of the two dimensions that share a
+    register (HALF in unpack.cuh), and the factor that brings its products to values."""
+
+    type: str
+    bits: int
+    meta_bytes: int
+    half: int
+    gain: float = 1.0
+
+
+KEYS = {
+    "int8": Side("Int8", 8, 4, 2, 2.0**24),
+    "fp8": Side("E4M3<Meta::scale>", 8, 4, 1),
+    "e4m3": Side("E4M3<Meta::none>", 8, 0, 1),
+    "int4": Side("Int4<Meta::scale_zero>", 4, 4, 4, 2.0**24),
+    "int2": Side("Int2", 2, 4, 4, 1 / 6.62),  # times the head size
+    "codebook4": Side("Codebook<4>", 4, 2, 1),
+    "codebook3": Side("Codebook<3>", 3, 2, 1),
+}
+VALUES = {name: KEYS[name] for name in ("int8", "fp8", "int4", "int2")}
+VALUES |= {"affine4": Side("Int4<Meta::scale_min>", 4, 4, 4), "affine3": Side("Int3", 3, 4, 1)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one compiled kernel is made for. `record_bytes`: bytes from one head's page record to the next."""
+
+    key: str
+    value: str
+    head_size: int
+    group: int
+    kv_heads: int
+    block_size: int
+    record_bytes: int
+    bf16: bool
+    column_tiles: int
+    softcap: bool
+    warps: int = 8
+    blocks_per_sm: int = 1
+    tiles_per_step: int = 1
+    max_stages: int = 4
+
+    @property
+    def tile_bytes(self) -> int:
+        k, v = KEYS[self.key], VALUES[self.value]
+        return TILE * (self.head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
+
+    @property
+    def table_bytes(self) -> int:
+        return 128 << 2 * KEYS[self.key].bits if self.key.startswith("codebook") else 0
+
+    @property
+    def stages(self) -> int:
+        per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
+        return min(per_warp // self.tile_bytes, self.max_stages)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.table_bytes + self.warps * self.stages * self.tile_bytes
+
+    @property
+    def heads_per_block(self) -> int:
+        return math.gcd(self.kv_heads, self.warps)
+
+    def macros(self) -> dict[str, object]:
+        return dict(
+            HEAD_SIZE=self.head_size, GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
+            RECORD_BYTES=self.record_bytes, KEY=KEYS[self.key].type, VALUE=VALUES[self.value].type, QUERY_BF16=int(self.bf16),
+            COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages,
+            TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
+        )  # fmt: skip
+
+
+def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
+    """Bytes of one head's page record: K codes | V codes | K meta | V meta, each a multiple of 16 bytes."""
+    k, v = KEYS[key], VALUES[value]
+    return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
+
+
+def compile_cubin(config: Config, arch: str = "sm_90a"):
+    """The cubin of a configuration, by NVRTC. Needs no GPU."""
+    from cuda.core import Program, ProgramOptions
+
+    defines = "".join(f"#define {name} {value}\n" for name, value in config.macros().items())
+    options = ProgramOptions(std="c++17", arch=arch, include_path=str(SOURCE), device_as_default_execution_space=True)
+    return Program(defines + (SOURCE / "decode.cu").read_text(), "c++", options).compile("cubin")
+
+
+class Kernel:
+    """A loaded kernel, launched so that it may start while the previous one in the stream drains."""
+
+    def __init__(self, module, name: str, threads: int, shared_bytes: int, device: int):
+        from cuda.bindings import driver
+
+        self.driver, self.threads, self.shared_bytes = driver, threads, shared_bytes
+        self.kernel = module.get_kernel(name)  # keeps the module alive
+        handle = driver.CUkernel(int(self.kernel.handle))
+        if shared_bytes > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self.check(driver.cuKernelSetAttribute(attribute, shared_bytes, handle, driver.CUdevice(device)))
+        self.function = driver.CUfunction(int(self.kernel.handle))
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        self.overlap = overlap
+
+    @staticmethod
+    def check(result):
+        if int(result[0]):
+            raise RuntimeError(f"CUDA driver: {result[0]!r}")
+
+    def __call__(self, grid: tuple[int, int, int], args: list[tuple[object, type]]):
+        config = self.driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, torch.cuda.current_stream().cuda_stream
+        config.attrs, config.numAttrs = [self.overlap], 1
+        values, types = zip(*args)
+        self.check(self.driver.cuLaunchKernelEx(config, self.function, (values, types), 0))
+
+
+@cache
+def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel], int]:
+    """The decode kernel, the two combine kernels and the number of SMs, for one configuration and device."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()
+        module = compile_cubin(config)
+        decode = Kernel(module, "decode_kernel", 32 * config.warps, config.shared_bytes, device)
+        combine = Kernel(module, "combine_kernel", 256, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device)
+    return decode, combine, torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class Map:
+    """A linear map of each kv head as the kernels read it: fp16, times the power of two `gain`."""
+
+    tiles: torch.Tensor  # [HK or 1, D / 16, D / 32, 2, 8, 4, 8]: tile of rows, block of columns, half, then as the 32 lanes load
+    gain: float
+
+    @staticmethod
+    def of(matrix: torch.Tensor, key: str | None = None) -> Map:
+        """`matrix` [HK or 1, D, D], rounded to fp16 after its largest entry is scaled to at most 1.
+
+        A key map's rows come in the order in which keys of format `key` are unpacked; a value map (None) keeps its own.
+        """
+        D = matrix.shape[-1]
+        rows = torch.arange(D).view(D // 16, 2, 8)
+        if key is not None:
+            half, g, j = KEYS[key].half, torch.arange(8), torch.arange(D // 8).view(D // 16, 2, 1)
+            rows = g // 2 * (D // 4) + g % 2 * half + j // half * 2 * half + j % half
+        gain = 2.0 ** math.ceil(math.log2(matrix.abs().max().item()))
+        tiles = (matrix / gain).half()[:, rows.to(matrix.device)].unflatten(-1, (D // 32, 4, 8))
+        return Map(tiles.permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain)
+
+
+def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, sequences=8) -> Config:
+    """The configuration for one shape, by what was fastest on an H200.
+
+    More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16); two tiles a step do so too,
+    where registers allow. Codebooks wait for shared memory, 2 bits for the integer pipe: both want all 16. A few sequences are
+    merged from as many partials as there are warps for each head: they want 8.
+    """
+    column_tiles = 1 if columns <= 8 or head_size > 128 else 2
+    if column_tiles * head_size > 128:
+        shape = dict(warps=8, tiles_per_step=2)
+    elif key.startswith("codebook"):
+        shape = dict(warps=8, blocks_per_sm=2)
+    elif key == "int2":
+        shape = dict(warps=8, blocks_per_sm=2, tiles_per_step=2)
+    elif head_size == 64:
+        shape = dict(warps=16, tiles_per_step=2)
+    elif KEYS[key].bits + VALUES[value].bits <= 8 and sequences > 4:
+        shape = dict(warps=12)
+    else:
+        shape = dict(warps=8, tiles_per_step=2)
+    config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, **shape)
+    return config if config.stages >= 4 else replace(config, tiles_per_step=1)
+
+
+def unsupported(q: torch.Tensor, pages: torch.Tensor, key: str, value: str, block_size: int, queries: int) -> str | None:
+    """Why `decode` cannot take these arguments, in words; None where it can."""
+    D, HQ, HK = q.shape[-1], q.shape[1], pages.shape[1]
+    if key not in KEYS or value not in VALUES:
+        return f"formats {key}, {value}: keys are {', '.join(KEYS)}; values {', '.join(VALUES)}"
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"device {q.device}: compute capability 9.0 only"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q.dtype {q.dtype}: bfloat16 or float16"
+    if D not in (64, 128, 256) or (D == 64 and 3 in (KEYS[key].bits, VALUES[value].bits)):
+        return f"head size {D}: 64 (not with 3 bits), 128 or 256"
+    if HQ % HK or HQ // HK > 16:
+        return f"{HQ} query heads over {HK} kv heads: a multiple of 1 to 16"
+    if block_size not in (16, 32, 64, 128):
+        return f"block_size {block_size}: 16, 32, 64 or 128"
+    if not 1 <= queries <= 8:
+        return f"queries {queries}: 1 to 8 a sequence"
+    size = page_bytes(key, value, D, block_size)
+    if pages.dtype != torch.uint8 or pages.shape[2] != size or pages.stride(2) != 1 or not q.is_contiguous():
+        return f"pages {pages.dtype} {tuple(pages.shape)}: uint8 [num_blocks, HK, {size}], last dimension contiguous; q contiguous"
+    if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16 or pages.stride(0) >= 1 << 32:
+        return f"pages strides {pages.stride()}: multiples of 16 bytes, at an address that is one, a page under 4 GiB"
+    return None
+
+
+def decode(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    key: str,
+    value: str,
+    block_size: int,
+    scale: float,
+    cu_queries: torch.Tensor | None = None,
+    queries: int = 1,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    key_map: Map | None = None,
+    value_map: Map | None = None,
+    codebook: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """softmax(scale * A q . k^) v^, mapped by B, over each sequence's pages; causal among the `queries` last tokens.
+
+    q [T, HQ, D] bf16 or fp16; pages uint8 [num_blocks, HK, page_bytes] (see `page_bytes`); block_table [S, max_pages] and
+    seq_lens [S] int32. Sequence s asks queries cu_queries[s] .. cu_queries[s + 1] (int32 [S + 1], `queries` an upper bound),
+    or `queries` each; query i of n stands at position seq_lens[s] - n + i and sees the keys up to it, of the last `window`
+    positions where window > 0. key_map is Map.of(A, key), value_map Map.of(B); codebook the centroids of codebook keys
+    (their common factor cancels); sinks [HQ] float32. Returns [T, HQ, D] of q's type; `lse` [T, HQ] float32 is filled with
+    the natural log-sum-exp (sinks included; -inf where no key was seen) where given. ValueError: what `unsupported` names.
+    """
+    if reason := unsupported(q, pages, key, value, block_size, queries):
+        raise ValueError(f"hopper decode: {reason}")
+    for name, table in (("block_table", block_table), ("seq_lens", seq_lens), ("cu_queries", cu_queries)):
+        if table is not None and (table.dtype != torch.int32 or not table.is_contiguous()):
+            raise ValueError(f"hopper decode: {name} {table.dtype}: int32, contiguous")
+    HQ, D = q.shape[1:]
+    HK, S = pages.shape[1], seq_lens.shape[0]
+    group = HQ // HK
+    if config is None:
+        bf16 = q.dtype == torch.bfloat16
+        config = choose(key, value, D, group, HK, block_size, pages.stride(1), bf16, queries * group, softcap > 0, S)
+    decode_kernel, combine_kernels, sms = kernels(config, q.device.index or 0)
+
+    columns = queries * group
+    head_blocks, column_blocks = HK // config.heads_per_block, -(-columns // (8 * config.column_tiles))
+    warps_per_head = config.warps // config.heads_per_block
+    blocks = max(1, sms * config.blocks_per_sm // (head_blocks * column_blocks))
+    resident = blocks * warps_per_head
+    capacity = S * block_table.shape[1] * block_size // TILE
+    blocks = max(blocks, -(-capacity // (MAX_TILES * warps_per_head)))
+    partial = torch.empty((blocks * warps_per_head + S) * HK * columns, D, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(partial.shape[0], dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q) if out is None else out
+
+    gain = KEYS[key].gain * (D if key == "int2" else 1) * (key_map.gain if key_map else 1) * scale * LOG2E
+    pointer = lambda t: (0 if t is None else t.data_ptr(), ctypes.c_void_p)
+    integer = lambda i: (i, ctypes.c_int)
+    number = lambda x: (x, ctypes.c_float)
+    stride = lambda m: integer(D * D if m is not None and m.tiles.shape[0] > 1 else 0)
+    matrix = lambda m: pointer(None if m is None else m.tiles)
+    common = [integer(S), integer(queries), integer(window), integer(resident), integer(columns)]
+    page_stride = ctypes.c_int(pages.stride(0)).value  # the kernel reads it as unsigned
+    few = S * HK * columns <= 2 * sms
+    with torch.cuda.device(q.device):
+        decode_kernel((blocks, head_blocks, column_blocks), [
+            pointer(q), pointer(pages), pointer(block_table), pointer(seq_lens), pointer(cu_queries), matrix(key_map),
+            stride(key_map), pointer(codebook), pointer(partial), pointer(partial_lse), integer(page_stride),
+            integer(block_table.shape[1]), *common, number(2 * gain / softcap if softcap else gain), number(softcap * LOG2E)])
+        combine_kernels[few]((S, HK, columns if few else -(-columns // 4)), [
+            pointer(partial), pointer(partial_lse), pointer(seq_lens), pointer(cu_queries), pointer(sinks), matrix(value_map),
+            stride(value_map), number(value_map.gain if value_map else 1.0), pointer(out), pointer(lse), *common])
+    return out

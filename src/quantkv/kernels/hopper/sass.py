@@ -1,0 +1,66 @@
+"""Counts the instructions of the decode kernel's inner loop in a cubin, along the path that a full tile takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+ )?\s*([A-Z0-9_.]+)(.*)")
+LABEL = re.compile(r"^(\.L_x_\d+):")
+TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+WANTED = 10_000  # a path is credited this for each copy or product on it, so the best path is the shortest that does all work
+
+
+def disassembler() -> str:
+    """nvdisasm of Triton's package, or the one on the PATH."""
+    try:
+        import triton
+
+        path = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        return str(path) if path.exists() else "nvdisasm"
+    except ImportError:
+        return "nvdisasm"
+
+
+def step_instructions(cubin: Path) -> int:
+    """Instructions that a warp issues for one step of the loop over tiles; ValueError where no such loop is found."""
+    text = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    code, labels = [], {}
+    for line in text.splitlines():
+        if label := LABEL.match(line.strip()):
+            labels[label.group(1)] = len(code)
+        elif found := INSTRUCTION.match(line):
+            code.append((found.group(1), found.group(2), found.group(3)))
+
+    def target(i):
+        found = TARGET.search(code[i][2]) if code[i][1].startswith("BRA") and "DIV" not in code[i][1] else None
+        return labels.get(found.group(1)) if found else None
+
+    def cost(i):
+        _, name, operands = code[i]
+        if name.startswith("LDGSTS"):  # predicated or zero-filling copies belong to a tile that is not full
+            cold = "ZFILL" in name or re.search(r"!?P\d", operands)
+            return 1 + (30 * WANTED if cold else -WANTED)
+        return 1 - (WANTED if "HMMA" in name else 0)
+
+    def is_loop_over_tiles(start, end):
+        names = {name for _, name, _ in code[start : end + 1]}
+        return {"DEPBAR.LE", "MUFU.EX2"} <= names and any(name.startswith("HMMA") for name in names)
+
+    loops = [(target(end), end) for end in range(len(code)) if target(end) is not None and target(end) <= end]
+    loops = [loop for loop in loops if is_loop_over_tiles(*loop)]
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    if not inner:
+        raise ValueError(f"{cubin}: no loop over tiles found")
+    start, end = max(inner, key=lambda loop: sum("HMMA" in name for _, name, _ in code[loop[0] : loop[1]]))
+    least = {end: (cost(end), 1)}
+    for i in range(end - 1, start - 1, -1):
+        follow = [] if target(i) is None or target(i) <= i else [target(i)]
+        if code[i][0] or target(i) is None:
+            follow.append(i + 1)
+        paths = [least[j] for j in follow if j in least]
+        if paths:
+            total, length = min(paths)
+            least[i] = (total + cost(i), length + 1)
+    return least[start][1]
