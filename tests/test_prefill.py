@@ -85,6 +85,21 @@ def test_16_bit_rows(format_name, dtype, triton):
     compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is PyTorch's GPU kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_on_a_gpu(backend, dtype, monkeypatch):
+    """Ragged queries are padded to a planned size, a ragged rest of the prefix goes to the flash kernel. One rounding more than
+    above: the kernels round probabilities."""
+    monkeypatch.setattr(dense, "PLANNED", 256)
+    cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
+    sides = (cache.k, cache.v, cache.format)
+    out, lse = prefill.attend(q, *sides, **arguments, backend=backend)
+    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
+    assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
+
+
 def random_maps(heads):
     torch.manual_seed(1)
     forward = torch.linalg.qr(torch.randn(2, heads, HEAD_SIZE, HEAD_SIZE, dtype=torch.float64))[0]
