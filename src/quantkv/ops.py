@@ -14,25 +14,58 @@ from .arguments import AttentionOptions, Segment, Side
 from .format import Format, get_format
 from .maps import LayerMaps
 
-IMPLEMENTATIONS = ("auto", "hopper", "triton", "reference")
+IMPLEMENTATIONS = ("auto", "hopper", "dense", "triton", "reference")
 
 
 def choose(implementation: str, device: torch.device) -> str:
-    """The implementation that runs on `device`: "auto" is "triton" on a GPU and "reference" elsewhere.
+    """Check a choice against the device. "auto" stays "auto" on a GPU, where the call decides (`resolve`); elsewhere it is "reference".
 
     ValueError for one that cannot run there: an explicit choice never becomes another one.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r}: one of {', '.join(IMPLEMENTATIONS)}")
     if implementation == "auto":
-        return "triton" if device.type == "cuda" else "reference"
-    if implementation == "hopper":
-        raise ValueError("implementation='hopper': there are no Hopper kernels in this build")
+        return "auto" if device.type == "cuda" else "reference"
     if implementation == "triton" and device.type != "cuda" and not _interpreted():
-        raise ValueError(
-            f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
-        )
+        raise ValueError(f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)")
     return implementation
+
+
+def resolve(implementation: str, q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+            seq_lens: torch.Tensor, options: AttentionOptions = AttentionOptions(), max_query_len: int | None = None,
+            batch_invariant: bool = False) -> tuple[str, dict[str, str]]:
+    """The implementation that serves a call of attend, and why each one that was tried before it does not: the one place that chooses.
+
+    On a GPU "auto" tries the Hopper decode kernel, then dense attention over a dequantized scratch, then takes the Triton kernel,
+    which serves every call. ValueError where an explicit choice cannot serve this one.
+    """
+    chosen = choose(implementation, q.device)
+    if chosen in ("triton", "reference"):
+        return chosen, {}
+    from . import hopper, prefill
+
+    def dense() -> str | None:
+        s = segments[0]
+        if len(segments) > 1 or s.key_start is not None or s.key_range is not None:
+            return "several segments, or a range of keys"
+        if out.dtype != q.dtype:
+            return f"out of {out.dtype}: q's dtype is needed"
+        return prefill.refusal(q, s.v, s.fmt, seq_lens.shape[0], options, batch_invariant)
+
+    rules = {
+        "hopper": lambda: hopper.refusal(q, segments, out, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, options=options,
+                                         max_query_len=max_query_len, batch_invariant=batch_invariant),
+        "dense": dense,
+    }
+    refusals = {}
+    for name in rules if chosen == "auto" else (chosen,):
+        reason = rules[name]()
+        if reason is None:
+            return name, refusals
+        refusals[name] = reason
+    if chosen != "auto":
+        raise ValueError(f"implementation={chosen!r}: {refusals[chosen]}")
+    return "triton", refusals
 
 
 def _interpreted() -> bool:
@@ -60,6 +93,8 @@ def write(
     positions: int `[T]`, needed where the keys' map has an offset.
     implementation: "auto", "triton" or "reference". ValueError where it cannot run.
     """
+    if implementation in ("hopper", "dense"):
+        raise ValueError(f"implementation={implementation!r}: writes are by auto, triton or reference")
     implementation = choose(implementation, key.device)
     if maps is not None and maps.k is not None and maps.k.offset is not None and positions is None:
         raise ValueError("positions=None: the keys' map has an offset for each bucket of positions")
@@ -134,7 +169,7 @@ def attend(
     block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
     options: see `AttentionOptions`. maps: as in `write`. out: written to instead of a new tensor.
     max_query_len: no sequence has more queries; a promise that makes decode and verification faster, not checked on a GPU.
-    implementation: "auto", "triton" or "reference". ValueError where it cannot run.
+    implementation: "auto", "hopper", "dense", "triton" or "reference": see `resolve`. ValueError where it cannot run.
     batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch.
     """
     fmt = get_format(fmt, q.dtype)
@@ -205,14 +240,26 @@ def attend_segments(
 
 
 def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation):
-    batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens, "scale": scale, "options": options}
+    batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
+    implementation, _ = resolve(implementation, q, segments, out, **batch, options=options, max_query_len=max_query_len,
+                                batch_invariant=batch_invariant)
+    batch["scale"] = scale
     if implementation == "reference":
-        for target, result in zip((out, lse), reference.attend_segments(q, segments, **batch)):
+        for target, result in zip((out, lse), reference.attend_segments(q, segments, **batch, options=options)):
             target.copy_(result)
+    elif implementation == "hopper":
+        from . import hopper
+
+        hopper.attend(q, segments[0], out, lse, **batch, options=options, max_query_len=max_query_len)
+    elif implementation == "dense":
+        from . import prefill
+
+        s = segments[0]
+        lse.copy_(prefill.attend(q, s.k, s.v, s.fmt, **batch, block_table=s.block_table, maps=s.maps, out=out)[1])
     else:
         from . import launch
 
-        launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
+        launch.attend(q, segments, out, lse, **batch, options=options, max_query_len=max_query_len, batch_invariant=batch_invariant)
 
 
 def _check_segments(segments: Sequence[Segment]) -> None:
