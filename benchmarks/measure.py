@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 FORMATS = ("bf16", "int8", "fp8_token", "int4", "int2", "k8v4", "tq_k8v4", "tq4", "tq3")
 # Beside the shapes that `quantkv bench` has by default: other pages, groups, head sizes, shards, windows, one token to write.
 MORE = shapes("B8xL32768xP64", "B64xL8192xP64", "B64xL8192xHQ64", "B64xL8192xD64", "B64xL8192xHQ16xD256", "B64xL8192xHQ4xHK1",
-              "B64xL8192xHQ8xHK2", "B64xL32768xW4096", "N1")
+              "B64xL8192xHQ8xHK2", "B64xL32768xW4096", "N1", "L16391xQ4100")
 SCALING_FORMATS = ("bf16", "int8", "int4", "int2")
 SCALING = shapes(*(f"L{1024 * 4**i}" for i in range(6)), *(f"B{4**i}xL4096" for i in range(5)))
 

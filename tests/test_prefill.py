@@ -56,15 +56,20 @@ def compare(cache, q, arguments, bound, **how):
     assert (lse - sums).abs().max() <= bound * sums.abs().max()
 
 
+@pytest.fixture(autouse=True)
+def fine_cuts(monkeypatch):
+    monkeypatch.setattr(dense, "PLANNED", 32)
+
+
 # A row, a mapped query, a part and the result are each rounded once: to float32, by sums of up to 100 terms.
 FLOAT32 = 100 * 2.0**-24
 LEVELS = 2.0**-11  # TurboQuant's levels are fp16 numbers in Triton, float32 in the reference
 
 
 @pytest.mark.parametrize("triton", TRITON)
-@pytest.mark.parametrize("slice_tokens", [64, 1 << 16])
+@pytest.mark.parametrize("slice_tokens", [32, 1 << 16])
 def test_equals_attention_over_the_cache(format_name, slice_tokens, triton):
-    """64 tokens a slice: queries and keys are both cut."""
+    """32 tokens a slice: queries and keys are both cut."""
     cache, q, arguments = batch(format_name)
     token_bytes = 2 * HEADS * HEAD_SIZE * q.dtype.itemsize
     bound = LEVELS if triton and cache.format.k.name.startswith("tq") else FLOAT32
@@ -78,6 +83,21 @@ def test_16_bit_rows(format_name, dtype, triton):
     norm 8, has a standard deviation of 1, so rounding it relatively by eps changes a probability by about eps."""
     cache, q, arguments = batch(format_name, dtype=dtype)
     compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is PyTorch's GPU kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_on_a_gpu(backend, dtype, monkeypatch):
+    """Ragged queries are padded to a planned size, a ragged rest of the prefix goes to the flash kernel. One rounding more than
+    above: the kernels round probabilities."""
+    monkeypatch.setattr(dense, "PLANNED", 256)
+    cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
+    sides = (cache.k, cache.v, cache.format)
+    out, lse = prefill.attend(q, *sides, **arguments, backend=backend)
+    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
+    assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
 
 
 def random_maps(heads):
@@ -160,6 +180,22 @@ def test_the_rule():
         "causal", "window", "chunk_lookback", "softcap", "sinks", "alibi_slopes", "alibi_sqrt", "qq_bias", "prefix_ranges",
         "clamp_prefix_to_window", "output_scale", "key_start", "key_range",
     }, "a new option: does the dense path serve it?"
+
+
+def test_pieces():
+    """Queries see each key once, the causal slice is theirs, nothing is longer than `most`, and one slice at most is ragged."""
+    lengths = [(5, 5), (100, 333), (64, 64 + 3 * 32), (1, 7)]
+    pieces = list(prefill._pieces(lengths, 64))
+    assert [t for p in pieces for t in range(p.tokens.start, p.tokens.stop)] == list(range(170))
+    start = [0, 5, 105, 169]
+    for p in pieces:
+        queries, keys = lengths[p.sequence]
+        assert p.context == keys - queries + p.tokens.start - start[p.sequence]
+        covered = [key for first, count in p.slices for key in range(first, first + count)]
+        assert covered == list(range(p.context + p.tokens.stop - p.tokens.start))
+        assert p.slices[-1] == (p.context, p.tokens.stop - p.tokens.start)
+        assert all(0 < count <= 64 for _, count in p.slices)
+        assert sum(count % 32 != 0 for _, count in p.slices[:-1]) == (p.context % 32 != 0)
 
 
 def test_backends():

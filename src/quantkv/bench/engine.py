@@ -32,7 +32,9 @@ def engine(peers: Path) -> list[Contestant]:
     """The engine's kernels for every format that both have."""
     found = []
     for stores in PER_TOKEN_HEAD:
-        found.append(Contestant(NAME, stores, lambda p, stores=stores: _per_token_head(p, stores, peers)))
+        arithmetic = "uncentred" if stores == "int4" else "16 bit"
+        prepare = lambda p, stores=stores: _per_token_head(p, stores, peers)
+        found.append(Contestant(NAME, stores, prepare, arithmetic=arithmetic))
     for stores in TURBOQUANT:
         prepare = lambda p, stores=stores: _turboquant(p, stores, peers)
         found.append(Contestant(NAME, stores, prepare, kinds=("decode", "write")))

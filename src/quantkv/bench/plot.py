@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .run import Result, Row
+from .run import Result
 from .shapes import Shape
 from .tables import floor_us, subtitle
 
-OURS, RIVAL, LINE, GRID, TEXT = "#0b6e99", "#9aa5b1", "#d64545", "#e4e7eb", "#1f2933"
+LINE, GRID, TEXT = "#d64545", "#e4e7eb", "#1f2933"
 MARKERS = "osD^vPX*<>ph"
 BOUND_BY_BYTES = ("decode", "verify", "write")
 
 
 def draw(path: Path, result: Result) -> None:
-    """Write time (log) against bytes (log) to `path`, PNG or SVG by its ending: a marker for each shape, filled for quantkv's,
-    hollow for rivals'; the line is the floor, bytes over the measured read ceiling. Prefill is bound by arithmetic: left out.
+    """Write time (log) against bytes (log) to `path`, PNG or SVG by its ending: a marker for each shape, a colour for each
+    format, filled for quantkv's, hollow for rivals'; the line is the floor, bytes over the measured read ceiling. Prefill is
+    bound by arithmetic: left out.
 
     ValueError where nothing was timed."""
     import matplotlib
@@ -27,32 +28,31 @@ def draw(path: Path, result: Result) -> None:
     rows = [r for r in result.rows if r.us is not None and r.kind in BOUND_BY_BYTES]
     if not rows:
         raise ValueError(f"--plot {path}: no decode, verify or write was timed")
-    figure, axes = plt.subplots(figsize=(10.5, 6), dpi=160, layout="constrained")
+    figure, axes = plt.subplots(figsize=(10.5, 6.5), dpi=160, layout="constrained")
     axes.set(xscale="log", yscale="log", xlabel="megabytes that a call must move", ylabel="microseconds (lower is better)")
     axes.set_title("Time against the memory's floor\n", loc="left", fontweight="bold", fontsize=13)
     axes.text(0, 1.02, subtitle(result), transform=axes.transAxes, color="#52606d", fontsize=7)
     axes.grid(True, which="major", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    low, high = (f(r.nbytes for r in rows) for f in (min, max))
     if result.ceiling_gbps:
-        edge = [low / 1.5 / 1e6, high * 1.5 / 1e6]
-        axes.plot(edge, [mb * 1e3 / result.ceiling_gbps for mb in edge], color=LINE, linewidth=1.2)
-        axes.annotate(f"floor: {result.ceiling_gbps:,.0f} GB/s", (edge[1], edge[1] * 1e3 / result.ceiling_gbps), (-4, -12),
-                      textcoords="offset points", ha="right", color=LINE, fontsize=9)
-    shapes = list(dict.fromkeys(r.shape for r in rows))
-    for i, shape in enumerate(shapes):
-        marker = MARKERS[i % len(MARKERS)]
-        for ours in (False, True):
-            points = [r for r in rows if r.shape == shape and r.ours is ours]
-            axes.scatter([r.nbytes / 1e6 for r in points], [r.us for r in points], s=34, marker=marker, linewidth=1.1,
-                         color=OURS if ours else "white", edgecolor=OURS if ours else RIVAL, zorder=4 if ours else 3)
-        axes.scatter([], [], s=34, marker=marker, color=TEXT, label=f"{_first(rows, shape).kind} {shape}")
-    axes.scatter([], [], s=34, color=OURS, label="quantkv")
-    axes.scatter([], [], s=34, color="white", edgecolor=RIVAL, label="rivals")
-    for row in _labelled(rows, shapes):
-        axes.annotate(row.stores if row.ours else f"{row.name} {row.stores}", (row.nbytes / 1e6, row.us), (6, -3),
-                      textcoords="offset points", fontsize=7, color=OURS if row.ours else "#616e7c", zorder=5)
+        low, high = (f(r.nbytes for r in rows) / 1e6 for f in (min, max))
+        edge = [low / 1.5, high * 1.5]
+        axes.plot(edge, [mb * 1e3 / result.ceiling_gbps for mb in edge], color=LINE, linewidth=1.2,
+                  label=f"floor: {result.ceiling_gbps:,.0f} GB/s")
+    shapes = list(dict.fromkeys((r.kind, r.shape) for r in rows))
+    marker = {shape: MARKERS[i % len(MARKERS)] for i, (_, shape) in enumerate(shapes)}
+    formats = list(dict.fromkeys(r.stores for r in rows))
+    colour = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(formats)}
+    for r in sorted(rows, key=lambda r: r.ours):
+        axes.scatter(r.nbytes / 1e6, r.us, s=34, marker=marker[r.shape], linewidth=1.1, edgecolor=colour[r.stores],
+                     color=colour[r.stores] if r.ours else "white", zorder=4 if r.ours else 3)
+    for kind, shape in shapes:
+        axes.scatter([], [], s=34, marker=marker[shape], color=TEXT, label=f"{kind} {shape}")
+    for name in formats:
+        axes.scatter([], [], s=34, marker="s", color=colour[name], label=name)
+    axes.scatter([], [], s=34, color=TEXT, label="quantkv")
+    axes.scatter([], [], s=34, color="white", edgecolor=TEXT, label="rivals")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
@@ -60,19 +60,6 @@ def draw(path: Path, result: Result) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     plt.close(figure)
-
-
-def _first(rows: list[Row], shape: str) -> Row:
-    return next(r for r in rows if r.shape == shape)
-
-
-def _labelled(rows: list[Row], shapes: list[str]) -> list[Row]:
-    """Of the shape that moves most: the fastest of each format of ours, and the fastest rival of each."""
-    largest = max(shapes, key=lambda shape: max(r.nbytes for r in rows if r.shape == shape))
-    best: dict[tuple[bool, str], Row] = {}
-    for row in sorted((r for r in rows if r.shape == largest), key=lambda r: r.us):
-        best.setdefault((row.ours, row.stores), row)
-    return list(best.values())
 
 
 def draw_growth(path: Path, result: Result) -> None:

@@ -7,13 +7,15 @@ from .tiles import join_planes, load_cached, load_matrix, map_product, offset_ro
 
 
 @triton.jit
-def gather_rows(pages, map, table, target, head, first, index, mask, count, factor, PAGE: tl.constexpr, PLAN: tl.constexpr):
-    """Decode keys first + index of one head into `target [HK, count, D]`, mapped as they are, times factor."""
+def gather_rows(pages, map, table, target, head, first, index, count, room, factor, PAGE: tl.constexpr, PLAN: tl.constexpr):
+    """Decode keys first + index of one head, mapped as they are, times factor, into `target [HK, room, D]`; what is beyond count
+    reads as zero bits, which are finite."""
     FACTORS: tl.constexpr = PLAN.factors
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
     key = first + index
+    mask = index < count
     page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
     words, meta = load_cached(pages, page, key % PAGE, head, mask, PLAN)
     planes, affine = PLAN.codec.decode(words, meta, pages.table, PLAN, False)
@@ -29,21 +31,20 @@ def gather_rows(pages, map, table, target, head, first, index, mask, count, fact
             x += offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
         rows = rows + (x.to(target.dtype.element_ty),)
     column = tl.arange(0, W * P)[None, :]
-    at = target + (head * count + index)[:, None] * D + column
-    tl.store(at, join_planes(rows), mask=mask[:, None] & (column < D))
+    at = target + (head * room + index)[:, None] * D + column
+    tl.store(at, join_planes(rows), mask=(index < room)[:, None] & (column < D))
 
 
-@triton.jit(do_not_specialize=["first", "count"])
-def gather_kernel(k_pages, v_pages, k_map, table, keys, values, first, count, k_factor, v_factor, PAGE: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "count", "room"])
+def gather_kernel(k_pages, v_pages, k_map, table, keys, values, first, count, room, k_factor, v_factor, PAGE: tl.constexpr,
                   BLOCK_N: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """Grid (blocks of keys, kv heads, 2: K and V). table: one sequence's pages. k_map.offset: mapped, in units of the rows."""
     index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = index < count
     head = tl.program_id(1).to(tl.int64)
     if tl.program_id(2) == 0:
-        gather_rows(k_pages, k_map, table, keys, head, first, index, mask, count, k_factor, PAGE, K)
+        gather_rows(k_pages, k_map, table, keys, head, first, index, count, room, k_factor, PAGE, K)
     else:
-        gather_rows(v_pages, k_map, table, values, head, first, index, mask, count, v_factor, PAGE, V)
+        gather_rows(v_pages, k_map, table, values, head, first, index, count, room, v_factor, PAGE, V)
 
 
 @triton.jit
@@ -86,7 +87,9 @@ def fold_kernel(a, b, a_lse, b_lse, out_lse, out, map, num_rows, factor, GROUP: 
             x = x.to(tl.float32) * weight[:, None] + y * other[:, None]
         if MAPPED:
             matrix = load_matrix(map, head, column, start, D, CHUNK)
-            if x.dtype != matrix.dtype:
+            if matrix.dtype == out.ptr.dtype.element_ty:
+                x = x.to(matrix.dtype)  # a and b were rounded to it: once more costs less than a second product
+            else:
                 x = x.to(tl.float32)
             result = map_product(x, matrix, result, PRECISION)
         else:

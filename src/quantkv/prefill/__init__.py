@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 
 from ..arguments import AttentionOptions, Side
 from ..format import Format
-from ..maps import OFFSET_BUCKET, LayerMaps
+from ..maps import LayerMaps
 from . import dense
 from .steps import Part, TorchSteps
 
 SCRATCH_BYTES = 256 << 20  # of a slice's keys and values; 65,536 tokens of 8 heads of 128
-MIN_QUERIES = 256  # fewer do not pay for writing the rows out
+MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
 MAX_SEQUENCES = 8  # each costs its own launches
 
 
@@ -89,18 +90,23 @@ def attend(
     steps = _steps(q.is_cuda if triton is None else triton)((k, v), fmt, maps, heads)
     out = q.new_empty(*q.shape[:2], sizes[1]) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    rows = steps.map_query(q)
+    ragged = any(queries % dense.PLANNED for queries, _ in lengths)
+    rows = steps.map_query(q, dense.PLANNED if ragged else 0)
 
-    most = max(scratch_bytes // (heads * sum(sizes) * q.element_size()) // OFFSET_BUCKET, 1) * OFFSET_BUCKET
-    most = min(most, block_table.shape[1] * k.codes.shape[1])
+    most = max(scratch_bytes // (heads * sum(sizes) * q.element_size()) // dense.PLANNED, 1) * dense.PLANNED
+    most = min(most, dense.planned(block_table.shape[1] * k.codes.shape[1]))
     scratch = [q.new_empty(heads * most * size) for size in sizes]
     for piece in _pieces(lengths, most):
         total = None
+        start, stop = piece.tokens.start, piece.tokens.stop
+        # Rows beyond the piece's own, another sequence's or none, are computed for a planned shape's sake and dropped.
+        queries = rows[start : start + dense.planned(stop - start)]
         for first, count in piece.slices:
-            sliced = [buffer[: heads * count * size].view(heads, count, size) for buffer, size in zip(scratch, sizes)]
-            steps.gather(block_table[piece.sequence], first, sliced)
             causal = first == piece.context
-            part = Part(*dense.attend(backend, rows[piece.tokens], *sliced, scale, causal))
+            room = len(queries) if causal else count
+            sliced = [buffer[: heads * room * size].view(heads, room, size) for buffer, size in zip(scratch, sizes)]
+            steps.gather(block_table[piece.sequence], first, count, sliced)
+            part = Part(*(t[: stop - start] for t in dense.attend(backend, queries, *sliced, scale, causal)))
             if causal:  # the last
                 steps.finish(total, part, out[piece.tokens], lse[piece.tokens])
             else:
@@ -125,14 +131,15 @@ class _Piece:
 
 def _pieces(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[_Piece]:
     """Cut the batch so that no slice has more than `most` keys. The last slice of a piece is the queries' own keys, which
-    they see causally; the earlier ones they see whole."""
+    they see causally; the earlier ones they see whole, and all of them but one are of a planned size."""
     end = 0
     for s, (queries, keys) in enumerate(lengths):
         start, end = end, end + queries
         for first in range(start, end, most):
             last = min(first + most, end)
             context = keys - (end - first)
-            slices = [(low, min(most, context - low)) for low in range(0, context, most)]
+            cuts = sorted({*range(0, context, most), context - context % dense.PLANNED, context})
+            slices = [(low, high - low) for low, high in pairwise(cuts)]
             yield _Piece(s, slice(first, last), context, [*slices, (context, last - first)])
 
 

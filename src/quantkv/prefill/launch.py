@@ -22,15 +22,16 @@ class TritonSteps(TorchSteps):
         self.gains = tuple(gain(m) for m in self.maps)
         self.target = Target.of(sides[0].codes.device)
 
-    def map_query(self, q: torch.Tensor) -> torch.Tensor:
+    def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
         if self.maps[0] is None:
-            return q
-        operands, out = self.maps[0].operands, torch.empty_like(q)
+            return super().map_query(q, extra)
+        operands, out = self.maps[0].operands, q.new_empty(q.shape[0] + extra, *q.shape[1:])
         self._fold(Part(q), None, Part(out), operands.query, operands.inverse_factor * self.gains[0])
+        out[q.shape[0] :].zero_()
         return out
 
-    def gather(self, table: torch.Tensor, first: int, scratch: list[torch.Tensor]) -> None:
-        heads, count, _ = scratch[0].shape
+    def gather(self, table: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
+        heads, room, _ = scratch[0].shape
         sizes = [t.shape[2] for t in scratch]
         plans = [row_plan(codec, size, map_, side.scale, self.target)
                  for codec, size, map_, side in zip(self.codecs, sizes, self.maps, self.sides)]
@@ -39,8 +40,8 @@ class TritonSteps(TorchSteps):
             offset = self.maps[0].operands.mapped_offset / self.gains[0]
             k_map = Map(None, 0, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
         block = 64 if max(sizes) <= 128 else 32
-        gather_kernel[(triton.cdiv(count, block), heads, 2)](
-            *(pages(*side) for side in zip(self.sides, self.codecs, sizes)), k_map, table, *scratch, first, count,
+        gather_kernel[(triton.cdiv(room, block), heads, 2)](
+            *(pages(*side) for side in zip(self.sides, self.codecs, sizes)), k_map, table, *scratch, first, count, room,
             *(side.scale / gain for side, gain in zip(self.sides, self.gains)), PAGE=self.sides[0].codes.shape[1],
             BLOCK_N=block, K=plans[0], V=plans[1])
 

@@ -30,27 +30,29 @@ def gain(map_: LinearMap | None) -> float:
 
 
 class TorchSteps:
-    """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, count, D]` of each."""
+    """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, N, D]` of each."""
 
     def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int) -> None:
         self.sides, self.codecs, self.maps = sides, (fmt.k, fmt.v), (maps.k, maps.v)
         self.heads = heads
 
-    def map_query(self, q: torch.Tensor) -> torch.Tensor:
-        """`gain A^-T q`, in q's dtype."""
-        return q if self.maps[0] is None else self._map(self.maps[0].inverse.mT * gain(self.maps[0]), q).to(q.dtype)
+    def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
+        """`gain A^-T q`, in q's dtype, and `extra` rows of zeros."""
+        rows = q if self.maps[0] is None else self._map(self.maps[0].inverse.mT * gain(self.maps[0]), q).to(q.dtype)
+        return torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])]) if extra else rows
 
-    def gather(self, pages: torch.Tensor, first: int, scratch: list[torch.Tensor]) -> None:
-        """Keys and values from position `first` on, mapped as they are, divided by the gain, into scratch. pages: the
-        sequence's row of the block table."""
+    def gather(self, pages: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
+        """Keys and values first to first + count, mapped as they are, divided by the gain, into scratch; what is left of it
+        gets finite numbers. pages: the sequence's row of the block table."""
         for side, codec, map_, target in zip(self.sides, self.codecs, self.maps, scratch):
             size = side.codes.shape[1]
-            position = torch.arange(first, first + target.shape[1], device=pages.device)
+            position = torch.arange(first, first + count, device=pages.device)
             slots = pages[position // size].long() * size + position % size
             rows = reference.dequantize(side, codec, None, slots)
             if map_ is not None and map_.offset is not None:
                 rows = rows + reference.apply_map(map_.forward, map_.offset_rows(position).expand_as(rows))
-            target.copy_(rows.transpose(0, 1) / gain(map_))
+            target[:, :count] = rows.transpose(0, 1) / gain(map_)
+            target[:, count:] = 0
 
     def merge(self, a: Part, b: Part) -> Part:
         """Attention over the union of two key sets."""
