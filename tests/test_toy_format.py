@@ -6,7 +6,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PLUGIN = "toy_format"
-SUITES = ("test_formats.py", "test_cache.py", "test_reference.py")
+SUITES = ("test_formats.py", "test_cache.py", "test_reference.py", "test_kernels.py")
 
 
 def test_registry_tests_pass_for_a_format_outside_the_package():
