@@ -13,6 +13,11 @@ BUDGET = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
+
+
 def config(key, value, head_size=128, columns=4, **kwargs):
     size = hopper.page_bytes(key, value, head_size, 16)
     return hopper.choose(key, value, head_size, 4, 8, 16, size, True, columns, False)
@@ -22,7 +27,7 @@ def config(key, value, head_size=128, columns=4, **kwargs):
 def test_step_fits_its_budget(key, value, tmp_path):
     chosen = config(key, value)
     cubin = tmp_path / "decode.cubin"
-    cubin.write_bytes(hopper.compile_cubin(chosen).code)
+    cubin.write_bytes(hopper.compile_cubin(chosen))
     count = step_instructions(cubin) / chosen.tiles_per_step
     assert 150 < count <= BUDGET[key, value]
 
@@ -30,6 +35,14 @@ def test_step_fits_its_budget(key, value, tmp_path):
 @pytest.mark.parametrize("head_size, columns", [(64, 4), (256, 4), (128, 16), (128, 32), (128, 1)])
 def test_other_shapes_compile(head_size, columns):
     hopper.compile_cubin(config("int4", "int4", head_size, columns))
+
+
+def test_a_compiled_kernel_is_kept(monkeypatch):
+    first = hopper.compile_cubin(config("int4", "int4"))
+    monkeypatch.setattr("cuda.core.Program", None)  # compiling again would fail
+    assert hopper.compile_cubin(config("int4", "int4")) == first
+    with pytest.raises(TypeError):
+        hopper.compile_cubin(config("int8", "int8"))
 
 
 def test_page_bytes():

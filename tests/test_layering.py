@@ -23,7 +23,7 @@ ALLOWED = {
     "launch": {"arguments", "format", "maps", "reference", "kernels"},
     "hopper": {"arguments", "formats", "maps", "kernels"},
     "prefill": {"arguments", "format", "maps", "reference", "kernels", "launch"},
-    "ops": {"hopper", "arguments", "format", "formats", "maps", "reference", "checks", "launch"},
+    "ops": {"hopper", "prefill", "arguments", "format", "formats", "maps", "reference", "checks", "launch"},
     "page_table": set(),
     "cache": {"arguments", "format", "formats", "maps", "reference", "checks", "spec", "ops"},
     "backend": {"arguments", "checks", "format", "formats", "kernels", "maps", "ops", "packing", "reference"},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
+import os
+import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -97,13 +100,30 @@ def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
     return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
 
 
-def compile_cubin(config: Config, arch: str = "sm_90a"):
-    """The cubin of a configuration, by NVRTC. Needs no GPU."""
+def compile_cubin(config: Config, arch: str = "sm_90a") -> bytes:
+    """The cubin of a configuration, by NVRTC, kept in the folder for compiled kernels. Needs no GPU."""
+    from cuda.bindings import nvrtc
     from cuda.core import Program, ProgramOptions
 
     defines = "".join(f"#define {name} {value}\n" for name, value in config.macros().items())
+    text = "".join(path.read_text() for path in sorted(SOURCE.glob("*.cu*")))
+    version = ".".join(str(n) for n in nvrtc.nvrtcVersion()[1:])
+    file = cache_folder() / f"{hashlib.sha256(f'{arch} {version} {defines}{text}'.encode()).hexdigest()[:32]}.cubin"
+    if file.exists():
+        return file.read_bytes()
     options = ProgramOptions(std="c++17", arch=arch, include_path=str(SOURCE), device_as_default_execution_space=True)
-    return Program(defines + (SOURCE / "decode.cu").read_text(), "c++", options).compile("cubin")
+    code = bytes(Program(defines + (SOURCE / "decode.cu").read_text(), "c++", options).compile("cubin").code)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+        part.write(code)
+    os.replace(part.name, file)  # whole or not at all, also where several processes compile
+    return code
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: `$QUANTKV_CACHE`, else the user's cache folder."""
+    root = os.environ.get("QUANTKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkv"
+    return Path(root) / "kernels"
 
 
 class Kernel:
@@ -142,9 +162,11 @@ class Kernel:
 @cache
 def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel], int]:
     """The decode kernel, the two combine kernels and the number of SMs, for one configuration and device."""
+    from cuda.core import ObjectCode
+
     with torch.cuda.device(device):
         torch.cuda.current_stream()
-        module = compile_cubin(config)
+        module = ObjectCode.from_cubin(compile_cubin(config))
         decode = Kernel(module, "decode_kernel", 32 * config.warps, config.shared_bytes, device)
         combine = Kernel(module, "combine_kernel", 256, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device)
     return decode, combine, torch.cuda.get_device_properties(device).multi_processor_count
