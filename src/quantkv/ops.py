@@ -29,9 +29,7 @@ def choose(implementation: str, device: torch.device) -> str:
     if implementation == "hopper":
         raise ValueError("implementation='hopper': there are no Hopper kernels in this build")
     if implementation == "triton" and device.type != "cuda" and not _interpreted():
-        raise ValueError(
-            f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
-        )
+        raise ValueError(f"implementation='triton': tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)")
     return implementation
 
 
@@ -67,16 +65,7 @@ def write(
         tensors, factors = ([], []) if maps is None else maps.flatten()
         fmt = get_format(fmt, key.dtype)
         _write_op(
-            *_flatten_cache(k, v),
-            key,
-            value,
-            slot_mapping,
-            positions,
-            tensors,
-            factors,
-            fmt.name,
-            [k.scale, v.scale],
-            implementation,
+            *_flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation
         )
     else:
         _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation)
@@ -90,7 +79,8 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation)
     else:
         from . import launch
 
-        launch.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+        with torch.cuda.device_of(key):  # Triton launches on the current device
+            launch.write(key, value, k, v, fmt, slot_mapping, maps, positions)
 
 
 @torch.library.custom_op(
@@ -135,7 +125,8 @@ def attend(
     options: see `AttentionOptions`. maps: as in `write`. out: written to instead of a new tensor.
     max_query_len: no sequence has more queries; a promise that makes decode and verification faster, not checked on a GPU.
     implementation: "auto", "triton" or "reference". ValueError where it cannot run.
-    batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch.
+    batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch. It takes scratch memory: a
+        float32 output for every 1,024 positions that the block table has room for.
     """
     fmt = get_format(fmt, q.dtype)
     if maps is None:
@@ -212,7 +203,8 @@ def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_q
     else:
         from . import launch
 
-        launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
+        with torch.cuda.device_of(q):
+            launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
 
 
 def _check_segments(segments: Sequence[Segment]) -> None:
