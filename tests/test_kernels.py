@@ -43,13 +43,9 @@ def test_encode_gives_the_reference_bytes(format_name, head_size):
         assert bool((side.codes.view(torch.uint8)[at][~kept] == 255).all())
         differing = (side.codes.view(torch.uint8)[at][kept] != codes[at][kept]).float().mean().item()
         rotated = codec.map != "none"
-        assert differing <= (
-            0.004 if rotated and (DEVICE == "cuda" or b.q.dtype == torch.float32) else 0.001 if rotated else 0.0
-        )
+        assert differing <= (0.004 if rotated and (DEVICE == "cuda" or b.q.dtype == torch.float32) else 0.001 if rotated else 0.0)
         if fields is not None:  # the last bit of a scale
-            torch.testing.assert_close(
-                side.meta[at][kept].float(), fields[at][kept].float(), rtol=2e-3 if rotated else 0, atol=0
-            )
+            torch.testing.assert_close(side.meta[at][kept].float(), fields[at][kept].float(), rtol=2e-3 if rotated else 0, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_3bit_nc"])
@@ -60,11 +56,7 @@ def test_golden_bytes(mode):
     sides = []
     for codec in (fmt.k, fmt.v):
         codes = torch.zeros(8, 16, 2, codec.row.code_bytes(64) // codec.code_dtype.itemsize, dtype=codec.code_dtype)
-        sides.append(
-            Side(
-                codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)
-            )
-        )
+        sides.append(Side(codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)))
     arguments = [golden[n].to(DEVICE) for n in ("key", "value", "slot_mapping")]
     ops.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
     if mode.startswith("turboquant"):
@@ -117,10 +109,7 @@ def options_of(heads):
         "prefix ranges, window": {"prefix_ranges": ranges, "window": 5},
         "prefix ranges, clamped": {"prefix_ranges": ranges, "window": 5, "clamp_prefix_to_window": True},
         "float8 output": {"output_scale": 0.05},
-        "range of positions": {
-            "key_range": torch.tensor([[5, 30], [4, 20]], dtype=torch.int32),
-            "causal": False,
-        },
+        "range of positions": {"key_range": torch.tensor([[5, 30], [4, 20]], dtype=torch.int32), "causal": False},
     }
 
 
@@ -176,6 +165,17 @@ def test_any_map_and_offset(name):
     b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
     for side, codes in zip((b.cache.k, b.cache.v), before):
         assert (side.codes.view(torch.uint8) != codes).float().mean() <= 0.004
+
+
+@pytest.mark.parametrize("name", ["int8", "tq4"])
+def test_offsets_go_by_position_not_by_slot(name):
+    """A cache whose first slot holds position 16: tiles of keys straddle the offsets' buckets of 64 positions."""
+    b = batch(name, ((2,), (150,)), maps=LayerMaps(random_map(2, 64, 0, buckets=3), None))
+    read = torch.tensor([[16, 150]], dtype=torch.int32, device=DEVICE)
+    start = torch.tensor([16], dtype=torch.int32, device=DEVICE)
+    table = b.block_table.t().contiguous().t()[:, 1:]  # any strides
+    call = {"block_table": table, "seq_lens": b.seq_lens, "cu_seqlens_q": b.cu_seqlens_q, "return_lse": True}
+    check(b, b.cache.attend(b.q, **call, key_start=start, key_range=read, **TRITON), key_range=read)
 
 
 # ---- what must not matter
@@ -275,12 +275,7 @@ def test_foreign_layouts(name):
     for view, t in zip(views, parts):
         view.view(torch.uint8).copy_(t.view(torch.uint8))
     c = b.cache
-    call = {
-        "cu_seqlens_q": b.cu_seqlens_q,
-        "seq_lens": b.seq_lens,
-        "block_table": b.block_table,
-        "scale": c.spec.head_size**-0.5,
-    }
+    call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": c.spec.head_size**-0.5}
     out, _ = ops.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
     assert torch.equal(out, expected)
 

@@ -99,6 +99,10 @@ def _offset(offset: torch.Tensor | None) -> tuple:
     return offset, offset.stride(0), 0 if offset.shape[1] == 1 else offset.stride(1), offset.shape[0]
 
 
+def _dense(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 def _rows(t: torch.Tensor) -> Rows:
     t = t if t.stride(2) == 1 else t.contiguous()
     return Rows(t, *t.stride()[:2])
@@ -128,17 +132,15 @@ def write(
     ]
     kernel_maps = [Map() if m is None else Map(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
     factors = [1.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v)]
-    block_t, num_warps = write_tile(
-        tokens * heads, max(head_size, value.shape[2]), maps.k is not None or maps.v is not None, target
-    )
+    block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), maps.k is not None or maps.v is not None, target)
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         _rows(key),
         _rows(value),
         pages(k, fmt.k, head_size),
         pages(v, fmt.v, value.shape[2]),
         *kernel_maps,
-        slot_mapping,
-        positions,
+        _dense(slot_mapping),
+        _dense(positions),
         tokens,
         *factors,
         k.scale,
@@ -231,13 +233,10 @@ def features(
 
 
 def _extras(o: AttentionOptions) -> Extras:
-    def dense(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else t.contiguous()
-
-    causal = None if isinstance(o.causal, bool) else dense(o.causal).view(torch.uint8)
-    bias = (None, 0, 0, 0) if o.qq_bias is None else (dense(o.qq_bias), o.qq_bias.shape[1], *o.qq_bias.shape)
-    ranges = (None, 0) if o.prefix_ranges is None else (dense(o.prefix_ranges), o.prefix_ranges.shape[1])
-    return Extras(causal, dense(o.alibi_slopes), *bias, *ranges, dense(o.key_start), dense(o.key_range))
+    causal = None if isinstance(o.causal, bool) else _dense(o.causal).view(torch.uint8)
+    bias = (None, 0, 0, 0) if o.qq_bias is None else (_dense(o.qq_bias), o.qq_bias.shape[1], *o.qq_bias.shape)
+    ranges = (None, 0) if o.prefix_ranges is None else (_dense(o.prefix_ranges), o.prefix_ranges.shape[1])
+    return Extras(causal, _dense(o.alibi_slopes), *bias, *ranges, _dense(o.key_start), _dense(o.key_range))
 
 
 def attend(
@@ -295,6 +294,7 @@ def attend(
         if s.maps.k is not None:
             operands = s.maps.k.operands
             k_map, factor = Map(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
+        table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
         o = replace(options, key_start=s.key_start, key_range=s.key_range)
         attend_kernel[(blocks * heads, count)](
             _rows(q),
@@ -302,7 +302,7 @@ def attend(
             pages(s.k, s.fmt.k, head_size),
             pages(s.v, s.fmt.v, head_size_v),
             k_map,
-            Batch(cu_seqlens_q, seq_lens, s.block_table, s.block_table.stride(0)),
+            Batch(_dense(cu_seqlens_q), _dense(seq_lens), table, table.stride(0)),
             _extras(o),
             num_seqs,
             first_split,
@@ -315,15 +315,7 @@ def attend(
             BLOCK_N=tiling.block_n,
             K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, target),
             V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, target),
-            F=features(
-                o,
-                heads,
-                single,
-                tiling.block_m >= 64,
-                one_block,
-                SPLIT_TOKENS // tiling.block_n if batch_invariant else 0,
-                target,
-            ),
+            F=features(o, heads, single, tiling.block_m >= 64, one_block, SPLIT_TOKENS // tiling.block_n if batch_invariant else 0, target),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

@@ -102,16 +102,7 @@ def write(
         tensors, factors = ([], []) if maps is None else maps.flatten()
         fmt = get_format(fmt, key.dtype)
         _write_op(
-            *_flatten_cache(k, v),
-            key,
-            value,
-            slot_mapping,
-            positions,
-            tensors,
-            factors,
-            fmt.name,
-            [k.scale, v.scale],
-            implementation,
+            *_flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation
         )
     else:
         _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation)
@@ -125,7 +116,8 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation)
     else:
         from . import launch
 
-        launch.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+        with torch.cuda.device_of(key):  # Triton launches on the current device
+            launch.write(key, value, k, v, fmt, slot_mapping, maps, positions)
 
 
 @torch.library.custom_op(
@@ -169,8 +161,8 @@ def attend(
     block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
     options: see `AttentionOptions`. maps: as in `write`. out: written to instead of a new tensor.
     max_query_len: no sequence has more queries; a promise that makes decode and verification faster, not checked on a GPU.
-    implementation: "auto", "hopper", "dense", "triton" or "reference": see `resolve`. ValueError where it cannot run.
-    batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch.
+        with torch.cuda.device_of(q):
+            launch.attend(q, segments, out, lse, **batch, options=options, max_query_len=max_query_len, batch_invariant=batch_invariant)
     """
     fmt = get_format(fmt, q.dtype)
     if maps is None:
@@ -259,7 +251,12 @@ def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_q
     else:
         from . import launch
 
+<<<<<<< HEAD
         launch.attend(q, segments, out, lse, **batch, options=options, max_query_len=max_query_len, batch_invariant=batch_invariant)
+=======
+        with torch.cuda.device_of(q):
+            launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
+>>>>>>> kernels
 
 
 def _check_segments(segments: Sequence[Segment]) -> None:
@@ -286,14 +283,16 @@ def _flatten_cache(k: Side, v: Side) -> tuple[list[torch.Tensor], list[int]]:
 
 def _unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format, scales: list[float]) -> tuple[Side, Side]:
     dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
+    base = tensors[0]
     if layout:
-        flat = tensors[0].reshape(-1)
+        flat = base.reshape(-1)
         tensors = [
             flat.view(dtype).as_strided(layout[9 * i : 9 * i + 4], layout[9 * i + 4 : 9 * i + 8], layout[9 * i + 8])
             for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)
         ]
     left = iter(tensors)
-    return tuple(Side(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
+    sides = (Side(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
+    return tuple(side.in_storage_of(base) if layout else side for side in sides)
 
 
 def _flatten_segments(segments: Sequence[Segment]):

@@ -48,8 +48,8 @@ class Contestant:
 
 
 def quantkv(implementation: str, format_name: str) -> Contestant:
-    """One of quantkv's implementations: "reference", "dense" (prefill only), or what `ops` takes as `implementation`."""
-    kinds = ("prefill",) if implementation == "dense" else KINDS
+    """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for."""
+    kinds = {"dense": ("prefill",), "hopper": ("decode", "verify")}.get(implementation, KINDS)
     prepare = lambda problem: _prepare(problem, implementation, format_name)
     return Contestant(f"quantkv {implementation}", format_name, prepare, ours=True, kinds=kinds)
 

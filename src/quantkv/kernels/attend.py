@@ -74,7 +74,7 @@ def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.const
     P: tl.constexpr = len(q_planes)
     word = tl.arange(0, K.width)
     bucket = first_key // 64
-    for i in tl.static_range(key.shape[0] // 64 + 1):
+    for i in tl.static_range((key.shape[0] + 62) // 64 + 1):
         row = tl.zeros([score.shape[0]], tl.float32)
         for p in tl.static_range(P):
             offset = offset_row(map, head, bucket + i, word * P + p, K.head_size) * (FACTORS[0] / FACTORS[p])
