@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -33,18 +35,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["targets", "scaling"], help="targets, scaling")
     parser.add_argument("--peers", type=Path, help="a folder with rivals, as `quantkv bench` takes it")
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--shapes", nargs="+", help="these instead of the targets'")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so long")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA GPU: nothing to measure")
     device = torch.device("cuda")
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower().replace("nvidia", "")).strip("-")
-    plans = {"targets": (name, [s for kind in DEFAULT.values() for s in kind] + list(MORE), FORMATS),
+    begun = time.monotonic()
+    targets = shapes(*arguments.shapes) if arguments.shapes else [s for kind in DEFAULT.values() for s in kind] + list(MORE)
+    plans = {"targets": (name, targets, arguments.formats),
              "scaling": (f"{name}-scaling", SCALING, SCALING_FORMATS)}
     for what in arguments.what:
         file, some, formats = plans[what]
         ours = [quantkv(i, f) for i in implementations(device) if i != "reference" for f in formats]
         contestants = ours + rivals(arguments.peers)
-        result = run(some, contestants, device, on_row=lambda row: print(row.shape, *tables.cells(row), flush=True))
+        in_time = (s for s in some if time.monotonic() - begun < arguments.seconds)
+        result = run(in_time, contestants, device, on_row=lambda row: print(row.shape, *tables.cells(row), flush=True))
         path = RESULTS / f"{file}.json"
         path.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
         (plot.draw_growth if what == "scaling" else plot.draw)(path.with_suffix(".svg"), result)

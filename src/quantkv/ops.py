@@ -161,8 +161,9 @@ def attend(
     block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
     options: see `AttentionOptions`. maps: as in `write`. out: written to instead of a new tensor.
     max_query_len: no sequence has more queries; a promise that makes decode and verification faster, not checked on a GPU.
-        with torch.cuda.device_of(q):
-            launch.attend(q, segments, out, lse, **batch, options=options, max_query_len=max_query_len, batch_invariant=batch_invariant)
+    implementation: "auto", "hopper", "dense", "triton" or "reference": see `resolve`. ValueError where it cannot run.
+    batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch. It takes scratch memory: a
+        float32 output for every 1,024 positions that the block table has room for.
     """
     fmt = get_format(fmt, q.dtype)
     if maps is None:
@@ -251,12 +252,8 @@ def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_q
     else:
         from . import launch
 
-<<<<<<< HEAD
-        launch.attend(q, segments, out, lse, **batch, options=options, max_query_len=max_query_len, batch_invariant=batch_invariant)
-=======
         with torch.cuda.device_of(q):
-            launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
->>>>>>> kernels
+            launch.attend(q, segments, out, lse, **batch, options=options, max_query_len=max_query_len, batch_invariant=batch_invariant)
 
 
 def _check_segments(segments: Sequence[Segment]) -> None:
