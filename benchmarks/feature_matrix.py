@@ -163,7 +163,7 @@ def main() -> int:
     args = parser.parse_args()
     jobs = [(name, sizes, args.implementation, args.device) for sizes in HEAD_SIZES for name in args.formats.split(",")]
     begun = time.monotonic()
-    with get_context("spawn").Pool(args.workers, maxtasksperchild=4) as pool:  # left behind, it ends what still runs
+    with get_context("spawn").Pool(args.workers) as pool:  # left behind, it ends what still runs
         results = [pool.apply_async(case, job) for job in jobs]
         for result in results:
             result.wait(None if args.seconds is None else max(begun + args.seconds - time.monotonic(), 0))
