@@ -106,6 +106,8 @@ def test_pages_of_records_are_recognised(name, served):
     k, v = b.cache.k, b.cache.v
     assert hopper._pages(k, v) is b.cache.buffer
     assert hopper._pages(k._replace(base=None), v) is None
+    single = Batch.make(name, (1,), (20,), head_size=128, num_kv_heads=1).cache
+    assert hopper._pages(single.k, single.v) is single.buffer
     moved = k._replace(codes=k.codes[:, 1:])
     assert hopper._pages(moved, v) is None
     assert (b.cache.format.k.name in hopper.KEYS and b.cache.format.v.name in hopper.VALUES) == served

@@ -15,6 +15,7 @@ HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's kernels run where they can be compiled or interpreted.
 TRITON = [False] + [True] * (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+DENSE = torch.float32 if DEVICE == "cpu" else torch.float16  # rows that a backend of its own choice takes
 LENGTHS = ((40, 40), (1, 77), (33, 100))  # (queries, keys) of each sequence: no context, one query, a chunk
 
 
@@ -141,7 +142,7 @@ def test_fp16_scratch_stays_in_range():
 
 def test_lengths_from_the_host():
     """The same bits as with those of the device, which are not looked at."""
-    cache, q, arguments = batch("int4")
+    cache, q, arguments = batch("int4", dtype=DENSE)
     sides = (cache.k, cache.v, cache.format)
     expected = prefill.attend(q, *sides, **arguments)
     arguments |= {"cu_seqlens_q": None, "seq_lens": None}
@@ -150,14 +151,21 @@ def test_lengths_from_the_host():
 
 
 def test_writes_into_out():
-    cache, q, arguments = batch("int4")
+    cache, q, arguments = batch("int4", dtype=DENSE)
     target = torch.full_like(q, math.nan)
     out, _ = prefill.attend(q, cache.k, cache.v, cache.format, **arguments, out=target)
     assert out is target and torch.isfinite(target).all()
 
 
+def test_rows_without_a_backend_are_refused(monkeypatch):
+    monkeypatch.setattr(dense, "choose", lambda *args: None)
+    cache, q, arguments = batch("int4")
+    with pytest.raises(ValueError, match=r"q: no dense backend for torch\.float32 rows of 64 and 64"):
+        prefill.attend(q, cache.k, cache.v, cache.format, **arguments)
+
+
 def test_the_rule():
-    cache, q, _ = batch("int4", lengths=((prefill.MIN_QUERIES, prefill.MIN_QUERIES),))
+    cache, q, _ = batch("int4", lengths=((prefill.MIN_QUERIES, prefill.MIN_QUERIES),), dtype=DENSE)
 
     def why(q=q, seqs=1, options=AttentionOptions(), **more):
         return prefill.refusal(q, cache.v, cache.format, seqs, options, **more)

@@ -73,10 +73,11 @@ def _pages(k: Side, v: Side) -> torch.Tensor | None:
     for t in (k.codes, v.codes, k.meta, v.meta):
         if t is None:
             continue
-        _, size, _, width = t.shape
+        size, width = t.shape[1], t.shape[3]
         row = width * t.element_size()
-        strides = [s * t.element_size() for s in t.stride()]
-        if t.data_ptr() != offset or strides != [base.stride(0), row, base.stride(1), t.element_size()]:
+        wanted = (base.stride(0), row, base.stride(1), t.element_size())
+        steps = [(have * t.element_size(), want) for n, have, want in zip(t.shape, t.stride(), wanted) if n > 1]
+        if t.data_ptr() != offset or any(have != want for have, want in steps):  # an axis of one has any stride
             return None
         offset += size * row
     return base

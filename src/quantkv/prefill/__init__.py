@@ -86,6 +86,8 @@ def attend(
         lengths = list(zip(read, read[len(seq_lens) :]))
     heads, sizes = k.codes.shape[2], (q.shape[2], head_size_of(v, fmt))
     backend = backend or dense.choose(q.device, q.dtype, *sizes)
+    if backend is None:
+        raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
     maps = LayerMaps.of(fmt, *sizes, q.device) if maps is None else maps
     steps = _steps(q.is_cuda if triton is None else triton)((k, v), fmt, maps, heads)
     out = q.new_empty(*q.shape[:2], sizes[1]) if out is None else out
