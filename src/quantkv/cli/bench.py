@@ -44,7 +44,7 @@ def bench_command(
 ) -> None:
     """Time quantkv's kernels and every rival side by side, each only after its answer was checked against float64."""
     from . import report
-    from .main import formats_of, print_table
+    from .common import formats_of, print_table
 
     report.check_output("--json", json_file)
     report.check_output("--plot", plot_file, (".png", ".svg"))

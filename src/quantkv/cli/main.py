@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from . import bench
+from .common import formats_of, print_table
 
 BAD_INPUT = 2
 DTYPES = ("float32", "bfloat16", "float16")
@@ -157,24 +158,6 @@ def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any],
     out.print(Text(note, style="bold"))
 
 
-def formats_of(names: str, argument: str = "--formats", single: bool = False) -> list[str]:
-    """Check names before anything is loaded. "all" stands for every registered format."""
-    import quantkv
-
-    if names == "all" and not single:
-        return list(quantkv.available_formats())
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    if not chosen or (single and len(chosen) > 1):
-        raise ValueError(f"{argument} {names!r}: {'one name' if single else 'at least one name'} is needed, "
-                         f"of {', '.join(quantkv.available_formats())}")
-    for name in chosen:
-        try:
-            quantkv.get_format(name)
-        except ValueError as error:
-            raise ValueError(f"{argument}: {error}") from error
-    return list(dict.fromkeys(chosen))
-
-
 def _load(model: str | None, device: str, dtype: str, console: Any) -> Any:
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: allowed: {', '.join(DTYPES)}")
@@ -184,16 +167,6 @@ def _load(model: str | None, device: str, dtype: str, console: Any) -> Any:
         from . import models
 
         return models.load(model, device, getattr(torch, dtype))
-
-
-def print_table(table: Any) -> None:
-    """At the terminal's width, or at the table's own where the output is a file or a pipe."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.measure(table).maximum, 80))
-    console.print(table)
 
 
 def app(args: Sequence[str] | None = None) -> NoReturn:
