@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +67,19 @@ class AttentionOptions:
     output_scale: float | None = None
     key_start: torch.Tensor | None = None
     key_range: torch.Tensor | None = None
+
+
+class Memo(dict):
+    """What the layers of one forward pass have in common, worked out for the first of them.
+
+    Make one for each forward pass: all calls that share it have the same slots, block table, lengths and options; only sinks,
+    alibi_slopes, qq_bias and softcap may differ.
+    """
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self:
+            self[key] = make()
+        return self[key]
 
 
 class Segment(NamedTuple):

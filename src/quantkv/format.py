@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .packing import interleave
 from .spec import CacheSpec, RowLayout
 
 Meta = torch.Tensor | None
@@ -28,6 +29,7 @@ class Codec:
         With `decode_ref` it is the specification of the bytes: vectorised, any device.
     decode_ref: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None, all of
         `dtype` (float32 or float64): the row is `scale * operand + bias`; None stands for 1 and for 0.
+    planes: P > 1: the operand comes as its planes (`packing.py`), `[P, ..., D / P]`, so that packed codes need no shuffle.
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
@@ -47,6 +49,7 @@ class Codec:
     round_mapped: bool = False
     head_size_multiple: int = 1
     power_of_two: bool = False
+    planes: int = 1
     device: Callable[[], Any] | None = None
     device_table: Callable[[int], torch.Tensor] | None = None
 
@@ -60,6 +63,7 @@ class Codec:
     def decode(self, codes: torch.Tensor, meta: Meta, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows `[..., D]` in the codec's mapped space: `scale * operand + bias`."""
         operand, scale, bias = self.decode_ref(codes, meta, dtype)
+        operand = operand if self.planes == 1 else interleave(operand)
         rows = operand if scale is None else operand * scale
         return rows if bias is None else rows + bias
 
