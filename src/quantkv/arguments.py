@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,6 +81,14 @@ class Memo(dict):
         if key not in self:
             self[key] = make()
         return self[key]
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialized memory that the next call hands out again: fresh pages cost more than what is written to them."""
+        size = math.prod(shape)
+        held = self.get((dtype, device))
+        if held is None or len(held) < size:
+            held = self[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+        return held[:size].view(shape)
 
 
 class Segment(NamedTuple):

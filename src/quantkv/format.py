@@ -27,8 +27,9 @@ class Codec:
     row: bits of an element and the metadata beside a row.
     encode_ref: rows `[..., D]` float32 -> codes `[..., code_bytes]` of `code_dtype`, meta `[..., fields]` or None.
         With `decode_ref` it is the specification of the bytes: vectorised, any device.
-    decode_ref: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None, all of
-        `dtype` (float32 or float64): the row is `scale * operand + bias`; None stands for 1 and for 0.
+    decode_ref: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None: the row is
+        `scale * operand + bias`; None stands for 1 and for 0. All are of `dtype` (float32 or float64), the operand of that or
+        of a narrower one that holds its numbers exactly.
     planes: P > 1: the operand comes as its planes (`packing.py`), `[P, ..., D / P]`, so that packed codes need no shuffle.
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
@@ -64,7 +65,7 @@ class Codec:
         """Rows `[..., D]` in the codec's mapped space: `scale * operand + bias`."""
         operand, scale, bias = self.decode_ref(codes, meta, dtype)
         operand = operand if self.planes == 1 else interleave(operand)
-        rows = operand if scale is None else operand * scale
+        rows = operand.to(dtype) if scale is None else operand.to(dtype) * scale
         return rows if bias is None else rows + bias
 
 

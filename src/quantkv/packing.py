@@ -33,8 +33,13 @@ def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if word_bytes > 1:
         fields = codes.to(torch.int32).unflatten(-1, (-1, word_bytes)).unbind(-1)
         codes = sum(field << 8 * i for i, field in enumerate(fields))
-    fields = [codes, *(codes >> bits * i for i in range(1, count))]
-    return torch.stack([*(field & 2**bits - 1 for field in fields[:-1]), fields[-1]]).to(torch.uint8)
+    planes = torch.empty(count, *codes.shape, dtype=codes.dtype, device=codes.device)
+    torch.bitwise_and(codes, 2**bits - 1, out=planes[0])
+    for i in range(1, count):
+        torch.bitwise_right_shift(codes, bits * i, out=planes[i])
+    if count > 2:  # above the last there is nothing
+        planes[1:-1] &= 2**bits - 1
+    return planes.to(torch.uint8)
 
 
 def interleave(planes: torch.Tensor) -> torch.Tensor:

@@ -117,8 +117,7 @@ def _pages(tile: Tile, block_table: torch.Tensor, block_size: int, used: torch.T
     count = -(-tile.num_keys // block_size)
     table = block_table[tile.seqs, :count].long()
     if used is not None:
-        padded = torch.nn.functional.pad(used, (0, count * block_size - tile.num_keys))
-        table = table * padded.unflatten(1, (count, block_size)).any(-1)
+        table = table * used.any(-1)
     if len(tile.seq_lens) == 1:
         run = table[0].tolist()
         if run == list(range(run[0], run[0] + count)):
@@ -127,8 +126,12 @@ def _pages(tile: Tile, block_table: torch.Tensor, block_size: int, used: torch.T
 
 
 def plan(q, k, cu_seqlens_q, seq_lens, block_table, options) -> Iterator[tuple]:
-    """Each tile, which keys its queries see, `[S, M, N]`, which of them any sees, `[S, N]`, (None: all) and their pages."""
+    """Each tile, which keys its queries see, `[S, M, N]`, which slots any query sees, `[S, pages, block_size]` (None: all), and
+    what to index the pages with."""
     for tile in _tiles(q, k, cu_seqlens_q, seq_lens, options):
-        seen = None if tile.whole else visible_keys(tile, options, q.device)
-        used = None if seen is None else seen.any(1)
-        yield tile, seen, used, _pages(tile, block_table, k.codes.shape[1], used)
+        size = k.codes.shape[1]
+        seen = used = None
+        if not tile.whole:
+            seen = visible_keys(tile, options, q.device)
+            used = torch.nn.functional.pad(seen.any(1), (0, -tile.num_keys % size)).unflatten(1, (-1, size))
+        yield tile, seen, used, _pages(tile, block_table, size, used)

@@ -122,11 +122,12 @@ def attend(
         maps = LayerMaps.of(fmt, q.shape[-1], head_size_v, q.device)
     out = q.new_zeros(q.shape[0], q.shape[1], head_size_v, dtype=dtype)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype) if return_lse else None
-    reads = lambda: plan(q, k, cu_seqlens_q, seq_lens, block_table, options)
-    if memo is not None and q.shape[0] == seq_lens.shape[0]:  # decode; the masks of a prompt are too large to keep
-        reads = lambda make=reads: memo.once(("reads", q.shape, k.codes.shape[1:3]), lambda: list(make()))
-    for tile, seen, used, pages in reads():
-        _attend_tile(tile, seen, used, pages, q, k, v, fmt, scale, options, maps, out, lse)
+    memo = Memo() if memo is None else memo
+    reads = plan(q, k, cu_seqlens_q, seq_lens, block_table, options)
+    if q.shape[0] == seq_lens.shape[0]:  # decode; the masks of a prompt are too large to keep
+        reads = memo.once(("plan", q.shape, k.codes.shape[1:3]), lambda: list(reads))
+    for tile, seen, used, pages in reads:
+        _attend_tile(tile, seen, used, pages, q, k, v, fmt, scale, options, maps, memo, out, lse)
     return out if options.output_scale is None else _to_float8(out, options.output_scale), lse
 
 
@@ -134,24 +135,27 @@ def _to_float8(out: torch.Tensor, scale: float) -> torch.Tensor:
     return (out / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def _gather(side: Side, codec: Codec, pages: torch.Tensor | slice, n: int, used: torch.Tensor | None, dtype: torch.dtype):
-    """Operand `[S, HK, N, D]` or its planes, scale and bias `[S, HK, 1, N]` (or None) of the first n keys in the pages that
-    `_pages` named.
+def _gather(side: Side, codec: Codec, pages: torch.Tensor | slice, n: int, used: torch.Tensor | None, dtype: torch.dtype, memo: Memo):
+    """Operand `[S, HK, N, D]` or its planes, in memory that the next call overwrites, scale and bias `[S, HK, 1, N]` (or None)
+    of the first n keys in the pages that `plan` named.
 
-    Slots that are not `used [S, N]` (None: all are) read as zero bytes: what they hold, NaN perhaps, must not reach a product."""
+    Slots that are not `used [S, pages, block_size]` (None: all are) read as zero bytes: what they hold, NaN perhaps, must not
+    reach a product."""
 
-    def rows(t):  # [num_blocks, block_size, HK, X] -> [S, HK, N, X]
+    def rows(t):  # [num_blocks, block_size, HK, X] -> [S, HK, pages, block_size, X]
         t = t[None, pages] if isinstance(pages, slice) else t[pages]  # neighbours need no gather
-        t = t.permute(0, 3, 1, 2, 4).flatten(2, 3)[:, :, :n]
-        return t if used is None else t.masked_fill(~used[:, None, :, None], 0)
+        t = t.permute(0, 3, 1, 2, 4)
+        return t if used is None else t.masked_fill(~used[:, None, :, :, None], 0)
 
     codes = rows(_raw(side.codes)).view(side.codes.dtype)
-    operand, scale, bias = codec.decode_ref(codes, None if side.meta is None else rows(side.meta), dtype)
-    return operand, *(t if t is None else t.mT for t in (scale, bias))
+    operand, *affine = codec.decode_ref(codes, None if side.meta is None else rows(side.meta), dtype)
+    if operand.dtype != dtype:
+        operand = memo.scratch(operand.shape, dtype, operand.device).copy_(operand)
+    return operand.flatten(-3, -2)[..., :n, :], *(t if t is None else t.flatten(2)[:, :, None, :n] for t in affine)
 
 
 def _attend_tile(
-    tile: Tile, seen, used, pages, q, k: Side, v: Side, fmt: Format, scale, options: AttentionOptions, maps: LayerMaps, out, lse
+    tile: Tile, seen, used, pages, q, k: Side, v: Side, fmt: Format, scale, options: AttentionOptions, maps: LayerMaps, memo: Memo, out, lse
 ) -> None:
     """One tile of `attend`, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N
     keys."""
@@ -161,7 +165,7 @@ def _attend_tile(
     groups, rows = rows.shape[2:4], rows.flatten(2, 3)
     mapped = rows if maps.k is None else rows @ _for_heads(maps.k.inverse.to(dtype))
     mapped = mapped * (scale * k.scale)
-    operand, k_scale, k_bias = _gather(k, fmt.k, pages, tile.num_keys, used, dtype)
+    operand, k_scale, k_bias = _gather(k, fmt.k, pages, tile.num_keys, used, dtype, memo)
     score = _dot_keys(mapped, operand, fmt.k.planes)  # [S, H, G * M, N]
     if k_scale is not None:
         score *= k_scale
@@ -174,7 +178,7 @@ def _attend_tile(
 
     weight, total = _softmax(score, options.sinks, lse is not None)
     weight = weight.flatten(2, 3)
-    operand, v_scale, v_bias = _gather(v, fmt.v, pages, tile.num_keys, used, dtype)
+    operand, v_scale, v_bias = _gather(v, fmt.v, pages, tile.num_keys, used, dtype, memo)
     shift = None if v_bias is None else (weight * v_bias).sum(-1, keepdim=True)
     if v_scale is not None:
         weight *= v_scale

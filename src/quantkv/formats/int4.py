@@ -16,24 +16,19 @@ from .int8 import SMALLEST_SCALE
 ZERO_POINT_BITS = 0xF
 
 
-def _nearest(x: torch.Tensor) -> torch.Tensor:
-    """The nearest of 0..15, halves up."""
-    return (x + 0.5).clamp_(0, 15).to(torch.int32)
-
-
 def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = y.aminmax(dim=-1, keepdim=True)
     scale = ((high - low) / 15.0).clamp_min(SMALLEST_SCALE)
-    zero_point = _nearest(-low / scale)
-    codes = _nearest(y * (1.0 / scale) + zero_point)
+    zero_point = (0.5 - low / scale).clamp_(0, 15).int()  # truncation of what is not negative: halves go up
+    codes = (y * scale.reciprocal()).add_(zero_point).add_(0.5).clamp_(0, 15).int()
     stored = (scale.view(torch.int32) & ~ZERO_POINT_BITS) | zero_point
     return pack(codes, 4), stored.view(torch.float32)
 
 
 def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
-    bits = stored.contiguous().view(torch.int32)
+    bits = stored.view(torch.int32)
     scale = (bits & ~ZERO_POINT_BITS).view(torch.float32).to(dtype)
-    return unpack(codes, 4).to(dtype), scale, (bits & ZERO_POINT_BITS).to(dtype) * -scale
+    return unpack(codes, 4), scale, (bits & ZERO_POINT_BITS).to(dtype) * -scale
 
 
 INT4 = Codec(

@@ -77,7 +77,7 @@ def value_codec(bits: int) -> Codec:
 
     def decode(codes, meta, dtype):
         scale, low = meta.to(dtype).split(1, -1)
-        return unpack(codes, bits).to(dtype), scale, low
+        return unpack(codes, bits), scale, low
 
     return Codec(
         f"u{bits}",
