@@ -10,7 +10,7 @@ from quantkv import Format, available_formats, get_format, register
 from quantkv.format import unregister
 from quantkv.formats import int2, turboquant
 from quantkv.maps import LayerMaps, LinearMap, hadamard, named_map
-from quantkv.packing import pack, unpack
+from quantkv.packing import interleave, pack, unpack
 from quantkv.reference import encode
 
 # Mean squared error of an element of Gaussian rows of 128. Rotated or not makes no difference to them: 4, 3 and 2 bits are
@@ -94,7 +94,7 @@ def test_packing_is_the_bit_string(bits):
     values = torch.randint(0, 2**bits, (7, 2, 48), dtype=torch.uint8)
     codes = pack(values, bits)
     assert codes.shape == (7, 2, 48 * bits // 8)
-    assert torch.equal(unpack(codes, bits), values)
+    assert torch.equal(interleave(unpack(codes, bits)), values)
     row = sum(int(x) << (bits * i) for i, x in enumerate(values[3, 1]))
     assert row.to_bytes(codes.shape[-1], "little") == bytes(codes[3, 1].tolist())
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from oracle import attention
-from quantkv import AttentionOptions, PagedCache, get_format, reference
+from quantkv import AttentionOptions, PagedCache, get_format, plan, reference
 from quantkv.maps import LayerMaps, LinearMap
 
 HK, GROUP, D = 2, 3, 16
@@ -193,7 +193,7 @@ def test_float64_on_request():
 def test_tiles_do_not_change_the_result(monkeypatch):
     cache, q, batch, _ = make("int4", d=64, d_v=64)
     whole = cache.attend(q, **batch)
-    monkeypatch.setattr(reference, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 64)
     assert close(cache.attend(q, **batch), whole)
 
 

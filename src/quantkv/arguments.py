@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +68,27 @@ class AttentionOptions:
     output_scale: float | None = None
     key_start: torch.Tensor | None = None
     key_range: torch.Tensor | None = None
+
+
+class Memo(dict):
+    """What the layers of one forward pass have in common, worked out for the first of them.
+
+    Make one for each forward pass: all calls that share it have the same slots, block table, lengths and options; only sinks,
+    alibi_slopes, qq_bias and softcap may differ.
+    """
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self:
+            self[key] = make()
+        return self[key]
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialized memory that the next call hands out again: fresh pages cost more than what is written to them."""
+        size = math.prod(shape)
+        held = self.get((dtype, device))
+        if held is None or len(held) < size:
+            held = self[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+        return held[:size].view(shape)
 
 
 class Segment(NamedTuple):

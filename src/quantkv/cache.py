@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import checks, ops, reference
-from .arguments import AttentionOptions, Side
+from .arguments import AttentionOptions, Memo, Side
 from .format import Codec
 from .formats import get_format
 from .maps import LayerMaps
@@ -81,11 +81,12 @@ class PagedCache:
         positions: torch.Tensor | None = None,
         *,
         implementation: str = "auto",
+        memo: Memo | None = None,
     ) -> None:
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) in slots `slot_mapping [T]`.
 
         Slot s is token `s % block_size` of page `s // block_size`; a negative slot skips its token. positions: int `[T]`,
-        needed where the keys' map has an offset. implementation: see `ops.write`.
+        needed where the keys' map has an offset. implementation: see `ops.write`. memo: see `Memo`.
         """
         s, tokens = self.spec, key.shape[0]
         checks.tensor("key", key, (None, s.num_kv_heads, s.head_size), checks.ROW_DTYPES, self.device)
@@ -95,8 +96,11 @@ class PagedCache:
             checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, self.device)
         elif self.maps.k is not None and self.maps.k.offset is not None:
             checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
-        if self.device.type == "cpu" and tokens and int(slot_mapping.max()) >= self.num_blocks * s.block_size:
-            checks.refuse("slot_mapping", int(slot_mapping.max()), f"slots end at {self.num_blocks * s.block_size - 1}")
+        memo = Memo() if memo is None else memo
+        if self.device.type == "cpu" and tokens:
+            largest = memo.once("largest slot", lambda: int(slot_mapping.max()))
+            if largest >= self.num_blocks * s.block_size:
+                checks.refuse("slot_mapping", largest, f"slots end at {self.num_blocks * s.block_size - 1}")
         ops.write(
             key,
             value,
@@ -107,6 +111,7 @@ class PagedCache:
             maps=self.maps,
             positions=positions,
             implementation=implementation,
+            memo=memo,
         )
 
     def attend(
@@ -121,6 +126,7 @@ class PagedCache:
         max_query_len: int | None = None,
         implementation: str = "auto",
         batch_invariant: bool = False,
+        memo: Memo | None = None,
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of `q [T, HQ, D]` over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
@@ -128,7 +134,8 @@ class PagedCache:
         block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
         cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
         scale: of the scores, `D ** -0.5` if None. return_lse: also the log-sum-exp `[T, HQ]` float32.
-        max_query_len, implementation, batch_invariant: see `ops.attend`. options: fields of `AttentionOptions`.
+        max_query_len, implementation, batch_invariant: see `ops.attend`. memo: see `Memo`. options: fields of
+        `AttentionOptions`.
         """
         s, num_seqs = self.spec, seq_lens.shape[0]
         checks.tensor("q", q, (None, None, s.head_size), checks.ROW_DTYPES, self.device)
@@ -141,13 +148,14 @@ class PagedCache:
         checks.tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), checks.INDEX_DTYPES, self.device)
         checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES, self.device)
         checks.tensor("block_table", block_table, (num_seqs, None), checks.INDEX_DTYPES, self.device)
-        unknown = set(options) - set(AttentionOptions.__dataclass_fields__)
+        unknown = options.keys() - AttentionOptions.__dataclass_fields__.keys()
         if unknown:
             checks.refuse("options", sorted(unknown), f"allowed: {', '.join(AttentionOptions.__dataclass_fields__)}")
         opts = AttentionOptions(**options)
-        checks.options(opts, num_seqs, q.shape[1], self.device)
         if self.device.type == "cpu":
-            self._check_batch(q.shape[0], cu_seqlens_q, seq_lens, block_table, opts)
+            memo = Memo() if memo is None else memo
+            check = lambda: self._check_batch(q.shape[:2], cu_seqlens_q, seq_lens, block_table, opts)
+            memo.once(("fits", q.shape[:2], self.num_blocks, s.block_size), check)
         out, lse = ops.attend(
             q,
             self.k,
@@ -162,18 +170,22 @@ class PagedCache:
             max_query_len=max_query_len,
             implementation=implementation,
             batch_invariant=batch_invariant,
+            memo=memo,
+            return_lse=return_lse,
         )
         return (out, lse) if return_lse else out
 
     def _check_batch(
         self,
-        num_tokens: int,
+        queries: tuple[int, int],
         cu_seqlens_q: torch.Tensor,
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         opts: AttentionOptions,
     ) -> None:
         """The checks that read tensors: lengths fit the table, and the pages that are read exist."""
+        num_tokens, num_heads = queries
+        checks.options(opts, len(seq_lens), num_heads, self.device)
         starts, lengths, size = cu_seqlens_q.tolist(), seq_lens.tolist(), self.spec.block_size
         counts = [b - a for a, b in itertools.pairwise(starts)]
         if starts[0] != 0 or starts[-1] != num_tokens or min(counts, default=0) < 0:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .packing import interleave
 from .spec import CacheSpec, RowLayout
 
 Meta = torch.Tensor | None
@@ -26,8 +27,10 @@ class Codec:
     row: bits of an element and the metadata beside a row.
     encode_ref: rows `[..., D]` float32 -> codes `[..., code_bytes]` of `code_dtype`, meta `[..., fields]` or None.
         With `decode_ref` it is the specification of the bytes: vectorised, any device.
-    decode_ref: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None, all of
-        `dtype` (float32 or float64): the row is `scale * operand + bias`; None stands for 1 and for 0.
+    decode_ref: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None: the row is
+        `scale * operand + bias`; None stands for 1 and for 0. All are of `dtype` (float32 or float64), the operand of that or
+        of a narrower one that holds its numbers exactly.
+    planes: P > 1: the operand comes as its planes (`packing.py`), `[P, ..., D / P]`, so that packed codes need no shuffle.
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
@@ -47,6 +50,7 @@ class Codec:
     round_mapped: bool = False
     head_size_multiple: int = 1
     power_of_two: bool = False
+    planes: int = 1
     device: Callable[[], Any] | None = None
     device_table: Callable[[int], torch.Tensor] | None = None
 
@@ -60,7 +64,8 @@ class Codec:
     def decode(self, codes: torch.Tensor, meta: Meta, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows `[..., D]` in the codec's mapped space: `scale * operand + bias`."""
         operand, scale, bias = self.decode_ref(codes, meta, dtype)
-        rows = operand if scale is None else operand * scale
+        operand = operand if self.planes == 1 else interleave(operand)
+        rows = operand.to(dtype) if scale is None else operand.to(dtype) * scale
         return rows if bias is None else rows + bias
 
 

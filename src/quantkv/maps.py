@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -99,6 +99,11 @@ class LinearMap:
             )
         if self.operands is None:
             object.__setattr__(self, "operands", self._operands())
+
+    @cached_property
+    def forward64(self) -> torch.Tensor:
+        """A in float64, in which rows are mapped before they are encoded."""
+        return self.forward.double()
 
     def _operands(self) -> MapOperands:
         (forward, forward_factor), (inverse, inverse_factor) = _signs(self.forward), _signs(self.inverse)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from . import checks, reference
-from .arguments import AttentionOptions, Segment, Side
+from .arguments import AttentionOptions, Memo, Segment, Side
 from .format import Format, get_format
 from .maps import LayerMaps
 
@@ -85,13 +85,14 @@ def write(
     maps: LayerMaps | None = None,
     positions: torch.Tensor | None = None,
     implementation: str = "auto",
+    memo: Memo | None = None,
 ) -> None:
     """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]` of a cache.
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
     maps: the layer's linear maps; those that the format asks for if None.
     positions: int `[T]`, needed where the keys' map has an offset.
-    implementation: "auto", "triton" or "reference". ValueError where it cannot run.
+    implementation: "auto", "triton" or "reference". ValueError where it cannot run. memo: see `Memo`; the reference alone uses it.
     """
     if implementation in ("hopper", "dense"):
         raise ValueError(f"implementation={implementation!r}: writes are by auto, triton or reference")
@@ -105,14 +106,14 @@ def write(
             *_flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation
         )
     else:
-        _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation)
+        _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation, memo)
 
 
-def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation):
+def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation, memo=None):
     if maps is None:
         maps = LayerMaps.of(fmt, key.shape[2], value.shape[2], key.device)
     if implementation == "reference":
-        reference.write(key, value, k, v, fmt, slot_mapping, maps, positions)
+        reference.write(key, value, k, v, fmt, slot_mapping, maps, positions, memo)
     else:
         from . import launch
 
@@ -153,7 +154,9 @@ def attend(
     max_query_len: int | None = None,
     implementation: str = "auto",
     batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    memo: Memo | None = None,
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`softmax(scale * q . k^) . v^` over the pages of each sequence: out `[T, HQ, D_V]`, log-sum-exp `[T, HQ]` float32.
 
     q: `[T, HQ, D]`, the queries of all sequences one after the other; out has its dtype, or float8_e4m3fn with an output scale.
@@ -164,6 +167,7 @@ def attend(
     implementation: "auto", "hopper", "dense", "triton" or "reference": see `resolve`. ValueError where it cannot run.
     batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch. It takes scratch memory: a
         float32 output for every 1,024 positions that the block table has room for.
+    memo: see `Memo`; the reference alone uses it. return_lse: None in place of the log-sum-exp if False.
     """
     fmt = get_format(fmt, q.dtype)
     if maps is None:
@@ -179,6 +183,8 @@ def attend(
         max_query_len=max_query_len,
         implementation=implementation,
         batch_invariant=batch_invariant,
+        memo=memo,
+        return_lse=return_lse,
     )
 
 
@@ -194,7 +200,9 @@ def attend_segments(
     max_query_len: int | None = None,
     implementation: str = "auto",
     batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    memo: Memo | None = None,
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend` where the keys of a sequence lie in several caches: exact first and latest tokens, say, the others quantized.
 
     The segments are disjoint; each has its format, block table and range of positions. All have the same kv heads and head
@@ -212,8 +220,10 @@ def attend_segments(
             f"out: shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}; {shape} with a dense last axis is needed, "
             "float8_e4m3fn with an output scale and only then"
         )
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    skip_lse = not return_lse and implementation == "reference" and not compiling
+    lse = None if skip_lse else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if compiling:
         _attend_op(
             out,
             lse,
@@ -228,18 +238,20 @@ def attend_segments(
             implementation,
         )
     else:
-        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation)
-    return out, lse
+        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation, memo)
+    return out, lse if return_lse else None
 
 
-def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation):
+def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation, memo=None):
     batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
     implementation, _ = resolve(implementation, q, segments, out, **batch, options=options, max_query_len=max_query_len,
                                 batch_invariant=batch_invariant)
     batch["scale"] = scale
     if implementation == "reference":
-        for target, result in zip((out, lse), reference.attend_segments(q, segments, **batch, options=options)):
-            target.copy_(result)
+        result, sums = reference.attend_segments(q, segments, **batch, options=options, memo=memo, return_lse=lse is not None)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(sums)
     elif implementation == "hopper":
         from . import hopper
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import torch
 
-# bits -> (bytes of a word, values in it, an integer type with a byte for each value)
-_WORDS = {2: (1, 4, torch.int32), 3: (3, 8, torch.int64), 4: (1, 2, torch.int16)}
+_WORDS = {2: (1, 4), 3: (3, 8), 4: (1, 2)}  # bits -> bytes of a word, values in it
+
+
+def planes_of(bits: int) -> int:
+    """Values of a word."""
+    return _WORDS[bits][1]
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Integers `[..., D]` below 2**bits -> uint8 `[..., D * bits / 8]`."""
-    word_bytes, count, _ = _WORDS[bits]
+    word_bytes, count = _WORDS[bits]
     word, *others = values.to(torch.int32).unflatten(-1, (-1, count)).unbind(-1)
     for i, field in enumerate(others, 1):
         word = word | field << bits * i
@@ -24,17 +28,20 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 `[..., D * bits / 8]` -> uint8 `[..., D]`. Reverses `pack`."""
-    word_bytes, count, wide = _WORDS[bits]
-    word = codes.to(wide)
+    """uint8 `[..., D * bits / 8]` -> the values' planes, uint8 `[P, ..., D / P]`. `interleave(unpack(pack(x)))` is x."""
+    word_bytes, count = _WORDS[bits]
     if word_bytes > 1:
-        word = word.unflatten(-1, (-1, word_bytes))
-        word = sum(word[..., i] << (8 * i) for i in range(word_bytes))
-    # Give each value a byte of the wide integer, without an interleaving copy: move the upper half of the values apart from the
-    # lower, then the halves of each half.
-    group = count
-    while group > 1:
-        group //= 2
-        word |= word << group * (8 - bits)
-        word &= sum((2 ** (bits * group) - 1) << first * 8 for first in range(0, count, group))
-    return word.contiguous().view(torch.uint8)
+        fields = codes.to(torch.int32).unflatten(-1, (-1, word_bytes)).unbind(-1)
+        codes = sum(field << 8 * i for i, field in enumerate(fields))
+    planes = torch.empty(count, *codes.shape, dtype=codes.dtype, device=codes.device)
+    torch.bitwise_and(codes, 2**bits - 1, out=planes[0])
+    for i in range(1, count):
+        torch.bitwise_right_shift(codes, bits * i, out=planes[i])
+    if count > 2:  # above the last there is nothing
+        planes[1:-1] &= 2**bits - 1
+    return planes.to(torch.uint8)
+
+
+def interleave(planes: torch.Tensor) -> torch.Tensor:
+    """`[P, ..., D / P]` -> `[..., D]`, dimensions in their order."""
+    return planes.movedim(0, -1).flatten(-2)

@@ -29,7 +29,7 @@ def plain_fp8(name: str, dtype: torch.dtype, device: str) -> Codec:
         name,
         RowLayout(8),
         encode_ref=lambda y: (cast(y, dtype), None),
-        decode_ref=lambda codes, _, compute: (codes.to(compute), None, None),
+        decode_ref=lambda codes, meta, dtype: (codes, None, None),
         code_dtype=dtype,
         head_size_multiple=2,
         device=shipped_codec(device),

@@ -36,7 +36,8 @@ def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
     values = unpack(codes, 2)
-    return torch.tensor(CENTROIDS, dtype=dtype, device=codes.device)[values.int()], values.shape[-1] * stored.to(dtype), None
+    head_size = values.shape[0] * values.shape[-1]
+    return torch.tensor(CENTROIDS, dtype=dtype, device=codes.device)[values.int()], head_size * stored.to(dtype), None
 
 
 INT2 = Codec(
@@ -48,6 +49,7 @@ INT2 = Codec(
     round_mapped=True,
     head_size_multiple=8,
     power_of_two=True,
+    planes=4,
     device=shipped_codec("INT2"),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

@@ -11,24 +11,24 @@ from ..format import Codec, Format, register
 from ..packing import pack, unpack
 from ..spec import RowLayout
 from .device import shipped_codec
-from .int8 import SMALLEST_SCALE, round_half_away
+from .int8 import SMALLEST_SCALE
 
 ZERO_POINT_BITS = 0xF
 
 
 def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+    low, high = y.aminmax(dim=-1, keepdim=True)
     scale = ((high - low) / 15.0).clamp_min(SMALLEST_SCALE)
-    zero_point = round_half_away(-low / scale).clamp(0, 15)
-    codes = round_half_away(y * (1.0 / scale) + zero_point).clamp(0, 15)
-    stored = (scale.view(torch.int32) & ~ZERO_POINT_BITS) | zero_point.to(torch.int32)
+    zero_point = (0.5 - low / scale).clamp_(0, 15).int()  # truncation of what is not negative: halves go up
+    codes = (y * scale.reciprocal()).add_(zero_point).add_(0.5).clamp_(0, 15).int()
+    stored = (scale.view(torch.int32) & ~ZERO_POINT_BITS) | zero_point
     return pack(codes, 4), stored.view(torch.float32)
 
 
 def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
-    bits = stored.contiguous().view(torch.int32)
+    bits = stored.view(torch.int32)
     scale = (bits & ~ZERO_POINT_BITS).view(torch.float32).to(dtype)
-    return unpack(codes, 4).to(dtype), scale, -(bits & ZERO_POINT_BITS).to(dtype) * scale
+    return unpack(codes, 4), scale, (bits & ZERO_POINT_BITS).to(dtype) * -scale
 
 
 INT4 = Codec(
@@ -39,6 +39,7 @@ INT4 = Codec(
     map="rht",
     round_mapped=True,
     head_size_multiple=8,
+    planes=2,
     device=shipped_codec("INT4"),
 )
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

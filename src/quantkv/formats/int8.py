@@ -23,12 +23,12 @@ def absmax_scale(y: torch.Tensor, largest_code: float) -> torch.Tensor:
 
 def decode_scaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
     """Codes that are numbers, times the row's scale."""
-    return codes.to(dtype), scale.to(dtype), None
+    return codes, scale.to(dtype), None
 
 
 def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = absmax_scale(y, 127.0)
-    return round_half_away(y * (1.0 / scale)).clamp(-128, 127).to(torch.int8), scale
+    return round_half_away(y * scale.reciprocal()).clamp_(-128, 127).to(torch.int8), scale
 
 
 INT8 = Codec(

@@ -14,7 +14,7 @@ def _plain(name: str, dtype: torch.dtype) -> Codec:
         name,
         RowLayout(8 * dtype.itemsize),
         encode_ref=lambda y: (y.to(dtype), None),
-        decode_ref=lambda codes, _, compute: (codes.to(compute), None, None),
+        decode_ref=lambda codes, meta, dtype: (codes, None, None),
         code_dtype=dtype,
         device=shipped_codec(name.upper()),
     )

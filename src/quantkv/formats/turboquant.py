@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..format import Codec, Format, register
-from ..packing import pack, unpack
+from ..packing import pack, planes_of, unpack
 from ..spec import RowLayout
 from .device import shipped_codec
 from .fp8 import plain_fp8
@@ -42,8 +42,9 @@ def key_codec(bits: int) -> Codec:
 
     def decode(codes, norm, dtype):
         values = unpack(codes, bits)
-        unit = centroids(bits, values.shape[-1], dtype).to(codes.device)[values.int()]
-        return unit, norm.to(dtype) / unit.norm(dim=-1, keepdim=True), None
+        unit = centroids(bits, values.shape[0] * values.shape[-1], dtype).to(codes.device)[values.int()]
+        length = unit.square().sum((0, -1)).sqrt()[..., None]
+        return unit, norm.to(dtype) / length, None
 
     def table(head_size):
         # The reader divides by the length of what it decodes, so that its levels may be of any size.
@@ -58,6 +59,7 @@ def key_codec(bits: int) -> Codec:
         map="hadamard_unit",
         power_of_two=True,
         head_size_multiple=16,
+        planes=planes_of(bits),
         device=shipped_codec(f"TQ{bits}"),
         device_table=table,
     )
@@ -75,7 +77,7 @@ def value_codec(bits: int) -> Codec:
 
     def decode(codes, meta, dtype):
         scale, low = meta.to(dtype).split(1, -1)
-        return unpack(codes, bits).to(dtype), scale, low
+        return unpack(codes, bits), scale, low
 
     return Codec(
         f"u{bits}",
@@ -83,6 +85,7 @@ def value_codec(bits: int) -> Codec:
         encode,
         decode,
         head_size_multiple=16,
+        planes=planes_of(bits),
         device=shipped_codec(f"U{bits}"),
     )
 

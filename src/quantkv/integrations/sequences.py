@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..arguments import Memo
 from ..checks import refuse
 from ..page_table import PageTable
 
@@ -41,9 +42,10 @@ class Step(NamedTuple):
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     copies: torch.Tensor | None
+    memo: Memo
 
     def to(self, device: torch.device) -> Step:
-        return Step(*(t if t is None else t.to(device) for t in self))
+        return Step(*(t if t is None else t.to(device) for t in self[:-1]), Memo())
 
 
 class Sequences:
@@ -84,7 +86,7 @@ class Sequences:
         sequence = torch.arange(batch_size).repeat_interleave(ends.diff())
         position = torch.arange(total) + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
-        step = Step(rows, slots, self._block_table, lengths, ends, torch.tensor(copies).T if copies else None)
+        step = Step(rows, slots, self._block_table, lengths, ends, torch.tensor(copies).T if copies else None, Memo())
         self._steps = {torch.device("cpu"): step}
 
     def _read(self, mask: torch.Tensor | None, batch_size: int, count: int) -> tuple[list[int], torch.Tensor | None]:
