@@ -184,6 +184,10 @@ def attend_segments(
     checks.options(options, seq_lens.shape[0], q.shape[1], q.device)
     if len(segments) > 1:
         _check_segments(segments)
+    compiling = torch.compiler.is_compiling()
+    if out is None and implementation == "reference" and not compiling:
+        result, lse = _reference(q, segments, cu_seqlens_q, seq_lens, scale, options, memo, return_lse)
+        return result if options.output_scale is not None else result.to(q.dtype), lse
     shape = (*q.shape[:2], _head_size_v(segments[0].v, segments[0].fmt))
     if out is None:
         out = torch.empty(shape, dtype=q.dtype if options.output_scale is None else torch.float8_e4m3fn, device=q.device)
@@ -192,9 +196,7 @@ def attend_segments(
             f"out: shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}; {shape} with a dense last axis is needed, "
             "float8_e4m3fn with an output scale and only then"
         )
-    compiling = torch.compiler.is_compiling()
-    skip_lse = not return_lse and implementation == "reference" and not compiling
-    lse = None if skip_lse else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if compiling:
         _attend_op(
             out,
@@ -210,22 +212,31 @@ def attend_segments(
             implementation,
         )
     else:
-        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation, memo)
+        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation)
     return out, lse if return_lse else None
 
 
-def _attend(
-    out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation, memo=None
-):
-    batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens, "scale": scale, "options": options}
+def _reference(q, segments, cu_seqlens_q, seq_lens, scale, options, memo=None, return_lse=True):
+    return reference.attend_segments(
+        q,
+        segments,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        scale=scale,
+        options=options,
+        memo=memo,
+        return_lse=return_lse,
+    )
+
+
+def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation):
     if implementation == "reference":
-        result, sums = reference.attend_segments(q, segments, **batch, memo=memo, return_lse=lse is not None)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(sums)
+        for target, result in zip((out, lse), _reference(q, segments, cu_seqlens_q, seq_lens, scale, options)):
+            target.copy_(result)
     else:
         from . import launch
 
+        batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens, "scale": scale, "options": options}
         launch.attend(q, segments, out, lse, **batch, max_query_len=max_query_len, batch_invariant=batch_invariant)
 
 
