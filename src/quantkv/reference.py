@@ -19,6 +19,7 @@ from .maps import LayerMaps, LinearMap
 from .packing import interleave
 from .plan import Tile, plan, positions
 
+
 def _raw(t: torch.Tensor) -> torch.Tensor:
     """The same storage as integers: 8-bit floats cannot be indexed or masked everywhere."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.is_floating_point() else t
