@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkv import CacheSpec, PagedCache, get_format
-from quantkv.arguments import Side
+from quantkv.arguments import Memo, Side
 from quantkv.reference import attend, write
 
 
@@ -284,3 +284,22 @@ def test_constructor_refuses():
         cache_of().dequantize(torch.tensor([0, 96]))
     with pytest.raises(ValueError, match=r"target=6\.\.6"):
         cache_of().copy_pages(torch.tensor([0]), torch.tensor([6]))
+
+
+def test_layers_that_share_a_memo_give_the_same_bits(format_name):
+    """A forward pass of two layers with different contents, a padded batch and a skipped token."""
+    batch = dict(block_table=torch.tensor([[3, 1], [4, 5]]), seq_lens=torch.tensor([20, 17]))
+    slots, memo = torch.tensor([3 * 16, -1, 4 * 16 + 5]), Memo()
+    for layer in range(2):
+        alone, shared = cache_of(format_name), cache_of(format_name)
+        for cache, options in ((alone, {}), (shared, {"memo": memo})):
+            for t in (cache.k.codes, cache.v.codes):
+                t.view(torch.uint8).copy_(torch.arange(t.view(torch.uint8).numel()).view(t.view(torch.uint8).shape) % 50)
+            cache.write(rows(3, seed=layer), rows(3, seed=layer + 2), slots, **options)
+        q = rows(2, seed=layer + 4).repeat(1, 2, 1)
+        assert torch.equal(alone.buffer, shared.buffer)
+        out = alone.attend(q, **batch)
+        assert torch.equal(out, shared.attend(q, **batch, memo=memo))
+        assert torch.equal(out, alone.attend(q, **batch, return_lse=True)[0])
+    with pytest.raises(ValueError, match="slot_mapping"):
+        cache_of(format_name, pages=2).write(rows(3), rows(3), slots, memo=memo)

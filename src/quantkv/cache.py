@@ -145,17 +145,13 @@ class PagedCache:
             if q.shape[0] != num_seqs:
                 checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
             cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32), 1
-        checks.tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), checks.INDEX_DTYPES, self.device)
-        checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES, self.device)
-        checks.tensor("block_table", block_table, (num_seqs, None), checks.INDEX_DTYPES, self.device)
         unknown = options.keys() - AttentionOptions.__dataclass_fields__.keys()
         if unknown:
             checks.refuse("options", sorted(unknown), f"allowed: {', '.join(AttentionOptions.__dataclass_fields__)}")
         opts = AttentionOptions(**options)
-        if self.device.type == "cpu":
-            memo = Memo() if memo is None else memo
-            check = lambda: self._check_batch(q.shape[:2], cu_seqlens_q, seq_lens, block_table, opts)
-            memo.once(("fits", q.shape[:2], self.num_blocks, s.block_size), check)
+        memo = Memo() if memo is None else memo
+        check = lambda: self._check_batch(q.shape[:2], cu_seqlens_q, seq_lens, block_table, opts)
+        memo.once(("batch fits", q.shape[:2], self.num_blocks, s.block_size), check)
         out, lse = ops.attend(
             q,
             self.k,
@@ -183,9 +179,15 @@ class PagedCache:
         block_table: torch.Tensor,
         opts: AttentionOptions,
     ) -> None:
-        """The checks that read tensors: lengths fit the table, and the pages that are read exist."""
+        """On a CPU also what reads tensors: lengths fit the table, and the pages that are read exist."""
         num_tokens, num_heads = queries
-        checks.options(opts, len(seq_lens), num_heads, self.device)
+        num_seqs = seq_lens.shape[0]
+        checks.tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), checks.INDEX_DTYPES, self.device)
+        checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES, self.device)
+        checks.tensor("block_table", block_table, (num_seqs, None), checks.INDEX_DTYPES, self.device)
+        checks.options(opts, num_seqs, num_heads, self.device)
+        if self.device.type != "cpu":
+            return
         starts, lengths, size = cu_seqlens_q.tolist(), seq_lens.tolist(), self.spec.block_size
         counts = [b - a for a, b in itertools.pairwise(starts)]
         if starts[0] != 0 or starts[-1] != num_tokens or min(counts, default=0) < 0:

@@ -11,6 +11,7 @@ import torch
 
 from . import checks, reference
 from .arguments import AttentionOptions, Memo, Segment, Side
+from .flat import OPTION_TENSORS, flatten_cache, flatten_options, flatten_segments, unflatten_cache, unflatten_segments
 from .format import Format, get_format
 from .maps import LayerMaps
 
@@ -103,7 +104,7 @@ def write(
         tensors, factors = ([], []) if maps is None else maps.flatten()
         fmt = get_format(fmt, key.dtype)
         _write_op(
-            *_flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation
+            *flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation
         )
     else:
         _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation, memo)
@@ -129,7 +130,7 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation,
 )
 def _write_op(cache, layout, key, value, slot_mapping, positions, maps, factors, fmt, scales, implementation):
     fmt = get_format(fmt)
-    k, v = _unflatten_cache(cache, layout, fmt, scales)
+    k, v = unflatten_cache(cache, layout, fmt, scales)
     _write(key, value, k, v, fmt, slot_mapping, LayerMaps.unflatten(maps, factors) if maps else None, positions, implementation)
 
 
@@ -212,6 +213,11 @@ def attend_segments(
     checks.options(options, seq_lens.shape[0], q.shape[1], q.device)
     if len(segments) > 1:
         _check_segments(segments)
+    compiling = torch.compiler.is_compiling()
+    if out is None and implementation == "reference" and not compiling:
+        result, lse = reference.attend_segments(q, segments, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale,
+                                                options=options, memo=memo, return_lse=return_lse)
+        return result if options.output_scale is not None else result.to(q.dtype), lse
     shape = (*q.shape[:2], _head_size_v(segments[0].v, segments[0].fmt))
     if out is None:
         out = torch.empty(shape, dtype=q.dtype if options.output_scale is None else torch.float8_e4m3fn, device=q.device)
@@ -220,9 +226,7 @@ def attend_segments(
             f"out: shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}; {shape} with a dense last axis is needed, "
             "float8_e4m3fn with an output scale and only then"
         )
-    compiling = torch.compiler.is_compiling()
-    skip_lse = not return_lse and implementation == "reference" and not compiling
-    lse = None if skip_lse else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if compiling:
         _attend_op(
             out,
@@ -230,42 +234,40 @@ def attend_segments(
             q,
             cu_seqlens_q,
             seq_lens,
-            *_flatten_segments(segments),
-            *_flatten_options(options),
+            *flatten_segments(segments),
+            *flatten_options(options),
             float(scale),
             max_query_len,
             batch_invariant,
             implementation,
         )
     else:
-        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation, memo)
+        _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation)
     return out, lse if return_lse else None
 
 
-def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation, memo=None):
-    batch = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
-    implementation, _ = resolve(implementation, q, segments, out, **batch, options=options, max_query_len=max_query_len,
-                                batch_invariant=batch_invariant)
-    batch["scale"] = scale
+def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_query_len, batch_invariant, implementation):
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
+    how = {"options": options, "max_query_len": max_query_len, "batch_invariant": batch_invariant}
+    implementation, _ = resolve(implementation, q, segments, out, **lengths, **how)
     if implementation == "reference":
-        result, sums = reference.attend_segments(q, segments, **batch, options=options, memo=memo, return_lse=lse is not None)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(sums)
+        results = reference.attend_segments(q, segments, **lengths, scale=scale, options=options)
+        for target, result in zip((out, lse), results):
+            target.copy_(result)
     elif implementation == "hopper":
         from . import hopper
 
-        hopper.attend(q, segments[0], out, lse, **batch, options=options, max_query_len=max_query_len)
+        hopper.attend(q, segments[0], out, lse, **lengths, scale=scale, options=options, max_query_len=max_query_len)
     elif implementation == "dense":
         from . import prefill
 
         s = segments[0]
-        lse.copy_(prefill.attend(q, s.k, s.v, s.fmt, **batch, block_table=s.block_table, maps=s.maps, out=out)[1])
+        lse.copy_(prefill.attend(q, s.k, s.v, s.fmt, **lengths, block_table=s.block_table, scale=scale, maps=s.maps, out=out)[1])
     else:
         from . import launch
 
         with torch.cuda.device_of(q):
-            launch.attend(q, segments, out, lse, **batch, options=options, max_query_len=max_query_len, batch_invariant=batch_invariant)
+            launch.attend(q, segments, out, lse, **lengths, scale=scale, **how)
 
 
 def _check_segments(segments: Sequence[Segment]) -> None:
@@ -276,69 +278,6 @@ def _check_segments(segments: Sequence[Segment]) -> None:
 
 def _head_size_v(v: Side, fmt: Format) -> int:
     return v.codes.shape[-1] * 8 * v.codes.element_size() // fmt.v.row.code_bits
-
-
-# ---- flat arguments: an operator takes tensors, numbers and strings
-
-_OPTION_TENSORS = ("sinks", "alibi_slopes", "qq_bias", "prefix_ranges")
-
-
-def _flatten_cache(k: Side, v: Side) -> tuple[list[torch.Tensor], list[int]]:
-    """Tensors, and where the views lie in the one that is their base; no layout without a base."""
-    if k.base is not None and k.base is v.base:
-        return [k.base], [*k.layout, *v.layout]
-    return [t for t in (k.codes, k.meta, v.codes, v.meta) if t is not None], []
-
-
-def _unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format, scales: list[float]) -> tuple[Side, Side]:
-    dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
-    base = tensors[0]
-    if layout:
-        flat = base.reshape(-1)
-        tensors = [
-            flat.view(dtype).as_strided(layout[9 * i : 9 * i + 4], layout[9 * i + 4 : 9 * i + 8], layout[9 * i + 8])
-            for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)
-        ]
-    left = iter(tensors)
-    sides = (Side(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
-    return tuple(side.in_storage_of(base) if layout else side for side in sides)
-
-
-def _flatten_segments(segments: Sequence[Segment]):
-    caches, layouts, tables, maps, factors = [], [], [], [], []
-    for s in segments:
-        tensors, layout = _flatten_cache(s.k, s.v)
-        caches += tensors
-        layouts += [len(tensors), len(layout), *layout]
-        tables += [s.block_table, s.key_start, s.key_range]
-        tensors, numbers = s.maps.flatten()
-        maps += tensors
-        factors += [*numbers, s.k.scale, s.v.scale]
-    return caches, layouts, tables, maps, factors, ";".join([s.fmt.name for s in segments])
-
-
-def _unflatten_segments(caches, layouts, tables, maps, factors, formats) -> list[Segment]:
-    segments = []
-    for i, name in enumerate(formats.split(";")):
-        (num_tensors, num_ints), layouts = layouts[:2], layouts[2:]
-        fmt, table, numbers = get_format(name), tables[3 * i : 3 * i + 3], factors[6 * i : 6 * i + 6]
-        k, v = _unflatten_cache(caches[:num_tensors], layouts[:num_ints], fmt, numbers[4:])
-        caches, layouts = caches[num_tensors:], layouts[num_ints:]
-        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[14 * i : 14 * i + 14], numbers[:4]), *table[1:]))
-    return segments
-
-
-def _flatten_options(o: AttentionOptions):
-    causal = None if isinstance(o.causal, bool) else o.causal
-    tensors = [causal, *[getattr(o, name) for name in _OPTION_TENSORS]]
-    return (
-        tensors,
-        [o.causal is True, o.alibi_sqrt, o.clamp_prefix_to_window],
-        o.window,
-        o.chunk_lookback,
-        float(o.softcap),
-        o.output_scale,
-    )
 
 
 @torch.library.custom_op(
@@ -380,13 +319,13 @@ def _attend_op(
         alibi_sqrt=flags[1],
         clamp_prefix_to_window=flags[2],
         output_scale=output_scale,
-        **dict(zip(_OPTION_TENSORS, option_tensors[1:])),
+        **dict(zip(OPTION_TENSORS, option_tensors[1:])),
     )
     _attend(
         out,
         lse,
         q,
-        _unflatten_segments(caches, layouts, tables, maps, factors, formats),
+        unflatten_segments(caches, layouts, tables, maps, factors, formats),
         cu_seqlens_q,
         seq_lens,
         scale,
