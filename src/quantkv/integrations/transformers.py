@@ -107,8 +107,8 @@ class QuantizedLayer(CacheLayerMixin):
             plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
             pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
             pages.write(key, value, step.slots, memo=step.memo)
-        out = pages.attend(q, block_table=step.block_table, seq_lens=step.seq_lens, cu_seqlens_q=step.cu_seqlens_q, memo=step.memo,
-                           **self.sequences.kind.options, **options)
+        out = pages.attend(q, block_table=step.block_table, seq_lens=step.seq_lens, cu_seqlens_q=step.cu_seqlens_q,
+                           max_query_len=count, memo=step.memo, **self.sequences.kind.options, **options)
         if step.rows is not None:
             out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
         return out.unflatten(0, (batch_size, count))
