@@ -19,8 +19,8 @@ class Side(NamedTuple):
     codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
     meta: `[num_blocks, block_size, HK, fields]` float32 or float16, None for a codec without metadata.
     scale: per-tensor scale, a float: rows are divided by it before they are encoded.
-    base, layout: `in_storage_of` fills them in. Only torch.compile needs them: it cannot follow writes to views of one storage that
-        differ in dtype.
+    base, layout: `in_storage_of` fills them in, for what needs the one buffer that a side is a view of: the Hopper kernel, and
+        torch.compile, which cannot follow writes to views of one storage that differ in dtype.
     """
 
     codes: torch.Tensor

@@ -94,8 +94,6 @@ class PagedCache:
         checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, self.device)
         if positions is not None:
             checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, self.device)
-        elif self.maps.k is not None and self.maps.k.offset is not None:
-            checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
         memo = Memo() if memo is None else memo
         if self.device.type == "cpu" and tokens:
             largest = memo.once("largest slot", lambda: int(slot_mapping.max()))

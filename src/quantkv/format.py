@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Codec:
             raise ValueError(f"{argument}={head_size}: {self.name} takes multiples of {self.head_size_multiple}")
         if self.power_of_two and head_size & (head_size - 1):
             raise ValueError(f"{argument}={head_size}: {self.name} takes powers of two (its rotation is one Hadamard matrix)")
+
+    def head_size(self, codes: torch.Tensor) -> int:
+        """Elements of a row of `codes [..., code_bytes]`, a view of the code dtype."""
+        return codes.shape[-1] * 8 * codes.dtype.itemsize // self.row.code_bits
 
     def decode(self, codes: torch.Tensor, meta: Meta, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows `[..., D]` in the codec's mapped space: `scale * operand + bias`."""
@@ -135,8 +139,3 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(_FORMATS)}, none, or K/V such as int8/int4")
     return _FORMATS[name]
-
-
-def renamed(codec: Codec, name: str, **changes: Any) -> Codec:
-    """A copy of `codec` under another name."""
-    return replace(codec, name=name, **changes)

@@ -172,7 +172,7 @@ def attend(
     """
     fmt = get_format(fmt, q.dtype)
     if maps is None:
-        maps = LayerMaps.of(fmt, q.shape[2], _head_size_v(v, fmt), q.device)
+        maps = LayerMaps.of(fmt, q.shape[2], fmt.v.head_size(v.codes), q.device)
     return attend_segments(
         q,
         [Segment(k, v, fmt, block_table, maps, options.key_start, options.key_range)],
@@ -218,7 +218,7 @@ def attend_segments(
         result, lse = reference.attend_segments(q, segments, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale,
                                                 options=options, memo=memo, return_lse=return_lse)
         return result if options.output_scale is not None else result.to(q.dtype), lse
-    shape = (*q.shape[:2], _head_size_v(segments[0].v, segments[0].fmt))
+    shape = (*q.shape[:2], segments[0].fmt.v.head_size(segments[0].v.codes))
     if out is None:
         out = torch.empty(shape, dtype=q.dtype if options.output_scale is None else torch.float8_e4m3fn, device=q.device)
     elif out.shape != shape or out.stride(2) != 1 or (out.dtype == torch.float8_e4m3fn) != (options.output_scale is not None):
@@ -274,10 +274,6 @@ def _check_segments(segments: Sequence[Segment]) -> None:
     mapped = {(id(s.maps.v), s.v.scale) for s in segments if s.maps.v is not None}
     if len(mapped) > 1 or len({s.v.scale for s in segments if s.maps.v is None}) > 1:
         raise ValueError("segments: those with a V map must share it and its scale, those without a V map the scale")
-
-
-def _head_size_v(v: Side, fmt: Format) -> int:
-    return v.codes.shape[-1] * 8 * v.codes.element_size() // fmt.v.row.code_bits
 
 
 @torch.library.custom_op(

@@ -118,7 +118,7 @@ def attend(
     dtype: in which to compute. out is of it, or float8_e4m3fn with an output scale; log-sum-exp is natural, sinks included,
     -inf where a query has no key. return_lse: None in its place if False, which costs less. memo: see there.
     """
-    head_size_v = v.codes.shape[-1] * 8 * v.codes.dtype.itemsize // fmt.v.row.code_bits
+    head_size_v = fmt.v.head_size(v.codes)
     if maps is None:
         maps = LayerMaps.of(fmt, q.shape[-1], head_size_v, q.device)
     out = q.new_zeros(q.shape[0], q.shape[1], head_size_v, dtype=dtype)

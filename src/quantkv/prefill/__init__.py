@@ -52,8 +52,9 @@ def refusal(
         return f"a sequence has fewer than {MIN_QUERIES} queries"
     if lengths is None and q.is_cuda and torch.cuda.is_current_stream_capturing():
         return "the lengths would be read on the host, which a captured graph cannot do"
-    if dense.choose(q.device, q.dtype, q.shape[2], head_size_of(v, fmt)) is None:
-        return f"no dense backend for {q.dtype} rows of {q.shape[2]} and {head_size_of(v, fmt)} on {q.device.type}"
+    sizes = (q.shape[2], fmt.v.head_size(v.codes))
+    if dense.choose(q.device, q.dtype, *sizes) is None:
+        return f"no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}"
     return None
 
 
@@ -84,7 +85,7 @@ def attend(
     if lengths is None:
         read = torch.cat([cu_seqlens_q.diff(), seq_lens]).tolist()  # one synchronisation
         lengths = list(zip(read, read[len(seq_lens) :]))
-    heads, sizes = k.codes.shape[2], (q.shape[2], head_size_of(v, fmt))
+    heads, sizes = k.codes.shape[2], (q.shape[2], fmt.v.head_size(v.codes))
     backend = backend or dense.choose(q.device, q.dtype, *sizes)
     if backend is None:
         raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
@@ -114,11 +115,6 @@ def attend(
             else:
                 total = part if total is None else steps.merge(total, part)
     return out, lse
-
-
-def head_size_of(side: Side, fmt: Format) -> int:
-    """Elements of a V row."""
-    return side.codes.shape[-1] * 8 * side.codes.dtype.itemsize // fmt.v.row.code_bits
 
 
 @dataclass(frozen=True)
