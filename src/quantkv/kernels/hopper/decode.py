@@ -1,19 +1,16 @@
-"""Paged decode and verify on Hopper: compiles decode.cu by NVRTC for one configuration at a time, and launches it."""
+"""Paged decode and verify on Hopper: chooses a configuration of decode.cu for a call, and launches it."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).parent
+from .nvrtc import Kernel, compile_cubin
+
 SHARED_BYTES = 227 * 1024  # of one SM
 TILE, MAX_TILES = 16, 1024  # as in tiles.cuh
 LOG2E = math.log2(math.e)
@@ -100,65 +97,6 @@ def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
     return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
 
 
-def compile_cubin(config: Config, arch: str = "sm_90a") -> bytes:
-    """The cubin of a configuration, by NVRTC, kept in the folder for compiled kernels. Needs no GPU."""
-    from cuda.bindings import nvrtc
-    from cuda.core import Program, ProgramOptions
-
-    defines = "".join(f"#define {name} {value}\n" for name, value in config.macros().items())
-    text = "".join(path.read_text() for path in sorted(SOURCE.glob("*.cu*")))
-    version = ".".join(str(n) for n in nvrtc.nvrtcVersion()[1:])
-    file = cache_folder() / f"{hashlib.sha256(f'{arch} {version} {defines}{text}'.encode()).hexdigest()[:32]}.cubin"
-    if file.exists():
-        return file.read_bytes()
-    options = ProgramOptions(std="c++17", arch=arch, include_path=str(SOURCE), device_as_default_execution_space=True)
-    code = bytes(Program(defines + (SOURCE / "decode.cu").read_text(), "c++", options).compile("cubin").code)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-        part.write(code)
-    os.replace(part.name, file)  # whole or not at all, also where several processes compile
-    return code
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: `$QUANTKV_CACHE`, else the user's cache folder."""
-    root = os.environ.get("QUANTKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkv"
-    return Path(root) / "kernels"
-
-
-class Kernel:
-    """A loaded kernel, launched so that it may start while the previous one in the stream drains."""
-
-    def __init__(self, module, name: str, threads: int, shared_bytes: int, device: int):
-        from cuda.bindings import driver
-
-        self.driver, self.threads, self.shared_bytes = driver, threads, shared_bytes
-        self.kernel = module.get_kernel(name)  # keeps the module alive
-        handle = driver.CUkernel(int(self.kernel.handle))
-        if shared_bytes > 48 * 1024:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self.check(driver.cuKernelSetAttribute(attribute, shared_bytes, handle, driver.CUdevice(device)))
-        self.function = driver.CUfunction(int(self.kernel.handle))
-        overlap = driver.CUlaunchAttribute()
-        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        overlap.value.programmaticStreamSerializationAllowed = 1
-        self.overlap = overlap
-
-    @staticmethod
-    def check(result):
-        if int(result[0]):
-            raise RuntimeError(f"CUDA driver: {result[0]!r}")
-
-    def __call__(self, grid: tuple[int, int, int], args: list[tuple[object, type]]):
-        config = self.driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes, config.hStream = self.shared_bytes, torch.cuda.current_stream().cuda_stream
-        config.attrs, config.numAttrs = [self.overlap], 1
-        values, types = zip(*args)
-        self.check(self.driver.cuLaunchKernelEx(config, self.function, (values, types), 0))
-
-
 @cache
 def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel], int]:
     """The decode kernel, the two combine kernels and the number of SMs, for one configuration and device."""
@@ -166,7 +104,7 @@ def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel],
 
     with torch.cuda.device(device):
         torch.cuda.current_stream()
-        module = ObjectCode.from_cubin(compile_cubin(config))
+        module = ObjectCode.from_cubin(compile_cubin("decode.cu", config.macros()))
         decode = Kernel(module, "decode_kernel", 32 * config.warps, config.shared_bytes, device)
         combine = Kernel(module, "combine_kernel", 256, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device)
     return decode, combine, torch.cuda.get_device_properties(device).multi_processor_count
