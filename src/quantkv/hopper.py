@@ -93,7 +93,11 @@ def _map(side: LinearMap | None, key: str | None):
         return None
     known = _MAPS.setdefault(side.inverse, {})
     if key not in known:
-        known[key] = Map.of(side.inverse if key is None else side.inverse.mT.contiguous(), key)
+        operands = side.operands
+        if operands.signs is not None:
+            known[key] = Map.hadamard(operands.signs, operands.inverse_factor)
+        else:
+            known[key] = Map.matrix(side.inverse if key is None else side.inverse.mT, key)
     return known[key]
 
 
