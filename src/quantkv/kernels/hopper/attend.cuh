@@ -3,7 +3,8 @@
 
 constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT;
 constexpr int PIECE = D + 4;  // floats of a partial result of one column: D outputs, their base-2 log-sum-exp at D
-static_assert(WARP_BYTES >= STAGES * TILE_BYTES && WARP_BYTES >= COLUMNS * PIECE * 4, "a warp's ring, and after the loop its piece");
+constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0;
+static_assert(WARP_BYTES >= RING_BYTES + OFFSET_BYTES && WARP_BYTES >= COLUMNS * PIECE * 4, "a warp's ring and offset scores; after the loop, its piece");
 constexpr int K_SHARE = K_ROW / 4, V_SHARE = V_ROW / 8;  // bytes of a row that one lane unpacks
 constexpr int K_WORDS = K_SHARE / 4, V_WORDS = (V_SHARE + 3) / 4;
 constexpr int TABLE_BYTES = KEY::ENTRIES * 128;
@@ -158,6 +159,23 @@ struct Query {
       sum[nt][0] = total[0] / KEY::GAIN, sum[nt][1] = total[1] / KEY::GAIN;
     }
   }
+
+  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
+  DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    __syncwarp();  // the scores before these may still be read
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      float y[4] = {};
+      multiply(y, table, sixteen, b[nt]);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 at = to + ((g + 8 * i) * COLUMNS + nt * 8 + 2 * c) * 4;
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(y[2 * i] * factor), "f"(y[2 * i + 1] * factor) : "memory");
+      }
+    }
+    __syncwarp();
+  }
 };
 
 // Where a lane finds its shares of a tile. Row r (and r + 8) of the score tile is token(r) (and token(r) + 8): with the xor of
@@ -243,9 +261,10 @@ struct Softmax {
     fresh = __any_sync(~0u, seen != (1u << 2 * NT) - 1);
   }
 
-  // Adds N tiles. valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n?
+  // Adds N tiles. offsets: where the scores of each tile's row of the offset table are, in shared memory.
+  // valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n?
   template <int N, class Valid>
-  DI void add(const u32 (&tile)[N], const Lane& at, const Query& q, float scale, float softcap, bool masked, Valid valid) {
+  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale, float softcap, bool masked, Valid valid) {
     float s[N][NT][4], x[NT][2], v_top;
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -272,17 +291,20 @@ struct Softmax {
       }
       const float f[2] = {key_scale(meta[0], sum_squares(squares[0])) * scale, key_scale(meta[1], sum_squares(squares[1])) * scale};
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++)
+      for (int nt = 0; nt < NT; nt++) {
+        u32 offset[2] = {};
+        if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float y = s[n][nt][i];
+          float y = s[n][nt][i], o = as_float(offset[i & 1]);
           if (SOFTCAP) {  // scale brings the score to 2 log2(e) / softcap, so y = softcap log2(e) tanh(score / softcap)
-            y = softcap - 2.f * softcap * inverse(1.f + pow2(y * f[i / 2])) - m[nt][i & 1];
+            y = softcap - 2.f * softcap * inverse(1.f + pow2(KEY_OFFSET ? fmaf(y, f[i / 2], o) : y * f[i / 2])) - m[nt][i & 1];
           } else {
-            y = fmaf(y, f[i / 2], -m[nt][i & 1]);
+            y = fmaf(y, f[i / 2], KEY_OFFSET ? o - m[nt][i & 1] : -m[nt][i & 1]);
           }
           s[n][nt][i] = y;
         }
+      }
     }
     if (masked) {
 #pragma unroll

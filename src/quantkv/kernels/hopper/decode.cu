@@ -5,14 +5,17 @@
 // a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
-// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE KEY_MAP VALUE_MAP QUERY_BF16 COLUMN_TILES WARPS
+// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE KEY_MAP KEY_OFFSET VALUE_MAP QUERY_BF16 COLUMN_TILES WARPS
 // BLOCKS_PER_SM STAGES WARP_BYTES TILES_PER_STEP SOFTCAP.
 #include "combine.cuh"
+
+constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
 
 // Grid (blocks, column groups). partial [workers + KV_HEADS * sequences, all_columns, PIECE]: see Partials.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_kernel(
     const u16* __restrict__ q, const u8* __restrict__ pages, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
-    const int* __restrict__ cu_queries, const u16* __restrict__ key_map, int map_stride, const float* __restrict__ codebook,
+    const int* __restrict__ cu_queries, const u16* __restrict__ key_map, int map_stride, const u16* __restrict__ key_offset,
+    int offset_stride, int offset_groups, float offset_factor, const float* __restrict__ codebook,
     float* __restrict__ partial, u32 page_stride, int max_pages, int sequences, int queries, int window,
     int resident, int all_columns, float scale, float softcap) {
   wait_for_previous_kernel();
@@ -54,14 +57,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         constexpr int N = decltype(count)::value;
         wait_for_all_copies_but<AHEAD - N>();
         __syncwarp();
-        u32 tiles[N];
+        u32 tiles[N], offsets[N];
 #pragma unroll
         for (int n = 0; n < N; n++) {  // into the slots of the step before
-          tiles[n] = slot;
+          tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (COLUMNS * 4);
           loader.next(slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES : slot + AHEAD * TILE_BYTES);
           slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
         }
-        softmax.add(tiles, at, query, scale / Query::NORM, softcap, masked, [&](int n, int half, int nt, int e) {
+        softmax.add(tiles, offsets, at, query, scale / Query::NORM, softcap, masked, [&](int n, int half, int nt, int e) {
           int key = (tile + n) * TILE + at.ta + 8 * half, position = context + (column0 + nt * 8 + 2 * c + e) / GROUP;
           return key <= position && (window <= 0 || position - key < window);
         });
@@ -70,7 +73,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       };
       while (tile < end) {
         masked = tile < all_in_window || tile >= all_see;
-        const int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
+        int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
+        if (KEY_OFFSET) {
+          stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
+          query.score_offsets(key_offset + (i64)head * offset_stride, min(tile / GROUP_TILES, offset_groups - 1),
+                              scale / Query::NORM * offset_factor, ring + RING_BYTES);
+        }
         while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{});
         while (TILES_PER_STEP > 1 && tile < stop) step(Constant<1>{});
       }

@@ -19,20 +19,21 @@ LOG2E = math.log2(math.e)
 @dataclass(frozen=True)
 class Side:
     """One side of a format: its C++ type, bits a code, meta bytes a row, the distance of the two dimensions that share a
-    register (HALF in unpack.cuh), and the factor that brings its products to values."""
+    register (HALF in unpack.cuh), the factor that brings its products to values, and what odd registers are worth more than even ones."""
 
     type: str
     bits: int
     meta_bytes: int
     half: int
     gain: float = 1.0
+    odd_unit: float = 1.0
 
 
 KEYS = {
     "int8": Side("Int8", 8, 4, 2, 2.0**24),
     "fp8": Side("E4M3<Meta::scale>", 8, 4, 1),
     "e4m3": Side("E4M3<Meta::none>", 8, 0, 1),
-    "int4": Side("Int4<Meta::scale_zero>", 4, 4, 4, 2.0**24),
+    "int4": Side("Int4<Meta::scale_zero>", 4, 4, 4, 2.0**24, 16.0),
     "int2": Side("Int2", 2, 4, 4, 1 / 6.62),  # times the head size
     "codebook4": Side("Codebook<4>", 4, 2, 1),
     "codebook3": Side("Codebook<3>", 3, 2, 1),
@@ -57,6 +58,7 @@ class Config:
     softcap: bool
     key_map: str = "NO_MAP"  # or HADAMARD or MATRIX: `Map.kind`
     value_map: str = "NO_MAP"
+    key_offset: bool = False
     warps: int = 8
     blocks_per_sm: int = 1
     tiles_per_step: int = 1
@@ -73,13 +75,14 @@ class Config:
 
     @property
     def stages(self) -> int:
-        per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
+        per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps - 512 * self.column_tiles * self.key_offset
         return min(per_warp // self.tile_bytes, self.max_stages)
 
     @property
     def warp_bytes(self) -> int:
-        """Shared memory of a warp: its ring of tiles and, after them, its piece of a result."""
-        return max(self.stages * self.tile_bytes, 8 * self.column_tiles * piece_bytes(self.head_size))
+        """Shared memory of a warp: its ring of tiles and the scores of 16 offsets; after the loop, its piece of a result."""
+        columns = 8 * self.column_tiles
+        return max(self.stages * self.tile_bytes + 64 * columns * self.key_offset, columns * piece_bytes(self.head_size))
 
     @property
     def shared_bytes(self) -> int:
@@ -89,8 +92,8 @@ class Config:
         return dict(
             HEAD_SIZE=self.head_size, GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
             RECORD_BYTES=self.record_bytes, KEY=KEYS[self.key].type, VALUE=VALUES[self.value].type, KEY_MAP=self.key_map,
-            VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), COLUMN_TILES=self.column_tiles, WARPS=self.warps,
-            BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, WARP_BYTES=self.warp_bytes,
+            KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), WARPS=self.warps,
+            COLUMN_TILES=self.column_tiles, BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, WARP_BYTES=self.warp_bytes,
             TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
         )  # fmt: skip
 
@@ -129,27 +132,52 @@ class Map:
 
     @staticmethod
     def hadamard(signs: torch.Tensor, gain: float) -> Map:
-        """`H diag(signs)` for queries, `diag(signs) H` for outputs: the sign bits [D] of `signs`, None where none is set."""
+        """`H diag(signs)` for queries, `diag(signs) H` for outputs. Data: the sign bits [1, D] of `signs`, None where none is set."""
         bits = signs.to(torch.bfloat16).view(torch.int16) & -0x8000
-        return Map("HADAMARD", bits if bool(bits.any()) else None, gain)
+        return Map("HADAMARD", bits[None] if bool(bits.any()) else None, gain)
 
     @staticmethod
     def matrix(matrix: torch.Tensor, key: str | None = None) -> Map:
-        """`matrix` [HK or 1, D, D], rounded to fp16 after its largest entry is scaled to at most 1 by a power of two.
+        """`matrix` [HK or 1, D, D]. A key map's rows and columns come in the order in which keys of format `key` are unpacked;
+        a value map (None) keeps its own."""
+        dims = torch.arange(matrix.shape[-1]) if key is None else key_order(key, matrix.shape[-1]).flatten()
+        return Map("MATRIX", *tiles(matrix[:, dims.to(matrix.device)], key))
 
-        Data: [HK or 1, D / 16, D / 32, 2, 8, 4, 8]: tile of rows, block of columns, half, then as the 32 lanes load. A key
-        map's rows and columns come in the order in which keys of format `key` are unpacked; a value map (None) keeps its own.
-        """
-        D = matrix.shape[-1]
-        rows, columns = torch.arange(D).view(D // 16, 2, 8), torch.arange(D)
-        if key is not None:
-            half, j = KEYS[key].half, torch.arange(D // 8)
-            first = (j // half * 2 * half + j % half).view(-1, 1, 1)  # KEY::dim(j)
-            dims = first + torch.arange(4).view(4, 1) * (D // 4) + torch.arange(2) * half  # [j, c, half of the register]
-            rows, columns = dims.reshape(D // 16, 2, 8), dims.view(D // 32, 4, 4, 2).transpose(1, 2).flatten()
-        gain = 2.0 ** math.ceil(math.log2(matrix.abs().max().item()))
-        tiles = (matrix / gain).half()[:, rows.to(matrix.device)][..., columns.to(matrix.device)].unflatten(-1, (D // 32, 4, 8))
-        return Map("MATRIX", tiles.permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain)
+
+@dataclass(frozen=True)
+class Offsets:
+    """The rows of an offset table as the kernels read them, times `gain`: groups of 16, the last of them all copies of the last row."""
+
+    data: torch.Tensor
+    groups: int
+    gain: float
+
+    @staticmethod
+    def of(mapped: torch.Tensor, key: str) -> Offsets:
+        """`mapped` [buckets, HK or 1, D]: A offset, for keys of format `key`."""
+        buckets, _, D = mapped.shape
+        groups = -(-buckets // 16) + 1
+        rows = mapped[torch.arange(16 * groups, device=mapped.device).clamp_max(buckets - 1)].transpose(0, 1)
+        rows[..., key_order(key, D)[1::2].flatten().to(rows.device)] *= KEYS[key].odd_unit  # by which the query was divided
+        data, gain = tiles(rows, key)
+        return Offsets(data, groups, gain)
+
+
+def key_order(key: str, head_size: int) -> torch.Tensor:
+    """[D / 8, 4, 2]: the dimension in register j of lane c, low and high half, as keys are unpacked."""
+    half, j = KEYS[key].half, torch.arange(head_size // 8)
+    first = j // half * 2 * half + j % half  # KEY::dim(j)
+    return first.view(-1, 1, 1) + torch.arange(4).view(4, 1) * (head_size // 4) + torch.arange(2) * half
+
+
+def tiles(matrix: torch.Tensor, key: str | None) -> tuple[torch.Tensor, float]:
+    """`matrix` [H, 16 n, D] as fp16 [H, n, D / 32, 2, 8, 4, 8], in the order in which `multiply` loads it, and the power of two
+    that was taken out so that the largest entry is at most 1. Columns in the order of keys of format `key`, or their own."""
+    D = matrix.shape[-1]
+    if key is not None:
+        matrix = matrix[..., key_order(key, D).view(D // 32, 4, 4, 2).transpose(1, 2).flatten().to(matrix.device)]
+    gain = 2.0 ** math.ceil(math.log2(max(matrix.abs().max().item(), 2.0**-100)))
+    return (matrix / gain).half().unflatten(-1, (D // 32, 4, 8)).unflatten(1, (-1, 2, 8)).permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain
 
 
 def kind(map_: Map | None) -> str:
@@ -157,7 +185,7 @@ def kind(map_: Map | None) -> str:
 
 
 def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, key_map="NO_MAP",
-           value_map="NO_MAP", sequences=8) -> Config:
+           value_map="NO_MAP", key_offset=False, sequences=8) -> Config:
     """The configuration for one shape, by what was fastest on an H200.
 
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16); two tiles a step do so too,
@@ -178,7 +206,7 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
     else:
         shape = dict(warps=8, tiles_per_step=2)
     config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, key_map, value_map,
-                    **shape)
+                    key_offset, **shape)
     return config if config.stages >= 4 else replace(config, tiles_per_step=1)
 
 
@@ -224,6 +252,7 @@ def decode(
     sinks: torch.Tensor | None = None,
     key_map: Map | None = None,
     value_map: Map | None = None,
+    key_offset: Offsets | None = None,
     codebook: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -234,8 +263,9 @@ def decode(
     q [T, HQ, D] bf16 or fp16; pages uint8 [num_blocks, HK, page_bytes] (see `page_bytes`); block_table [S, max_pages] and
     seq_lens [S] int32. Sequence s asks queries cu_queries[s] .. cu_queries[s + 1] (int32 [S + 1], `queries` an upper bound),
     or `queries` each; query i of n stands at position seq_lens[s] - n + i and sees the keys up to it, of the last `window`
-    positions where window > 0. key_map is Map.matrix(A, key), value_map Map.matrix(B), or Map.hadamard; codebook the centroids
-    of codebook keys (their common factor cancels); sinks [HQ] float32. Returns [T, HQ, D] of q's type; `lse` [T, HQ] float32 is filled with
+    positions where window > 0. key_map is Map.matrix(A, key), value_map Map.matrix(B), or Map.hadamard; with key_offset,
+    key t reads as k^ + key_offset[t // 64] (its last row beyond the table); codebook the centroids of codebook keys (their
+    common factor cancels); sinks [HQ] float32. Returns [T, HQ, D] of q's type; `lse` [T, HQ] float32 is filled with
     the natural log-sum-exp (sinks included; -inf where no key was seen) where given. ValueError: what `unsupported` names.
     """
     if reason := unsupported(q, pages, key, value, block_size, queries):
@@ -249,7 +279,7 @@ def decode(
     if config is None:
         bf16 = q.dtype == torch.bfloat16
         config = choose(key, value, D, group, HK, block_size, pages.stride(1), bf16, queries * group, softcap > 0, kind(key_map),
-                        kind(value_map), S)
+                        kind(value_map), key_offset is not None, S)
     decode_kernel, combine_kernels, sms = kernels(config, q.device.index or 0)
 
     columns = queries * group
@@ -261,11 +291,13 @@ def decode(
     partial = torch.empty((blocks * config.warps + S * HK) * columns * piece_bytes(D), dtype=torch.uint8, device=q.device)
     out = torch.empty_like(q) if out is None else out
 
-    gain = KEYS[key].gain * (D if key == "int2" else 1) * (key_map.gain if key_map else 1) * scale * LOG2E
+    key_gain = KEYS[key].gain * (D if key == "int2" else 1)
+    gain = key_gain * (key_map.gain if key_map else 1) * scale * LOG2E
+    offset = key_offset or Offsets(None, 0, 0.0)
     pointer = lambda t: (0 if t is None else t.data_ptr(), ctypes.c_void_p)
     integer = lambda i: (i, ctypes.c_int)
     number = lambda x: (x, ctypes.c_float)
-    stride = lambda m: integer(D * D if kind(m) == "MATRIX" and m.data.shape[0] > 1 else 0)
+    stride = lambda m: integer(m.data.stride(0) if m is not None and m.data is not None and m.data.shape[0] > 1 else 0)
     matrix = lambda m: pointer(None if m is None else m.data)
     common = [integer(S), integer(queries), integer(window), integer(resident), integer(columns)]
     page_stride = ctypes.c_int(pages.stride(0)).value  # the kernel reads it as unsigned
@@ -273,8 +305,9 @@ def decode(
     with torch.cuda.device(q.device):
         decode_kernel((blocks, column_blocks, 1), [
             pointer(q), pointer(pages), pointer(block_table), pointer(seq_lens), pointer(cu_queries), matrix(key_map),
-            stride(key_map), pointer(codebook), pointer(partial), integer(page_stride),
-            integer(block_table.shape[1]), *common, number(2 * gain / softcap if softcap else gain), number(softcap * LOG2E)])
+            stride(key_map), matrix(key_offset), stride(key_offset), integer(offset.groups), number(offset.gain / key_gain),
+            pointer(codebook), pointer(partial), integer(page_stride), integer(block_table.shape[1]), *common,
+            number(2 * gain / softcap if softcap else gain), number(softcap * LOG2E)])
         combine_kernels[few]((S, HK, columns if few else -(-columns // 4)), [
             pointer(partial), pointer(seq_lens), pointer(cu_queries), pointer(sinks), matrix(value_map),
             stride(value_map), number(value_map.gain if value_map else 1.0), pointer(out), pointer(lse), *common])
