@@ -2,13 +2,17 @@
 #include "tiles.cuh"
 
 constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT;
+enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 constexpr int PIECE = D + 4;  // floats of a partial result of one column: D outputs, their base-2 log-sum-exp at D
-constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0;
-static_assert(WARP_BYTES >= RING_BYTES + OFFSET_BYTES && WARP_BYTES >= COLUMNS * PIECE * 4, "a warp's ring and offset scores; after the loop, its piece");
+
+// Shared memory of a warp: its ring of tiles, the scores of 16 offsets, and, over both, what a run ends with; then mapped queries.
+constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0, PIECE_BYTES = COLUMNS * PIECE * 4;
+constexpr int MAPPED_AT = RING_BYTES + OFFSET_BYTES > PIECE_BYTES ? RING_BYTES + OFFSET_BYTES : PIECE_BYTES;
+static_assert(WARP_BYTES == MAPPED_AT + (KEY_MAP == MATRIX ? 2 * D * COLUMNS : 0), "as in decode.py");
+
 constexpr int K_SHARE = K_ROW / 4, V_SHARE = V_ROW / 8;  // bytes of a row that one lane unpacks
 constexpr int K_WORDS = K_SHARE / 4, V_WORDS = (V_SHARE + 3) / 4;
 constexpr int TABLE_BYTES = KEY::ENTRIES * 128;
-enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 
 DI void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DI void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -110,50 +114,84 @@ struct Query {
   u32 b[NT][D / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
 
-  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, the sign bit of each dimension, null where all are positive.
-  DI void load(const u16* q, const u16* map, const Batch& batch, int s, int head, int column0) {
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, columns = batch.queries(s) * GROUP;
+  // Eight columns as they were given, in the order of the keys' registers. signs: of a Hadamard matrix, null where all are positive.
+  static DI void raw(u32 (&x)[D / 8], const u16* q, const u16* signs, const Batch& batch, int s, int head, int column0) {
+    const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4, column = column0 + g;
+    const bool used = column < batch.queries(s) * GROUP;
+    const u16* row = q + ((i64)(batch.first_query(s) + column / GROUP) * KV_HEADS * GROUP + head * GROUP + column % GROUP) * D;
+    u32 words[D / 8];
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      uint4 y = make_uint4(0, 0, 0, 0);
+      if (used) y = ((const uint4*)(row + c * (D / 4)))[i];
+      if (KEY_MAP == HADAMARD && signs) {
+        const uint4 sign = ((const uint4*)(signs + c * (D / 4)))[i];
+        y.x ^= sign.x, y.y ^= sign.y, y.z ^= sign.z, y.w ^= sign.w;
+      }
+      words[4 * i] = y.x, words[4 * i + 1] = y.y, words[4 * i + 2] = y.z, words[4 * i + 3] = y.w;
+    }
+#pragma unroll
+    for (int j = 0; j < D / 8; j++) {
+      const int d = KEY::dim(j);
+      x[j] = query_pair(KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410));
+    }
+  }
+
+  // Tile w of the operands, out of rows 16 w and following of the mapped columns.
+  static DI void operands(u32& b0, u32& b1, const float (&y)[4], int w) {
+    const float u0 = NORM / KEY::unit(2 * w), u1 = NORM / KEY::unit(2 * w + 1);
+    b0 = transpose(half2(y[0] * u0, y[1] * u0)), b1 = transpose(half2(y[2] * u1, y[3] * u1));
+  }
+
+  // Tiles first, first + step, ... of the operands, mapped by a matrix, into shared memory at `to`.
+  static DI void map_tiles(u32 to, int first, int step, const u16* q, const u16* matrix, const Batch& batch, int s, int head, int column0) {
+    for (int nt = 0; nt < NT; nt++) {
+      u32 x[D / 8];
+      raw(x, q, nullptr, batch, s, head, column0 + nt * 8);
+      for (int w = first; w < D / 16; w += step) {
+        float y[4] = {};
+        u32 b[2];
+        multiply(y, matrix, w, x);
+        operands(b[0], b[1], y, w);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8), "r"(b[0]), "r"(b[1]) : "memory");
+      }
+    }
+  }
+
+  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where map_tiles has put all tiles, or 0.
+  DI void load(const u16* q, const u16* map, u32 mapped, const Batch& batch, int s, int head, int column0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      const int column = column0 + nt * 8 + g;
-      const u16* row = q + ((i64)(batch.first_query(s) + column / GROUP) * KV_HEADS * GROUP + head * GROUP + column % GROUP) * D;
-      u32 words[D / 8], raw[D / 8];
+      u32 x[D / 8];
+      float total[4] = {}, y[D / 16][4] = {};
+      if (KEY_MAP == MATRIX && mapped) {
 #pragma unroll
-      for (int i = 0; i < D / 32; i++) {
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (column < columns) x = ((const uint4*)(row + c * (D / 4)))[i];
-        if (KEY_MAP == HADAMARD && map) {
-          const uint4 sign = ((const uint4*)(map + c * (D / 4)))[i];
-          x.x ^= sign.x, x.y ^= sign.y, x.z ^= sign.z, x.w ^= sign.w;
+        for (int w = 0; w < D / 16; w++) load_shared<8>(mapped + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
+      } else {
+        raw(x, q, map, batch, s, head, column0 + nt * 8);
+        if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
+          static_assert(permutes_bits(), "dim(j)");
+          const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+          const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
+#pragma unroll
+          for (int w = 0; w < D / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
+          butterfly(y);
         }
-        words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
-      }
 #pragma unroll
-      for (int j = 0; j < D / 8; j++) {
-        const int d = KEY::dim(j);
-        raw[j] = query_pair(KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410));
+        for (int w = 0; w < D / 16; w++) {
+          if constexpr (KEY_MAP == NO_MAP) {
+            const float u0 = 1.f / KEY::unit(2 * w), u1 = 1.f / KEY::unit(2 * w + 1);
+            b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
+            b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
+          } else {
+            if (KEY_MAP == MATRIX) multiply(y[w], map, w, x);
+            operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
+          }
+        }
       }
-      float y[D / 16][4] = {};
-      if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
-        static_assert(permutes_bits(), "dim(j)");
-        const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
-#pragma unroll
-        for (int w = 0; w < D / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, raw[2 * w], raw[2 * w + 1]);
-        butterfly(y);
-      }
-      float total[4] = {};
 #pragma unroll
       for (int w = 0; w < D / 16; w++) {
-        constexpr auto unit = [](int j) { return KEY::unit(j); };
-        const float u0 = NORM / unit(2 * w), u1 = NORM / unit(2 * w + 1);
-        if constexpr (KEY_MAP == NO_MAP) {
-          b[nt][2 * w] = half2(low(raw[2 * w]) * u0, high(raw[2 * w]) * u0);
-          b[nt][2 * w + 1] = half2(low(raw[2 * w + 1]) * u1, high(raw[2 * w + 1]) * u1);
-        } else {
-          if (KEY_MAP == MATRIX) multiply(y[w], map, w, raw);
-          b[nt][2 * w] = transpose(half2(y[w][0] * u0, y[w][1] * u0)), b[nt][2 * w + 1] = transpose(half2(y[w][2] * u1, y[w][3] * u1));
-        }
-        const u32 a0 = half_pair(unit(2 * w)), a1 = half_pair(unit(2 * w + 1));
+        const u32 a0 = half_pair(KEY::unit(2 * w)), a1 = half_pair(KEY::unit(2 * w + 1));
         mma(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
       }
       sum[nt][0] = total[0] / KEY::GAIN, sum[nt][1] = total[1] / KEY::GAIN;

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       ((u32*)shared)[e * 32 + lane] = half2(codebook[e % (1 << KEY::BITS)], codebook[e >> KEY::BITS]);
     __syncthreads();
   }
-  __shared__ int ended_in[WARPS];
+  __shared__ int begun_in[WARPS], ended_in[WARPS];
   const int worker = blockIdx.x * WARPS + warp, column0 = blockIdx.y * COLUMNS;
   const Batch batch{seq_lens, cu_queries, sequences, queries, window};
   int start;
@@ -44,12 +44,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   for (int i = 0; i < AHEAD; i++) loader.next(ring + i * TILE_BYTES);
   const Lane at(g, c);
   u32 slot = ring;
+  auto matrix = [&](int head) { return key_map ? key_map + (i64)head * map_stride : nullptr; };
+  auto mapped_at = [&](int warp) { return shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; };
+  if constexpr (KEY_MAP == MATRIX) {  // the block's warps together map the queries with which each of them begins
+    if (lane == 0) begun_in[warp] = left > 0 ? head * sequences + s : -1;
+    __syncthreads();
+    for (int w = 0; w < WARPS && begun_in[w] >= 0; w++) {
+      const int pair = begun_in[w], h = pair / sequences;
+      if (w == 0 || begun_in[w - 1] != pair) Query::map_tiles(mapped_at(w), warp, WARPS, q, matrix(h), batch, pair - h * sequences, h, column0);
+    }
+    __syncthreads();
+  }
   while (left > 0) {
     const int end = min(batch.last_tile(s), tile + left), len = seq_lens[s], context = len - batch.queries(s);
     left -= end - tile;
     if (end > tile) {
       Query query;
-      query.load(q, key_map ? key_map + (i64)head * map_stride : nullptr, batch, s, head, column0);
+      u32 mapped = 0;
+      if (KEY_MAP == MATRIX)
+        for (int w = 0; w < WARPS && !mapped; w++) mapped = begun_in[w] == head * sequences + s ? mapped_at(w) : 0;
+      query.load(q, matrix(head), mapped, batch, s, head, column0);
       Softmax softmax;
       const int all_see = (context + 1) / TILE, all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
       bool masked;  // tiles from all_in_window up to all_see need no mask

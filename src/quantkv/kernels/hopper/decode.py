@@ -75,14 +75,22 @@ class Config:
 
     @property
     def stages(self) -> int:
-        per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps - 512 * self.column_tiles * self.key_offset
-        return min(per_warp // self.tile_bytes, self.max_stages)
+        per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
+        return min((per_warp - self.offset_bytes - self.mapped_bytes) // self.tile_bytes, self.max_stages)
 
     @property
     def warp_bytes(self) -> int:
-        """Shared memory of a warp: its ring of tiles and the scores of 16 offsets; after the loop, its piece of a result."""
-        columns = 8 * self.column_tiles
-        return max(self.stages * self.tile_bytes + 64 * columns * self.key_offset, columns * piece_bytes(self.head_size))
+        """Shared memory of a warp: as MAPPED_AT in attend.cuh, and mapped queries."""
+        ring = self.stages * self.tile_bytes + self.offset_bytes
+        return max(ring, 8 * self.column_tiles * piece_bytes(self.head_size)) + self.mapped_bytes
+
+    @property
+    def offset_bytes(self) -> int:
+        return 64 * 8 * self.column_tiles if self.key_offset else 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        return 2 * self.head_size * 8 * self.column_tiles if self.key_map == "MATRIX" else 0
 
     @property
     def shared_bytes(self) -> int:
