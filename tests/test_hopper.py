@@ -5,6 +5,7 @@ import torch
 
 from quantkv import LayerMaps, LinearMap, hopper, ops
 from quantkv.arguments import AttentionOptions, Segment
+from quantkv.maps import hadamard, named_map
 from quantkv.testing import Batch, check
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -70,6 +71,18 @@ def test_calibrated_maps():
 
 
 @hopper_only
+@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4"])
+def test_hadamard_with_signs(name):
+    """What the kernels compute in registers, for either side."""
+    maps = []
+    for seed in range(2):
+        signs = 1.0 - 2.0 * (torch.rand(128, generator=torch.Generator().manual_seed(seed)) < 0.5)
+        a = hadamard(128).float() * signs / 128**0.5
+        maps.append(LinearMap(a[None], a.mT[None].contiguous()))
+    run(batch(name, maps=LayerMaps(*maps)))
+
+
+@hopper_only
 def test_captured_graph_follows_the_lengths():
     b = batch("int4")
     b.attend(**HOPPER, max_query_len=1)
@@ -97,6 +110,19 @@ def test_elsewhere_it_is_refused_by_name():
     b = Batch.make("int4", (1,), (20,), device="cpu")
     with pytest.raises(ValueError, match=r"implementation='hopper': tensors are on cpu: a Hopper GPU is needed"):
         b.attend(**HOPPER, max_query_len=1)
+
+
+def test_a_hadamard_matrix_is_recognised():
+    """By its entries, whatever its factor and signs; a matrix with one sign changed, or for each head its own, is not one."""
+    for kind in ("hadamard", "hadamard_unit", "rht"):
+        forward, inverse = (m.float()[None] for m in named_map(kind, 64))
+        signs = LinearMap(forward, inverse).operands.signs
+        assert torch.equal(hadamard(64) * signs, inverse[0].mT.sign())
+        changed = inverse.clone()
+        changed[0, 5, 3] *= -1
+        assert LinearMap(forward, changed).operands.signs is None
+        assert LinearMap(forward.repeat(2, 1, 1), inverse.repeat(2, 1, 1)).operands.signs is None
+    assert LinearMap(torch.eye(64)[None], torch.eye(64)[None]).operands.signs is None
 
 
 @pytest.mark.parametrize("name,served", [("int4", True), ("int8/tq3", True), ("fp8", False), ("bf16", False)])

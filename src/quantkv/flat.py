@@ -54,7 +54,7 @@ def unflatten_segments(caches, layouts, tables, maps, factors, formats) -> list[
         fmt, table, numbers = get_format(name), tables[3 * i : 3 * i + 3], factors[6 * i : 6 * i + 6]
         k, v = unflatten_cache(caches[:num_tensors], layouts[:num_ints], fmt, numbers[4:])
         caches, layouts = caches[num_tensors:], layouts[num_ints:]
-        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[14 * i : 14 * i + 14], numbers[:4]), *table[1:]))
+        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[16 * i : 16 * i + 16], numbers[:4]), *table[1:]))
     return segments
 
 

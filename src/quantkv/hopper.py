@@ -42,8 +42,6 @@ def refusal(q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, *, 
         return f"format {fmt.name}: keys are one of {', '.join(KEYS)}, values one of {', '.join(VALUES)}"
     if k.scale != 1.0 or v.scale != 1.0:
         return f"per-tensor scales {k.scale}, {v.scale}: 1 is needed"
-    if segment.maps.k is not None and segment.maps.k.offset is not None:
-        return "the keys' map has an offset table"
     given = [name for name in UNSUPPORTED_OPTIONS if getattr(options, name) is not None]
     if given or options.causal is not True or options.chunk_lookback >= 0:
         return f"options {given or 'causal, chunk_lookback'}: causal with window, softcap and sinks only"
@@ -83,7 +81,7 @@ def _pages(k: Side, v: Side) -> torch.Tensor | None:
     return base
 
 
-_MAPS = WeakTensorKeyDictionary()  # a map's inverse -> the map as the kernel reads it, for keys of a codec or for values (None)
+_MAPS = WeakTensorKeyDictionary()  # a map's inverse or offset -> what the kernel reads, for keys of a codec or for values (None)
 
 
 def _map(side: LinearMap | None, key: str | None):
@@ -93,7 +91,22 @@ def _map(side: LinearMap | None, key: str | None):
         return None
     known = _MAPS.setdefault(side.inverse, {})
     if key not in known:
-        known[key] = Map.of(side.inverse if key is None else side.inverse.mT.contiguous(), key)
+        operands = side.operands
+        if operands.signs is not None:
+            known[key] = Map.hadamard(operands.signs, operands.inverse_factor)
+        else:
+            known[key] = Map.matrix(side.inverse if key is None else side.inverse.mT, key)
+    return known[key]
+
+
+def _offsets(side: LinearMap | None, key: str):
+    from .kernels.hopper.decode import Offsets
+
+    if side is None or side.offset is None:
+        return None
+    known = _MAPS.setdefault(side.operands.mapped_offset, {})
+    if key not in known:
+        known[key] = Offsets.of(side.operands.mapped_offset, key)
     return known[key]
 
 
@@ -113,4 +126,4 @@ def attend(q: torch.Tensor, segment: Segment, out: torch.Tensor, lse: torch.Tens
         q, _pages(segment.k, segment.v), segment.block_table, seq_lens, key=key, value=VALUES[segment.fmt.v.name],
         block_size=segment.k.codes.shape[1], scale=scale, cu_queries=cu_seqlens_q, queries=max_query_len, window=options.window,
         softcap=options.softcap, sinks=sinks, key_map=_map(segment.maps.k, key), value_map=_map(segment.maps.v, None),
-        codebook=_codebook(name, q.shape[2], q.device), out=out, lse=lse)
+        key_offset=_offsets(segment.maps.k, key), codebook=_codebook(name, q.shape[2], q.device), out=out, lse=lse)

@@ -64,6 +64,7 @@ class MapOperands(NamedTuple):
     query: torch.Tensor  # A^-T
     output: torch.Tensor  # A^-1
     mapped_offset: torch.Tensor | None  # A offset, [buckets, HK or 1, D] float32
+    signs: torch.Tensor | None  # [D] float32, where A^-T is inverse_factor * H diag(signs) for all heads, H the matrix of `hadamard`
     forward_factor: float
     inverse_factor: float
 
@@ -73,6 +74,15 @@ def _signs(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
     if size > 0 and bool(((matrix == 0) | (matrix.abs() == size)).all()):
         return matrix.sign().bfloat16(), size
     return matrix, 1.0
+
+
+def _hadamard_signs(query: torch.Tensor) -> torch.Tensor | None:
+    """The signs s with `query[0] = H diag(s)`, where query `[HK or 1, D, D]`, of entries 0 and +-1 or any other, has them."""
+    size = query.shape[-1]
+    if query.shape[0] > 1 or query.dtype != torch.bfloat16 or size & (size - 1):
+        return None
+    signs = query[0, 0]  # H's first row is all ones
+    return signs.float() if torch.equal(query[0], hadamard(size).to(query) * signs) else None
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,9 @@ class LinearMap:
         if self.offset is not None:
             rows = self.offset.double().transpose(0, 1) @ self.forward.double().mT  # [HK or 1, buckets, D]
             mapped = rows.transpose(0, 1).float().contiguous()
+        query = inverse.mT.contiguous()
         return MapOperands(
-            forward.contiguous(), inverse.mT.contiguous(), inverse.contiguous(), mapped, forward_factor, inverse_factor
+            forward.contiguous(), query, inverse.contiguous(), mapped, _hadamard_signs(query), forward_factor, inverse_factor
         )
 
     def to(self, device: torch.device | str) -> LinearMap:
@@ -155,8 +166,8 @@ class LayerMaps:
         """Tensors and numbers, for an operator, which takes no dataclasses. `unflatten` reverses it."""
         tensors, factors = [], []
         for side in (self.k, self.v):
-            tensors += [None] * 7 if side is None else [side.forward, side.inverse, side.offset, *side.operands[:4]]
-            factors += [1.0, 1.0] if side is None else side.operands[4:]
+            tensors += [None] * 8 if side is None else [side.forward, side.inverse, side.offset, *side.operands[:5]]
+            factors += [1.0, 1.0] if side is None else side.operands[5:]
         return tensors, factors
 
     @classmethod
@@ -164,7 +175,7 @@ class LayerMaps:
         def side(t, f):
             return None if t[0] is None else LinearMap(*t[:3], MapOperands(*t[3:], *f))
 
-        return cls(side(tensors[:7], factors[:2]), side(tensors[7:], factors[2:]))
+        return cls(side(tensors[:8], factors[:2]), side(tensors[8:], factors[2:]))
 
     def fingerprint(self) -> str:
         """Hash of every number in the maps: two caches with the same one hold comparable bytes."""

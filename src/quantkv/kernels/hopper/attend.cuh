@@ -2,8 +2,14 @@
 #include "tiles.cuh"
 
 constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT;
-constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
-constexpr int HEADS_PER_BLOCK = gcd(KV_HEADS, WARPS), WARPS_PER_HEAD = WARPS / HEADS_PER_BLOCK;
+enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
+constexpr int PIECE = D + 4;  // floats of a partial result of one column: D outputs, their base-2 log-sum-exp at D
+
+// Shared memory of a warp: its ring of tiles, the scores of 16 offsets, and, over both, what a run ends with; then mapped queries.
+constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0, PIECE_BYTES = COLUMNS * PIECE * 4;
+constexpr int MAPPED_AT = RING_BYTES + OFFSET_BYTES > PIECE_BYTES ? RING_BYTES + OFFSET_BYTES : PIECE_BYTES;
+static_assert(WARP_BYTES == MAPPED_AT + (KEY_MAP == MATRIX ? 2 * D * COLUMNS : 0), "as in decode.py");
+
 constexpr int K_SHARE = K_ROW / 4, V_SHARE = V_ROW / 8;  // bytes of a row that one lane unpacks
 constexpr int K_WORDS = K_SHARE / 4, V_WORDS = (V_SHARE + 3) / 4;
 constexpr int TABLE_BYTES = KEY::ENTRIES * 128;
@@ -22,7 +28,6 @@ DI float as_float(u32 x) { return __uint_as_float(x); }
 DI float minus_infinity() { return as_float(0xff800000u); }
 DI float max_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, k)); return x; }
 DI float sum_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x += __shfl_xor_sync(~0u, x, k); return x; }
-DI float query_value(u16 x) { return QUERY_BF16 ? as_float((u32)x << 16) : low(x); }
 DI u32 query_pair(u32 x) { return QUERY_BF16 ? half2(as_float(x << 16), as_float(x & 0xffff0000u)) : x; }
 DI u16 query_type(float x) {
   u16 r;
@@ -63,7 +68,8 @@ template <int ROW, int SHARE> struct Share {
 };
 
 // Adds one tile (16 rows) of an fp16 map [D, D] times eight column vectors, of which register b[4 m + i] holds, in lane c, the
-// dimensions 32 m + 8 c + 2 i and the next. The map lies in the order of these loads (decode.py): 512 bytes in a row each.
+// dimensions of columns 8 (4 m + c) + 2 i and the next of the map. The map lies in the order of these loads (decode.py): 512
+// bytes in a row each.
 DI void multiply(float (&acc)[4], const u16* map, int tile, const u32* b) {
 #pragma unroll
   for (int m = 0; m < D / 32; m++) {
@@ -74,47 +80,139 @@ DI void multiply(float (&acc)[4], const u16* map, int tile, const u32* b) {
   }
 }
 
+template <int N, int M> DI void butterfly(float (&x)[N][M]) {  // x becomes H_N x, along the first axis
+#pragma unroll
+  for (int k = 1; k < N; k <<= 1)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      if (!(n & k))
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+          const float a = x[n][i], b = x[n | k][i];
+          x[n][i] = a + b, x[n | k][i] = a - b;
+        }
+}
+
+constexpr bool permutes_bits() {  // of j: then a Hadamard matrix over dimensions is one over (lane, j, half of the register)
+  for (int j = 0; j < D / 8; j++) {
+    int together = 0;
+    for (int k = 1; k < D / 8; k <<= 1) {
+      const int bit = KEY::dim(k);
+      if (bit & bit - 1 || bit == KEY::HALF) return false;
+      together |= j & k ? bit : 0;
+    }
+    if (KEY::dim(j) != together) return false;
+  }
+  return true;
+}
+constexpr u32 half_pair(float x) { u32 e = 15; while (x > 1.f) x /= 2.f, e++; return twice(e << 10); }  // of a power of two
+
 // The query columns of one sequence and kv head as B operands, in the order of the keys' registers and divided by their units.
 struct Query {
+  // Mapped queries are multiplied by NORM, about D^-1/2 where the map is a Hadamard matrix, to stay within fp16.
+  static constexpr float NORM = KEY_MAP == HADAMARD ? (D > 128 ? 0.0625f : 0.125f) : 1.f;
   u32 b[NT][D / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
 
-  DI void load(const u16* q, const u16* map, const Batch& batch, int s, int head, int column0) {
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, columns = batch.queries(s) * GROUP;
+  // Eight columns as they were given, in the order of the keys' registers. signs: of a Hadamard matrix, null where all are positive.
+  static DI void raw(u32 (&x)[D / 8], const u16* q, const u16* signs, const Batch& batch, int s, int head, int column0) {
+    const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4, column = column0 + g;
+    const bool used = column < batch.queries(s) * GROUP;
+    const u16* row = q + ((i64)(batch.first_query(s) + column / GROUP) * KV_HEADS * GROUP + head * GROUP + column % GROUP) * D;
+    u32 words[D / 8];
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      uint4 y = make_uint4(0, 0, 0, 0);
+      if (used) y = ((const uint4*)(row + c * (D / 4)))[i];
+      if (KEY_MAP == HADAMARD && signs) {
+        const uint4 sign = ((const uint4*)(signs + c * (D / 4)))[i];
+        y.x ^= sign.x, y.y ^= sign.y, y.z ^= sign.z, y.w ^= sign.w;
+      }
+      words[4 * i] = y.x, words[4 * i + 1] = y.y, words[4 * i + 2] = y.z, words[4 * i + 3] = y.w;
+    }
+#pragma unroll
+    for (int j = 0; j < D / 8; j++) {
+      const int d = KEY::dim(j);
+      x[j] = query_pair(KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410));
+    }
+  }
+
+  // Tile w of the operands, out of rows 16 w and following of the mapped columns.
+  static DI void operands(u32& b0, u32& b1, const float (&y)[4], int w) {
+    const float u0 = NORM / KEY::unit(2 * w), u1 = NORM / KEY::unit(2 * w + 1);
+    b0 = transpose(half2(y[0] * u0, y[1] * u0)), b1 = transpose(half2(y[2] * u1, y[3] * u1));
+  }
+
+  // Tiles first, first + step, ... of the operands, mapped by a matrix, into shared memory at `to`.
+  static DI void map_tiles(u32 to, int first, int step, const u16* q, const u16* matrix, const Batch& batch, int s, int head, int column0) {
+    for (int nt = 0; nt < NT; nt++) {
+      u32 x[D / 8];
+      raw(x, q, nullptr, batch, s, head, column0 + nt * 8);
+      for (int w = first; w < D / 16; w += step) {
+        float y[4] = {};
+        u32 b[2];
+        multiply(y, matrix, w, x);
+        operands(b[0], b[1], y, w);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8), "r"(b[0]), "r"(b[1]) : "memory");
+      }
+    }
+  }
+
+  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where map_tiles has put all tiles, or 0.
+  DI void load(const u16* q, const u16* map, u32 mapped, const Batch& batch, int s, int head, int column0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      int column = column0 + nt * 8 + g;
-      bool used = column < columns;
-      const u16* row = q + ((i64)(batch.first_query(s) + column / GROUP) * KV_HEADS * GROUP + head * GROUP + column % GROUP) * D;
-      float total[2] = {};
-      if (map) {
-        u32 raw[D / 8];
+      u32 x[D / 8];
+      float total[4] = {}, y[D / 16][4] = {};
+      if (KEY_MAP == MATRIX && mapped) {
 #pragma unroll
-        for (int m = 0; m < D / 32; m++) {
-          uint4 x = used ? *(const uint4*)(row + 32 * m + 8 * c) : make_uint4(0, 0, 0, 0);
-          raw[4 * m] = query_pair(x.x), raw[4 * m + 1] = query_pair(x.y), raw[4 * m + 2] = query_pair(x.z), raw[4 * m + 3] = query_pair(x.w);
+        for (int w = 0; w < D / 16; w++) load_shared<8>(mapped + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
+      } else {
+        raw(x, q, map, batch, s, head, column0 + nt * 8);
+        if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
+          static_assert(permutes_bits(), "dim(j)");
+          const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+          const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
+#pragma unroll
+          for (int w = 0; w < D / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
+          butterfly(y);
         }
 #pragma unroll
         for (int w = 0; w < D / 16; w++) {
-          float u0 = 1.f / KEY::unit(2 * w), u1 = 1.f / KEY::unit(2 * w + 1), acc[4] = {};
-          multiply(acc, map, w, raw);
-          u32 x = half2(acc[0] * u0, acc[1] * u0), y = half2(acc[2] * u1, acc[3] * u1);
-          total[0] += low(x) / u0 + low(y) / u1, total[1] += high(x) / u0 + high(y) / u1;
-          b[nt][2 * w] = transpose(x), b[nt][2 * w + 1] = transpose(y);
+          if constexpr (KEY_MAP == NO_MAP) {
+            const float u0 = 1.f / KEY::unit(2 * w), u1 = 1.f / KEY::unit(2 * w + 1);
+            b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
+            b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
+          } else {
+            if (KEY_MAP == MATRIX) multiply(y[w], map, w, x);
+            operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
+          }
         }
-        sum[nt][0] = sum_over_tokens(total[0]) / KEY::GAIN, sum[nt][1] = sum_over_tokens(total[1]) / KEY::GAIN;
-      } else {
+      }
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) {
-          const u16* at = row + c * (D / 4) + KEY::dim(j);
-          float u = 1.f / KEY::unit(j), x = used ? query_value(at[0]) : 0.f, y = used ? query_value(at[KEY::HALF]) : 0.f;
-          b[nt][j] = half2(x * u, y * u);
-          total[0] += (low(b[nt][j]) + high(b[nt][j])) / (u * KEY::GAIN);
-        }
-        total[0] += __shfl_xor_sync(~0u, total[0], 1), total[0] += __shfl_xor_sync(~0u, total[0], 2);
-        sum[nt][0] = __shfl_sync(~0u, total[0], 8 * c), sum[nt][1] = __shfl_sync(~0u, total[0], 8 * c + 4);
+      for (int w = 0; w < D / 16; w++) {
+        const u32 a0 = half_pair(KEY::unit(2 * w)), a1 = half_pair(KEY::unit(2 * w + 1));
+        mma(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
+      }
+      sum[nt][0] = total[0] / KEY::GAIN, sum[nt][1] = total[1] / KEY::GAIN;
+    }
+  }
+
+  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
+  DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    __syncwarp();  // the scores before these may still be read
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      float y[4] = {};
+      multiply(y, table, sixteen, b[nt]);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 at = to + ((g + 8 * i) * COLUMNS + nt * 8 + 2 * c) * 4;
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(y[2 * i] * factor), "f"(y[2 * i + 1] * factor) : "memory");
       }
     }
+    __syncwarp();
   }
 };
 
@@ -201,9 +299,10 @@ struct Softmax {
     fresh = __any_sync(~0u, seen != (1u << 2 * NT) - 1);
   }
 
-  // Adds N tiles. valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n?
+  // Adds N tiles. offsets: where the scores of each tile's row of the offset table are, in shared memory.
+  // valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n?
   template <int N, class Valid>
-  DI void add(const u32 (&tile)[N], const Lane& at, const Query& q, float scale, float softcap, bool masked, Valid valid) {
+  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale, float softcap, bool masked, Valid valid) {
     float s[N][NT][4], x[NT][2], v_top;
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -230,17 +329,20 @@ struct Softmax {
       }
       const float f[2] = {key_scale(meta[0], sum_squares(squares[0])) * scale, key_scale(meta[1], sum_squares(squares[1])) * scale};
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++)
+      for (int nt = 0; nt < NT; nt++) {
+        u32 offset[2] = {};
+        if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float y = s[n][nt][i];
+          float y = s[n][nt][i], o = as_float(offset[i & 1]);
           if (SOFTCAP) {  // scale brings the score to 2 log2(e) / softcap, so y = softcap log2(e) tanh(score / softcap)
-            y = softcap - 2.f * softcap * inverse(1.f + pow2(y * f[i / 2])) - m[nt][i & 1];
+            y = softcap - 2.f * softcap * inverse(1.f + pow2(KEY_OFFSET ? fmaf(y, f[i / 2], o) : y * f[i / 2])) - m[nt][i & 1];
           } else {
-            y = fmaf(y, f[i / 2], -m[nt][i & 1]);
+            y = fmaf(y, f[i / 2], KEY_OFFSET ? o - m[nt][i & 1] : -m[nt][i & 1]);
           }
           s[n][nt][i] = y;
         }
+      }
     }
     if (masked) {
 #pragma unroll
@@ -309,8 +411,8 @@ struct Softmax {
     }
   }
 
-  // out [columns, D] and lse [columns] of this kv head; columns beyond `columns` are not written.
-  DI void write(float* out, float* lse, int columns, float gain) {
+  // to [columns, PIECE], in shared or global memory; columns beyond `columns` are not written.
+  DI void write(float* to, int columns, float gain) {
     if (VALUE::CENTRE > 0) centre();
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
 #pragma unroll
@@ -320,12 +422,12 @@ struct Softmax {
         float sum = sum_over_tokens(l[nt][e]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f, z = sum_over_tokens(bias[nt][e]) * r;
         int column = nt * 8 + 2 * c + e;
         if (column >= columns) continue;
-        if (g == 0) lse[column] = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity();
-        float4* to = (float4*)(out + column * D + g * (D / 8));
+        if (g == 0) to[column * PIECE + D] = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity();
+        float4* row = (float4*)(to + column * PIECE + g * (D / 8));
 #pragma unroll
         for (int i = 0; i < D / 16; i += 2) {
           auto value = [&](int k) { return fmaf(o[nt][i + k / 2][e + k % 2 * 2], gain / VALUE::unit(2 * i + k) * r, z); };
-          to[i / 2] = make_float4(value(0), value(1), value(2), value(3));
+          row[i / 2] = make_float4(value(0), value(1), value(2), value(3));
         }
       }
   }

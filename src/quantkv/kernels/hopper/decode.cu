@@ -1,21 +1,23 @@
 // Paged decode and verify over quantized pages, written for sm_90.
 //
-// A warp owns one kv head and a run of tiles, with its own ring of tiles in shared memory and its own running softmax: no
-// barrier in the loop. Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to
-// 8 query columns fill N; a column is one query head of one query. Each warp writes a normalised partial and its base-2
-// log-sum-exp for each sequence that it touched; combine_kernel merges them.
+// A warp owns a run of tiles, with its own ring of tiles in shared memory and its own running softmax: no barrier in the loop.
+// Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8 query columns fill N;
+// a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
+// base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
-// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE QUERY_BF16 COLUMN_TILES WARPS BLOCKS_PER_SM STAGES
-// TILES_PER_STEP SOFTCAP.
+// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE KEY_MAP KEY_OFFSET VALUE_MAP QUERY_BF16 COLUMN_TILES WARPS
+// BLOCKS_PER_SM STAGES WARP_BYTES TILES_PER_STEP SOFTCAP.
 #include "combine.cuh"
 
-// Grid (blocks, KV_HEADS / HEADS_PER_BLOCK, column groups). partial [workers + sequences, KV_HEADS, all_columns, D]: row `worker`
-// holds what a worker read of a sequence that began in another's run, row `workers + s` the first piece of sequence s.
+constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
+
+// Grid (blocks, column groups). partial [workers + KV_HEADS * sequences, all_columns, PIECE]: see Partials.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_kernel(
     const u16* __restrict__ q, const u8* __restrict__ pages, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
-    const int* __restrict__ cu_queries, const u16* __restrict__ key_map, int map_stride, const float* __restrict__ codebook,
-    float* __restrict__ partial, float* __restrict__ partial_lse, u32 page_stride, int max_pages, int sequences, int queries,
-    int window, int resident, int all_columns, float scale, float softcap) {
+    const int* __restrict__ cu_queries, const u16* __restrict__ key_map, int map_stride, const u16* __restrict__ key_offset,
+    int offset_stride, int offset_groups, float offset_factor, const float* __restrict__ codebook,
+    float* __restrict__ partial, u32 page_stride, int max_pages, int sequences, int queries, int window,
+    int resident, int all_columns, float scale, float softcap) {
   wait_for_previous_kernel();
   launch_next_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
@@ -24,30 +26,44 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       ((u32*)shared)[e * 32 + lane] = half2(codebook[e % (1 << KEY::BITS)], codebook[e >> KEY::BITS]);
     __syncthreads();
   }
-  const int head = blockIdx.y * HEADS_PER_BLOCK + warp % HEADS_PER_BLOCK, column0 = blockIdx.z * COLUMNS;
-  const int worker = blockIdx.x * WARPS_PER_HEAD + warp / HEADS_PER_BLOCK;
+  __shared__ int begun_in[WARPS], ended_in[WARPS];
+  const int worker = blockIdx.x * WARPS + warp, column0 = blockIdx.y * COLUMNS;
   const Batch batch{seq_lens, cu_queries, sequences, queries, window};
   int start;
-  const Cut cut(batch.total_tiles(0, start), resident);
-  if (worker >= cut.workers) return;
-  int left = cut.begin(worker + 1) - cut.begin(worker), s = sequence_of(batch, cut.begin(worker), start);
-  int tile = batch.first_tile(s) + cut.begin(worker) - start;
+  const int line = batch.total_tiles(0, start);
+  const Cut cut(line * KV_HEADS, resident);
+  if (worker - warp >= cut.workers) return;
+  const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
+  int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0, head = begin / line;
+  int s = sequence_of(batch, begin - head * line, start), tile = batch.first_tile(s) + begin - head * line - start;
   if (lane * 64 < GROUP * D) prefetch(q + ((i64)batch.first_query(s) * KV_HEADS + head) * GROUP * D + lane * 64);
-  const u16* map = key_map ? key_map + (i64)head * map_stride : nullptr;
-  u32 ring = shared_address(shared) + TABLE_BYTES + warp * STAGES * TILE_BYTES;
+  u32 ring = shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES;
   keep(ring);
   Loader loader(batch, block_table, max_pages, pages, page_stride, head, s, tile, left);
   constexpr int AHEAD = STAGES - TILES_PER_STEP;
   for (int i = 0; i < AHEAD; i++) loader.next(ring + i * TILE_BYTES);
   const Lane at(g, c);
   u32 slot = ring;
-  bool begun_before = cut.begin(worker) > start;
-  for (; left > 0; s++) {
+  auto matrix = [&](int head) { return key_map ? key_map + (i64)head * map_stride : nullptr; };
+  auto mapped_at = [&](int warp) { return shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; };
+  if constexpr (KEY_MAP == MATRIX) {  // the block's warps together map the queries with which each of them begins
+    if (lane == 0) begun_in[warp] = left > 0 ? head * sequences + s : -1;
+    __syncthreads();
+    for (int w = 0; w < WARPS && begun_in[w] >= 0; w++) {
+      const int pair = begun_in[w], h = pair / sequences;
+      if (w == 0 || begun_in[w - 1] != pair) Query::map_tiles(mapped_at(w), warp, WARPS, q, matrix(h), batch, pair - h * sequences, h, column0);
+    }
+    __syncthreads();
+  }
+  while (left > 0) {
     const int end = min(batch.last_tile(s), tile + left), len = seq_lens[s], context = len - batch.queries(s);
     left -= end - tile;
     if (end > tile) {
       Query query;
-      query.load(q, map, batch, s, head, column0);
+      u32 mapped = 0;
+      if (KEY_MAP == MATRIX)
+        for (int w = 0; w < WARPS && !mapped; w++) mapped = begun_in[w] == head * sequences + s ? mapped_at(w) : 0;
+      query.load(q, matrix(head), mapped, batch, s, head, column0);
       Softmax softmax;
       const int all_see = (context + 1) / TILE, all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
       bool masked;  // tiles from all_in_window up to all_see need no mask
@@ -55,14 +71,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         constexpr int N = decltype(count)::value;
         wait_for_all_copies_but<AHEAD - N>();
         __syncwarp();
-        u32 tiles[N];
+        u32 tiles[N], offsets[N];
 #pragma unroll
         for (int n = 0; n < N; n++) {  // into the slots of the step before
-          tiles[n] = slot;
+          tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (COLUMNS * 4);
           loader.next(slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES : slot + AHEAD * TILE_BYTES);
           slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
         }
-        softmax.add(tiles, at, query, scale, softcap, masked, [&](int n, int half, int nt, int e) {
+        softmax.add(tiles, offsets, at, query, scale / Query::NORM, softcap, masked, [&](int n, int half, int nt, int e) {
           int key = (tile + n) * TILE + at.ta + 8 * half, position = context + (column0 + nt * 8 + 2 * c + e) / GROUP;
           return key <= position && (window <= 0 || position - key < window);
         });
@@ -71,30 +87,48 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       };
       while (tile < end) {
         masked = tile < all_in_window || tile >= all_see;
-        const int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
+        int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
+        if (KEY_OFFSET) {
+          stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
+          query.score_offsets(key_offset + (i64)head * offset_stride, min(tile / GROUP_TILES, offset_groups - 1),
+                              scale / Query::NORM * offset_factor, ring + RING_BYTES);
+        }
         while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{});
         while (TILES_PER_STEP > 1 && tile < stop) step(Constant<1>{});
       }
-      i64 to = ((i64)(begun_before ? worker : cut.workers + s) * KV_HEADS + head) * all_columns + column0;
-      softmax.write(partial + to * D, partial_lse + to, min(COLUMNS, batch.queries(s) * GROUP - column0), VALUE::GAIN);
+      __syncwarp();  // the ring is free: a run's last piece goes there, to be merged; another's sequence is at its end
+      float* to = left > 0 ? partial + ((i64)(cut.workers + head * sequences + s) * all_columns + column0) * PIECE
+                           : (float*)(shared + TABLE_BYTES + warp * WARP_BYTES);
+      softmax.write(to, min(COLUMNS, batch.queries(s) * GROUP - column0), VALUE::GAIN);
     }
-    begun_before = false;
-    if (left > 0) tile = batch.first_tile(s + 1);
+    if (left > 0) {
+      if (++s == sequences) s = 0, head++;
+      tile = batch.first_tile(s);
+    }
   }
+  const int pair = worker < cut.workers ? head * sequences + s : -1;
+  if (lane == 0) ended_in[warp] = pair;
+  __syncthreads();
+  if (pair < 0) return;
+  int first = warp, past = warp + 1;
+  while (first > 0 && ended_in[first - 1] == pair) first--;
+  while (past < WARPS && ended_in[past] == pair) past++;
+  merge_pieces(shared + TABLE_BYTES + first * WARP_BYTES, past - first, warp - first, min(COLUMNS, batch.queries(s) * GROUP - column0),
+               partial + ((i64)(worker - warp + first) * all_columns + column0) * PIECE);
 }
 
 // combine_kernel: four columns a block, for many sequences; combine_one_kernel: one, for few, which have many partials. AT_ONCE
 // partials are in flight for each warp; the more, the fewer blocks an SM holds.
 #define COMBINE(NAME, N, AT_ONCE, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME( \
-      const float* __restrict__ partial, const float* __restrict__ partial_lse, const int* __restrict__ seq_lens, \
-      const int* __restrict__ cu_queries, const float* __restrict__ sinks, const u16* __restrict__ value_map, int map_stride, \
+      const float* __restrict__ partial, const int* __restrict__ seq_lens, const int* __restrict__ cu_queries, \
+      const float* __restrict__ sinks, const u16* __restrict__ value_map, int map_stride, \
       float map_gain, u16* __restrict__ out, float* __restrict__ lse, int sequences, int queries, int window, int resident, \
       int all_columns) { \
     launch_next_kernel(); \
     const u16* map = value_map ? value_map + (i64)blockIdx.y * map_stride : nullptr; \
-    combine<N, AT_ONCE>(partial, partial_lse, Batch{seq_lens, cu_queries, sequences, queries, window}, sinks, map, map_gain, out, lse, \
-               resident, all_columns); \
+    combine<N, AT_ONCE>(partial, Batch{seq_lens, cu_queries, sequences, queries, window}, sinks, map, map_gain, out, lse, resident, \
+                        all_columns); \
   }
 COMBINE(combine_kernel, 4, 512 / (D > 128 ? D : 128), 5)
 COMBINE(combine_one_kernel, 1, 1536 / (D > 128 ? D : 128), 2)

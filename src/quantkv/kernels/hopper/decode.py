@@ -19,20 +19,21 @@ LOG2E = math.log2(math.e)
 @dataclass(frozen=True)
 class Side:
     """One side of a format: its C++ type, bits a code, meta bytes a row, the distance of the two dimensions that share a
-    register (HALF in unpack.cuh), and the factor that brings its products to values."""
+    register (HALF in unpack.cuh), the factor that brings its products to values, and what odd registers are worth more than even ones."""
 
     type: str
     bits: int
     meta_bytes: int
     half: int
     gain: float = 1.0
+    odd_unit: float = 1.0
 
 
 KEYS = {
     "int8": Side("Int8", 8, 4, 2, 2.0**24),
     "fp8": Side("E4M3<Meta::scale>", 8, 4, 1),
     "e4m3": Side("E4M3<Meta::none>", 8, 0, 1),
-    "int4": Side("Int4<Meta::scale_zero>", 4, 4, 4, 2.0**24),
+    "int4": Side("Int4<Meta::scale_zero>", 4, 4, 4, 2.0**24, 16.0),
     "int2": Side("Int2", 2, 4, 4, 1 / 6.62),  # times the head size
     "codebook4": Side("Codebook<4>", 4, 2, 1),
     "codebook3": Side("Codebook<3>", 3, 2, 1),
@@ -55,6 +56,9 @@ class Config:
     bf16: bool
     column_tiles: int
     softcap: bool
+    key_map: str = "NO_MAP"  # or HADAMARD or MATRIX: `Map.kind`
+    value_map: str = "NO_MAP"
+    key_offset: bool = False
     warps: int = 8
     blocks_per_sm: int = 1
     tiles_per_step: int = 1
@@ -72,21 +76,32 @@ class Config:
     @property
     def stages(self) -> int:
         per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
-        return min(per_warp // self.tile_bytes, self.max_stages)
+        return min((per_warp - self.offset_bytes - self.mapped_bytes) // self.tile_bytes, self.max_stages)
+
+    @property
+    def warp_bytes(self) -> int:
+        """Shared memory of a warp: as MAPPED_AT in attend.cuh, and mapped queries."""
+        ring = self.stages * self.tile_bytes + self.offset_bytes
+        return max(ring, 8 * self.column_tiles * piece_bytes(self.head_size)) + self.mapped_bytes
+
+    @property
+    def offset_bytes(self) -> int:
+        return 64 * 8 * self.column_tiles if self.key_offset else 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        return 2 * self.head_size * 8 * self.column_tiles if self.key_map == "MATRIX" else 0
 
     @property
     def shared_bytes(self) -> int:
-        return self.table_bytes + self.warps * self.stages * self.tile_bytes
-
-    @property
-    def heads_per_block(self) -> int:
-        return math.gcd(self.kv_heads, self.warps)
+        return self.table_bytes + self.warps * self.warp_bytes
 
     def macros(self) -> dict[str, object]:
         return dict(
             HEAD_SIZE=self.head_size, GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
-            RECORD_BYTES=self.record_bytes, KEY=KEYS[self.key].type, VALUE=VALUES[self.value].type, QUERY_BF16=int(self.bf16),
-            COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages,
+            RECORD_BYTES=self.record_bytes, KEY=KEYS[self.key].type, VALUE=VALUES[self.value].type, KEY_MAP=self.key_map,
+            KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), WARPS=self.warps,
+            COLUMN_TILES=self.column_tiles, BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, WARP_BYTES=self.warp_bytes,
             TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
         )  # fmt: skip
 
@@ -95,6 +110,11 @@ def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
     """Bytes of one head's page record: K codes | V codes | K meta | V meta, each a multiple of 16 bytes."""
     k, v = KEYS[key], VALUES[value]
     return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
+
+
+def piece_bytes(head_size: int) -> int:
+    """Bytes of one column's partial result: float32 outputs and the log-sum-exp, padded to 16 bytes."""
+    return 4 * (head_size + 4)
 
 
 @cache
@@ -112,28 +132,68 @@ def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel],
 
 @dataclass(frozen=True)
 class Map:
-    """A linear map of each kv head as the kernels read it: fp16, times the power of two `gain`."""
+    """A linear map as the kernels read it, times `gain`."""
 
-    tiles: torch.Tensor  # [HK or 1, D / 16, D / 32, 2, 8, 4, 8]: tile of rows, block of columns, half, then as the 32 lanes load
+    kind: str  # HADAMARD, MATRIX
+    data: torch.Tensor | None
     gain: float
 
     @staticmethod
-    def of(matrix: torch.Tensor, key: str | None = None) -> Map:
-        """`matrix` [HK or 1, D, D], rounded to fp16 after its largest entry is scaled to at most 1.
+    def hadamard(signs: torch.Tensor, gain: float) -> Map:
+        """`H diag(signs)` for queries, `diag(signs) H` for outputs. Data: the sign bits [1, D] of `signs`, None where none is set."""
+        bits = signs.to(torch.bfloat16).view(torch.int16) & -0x8000
+        return Map("HADAMARD", bits[None] if bool(bits.any()) else None, gain)
 
-        A key map's rows come in the order in which keys of format `key` are unpacked; a value map (None) keeps its own.
-        """
-        D = matrix.shape[-1]
-        rows = torch.arange(D).view(D // 16, 2, 8)
-        if key is not None:
-            half, g, j = KEYS[key].half, torch.arange(8), torch.arange(D // 8).view(D // 16, 2, 1)
-            rows = g // 2 * (D // 4) + g % 2 * half + j // half * 2 * half + j % half
-        gain = 2.0 ** math.ceil(math.log2(matrix.abs().max().item()))
-        tiles = (matrix / gain).half()[:, rows.to(matrix.device)].unflatten(-1, (D // 32, 4, 8))
-        return Map(tiles.permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain)
+    @staticmethod
+    def matrix(matrix: torch.Tensor, key: str | None = None) -> Map:
+        """`matrix` [HK or 1, D, D]. A key map's rows and columns come in the order in which keys of format `key` are unpacked;
+        a value map (None) keeps its own."""
+        dims = torch.arange(matrix.shape[-1]) if key is None else key_order(key, matrix.shape[-1]).flatten()
+        return Map("MATRIX", *tiles(matrix[:, dims.to(matrix.device)], key))
 
 
-def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, sequences=8) -> Config:
+@dataclass(frozen=True)
+class Offsets:
+    """The rows of an offset table as the kernels read them, times `gain`: groups of 16, the last of them all copies of the last row."""
+
+    data: torch.Tensor
+    groups: int
+    gain: float
+
+    @staticmethod
+    def of(mapped: torch.Tensor, key: str) -> Offsets:
+        """`mapped` [buckets, HK or 1, D]: A offset, for keys of format `key`."""
+        buckets, _, D = mapped.shape
+        groups = -(-buckets // 16) + 1
+        rows = mapped[torch.arange(16 * groups, device=mapped.device).clamp_max(buckets - 1)].transpose(0, 1)
+        rows[..., key_order(key, D)[1::2].flatten().to(rows.device)] *= KEYS[key].odd_unit  # by which the query was divided
+        data, gain = tiles(rows, key)
+        return Offsets(data, groups, gain)
+
+
+def key_order(key: str, head_size: int) -> torch.Tensor:
+    """[D / 8, 4, 2]: the dimension in register j of lane c, low and high half, as keys are unpacked."""
+    half, j = KEYS[key].half, torch.arange(head_size // 8)
+    first = j // half * 2 * half + j % half  # KEY::dim(j)
+    return first.view(-1, 1, 1) + torch.arange(4).view(4, 1) * (head_size // 4) + torch.arange(2) * half
+
+
+def tiles(matrix: torch.Tensor, key: str | None) -> tuple[torch.Tensor, float]:
+    """`matrix` [H, 16 n, D] as fp16 [H, n, D / 32, 2, 8, 4, 8], in the order in which `multiply` loads it, and the power of two
+    that was taken out so that the largest entry is at most 1. Columns in the order of keys of format `key`, or their own."""
+    D = matrix.shape[-1]
+    if key is not None:
+        matrix = matrix[..., key_order(key, D).view(D // 32, 4, 4, 2).transpose(1, 2).flatten().to(matrix.device)]
+    gain = 2.0 ** math.ceil(math.log2(max(matrix.abs().max().item(), 2.0**-100)))
+    return (matrix / gain).half().unflatten(-1, (D // 32, 4, 8)).unflatten(1, (-1, 2, 8)).permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain
+
+
+def kind(map_: Map | None) -> str:
+    return "NO_MAP" if map_ is None else map_.kind
+
+
+def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, key_map="NO_MAP",
+           value_map="NO_MAP", key_offset=False, sequences=8) -> Config:
     """The configuration for one shape, by what was fastest on an H200.
 
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16); two tiles a step do so too,
@@ -153,7 +213,8 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
         shape = dict(warps=12)
     else:
         shape = dict(warps=8, tiles_per_step=2)
-    config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, **shape)
+    config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, key_map, value_map,
+                    key_offset, **shape)
     return config if config.stages >= 4 else replace(config, tiles_per_step=1)
 
 
@@ -199,6 +260,7 @@ def decode(
     sinks: torch.Tensor | None = None,
     key_map: Map | None = None,
     value_map: Map | None = None,
+    key_offset: Offsets | None = None,
     codebook: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -209,8 +271,9 @@ def decode(
     q [T, HQ, D] bf16 or fp16; pages uint8 [num_blocks, HK, page_bytes] (see `page_bytes`); block_table [S, max_pages] and
     seq_lens [S] int32. Sequence s asks queries cu_queries[s] .. cu_queries[s + 1] (int32 [S + 1], `queries` an upper bound),
     or `queries` each; query i of n stands at position seq_lens[s] - n + i and sees the keys up to it, of the last `window`
-    positions where window > 0. key_map is Map.of(A, key), value_map Map.of(B); codebook the centroids of codebook keys
-    (their common factor cancels); sinks [HQ] float32. Returns [T, HQ, D] of q's type; `lse` [T, HQ] float32 is filled with
+    positions where window > 0. key_map is Map.matrix(A, key), value_map Map.matrix(B), or Map.hadamard; with key_offset,
+    key t reads as k^ + key_offset[t // 64] (its last row beyond the table); codebook the centroids of codebook keys (their
+    common factor cancels); sinks [HQ] float32. Returns [T, HQ, D] of q's type; `lse` [T, HQ] float32 is filled with
     the natural log-sum-exp (sinks included; -inf where no key was seen) where given. ValueError: what `unsupported` names.
     """
     if reason := unsupported(q, pages, key, value, block_size, queries):
@@ -223,35 +286,37 @@ def decode(
     group = HQ // HK
     if config is None:
         bf16 = q.dtype == torch.bfloat16
-        config = choose(key, value, D, group, HK, block_size, pages.stride(1), bf16, queries * group, softcap > 0, S)
+        config = choose(key, value, D, group, HK, block_size, pages.stride(1), bf16, queries * group, softcap > 0, kind(key_map),
+                        kind(value_map), key_offset is not None, S)
     decode_kernel, combine_kernels, sms = kernels(config, q.device.index or 0)
 
     columns = queries * group
-    head_blocks, column_blocks = HK // config.heads_per_block, -(-columns // (8 * config.column_tiles))
-    warps_per_head = config.warps // config.heads_per_block
-    blocks = max(1, sms * config.blocks_per_sm // (head_blocks * column_blocks))
-    resident = blocks * warps_per_head
-    capacity = S * block_table.shape[1] * block_size // TILE
-    blocks = max(blocks, -(-capacity // (MAX_TILES * warps_per_head)))
-    partial = torch.empty((blocks * warps_per_head + S) * HK * columns, D, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(partial.shape[0], dtype=torch.float32, device=q.device)
+    column_blocks = -(-columns // (8 * config.column_tiles))
+    blocks = max(1, sms * config.blocks_per_sm // column_blocks)
+    resident = blocks * config.warps
+    capacity = S * HK * block_table.shape[1] * block_size // TILE
+    blocks = max(blocks, -(-capacity // (MAX_TILES * config.warps)))
+    partial = torch.empty((blocks * config.warps + S * HK) * columns * piece_bytes(D), dtype=torch.uint8, device=q.device)
     out = torch.empty_like(q) if out is None else out
 
-    gain = KEYS[key].gain * (D if key == "int2" else 1) * (key_map.gain if key_map else 1) * scale * LOG2E
+    key_gain = KEYS[key].gain * (D if key == "int2" else 1)
+    gain = key_gain * (key_map.gain if key_map else 1) * scale * LOG2E
+    offset = key_offset or Offsets(None, 0, 0.0)
     pointer = lambda t: (0 if t is None else t.data_ptr(), ctypes.c_void_p)
     integer = lambda i: (i, ctypes.c_int)
     number = lambda x: (x, ctypes.c_float)
-    stride = lambda m: integer(D * D if m is not None and m.tiles.shape[0] > 1 else 0)
-    matrix = lambda m: pointer(None if m is None else m.tiles)
+    stride = lambda m: integer(m.data.stride(0) if m is not None and m.data is not None and m.data.shape[0] > 1 else 0)
+    matrix = lambda m: pointer(None if m is None else m.data)
     common = [integer(S), integer(queries), integer(window), integer(resident), integer(columns)]
     page_stride = ctypes.c_int(pages.stride(0)).value  # the kernel reads it as unsigned
     few = S * HK * columns <= 2 * sms
     with torch.cuda.device(q.device):
-        decode_kernel((blocks, head_blocks, column_blocks), [
+        decode_kernel((blocks, column_blocks, 1), [
             pointer(q), pointer(pages), pointer(block_table), pointer(seq_lens), pointer(cu_queries), matrix(key_map),
-            stride(key_map), pointer(codebook), pointer(partial), pointer(partial_lse), integer(page_stride),
-            integer(block_table.shape[1]), *common, number(2 * gain / softcap if softcap else gain), number(softcap * LOG2E)])
+            stride(key_map), matrix(key_offset), stride(key_offset), integer(offset.groups), number(offset.gain / key_gain),
+            pointer(codebook), pointer(partial), integer(page_stride), integer(block_table.shape[1]), *common,
+            number(2 * gain / softcap if softcap else gain), number(softcap * LOG2E)])
         combine_kernels[few]((S, HK, columns if few else -(-columns // 4)), [
-            pointer(partial), pointer(partial_lse), pointer(seq_lens), pointer(cu_queries), pointer(sinks), matrix(value_map),
+            pointer(partial), pointer(seq_lens), pointer(cu_queries), pointer(sinks), matrix(value_map),
             stride(value_map), number(value_map.gain if value_map else 1.0), pointer(out), pointer(lse), *common])
     return out

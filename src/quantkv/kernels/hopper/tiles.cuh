@@ -25,8 +25,8 @@ template <int ROW> DI int chunk_address(int row, int chunk) {
   return row * ROW + ((chunk ^ mask) << 4);
 }
 
-// All tiles of all sequences form one line, cut evenly among the workers. Both kernels derive the cut from the lengths, so
-// ragged batches balance and a captured graph stays right when lengths change.
+// All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both kernels
+// derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change.
 struct Batch {
   const int *lens, *cu_queries;  // cu_queries null: `fixed` queries for each sequence
   int sequences, fixed, window;
@@ -35,7 +35,7 @@ struct Batch {
   DI int first_tile(int s) const { return window > 0 ? max(0, lens[s] - queries(s) - window + 1) / TILE : 0; }
   DI int last_tile(int s) const { return (lens[s] + TILE - 1) / TILE; }
   DI int tiles(int s) const { return s < sequences ? last_tile(s) - first_tile(s) : 0; }
-  DI int total_tiles(int s, int& before) const {  // of all sequences; before: of those before s
+  DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
     int all = 0, some = 0;
     for (int i = threadIdx.x % 32; i < sequences; i += 32) {
       int n = tiles(i);
@@ -59,7 +59,7 @@ struct Cut {
   }
 };
 
-DI int sequence_of(const Batch& batch, int tile, int& start) {  // start: the place of the sequence's first tile in the line
+DI int sequence_of(const Batch& batch, int tile, int& start) {  // start: the place of the sequence's first tile among the head's
   int lane = threadIdx.x % 32;
   start = 0;
   for (int s0 = 0;; s0 += 32) {
@@ -75,7 +75,7 @@ DI int sequence_of(const Batch& batch, int tile, int& start) {  // start: the pl
   }
 }
 
-// Brings the tiles of one kv head, from tile `tile` of sequence `seq` on, into slots of a ring, one copy group a tile.
+// Brings the tiles of the line, from tile `tile` of sequence `seq` and kv head `head` on, into slots of a ring, one copy group a tile.
 // A slot of a page that no token was written to arrives as zero: whatever the page holds there cannot reach the output.
 struct Loader {
   const Batch& batch;
@@ -128,7 +128,11 @@ struct Loader {
   }
   DI void turn(u32 slot) {  // what stands between two runs: the next sequence, the next page ids, or a last tile that is not full
     if (left == 0) return;
-    while (page0 * PER_PAGE + next_tile == batch.last_tile(seq)) open(seq + 1, batch.first_tile(seq + 1));
+    while (page0 * PER_PAGE + next_tile == batch.last_tile(seq)) {
+      const bool next_head = seq + 1 == batch.sequences;
+      records += next_head ? RECORD_BYTES : 0;
+      open(next_head ? 0 : seq + 1, batch.first_tile(next_head ? 0 : seq + 1));
+    }
     if (next_tile == 32 * PER_PAGE) load_ids(page0 + 32), next_tile = 0;
     const int full = batch.lens[seq] / TILE - page0 * PER_PAGE, run = min(min(left, full - next_tile), 32 * PER_PAGE - next_tile);
     left -= max(run, 1), run_end = next_tile + run;
