@@ -20,10 +20,10 @@ from quantkv.bench.shapes import Shape
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 SMALL = "xHQ4xHK2xD64"
-DECODE, VERIFY, WRITE, PREFILL = (Shape.parse(s + SMALL) for s in ("B3xL100", "B2xL70xQ3", "N50", "L96xQ40"))
+DECODE, VERIFY, STEP, WRITE, PREFILL = (Shape.parse(s + SMALL) for s in ("B3xL100", "B2xL70xQ3", "B2xL70xN1", "N50", "L96xQ40"))
 
 
-@pytest.mark.parametrize("shape", [DECODE, VERIFY, WRITE, PREFILL, Shape.parse("L90xQ2xW40" + SMALL)], ids=str)
+@pytest.mark.parametrize("shape", [DECODE, VERIFY, STEP, WRITE, PREFILL, Shape.parse("L90xQ2xW40" + SMALL)], ids=str)
 def test_right_ones_are_timed(shape, format_name):
     (row,) = run([shape], [quantkv("reference", format_name)], CPU).rows
     assert (row.status, row.timed, row.kind) == ("ok", "clock", shape.kind), row.reason
@@ -77,14 +77,33 @@ def test_one_lost_key_is_seen(position):
 
 def test_a_write_that_skips_a_token_is_wrong():
     def prepare(problem):
-        entry = quantkv("reference", "int4").prepare(problem)
         slots = problem.slots.clone()
         problem.slots[7] = -1
+        entry = quantkv("reference", "int4").prepare(problem)
         entry.call()
         problem.slots.copy_(slots)
         return entry._replace(call=lambda: None)
 
     (row,) = run([WRITE], [Contestant("lazy", "int4", prepare)], CPU).rows
+    assert row.status == "wrong" and row.us is None
+
+
+@pytest.mark.parametrize("missing", ["the write", "half of it"])
+def test_a_step_that_does_not_write_is_wrong(missing):
+    def prepare(problem):
+        spare = problem.slots[problem.new]
+        if missing == "the write":
+            spare = spare.fill_(-1)
+        else:
+            spare[0] = -1
+        slots, problem.slots = problem.slots, problem.slots.clone()
+        problem.slots[problem.new] = spare
+        step = quantkv("reference", "int8").prepare
+        entry = step(problem)
+        problem.slots = slots
+        return entry
+
+    (row,) = run([STEP], [Contestant("forgetful", "int8", prepare)], CPU).rows
     assert row.status == "wrong" and row.us is None
 
 
@@ -122,6 +141,7 @@ def test_bytes_and_arithmetic():
 
     assert entry(DECODE).nbytes == 3 * 100 * 2 * 2 * 36
     assert entry(WRITE).nbytes == 50 * 2 * 2 * (36 + 128)
+    assert entry(STEP).nbytes == 2 * 70 * 2 * 2 * 36 + 2 * 2 * 2 * (36 + 128)
     assert DECODE.flops == 4 * 4 * 64 * 300
     assert PREFILL.flops == 4 * 4 * 64 * sum(range(57, 97))
     window = Shape.parse("L90xQ2xW40" + SMALL)
@@ -132,7 +152,8 @@ def test_shapes_read_as_they_are_written():
     for group in (shapes.DEFAULT, shapes.SMALL):
         for kind, some in group.items():
             assert all(s.kind == kind and Shape.parse(str(s)) == s for s in some)
-    for text in ("", "B8", "L", "B8xl4", "B8xL4xL5", "L4xQ5", "L4xN4", "L8xHQ3xHK2", "B0xL4"):
+    for text in ("", "B8", "L", "B8xl4", "B8xL4xL5", "L4xQ5", "L4xN4", "L8xHQ3xHK2", "B0xL4",
+                 "L4xN2"):
         with pytest.raises(ValueError, match="shape"):
             Shape.parse(text)
 

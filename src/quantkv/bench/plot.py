@@ -10,7 +10,7 @@ from .tables import floor_us, subtitle
 
 LINE, GRID, TEXT = "#d64545", "#e4e7eb", "#1f2933"
 MARKERS = "osD^vPX*<>ph"
-BOUND_BY_BYTES = ("decode", "verify", "write")
+BOUND_BY_BYTES = ("decode", "verify", "step", "write")
 
 
 def draw(path: Path, result: Result) -> None:
@@ -27,7 +27,7 @@ def draw(path: Path, result: Result) -> None:
 
     rows = [r for r in result.rows if r.us is not None and r.kind in BOUND_BY_BYTES]
     if not rows:
-        raise ValueError(f"--plot {path}: no decode, verify or write was timed")
+        raise ValueError(f"--plot {path}: no decode, verify, step or write was timed")
     figure, axes = plt.subplots(figsize=(10.5, 6.5), dpi=160, layout="constrained")
     axes.set(xscale="log", yscale="log", xlabel="megabytes that a call must move", ylabel="microseconds (lower is better)")
     axes.set_title("Time against the memory's floor\n", loc="left", fontweight="bold", fontsize=13)

@@ -11,6 +11,7 @@ HEADERS = ("implementation", "stores", "us", "GB/s", "of ceiling", "x 16-bit", "
 TITLES = {
     "decode": "Decode: one query a sequence",
     "verify": "Verify: a few queries a sequence",
+    "step": "Step: the new token written, then decode",
     "write": "Write",
     "prefill": "Prefill: many queries over a cache",
 }
