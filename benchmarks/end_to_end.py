@@ -14,6 +14,7 @@ replays of the graph give the logits of eager steps.
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import statistics
@@ -285,7 +286,7 @@ def main() -> int:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if arguments.json:
-        result = {"device": device_name(device), "versions": versions(), "geometry": asdict(geometry),
+        result = {"device": device_name(device), "date": datetime.date.today().isoformat(), "versions": versions(), "geometry": asdict(geometry),
                   "sequences": arguments.sequences, "length": length, "steps": arguments.steps, "end_to_end": [asdict(r) for r in rows]}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(bool(failures))

@@ -176,6 +176,7 @@ def a_result():
     found.ceiling_gbps = 4400.0
     for row in found.rows:
         row.share = row.gbps / found.ceiling_gbps
+        row.ceiling_gbps = 4400.0
     found.rows.append(Row("decode", str(DECODE), "broken", "bf16", False, "failed", reason="RuntimeError: x"))
     return found
 
@@ -192,6 +193,15 @@ def test_json_and_tables(tmp_path):
     assert len(lines) == 3 and all(line.count("|") == 8 for line in lines)
     brief = tables.summary(again).splitlines()
     assert len(brief) == 4 and brief[0].count("|") == 3 and brief[-1].startswith("| **quantkv reference int4**")
+
+
+def test_an_older_run_is_kept():
+    """Rows of shapes that were measured again are replaced, others stay with their own run's figures."""
+    older, newer = a_result(), a_result()
+    newer.rows = [row for row in newer.rows if row.kind == "decode"]
+    newer.keep(older)
+    assert len(newer.rows) == len(older.rows)
+    assert all((row in older.rows) == (row.kind != "decode") for row in newer.rows if row.us)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -239,9 +249,12 @@ def test_documents_are_filled_from_the_figures():
     ours.us, rival.us = 10.0, 8.0
     script.TARGETS = (target, script.Target(str(WRITE), ("int4",), "us", 1e-9, 1e-10))
     document = "a\n<!-- bench:targets -->\nold\n<!-- /bench -->\nb\n"
-    text = script.update(document, found)
+    filled = script.blocks(found.to_dict())
+    text = script.update(document, filled)
     assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
     assert "| 0.80x | must |" in text and "| not measured |  |" in text and "**missed**" in text
-    assert script.update(text, found) == text
+    assert script.update(text, filled) == text
+    other = "<!-- bench:end_to_end -->\nas it was\n<!-- /bench -->"
+    assert script.update(other, filled) == other
     with pytest.raises(ValueError, match="bench:nothing"):
-        script.update("<!-- bench:nothing -->\n<!-- /bench -->", found)
+        script.update("<!-- bench:nothing -->\n<!-- /bench -->", filled)

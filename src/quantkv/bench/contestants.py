@@ -121,10 +121,9 @@ def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
 
 
 def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
-    """`empty`, then all tokens by the reference: reading is measured and checked on bytes that no kernel wrote."""
+    """`empty`, then all tokens that a query sees by the reference: reading is measured and checked on bytes that no kernel wrote."""
     cache, rows = empty(problem, format_name)
-    for at in range(0, len(problem.slots), FILLED_AT_ONCE):
-        part = slice(at, at + FILLED_AT_ONCE)
+    for part in problem.seen.split(FILLED_AT_ONCE):
         reference.write(
             problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps
         )

@@ -90,8 +90,8 @@ def draw_growth(path: Path, result: Result) -> None:
             at = [x for x, _ in line]
             axes.plot(at, [r.us for _, r in line], color=colours[name], marker="o", markersize=3, linewidth=1.2,
                       label=" ".join(name), linestyle="-" if any(r.ours for _, r in line) else "--")
-            if result.ceiling_gbps and line and line[0][1].ours:
-                axes.plot(at, [floor_us(result, r) for _, r in line], color=colours[name], linewidth=0.8, linestyle=":")
+            if line and line[0][1].ours and line[0][1].ceiling_gbps:
+                axes.plot(at, [floor_us(r) for _, r in line], color=colours[name], linewidth=0.8, linestyle=":")
         ticks = sorted({getattr(s, letter) for s, _ in points})
         axes.set_xticks(ticks)
         axes.xaxis.set_minor_locator(NullLocator())

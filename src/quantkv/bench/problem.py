@@ -40,7 +40,7 @@ class Problem:
     """Random keys, values and queries in bf16, in pages whose order is random.
 
     key, value: `[T, HK, D]`. q: `[B * Q, HQ, D]`. block_table: int32 `[B, pages]`. slots: int64 `[T]`, of each token.
-    new: int64, the tokens that a step writes: the last N of each sequence.
+    new: int64, the tokens that a write or a step writes: the last N of each sequence. seen: those that some query sees, or all.
     seq_lens `[B]`, cu_seqlens_q `[B + 1]`: int32. All on `device`.
     """
 
@@ -60,7 +60,9 @@ class Problem:
         self.seq_lens = torch.full((batch,), self.length, device=device, dtype=torch.int32)
         self.cu_seqlens_q = torch.arange(batch + 1, device=device, dtype=torch.int32) * s.Q
         self.scale = s.D**-0.5
-        self.new = torch.arange(s.num_tokens, device=device).view(batch, -1)[:, self.length - s.N :].flatten()
+        token = torch.arange(s.num_tokens, device=device).view(batch, -1)
+        self.new = token[:, self.length - s.N :].flatten()
+        self.seen = token[:, self.length - (s.tokens_read // batch or self.length) :].flatten()
         self._mark_ends()
         self._plain: dict[torch.dtype, RowsOf] = {}
         self._kept: tuple[str, Any] = ("", None)

@@ -56,9 +56,9 @@ def subtitle(result: Result) -> str:
     return f"{result.device}{ceiling}; " + ", ".join(f"{k} {v}" for k, v in result.versions.items()) + f"; {result.date}"
 
 
-def floor_us(result: Result, row: Row) -> float | None:
+def floor_us(row: Row) -> float | None:
     """Microseconds in which this GPU reads the row's bytes."""
-    return row.nbytes / result.ceiling_gbps / 1e3 if result.ceiling_gbps and row.nbytes else None
+    return row.nbytes / row.ceiling_gbps / 1e3 if row.ceiling_gbps and row.nbytes else None
 
 
 def markdown(result: Result) -> str:
