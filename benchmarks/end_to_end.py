@@ -286,8 +286,9 @@ def main() -> int:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if arguments.json:
-        result = {"device": device_name(device), "date": datetime.date.today().isoformat(), "versions": versions(), "geometry": asdict(geometry),
-                  "sequences": arguments.sequences, "length": length, "steps": arguments.steps, "end_to_end": [asdict(r) for r in rows]}
+        result = {"device": device_name(device), "date": datetime.date.today().isoformat(), "versions": versions(),
+                  "geometry": asdict(geometry), "sequences": arguments.sequences, "length": length, "steps": arguments.steps,
+                  "end_to_end": [asdict(row) for row in rows]}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(bool(failures))
 
