@@ -10,18 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from quantkv.bench import plot, tables
 from quantkv.bench.contestants import Contestant, implementations, quantkv
-from quantkv.bench.rivals import rivals
+from quantkv.bench.engine import engine
+from quantkv.bench.problem import Problem
+from quantkv.bench.rivals import load_flash3, rivals
 from quantkv.bench.run import Result, run
 from quantkv.bench.shapes import Shape, shapes
 
@@ -87,17 +93,46 @@ def main() -> None:
         measure(what, arguments)
 
 
+def ours(format_name: str) -> list[Contestant]:
+    return [quantkv(i, format_name) for i in implementations(torch.device("cuda")) if i != "reference"]
+
+
+def compile_ahead(stages: Sequence[Stage], arguments: argparse.Namespace) -> None:
+    """Call everything that is compiled at run time once, by as many processes as there are cores: compiled kernels are kept on disk,
+    where this process finds them. Serially they take several times as long as all measurements."""
+    begun = time.monotonic()
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for stage in stages:
+            for shape in stage.shapes:
+                for format_name in arguments.formats or stage.formats:
+                    pool.submit(call_once, stage, shape, format_name, arguments.peers)
+    print(f"compiled in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def call_once(stage: Stage, shape: Shape, format_name: str, peers: Path | None) -> None:
+    """Every contestant of one format at one shape."""
+    if peers and shape.kind == "prefill":
+        load_flash3(peers)
+    problem = Problem(shape, torch.device("cuda"))
+    for contestant in ours(format_name) + (engine(peers) if peers else []):
+        if contestant.stores == format_name and shape.kind in contestant.kinds and stage.takes(shape, contestant):
+            with suppress(Exception):  # what it is shows when it is measured
+                contestant.prepare(problem).call()
+    torch.cuda.synchronize()
+
+
 def measure(what: str, arguments: argparse.Namespace) -> None:
     """Run, and write the file and the plot."""
-    device, begun, stages = torch.device("cuda"), time.monotonic(), STAGES[what]
+    device, stages = torch.device("cuda"), STAGES[what]
     if arguments.shapes and what == "targets":
         stages = (Stage(shapes(*arguments.shapes), everyone=True),)
+    compile_ahead(stages, arguments)
+    begun = time.monotonic()
     stage_of = {shape: stage for stage in stages for shape in stage.shapes}
     formats = arguments.formats or list(dict.fromkeys(f for stage in stages for f in stage.formats))
-    ours = [quantkv(i, f) for f in formats for i in implementations(device) if i != "reference"]
     result = run(
         (shape for shape in stage_of if time.monotonic() - begun < arguments.seconds),
-        ours + rivals(arguments.peers),
+        [c for f in formats for c in ours(f)] + rivals(arguments.peers),
         device,
         on_row=lambda row: print(f"{time.monotonic() - begun:5.1f} {row.shape}", *tables.cells(row), flush=True),
         takes_part=lambda shape, contestant: stage_of[shape].takes(shape, contestant),

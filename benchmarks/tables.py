@@ -115,14 +115,15 @@ def summary(result: Result) -> str:
 def end_to_end(figures: dict[str, Any]) -> str:
     """A line for each cache: what it costs and what a whole model does with it."""
     rows = figures["end_to_end"]
-    head = ("attention", "stores", "tokens/s", "times the first", "ms a step", "caches, GiB", "peak, GiB", "error of rows", "of logits")
+    head = ("attention", "stores", "tokens/s", "times the first", "ms a step", "caches, GiB", "peak, GiB", "error of rows", "attention",
+            "logits")
     lines = ["| " + " | ".join(head) + " |", "| --- | --- |" + " --: |" * (len(head) - 2)]
     for row in rows:
         reader = row["reader"] if row["implementation"] == row["reader"] else f"{row['reader']} {row['implementation']}"
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
         speed = row["tokens_per_s"]
         cells = (reader, row["stores"], f"{speed:,.0f}", f"{speed / rows[0]['tokens_per_s']:.2f}", f"{row['step_ms']:.2f}",
-                 f"{row['cache_bytes'] / 2**30:.1f}", peak, f"{row['row_error']:.1e}", f"{row['logits_error']:.1e}")
+                 f"{row['cache_bytes'] / 2**30:.1f}", peak, *(f"{row[f'{what}_error']:.1e}" for what in ("row", "attention", "logits")))
         lines.append("| " + " | ".join(cells) + " |")
     versions = ", ".join(f"{k} {v}" for k, v in figures["versions"].items())
     batch = f"{figures['sequences']} sequences of {figures['length']:,} tokens, {figures['steps']} steps"

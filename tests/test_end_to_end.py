@@ -39,8 +39,8 @@ def test_every_cache_side_by_side(script, monkeypatch, tmp_path):
     assert {r["implementation"] for r in rows} == {"reference"} and all(r["tokens_per_s"] > 0 for r in rows)
     # 2 layers of 2 sequences of 68 tokens in pages of 16, 2 kv heads of 32
     assert rows[0]["cache_bytes"] == 2 * 2 * 80 * 2 * 2 * 32 * 2
-    errors = {r["stores"]: (r["row_error"], r["logits_error"]) for r in rows}
-    assert errors["bf16"] == (0, 0) and errors["int8"] < errors["tq4"] < errors["int2"]
+    errors = {r["stores"]: (r["row_error"], r["attention_error"], r["logits_error"]) for r in rows}
+    assert errors["bf16"] == (0, 0, 0) and errors["int8"] < errors["tq4"] < errors["int2"]
     tables = load("tables")
     text = tables.update("<!-- bench:end_to_end -->\n<!-- /bench -->", tables.blocks(figures))
     assert text.count("| quantkv reference |") == len(FORMATS) and "2 sequences of 64 tokens" in text
@@ -48,17 +48,17 @@ def test_every_cache_side_by_side(script, monkeypatch, tmp_path):
 
 def test_attention_that_loses_keys_is_not_timed(script, monkeypatch, tmp_path, capsys):
     """A format that reads back something else than its rows' error allows."""
-    attention = script.Batch._attention
+    attention = script.Batch.attention
 
-    def forgetful(self, cache, slots, q, k, v):
-        if cache.format.name == "int8":
-            self.seq_lens = self.seq_lens // 2
-        return attention(self, cache, slots, q, k, v)
+    def forgetful(self, layer, *rows):
+        if self.caches[0].format.name == "int8":
+            self.seq_lens = self.seq_lens - 20
+        return attention(self, layer, *rows)
 
-    monkeypatch.setattr(script.Batch, "_attention", forgetful)
+    monkeypatch.setattr(script.Batch, "attention", forgetful)
     code, figures = run(script, monkeypatch, tmp_path, "--formats", "bf16", "int8")
     assert code == 1 and [r["stores"] for r in figures["end_to_end"]] == ["bf16"]
-    assert "int8: logits differ" in capsys.readouterr().err
+    assert "int8: attention differs" in capsys.readouterr().err
 
 
 def test_a_step_is_a_step_of_the_model(script):

@@ -110,9 +110,12 @@ def attend(
             room = len(queries) if causal and not whole else count
             sliced = [buffer[: heads * room * size].view(heads, room, size) for buffer, size in zip(scratch, sizes)]
             steps.gather(block_table[piece.sequence], first, count, sliced)
-            part = Part(*(t[: stop - start] for t in dense.attend(backend, queries, *sliced, scale, causal)))
+            target = out[piece.tokens]
+            ready = len(piece.slices) == 1 and maps.v is None and len(queries) == len(target)  # nothing is left to do to the rows
+            found = dense.attend(backend, queries, *sliced, scale, causal, target if ready else None)
+            part = Part(*(t[: stop - start] for t in found))
             if causal:  # the last
-                steps.finish(total, part, out[piece.tokens], lse[piece.tokens])
+                steps.finish(total, part, target, lse[piece.tokens])
             else:
                 total = part if total is None else steps.merge(total, part)
     return out, lse

@@ -44,17 +44,21 @@ def choose(device: torch.device, dtype: torch.dtype, head_size: int, head_size_v
 
 
 def attend(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax(scale * q . k) . v`: out `[M, HQ, D_V]` of q's dtype, natural log-sum-exp `[M, HQ]` float32.
 
     q: `[M, HQ, D]`. k, v: `[HK, N, D]`, `[HK, N, D_V]`; HQ is a multiple of HK, and nothing is copied for it.
     causal: query i sees keys 0 to N - M + i; M = N but for the backends of `BOTTOM_RIGHT`. backend: what `choose` returned.
+    out: `[M, HQ, D_V]`, where the rows may be put; those that are returned lie there or elsewhere.
     """
+    if backend == "flash3":
+        rows, lse = _flash3_call()(q, k.transpose(0, 1), v.transpose(0, 1), scale, causal, out)
+        return rows, lse.mT
     if backend == "cudnn" and (q.shape[0] % PLANNED or k.shape[1] % PLANNED) and q.shape[2] == v.shape[2]:
         backend = "flash"
-    out, lse = _BACKENDS[backend](q.transpose(0, 1)[None], k[None], v[None], scale, causal)
-    return out[0].transpose(0, 1), lse.reshape(q.shape[1], -1)[:, : q.shape[0]].mT
+    rows, lse = _BACKENDS[backend](q.transpose(0, 1)[None], k[None], v[None], scale, causal)
+    return rows[0].transpose(0, 1), lse.reshape(q.shape[1], -1)[:, : q.shape[0]].mT
 
 
 def _cudnn(q, k, v, scale, causal):
@@ -63,11 +67,6 @@ def _cudnn(q, k, v, scale, causal):
 
 def _flash(q, k, v, scale, causal):
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-
-
-def _flash3(q, k, v, scale, causal):
-    out, lse = _flash3_call()(*(t.transpose(1, 2) for t in (q, k, v)), scale, causal)
-    return out.transpose(1, 2), lse
 
 
 def _math(q, k, v, scale, causal):
@@ -82,21 +81,25 @@ def _math(q, k, v, scale, causal):
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-_BACKENDS = {"cudnn": _cudnn, "flash": _flash, "flash3": _flash3, "math": _math}
+_BACKENDS = {"cudnn": _cudnn, "flash": _flash, "math": _math}
 
 
 def _flash3_call() -> Callable | None:
-    """FlashAttention-3 as `(q, k, v, scale, causal) -> out, lse`, rows `[1, N, heads, D]`, lse `[1, HQ, M]`; None where it is
+    """FlashAttention-3 as `(q, k, v, scale, causal, out or None) -> out, lse`, rows `[N, heads, D]`, lse `[HQ, M]`; None where it is
     neither installed nor loaded. An engine may load its operators at any time: looked for at each call."""
     return _flash3_operator if hasattr(torch.ops._vllm_fa3_C, "fwd") else _flash3_package()
 
 
-def _flash3_operator(q, k, v, scale, causal):
+def _flash3_operator(q, k, v, scale, causal, out):
+    """The engine's build takes ragged batches only: one of a single sequence. It puts its rows into out."""
+    queries, keys = len(q), len(k)
+    ends = [torch.arange(0, n + 1, n, dtype=torch.int32, device=q.device) for n in (queries, keys)]
     # q k v | k_new v_new q_v | out | cu_seqlens q k k_new | seqused q k | max_seqlen q k | page table, kv_batch_idx, leftpad_k |
-    # rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits, pack_gqa,
-    # sm margin, sinks, a context-parallel world of one
-    unset = [None] * 20
-    return torch.ops._vllm_fa3_C.fwd(q, k, v, *unset, scale, causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None)[:2]
+    # rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits, pack_gqa: heads that
+    # share keys in one tile, which pays for few queries only | sm margin, sinks, a context-parallel world of one
+    return torch.ops._vllm_fa3_C.fwd(
+        q, k, v, None, None, None, out, *ends, None, None, None, queries, keys, *[None] * 9, scale, causal, -1, -1, 0.0, True,
+        None, 1, False, 0, None, 1, 0, None)[:2]
 
 
 @cache
@@ -107,4 +110,9 @@ def _flash3_package() -> Callable | None:
         return None
     # Older releases always return the log-sum-exp, newer ones on request.
     more = {"return_attn_probs": True} if "return_attn_probs" in inspect.signature(attention).parameters else {}
-    return lambda q, k, v, scale, causal: attention(q, k, v, softmax_scale=scale, causal=causal, **more)[:2]
+
+    def call(q, k, v, scale, causal, out):
+        rows, lse = attention(q[None], k[None], v[None], softmax_scale=scale, causal=causal, **more)[:2]
+        return rows[0], lse[0]
+
+    return call
