@@ -1,8 +1,7 @@
 """Measure this GPU and keep the figures: `python benchmarks/measure.py [--peers DIR] [targets] [growth]`.
 
 Writes benchmarks/results/GPU.json (the shapes of the targets, in order of their weight) and GPU-growth.json (decode against context
-and against batch size), and a plot beside each. Everything else, tables and documents, is made from these files by
-benchmarks/tables.py.
+and against batch size). Everything else, plots, tables and documents, is made from these files by benchmarks/tables.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from quantkv.bench import plot, tables
+from quantkv.bench import tables
 from quantkv.bench.contestants import Contestant, implementations, quantkv
 from quantkv.bench.engine import engine
 from quantkv.bench.problem import Problem
@@ -142,7 +141,6 @@ def measure(what: str, arguments: argparse.Namespace) -> None:
     if arguments.keep and path.exists():
         result.keep(Result.from_dict(json.loads(path.read_text())))
     path.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
-    (plot.draw_growth if what == "growth" else plot.draw)(path.with_suffix(".svg"), result)
 
 
 if __name__ == "__main__":

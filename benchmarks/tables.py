@@ -1,8 +1,9 @@
-"""Write what was measured into documents: `python benchmarks/tables.py RESULT.json ... FILE.md ...`.
+"""Write what was measured into documents: `python benchmarks/tables.py RESULT.json ... [FILE.md ...]`.
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
 of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached), of a file of
 `measure.py`; end_to_end (tokens a second, memory), of a file of `end_to_end.py`. Blocks of which no file tells stay as they are.
+Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkv.bench import tables
+from quantkv.bench import plot, tables
 from quantkv.bench.run import Result
 
 BLOCK = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -115,8 +116,8 @@ def summary(result: Result) -> str:
 def end_to_end(figures: dict[str, Any]) -> str:
     """A line for each cache: what it costs and what a whole model does with it."""
     rows = figures["end_to_end"]
-    head = ("attention", "stores", "tokens/s", "times the first", "ms a step", "caches, GiB", "peak, GiB", "error of rows", "attention",
-            "logits")
+    head = ("read by", "stores", "tokens/s", "x the first", "ms a step", "caches, GiB", "peak, GiB", "error of rows", "of attention",
+            "of logits")
     lines = ["| " + " | ".join(head) + " |", "| --- | --- |" + " --: |" * (len(head) - 2)]
     for row in rows:
         reader = row["reader"] if row["implementation"] == row["reader"] else f"{row['reader']} {row['implementation']}"
@@ -156,11 +157,15 @@ def update(text: str, filled: dict[str, str]) -> str:
 def main() -> None:
     paths = [Path(name) for name in sys.argv[1:]]
     figures, documents = ([p for p in paths if (p.suffix == ".json") is kind] for kind in (True, False))
-    if not figures or not documents:
+    if not figures:
         sys.exit(__doc__)
     filled: dict[str, str] = {}
     for path in figures:
-        filled |= blocks(json.loads(path.read_text()))
+        values, growth = json.loads(path.read_text()), path.stem.endswith("-growth")
+        if not growth:
+            filled |= blocks(values)
+        if "rows" in values:
+            (plot.draw_growth if growth else plot.draw)(path.with_suffix(".svg"), Result.from_dict(values))
     for path in documents:
         path.write_text(update(path.read_text(), filled))
 

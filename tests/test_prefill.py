@@ -4,12 +4,14 @@ import math
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import quantkv
 from quantkv import AttentionOptions, LayerMaps, LinearMap, prefill, reference
+from quantkv.bench import rivals
 from quantkv.formats import get_format
 from quantkv.prefill import dense
 
@@ -96,15 +98,19 @@ def test_16_bit_rows(format_name, dtype, triton):
 def test_on_a_gpu(backend, dtype, monkeypatch):
     """Ragged queries are padded to a planned size, a ragged rest of the prefix goes to the flash kernel. One rounding more than
     above: the kernels round probabilities."""
-    if backend == "flash3" and dense._flash3_call() is None:
-        pytest.skip("FlashAttention-3 is not here")
+    if backend == "flash3":
+        if "QUANTKV_PEERS" in os.environ:  # as `quantkv bench --peers` takes it
+            rivals.load_flash3(Path(os.environ["QUANTKV_PEERS"]))
+        if dense._flash3_call() is None:
+            pytest.skip("FlashAttention-3 is not here")
     monkeypatch.setattr(dense, "PLANNED", 256)
     cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
     sides = (cache.k, cache.v, cache.format)
-    out, lse = prefill.attend(q, *sides, **arguments, backend=backend)
     expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
-    assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
-    assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
+    for scratch_bytes in (prefill.SCRATCH_BYTES, 1):  # whole sequences, and slices of a planned size
+        out, lse = prefill.attend(q, *sides, **arguments, backend=backend, scratch_bytes=scratch_bytes)
+        assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
+        assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
 
 
 def random_maps(heads):

@@ -22,6 +22,7 @@ def draw(path: Path, result: Result) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "quantkv"  # the same figures, the same file
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -68,6 +69,7 @@ def draw_growth(path: Path, result: Result) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "quantkv"  # the same figures, the same file
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, NullLocator
 
