@@ -32,6 +32,7 @@ from quantkv.bench.shapes import Shape, shapes
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = ("bf16", "int8", "fp8_token", "int4", "int2", "k8v4", "tq_k8v4", "tq4", "tq3")
+OWN_MAPS = "int4+maps"
 FEW = ("int8", "int4", "int2", "tq4")
 FLASH3 = "FlashAttention-3"
 # What `ops.resolve` chooses on a Hopper GPU.
@@ -59,7 +60,7 @@ class Stage:
 
 STAGES = {
     "targets": (
-        Stage(shapes("B8xL32768", "B64xL8192"), everyone=True),
+        Stage(shapes("B8xL32768", "B64xL8192"), (*FORMATS, OWN_MAPS), everyone=True),
         Stage(shapes("L2048xN1", "L16384xQ4096")),
         Stage(shapes("N64", "N8192"), everyone=True),
         Stage(shapes("B64xL8192xQ4", "B64xL8192xQ8"), FEW),

@@ -31,6 +31,15 @@ def test_right_ones_are_timed(shape, format_name):
     assert row.gbps == pytest.approx(row.nbytes / row.us / 1e3)
 
 
+@pytest.mark.parametrize("shape", [DECODE, STEP, WRITE, PREFILL], ids=str)
+def test_maps_of_a_layer_s_own(shape):
+    """Offsets at their own positions, or the answer would be another: they are as large as the keys."""
+    (row,) = run([shape], [quantkv("reference", "int4+maps")], CPU).rows
+    assert row.status == "ok", row.reason
+    (row,) = run([shape], [quantkv("reference", "int4+something")], CPU).rows
+    assert row.status == "unavailable" and "'+maps'" in row.reason
+
+
 def spoil(contestant, change):
     """The contestant with `change` done to what a call returns."""
 

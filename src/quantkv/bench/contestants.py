@@ -12,6 +12,7 @@ from .. import reference
 from ..arguments import AttentionOptions
 from ..cache import PagedCache
 from ..formats import get_format
+from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
 from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
 
@@ -48,28 +49,29 @@ class Contestant:
 
 
 def quantkv(implementation: str, format_name: str) -> Contestant:
-    """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for."""
+    """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for. format_name: with
+    "+maps" the format under maps and a table of key offsets of the layer's own, as calibration gives them: `layer_maps`."""
     kinds = {"dense": ("prefill",), "hopper": ("decode", "verify", "step")}.get(implementation, KINDS)
     prepare = lambda problem: _prepare(problem, implementation, format_name)
     return Contestant(f"quantkv {implementation}", format_name, prepare, ours=True, kinds=kinds)
 
 
 def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
-    s, fmt = problem.shape, get_format(format_name)
+    s = problem.shape
     if s.kind == "write":
         cache, rows = empty(problem, format_name)
     elif s.kind == "step":
         cache, rows = filled(problem, format_name)
     else:  # the implementations of a format read the same pages
         cache, rows = problem.kept(format_name, lambda: filled(problem, format_name))
-    sides = (cache.k, cache.v, fmt)
-    key, value, slots = (t[problem.new] for t in (problem.key, problem.value, problem.slots))
+    sides = (cache.k, cache.v, cache.format)
+    key, value, slots, positions = (t[problem.new] for t in (problem.key, problem.value, problem.slots, problem.positions))
     written_bytes = len(slots) * (2 * s.HK * s.D * key.element_size() + int(cache.spec.bytes_per_token))
     if implementation == "reference":
-        write = lambda: reference.write(key, value, *sides, slots, cache.maps)
+        write = lambda: reference.write(key, value, *sides, slots, cache.maps, positions)
     else:
         writer = "auto" if implementation == "hopper" else implementation
-        write = lambda: _ops().write(key, value, *sides, slots, maps=cache.maps, implementation=writer)
+        write = lambda: _ops().write(key, value, *sides, slots, maps=cache.maps, positions=positions, implementation=writer)
     if s.kind == "write":
         cache.buffer.fill_(0xFF)  # a row that is not written stays NaN, or full codes
         return Entry(write, rows, written_bytes, implementation != "reference")
@@ -77,7 +79,7 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
     entry = _reader(problem, implementation, cache, rows)
     if s.kind != "step":
         return entry
-    reference.write(-key, -value, *sides, slots, cache.maps)  # what is not written before it is read shows
+    reference.write(-key, -value, *sides, slots, cache.maps, positions)  # what is not written before it is read shows
 
     def step():
         write()
@@ -114,10 +116,24 @@ def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: Rows
 
 def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
     """A cache with room for the problem, and how its rows are read."""
-    s, fmt = problem.shape, get_format(format_name)
-    cache = PagedCache(fmt.cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device)
-    pairs = ((cache.k, fmt.k, cache.maps.k), (cache.v, fmt.v, cache.maps.v))
-    return cache, lambda slots: tuple(reference.dequantize(*pair, slots, dtype=torch.float64) for pair in pairs)
+    s, (name, *own) = problem.shape, format_name.split("+")
+    if own not in ([], ["maps"]):
+        raise ValueError(f"format {format_name!r}: only '+maps' may follow a name")
+    maps = layer_maps(problem) if own else None
+    cache = PagedCache(get_format(name).cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device, maps=maps)
+    position = problem.positions.new_empty(problem.num_blocks * s.P)
+    position[problem.slots] = problem.positions
+    return cache, lambda slots: cache.dequantize(slots, position[slots], torch.float64)
+
+
+def layer_maps(problem: Problem) -> LayerMaps:
+    """Random rotations `[HK, D, D]` of K and V, and an offset of the keys for every 64 positions: as costly as any."""
+    s = problem.shape
+    generator = torch.Generator("cpu").manual_seed(1)
+    normal = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
+    k, v = torch.linalg.qr(normal(2, s.HK, s.D, s.D))[0]
+    offset = normal(-(-problem.length // OFFSET_BUCKET), s.HK, s.D).float()
+    return LayerMaps(*(LinearMap(a.float(), a.mT.contiguous().float(), off) for a, off in ((k, offset), (v, None))))
 
 
 def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
@@ -125,7 +141,8 @@ def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
     cache, rows = empty(problem, format_name)
     for part in problem.seen.split(FILLED_AT_ONCE):
         reference.write(
-            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps
+            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps,
+            problem.positions[part],
         )
     return cache, rows
 

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 class Problem:
     """Random keys, values and queries in bf16, in pages whose order is random.
 
-    key, value: `[T, HK, D]`. q: `[B * Q, HQ, D]`. block_table: int32 `[B, pages]`. slots: int64 `[T]`, of each token.
+    key, value: `[T, HK, D]`. q: `[B * Q, HQ, D]`. block_table: int32 `[B, pages]`. slots, positions: int64 `[T]`, of each token.
     new: int64, the tokens that a write or a step writes: the last N of each sequence. seen: those that some query sees, or all.
     seq_lens `[B]`, cu_seqlens_q `[B + 1]`: int32. All on `device`.
     """
@@ -56,6 +56,7 @@ class Problem:
         order = torch.randperm(self.num_blocks, generator=self.generator, device=device)
         self.block_table = order.view(batch, pages).int()
         position = torch.arange(self.length, device=device)
+        self.positions = position.repeat(batch)
         self.slots = (self.block_table[:, position // s.P].long() * s.P + position % s.P).flatten()
         self.seq_lens = torch.full((batch,), self.length, device=device, dtype=torch.int32)
         self.cu_seqlens_q = torch.arange(batch + 1, device=device, dtype=torch.int32) * s.Q
