@@ -1,7 +1,9 @@
-"""Write what was measured into documents: `python benchmarks/tables.py RESULT.json FILE.md ...`.
+"""Write what was measured into documents: `python benchmarks/tables.py RESULT.json ... [FILE.md ...]`.
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
-of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached).
+of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached), of a file of
+`measure.py`; end_to_end (tokens a second, memory), of a file of `end_to_end.py`. Blocks of which no file tells stay as they are.
+Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from quantkv.bench import tables
+from quantkv.bench import plot, tables
 from quantkv.bench.run import Result
 
 BLOCK = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -23,8 +26,8 @@ SUMMARY = ("B8xL32768", "B64xL8192", "L131072", "B128xL1024", "B64xL8192xQ4")
 
 @dataclass(frozen=True)
 class Target:
-    """unit: "share" of the read ceiling; "faster" than FlashAttention-3 bf16; "us", where less is better.
-    stores: the formats, each of which must reach it."""
+    """unit: "share" of the read ceiling; "faster" than FlashAttention-3 bf16; "us" and "times" that of the format without maps of
+    its own, where less is better. stores: the formats, each of which must reach it."""
 
     shape: str
     stores: tuple[str, ...]
@@ -44,12 +47,16 @@ def faster(shape: str, must: float, aim: float, *stores: str) -> Target:
 TARGETS = (
     shares("B8xL32768", 0.80, 0.87, "int4"), shares("B64xL8192", 0.85, 0.93, "int4"),
     faster("B8xL32768", 3.0, 3.4, "int4"), faster("B64xL8192", 3.1, 3.5, "int4"),
+    shares("B8xL32768xP64", 0.80, 0.87, "int4"), shares("B64xL8192xP64", 0.85, 0.93, "int4"),
+    shares("B8xL32768xHQ64", 0.80, 0.87, "int4"), shares("B64xL8192xHQ64", 0.85, 0.93, "int4"),
     shares("B8xL32768", 0.90, 0.95, "int8", "fp8_token"), shares("B64xL8192", 0.93, 0.98, "int8", "fp8_token"),
     shares("B8xL32768", 0.52, 0.68, "int2"), shares("B64xL8192", 0.60, 0.80, "int2"),
     shares("B8xL32768", 0.78, 0.88, "k8v4"), shares("B8xL32768", 0.65, 0.78, "tq4"), shares("B8xL32768", 0.45, 0.60, "tq3"),
     shares("L131072", 0.65, 0.78, "int4"), faster("B128xL1024", 2.7, 3.2, "int4"), faster("B16xL2048", 2.2, 2.8, "int4"),
+    faster("L2048xN1", 1.65, 2.0, "int4"),
     faster("B64xL8192xQ4", 2.3, 2.9, "int4"), faster("B64xL8192xQ8", 1.8, 2.4, "int4"),
     faster("B64xL32768xW4096", 3.3, 4.2, "int4"),
+    Target("B8xL32768", ("int4+maps",), "times", 1.06, 1.02), Target("B64xL8192", ("int4+maps",), "times", 1.06, 1.02),
     shares("B64xL8192xD64", 0.65, 0.80, "int4"), shares("B64xL8192xHQ16xD256", 0.65, 0.80, "int4"),
     shares("B64xL8192xHQ4xHK1", 0.65, 0.80, "int4"), shares("B64xL8192xHQ8xHK2", 0.65, 0.80, "int4"),
     Target("N8192", ("int4",), "us", 18, 13), Target("N64", ("int4",), "us", 3.5, 2.5),
@@ -74,6 +81,9 @@ def reached(result: Result, target: Target, stores: str) -> float | None:
         return row and row.us
     if target.unit == "share":
         return row.share
+    if target.unit == "times":
+        plain = best(result, target.shape, stores.split("+")[0])
+        return row.us / plain.us if plain else None
     rival = [r.us for r in result.rows if r.us is not None and (r.name, r.stores) == FLASH3 and r.shape == row.shape]
     return min(rival) / row.us if rival else None
 
@@ -81,17 +91,18 @@ def reached(result: Result, target: Target, stores: str) -> float | None:
 def show(value: float | None, unit: str) -> str:
     if value is None:
         return "not measured"
-    return {"share": f"{value:.0%}", "faster": f"{value:.2f}x", "us": f"{value:.1f} us"}[unit]
+    return {"share": f"{value:.0%}", "faster": f"{value:.2f}x", "us": f"{value:.1f} us", "times": f"{value:.2f}x"}[unit]
 
 
 def targets(result: Result) -> str:
     """Every target with what was reached; a missed "must" is said in words."""
     lines = ["| shape | format | what | must | aim | reached | |", "| --- | --- | --- | --: | --: | --: | --- |"]
-    what = {"share": "of the read ceiling", "faster": "times FlashAttention-3 bf16's speed", "us": "time"}
+    what = {"share": "of the read ceiling", "faster": "times FlashAttention-3 bf16's speed", "us": "time",
+            "times": "time, of that under the Hadamard map"}
     for t in TARGETS:
         for stores in t.stores:
             value = reached(result, t, stores)
-            sign = -1 if t.unit == "us" else 1
+            sign = -1 if t.unit in ("us", "times") else 1
             verdict = ""
             if value is not None:
                 verdict = "aim" if sign * value >= sign * t.aim else "must" if sign * value >= sign * t.must else "**missed**"
@@ -107,27 +118,61 @@ def summary(result: Result) -> str:
     return f"{tables.summary(result, chosen)}\n\nMicroseconds (share of the read ceiling). {tables.subtitle(result)}."
 
 
-RENDER: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
+def end_to_end(figures: dict[str, Any]) -> str:
+    """A line for each cache: what it costs and what a whole model does with it."""
+    rows = figures["end_to_end"]
+    head = ("read by", "stores", "tokens/s", "x the first", "ms a step", "caches, GiB", "peak, GiB", "error of rows", "of attention",
+            "of logits")
+    lines = ["| " + " | ".join(head) + " |", "| --- | --- |" + " --: |" * (len(head) - 2)]
+    for row in rows:
+        reader = row["reader"] if row["implementation"] == row["reader"] else f"{row['reader']} {row['implementation']}"
+        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
+        speed = row["tokens_per_s"]
+        cells = (reader, row["stores"], f"{speed:,.0f}", f"{speed / rows[0]['tokens_per_s']:.2f}", f"{row['step_ms']:.2f}",
+                 f"{row['cache_bytes'] / 2**30:.1f}", peak, *(f"{row[f'{what}_error']:.1e}" for what in ("row", "attention", "logits")))
+        lines.append("| " + " | ".join(cells) + " |")
+    versions = ", ".join(f"{k} {v}" for k, v in figures["versions"].items())
+    batch = f"{figures['sequences']} sequences of {figures['length']:,} tokens, {figures['steps']} steps"
+    return "\n".join(lines) + f"\n\n{batch}. {figures['device']}; {versions}; {figures['date']}."
 
 
-def update(text: str, result: Result) -> str:
+OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
+OF_END_TO_END: dict[str, Callable[[dict], str]] = {"end_to_end": end_to_end}
+
+
+def blocks(figures: dict[str, Any]) -> dict[str, str]:
+    """The blocks that a file of figures fills."""
+    if "end_to_end" in figures:
+        return {name: render(figures) for name, render in OF_END_TO_END.items()}
+    result = Result.from_dict(figures)
+    return {name: render(result) for name, render in OF_RESULT.items()}
+
+
+def update(text: str, filled: dict[str, str]) -> str:
     """The document with its blocks filled. ValueError for a block of an unknown name."""
 
     def fill(match: re.Match) -> str:
-        if match[2] not in RENDER:
-            raise ValueError(f"bench:{match[2]}: one of {', '.join(RENDER)}")
-        return f"{match[1]}{RENDER[match[2]](result).rstrip()}\n{match[3]}"
+        if match[2] not in OF_RESULT | OF_END_TO_END:
+            raise ValueError(f"bench:{match[2]}: one of {', '.join(OF_RESULT | OF_END_TO_END)}")
+        return f"{match[1]}{filled[match[2]].rstrip()}\n{match[3]}" if match[2] in filled else match[0]
 
     return BLOCK.sub(fill, text)
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
+    paths = [Path(name) for name in sys.argv[1:]]
+    figures, documents = ([p for p in paths if (p.suffix == ".json") is kind] for kind in (True, False))
+    if not figures:
         sys.exit(__doc__)
-    result = Result.from_dict(json.loads(Path(sys.argv[1]).read_text()))
-    for name in sys.argv[2:]:
-        path = Path(name)
-        path.write_text(update(path.read_text(), result))
+    filled: dict[str, str] = {}
+    for path in figures:
+        values, growth = json.loads(path.read_text()), path.stem.endswith("-growth")
+        if not growth:
+            filled |= blocks(values)
+        if "rows" in values:
+            (plot.draw_growth if growth else plot.draw)(path.with_suffix(".svg"), Result.from_dict(values))
+    for path in documents:
+        path.write_text(update(path.read_text(), filled))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,24 @@ from quantkv.bench.shapes import Shape
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 SMALL = "xHQ4xHK2xD64"
-DECODE, VERIFY, WRITE, PREFILL = (Shape.parse(s + SMALL) for s in ("B3xL100", "B2xL70xQ3", "N50", "L96xQ40"))
+DECODE, VERIFY, STEP, WRITE, PREFILL = (Shape.parse(s + SMALL) for s in ("B3xL100", "B2xL70xQ3", "B2xL70xN1", "N50", "L96xQ40"))
 
 
-@pytest.mark.parametrize("shape", [DECODE, VERIFY, WRITE, PREFILL, Shape.parse("L90xQ2xW40" + SMALL)], ids=str)
+@pytest.mark.parametrize("shape", [DECODE, VERIFY, STEP, WRITE, PREFILL, Shape.parse("L90xQ2xW40" + SMALL)], ids=str)
 def test_right_ones_are_timed(shape, format_name):
     (row,) = run([shape], [quantkv("reference", format_name)], CPU).rows
     assert (row.status, row.timed, row.kind) == ("ok", "clock", shape.kind), row.reason
     assert row.us > 0 and row.error <= row.tolerance
     assert row.gbps == pytest.approx(row.nbytes / row.us / 1e3)
+
+
+@pytest.mark.parametrize("shape", [DECODE, STEP, WRITE, PREFILL], ids=str)
+def test_maps_of_a_layer_s_own(shape):
+    """Offsets at their own positions, or the answer would be another: they are as large as the keys."""
+    (row,) = run([shape], [quantkv("reference", "int4+maps")], CPU).rows
+    assert row.status == "ok", row.reason
+    (row,) = run([shape], [quantkv("reference", "int4+something")], CPU).rows
+    assert row.status == "unavailable" and "'+maps'" in row.reason
 
 
 def spoil(contestant, change):
@@ -77,14 +86,33 @@ def test_one_lost_key_is_seen(position):
 
 def test_a_write_that_skips_a_token_is_wrong():
     def prepare(problem):
-        entry = quantkv("reference", "int4").prepare(problem)
         slots = problem.slots.clone()
         problem.slots[7] = -1
+        entry = quantkv("reference", "int4").prepare(problem)
         entry.call()
         problem.slots.copy_(slots)
         return entry._replace(call=lambda: None)
 
     (row,) = run([WRITE], [Contestant("lazy", "int4", prepare)], CPU).rows
+    assert row.status == "wrong" and row.us is None
+
+
+@pytest.mark.parametrize("missing", ["the write", "half of it"])
+def test_a_step_that_does_not_write_is_wrong(missing):
+    def prepare(problem):
+        spare = problem.slots[problem.new]
+        if missing == "the write":
+            spare = spare.fill_(-1)
+        else:
+            spare[0] = -1
+        slots, problem.slots = problem.slots, problem.slots.clone()
+        problem.slots[problem.new] = spare
+        step = quantkv("reference", "int8").prepare
+        entry = step(problem)
+        problem.slots = slots
+        return entry
+
+    (row,) = run([STEP], [Contestant("forgetful", "int8", prepare)], CPU).rows
     assert row.status == "wrong" and row.us is None
 
 
@@ -122,6 +150,7 @@ def test_bytes_and_arithmetic():
 
     assert entry(DECODE).nbytes == 3 * 100 * 2 * 2 * 36
     assert entry(WRITE).nbytes == 50 * 2 * 2 * (36 + 128)
+    assert entry(STEP).nbytes == 2 * 70 * 2 * 2 * 36 + 2 * 2 * 2 * (36 + 128)
     assert DECODE.flops == 4 * 4 * 64 * 300
     assert PREFILL.flops == 4 * 4 * 64 * sum(range(57, 97))
     window = Shape.parse("L90xQ2xW40" + SMALL)
@@ -132,7 +161,8 @@ def test_shapes_read_as_they_are_written():
     for group in (shapes.DEFAULT, shapes.SMALL):
         for kind, some in group.items():
             assert all(s.kind == kind and Shape.parse(str(s)) == s for s in some)
-    for text in ("", "B8", "L", "B8xl4", "B8xL4xL5", "L4xQ5", "L4xN4", "L8xHQ3xHK2", "B0xL4"):
+    for text in ("", "B8", "L", "B8xl4", "B8xL4xL5", "L4xQ5", "L4xN4", "L8xHQ3xHK2", "B0xL4",
+                 "L4xN2"):
         with pytest.raises(ValueError, match="shape"):
             Shape.parse(text)
 
@@ -155,6 +185,7 @@ def a_result():
     found.ceiling_gbps = 4400.0
     for row in found.rows:
         row.share = row.gbps / found.ceiling_gbps
+        row.ceiling_gbps = 4400.0
     found.rows.append(Row("decode", str(DECODE), "broken", "bf16", False, "failed", reason="RuntimeError: x"))
     return found
 
@@ -171,6 +202,15 @@ def test_json_and_tables(tmp_path):
     assert len(lines) == 3 and all(line.count("|") == 8 for line in lines)
     brief = tables.summary(again).splitlines()
     assert len(brief) == 4 and brief[0].count("|") == 3 and brief[-1].startswith("| **quantkv reference int4**")
+
+
+def test_an_older_run_is_kept():
+    """Rows of shapes that were measured again are replaced, others stay with their own run's figures."""
+    older, newer = a_result(), a_result()
+    newer.rows = [row for row in newer.rows if row.kind == "decode"]
+    newer.keep(older)
+    assert len(newer.rows) == len(older.rows)
+    assert all((row in older.rows) == (row.kind != "decode") for row in newer.rows if row.us)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -218,9 +258,12 @@ def test_documents_are_filled_from_the_figures():
     ours.us, rival.us = 10.0, 8.0
     script.TARGETS = (target, script.Target(str(WRITE), ("int4",), "us", 1e-9, 1e-10))
     document = "a\n<!-- bench:targets -->\nold\n<!-- /bench -->\nb\n"
-    text = script.update(document, found)
+    filled = script.blocks(found.to_dict())
+    text = script.update(document, filled)
     assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
     assert "| 0.80x | must |" in text and "| not measured |  |" in text and "**missed**" in text
-    assert script.update(text, found) == text
+    assert script.update(text, filled) == text
+    other = "<!-- bench:end_to_end -->\nas it was\n<!-- /bench -->"
+    assert script.update(other, filled) == other
     with pytest.raises(ValueError, match="bench:nothing"):
-        script.update("<!-- bench:nothing -->\n<!-- /bench -->", found)
+        script.update("<!-- bench:nothing -->\n<!-- /bench -->", filled)

@@ -2,12 +2,16 @@
 
 import math
 import os
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import quantkv
 from quantkv import AttentionOptions, LayerMaps, LinearMap, prefill, reference
+from quantkv.bench import rivals
 from quantkv.formats import get_format
 from quantkv.prefill import dense
 
@@ -68,9 +72,11 @@ LEVELS = 2.0**-11  # TurboQuant's levels are fp16 numbers in Triton, float32 in 
 
 
 @pytest.mark.parametrize("triton", TRITON)
-@pytest.mark.parametrize("slice_tokens", [32, 1 << 16])
-def test_equals_attention_over_the_cache(format_name, slice_tokens, triton):
-    """32 tokens a slice: queries and keys are both cut."""
+@pytest.mark.parametrize("mask", ["top left", "bottom right"])
+@pytest.mark.parametrize("slice_tokens", [32, 64, 1 << 16])
+def test_equals_attention_over_the_cache(format_name, slice_tokens, mask, triton, monkeypatch):
+    """32 tokens a slice: queries and keys are both cut; 64: a slice holds some of the context and the queries' own keys."""
+    monkeypatch.setattr(dense, "BOTTOM_RIGHT", ("math",) if mask == "bottom right" else ())
     cache, q, arguments = batch(format_name)
     token_bytes = 2 * HEADS * HEAD_SIZE * q.dtype.itemsize
     bound = LEVELS if triton and cache.format.k.name.startswith("tq") else FLOAT32
@@ -88,17 +94,23 @@ def test_16_bit_rows(format_name, dtype, triton):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is PyTorch's GPU kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "flash3"])
 def test_on_a_gpu(backend, dtype, monkeypatch):
     """Ragged queries are padded to a planned size, a ragged rest of the prefix goes to the flash kernel. One rounding more than
     above: the kernels round probabilities."""
+    if backend == "flash3":
+        if "QUANTKV_PEERS" in os.environ:  # as `quantkv bench --peers` takes it
+            rivals.load_flash3(Path(os.environ["QUANTKV_PEERS"]))
+        if dense._flash3_call() is None:
+            pytest.skip("FlashAttention-3 is not here")
     monkeypatch.setattr(dense, "PLANNED", 256)
     cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
     sides = (cache.k, cache.v, cache.format)
-    out, lse = prefill.attend(q, *sides, **arguments, backend=backend)
     expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
-    assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
-    assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
+    for scratch_bytes in (prefill.SCRATCH_BYTES, 1):  # whole sequences, and slices of a planned size
+        out, lse = prefill.attend(q, *sides, **arguments, backend=backend, scratch_bytes=scratch_bytes)
+        assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
+        assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
 
 
 def random_maps(heads):
@@ -190,23 +202,61 @@ def test_the_rule():
     }, "a new option: does the dense path serve it?"
 
 
-def test_pieces():
-    """Queries see each key once, the causal slice is theirs, nothing is longer than `most`, and one slice at most is ragged."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_pieces(whole):
+    """Queries see each key once, the last slice ends with theirs, nothing is longer than `most`. A mask aligned to the top left
+    needs it to be theirs alone, and planned slices but for one; another takes all the context that fits."""
     lengths = [(5, 5), (100, 333), (64, 64 + 3 * 32), (1, 7)]
-    pieces = list(prefill._pieces(lengths, 64))
+    pieces = list(prefill._pieces(lengths, 64, whole))
     assert [t for p in pieces for t in range(p.tokens.start, p.tokens.stop)] == list(range(170))
     start = [0, 5, 105, 169]
     for p in pieces:
         queries, keys = lengths[p.sequence]
-        assert p.context == keys - queries + p.tokens.start - start[p.sequence]
-        covered = [key for first, count in p.slices for key in range(first, first + count)]
-        assert covered == list(range(p.context + p.tokens.stop - p.tokens.start))
-        assert p.slices[-1] == (p.context, p.tokens.stop - p.tokens.start)
+        stop = keys - queries + p.tokens.stop - start[p.sequence]
+        count = p.tokens.stop - p.tokens.start
+        assert [key for first, count in p.slices for key in range(first, first + count)] == list(range(stop))
         assert all(0 < count <= 64 for _, count in p.slices)
-        assert sum(count % 32 != 0 for _, count in p.slices[:-1]) == (p.context % 32 != 0)
+        if whole:
+            assert p.slices[-1][1] == min(stop, 64) and len(p.slices) == -(-stop // 64)
+        else:
+            assert p.slices[-1] == (stop - count, count)
+            assert sum(count % 32 != 0 for _, count in p.slices[:-1]) == ((stop - count) % 32 != 0)
 
 
 def test_backends():
     cpu = torch.device("cpu")
     assert dense.choose(cpu, torch.bfloat16, 96, 64) == "math"
     assert dense.choose(torch.device("meta"), torch.bfloat16, 128, 128) is None
+
+
+@pytest.fixture
+def flash3(monkeypatch):
+    """A package of FlashAttention-3's signature, by the arithmetic of "math", and the arguments that it was called with."""
+    calls = []
+    monkeypatch.setattr(dense, "_flash3_call", dense._flash3_package)  # whatever this process has loaded
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, return_attn_probs=False):
+        calls.append((q.shape, k.shape, causal))
+        out, lse = dense._math(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale, causal)
+        return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    dense._flash3_package.cache_clear()
+    yield calls
+    dense._flash3_package.cache_clear()
+
+
+def test_flash_attention_3(flash3, monkeypatch):
+    """Where it is installed it is chosen on Hopper, and sees a chunk and its context in one call."""
+    cache, q, arguments = batch("int4")
+    sides = (cache.k, cache.v, cache.format)
+    out, lse = prefill.attend(q, *sides, **arguments, backend="flash3")
+    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    assert (out - expected).norm() <= FLOAT32 * expected.norm() and (lse - sums).abs().max() <= FLOAT32 * sums.abs().max()
+    assert flash3 == [((1, m, 2 * HEADS, HEAD_SIZE), (1, n, HEADS, HEAD_SIZE), True) for m, n in LENGTHS]
+
+    gpu = torch.device("cuda")
+    for capability, sizes, chosen in (((9, 0), (128, 128), "flash3"), ((9, 0), (256, 256), "flash3"), ((8, 0), (256, 256), "flash")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert dense.choose(gpu, torch.bfloat16, *sizes) == chosen
+    assert dense.choose(gpu, torch.float32, 128, 128) is None

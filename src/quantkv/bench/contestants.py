@@ -12,7 +12,8 @@ from .. import reference
 from ..arguments import AttentionOptions
 from ..cache import PagedCache
 from ..formats import get_format
-from .problem import Entry, Problem, Unavailable
+from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
+from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
 
 # Largest relative error of a right kernel, by the numbers that it computes with. The inputs give scores near 1 and up to
@@ -48,32 +49,49 @@ class Contestant:
 
 
 def quantkv(implementation: str, format_name: str) -> Contestant:
-    """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for."""
-    kinds = {"dense": ("prefill",), "hopper": ("decode", "verify")}.get(implementation, KINDS)
+    """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for. format_name: with
+    "+maps" the format under maps and a table of key offsets of the layer's own, as calibration gives them: `layer_maps`."""
+    kinds = {"dense": ("prefill",), "hopper": ("decode", "verify", "step")}.get(implementation, KINDS)
     prepare = lambda problem: _prepare(problem, implementation, format_name)
     return Contestant(f"quantkv {implementation}", format_name, prepare, ours=True, kinds=kinds)
 
 
 def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
-    s, fmt = problem.shape, get_format(format_name)
-    cache = PagedCache(fmt.cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device)
-    sides = (cache.k, cache.v, fmt)
-
-    def rows(slots):
-        pairs = ((cache.k, fmt.k, cache.maps.k), (cache.v, fmt.v, cache.maps.v))
-        return tuple(reference.dequantize(*pair, slots, dtype=torch.float64) for pair in pairs)
-
+    s = problem.shape
+    if s.kind == "write":
+        cache, rows = empty(problem, format_name)
+    elif s.kind == "step":
+        cache, rows = filled(problem, format_name)
+    else:  # the implementations of a format read the same pages
+        cache, rows = problem.kept(format_name, lambda: filled(problem, format_name))
+    sides = (cache.k, cache.v, cache.format)
+    key, value, slots, positions = (t[problem.new] for t in (problem.key, problem.value, problem.slots, problem.positions))
+    written_bytes = len(slots) * (2 * s.HK * s.D * key.element_size() + int(cache.spec.bytes_per_token))
+    if implementation == "reference":
+        write = lambda: reference.write(key, value, *sides, slots, cache.maps, positions)
+    else:
+        writer = "auto" if implementation == "hopper" else implementation
+        write = lambda: _ops().write(key, value, *sides, slots, maps=cache.maps, positions=positions, implementation=writer)
     if s.kind == "write":
         cache.buffer.fill_(0xFF)  # a row that is not written stays NaN, or full codes
-        arguments = (problem.key, problem.value, *sides, problem.slots)
-        if implementation == "reference":
-            call = lambda: reference.write(*arguments, cache.maps)
-        else:
-            call = lambda: _ops().write(*arguments, maps=cache.maps, implementation=implementation)
-        source = 2 * s.N * s.HK * s.D * problem.key.element_size()
-        return Entry(call, rows, source + int(s.N * cache.spec.bytes_per_token), implementation != "reference")
+        return Entry(write, rows, written_bytes, implementation != "reference")
 
-    fill(cache, problem)
+    entry = _reader(problem, implementation, cache, rows)
+    if s.kind != "step":
+        return entry
+    reference.write(-key, -value, *sides, slots, cache.maps, positions)  # what is not written before it is read shows
+
+    def step():
+        write()
+        return entry.call()
+
+    return entry._replace(call=step, nbytes=entry.nbytes + written_bytes)
+
+
+def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: RowsOf) -> Entry:
+    """Attention over a filled cache."""
+    s, fmt = problem.shape, cache.format
+    sides = (cache.k, cache.v, fmt)
     options = AttentionOptions(window=s.W)
     batch = {n: getattr(problem, n) for n in ("cu_seqlens_q", "seq_lens", "block_table", "scale")}
     nbytes = int(s.tokens_read * cache.spec.bytes_per_token)
@@ -86,8 +104,9 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
         lengths = [(s.Q, s.L)] * s.B  # as an engine knows them
         if why := prefill.refusal(problem.q, cache.v, fmt, s.B, options, lengths=lengths):
             raise Unavailable(why)
-        call = lambda: prefill.attend(problem.q, *sides, **batch, maps=cache.maps, lengths=lengths)[0]
-        return Entry(call, rows, nbytes)
+        backend = prefill.dense.choose(problem.device, problem.q.dtype, s.D, s.D)
+        call = lambda: prefill.attend(problem.q, *sides, **batch, maps=cache.maps, lengths=lengths, backend=backend)[0]
+        return Entry(call, rows, nbytes, note=backend)
     out = torch.empty_like(problem.q)
     call = lambda: _ops().attend(
         problem.q, *sides, **batch, options=options, maps=cache.maps, out=out, max_query_len=s.Q, implementation=implementation
@@ -95,23 +114,44 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
     return Entry(call, rows, nbytes)
 
 
-def fill(cache: PagedCache, problem: Problem) -> None:
-    """Write all tokens by the reference: reading is then measured and checked on bytes that no kernel wrote."""
-    for at in range(0, len(problem.slots), FILLED_AT_ONCE):
-        part = slice(at, at + FILLED_AT_ONCE)
+def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
+    """A cache with room for the problem, and how its rows are read."""
+    s, (name, *own) = problem.shape, format_name.split("+")
+    if own not in ([], ["maps"]):
+        raise ValueError(f"format {format_name!r}: only '+maps' may follow a name")
+    maps = layer_maps(problem) if own else None
+    cache = PagedCache(get_format(name).cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device, maps=maps)
+    position = problem.positions.new_empty(problem.num_blocks * s.P)
+    position[problem.slots] = problem.positions
+    return cache, lambda slots: cache.dequantize(slots, position[slots], torch.float64)
+
+
+def layer_maps(problem: Problem) -> LayerMaps:
+    """Random rotations `[HK, D, D]` of K and V, and an offset of the keys for every 64 positions: as costly as any."""
+    s = problem.shape
+    generator = torch.Generator("cpu").manual_seed(1)
+    normal = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
+    k, v = torch.linalg.qr(normal(2, s.HK, s.D, s.D))[0]
+    offset = normal(-(-problem.length // OFFSET_BUCKET), s.HK, s.D).float()
+    return LayerMaps(*(LinearMap(a.float(), a.mT.contiguous().float(), off) for a, off in ((k, offset), (v, None))))
+
+
+def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
+    """`empty`, then all tokens that a query sees by the reference: reading is measured and checked on bytes that no kernel wrote."""
+    cache, rows = empty(problem, format_name)
+    for part in problem.seen.split(FILLED_AT_ONCE):
         reference.write(
-            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps
+            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps,
+            problem.positions[part],
         )
+    return cache, rows
 
 
 def rightly_written(problem: Problem, stores: str):
     """The rows that a right writer leaves: those of the reference, in that format."""
     if stores in ("bf16", "fp16"):
         return problem.plain_rows(get_format(stores).k.code_dtype)
-    s = problem.shape
-    cache = PagedCache(get_format(stores).cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device)
-    fill(cache, problem)
-    return lambda slots: cache.dequantize(slots, dtype=torch.float64)
+    return filled(problem, stores)[1]
 
 
 def _ops():

@@ -4,6 +4,7 @@ int8, fp8, int4 or TurboQuant cache is served with today."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
 
 NAME, OPS = "engine Triton", "vllm.v1.attention.ops."
+WRITER = OPS + "triton_reshape_and_cache_flash"
 # our name -> their mode, dtype of the codes, bytes of an element
 PER_TOKEN_HEAD = {
     "bf16": ("NONE", torch.bfloat16, 2),
@@ -69,8 +71,15 @@ def _in_parts(problem: Problem, write) -> None:
         write(problem.key[part], problem.value[part], problem.slots[part])
 
 
+def write_16_bit(problem: Problem, peers: Path, caches: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """(key, value `[T, HK, D]`, slots `[T]`) into 16-bit caches `[num_blocks, P, HK, D]`."""
+    writer = _import(problem, peers, WRITER).triton_reshape_and_cache_flash
+    one = torch.ones(1, device=problem.device)
+    return lambda key, value, slots: writer(key, value, *caches, slots, "auto", one, one)
+
+
 def _per_token_head(problem: Problem, stores: str, peers: Path) -> Entry:
-    writer = _import(problem, peers, OPS + "triton_reshape_and_cache_flash")
+    writer = _import(problem, peers, WRITER)
     reader = _import(problem, peers, OPS + "triton_unified_attention")
     modes = _import(problem, peers, "vllm.v1.kv_cache_interface").KVQuantMode
     name, dtype, width = PER_TOKEN_HEAD[stores]
@@ -80,8 +89,7 @@ def _per_token_head(problem: Problem, stores: str, peers: Path) -> Entry:
     caches = [torch.zeros(*size, row, dtype=dtype, device=device) for _ in range(2)]
     one = torch.ones(1, device=device)
     if stores == "bf16":
-        scales = [None, None]
-        write = lambda k, v, slots: writer.triton_reshape_and_cache_flash(k, v, *caches, slots, "auto", one, one)
+        scales, write = [None, None], write_16_bit(problem, peers, caches)
     else:
         scales = [torch.zeros(size, device=device) for _ in range(2)]
         quantize = writer.triton_reshape_and_cache_flash_per_token_head_quant
@@ -108,7 +116,17 @@ def _per_token_head(problem: Problem, stores: str, peers: Path) -> Entry:
         )
         return out
 
-    return Entry(call, rows, int(2 * s.tokens_read * s.HK * row_bytes))
+    nbytes = int(2 * s.tokens_read * s.HK * row_bytes)
+    if s.kind != "step":
+        return Entry(call, rows, nbytes)
+    key, value, slots = (t[problem.new] for t in (problem.key, problem.value, problem.slots))
+    write(-key, -value, slots)  # what is not written before it is read shows
+
+    def step():
+        write(key, value, slots)
+        return call()
+
+    return Entry(step, rows, nbytes + int(2 * len(slots) * s.HK * (2 * s.D + row_bytes)))
 
 
 def _turboquant(problem: Problem, stores: str, peers: Path) -> Entry:

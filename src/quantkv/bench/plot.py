@@ -10,7 +10,7 @@ from .tables import floor_us, subtitle
 
 LINE, GRID, TEXT = "#d64545", "#e4e7eb", "#1f2933"
 MARKERS = "osD^vPX*<>ph"
-BOUND_BY_BYTES = ("decode", "verify", "write")
+BOUND_BY_BYTES = ("decode", "verify", "step", "write")
 
 
 def draw(path: Path, result: Result) -> None:
@@ -22,12 +22,13 @@ def draw(path: Path, result: Result) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "quantkv"  # the same figures, the same file
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     rows = [r for r in result.rows if r.us is not None and r.kind in BOUND_BY_BYTES]
     if not rows:
-        raise ValueError(f"--plot {path}: no decode, verify or write was timed")
+        raise ValueError(f"--plot {path}: no decode, verify, step or write was timed")
     figure, axes = plt.subplots(figsize=(10.5, 6.5), dpi=160, layout="constrained")
     axes.set(xscale="log", yscale="log", xlabel="megabytes that a call must move", ylabel="microseconds (lower is better)")
     axes.set_title("Time against the memory's floor\n", loc="left", fontweight="bold", fontsize=13)
@@ -68,6 +69,7 @@ def draw_growth(path: Path, result: Result) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "quantkv"  # the same figures, the same file
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -90,8 +92,8 @@ def draw_growth(path: Path, result: Result) -> None:
             at = [x for x, _ in line]
             axes.plot(at, [r.us for _, r in line], color=colours[name], marker="o", markersize=3, linewidth=1.2,
                       label=" ".join(name), linestyle="-" if any(r.ours for _, r in line) else "--")
-            if result.ceiling_gbps and line and line[0][1].ours:
-                axes.plot(at, [floor_us(result, r) for _, r in line], color=colours[name], linewidth=0.8, linestyle=":")
+            if line and line[0][1].ours and line[0][1].ceiling_gbps:
+                axes.plot(at, [floor_us(r) for _, r in line], color=colours[name], linewidth=0.8, linestyle=":")
         ticks = sorted({getattr(s, letter) for s, _ in points})
         axes.set_xticks(ticks)
         axes.xaxis.set_minor_locator(NullLocator())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,27 +39,42 @@ class Entry(NamedTuple):
 class Problem:
     """Random keys, values and queries in bf16, in pages whose order is random.
 
-    key, value: `[T, HK, D]`. q: `[B * Q, HQ, D]`. block_table: int32 `[B, pages]`. slots: int64 `[T]`, of each token.
+    key, value: `[T, HK, D]`. q: `[B * Q, HQ, D]`. block_table: int32 `[B, pages]`. slots, positions: int64 `[T]`, of each token.
+    new: int64, the tokens that a write or a step writes: the last N of each sequence. seen: those that some query sees, or all.
     seq_lens `[B]`, cu_seqlens_q `[B + 1]`: int32. All on `device`.
     """
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
         self.shape, self.device = shape, device
         self.generator = torch.Generator(device).manual_seed(seed)
-        s, batch = shape, 1 if shape.N else shape.B
+        s, batch = shape, shape.B if shape.L else 1
         self.key, self.value = (self._normal(s.num_tokens, s.HK, s.D) for _ in range(2))
         self.q = self._normal(batch * s.Q, s.HQ, s.D)
-        self.length = s.N or s.L
+        self.length = s.L or s.N
         pages = -(-self.length // s.P)
         self.num_blocks = batch * pages
         order = torch.randperm(self.num_blocks, generator=self.generator, device=device)
         self.block_table = order.view(batch, pages).int()
         position = torch.arange(self.length, device=device)
+        self.positions = position.repeat(batch)
         self.slots = (self.block_table[:, position // s.P].long() * s.P + position % s.P).flatten()
         self.seq_lens = torch.full((batch,), self.length, device=device, dtype=torch.int32)
         self.cu_seqlens_q = torch.arange(batch + 1, device=device, dtype=torch.int32) * s.Q
         self.scale = s.D**-0.5
+        token = torch.arange(s.num_tokens, device=device).view(batch, -1)
+        self.new = token[:, self.length - s.N :].flatten()
+        self.seen = token[:, self.length - (s.tokens_read // batch or self.length) :].flatten()
         self._mark_ends()
+        self._plain: dict[torch.dtype, RowsOf] = {}
+        self._kept: tuple[str, Any] = ("", None)
+        self._expected: tuple[RowsOf | None, list[torch.Tensor]] = (None, [])
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returned when it was last asked for this name; one name at a time is kept."""
+        if self._kept[0] != name:
+            self._kept = ("", None)  # frees the other's memory first
+            self._kept = (name, make())
+        return self._kept[1]
 
     def _mark_ends(self) -> None:
         """Turn each sequence's first and last key towards its last query, to a score of log(L) / 2 where others are about 1.
@@ -88,14 +103,19 @@ class Problem:
             cache[slots] = rows.to(dtype) if dtype.itemsize > 1 else 0
             if dtype.itemsize == 1:  # an 8-bit float cannot be indexed everywhere
                 cache.view(torch.uint8)[slots] = rows.to(dtype).view(torch.uint8)
+            if self.shape.kind == "step":  # what is not written before it is read shows
+                cache[slots[self.new]] = -rows[self.new].to(dtype)
             caches.append(cache.view(-1, page, *rows.shape[1:]))
         return *caches, table
 
     def plain_rows(self, dtype: torch.dtype) -> RowsOf:
         """What a cache of that dtype holds of the tokens, whatever its pages are."""
+        if dtype in self._plain:
+            return self._plain[dtype]
         token = torch.full((self.num_blocks * self.shape.P,), -1, device=self.device)
         token[self.slots] = torch.arange(len(self.slots), device=self.device)
-        return lambda slots: tuple(rows[token[slots]].to(dtype).double() for rows in (self.key, self.value))
+        self._plain[dtype] = lambda slots: tuple(rows[token[slots]].to(dtype).double() for rows in (self.key, self.value))
+        return self._plain[dtype]
 
     def plain_bytes(self, item_bytes: int) -> int:
         """Bytes that attention over a cache without metadata must read."""
@@ -116,15 +136,20 @@ class Problem:
         s = self.shape
         if out.shape != self.q.shape or not bool(torch.isfinite(out).all()):
             return math.inf
+        if self._expected[0] is not entry.rows:
+            self._expected = (entry.rows, [self._right(entry.rows, *some) for some in self.sample])
         wrong = right = 0.0
-        for sequence, queries in self.sample:
-            keys, values = entry.rows(self.slots.view(-1, self.length)[sequence])
-            q = self.q.view(-1, s.Q, s.HQ, s.D)[sequence, queries].double()
-            expected = self._attention(q, s.L - s.Q + queries, keys, values)
+        for (sequence, queries), expected in zip(self.sample, self._expected[1]):
             got = out.view(-1, s.Q, s.HQ, s.D)[sequence, queries].double()
             wrong += float((got - expected).square().sum())
             right += float(expected.square().sum())
         return math.sqrt(wrong / right)
+
+    def _right(self, rows: RowsOf, sequence: int, queries: torch.Tensor) -> torch.Tensor:
+        """The answer `[M, HQ, D]` for queries `[M]` of a sequence."""
+        s = self.shape
+        q = self.q.view(-1, s.Q, s.HQ, s.D)[sequence, queries].double()
+        return self._attention(q, s.L - s.Q + queries, *rows(self.slots.view(-1, self.length)[sequence]))
 
     def _attention(self, q: torch.Tensor, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """q `[M, HQ, D]` at positions `[M]` over keys and values `[L, HK, D]`, all float64 -> `[M, HQ, D]`."""
@@ -139,8 +164,8 @@ class Problem:
 
     def write_error(self, entry: Entry, expected: RowsOf) -> float:
         """`|stored - expected| / |expected|` over all tokens that were written."""
-        wrong = right = 0.0
-        for got, want in zip(entry.rows(self.slots), expected(self.slots)):
+        wrong, right, slots = 0.0, 0.0, self.slots[self.new]
+        for got, want in zip(entry.rows(slots), expected(slots)):
             if not bool(torch.isfinite(got).all()):
                 return math.inf
             wrong += float((got - want).square().sum())

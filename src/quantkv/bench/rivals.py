@@ -7,6 +7,7 @@ import lzma
 import math
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
 
 ATTENTION = ("decode", "verify", "prefill")
+APPENDING = (*ATTENTION, "step")
 FP8 = torch.float8_e4m3fn
 WORKSPACE_BYTES = 256 << 20
 
@@ -22,13 +24,16 @@ WORKSPACE_BYTES = 256 << 20
 def rivals(peers: Path | None = None) -> list[Contestant]:
     """All rivals; which of them can run shows when they are prepared. peers: a folder with `fa3.xz`, FlashAttention-3 as a
     torch library, and `stub/`, an engine's Triton kernels."""
+    if peers and torch.cuda.is_available():
+        with suppress(Unavailable):  # it says so when it is prepared; first, because quantkv's prefill uses it where it is there
+            load_flash3(peers)
     both = (("bf16", torch.bfloat16), ("fp8", FP8))
     found = [_rival("SDPA", "bf16", _sdpa, torch.bfloat16, ("decode", "prefill")),
-             _rival("FlashAttention-2", "bf16", _flash2, torch.bfloat16),
+             _rival("FlashAttention-2", "bf16", _flash2, torch.bfloat16, APPENDING),
              _rival("FlashAttention-4", "bf16", _flash4, torch.bfloat16)]
     for stores, dtype in both:
         flash3 = (lambda p, d: _flash3_library(p, d, peers)) if peers else _flash3
-        found.append(_rival("FlashAttention-3", stores, flash3, dtype))
+        found.append(_rival("FlashAttention-3", stores, flash3, dtype, APPENDING if stores == "bf16" else ATTENTION))
         found.append(_rival("FlashInfer", stores, _flashinfer, dtype))
         found.append(_rival("XQA", stores, _xqa, dtype, ("decode",)))
     if peers:
@@ -48,7 +53,8 @@ def _prepare(prepare: Callable, problem: Problem, dtype: torch.dtype) -> Entry:
     if problem.device.type != "cuda":
         raise Unavailable("needs a CUDA GPU")
     call, note = prepare(problem, dtype)
-    return Entry(call, problem.plain_rows(dtype), problem.plain_bytes(dtype.itemsize), note=note)
+    written_bytes = 0 if problem.shape.kind != "step" else 2 * problem.key[problem.new].nbytes + 2 * problem.value[problem.new].nbytes
+    return Entry(call, problem.plain_rows(dtype), problem.plain_bytes(dtype.itemsize) + written_bytes, note=note)
 
 
 def _module(name: str):
@@ -60,6 +66,15 @@ def _module(name: str):
 
 def _window(problem: Problem) -> tuple[int, int]:
     return (problem.shape.W - 1, 0) if problem.shape.W else (-1, -1)
+
+
+def _lengths(problem: Problem) -> dict[str, torch.Tensor]:
+    """The lengths as FlashAttention's packages take them, and in a step the new rows, which they append."""
+    s = problem.shape
+    if s.kind != "step":
+        return {"cache_seqlens": problem.seq_lens}
+    k, v = (rows[problem.new].view(s.B, s.N, s.HK, s.D) for rows in (problem.key, problem.value))
+    return {"cache_seqlens": problem.seq_lens - s.N, "k": k, "v": v}
 
 
 def _sdpa(problem: Problem, dtype: torch.dtype):
@@ -84,11 +99,11 @@ def _sdpa(problem: Problem, dtype: torch.dtype):
 def _flash2(problem: Problem, dtype: torch.dtype):
     attend = _module("flash_attn").flash_attn_with_kvcache
     page = 256  # the smallest that it takes
-    k, v, table = problem.paged(dtype, page)
-    s = problem.shape
+    cache_k, cache_v, table = problem.paged(dtype, page)
+    s, lengths = problem.shape, _lengths(problem)
     q = problem.q.view(s.B, s.Q, s.HQ, s.D)
     call = lambda: attend(
-        q, k, v, cache_seqlens=problem.seq_lens, block_table=table, softmax_scale=problem.scale, causal=True,
+        q, cache_k, cache_v, **lengths, block_table=table, softmax_scale=problem.scale, causal=True,
         window_size=_window(problem),
     ).flatten(0, 1)
     return call, f"page {page}"
@@ -96,48 +111,72 @@ def _flash2(problem: Problem, dtype: torch.dtype):
 
 def _flash3(problem: Problem, dtype: torch.dtype):
     attend = _module("flash_attn_interface").flash_attn_with_kvcache
-    k, v, table = problem.paged(dtype)
-    s = problem.shape
+    cache_k, cache_v, table = problem.paged(dtype)
+    s, lengths = problem.shape, _lengths(problem)
     q = problem.q.view(s.B, s.Q, s.HQ, s.D).to(dtype)
     call = lambda: attend(
-        q, k, v, cache_seqlens=problem.seq_lens, page_table=table, softmax_scale=problem.scale, causal=True,
+        q, cache_k, cache_v, **lengths, page_table=table, softmax_scale=problem.scale, causal=True,
         window_size=_window(problem),
     ).flatten(0, 1)
     return call, ""
 
 
+def load_flash3(peers: Path) -> None:
+    """Load FlashAttention-3 as an engine ships it, a library of torch operators without a package, from `peers / "fa3.xz"`.
+    `Unavailable` where it is not there or cannot be loaded. From then on quantkv's prefill uses it too."""
+    if hasattr(torch.ops._vllm_fa3_C, "fwd"):
+        return
+    packed = peers / "fa3.xz"
+    if not packed.exists():
+        raise Unavailable(f"{packed}: no such file")
+    library = Path(tempfile.mkdtemp()) / "_vllm_fa3_C.abi3.so"
+    library.write_bytes(lzma.decompress(packed.read_bytes()))
+    try:
+        torch.ops.load_library(str(library))
+    except (OSError, RuntimeError) as error:
+        raise Unavailable(f"{packed}: {error}") from error
+    finally:
+        library.unlink()
+
+
+def flash3_over_pages(q, k, v, out, *, cu_seqlens_q, seq_lens, block_table, scale, max_query_len, max_keys, window=(-1, -1),
+                      descale=None) -> None:
+    """What `load_flash3` brought, causal, into out. q, out: `[T, HQ, D]`. k, v: `[num_blocks, P, HK, D]`, any strides.
+    descale: `[S, HK]`, of 8-bit rows."""
+    # q k v | k_new v_new q_v | out | cu_seqlens q k k_new | seqused q k | max_seqlen q k | page table, kv_batch_idx, leftpad_k |
+    # rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits (0: its own choice),
+    # pack_gqa, sm margin, sinks, and a context-parallel world of one
+    torch.ops._vllm_fa3_C.fwd(
+        q, k, v, None, None, None, out, cu_seqlens_q, None, None, None, seq_lens, max_query_len, max_keys, block_table, None, None,
+        None, None, None, descale, descale, descale, scale, True, *window, 0.0, True, None, 0, None, 0, None, 1, 0, None)
+
+
 def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
-    """FlashAttention-3 as an engine ships it: a library of torch operators, without a package."""
-    if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
-        packed = peers / "fa3.xz"
-        if not packed.exists():
-            return _flash3(problem, dtype)
-        library = Path(tempfile.mkdtemp()) / "_vllm_fa3_C.abi3.so"
-        library.write_bytes(lzma.decompress(packed.read_bytes()))
-        try:
-            torch.ops.load_library(str(library))
-        except (OSError, RuntimeError) as error:
-            raise Unavailable(f"{packed}: {error}") from error
-        finally:
-            library.unlink()
+    if not (peers / "fa3.xz").exists():
+        return _flash3(problem, dtype)
+    load_flash3(peers)
     k, v, table = problem.paged(dtype)
     s, q, out = problem.shape, problem.q.to(dtype), torch.empty_like(problem.q)
-    one = None if dtype != FP8 else torch.ones(s.B, s.HK, device=problem.device)
-    left, right = _window(problem)
-    forward = torch.ops._vllm_fa3_C.fwd
+    batch = {"cu_seqlens_q": problem.cu_seqlens_q, "seq_lens": problem.seq_lens, "block_table": table, "scale": problem.scale,
+             "max_query_len": s.Q, "max_keys": s.L, "window": _window(problem),
+             "descale": None if dtype != FP8 else torch.ones(s.B, s.HK, device=problem.device)}
 
     def call():
-        # q k v | k_new v_new q_v | out | cu_seqlens q k k_new | seqused q k | max_seqlen q k | page table, kv_batch_idx,
-        # leftpad_k | rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits
-        # (0: its own choice), pack_gqa, sm margin, sinks, and a context-parallel world of one
-        forward(
-            q, k, v, None, None, None, out, problem.cu_seqlens_q, None, None, None, problem.seq_lens, s.Q, s.L, table,
-            None, None, None, None, None, one, one, one, problem.scale, True, left, right, 0.0, True, None, 0, None, 0, None,
-            1, 0, None,
-        )
+        flash3_over_pages(q, k, v, out, **batch)
         return out
 
-    return call, ""
+    if s.kind != "step":
+        return call, ""
+    from .engine import write_16_bit  # what the engine writes its pages with
+
+    write = write_16_bit(problem, peers, (k, v))
+    new = [t[problem.new] for t in (problem.key, problem.value, problem.slots)]
+
+    def step():
+        write(*new)
+        return call()
+
+    return step, "and the engine's write"
 
 
 def _flash4(problem: Problem, dtype: torch.dtype):

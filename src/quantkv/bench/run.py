@@ -32,6 +32,7 @@ class Row:
     error: relative, against float64; tolerance: the largest that is right. us: median microseconds of a call; timed: how
     ("graph", "events", "clock"). nbytes: what a call must move; gbps: nbytes over time; share: gbps over the read ceiling;
     tflops: attention's arithmetic over time. vs_16bit: how many times faster than the fastest 16-bit rival that was right.
+    ceiling_gbps: of the run that the row is from.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Row:
     tflops: float | None = None
     vs_16bit: float | None = None
     best_16bit: str = ""
+    ceiling_gbps: float | None = None
 
 
 @dataclass
@@ -77,14 +79,21 @@ class Result:
         rows = [Row(**row) for row in values.pop("rows")]
         return cls(**values, rows=rows)
 
+    def keep(self, older: Result) -> None:
+        """Take over what an older run measured at other shapes; each row keeps its run's ceiling, and its ratios."""
+        measured = {row.shape for row in self.rows}
+        self.rows = [row for row in older.rows if row.shape not in measured] + self.rows
+
 
 def run(
     shapes: Iterable[Shape],
     contestants: Iterable[Contestant],
     device: torch.device,
     on_row: Callable[[Row], None] = lambda row: None,
+    takes_part: Callable[[Shape, Contestant], bool] = lambda shape, contestant: True,
 ) -> Result:
-    """Every contestant that serves a shape's kind, on the same inputs. on_row: called with each row as soon as it is there."""
+    """Every contestant that serves a shape's kind and takes part there, on the same inputs. on_row: called with each row as soon
+    as it is there."""
     contestants = list(contestants)
     result = Result(
         device=device_name(device),
@@ -97,20 +106,20 @@ def run(
         problem = Problem(shape, device)
         rows = []
         for contestant in contestants:
-            if shape.kind in contestant.kinds:
+            if shape.kind in contestant.kinds and takes_part(shape, contestant):
                 row = _measure(problem, contestant, result.ceiling_gbps)
                 rows.append(row)
                 on_row(row)
         _compare(rows)
         result.rows += rows
         del problem
-        _free(device)
+        _free(device)  # once a shape: it takes longer than many a measurement
     return result
 
 
 def _measure(problem: Problem, contestant: Contestant, ceiling_gbps: float | None) -> Row:
     shape = problem.shape
-    row = Row(shape.kind, str(shape), contestant.name, contestant.stores, contestant.ours, "ok")
+    row = Row(shape.kind, str(shape), contestant.name, contestant.stores, contestant.ours, "ok", ceiling_gbps=ceiling_gbps)
     try:
         entry = contestant.prepare(problem)
         row.note, row.nbytes = entry.note, entry.nbytes
@@ -124,10 +133,10 @@ def _measure(problem: Problem, contestant: Contestant, ceiling_gbps: float | Non
         refused = isinstance(error, (Unavailable, ValueError, NotImplementedError))
         row.status = "unavailable" if refused else "failed"
         row.reason = " ".join(f"{'' if refused else type(error).__name__ + ': '}{error}".split())[:300]
+        if not refused:
+            error.__traceback__ = entry = None  # what it allocated
+            _free(problem.device)
         return row
-    finally:
-        entry = None
-        _free(problem.device)
     row.gbps = row.nbytes / row.us / 1e3
     row.share = row.gbps / ceiling_gbps if ceiling_gbps else None
     row.tflops = shape.flops / row.us / 1e6 if shape.L else None
@@ -135,11 +144,13 @@ def _measure(problem: Problem, contestant: Contestant, ceiling_gbps: float | Non
 
 
 def check(problem: Problem, contestant: Contestant, entry: Entry) -> tuple[float, float]:
-    """Relative error of one call, and the largest that is right."""
-    out = entry.call()
-    if problem.shape.kind == "write":
-        return problem.write_error(entry, rightly_written(problem, contestant.stores)), TOLERANCE["write"]
-    return problem.attention_error(entry, out), TOLERANCE[contestant.arithmetic]
+    """Relative error of one call, and the largest that is right: of a step's two the one that is nearer to it."""
+    out, kind, found = entry.call(), problem.shape.kind, []
+    if kind in ("write", "step"):
+        found.append((problem.write_error(entry, rightly_written(problem, contestant.stores)), TOLERANCE["write"]))
+    if kind != "write":
+        found.append((problem.attention_error(entry, out), TOLERANCE[contestant.arithmetic]))
+    return max(found, key=lambda pair: pair[0] / pair[1])
 
 
 def _compare(rows: list[Row]) -> None:

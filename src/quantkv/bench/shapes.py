@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
-KINDS = ("decode", "verify", "write", "prefill")
+KINDS = ("decode", "verify", "step", "write", "prefill")
 MOST_VERIFIED = 16  # queries of a sequence; with more it is a prefill
 
 
@@ -13,7 +13,8 @@ MOST_VERIFIED = 16  # queries of a sequence; with more it is a prefill
 class Shape:
     """One call. Its text is the letters with their numbers joined by "x", those at their default left out: `B8xL32768`.
 
-    B: sequences. L: keys of each, new ones included. Q: queries of each. N: tokens to write, 0 where attention is measured.
+    B: sequences. L: keys of each, new ones included. Q: queries of each. N: tokens to write, 0 where attention alone is measured;
+    with L a step: the last N of each sequence are written, then attended to by as many queries.
     HQ, HK: query and kv heads. D: head size. P: tokens of a page. W: sliding window, 0 for none.
     """
 
@@ -31,8 +32,10 @@ class Shape:
         for name in ("B", "Q", "HQ", "HK", "D", "P"):
             if getattr(self, name) < 1:
                 raise ValueError(f"shape {self}: {name} must be positive")
-        if bool(self.L) == bool(self.N):
-            raise ValueError(f"shape {self}: either L, keys to attend to, or N, tokens to write")
+        if not self.L and not self.N:
+            raise ValueError(f"shape {self}: L, keys to attend to, or N, tokens to write, or both")
+        if self.L and self.N and self.N != self.Q:
+            raise ValueError(f"shape {self}: a step writes as many tokens as it has queries, Q={self.Q}")
         if self.L and self.Q > self.L:
             raise ValueError(f"shape {self}: Q={self.Q} queries are among the L={self.L} keys")
         if self.HQ % self.HK:
@@ -56,13 +59,13 @@ class Shape:
     @property
     def kind(self) -> str:
         if self.N:
-            return "write"
+            return "step" if self.L else "write"
         return "decode" if self.Q == 1 else "verify" if self.Q <= MOST_VERIFIED else "prefill"
 
     @property
     def num_tokens(self) -> int:
         """Tokens that lie in the cache."""
-        return self.N or self.B * self.L
+        return self.B * self.L or self.N
 
     @property
     def tokens_read(self) -> int:
@@ -85,6 +88,7 @@ def shapes(*texts: str) -> tuple[Shape, ...]:
 DEFAULT = {
     "decode": shapes("B8xL32768", "B64xL8192", "L131072", "B128xL1024", "B16xL2048", "L2048"),
     "verify": shapes("B64xL8192xQ4", "B64xL8192xQ8"),
+    "step": shapes("L2048xN1"),
     "write": shapes("N8192", "N64"),
     "prefill": shapes("L16384xQ4096"),
 }
@@ -92,6 +96,7 @@ DEFAULT = {
 SMALL = {
     "decode": shapes("B2xL512xHQ8xHK2", "L2048xHQ8xHK2"),
     "verify": shapes("B2xL512xQ4xHQ8xHK2"),
+    "step": shapes("B2xL512xN1xHQ8xHK2"),
     "write": shapes("N256xHK2xHQ8"),
     "prefill": shapes("L512xQ128xHQ8xHK2"),
 }

@@ -11,6 +11,7 @@ HEADERS = ("implementation", "stores", "us", "GB/s", "of ceiling", "x 16-bit", "
 TITLES = {
     "decode": "Decode: one query a sequence",
     "verify": "Verify: a few queries a sequence",
+    "step": "Step: the new token written, then decode",
     "write": "Write",
     "prefill": "Prefill: many queries over a cache",
 }
@@ -55,9 +56,9 @@ def subtitle(result: Result) -> str:
     return f"{result.device}{ceiling}; " + ", ".join(f"{k} {v}" for k, v in result.versions.items()) + f"; {result.date}"
 
 
-def floor_us(result: Result, row: Row) -> float | None:
+def floor_us(row: Row) -> float | None:
     """Microseconds in which this GPU reads the row's bytes."""
-    return row.nbytes / result.ceiling_gbps / 1e3 if result.ceiling_gbps and row.nbytes else None
+    return row.nbytes / row.ceiling_gbps / 1e3 if row.ceiling_gbps and row.nbytes else None
 
 
 def markdown(result: Result) -> str:

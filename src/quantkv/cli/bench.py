@@ -27,10 +27,10 @@ def add_to(commands: typer.Typer) -> None:
 def bench_command(
     shape: Annotated[str | None, typer.Option(
         "--shape", metavar="B8xL32768,...", show_default="the shapes of the documentation",
-        help="B sequences of L tokens, Q queries each (1); or N tokens to write. HQ, HK heads (32, 8), D head size (128), "
+        help="B sequences of L tokens, Q queries each (1); or N tokens to write; both: a step. HQ, HK heads (32, 8), D head size (128), "
              "P page (16), W window.")] = None,
     kinds: Annotated[str, typer.Option("--kinds", metavar="A,B,...", help="Without --shape: which of them.")]
-    = "decode,verify,write,prefill",
+    = "decode,verify,step,write,prefill",
     formats: Annotated[str, typer.Option("--formats", metavar="A,B,...", help="Formats of quantkv; K/V pairs two.")] = FORMATS,
     implementations: Annotated[str | None, typer.Option(
         "--implementations", metavar="A,B,...", show_default="all that run here",
@@ -103,7 +103,7 @@ def _contestants(formats: list[str], implementations: str | None, device: Any) -
     named = available if implementations is None else [part.strip() for part in implementations.split(",")]
     if not set(named) <= set(available):
         raise ValueError(f"--implementations {implementations}: on {device.type} there are {', '.join(available)}")
-    return [quantkv(implementation, name) for implementation in named for name in formats]
+    return [quantkv(implementation, name) for name in formats for implementation in named]
 
 
 def _progress(row: Row) -> str:

@@ -93,25 +93,29 @@ def attend(
     steps = _steps(q.is_cuda if triton is None else triton)((k, v), fmt, maps, heads)
     out = q.new_empty(*q.shape[:2], sizes[1]) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    ragged = any(queries % dense.PLANNED for queries, _ in lengths)
+    whole = backend in dense.BOTTOM_RIGHT
+    ragged = not whole and any(queries % dense.PLANNED for queries, _ in lengths)
     rows = steps.map_query(q, dense.PLANNED if ragged else 0)
 
     most = max(scratch_bytes // (heads * sum(sizes) * q.element_size()) // dense.PLANNED, 1) * dense.PLANNED
     most = min(most, dense.planned(block_table.shape[1] * k.codes.shape[1]))
     scratch = [q.new_empty(heads * most * size) for size in sizes]
-    for piece in _pieces(lengths, most):
+    for piece in _pieces(lengths, most, whole):
         total = None
         start, stop = piece.tokens.start, piece.tokens.stop
         # Rows beyond the piece's own, another sequence's or none, are computed for a planned shape's sake and dropped.
-        queries = rows[start : start + dense.planned(stop - start)]
+        queries = rows[start : stop if whole else start + dense.planned(stop - start)]
         for first, count in piece.slices:
-            causal = first == piece.context
-            room = len(queries) if causal else count
+            causal = (first, count) == piece.slices[-1]
+            room = len(queries) if causal and not whole else count
             sliced = [buffer[: heads * room * size].view(heads, room, size) for buffer, size in zip(scratch, sizes)]
             steps.gather(block_table[piece.sequence], first, count, sliced)
-            part = Part(*(t[: stop - start] for t in dense.attend(backend, queries, *sliced, scale, causal)))
+            target = out[piece.tokens]
+            ready = len(piece.slices) == 1 and maps.v is None and len(queries) == len(target)  # nothing is left to do to the rows
+            found = dense.attend(backend, queries, *sliced, scale, causal, target if ready else None)
+            part = Part(*(t[: stop - start] for t in found))
             if causal:  # the last
-                steps.finish(total, part, out[piece.tokens], lse[piece.tokens])
+                steps.finish(total, part, target, lse[piece.tokens])
             else:
                 total = part if total is None else steps.merge(total, part)
     return out, lse
@@ -123,22 +127,25 @@ class _Piece:
 
     sequence: int
     tokens: slice
-    context: int  # position of the first query
     slices: list[tuple[int, int]]
 
 
-def _pieces(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[_Piece]:
-    """Cut the batch so that no slice has more than `most` keys. The last slice of a piece is the queries' own keys, which
-    they see causally; the earlier ones they see whole, and all of them but one are of a planned size."""
+def _pieces(lengths: Sequence[tuple[int, int]], most: int, whole: bool) -> Iterator[_Piece]:
+    """Cut the batch so that no slice has more than `most` keys. The queries see the last slice of a piece causally, the earlier
+    ones whole. The last one is the queries' own keys, and all of the others but one are of a planned size; if `whole`, as much
+    of the context as fits comes before their own keys."""
     end = 0
     for s, (queries, keys) in enumerate(lengths):
         start, end = end, end + queries
         for first in range(start, end, most):
             last = min(first + most, end)
             context = keys - (end - first)
-            cuts = sorted({*range(0, context, most), context - context % dense.PLANNED, context})
-            slices = [(low, high - low) for low, high in pairwise(cuts)]
-            yield _Piece(s, slice(first, last), context, [*slices, (context, last - first)])
+            stop = context + last - first
+            if whole:
+                cuts = {*range(0, stop - most, most), max(stop - most, 0), stop}
+            else:
+                cuts = {*range(0, context, most), context - context % dense.PLANNED, context, stop}
+            yield _Piece(s, slice(first, last), [(low, high - low) for low, high in pairwise(sorted(cuts))])
 
 
 def _steps(triton: bool) -> type[TorchSteps]:

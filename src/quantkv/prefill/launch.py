@@ -59,7 +59,7 @@ class TritonSteps(TorchSteps):
             self._fold(*((last, None) if total is None else (total, last)), Part(out, lse), *matrix)
         elif total is not None:
             self._fold(total, last, Part(out, lse))
-        else:
+        elif last.out.data_ptr() != out.data_ptr():
             out.copy_(last.out)
 
     def _fold(self, a: Part, b: Part | None, out: Part, matrix: torch.Tensor | None = None, factor: float = 1.0) -> None:
