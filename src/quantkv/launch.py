@@ -72,10 +72,12 @@ def _table(codec: Codec, head_size: int, device: torch.device) -> torch.Tensor |
     return None if codec.device_table is None else codec.device_table(head_size).float().to(device)
 
 
-def pages(side: Side, codec: Codec, head_size: int) -> Pages:
+def pages(side: Side, codec: Codec, head_size: int, wide: bool = True) -> Pages:
     """The views of one side. ValueError where its rows are not made of whole, aligned words."""
     codes, meta, word_bytes = side.codes, side.meta, codec.device().word_bytes
     word = torch.uint8 if word_bytes == 3 else torch.int16 if codes.element_size() < word_bytes else codes.dtype
+    if word_bytes == 3 and wide and not any(n % 4 for n in (codes.storage_offset(), codes.data_ptr(), *codes.shape[3:], *codes.stride()[:3])):
+        word = torch.int32
     if codes.stride(3) != 1 or (meta is not None and meta.shape[3] > 1 and meta.stride(3) != 1):
         raise ValueError(f"cache strides {codes.stride()}: the bytes of a row, and its metadata, must lie one after the other")
     try:
@@ -136,8 +138,8 @@ def write(
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         _rows(key),
         _rows(value),
-        pages(k, fmt.k, head_size),
-        pages(v, fmt.v, value.shape[2]),
+        pages(k, fmt.k, head_size, wide=False),
+        pages(v, fmt.v, value.shape[2], wide=False),
         *kernel_maps,
         _dense(slot_mapping),
         _dense(positions),

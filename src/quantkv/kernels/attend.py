@@ -99,7 +99,7 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
     weight = prob
     if len(affine) > 0:
         new_unit = tl.maximum(unit, 2 * power_of_two_below(tl.max(affine[0], axis=0)))
-        weight = prob * (affine[0] / new_unit)[None, :]
+        weight = prob * (affine[0] * (1 / new_unit))[None, :]
         if len(affine) > 1:
             shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
         decay *= unit / new_unit

@@ -1,5 +1,7 @@
 """Device halves of the codecs that come with quantkv. Each mirrors the `encode_ref` and `decode_ref` of its format."""
 
+import struct
+
 import triton
 import triton.language as tl
 
@@ -52,19 +54,27 @@ def pack_codes(codes, BITS: tl.constexpr):
     return word
 
 
-# Inline PTX sees two int16 words in a 32-bit register, and returns a plane's two numbers in one.
+# Inline PTX sees two words in a register of 32 bits (or in two), and returns a plane's two numbers in one.
+TWO, FOUR, EIGHT = (tl.constexpr((tl.float16,) * n) for n in (2, 4, 8))
+
+
 @triton.jit
 def two_planes(ASM: tl.constexpr, words):
-    planes = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
-    return (planes[0], planes[1])
+    p = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [words], TWO, is_pure=True, pack=2)
+    return (p[0], p[1])
 
 
 @triton.jit
 def four_planes(ASM: tl.constexpr, words):
-    planes = tl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,=&r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
-    )
-    return (planes[0], planes[1], planes[2], planes[3])
+    p = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [words], FOUR, is_pure=True, pack=2)
+    return (p[0], p[1], p[2], p[3])
+
+
+@triton.jit
+def eight_planes(ASM: tl.constexpr, words):
+    REGISTERS: tl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r" if words.dtype == tl.int16 else "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r"
+    p = tl.inline_asm_elementwise(ASM, REGISTERS, [words], EIGHT, is_pure=True, pack=2)
+    return (p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7])
 
 
 @triton.jit
@@ -267,7 +277,31 @@ def int2_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return planes, (meta[0] * (PLAN.head_size * 0.0016),)
 
 
-INT2 = DeviceCodec(8, int2_encode, int2_decode, num_meta=1)
+def _pair(x: float) -> str:
+    """x twice in fp16, as PTX."""
+    return f"0x{2 * struct.pack('>e', x).hex()}"
+
+
+def _int2_asm() -> str:
+    """Levels 661 low bit + 1227 high bit - 944, times 2^-24: a bit masked in place at b is the fp16 subnormal 2^(b - 24)."""
+    steps = []
+    for p in range(8):
+        word, bit = ("$8", 2 * p) if p < 5 else ("t", 2 * p - 10)
+        for b, level, total in ((bit, 661, "c"), (bit + 1, 1227, f"${p}")):
+            steps.append(f"and.b32 a, {word}, 0x{0x10001 << b:08x}; mov.b32 b, {_pair(level / 2**b)}; fma.rn.f16x2 ${p}, a, b, {total};")
+    return f"{{ .reg .b32 t, a, b, c; mov.b32 c, {_pair(-944 / 2**24)}; shr.b32 t, $8, 10;" + "".join(steps) + "}"
+
+
+INT2_ASM = tl.constexpr(_int2_asm())
+
+
+@triton.jit
+def int2_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return eight_planes(INT2_ASM, words), (meta[0] * (PLAN.head_size * 0.0016),)
+
+
+_INT2_PTX = DeviceCodec(8, int2_encode, int2_decode_ptx, num_meta=1, exponents=(24,) * 8)
+INT2 = DeviceCodec(8, int2_encode, int2_decode, num_meta=1, ptx=_INT2_PTX)
 
 
 @triton.jit
@@ -304,11 +338,15 @@ def book_magnitude(table, index, BITS: tl.constexpr):
 @triton.jit
 def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     """Scale that brings the row of levels to the length in the metadata."""
-    AXIS: tl.constexpr = 0 if TURNED else 1
-    real = tl.arange(0, PLAN.width) < PLAN.columns
-    real = real[:, None] if TURNED else real[None, :]
-    length = tl.sum(tl.where(real, sum_of_squares(planes).to(tl.float32), 0.0), axis=AXIS)
-    return (meta[0] / tl.sqrt(length),)
+    squares = sum_of_squares(planes)
+    if PLAN.width != PLAN.columns:
+        real = tl.arange(0, PLAN.width) < PLAN.columns
+        squares = tl.where(real[:, None] if TURNED else real[None, :], squares, 0.0)
+    if TURNED:  # as a product: then all that reads the planes has them in one layout, and they are decoded once
+        length = tl.max(tl.dot(tl.full([16, PLAN.width], 1.0, squares.dtype), squares), axis=0)
+    else:
+        length = tl.sum(squares.to(tl.float32), axis=1)
+    return (meta[0] * tl.rsqrt(length),)
 
 
 @triton.jit
@@ -346,7 +384,36 @@ def tq4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr)
 
 
 TQ4 = DeviceCodec(4, book_encode, book_decode, num_meta=1, ptx=DeviceCodec(4, book_encode, tq4_decode_ptx, num_meta=1))
-TQ3 = DeviceCodec(8, book_encode, book_decode, word_bytes=3, num_meta=1)
+
+
+def _tq3_asm() -> str:
+    """Each word's fields are spread to nibbles, which select the low and the high bytes of the eight levels."""
+    spread = "".join(
+        f"and.b32 a, {word}, 0xffffff; and.b32 b, {word}, 0xfff000; mad.lo.u32 a, b, 15, a;"
+        f"and.b32 b, a, 0x0fc00fc0; mad.lo.u32 a, b, 3, a; and.b32 b, a, 0x38383838; add.u32 {nibbles}, a, b;"
+        for word, nibbles in (("$8", "x"), ("$9", "y"))
+    )
+    look_up = "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 ${}, l, h, 0x6240; prmt.b32 ${}, l, h, 0x7351;"
+    return (
+        "{ .reg .b32 a, b, x, y, s, l, h, la, lb, ha, hb;"
+        "mov.b32 la, 0xd70c5f4d; mov.b32 lb, 0x4d5f0cd7; mov.b32 ha, 0xb3babdc0; mov.b32 hb, 0x403d3a33;"
+        + spread
+        + f"prmt.b32 s, x, y, 0x5140; {look_up.format(0, 1)} shr.b32 s, s, 16; {look_up.format(2, 3)}"
+        + f"prmt.b32 s, x, y, 0x7362; {look_up.format(4, 5)} shr.b32 s, s, 16; {look_up.format(6, 7)} }}"
+    )
+
+
+TQ3_ASM = tl.constexpr(_tq3_asm())
+
+
+@triton.jit
+def tq3_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    planes = eight_planes(TQ3_ASM, words)
+    return planes, book_affine(planes, meta, PLAN, TURNED)
+
+
+_TQ3_PTX = DeviceCodec(8, book_encode, tq3_decode_ptx, word_bytes=3, num_meta=1)
+TQ3 = DeviceCodec(8, book_encode, book_decode, word_bytes=3, num_meta=1, ptx=_TQ3_PTX)
 
 
 @triton.jit
@@ -378,4 +445,28 @@ def u4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
 
 _U4_PTX = DeviceCodec(4, uniform_encode, u4_decode_ptx, num_meta=2, exponents=NIBBLE_EXPONENTS)
 U4 = DeviceCodec(4, uniform_encode, uniform_decode, num_meta=2, ptx=_U4_PTX)
-U3 = DeviceCodec(8, uniform_encode, uniform_decode, word_bytes=3, num_meta=2)
+
+
+def _u3_asm() -> str:
+    """Three bits masked in place at o are a subnormal n 2^(o - 24); less 4 in the same units."""
+    fields = [("a", 0), ("a", 3), ("a", 6), ("b", 0), ("b", 3), ("c", 0), ("c", 3), ("c", 6)]
+    return (
+        "{ .reg .b32 a, b, c, n, m; prmt.b32 a, $8, $9, 0x5410; shr.b32 b, a, 9; prmt.b32 c, $8, $9, 0x6521; shr.b32 c, c, 7;"
+        + "".join(
+            f"and.b32 n, {word}, 0x{0x70007 << o:08x}; mov.b32 m, 0x{0x80008000 | 0x40004 << o:08x}; add.f16x2 ${p}, n, m;"
+            for p, (word, o) in enumerate(fields)
+        )
+        + "}"
+    )
+
+
+U3_ASM = tl.constexpr(_u3_asm())
+
+
+@triton.jit
+def u3_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return eight_planes(U3_ASM, words), uniform_affine(meta, PLAN)
+
+
+_U3_PTX = DeviceCodec(8, uniform_encode, u3_decode_ptx, 3, num_meta=2, exponents=(24, 21, 18, 24, 21, 24, 21, 18))
+U3 = DeviceCodec(8, uniform_encode, uniform_decode, word_bytes=3, num_meta=2, ptx=_U3_PTX)

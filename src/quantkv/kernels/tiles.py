@@ -125,19 +125,42 @@ def meta_pointers(pages, page, slot, head):
 
 
 @triton.jit
+def load_words3(pages, base, mask, PLAN: tl.constexpr):
+    """Words of three bytes `[N, W]` in int32, whose highest byte may hold anything. Read as triples of int32, which copies to
+    shared memory ahead of time can do, or, where rows are not aligned to them, byte by byte."""
+    if pages.words.dtype.element_ty == tl.int32:
+        GROUPS: tl.constexpr = PLAN.width // 4
+        group = tl.arange(0, GROUPS)[None, :]
+        at = pages.words + base[:, None] + 3 * group
+        real = mask[:, None] & (4 * group < PLAN.columns)
+        a = tl.load(at, mask=real, other=0).to(tl.uint32, bitcast=True)
+        b = tl.load(at + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
+        c = tl.load(at + 2, mask=real, other=0).to(tl.uint32, bitcast=True)
+        even = tl.join(a, (b >> 16) | (c << 16))
+        odd = tl.join((a >> 24) | (b << 8), c >> 8)
+        return tl.reshape(tl.join(even, odd), [base.shape[0], PLAN.width]).to(tl.int32, bitcast=True)
+    else:
+        word = tl.arange(0, PLAN.width)[None, :]
+        at = pages.words + base[:, None] + 3 * word
+        real = mask[:, None] & (word < PLAN.columns)
+        total = tl.zeros(at.shape, tl.int32)
+        for i in tl.static_range(3):
+            total |= tl.load(at + i, mask=real, other=0).to(tl.int32) << (8 * i)
+        return total
+
+
+@triton.jit
 def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
     """words `[N, W]` and metadata, a tuple of `[N]` float32, of N cached rows. What is masked reads as zero bits: an unwritten
     slot may hold NaN, in the codes and in the metadata."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
-    real = mask[:, None]
-    if PLAN.width != PLAN.columns:
-        real = real & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
-    at = word_pointers(pages, page, slot, head, PLAN)
-    words = tl.load(at, mask=real, other=0)
     if PLAN.codec.word_bytes == 3:
-        second = tl.load(at + 1, mask=real, other=0).to(tl.int32)
-        third = tl.load(at + 2, mask=real, other=0).to(tl.int32)
-        words = words.to(tl.int32) | (second << 8) | (third << 16)
+        words = load_words3(pages, page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, mask, PLAN)
+    else:
+        real = mask[:, None]
+        if PLAN.width != PLAN.columns:
+            real = real & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
+        words = tl.load(word_pointers(pages, page, slot, head, PLAN), mask=real, other=0)
     meta = ()
     if NUM_META > 0:
         at = meta_pointers(pages, page, slot, head)
