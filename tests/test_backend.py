@@ -22,7 +22,6 @@ from quantkv import backend, reference
 from quantkv.backend import KVQuantMode as Mode
 from quantkv.backend import get_backend
 
-
 pytestmark = pytest.mark.usefixtures("on_device")
 ROTATED_BITS = {Mode.INT4_PER_TOKEN_HEAD: 4, Mode.INT2_PER_TOKEN_HEAD: 2}
 

@@ -13,7 +13,6 @@ from quantkv import backend
 from quantkv.backend import KVQuantMode as Mode
 from quantkv.backend import QuantKVBackend, get_backend, has_backend, registry
 
-
 pytestmark = pytest.mark.usefixtures("on_device")
 
 

@@ -6,7 +6,6 @@ import torch
 from backend_calls import (
     BLOCK_SIZE,
     BLOCKS,
-    DEVICE,
     HEADS,
     OUTPUT_BOUND,
     PRESETS,
