@@ -53,7 +53,7 @@ def device_codec(codec: Codec, ptx: int = 0) -> DeviceCodec:
     if codec.device is None:
         raise ValueError(f"implementation='triton': codec {codec.name} has no Triton half")
     device = codec.device()
-    return device.ptx if device.ptx is not None and ptx >= device.ptx_capability else device
+    return device if device.program is None or ptx >= device.program.capability else replace(device, program=None)
 
 
 def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, target: Target) -> RowPlan:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+HALVES = tl.constexpr({n: (tl.float16,) * n for n in (2, 4, 8)})  # what inline PTX returns
+
 
 @triton.jit
 def split_pairs(planes):
@@ -167,6 +169,23 @@ def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
         for i in tl.static_range(NUM_META):
             meta = meta + (tl.load(at + i, mask=mask, other=0.0).to(tl.float32),)
     return words, meta
+
+
+@triton.jit
+def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """What rows hold, and the scale and bias to read it with: words `[N, W]`, or `[W, N]` if TURNED."""
+    CODEC: tl.constexpr = PLAN.codec
+    P: tl.constexpr = PLAN.codec.planes
+    PTX: tl.constexpr = PLAN.codec.ptx
+    REGISTERS: tl.constexpr = PLAN.codec.registers
+    if PTX != "":
+        halves = tl.inline_asm_elementwise(PTX, REGISTERS, [words], HALVES[P], is_pure=True, pack=2)
+        planes = ()
+        for p in tl.static_range(P):
+            planes = planes + (halves[p],)
+    else:
+        planes = CODEC.unpack(words, table, PLAN)
+    return planes, CODEC.affine(planes, meta, PLAN, TURNED)
 
 
 @triton.jit
