@@ -8,6 +8,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from quantkv import PagedCache, get_format, launch, ops
+from quantkv.prefill import launch as prefill
+from quantkv.prefill.steps import Part
 from quantkv.reference import Segment
 
 TARGETS = {
@@ -17,7 +19,7 @@ TARGETS = {
     "sm100": (GPUTarget("cuda", 100, 32), launch.Target(100, "tf32x3", 148)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), launch.Target(0, "ieee", 304)),
 }
-KERNELS = ("write_kernel", "attend_kernel", "combine_kernel")
+KERNELS = {launch: ("write_kernel", "attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
 
 
 class Compiler:
@@ -49,15 +51,27 @@ def every_option(num_seqs, heads):
         "alibi_slopes": sinks,
         "qq_bias": torch.zeros(8, 8),
         "prefix_ranges": torch.zeros(num_seqs, 2, 2, dtype=torch.int32),
+        "output_scale": 0.5,
     }
 
 
+def compile_steps(cache, rows):
+    """What prefill launches around a dense kernel: keys and values gathered, queries mapped, outputs merged and mapped back."""
+    steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8)
+    scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
+    steps.gather(torch.zeros(16, dtype=torch.int32), 0, 200, scratch)
+    steps.map_query(rows, 0)
+    part = Part(rows, torch.empty(rows.shape[:2]))
+    steps.finish(steps.merge(part, part), part, torch.empty_like(rows), torch.empty(rows.shape[:2]))
+
+
 def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False, dtype=torch.bfloat16):
-    """Compile write, attend for decode and for a long prompt, and combine. Returns (kernel, bytes of shared memory) of each."""
+    """Compile write, attend for decode and for a long prompt, combine, and the steps around a dense kernel. Returns (kernel, bytes of
+    shared memory) of each. options: with all of them at once, and an output in 8-bit floats."""
     triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
-    compiled, stock = [], {kernel: getattr(launch, kernel) for kernel in KERNELS}
-    for kernel, function in stock.items():
-        setattr(launch, kernel, Compiler(function, triton_target, compiled))
+    compiled, stock = [], {(module, kernel): getattr(module, kernel) for module, kernels in KERNELS.items() for kernel in kernels}
+    for (module, kernel), function in stock.items():
+        setattr(module, kernel, Compiler(function, triton_target, compiled))
     try:
         fmt = get_format(name)
         cache = PagedCache(fmt.cache_spec(8, head_size), 64)
@@ -69,7 +83,7 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
             launch.attend(
                 q,
                 [Segment(cache.k, cache.v, fmt, torch.zeros(4, 64, dtype=torch.int32), cache.maps)],
-                torch.empty_like(q),
+                torch.empty_like(q, dtype=torch.float8_e4m3fn if options else None),
                 torch.empty(q.shape[:2]),
                 cu_seqlens_q=torch.arange(5, dtype=torch.int32) * length,
                 seq_lens=torch.full((4,), 1024, dtype=torch.int32),
@@ -78,7 +92,9 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
                 max_query_len=length,
                 batch_invariant=False,
             )
+        if not options:
+            compile_steps(cache, rows)
     finally:
-        for kernel, function in stock.items():
-            setattr(launch, kernel, function)
+        for (module, kernel), function in stock.items():
+            setattr(module, kernel, function)
     return compiled

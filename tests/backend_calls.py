@@ -10,6 +10,7 @@ from quantkv import backend
 from quantkv.backend import KVQuantMode as Mode
 from quantkv.backend import get_backend
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DATA = Path(__file__).parent / "data"
 PER_TOKEN_HEAD = [mode for mode in Mode if mode.is_per_token_head]
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
@@ -20,11 +21,25 @@ BLOCKS, BLOCK_SIZE, HEADS = 8, 16, 2
 
 @cache
 def golden(head_size):
-    return load_file(DATA / f"d{head_size}_bf16.safetensors")
+    return {name: t.to(DEVICE) for name, t in load_file(DATA / f"d{head_size}_bf16.safetensors").items()}
 
 
 def as_bytes(t):
     return t.contiguous().view(torch.uint8)
+
+
+def check_stored(got, expected, bits):
+    """The golden bytes, or codes of `bits` bits: on a CPU all of them. On a GPU a rotation is a sum in another order, and rounds a
+    few rows otherwise: at most 0.4 % of the bytes then differ (docs/formats.md), each code by one level."""
+    got, expected = as_bytes(got), as_bytes(expected)
+    if DEVICE.type == "cpu" or bits == 0:
+        assert torch.equal(got, expected)
+        return
+    assert (got != expected).float().mean() <= 0.004
+    if bits in (2, 4):
+        for shift in range(0, 8, bits):
+            levels = [(t.int() >> shift) & (2**bits - 1) for t in (got, expected)]
+            assert (levels[0] - levels[1]).abs().max() <= 1
 
 
 def relative_error(result, expected):
@@ -42,7 +57,7 @@ def write(mode, head_size, key_cache=None, value_cache=None, scales=None):
     g, owner = golden(head_size), get_backend(mode)
     key_cache = empty_cache(mode, head_size) if key_cache is None else key_cache
     value_cache = empty_cache(mode, head_size) if value_cache is None else value_cache
-    scales = owner.allocate_scale_caches(BLOCKS, BLOCK_SIZE, HEADS, torch.device("cpu")) if scales is None else scales
+    scales = owner.allocate_scale_caches(BLOCKS, BLOCK_SIZE, HEADS, DEVICE) if scales is None else scales
     backend.triton_reshape_and_cache_flash_per_token_head_quant(
         g["key"], g["value"], key_cache, value_cache, *scales, g["slot_mapping"], mode)
     return key_cache, value_cache, *scales
@@ -64,6 +79,7 @@ def turboquant_arguments(head_size, preset):
     config = backend.TurboQuantConfig.from_cache_dtype(preset, head_size)
     levels = backend.get_centroids(head_size, config.centroid_bits)
     rotation = backend.fast_hadamard_transform(torch.eye(head_size)) / head_size**0.5
+    levels = levels.to(DEVICE)
     return config, levels, (levels[:-1] + levels[1:]) / 2, rotation
 
 

@@ -18,6 +18,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
 
+@pytest.fixture
+def on_device():
+    """What a test makes, it makes on the GPU, where there is one."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`format_name` runs over the registry: a new format is tested without a test edit."""
     if "format_name" in metafunc.fixturenames:

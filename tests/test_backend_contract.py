@@ -8,10 +8,12 @@ import warnings
 import pytest
 import torch
 
-from backend_calls import BLOCK_SIZE, BLOCKS, HEADS, OUTPUT_BOUND, as_bytes, golden, read, relative_error, write
+from backend_calls import BLOCK_SIZE, BLOCKS, DEVICE, HEADS, OUTPUT_BOUND, as_bytes, golden, read, relative_error, write
 from quantkv import backend
 from quantkv.backend import KVQuantMode as Mode
 from quantkv.backend import QuantKVBackend, get_backend, has_backend, registry
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def test_modes_are_numbered_as_in_the_reference_system():
@@ -134,7 +136,7 @@ def test_every_public_name_exists():
                                          (torch.uint8, Mode.INT8_PER_TOKEN_HEAD)])
 def test_a_write_without_a_mode_warns_and_goes_by_the_dtype(dtype, mode):
     g, caches = golden(64), [torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 64, dtype=torch.uint8).view(dtype) for _ in "kv"]
-    scales = get_backend(mode).allocate_scale_caches(BLOCKS, BLOCK_SIZE, HEADS, torch.device("cpu"))
+    scales = get_backend(mode).allocate_scale_caches(BLOCKS, BLOCK_SIZE, HEADS, DEVICE)
     with pytest.warns(DeprecationWarning, match="without `kv_quant_mode` is deprecated") as caught:
         backend.triton_reshape_and_cache_flash_per_token_head_quant(g["key"], g["value"], *caches, *scales, g["slot_mapping"])
     assert caught[0].filename == __file__

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkv import PagedCache, get_format, ops
+from quantkv import PagedCache, get_format, maps, ops
 from quantkv.testing import Batch, check, relative_error
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -25,6 +25,18 @@ def decode_step(cache, key, value, q, slots, seq_lens, block_table, cu_seqlens_q
         max_query_len=1,
     )
     return out + 1, lse
+
+
+def test_a_default_device_of_the_caller_changes_nothing(format_name):
+    """Engines build models under `with torch.device(...)`: tables that are made there once must not lie elsewhere for ever."""
+    b = Batch.make(format_name, (1, 2), (20, 40), dtype=torch.bfloat16)
+    out, _ = b.attend(implementation="reference")
+    maps.named_map.cache_clear(), maps._default_map.cache_clear()
+    with torch.device("meta"):
+        cache = PagedCache(b.cache.spec, b.cache.num_blocks, "cpu")
+        cache.write(b.key, b.value, b.slots, implementation="reference")
+        again = cache.attend(b.q, block_table=b.block_table, seq_lens=b.seq_lens, cu_seqlens_q=b.cu_seqlens_q, implementation="reference")
+    assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8_token", "tq3"])

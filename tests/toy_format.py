@@ -30,10 +30,10 @@ def toy_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def toy_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16)), meta
+def toy_unpack(words, table, PLAN: tl.constexpr):
+    return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
 
 
-DEVICE = DeviceCodec(2, toy_encode, toy_decode, num_meta=1)
+DEVICE = DeviceCodec(2, toy_encode, toy_unpack, num_meta=1)
 TOY = Codec("toy8", RowLayout(8, ("float16",)), encode, decode, code_dtype=torch.int8, head_size_multiple=2, device=lambda: DEVICE)
 register(Format("toy", TOY, TOY), "toy_per_token_head")

@@ -53,7 +53,7 @@ def device_codec(codec: Codec, ptx: int = 0) -> DeviceCodec:
     if codec.device is None:
         raise ValueError(f"implementation='triton': codec {codec.name} has no Triton half")
     device = codec.device()
-    return device.ptx if device.ptx is not None and ptx >= device.ptx_capability else device
+    return device if device.program is None or ptx >= device.program.capability else replace(device, program=None)
 
 
 def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, target: Target) -> RowPlan:
@@ -72,10 +72,19 @@ def _table(codec: Codec, head_size: int, device: torch.device) -> torch.Tensor |
     return None if codec.device_table is None else codec.device_table(head_size).float().to(device)
 
 
-def pages(side: Side, codec: Codec, head_size: int) -> Pages:
-    """The views of one side. ValueError where its rows are not made of whole, aligned words."""
+def _word_dtype(codes: torch.Tensor, word_bytes: int, stored: bool) -> torch.dtype:
+    """What a kernel sees a row's bytes as. Words of three bytes are stored byte by byte; they are read from triples of int32
+    where rows lie on and are made of such."""
+    if word_bytes == 3:
+        places = (codes.data_ptr(), codes.storage_offset(), codes.shape[3], *codes.stride()[:3])
+        return torch.uint8 if stored or any(n % 4 for n in places) else torch.int32
+    return torch.int16 if codes.element_size() < word_bytes else codes.dtype
+
+
+def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pages:
+    """The views of one side, to read or to be `stored`. ValueError where its rows are not made of whole, aligned words."""
     codes, meta, word_bytes = side.codes, side.meta, codec.device().word_bytes
-    word = torch.uint8 if word_bytes == 3 else torch.int16 if codes.element_size() < word_bytes else codes.dtype
+    word = _word_dtype(codes, word_bytes, stored)
     if codes.stride(3) != 1 or (meta is not None and meta.shape[3] > 1 and meta.stride(3) != 1):
         raise ValueError(f"cache strides {codes.stride()}: the bytes of a row, and its metadata, must lie one after the other")
     try:
@@ -136,8 +145,8 @@ def write(
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         _rows(key),
         _rows(value),
-        pages(k, fmt.k, head_size),
-        pages(v, fmt.v, value.shape[2]),
+        pages(k, fmt.k, head_size, stored=True),
+        pages(v, fmt.v, value.shape[2], stored=True),
         *kernel_maps,
         _dense(slot_mapping),
         _dense(positions),

@@ -24,7 +24,7 @@ def hadamard(size: int) -> torch.Tensor:
     """Unnormalised Sylvester Hadamard matrix `[size, size]` float64: `H H = size I`. ValueError unless a power of two."""
     if size < 1 or size & (size - 1):
         raise ValueError(f"size={size}: a Hadamard matrix needs a power of two")
-    h = torch.ones(1, 1, dtype=torch.float64)
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever device a caller has made the default
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return h
@@ -34,7 +34,7 @@ def rht_signs(size: int) -> torch.Tensor:
     """The reference system's fixed vector of +-1 `[size]` float64."""
     generator = torch.Generator("cpu")
     generator.manual_seed(RHT_SEED)
-    return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator).double() - 1
+    return 2 * torch.bernoulli(torch.full((size,), 0.5, device="cpu"), generator=generator).double() - 1
 
 
 @lru_cache(maxsize=64)

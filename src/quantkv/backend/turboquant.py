@@ -129,7 +129,7 @@ def _rotation(matrix: torch.Tensor, argument: str, head_size: int, device: torch
     checks.tensor(argument, matrix, (head_size, head_size), checks.ROW_DTYPES, device)
     matrix = (matrix.mT if argument == "Pi" else matrix).detach().float().clone(memory_format=torch.contiguous_format)
     host = matrix.double().cpu()
-    if not torch.allclose(host @ host.mT, torch.eye(head_size, dtype=host.dtype), atol=1e-3):
+    if not torch.allclose(host @ host.mT, torch.eye(head_size, dtype=host.dtype, device=host.device), atol=1e-3):
         checks.refuse(argument, f"{tuple(host.shape)} numbers", "an orthogonal matrix is needed")
     if torch.allclose(host, named_map("hadamard_unit", head_size)[0], rtol=0, atol=1e-6):
         return _Rotation(host, None)

@@ -16,9 +16,14 @@ def round_half_away(x: torch.Tensor) -> torch.Tensor:
     return torch.add(x, x.sign(), alpha=0.5).trunc_()
 
 
+def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded once: on a GPU torch multiplies by the reciprocal of a number, but divides by a tensor."""
+    return x / (torch.full_like(x, divisor) if x.is_cuda else divisor)
+
+
 def absmax_scale(y: torch.Tensor, largest_code: float) -> torch.Tensor:
     """`[..., D]` float32 -> scale `[..., 1]` that maps the row's largest magnitude to `largest_code`."""
-    return (y.abs().amax(-1, keepdim=True) / largest_code).clamp_min(SMALLEST_SCALE)
+    return quotient(y.abs().amax(-1, keepdim=True), largest_code).clamp_min(SMALLEST_SCALE)
 
 
 def decode_scaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):

@@ -12,6 +12,7 @@ from ..packing import pack, planes_of, unpack
 from ..spec import RowLayout
 from .device import shipped_codec
 from .fp8 import plain_fp8
+from .int8 import quotient
 
 # Positive half of the levels for N(0, 1). The reference solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails
 # to
@@ -26,7 +27,7 @@ NORM_EPSILON = 1e-8
 
 def centroids(bits: int, head_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Sorted levels `[2**bits]` of the quantizer of N(0, 1 / head_size)."""
-    half = torch.tensor(LEVELS[bits], dtype=torch.float64) / head_size**0.5
+    half = torch.tensor(LEVELS[bits], dtype=torch.float64, device="cpu") / head_size**0.5
     return torch.cat([-half.flip(0), half]).to(dtype)
 
 
@@ -71,7 +72,7 @@ def value_codec(bits: int) -> Codec:
 
     def encode(y):
         low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
-        scale = ((high - low) / top).clamp_min(1e-8)
+        scale = quotient(high - low, top).clamp_min(1e-8)
         codes = torch.trunc((y - low) / scale + 0.5).clamp(0, top)
         return pack(codes, bits), torch.cat([scale, low], -1).half()
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .tiles import (
     bias_score,
+    decode,
     find_sequence,
     join_operand,
     join_planes,
@@ -99,7 +100,7 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
     weight = prob
     if len(affine) > 0:
         new_unit = tl.maximum(unit, 2 * power_of_two_below(tl.max(affine[0], axis=0)))
-        weight = prob * (affine[0] / new_unit)[None, :]
+        weight = prob * (affine[0] * (1 / new_unit))[None, :]
         if len(affine) > 1:
             shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
         decay *= unit / new_unit
@@ -135,8 +136,7 @@ def attend_kernel(
     Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
     first_split on; a split without keys writes lse -inf and no part. k_scale multiplies what was encoded, not the offset."""
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
-    K_CODEC: tl.constexpr = K.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
-    V_CODEC: tl.constexpr = V.codec
+    V_CODEC: tl.constexpr = V.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
     V_PLANES: tl.constexpr = V.planes
@@ -208,10 +208,10 @@ def attend_kernel(
 
         words, meta = load_cached(k_pages, page, slot, head, used, K)
         if F.joined:
-            planes, affine = K_CODEC.decode(words, meta, k_pages.table, K, False)
+            planes, affine = decode(words, meta, k_pages.table, K, False)
             operand = (tl.trans(join_operand(planes)),)
         else:
-            operand, affine = K_CODEC.decode(tl.trans(words), meta, k_pages.table, K, True)
+            operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
         score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
         if K.offset:
             score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
@@ -225,7 +225,7 @@ def attend_kernel(
         row_sum = row_sum * decay + tl.sum(prob, axis=1)
 
         words, meta = load_cached(v_pages, page, slot, head, used, V)
-        operand, affine = V_CODEC.decode(words, meta, v_pages.table, V, False)
+        operand, affine = decode(words, meta, v_pages.table, V, False)
         if F.joined:
             operand = (join_operand(operand),)
         acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)

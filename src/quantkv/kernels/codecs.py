@@ -1,8 +1,11 @@
 """Device halves of the codecs that come with quantkv. Each mirrors the `encode_ref` and `decode_ref` of its format."""
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
+from . import ptx
 from .views import DeviceCodec
 
 
@@ -52,34 +55,19 @@ def pack_codes(codes, BITS: tl.constexpr):
     return word
 
 
-# Inline PTX sees two int16 words in a 32-bit register, and returns a plane's two numbers in one.
-@triton.jit
-def two_planes(ASM: tl.constexpr, words):
-    planes = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
-    return (planes[0], planes[1])
-
-
-@triton.jit
-def four_planes(ASM: tl.constexpr, words):
-    planes = tl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,=&r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
-    )
-    return (planes[0], planes[1], planes[2], planes[3])
-
-
 @triton.jit
 def plain_encode(x, real, table, PLAN: tl.constexpr):
     return x[0], ()
 
 
 @triton.jit
-def plain_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return (words,), ()
+def plain_unpack(words, table, PLAN: tl.constexpr):
+    return (words,)
 
 
-BF16 = DeviceCodec(1, plain_encode, plain_decode, operand=tl.bfloat16)
-FP16 = DeviceCodec(1, plain_encode, plain_decode, operand=tl.float16)
-FP32 = DeviceCodec(1, plain_encode, plain_decode, word_bytes=4, operand=tl.float32)
+BF16 = DeviceCodec(1, plain_encode, plain_unpack, operand=tl.bfloat16)
+FP16 = DeviceCodec(1, plain_encode, plain_unpack)
+FP32 = DeviceCodec(1, plain_encode, plain_unpack, word_bytes=4, operand=tl.float32)
 
 
 @triton.jit
@@ -91,25 +79,11 @@ def int8_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int8_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16)), meta
+def int8_unpack(words, table, PLAN: tl.constexpr):
+    return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
 
 
-# Byte b + 128 under the exponent of 1024 is the fp16 number 1152 + b.
-INT8_ASM = tl.constexpr(
-    "{ .reg .b32 t, a, b, c;"
-    "mov.b32 c, 0x64806480; lop3.b32 a, $2, 0x00ff00ff, c, 0x6a;"
-    "shr.b32 t, $2, 8; lop3.b32 b, t, 0x00ff00ff, c, 0x6a;"
-    "mov.b32 c, 0xe480e480; add.f16x2 $0, a, c; add.f16x2 $1, b, c; }"
-)
-
-
-@triton.jit
-def int8_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return two_planes(INT8_ASM, words), meta
-
-
-INT8 = DeviceCodec(2, int8_encode, int8_decode, num_meta=1, ptx=DeviceCodec(2, int8_encode, int8_decode_ptx, num_meta=1))
+INT8 = DeviceCodec(2, int8_encode, int8_unpack, num_meta=1, program=ptx.BYTES)
 
 
 @triton.jit
@@ -147,20 +121,12 @@ def e4m3_high_byte(words):
 
 
 @triton.jit
-def e4m3_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return (e4m3_high_byte(words << 8), e4m3_high_byte(words)), meta
+def e4m3_unpack(words, table, PLAN: tl.constexpr):
+    return (e4m3_high_byte(words << 8), e4m3_high_byte(words))
 
 
-E4M3_ASM = tl.constexpr(
-    "{ .reg .b32 t; .reg .b16 lo, hi;"
-    "prmt.b32 t, $2, 0, 0x3120; mov.b32 {lo, hi}, t;"
-    "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
-)
-
-
-@triton.jit
-def e4m3_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return two_planes(E4M3_ASM, words), meta
+E4M3 = DeviceCodec(2, e4m3_encode, e4m3_unpack, exponents=(8, 8), program=ptx.E4M3)
+E4M3_TOKEN = replace(E4M3, encode=e4m3_token_encode, num_meta=1)
 
 
 @triton.jit
@@ -169,46 +135,30 @@ def e5m2_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def e5m2_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True)), meta
+def e5m2_unpack(words, table, PLAN: tl.constexpr):
+    return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True))
 
 
-def _e4m3(encode, num_meta: int) -> DeviceCodec:
-    native = DeviceCodec(2, encode, e4m3_decode_ptx, num_meta=num_meta)
-    return DeviceCodec(2, encode, e4m3_decode, num_meta=num_meta, exponents=(8, 8), ptx=native, ptx_capability=89)
-
-
-E4M3, E4M3_TOKEN = _e4m3(e4m3_encode, 0), _e4m3(e4m3_token_encode, 1)
-E5M2 = DeviceCodec(2, e5m2_encode, e5m2_decode)
+E5M2 = DeviceCodec(2, e5m2_encode, e5m2_unpack)
 
 
 @triton.jit
-def unpack_codes(words, BITS: tl.constexpr, COUNT: tl.constexpr):
+def unpack_codes(words, PLAN: tl.constexpr):
+    BITS: tl.constexpr = PLAN.bits
     codes = ()
-    for p in tl.static_range(COUNT):
+    for p in tl.static_range(PLAN.planes):
         codes = codes + ((words >> (BITS * p)) & ((1 << BITS) - 1),)
     return codes
 
 
 @triton.jit
-def uniform_planes(words, BITS: tl.constexpr, COUNT: tl.constexpr):
-    """Codes less half their range, as fp16 numbers."""
-    codes = unpack_codes(words, BITS, COUNT)
+def uniform_unpack(words, table, PLAN: tl.constexpr):
+    """Codes less half their range."""
+    codes = unpack_codes(words, PLAN)
     planes = ()
-    for p in tl.static_range(COUNT):
-        planes = planes + ((codes[p] - (1 << (BITS - 1))).to(tl.float16),)
+    for p in tl.static_range(len(codes)):
+        planes = planes + ((codes[p] - (1 << (PLAN.bits - 1))).to(tl.float16),)
     return planes
-
-
-# A nibble masked in place is an fp16 subnormal: n 2^-24 at bit 0, n 2^-20 at bit 4; minus 8 in the same units. Tensor cores
-# take subnormals at full speed.
-NIBBLE_ASM = tl.constexpr(
-    "{ .reg .b32 t, a, b, c; mov.b32 b, 0x80088008; mov.b32 c, 0x80808080;"
-    "and.b32 a, $4, 0x000f000f; add.f16x2 $0, a, b; and.b32 a, $4, 0x00f000f0; add.f16x2 $1, a, c;"
-    "shr.b32 t, $4, 8;"
-    "and.b32 a, t, 0x000f000f; add.f16x2 $2, a, b; and.b32 a, t, 0x00f000f0; add.f16x2 $3, a, c; }"
-)
-NIBBLE_EXPONENTS = (24, 20, 24, 20)
 
 
 @triton.jit
@@ -226,24 +176,13 @@ def int4_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int4_affine(meta):
+def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     bits = meta[0].to(tl.int32, bitcast=True)
     scale = (bits & -16).to(tl.float32, bitcast=True)
     return (scale, (8 - (bits & 15)).to(tl.float32) * scale)
 
 
-@triton.jit
-def int4_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return uniform_planes(words, 4, 4), int4_affine(meta)
-
-
-@triton.jit
-def int4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return four_planes(NIBBLE_ASM, words), int4_affine(meta)
-
-
-_INT4_PTX = DeviceCodec(4, int4_encode, int4_decode_ptx, num_meta=1, exponents=NIBBLE_EXPONENTS)
-INT4 = DeviceCodec(4, int4_encode, int4_decode, num_meta=1, ptx=_INT4_PTX)
+INT4 = DeviceCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=ptx.NIBBLES)
 
 
 @triton.jit
@@ -258,16 +197,21 @@ def int2_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int2_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def int2_unpack(words, table, PLAN: tl.constexpr):
     """Levels +-0.4528 = 283 x 0.0016 and +-1.5104 = 944 x 0.0016: fp16 holds the integers exactly."""
-    codes = unpack_codes(words, 2, 8)
+    codes = unpack_codes(words, PLAN)
     planes = ()
     for p in tl.static_range(8):
         planes = planes + ((codes[p] * 661 - (codes[p] >> 1) * 95 - 944).to(tl.float16),)
-    return planes, (meta[0] * (PLAN.head_size * 0.0016),)
+    return planes
 
 
-INT2 = DeviceCodec(8, int2_encode, int2_decode, num_meta=1)
+@triton.jit
+def int2_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return (meta[0] * (PLAN.head_size * 0.0016),)
+
+
+INT2 = DeviceCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=ptx.PAIRS)
 
 
 @triton.jit
@@ -304,49 +248,31 @@ def book_magnitude(table, index, BITS: tl.constexpr):
 @triton.jit
 def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     """Scale that brings the row of levels to the length in the metadata."""
-    AXIS: tl.constexpr = 0 if TURNED else 1
-    real = tl.arange(0, PLAN.width) < PLAN.columns
-    real = real[:, None] if TURNED else real[None, :]
-    length = tl.sum(tl.where(real, sum_of_squares(planes).to(tl.float32), 0.0), axis=AXIS)
-    return (meta[0] / tl.sqrt(length),)
+    squares = sum_of_squares(planes)
+    if PLAN.width != PLAN.columns:
+        real = tl.arange(0, PLAN.width) < PLAN.columns
+        squares = tl.where(real[:, None] if TURNED else real[None, :], squares, 0.0)
+    if TURNED:  # as a product: then all that reads the planes has them in one layout, and they are decoded once
+        length = tl.max(tl.dot(tl.full([16, PLAN.width], 1.0, squares.dtype), squares), axis=0)
+    else:
+        length = tl.sum(squares.to(tl.float32), axis=1)
+    return (meta[0] * tl.rsqrt(length),)
 
 
 @triton.jit
-def book_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def book_unpack(words, table, PLAN: tl.constexpr):
     MIDDLE: tl.constexpr = (1 << (PLAN.bits - 1)) - 1
-    codes = unpack_codes(words.to(tl.int32), PLAN.bits, PLAN.planes)
+    codes = unpack_codes(words.to(tl.int32), PLAN)
     planes = ()
     for p in tl.static_range(len(codes)):
         upper = codes[p] > MIDDLE  # level[top - code] = -level[code]
         magnitude = book_magnitude(table, (codes[p] ^ tl.where(upper, 0, MIDDLE)) & MIDDLE, PLAN.bits)
         planes = planes + (tl.where(upper, magnitude, -magnitude),)
-    return planes, book_affine(planes, meta, PLAN, TURNED)
+    return planes
 
 
-# The same with byte permutes: the eight positive levels in fp16 are 8 low and 8 high bytes, which a nibble selects.
-TQ4_ASM = tl.constexpr(
-    "{ .reg .b32 t, u, s, l, h, a, b, c, d, la, lb, ha, hb;"
-    "mov.b32 la, 0x8a41361c; mov.b32 lb, 0x76237906; mov.b32 ha, 0x3b393630; mov.b32 hb, 0x41403e3d;"
-    "not.b32 t, $4; and.b32 t, t, 0x88888888; shr.b32 u, t, 3; sub.u32 u, t, u;"  # t: negative; u: 7 where negative
-    "and.b32 s, $4, 0x77777777; xor.b32 s, s, u;"
-    "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 a, l, h, 0x5140; prmt.b32 b, l, h, 0x7362;"
-    "shr.b32 s, s, 16;"
-    "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 c, l, h, 0x5140; prmt.b32 d, l, h, 0x7362;"
-    "prmt.b32 l, a, c, 0x5410; shl.b32 u, t, 12; and.b32 u, u, 0x80008000; or.b32 $0, l, u;"
-    "prmt.b32 l, a, c, 0x7632; shl.b32 u, t, 8; and.b32 u, u, 0x80008000; or.b32 $1, l, u;"
-    "prmt.b32 l, b, d, 0x5410; shl.b32 u, t, 4; and.b32 u, u, 0x80008000; or.b32 $2, l, u;"
-    "prmt.b32 l, b, d, 0x7632; and.b32 u, t, 0x80008000; or.b32 $3, l, u; }"
-)
-
-
-@triton.jit
-def tq4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    planes = four_planes(TQ4_ASM, words)
-    return planes, book_affine(planes, meta, PLAN, TURNED)
-
-
-TQ4 = DeviceCodec(4, book_encode, book_decode, num_meta=1, ptx=DeviceCodec(4, book_encode, tq4_decode_ptx, num_meta=1))
-TQ3 = DeviceCodec(8, book_encode, book_decode, word_bytes=3, num_meta=1)
+TQ4 = DeviceCodec(4, book_encode, book_unpack, book_affine, num_meta=1, program=ptx.BOOK4)
+TQ3 = DeviceCodec(8, book_encode, book_unpack, book_affine, word_bytes=3, num_meta=1, program=ptx.BOOK3)
 
 
 @triton.jit
@@ -362,20 +288,9 @@ def uniform_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def uniform_affine(meta, PLAN: tl.constexpr):
+def uniform_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (meta[0], meta[1] + (1 << (PLAN.bits - 1)) * meta[0])
 
 
-@triton.jit
-def uniform_decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return uniform_planes(words, PLAN.bits, PLAN.planes), uniform_affine(meta, PLAN)
-
-
-@triton.jit
-def u4_decode_ptx(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    return four_planes(NIBBLE_ASM, words), uniform_affine(meta, PLAN)
-
-
-_U4_PTX = DeviceCodec(4, uniform_encode, u4_decode_ptx, num_meta=2, exponents=NIBBLE_EXPONENTS)
-U4 = DeviceCodec(4, uniform_encode, uniform_decode, num_meta=2, ptx=_U4_PTX)
-U3 = DeviceCodec(8, uniform_encode, uniform_decode, word_bytes=3, num_meta=2)
+U4 = DeviceCodec(4, uniform_encode, uniform_unpack, uniform_affine, num_meta=2, program=ptx.NIBBLES)
+U3 = DeviceCodec(8, uniform_encode, uniform_unpack, uniform_affine, word_bytes=3, num_meta=2, program=ptx.TRIPLETS)

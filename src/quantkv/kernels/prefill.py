@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import join_planes, load_cached, load_matrix, map_product, offset_row
+from .tiles import decode, join_planes, load_cached, load_matrix, map_product, offset_row
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def gather_rows(pages, map, table, target, head, first, index, count, room, fact
     mask = index < count
     page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
     words, meta = load_cached(pages, page, key % PAGE, head, mask, PLAN)
-    planes, affine = PLAN.codec.decode(words, meta, pages.table, PLAN, False)
+    planes, affine = decode(words, meta, pages.table, PLAN, False)
     rows = ()
     for p in tl.static_range(P):
         x = planes[p].to(tl.float32) * FACTORS[p]

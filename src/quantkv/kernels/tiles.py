@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+HALVES = tl.constexpr({n: (tl.float16,) * n for n in (2, 4, 8)})  # what inline PTX returns
+
 
 @triton.jit
 def split_pairs(planes):
@@ -125,25 +127,65 @@ def meta_pointers(pages, page, slot, head):
 
 
 @triton.jit
+def load_words3(pages, base, mask, PLAN: tl.constexpr):
+    """Words of three bytes `[N, W]` in int32, whose highest byte may hold anything. Read as triples of int32, which copies to
+    shared memory ahead of time can do, or, where rows are not aligned to them, byte by byte."""
+    if pages.words.dtype.element_ty == tl.int32:
+        GROUPS: tl.constexpr = PLAN.width // 4
+        group = tl.arange(0, GROUPS)[None, :]
+        at = pages.words + base[:, None] + 3 * group
+        real = mask[:, None] & (4 * group < PLAN.columns)
+        a = tl.load(at, mask=real, other=0).to(tl.uint32, bitcast=True)
+        b = tl.load(at + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
+        c = tl.load(at + 2, mask=real, other=0).to(tl.uint32, bitcast=True)
+        even = tl.join(a, (b >> 16) | (c << 16))
+        odd = tl.join((a >> 24) | (b << 8), c >> 8)
+        return tl.reshape(tl.join(even, odd), [base.shape[0], PLAN.width]).to(tl.int32, bitcast=True)
+    else:
+        word = tl.arange(0, PLAN.width)[None, :]
+        at = pages.words + base[:, None] + 3 * word
+        real = mask[:, None] & (word < PLAN.columns)
+        total = tl.zeros(at.shape, tl.int32)
+        for i in tl.static_range(3):
+            total |= tl.load(at + i, mask=real, other=0).to(tl.int32) << (8 * i)
+        return total
+
+
+@triton.jit
 def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
     """words `[N, W]` and metadata, a tuple of `[N]` float32, of N cached rows. What is masked reads as zero bits: an unwritten
     slot may hold NaN, in the codes and in the metadata."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
-    real = mask[:, None]
-    if PLAN.width != PLAN.columns:
-        real = real & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
-    at = word_pointers(pages, page, slot, head, PLAN)
-    words = tl.load(at, mask=real, other=0)
     if PLAN.codec.word_bytes == 3:
-        second = tl.load(at + 1, mask=real, other=0).to(tl.int32)
-        third = tl.load(at + 2, mask=real, other=0).to(tl.int32)
-        words = words.to(tl.int32) | (second << 8) | (third << 16)
+        words = load_words3(pages, page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, mask, PLAN)
+    else:
+        real = mask[:, None]
+        if PLAN.width != PLAN.columns:
+            real = real & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
+        words = tl.load(word_pointers(pages, page, slot, head, PLAN), mask=real, other=0)
     meta = ()
     if NUM_META > 0:
         at = meta_pointers(pages, page, slot, head)
         for i in tl.static_range(NUM_META):
             meta = meta + (tl.load(at + i, mask=mask, other=0.0).to(tl.float32),)
     return words, meta
+
+
+@triton.jit
+def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """What rows hold, and the scale and bias to read it with: words `[N, W]`, or `[W, N]` if TURNED."""
+    CODEC: tl.constexpr = PLAN.codec
+    P: tl.constexpr = PLAN.codec.planes
+    PTX: tl.constexpr = PLAN.codec.ptx
+    REGISTERS: tl.constexpr = PLAN.codec.registers
+    if PTX != "":
+        halves = tl.inline_asm_elementwise(PTX, REGISTERS, [words], HALVES[P], is_pure=True, pack=2)
+        planes = ()
+        for p in tl.static_range(P):
+            planes = planes + (halves[p],)
+    else:
+        planes = CODEC.unpack(words, table, PLAN)
+    return planes, CODEC.affine(planes, meta, PLAN, TURNED)
 
 
 @triton.jit

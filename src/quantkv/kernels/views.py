@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .ptx import Program
+
 
 class Rows(NamedTuple):
     """`[T, heads, D]`. Strides in elements."""
@@ -79,6 +81,12 @@ class _Constant:
         return "|".join(str(getattr(v, "cache_key", v)) for v in values)
 
 
+@triton.jit
+def fields_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """The metadata as it is."""
+    return meta
+
+
 @dataclass(frozen=True)
 class DeviceCodec(_Constant):
     """The Triton half of a codec.
@@ -87,27 +95,36 @@ class DeviceCodec(_Constant):
 
     planes: values of a word.
     encode: (x, real, table, PLAN) -> words, meta. x: tuple of planes `[T, W]` float32, zero where not `real [W]`; words
-        `[T, W]`, meta a tuple of `[T]`, one for each field.
-    decode: (words, meta, table, PLAN, TURNED) -> planes, affine. words `[N, W]`, or `[W, N]` if TURNED, zero beyond the row's
-        columns; PLAN is the `RowPlan`; planes a tuple of that shape and of dtype `operand`; affine `()`, `(scale,)` or
-        `(scale, bias)` of `[N]` float32. Planes should be centred on zero: tensor cores truncate as they add, and an
-        uncentred sum drifts.
-    word_bytes: bytes of a word; a word of 3 is read as three bytes into an int32.
+        `[T, W]`, meta a tuple of `[T]`, one for each field. PLAN is the `RowPlan`.
+    unpack: (words, table, PLAN) -> tuple of planes of dtype `operand`. words `[N, W]` or `[W, N]`, zero beyond the row's columns.
+        Planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
+    affine: (planes, meta, PLAN, TURNED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TURNED,
+        stand for. meta: a tuple of `[N]` float32.
+    word_bytes: bytes of a word; of 3, an int32 holds it, whose highest byte may hold anything.
     num_meta: fields beside a row.
-    operand: dtype of what `decode` returns.
-    exponents: plane p comes out of `decode` times `2**-exponents[p]`; all 0 if empty.
-    ptx: the same codec with inline PTX in `decode`, or None; ptx_capability: what it needs, 10 x major + minor.
+    operand: dtype of the planes.
+    exponents: plane p comes out of `unpack` times `2**-exponents[p]`; all 0 if empty.
+    program: a `ptx.Program` that does what `unpack` does, for the GPUs that take it, or None.
     """
 
     planes: int
     encode: Any
-    decode: Any
+    unpack: Any
+    affine: Any = fields_affine
     word_bytes: int = 2
     num_meta: int = 0
     operand: Any = tl.float16
     exponents: tuple[int, ...] = ()
-    ptx: DeviceCodec | None = None
-    ptx_capability: int = 80
+    program: Program | None = None
+
+    @property
+    def ptx(self) -> str:
+        return "" if self.program is None else self.program.text
+
+    @property
+    def registers(self) -> str:
+        """Of `ptx`, as inline assembly names them."""
+        return "=&r," * self.planes + ("r,r" if self.word_bytes == 3 else "r")
 
 
 @dataclass(frozen=True)
@@ -142,8 +159,9 @@ class RowPlan(_Constant):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What each plane must be multiplied by after `decode`."""
-        return tuple(2.0**e for e in self.codec.exponents) or (1.0,) * self.planes
+        """What each plane must be multiplied by once it is unpacked."""
+        exponents = self.codec.exponents if self.codec.program is None else self.codec.program.exponents
+        return tuple(2.0**e for e in exponents) or (1.0,) * self.planes
 
 
 @dataclass(frozen=True)
