@@ -7,9 +7,7 @@ from .tiles import load_rows, meta_pointers, word_pointers
 
 
 @triton.jit
-def write_rows(
-    rows, pages, map, token, head, page, slot, position, mask, factor, scale, PLAN: tl.constexpr, PRECISION: tl.constexpr
-):
+def write_rows(rows, pages, map, token, head, page, slot, position, mask, factor, scale, PLAN: tl.constexpr, PRECISION: tl.constexpr):
     """Encode rows of one kv head and store them at (page, slot), each `[R]`."""
     CODEC: tl.constexpr = PLAN.codec
     P: tl.constexpr = PLAN.codec.planes
@@ -41,10 +39,8 @@ def write_rows(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def write_kernel(
-    key, value, k_pages, v_pages, k_map, v_map, slot_mapping, positions, num_tokens, k_factor, v_factor, k_scale, v_scale,
-    PAGE: tl.constexpr, BLOCK_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def write_kernel(key, value, k_pages, v_pages, k_map, v_map, slot_mapping, positions, num_tokens, k_factor, v_factor, k_scale, v_scale,
+                 PAGE: tl.constexpr, BLOCK_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (token blocks, kv heads, 2: K and V). A negative slot skips its token; mapped rows are multiplied by the factor, and
     divided by the per-tensor scale."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
