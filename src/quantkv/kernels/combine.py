@@ -65,7 +65,7 @@ def combine_kernel(part, lse, out, out_lse, v_map, sinks, num_rows, splits, mapp
         top = tl.maximum(top, tl.max(value, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(sink - base)
-    COLUMNS: tl.constexpr = min(WIDTH, 64) if WIDTH <= 128 else 32
+    COLUMNS: tl.constexpr = WIDTH if WIDTH <= 64 else 64 if WIDTH <= 128 else 32
     mapped = tl.zeros([ROWS, WIDTH], tl.float32)
     if MAPPED:
         mapped, weight = merge_splits(part, lse, row, row_mask, base, splits, 0, mapped_splits, 0, D, WIDTH, CHUNK)
