@@ -195,7 +195,7 @@ class Tiling(NamedTuple):
         if block_m == 16 and head_size <= 128:  # decode: as many bytes in flight as registers and shared memory allow
             if row_bytes > 128:
                 warps = 2
-            elif row_bytes <= 64:
+            else:
                 block_n, stages = 32, 5
         return cls(block_m, block_n, min(warps, 8), stages)
 
