@@ -130,8 +130,9 @@ def e5m2_unpack(words, table, PLAN: tl.constexpr):
 @triton.jit
 def unpack_codes(words, PLAN: tl.constexpr):
     BITS: tl.constexpr = PLAN.bits
+    P: tl.constexpr = PLAN.codec.planes
     codes = ()
-    for p in tl.static_range(PLAN.codec.planes):
+    for p in tl.static_range(P):
         codes = codes + ((words >> (BITS * p)) & ((1 << BITS) - 1),)
     return codes
 
