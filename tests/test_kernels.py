@@ -48,6 +48,29 @@ def test_encode_gives_the_reference_bytes(format_name, head_size):
             torch.testing.assert_close(side.meta[at][kept].float(), fields[at][kept].float(), rtol=2e-3 if rotated else 0, atol=0)
 
 
+# Shares of the bytes of mapped rows, and of their fields, that may differ from the reference's, by codec (docs/formats.md).
+BYTES_BOUND = {"int4": 4e-3, "int2": 4e-3, "tq4": 7e-4, "tq3": 7e-4}
+FIELDS_BOUND = {"int4": 0.25, "int2": 0.25, "tq4": 7e-4, "tq3": 7e-4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8_token", "fp8", "int4", "int2", "tq4", "tq3"])
+def test_bytes_of_many_rows(name, dtype):
+    """Where a row is not mapped, all bytes are those of the reference on a CPU; where it is, all but a share, counted."""
+    tokens, heads = (4096, 8) if DEVICE == "cuda" else (64, 2)
+    b = batch(name, ((1,), (tokens,)), dtype=dtype, head_size=128, num_kv_heads=heads)
+    expected = [(s.codes.view(torch.uint8).clone(), None if s.meta is None else s.meta.clone()) for s in (b.cache.k, b.cache.v)]
+    b.cache.buffer.fill_(255)
+    b.cache.write(b.key, b.value, b.slots, **TRITON)
+    at = b.slots // 16, b.slots % 16
+    for side, (codes, fields), codec in zip((b.cache.k, b.cache.v), expected, (b.cache.format.k, b.cache.format.v)):
+        differing = (side.codes.view(torch.uint8)[at] != codes[at]).float().mean().item()
+        assert differing <= BYTES_BOUND.get(codec.name, 0.0)
+        if fields is not None:
+            assert (side.meta[at] != fields[at]).float().mean().item() <= FIELDS_BOUND.get(codec.name, 0.0)
+            torch.testing.assert_close(side.meta[at].float(), fields[at].float(), rtol=4e-3, atol=0)
+
+
 @pytest.mark.parametrize("mode", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_3bit_nc"])
 def test_golden_bytes(mode):
     """Bytes that the reference engine's own kernels wrote."""

@@ -183,9 +183,9 @@ class Tiling(NamedTuple):
     num_stages: int
 
     @classmethod
-    def of(cls, group: int, max_query_len: int, head_size: int, row_bytes: int, wide: bool, books: bool) -> Tiling:
-        """head_size, row_bytes: the larger of K's and V's. wide: dots are in float32, which takes small tiles. books: K has a
-        codebook, whose decoding takes registers. The numbers were measured on an H200 at head size 128 (docs/benchmarks)."""
+    def of(cls, group: int, max_query_len: int, head_size: int, row_bytes: int, wide: bool) -> Tiling:
+        """head_size, row_bytes: the larger of K's and V's. wide: dots are in float32, which takes small tiles. The numbers were
+        measured on an H200 at head size 128."""
         rows = triton.next_power_of_2(group * max_query_len)
         if wide:
             return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2)
@@ -193,12 +193,10 @@ class Tiling(NamedTuple):
         warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
         block_n, stages = 64 if head_size <= 128 else 32, 3
         if block_m == 16 and head_size <= 128:  # decode: as many bytes in flight as registers and shared memory allow
-            if books:
-                block_n = 32
-            elif row_bytes > 128:
+            if row_bytes > 128:
                 warps = 2
-            elif row_bytes <= 64:
-                stages = 5
+            else:
+                block_n, stages = 32, 5
         return cls(block_m, block_n, min(warps, 8), stages)
 
 
@@ -281,7 +279,6 @@ def attend(
         max(head_size, head_size_v),
         max(codes.shape[3] * codes.element_size() for codes, _ in sides),
         wide,
-        any(codec.device_table is not None for _, codec in sides),
     )
     single = max_query_len == 1
     block_q = 1 if single else tiling.block_m // group

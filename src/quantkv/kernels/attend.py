@@ -3,20 +3,8 @@
 import triton
 import triton.language as tl
 
-from .tiles import (
-    bias_score,
-    decode,
-    find_sequence,
-    join_operand,
-    join_planes,
-    key_bounds,
-    load_cached,
-    load_rows,
-    offset_row,
-    split_bounds,
-    split_planes,
-    visible,
-)
+from .masks import bias_score, find_sequence, key_bounds, split_bounds, visible
+from .tiles import decode, join_operand, join_planes, load_cached, load_rows, offset_row, split_planes
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -38,8 +26,8 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
     FACTORS: tl.constexpr = K.factors
     at = q.ptr + token * q.stride_token + head * q.stride_head
     loaded = load_rows(at, row_mask, map, kv_head, token, K, False, PRECISION)
-    largest = tl.max(tl.abs(loaded[0]).to(tl.float32))
-    for p in tl.static_range(1, P):
+    largest = tl.full([], 2.0**-100, tl.float32)  # a query of zeros has a unit too
+    for p in tl.static_range(P):
         largest = tl.maximum(largest, tl.max(tl.abs(loaded[p]).to(tl.float32)))
     unit = power_of_two_below(largest) * (1 / 1024)
     planes = ()
@@ -69,8 +57,7 @@ def key_score(q_operand, q_sum, operand, affine, factor, K: tl.constexpr, PRECIS
 
 @triton.jit
 def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.constexpr):
-    """score + factor * q . offset, of each key's bucket of 64 positions. key `[N]` counts up from first_key; map.offset is
-    mapped."""
+    """score + factor * q . offset, of each key's bucket of 64 positions. key `[N]` counts up from first_key; map.offset is mapped."""
     FACTORS: tl.constexpr = K.factors
     P: tl.constexpr = len(q_planes)
     word = tl.arange(0, K.width)
@@ -116,7 +103,7 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
 def finish_values(acc, scale, shift, V: tl.constexpr, JOINED: tl.constexpr):
     """scale acc + shift `[M, D_V]`, scale and shift `[M]`, with the planes brought to one unit."""
     FACTORS: tl.constexpr = V.factors
-    P: tl.constexpr = V.planes
+    P: tl.constexpr = V.codec.planes
     if JOINED:
         acc = split_planes(acc[0], P)
     planes = ()
@@ -126,11 +113,9 @@ def finish_values(acc, scale, shift, V: tl.constexpr, JOINED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_seqs", "first_split", "all_splits"])
-def attend_kernel(
-    q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, first_split, all_splits, scale, k_scale,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
+def attend_kernel(q, part, lse, k_pages, v_pages, k_map, batch, extras, num_seqs, first_split, all_splits, scale, k_scale,
+                  GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K: tl.constexpr,
+                  V: tl.constexpr, F: tl.constexpr):
     """Grid (tiles of queries x kv heads, splits of the keys). A tile: BLOCK_M // GROUP queries by the GROUP heads of a kv head.
 
     Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
@@ -139,7 +124,7 @@ def attend_kernel(
     V_CODEC: tl.constexpr = V.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
-    V_PLANES: tl.constexpr = V.planes
+    V_PLANES: tl.constexpr = V.codec.planes
     V_WIDTH: tl.constexpr = V.width
     HEADS: tl.constexpr = F.num_kv_heads
     PRECISION: tl.constexpr = F.precision
@@ -161,9 +146,7 @@ def attend_kernel(
     token = first.to(tl.int64) + query + tl.zeros([BLOCK_M], tl.int64)
     out_row = (token * (HEADS * GROUP) + q_head) * all_splits + first_split + tl.program_id(1)
 
-    first_slot = 0
-    if F.key_start:
-        first_slot = tl.load(extras.key_start + seq).to(tl.int32)
+    first_slot = tl.load(extras.key_start + seq).to(tl.int32) if F.key_start else 0
     last = tl.minimum(q_low + BLOCK_Q, num_q) - 1
     low, high = key_bounds(context + q_low, context + last, seq_len, seq, extras, F)
     low = tl.maximum(low - first_slot, 0)
@@ -177,12 +160,8 @@ def attend_kernel(
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
     q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
     q_operand = (join_planes(q_planes),) if F.joined else q_planes
-    factor = scale * q_unit
-    if not NATURAL:
-        factor *= LOG2E
-    slope = tl.zeros([BLOCK_M, 1], tl.float32)
-    if F.alibi > 0:
-        slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+    factor = scale * q_unit * (1.0 if NATURAL else LOG2E)
+    slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32)[:, None] if F.alibi > 0 else 0.0
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     shift = tl.zeros([BLOCK_M], tl.float32)

@@ -65,11 +65,6 @@ def plain_unpack(words, table, PLAN: tl.constexpr):
     return (words,)
 
 
-BF16 = DeviceCodec(1, plain_encode, plain_unpack, operand=tl.bfloat16)
-FP16 = DeviceCodec(1, plain_encode, plain_unpack)
-FP32 = DeviceCodec(1, plain_encode, plain_unpack, word_bytes=4, operand=tl.float32)
-
-
 @triton.jit
 def int8_encode(x, real, table, PLAN: tl.constexpr):
     scale = absmax_scale(x, 127.0)
@@ -81,9 +76,6 @@ def int8_encode(x, real, table, PLAN: tl.constexpr):
 @triton.jit
 def int8_unpack(words, table, PLAN: tl.constexpr):
     return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
-
-
-INT8 = DeviceCodec(2, int8_encode, int8_unpack, num_meta=1, program=ptx.BYTES)
 
 
 @triton.jit
@@ -125,10 +117,6 @@ def e4m3_unpack(words, table, PLAN: tl.constexpr):
     return (e4m3_high_byte(words << 8), e4m3_high_byte(words))
 
 
-E4M3 = DeviceCodec(2, e4m3_encode, e4m3_unpack, exponents=(8, 8), program=ptx.E4M3)
-E4M3_TOKEN = replace(E4M3, encode=e4m3_token_encode, num_meta=1)
-
-
 @triton.jit
 def e5m2_encode(x, real, table, PLAN: tl.constexpr):
     return pack_codes((to_float8(x[0], 2, 15, 57344.0), to_float8(x[1], 2, 15, 57344.0)), 8), ()
@@ -139,14 +127,12 @@ def e5m2_unpack(words, table, PLAN: tl.constexpr):
     return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True))
 
 
-E5M2 = DeviceCodec(2, e5m2_encode, e5m2_unpack)
-
-
 @triton.jit
 def unpack_codes(words, PLAN: tl.constexpr):
     BITS: tl.constexpr = PLAN.bits
+    P: tl.constexpr = PLAN.codec.planes
     codes = ()
-    for p in tl.static_range(PLAN.planes):
+    for p in tl.static_range(P):
         codes = codes + ((words >> (BITS * p)) & ((1 << BITS) - 1),)
     return codes
 
@@ -182,9 +168,6 @@ def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (scale, (8 - (bits & 15)).to(tl.float32) * scale)
 
 
-INT4 = DeviceCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=ptx.NIBBLES)
-
-
 @triton.jit
 def int2_encode(x, real, table, PLAN: tl.constexpr):
     norm = tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12)
@@ -209,9 +192,6 @@ def int2_unpack(words, table, PLAN: tl.constexpr):
 @triton.jit
 def int2_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (meta[0] * (PLAN.head_size * 0.0016),)
-
-
-INT2 = DeviceCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=ptx.PAIRS)
 
 
 @triton.jit
@@ -271,10 +251,6 @@ def book_unpack(words, table, PLAN: tl.constexpr):
     return planes
 
 
-TQ4 = DeviceCodec(4, book_encode, book_unpack, book_affine, num_meta=1, program=ptx.BOOK4)
-TQ3 = DeviceCodec(8, book_encode, book_unpack, book_affine, word_bytes=3, num_meta=1, program=ptx.BOOK3)
-
-
 @triton.jit
 def uniform_encode(x, real, table, PLAN: tl.constexpr):
     TOP: tl.constexpr = (1 << PLAN.bits) - 1
@@ -282,8 +258,7 @@ def uniform_encode(x, real, table, PLAN: tl.constexpr):
     scale = tl.maximum(tl.div_rn(high - low, tl.full(low.shape, TOP * 1.0, tl.float32)), 1e-8)
     codes = ()
     for p in tl.static_range(len(x)):
-        steps = tl.div_rn(x[p] - low[:, None], tl.broadcast_to(scale[:, None], x[p].shape))
-        codes = codes + (round_codes(steps, 0, TOP),)
+        codes = codes + (round_codes(tl.div_rn(x[p] - low[:, None], tl.broadcast_to(scale[:, None], x[p].shape)), 0, TOP),)
     return pack_codes(codes, PLAN.bits), (scale, low)
 
 
@@ -292,5 +267,16 @@ def uniform_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (meta[0], meta[1] + (1 << (PLAN.bits - 1)) * meta[0])
 
 
+BF16 = DeviceCodec(1, plain_encode, plain_unpack, operand=tl.bfloat16)
+FP16 = DeviceCodec(1, plain_encode, plain_unpack)
+FP32 = DeviceCodec(1, plain_encode, plain_unpack, word_bytes=4, operand=tl.float32)
+INT8 = DeviceCodec(2, int8_encode, int8_unpack, num_meta=1, program=ptx.BYTES)
+E4M3 = DeviceCodec(2, e4m3_encode, e4m3_unpack, exponents=(8, 8), program=ptx.E4M3)
+E4M3_TOKEN = replace(E4M3, encode=e4m3_token_encode, num_meta=1)
+E5M2 = DeviceCodec(2, e5m2_encode, e5m2_unpack)
+INT4 = DeviceCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=ptx.NIBBLES)
+INT2 = DeviceCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=ptx.PAIRS)
+TQ4 = DeviceCodec(4, book_encode, book_unpack, book_affine, num_meta=1, program=ptx.BOOK4)
+TQ3 = DeviceCodec(8, book_encode, book_unpack, book_affine, word_bytes=3, num_meta=1, program=ptx.BOOK3)
 U4 = DeviceCodec(4, uniform_encode, uniform_unpack, uniform_affine, num_meta=2, program=ptx.NIBBLES)
 U3 = DeviceCodec(8, uniform_encode, uniform_unpack, uniform_affine, word_bytes=3, num_meta=2, program=ptx.TRIPLETS)

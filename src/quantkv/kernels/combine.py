@@ -9,9 +9,8 @@ from .tiles import load_matrix, map_product
 
 
 @triton.jit
-def merge_splits(
-    part, lse, row, row_mask, base, splits, begin, end, first_column, D: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
-):
+def merge_splits(part, lse, row, row_mask, base, splits, begin, end, first_column, D: tl.constexpr, WIDTH: tl.constexpr,
+                 CHUNK: tl.constexpr):
     """Sum of exp2(lse - base) part `[R, WIDTH]`, from first_column on, over splits begin .. end; and of the weights, `[R]`."""
     column = (first_column + tl.arange(0, WIDTH))[None, None, :]
     total = tl.zeros([row.shape[0]], tl.float32)
@@ -19,9 +18,7 @@ def merge_splits(
     for start in range(begin, end, CHUNK):
         split = start + tl.arange(0, CHUNK)
         at = row[None, :] * splits + split[:, None]
-        weight = tl.exp2(
-            tl.load(lse + at, mask=(split < end)[:, None] & row_mask[None, :], other=float("-inf")) - base[None, :]
-        )
+        weight = tl.exp2(tl.load(lse + at, mask=(split < end)[:, None] & row_mask[None, :], other=float("-inf")) - base[None, :])
         # A split without keys left its part unwritten.
         x = tl.load(part + at[:, :, None] * D + column, mask=(weight > 0)[:, :, None] & (column < D), other=0.0)
         merged += tl.sum(x * weight[:, :, None], axis=0)
@@ -42,11 +39,9 @@ def first_repeat(x, COUNT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "mapped_splits"])
-def combine_kernel(
-    part, lse, out, out_lse, v_map, sinks, num_rows, splits, mapped_splits, mapped_factor, plain_factor, output_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MAPPED: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def combine_kernel(part, lse, out, out_lse, v_map, sinks, num_rows, splits, mapped_splits, mapped_factor, plain_factor, output_scale,
+                   GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MAPPED: tl.constexpr,
+                   PLAIN: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (blocks of ROWS rows, kv heads); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`,
     lse `[T, HQ, splits]` base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included.
 
@@ -70,7 +65,7 @@ def combine_kernel(
         top = tl.maximum(top, tl.max(value, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(sink - base)
-    COLUMNS: tl.constexpr = min(WIDTH, 64) if WIDTH <= 128 else 32
+    COLUMNS: tl.constexpr = WIDTH if WIDTH <= 64 else 64 if WIDTH <= 128 else 32
     mapped = tl.zeros([ROWS, WIDTH], tl.float32)
     if MAPPED:
         mapped, weight = merge_splits(part, lse, row, row_mask, base, splits, 0, mapped_splits, 0, D, WIDTH, CHUNK)

@@ -76,7 +76,7 @@ def fold_kernel(a, b, a_lse, b_lse, out_lse, out, map, num_rows, factor, GROUP: 
         other /= total
     column = tl.arange(0, WIDTH)
     stored = real[:, None] & (column < D)[None, :]
-    CHUNK: tl.constexpr = min(WIDTH, 64) if MAPPED else WIDTH
+    CHUNK: tl.constexpr = 64 if MAPPED and WIDTH > 64 else WIDTH
     result = tl.zeros([BLOCK, WIDTH], tl.float32)
     for start in tl.static_range(0, D, CHUNK):
         part = start + tl.arange(0, CHUNK)[None, :]

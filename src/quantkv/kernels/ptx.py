@@ -4,6 +4,7 @@ numbers of plane p in $p. tests/test_ptx.py runs them without a GPU."""
 from __future__ import annotations
 
 import struct
+from itertools import product
 from typing import NamedTuple
 
 
@@ -32,13 +33,9 @@ def _uniform(bits: int, registers: str, *fields: tuple[str, int]) -> Program:
 
 
 NIBBLES = _uniform(4, "shr.b32 s, $4, 8;", ("$4", 0), ("$4", 4), ("s", 0), ("s", 4))
-TRIPLETS = _uniform(
-    3, "prmt.b32 s, $8, $9, 0x5410; shr.b32 t, s, 9; prmt.b32 u, $8, $9, 0x6521; shr.b32 u, u, 7;",
-    ("s", 0), ("s", 3), ("s", 6), ("t", 0), ("t", 3), ("u", 0), ("u", 3), ("u", 6),
-)  # fmt: skip
-
-# Byte b + 128 under the exponent of 1024 is the fp16 number 1152 + b.
-BYTES = Program(
+TRIPLETS = _uniform(3, "prmt.b32 s, $8, $9, 0x5410; shr.b32 t, s, 9; prmt.b32 u, $8, $9, 0x6521; shr.b32 u, u, 7;",
+                    ("s", 0), ("s", 3), ("s", 6), ("t", 0), ("t", 3), ("u", 0), ("u", 3), ("u", 6))
+BYTES = Program(  # byte b + 128 under the exponent of 1024 is the fp16 number 1152 + b
     "{ .reg .b32 t, a, b, c; mov.b32 c, 0x64806480; lop3.b32 a, $2, 0x00ff00ff, c, 0x6a; shr.b32 t, $2, 8;"
     "lop3.b32 b, t, 0x00ff00ff, c, 0x6a; mov.b32 c, 0xe480e480; add.f16x2 $0, a, c; add.f16x2 $1, b, c; }"
 )
@@ -74,18 +71,16 @@ def _book3() -> Program:
     return Program(f"{{ .reg .b32 a, b, x, y, s, l, h, la, lb, ha, hb; {tables} {spread} {''.join(halves)} }}")
 
 
-PAIRS, BOOK3 = _pairs(), _book3()
-# The eight positive levels of four bits are 8 low and 8 high bytes; the sign is put on afterwards.
-BOOK4 = Program(
-    "{ .reg .b32 t, u, s, l, h, a, b, c, d, la, lb, ha, hb;"
-    "mov.b32 la, 0x8a41361c; mov.b32 lb, 0x76237906; mov.b32 ha, 0x3b393630; mov.b32 hb, 0x41403e3d;"
-    "not.b32 t, $4; and.b32 t, t, 0x88888888; shr.b32 u, t, 3; sub.u32 u, t, u;"  # t: negative; u: 7 where negative
-    "and.b32 s, $4, 0x77777777; xor.b32 s, s, u;"
-    "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 a, l, h, 0x5140; prmt.b32 b, l, h, 0x7362;"
-    "shr.b32 s, s, 16;"
-    "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 c, l, h, 0x5140; prmt.b32 d, l, h, 0x7362;"
-    "prmt.b32 l, a, c, 0x5410; shl.b32 u, t, 12; and.b32 u, u, 0x80008000; or.b32 $0, l, u;"
-    "prmt.b32 l, a, c, 0x7632; shl.b32 u, t, 8; and.b32 u, u, 0x80008000; or.b32 $1, l, u;"
-    "prmt.b32 l, b, d, 0x5410; shl.b32 u, t, 4; and.b32 u, u, 0x80008000; or.b32 $2, l, u;"
-    "prmt.b32 l, b, d, 0x7632; and.b32 u, t, 0x80008000; or.b32 $3, l, u; }"
-)
+def _book4() -> Program:
+    """The eight positive levels of four bits are 8 low and 8 high bytes; t, the sign where negative, is put on afterwards."""
+    tables = "mov.b32 la, 0x8a41361c; mov.b32 lb, 0x76237906; mov.b32 ha, 0x3b393630; mov.b32 hb, 0x41403e3d;"
+    index = ("not.b32 t, $4; and.b32 t, t, 0x88888888; shr.b32 u, t, 3; sub.u32 u, t, u;"  # u: 7 where negative
+             "and.b32 s, $4, 0x77777777; xor.b32 s, s, u;")  # fmt: skip
+    look_up = "prmt.b32 l, la, lb, s; prmt.b32 h, ha, hb, s; prmt.b32 {}, l, h, 0x5140; prmt.b32 {}, l, h, 0x7362;"
+    signed = (f"prmt.b32 l, {words}, {halves}; shl.b32 u, t, {12 - 4 * p}; and.b32 u, u, 0x80008000; or.b32 ${p}, l, u;"
+              for p, (words, halves) in enumerate(product(("a, c", "b, d"), ("0x5410", "0x7632"))))  # fmt: skip
+    four = f"{look_up.format('a', 'b')} shr.b32 s, s, 16; {look_up.format('c', 'd')}"
+    return Program(f"{{ .reg .b32 t, u, s, l, h, a, b, c, d, la, lb, ha, hb; {tables} {index} {four} {''.join(signed)} }}")
+
+
+PAIRS, BOOK3, BOOK4 = _pairs(), _book3(), _book4()

@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: planes, maps, and which keys a tile of queries looks at."""
+"""Device functions that the kernels share: rows as planes, mapped, and as they are cached."""
 
 import triton
 import triton.language as tl
@@ -128,33 +128,25 @@ def meta_pointers(pages, page, slot, head):
 
 @triton.jit
 def load_words3(pages, base, mask, PLAN: tl.constexpr):
-    """Words of three bytes `[N, W]` in int32, whose highest byte may hold anything. Read as triples of int32, which copies to
-    shared memory ahead of time can do, or, where rows are not aligned to them, byte by byte."""
-    if pages.words.dtype.element_ty == tl.int32:
-        GROUPS: tl.constexpr = PLAN.width // 4
-        group = tl.arange(0, GROUPS)[None, :]
-        at = pages.words + base[:, None] + 3 * group
-        real = mask[:, None] & (4 * group < PLAN.columns)
-        a = tl.load(at, mask=real, other=0).to(tl.uint32, bitcast=True)
-        b = tl.load(at + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
-        c = tl.load(at + 2, mask=real, other=0).to(tl.uint32, bitcast=True)
-        even = tl.join(a, (b >> 16) | (c << 16))
-        odd = tl.join((a >> 24) | (b << 8), c >> 8)
-        return tl.reshape(tl.join(even, odd), [base.shape[0], PLAN.width]).to(tl.int32, bitcast=True)
+    """Words of three bytes `[N, W]` in int32, whose highest byte may hold anything: four from three int32, which can be copied to
+    shared memory ahead of time, or, where rows are not aligned to them, byte by byte."""
+    WORDS: tl.constexpr = 4 if pages.words.dtype.element_ty == tl.int32 else 1
+    word = WORDS * tl.arange(0, PLAN.width // WORDS)[None, :]
+    at = pages.words + base[:, None] + 3 * (word // WORDS)
+    real = mask[:, None] & (word < PLAN.columns)
+    a = tl.load(at, mask=real, other=0).to(tl.uint32)
+    b = tl.load(at + 1, mask=real, other=0).to(tl.uint32)
+    c = tl.load(at + 2, mask=real, other=0).to(tl.uint32)
+    if WORDS == 1:
+        return (a | (b << 8) | (c << 16)).to(tl.int32)
     else:
-        word = tl.arange(0, PLAN.width)[None, :]
-        at = pages.words + base[:, None] + 3 * word
-        real = mask[:, None] & (word < PLAN.columns)
-        total = tl.zeros(at.shape, tl.int32)
-        for i in tl.static_range(3):
-            total |= tl.load(at + i, mask=real, other=0).to(tl.int32) << (8 * i)
-        return total
+        words = tl.join(tl.join(a, (b >> 16) | (c << 16)), tl.join((a >> 24) | (b << 8), c >> 8))
+        return tl.reshape(words, [base.shape[0], PLAN.width]).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
-    """words `[N, W]` and metadata, a tuple of `[N]` float32, of N cached rows. What is masked reads as zero bits: an unwritten
-    slot may hold NaN, in the codes and in the metadata."""
+    """words `[N, W]` and metadata, a tuple of `[N]` float32. What is masked reads as zero bits: an unwritten slot may hold NaN."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
     if PLAN.codec.word_bytes == 3:
         words = load_words3(pages, page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, mask, PLAN)
@@ -177,7 +169,7 @@ def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     CODEC: tl.constexpr = PLAN.codec
     P: tl.constexpr = PLAN.codec.planes
     PTX: tl.constexpr = PLAN.codec.ptx
-    REGISTERS: tl.constexpr = PLAN.codec.registers
+    REGISTERS: tl.constexpr = "=&r," * P + ("r,r" if PLAN.codec.word_bytes == 3 else "r")
     if PTX != "":
         halves = tl.inline_asm_elementwise(PTX, REGISTERS, [words], HALVES[P], is_pure=True, pack=2)
         planes = ()
@@ -185,109 +177,4 @@ def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
             planes = planes + (halves[p],)
     else:
         planes = CODEC.unpack(words, table, PLAN)
-    return planes, CODEC.affine(planes, meta, PLAN, TURNED)
-
-
-@triton.jit
-def find_sequence(query_start, block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence that owns tile `block`: sequence s begins at tile query_start[s] // BLOCK_Q + s, so that all fit."""
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start + middle).to(tl.int32) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-@triton.jit
-def load_range(ranges, index):
-    return tl.load(ranges + index * 2).to(tl.int32), tl.load(ranges + index * 2 + 1).to(tl.int32)
-
-
-@triton.jit
-def key_bounds(first, last, seq_len, seq, extras, F: tl.constexpr):
-    """Positions from low to before high outside of which no query at positions first .. last sees a key."""
-    low = 0
-    high = seq_len
-    if F.causal == 1:
-        high = tl.minimum(last + 1, seq_len)
-    if F.chunk > 0:
-        low = tl.maximum(first // F.chunk - F.chunk_lookback, 0) * F.chunk
-    elif F.window > 0:
-        low = tl.maximum(first - F.window + 1, 0)
-        high = tl.minimum(high, last + F.window)
-    if F.causal == 2:
-        causal = tl.load(extras.causal + seq) != 0
-        high = tl.where(causal, tl.minimum(high, last + 1), high)
-    if F.prefix:
-        for r in range(extras.num_ranges):
-            start, end = load_range(extras.prefix_ranges, seq * extras.num_ranges + r)
-            touched = (start < end) & (start <= last) & (first <= end)
-            high = tl.where(touched, tl.maximum(high, end + 1), high)
-            if not F.prefix_clamped:
-                low = tl.where(touched, tl.minimum(low, start), low)
-        high = tl.minimum(high, seq_len)
-    if F.key_range:
-        start, end = load_range(extras.key_range, seq)
-        low = tl.maximum(low, start)
-        high = tl.minimum(high, end)
-    return low, high
-
-
-@triton.jit
-def split_bounds(low, high, split, BLOCK_N: tl.constexpr, F: tl.constexpr):
-    """Tiles of slots, from begin to before end, that this split of slots low .. high reads."""
-    begin = low // BLOCK_N
-    end = tl.cdiv(high, BLOCK_N)
-    if F.split_tiles > 0:
-        return tl.maximum(begin, split * F.split_tiles), tl.minimum(end, (split + 1) * F.split_tiles)
-    else:
-        share = tl.cdiv(end - begin, tl.num_programs(1))
-        begin += split * share
-        return begin, tl.minimum(end, begin + share)
-
-
-@triton.jit
-def visible(query, key, key_mask, seq, extras, F: tl.constexpr):
-    """Which keys each query sees, by position: query `[M, 1]`, key `[1, N]` -> bool `[M, N]`."""
-    distance = query - key
-    if F.causal == 1:
-        seen = distance >= 0
-    elif F.causal == 2:
-        seen = (distance >= 0) | (tl.load(extras.causal + seq) == 0)
-    else:
-        seen = distance == distance
-    back = seen
-    if F.chunk > 0:
-        back = query // F.chunk - key // F.chunk <= F.chunk_lookback
-        seen = seen & back
-    elif F.window > 0:
-        back = distance < F.window
-        seen = seen & back & (distance > -F.window)
-    if F.prefix:
-        both = distance != distance
-        for r in range(extras.num_ranges):
-            start, end = load_range(extras.prefix_ranges, seq * extras.num_ranges + r)
-            both = both | ((start < end) & (start <= query) & (query <= end) & (start <= key) & (key <= end))
-        if F.prefix_clamped and (F.chunk > 0 or F.window > 0):
-            both = both & back
-        seen = seen | both
-    return seen & key_mask
-
-
-@triton.jit
-def bias_score(score, query, key, context, slope, row_mask, extras, F: tl.constexpr):
-    """ALiBi and the bias between queries. query `[M, 1]`, key `[1, N]` positions."""
-    if F.alibi == 1:
-        score += slope * (key - context).to(tl.float32)
-    if F.alibi == 2:
-        score += slope * -tl.sqrt(tl.maximum(query - key, 0).to(tl.float32))
-    if F.qq_bias:
-        column = key - context
-        row = tl.minimum(query - context, extras.qq_rows - 1)
-        inside = (column >= 0) & (column < extras.qq_cols) & row_mask
-        score += tl.load(extras.qq_bias + row * extras.qq_stride + column, mask=inside, other=0.0).to(tl.float32)
-    return score
+    return planes, meta if CODEC.affine is None else CODEC.affine(planes, meta, PLAN, TURNED)

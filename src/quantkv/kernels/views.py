@@ -81,12 +81,6 @@ class _Constant:
         return "|".join(str(getattr(v, "cache_key", v)) for v in values)
 
 
-@triton.jit
-def fields_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    """The metadata as it is."""
-    return meta
-
-
 @dataclass(frozen=True)
 class DeviceCodec(_Constant):
     """The Triton half of a codec.
@@ -99,7 +93,7 @@ class DeviceCodec(_Constant):
     unpack: (words, table, PLAN) -> tuple of planes of dtype `operand`. words `[N, W]` or `[W, N]`, zero beyond the row's columns.
         Planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
     affine: (planes, meta, PLAN, TURNED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TURNED,
-        stand for. meta: a tuple of `[N]` float32.
+        stand for. meta: a tuple of `[N]` float32. None: it is the metadata as it is.
     word_bytes: bytes of a word; of 3, an int32 holds it, whose highest byte may hold anything.
     num_meta: fields beside a row.
     operand: dtype of the planes.
@@ -110,7 +104,7 @@ class DeviceCodec(_Constant):
     planes: int
     encode: Any
     unpack: Any
-    affine: Any = fields_affine
+    affine: Any = None
     word_bytes: int = 2
     num_meta: int = 0
     operand: Any = tl.float16
@@ -120,11 +114,6 @@ class DeviceCodec(_Constant):
     @property
     def ptx(self) -> str:
         return "" if self.program is None else self.program.text
-
-    @property
-    def registers(self) -> str:
-        """Of `ptx`, as inline assembly names them."""
-        return "=&r," * self.planes + ("r,r" if self.word_bytes == 3 else "r")
 
 
 @dataclass(frozen=True)
@@ -137,10 +126,6 @@ class RowPlan(_Constant):
     offset: bool = False
     rounded: bool = False  # the mapped row is rounded to the input's dtype before it is encoded
     scaled: bool = False  # a per-tensor scale other than 1
-
-    @property
-    def planes(self) -> int:
-        return self.codec.planes
 
     @property
     def bits(self) -> int:
@@ -161,7 +146,7 @@ class RowPlan(_Constant):
     def factors(self) -> tuple[float, ...]:
         """What each plane must be multiplied by once it is unpacked."""
         exponents = self.codec.exponents if self.codec.program is None else self.codec.program.exponents
-        return tuple(2.0**e for e in exponents) or (1.0,) * self.planes
+        return tuple(2.0**e for e in exponents) or (1.0,) * self.codec.planes
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from .tiles import load_rows, meta_pointers, word_pointers
 
 
 @triton.jit
-def write_rows(
-    rows, pages, map, token, head, page, slot, position, mask, factor, scale, PLAN: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Encode rows of one kv head and store them at (page, slot), each `[R]`."""
+def write_rows(rows, pages, map, token, head, page, slot, position, given, mask, factor, scale, PLAN: tl.constexpr,
+               PRECISION: tl.constexpr):
+    """Encode rows of one kv head and store them at (page, slot), each `[R]`. given: a row is there; mask: it has a slot. What is given
+    is loaded before the slots have arrived."""
     CODEC: tl.constexpr = PLAN.codec
     P: tl.constexpr = PLAN.codec.planes
     NUM_META: tl.constexpr = PLAN.codec.num_meta
     at = rows.ptr + token * rows.stride_token + head * rows.stride_head
-    loaded = load_rows(at, mask, map, head, position, PLAN, PLAN.offset, PRECISION)
+    loaded = load_rows(at, given, map, head, position, PLAN, PLAN.offset, PRECISION)
     x = ()
     for p in tl.static_range(P):
         plane = loaded[p].to(tl.float32)
@@ -41,20 +41,19 @@ def write_rows(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def write_kernel(
-    key, value, k_pages, v_pages, k_map, v_map, slot_mapping, positions, num_tokens, k_factor, v_factor, k_scale, v_scale,
-    PAGE: tl.constexpr, BLOCK_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def write_kernel(key, value, k_pages, v_pages, k_map, v_map, slot_mapping, positions, num_tokens, k_factor, v_factor, k_scale, v_scale,
+                 PAGE: tl.constexpr, BLOCK_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (token blocks, kv heads, 2: K and V). A negative slot skips its token; mapped rows are multiplied by the factor, and
     divided by the per-tensor scale."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    index = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    given = token < num_tokens
+    index = tl.load(slot_mapping + token, mask=given, other=-1).to(tl.int64)
     mask = index >= 0
     page = index // PAGE
     slot = index % PAGE
     if tl.program_id(2) == 0:
-        position = tl.load(positions + token, mask=mask, other=0).to(tl.int64) if K.offset else token
-        write_rows(key, k_pages, k_map, token, head, page, slot, position, mask, k_factor, k_scale, K, PRECISION)
+        position = tl.load(positions + token, mask=given, other=0).to(tl.int64) if K.offset else token
+        write_rows(key, k_pages, k_map, token, head, page, slot, position, given, mask, k_factor, k_scale, K, PRECISION)
     else:
-        write_rows(value, v_pages, v_map, token, head, page, slot, token, mask, v_factor, v_scale, V, PRECISION)
+        write_rows(value, v_pages, v_map, token, head, page, slot, token, given, mask, v_factor, v_scale, V, PRECISION)
