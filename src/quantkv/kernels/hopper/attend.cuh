@@ -67,18 +67,26 @@ template <int ROW, int SHARE> struct Share {
   }
 };
 
-// Adds one tile (16 rows) of an fp16 map [D, D] times eight column vectors, of which register b[4 m + i] holds, in lane c, the
-// dimensions of columns 8 (4 m + c) + 2 i and the next of the map. The map lies in the order of these loads (decode.py): 512
-// bytes in a row each.
-DI void multiply(float (&acc)[4], const u16* map, int tile, const u32* b) {
+// 16 rows of an fp16 matrix with D columns, which lies in the order of these loads (decode.py): 512 bytes in a row each.
+struct Rows {
+  uint4 x[D / 32], y[D / 32];
+  DI Rows() {}
+  DI Rows(const u16* matrix, int tile) {
 #pragma unroll
-  for (int m = 0; m < D / 32; m++) {
-    const uint4* at = (const uint4*)(map + 16 * D * tile + 512 * m) + threadIdx.x % 32;
-    const uint4 x = at[0], y = at[32];
-    mma(acc, x.x, y.x, x.y, y.y, b[4 * m], b[4 * m + 1]);
-    mma(acc, x.z, y.z, x.w, y.w, b[4 * m + 2], b[4 * m + 3]);
+    for (int m = 0; m < D / 32; m++) {
+      const uint4* at = (const uint4*)(matrix + 16 * D * tile + 512 * m) + threadIdx.x % 32;
+      x[m] = at[0], y[m] = at[32];
+    }
   }
-}
+  // Adds their products with eight columns, of which register b[4 m + i] holds, in lane c, dimensions 8 (4 m + c) + 2 i and the next.
+  DI void multiply(float (&acc)[4], const u32* b) const {
+#pragma unroll
+    for (int m = 0; m < D / 32; m++) {
+      mma(acc, x[m].x, y[m].x, x[m].y, y[m].y, b[4 * m], b[4 * m + 1]);
+      mma(acc, x[m].z, y[m].z, x[m].w, y[m].w, b[4 * m + 2], b[4 * m + 3]);
+    }
+  }
+};
 
 template <int N, int M> DI void butterfly(float (&x)[N][M]) {  // x becomes H_N x, along the first axis
 #pragma unroll
@@ -143,22 +151,20 @@ struct Query {
     b0 = transpose(half2(y[0] * u0, y[1] * u0)), b1 = transpose(half2(y[2] * u1, y[3] * u1));
   }
 
-  // Tiles first, first + step, ... of the operands, mapped by a matrix, into shared memory at `to`.
-  static DI void map_tiles(u32 to, int first, int step, const u16* q, const u16* matrix, const Batch& batch, int s, int head, int column0) {
+  // Tile w of the operands, mapped by the rows of a matrix, into shared memory at `to`.
+  static DI void map_tile(u32 to, int w, const Rows& rows, const u16* q, const Batch& batch, int s, int head, int column0) {
+#pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      u32 x[D / 8];
+      u32 x[D / 8], b[2];
+      float y[4] = {};
       raw(x, q, nullptr, batch, s, head, column0 + nt * 8);
-      for (int w = first; w < D / 16; w += step) {
-        float y[4] = {};
-        u32 b[2];
-        multiply(y, matrix, w, x);
-        operands(b[0], b[1], y, w);
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8), "r"(b[0]), "r"(b[1]) : "memory");
-      }
+      rows.multiply(y, x);
+      operands(b[0], b[1], y, w);
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8), "r"(b[0]), "r"(b[1]) : "memory");
     }
   }
 
-  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where map_tiles has put all tiles, or 0.
+  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where map_tile has put all tiles, or 0.
   DI void load(const u16* q, const u16* map, u32 mapped, const Batch& batch, int s, int head, int column0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
@@ -184,7 +190,7 @@ struct Query {
             b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
             b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
           } else {
-            if (KEY_MAP == MATRIX) multiply(y[w], map, w, x);
+            if (KEY_MAP == MATRIX) Rows(map, w).multiply(y[w], x);
             operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
           }
         }
@@ -201,11 +207,12 @@ struct Query {
   // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
   DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const Rows rows(table, sixteen);
     __syncwarp();  // the scores before these may still be read
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       float y[4] = {};
-      multiply(y, table, sixteen, b[nt]);
+      rows.multiply(y, b[nt]);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const u32 at = to + ((g + 8 * i) * COLUMNS + nt * 8 + 2 * c) * 4;

@@ -36,22 +36,34 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
   int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0, head = begin / line;
   int s = sequence_of(batch, begin - head * line, start), tile = batch.first_tile(s) + begin - head * line - start;
-  if (lane * 64 < GROUP * D) prefetch(q + ((i64)batch.first_query(s) * KV_HEADS + head) * GROUP * D + lane * 64);
+  auto matrix = [&](int head) { return key_map ? key_map + (i64)head * map_stride : nullptr; };
+  auto mapped_at = [&](int warp) { return shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; };
+  auto prefetch_query = [&](int s, int head) {
+    if (lane * 64 < GROUP * D) prefetch(q + ((i64)batch.first_query(s) * KV_HEADS + head) * GROUP * D + lane * 64);
+  };
   u32 ring = shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES;
   keep(ring);
   Loader loader(batch, block_table, max_pages, pages, page_stride, head, s, tile, left);
+  prefetch_query(s, head);
+  Rows rows;  // of the matrix of the block's first head: before the tiles, behind which it would queue
+  if (KEY_MAP == MATRIX) {
+    if (lane == 0) begun_in[warp] = left > 0 ? head * sequences + s : -1;
+    __syncthreads();
+    if (warp < D / 16) rows = Rows(matrix(begun_in[0] / sequences), warp);
+  }
   constexpr int AHEAD = STAGES - TILES_PER_STEP;
   for (int i = 0; i < AHEAD; i++) loader.next(ring + i * TILE_BYTES);
   const Lane at(g, c);
   u32 slot = ring;
-  auto matrix = [&](int head) { return key_map ? key_map + (i64)head * map_stride : nullptr; };
-  auto mapped_at = [&](int warp) { return shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; };
   if constexpr (KEY_MAP == MATRIX) {  // the block's warps together map the queries with which each of them begins
-    if (lane == 0) begun_in[warp] = left > 0 ? head * sequences + s : -1;
-    __syncthreads();
-    for (int w = 0; w < WARPS && begun_in[w] >= 0; w++) {
-      const int pair = begun_in[w], h = pair / sequences;
-      if (w == 0 || begun_in[w - 1] != pair) Query::map_tiles(mapped_at(w), warp, WARPS, q, matrix(h), batch, pair - h * sequences, h, column0);
+    for (int t = warp; t < D / 16; t += WARPS) {
+      int held = t == warp ? begun_in[0] / sequences : -1;
+      for (int w = 0; w < WARPS && begun_in[w] >= 0; w++) {
+        if (w > 0 && begun_in[w] == begun_in[w - 1]) continue;
+        const int h = begun_in[w] / sequences;
+        if (h != held) rows = Rows(matrix(h), t), held = h;
+        Query::map_tile(mapped_at(w), t, rows, q, batch, begun_in[w] - h * sequences, h, column0);
+      }
     }
     __syncthreads();
   }
@@ -64,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       if (KEY_MAP == MATRIX)
         for (int w = 0; w < WARPS && !mapped; w++) mapped = begun_in[w] == head * sequences + s ? mapped_at(w) : 0;
       query.load(q, matrix(head), mapped, batch, s, head, column0);
+      if (left > 0) s + 1 < sequences ? prefetch_query(s + 1, head) : prefetch_query(0, head + 1);
       Softmax softmax;
       const int all_see = (context + 1) / TILE, all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
       bool masked;  // tiles from all_in_window up to all_see need no mask
@@ -90,8 +103,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
         if (KEY_OFFSET) {
           stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
-          query.score_offsets(key_offset + (i64)head * offset_stride, min(tile / GROUP_TILES, offset_groups - 1),
-                              scale / Query::NORM * offset_factor, ring + RING_BYTES);
+          const u16* table = key_offset + (i64)head * offset_stride;
+          const int group = min(tile / GROUP_TILES, offset_groups - 1);
+          query.score_offsets(table, group, scale / Query::NORM * offset_factor, ring + RING_BYTES);
+          if (stop < end && lane * 64 < 16 * D) prefetch(table + min(group + 1, offset_groups - 1) * 16 * D + lane * 64);
         }
         while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{});
         while (TILES_PER_STEP > 1 && tile < stop) step(Constant<1>{});
@@ -117,18 +132,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
                partial + ((i64)(worker - warp + first) * all_columns + column0) * PIECE);
 }
 
-// combine_kernel: four columns a block, for many sequences; combine_one_kernel: one, for few, which have many partials. AT_ONCE
-// partials are in flight for each warp; the more, the fewer blocks an SM holds.
-#define COMBINE(NAME, N, AT_ONCE, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME( \
+// combine_kernel: four columns a block; combine_one_kernel: one, for few sequences, which have many partials.
+#define COMBINE(NAME, N, MERGERS, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * N * MERGERS, BLOCKS) NAME( \
       const float* __restrict__ partial, const int* __restrict__ seq_lens, const int* __restrict__ cu_queries, \
-      const float* __restrict__ sinks, const u16* __restrict__ value_map, int map_stride, \
-      float map_gain, u16* __restrict__ out, float* __restrict__ lse, int sequences, int queries, int window, int resident, \
-      int all_columns) { \
+      const float* __restrict__ sinks, const u16* __restrict__ value_map, int map_stride, float map_gain, u16* __restrict__ out, \
+      float* __restrict__ lse, int sequences, int queries, int window, int resident, int all_columns) { \
     launch_next_kernel(); \
     const u16* map = value_map ? value_map + (i64)blockIdx.y * map_stride : nullptr; \
-    combine<N, AT_ONCE>(partial, Batch{seq_lens, cu_queries, sequences, queries, window}, sinks, map, map_gain, out, lse, resident, \
-                        all_columns); \
+    combine<N, MERGERS>(partial, Batch{seq_lens, cu_queries, sequences, queries, window}, sinks, map, map_gain, out, lse, resident, all_columns); \
   }
-COMBINE(combine_kernel, 4, 512 / (D > 128 ? D : 128), 5)
-COMBINE(combine_one_kernel, 1, 1536 / (D > 128 ? D : 128), 2)
+COMBINE(combine_kernel, 4, COMBINE_WARPS / 4, VALUE_MAP == MATRIX ? 2 : 8)
+COMBINE(combine_one_kernel, 1, 8, 2)

@@ -126,7 +126,8 @@ def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel],
         torch.cuda.current_stream()
         module = ObjectCode.from_cubin(compile_cubin("decode.cu", config.macros()))
         decode = Kernel(module, "decode_kernel", 32 * config.warps, config.shared_bytes, device)
-        combine = Kernel(module, "combine_kernel", 256, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device)
+        combine_threads = 256 if config.value_map == "MATRIX" else 128  # COMBINE_WARPS
+        combine = (Kernel(module, "combine_kernel", combine_threads, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device))
     return decode, combine, torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -193,7 +194,7 @@ def kind(map_: Map | None) -> str:
 
 
 def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, key_map="NO_MAP",
-           value_map="NO_MAP", key_offset=False, sequences=8) -> Config:
+           value_map="NO_MAP", key_offset=False, capacity=1 << 20) -> Config:
     """The configuration for one shape, by what was fastest on an H200.
 
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16); two tiles a step do so too,
@@ -209,7 +210,7 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
         shape = dict(warps=8, blocks_per_sm=2, tiles_per_step=2)
     elif head_size == 64:
         shape = dict(warps=16, tiles_per_step=2)
-    elif KEYS[key].bits + VALUES[value].bits <= 8 and sequences > 4:
+    elif KEYS[key].bits + VALUES[value].bits <= 8 and capacity > 1 << 14:
         shape = dict(warps=12)
     else:
         shape = dict(warps=8, tiles_per_step=2)
@@ -284,17 +285,17 @@ def decode(
     HQ, D = q.shape[1:]
     HK, S = pages.shape[1], seq_lens.shape[0]
     group = HQ // HK
+    capacity = S * HK * block_table.shape[1] * block_size // TILE
     if config is None:
         bf16 = q.dtype == torch.bfloat16
         config = choose(key, value, D, group, HK, block_size, pages.stride(1), bf16, queries * group, softcap > 0, kind(key_map),
-                        kind(value_map), key_offset is not None, S)
+                        kind(value_map), key_offset is not None, capacity)
     decode_kernel, combine_kernels, sms = kernels(config, q.device.index or 0)
 
     columns = queries * group
     column_blocks = -(-columns // (8 * config.column_tiles))
     blocks = max(1, sms * config.blocks_per_sm // column_blocks)
     resident = blocks * config.warps
-    capacity = S * HK * block_table.shape[1] * block_size // TILE
     blocks = max(blocks, -(-capacity // (MAX_TILES * config.warps)))
     partial = torch.empty((blocks * config.warps + S * HK) * columns * piece_bytes(D), dtype=torch.uint8, device=q.device)
     out = torch.empty_like(q) if out is None else out
@@ -309,7 +310,7 @@ def decode(
     matrix = lambda m: pointer(None if m is None else m.data)
     common = [integer(S), integer(queries), integer(window), integer(resident), integer(columns)]
     page_stride = ctypes.c_int(pages.stride(0)).value  # the kernel reads it as unsigned
-    few = S * HK * columns <= 2 * sms
+    few = sms >= 8 * S * HK  # pairs, with more than eight partials each
     with torch.cuda.device(q.device):
         decode_kernel((blocks, column_blocks, 1), [
             pointer(q), pointer(pages), pointer(block_table), pointer(seq_lens), pointer(cu_queries), matrix(key_map),
