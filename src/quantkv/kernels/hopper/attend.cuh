@@ -5,8 +5,10 @@ constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT;
 enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 constexpr int PIECE = D + 4;  // floats of a partial result of one column: D outputs, their base-2 log-sum-exp at D
 
-// Shared memory of a warp: its ring of tiles, the scores of 16 offsets, and, over both, what a run ends with; then mapped queries.
-constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0, PIECE_BYTES = COLUMNS * PIECE * 4;
+// Shared memory of a warp: its ring of tiles, the scores of 16 offsets and the rows of the next 16, and, over all these, what a
+// run ends with; then mapped queries.
+constexpr int RING_BYTES = STAGES * TILE_BYTES, SCORE_BYTES = 16 * COLUMNS * 4, PIECE_BYTES = COLUMNS * PIECE * 4;
+constexpr int OFFSET_BYTES = KEY_OFFSET ? SCORE_BYTES + (OFFSETS_AHEAD ? 32 * D : 0) : 0;
 constexpr int MAPPED_AT = RING_BYTES + OFFSET_BYTES > PIECE_BYTES ? RING_BYTES + OFFSET_BYTES : PIECE_BYTES;
 static_assert(WARP_BYTES == MAPPED_AT + (KEY_MAP == MATRIX ? 2 * D * COLUMNS : 0), "as in decode.py");
 
@@ -122,12 +124,11 @@ struct Query {
   u32 b[NT][D / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
 
-  // Eight columns as they were given, in the order of the keys' registers. signs: of a Hadamard matrix, null where all are positive.
-  static DI void raw(u32 (&x)[D / 8], const u16* q, const u16* signs, const Batch& batch, int s, int head, int column0) {
+  // Eight columns as they were given: each lane a quarter of one. signs: of a Hadamard matrix, null where all are positive.
+  static DI void fetch(u32 (&words)[D / 8], const u16* q, const u16* signs, const Batch& batch, int s, int head, int column0) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4, column = column0 + g;
     const bool used = column < batch.queries(s) * GROUP;
     const u16* row = q + ((i64)(batch.first_query(s) + column / GROUP) * KV_HEADS * GROUP + head * GROUP + column % GROUP) * D;
-    u32 words[D / 8];
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
       uint4 y = make_uint4(0, 0, 0, 0);
@@ -138,6 +139,8 @@ struct Query {
       }
       words[4 * i] = y.x, words[4 * i + 1] = y.y, words[4 * i + 2] = y.z, words[4 * i + 3] = y.w;
     }
+  }
+  static DI void arrange(u32 (&x)[D / 8], const u32 (&words)[D / 8]) {  // as fp16, in the order of the keys' registers
 #pragma unroll
     for (int j = 0; j < D / 8; j++) {
       const int d = KEY::dim(j);
@@ -151,30 +154,18 @@ struct Query {
     b0 = transpose(half2(y[0] * u0, y[1] * u0)), b1 = transpose(half2(y[2] * u1, y[3] * u1));
   }
 
-  // Tile w of the operands, mapped by the rows of a matrix, into shared memory at `to`.
-  static DI void map_tile(u32 to, int w, const Rows& rows, const u16* q, const Batch& batch, int s, int head, int column0) {
-#pragma unroll
-    for (int nt = 0; nt < NT; nt++) {
-      u32 x[D / 8], b[2];
-      float y[4] = {};
-      raw(x, q, nullptr, batch, s, head, column0 + nt * 8);
-      rows.multiply(y, x);
-      operands(b[0], b[1], y, w);
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8), "r"(b[0]), "r"(b[1]) : "memory");
-    }
-  }
-
-  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where map_tile has put all tiles, or 0.
+  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where QueryMapper put them, or 0.
   DI void load(const u16* q, const u16* map, u32 mapped, const Batch& batch, int s, int head, int column0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      u32 x[D / 8];
+      u32 words[D / 8], x[D / 8];
       float total[4] = {}, y[D / 16][4] = {};
       if (KEY_MAP == MATRIX && mapped) {
 #pragma unroll
         for (int w = 0; w < D / 16; w++) load_shared<8>(mapped + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
       } else {
-        raw(x, q, map, batch, s, head, column0 + nt * 8);
+        fetch(words, q, map, batch, s, head, column0 + nt * 8);
+        arrange(x, words);
         if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
           static_assert(permutes_bits(), "dim(j)");
           const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -204,10 +195,10 @@ struct Query {
     }
   }
 
-  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
-  DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
+  // The scores of 16 rows of an offset table, in any memory, times factor, into shared memory at `to` [16, COLUMNS] float32.
+  DI void score_offsets(const u16* offsets, float factor, u32 to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const Rows rows(table, sixteen);
+    const Rows rows(offsets, 0);
     __syncwarp();  // the scores before these may still be read
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
@@ -220,6 +211,66 @@ struct Query {
       }
     }
     __syncwarp();
+  }
+};
+
+// A block's warps together map by a matrix the queries with which each of them begins, `begun_in` (pairs, -1: none): each
+// warp some tiles of all of them. What begin() reads is asked for before the tiles, behind which it would queue.
+struct QueryMapper {
+  static constexpr int EARLY = 2;  // distinct pairs that begin() reads
+  const u16 *q, *matrices;
+  int stride;
+  const Batch& batch;
+  int column0;
+  Rows rows;
+  u32 words[EARLY][NT][D / 8];
+
+  DI QueryMapper(const u16* q, const u16* matrices, int stride, const Batch& batch, int column0)
+      : q(q), matrices(matrices), stride(stride), batch(batch), column0(column0) {}
+  static DI u32 slot(int warp) { return shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; }
+  static DI int next(const int* begun_in, int w) {  // the next warp that begins with another pair than warp w
+    const int pair = begun_in[w];
+    while (++w < WARPS && begun_in[w] == pair) {}
+    return w < WARPS && begun_in[w] >= 0 ? w : WARPS;
+  }
+  DI int head(int pair) const { return pair / batch.sequences; }
+  DI Rows tile(int pair, int t) const { return Rows(matrices + (i64)head(pair) * stride, t); }
+  DI void read(u32 (&words)[NT][D / 8], int pair) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) Query::fetch(words[nt], q, nullptr, batch, pair % batch.sequences, head(pair), column0 + nt * 8);
+  }
+  DI void map(const u32 (&words)[NT][D / 8], int t, int w) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      u32 x[D / 8], b0, b1;
+      float y[4] = {};
+      Query::arrange(x, words[nt]);
+      rows.multiply(y, x);
+      Query::operands(b0, b1, y, t);
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(slot(w) + ((nt * (D / 16) + t) * 32 + threadIdx.x % 32) * 8), "r"(b0), "r"(b1) : "memory");
+    }
+  }
+
+  DI void begin(const int* begun_in) {
+    const int warp = threadIdx.x / 32;
+    if (warp >= D / 16) return;
+    rows = tile(begun_in[0], warp);
+    int w = 0;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      if (w < WARPS) read(words[i], begun_in[w]), w = next(begun_in, w);
+    }
+  }
+  DI void finish(const int* begun_in) {
+    for (int t = threadIdx.x / 32, first = t; t < D / 16; t += WARPS) {
+      int held = head(begun_in[0]), i = 0;
+      if (t > first) rows = tile(begun_in[0], t);
+      for (int w = 0; w < WARPS; w = next(begun_in, w), i++) {
+        if (head(begun_in[w]) != held) rows = tile(begun_in[w], t), held = head(begun_in[w]);
+        if (t > first || i >= EARLY) read(words[EARLY - 1], begun_in[w]);
+        if (t == first && i == 0) map(words[0], t, w); else map(words[EARLY - 1], t, w);
+      }
+    }
   }
 };
 

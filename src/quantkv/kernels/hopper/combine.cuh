@@ -34,36 +34,41 @@ struct Partials {
   DI int row(int i) const { return i == blocks ? other : i == 0 ? first : (first / WARPS + i) * WARPS; }
 };
 
-constexpr int COMBINE_WARPS = VALUE_MAP == MATRIX ? 8 : 4;  // of combine_kernel: a matrix needs hands
+constexpr int SEQUENCES = VALUE_MAP == MATRIX ? 4 : 1;  // of a block of combine_kernel, which share a matrix
 
-// Merges the partials of N columns (MERGERS warps for each) of sequence blockIdx.x and kv head blockIdx.y, adds the sinks,
-// applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times map_gain.
-template <int N, int MERGERS>
+// Merges the partials of N columns of S sequences (MERGERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, adds
+// the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times map_gain.
+template <int N, int S, int MERGERS>
 DI void combine(const float* partial, const Batch& batch, const float* sinks, const u16* value_map, float map_gain, u16* out,
                 float* lse, int resident, int all_columns) {
   constexpr int E = D / 32, AT_ONCE = 32 / E;                     // a lane has dimensions lane * E and on; partials in flight
-  __shared__ __align__(16) float merged[MERGERS][N][D + 4];  // rows, their maxima and sums
-  __shared__ __align__(16) u32 parts[2][N][D / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
-  const int s = blockIdx.x, head = blockIdx.y, column0 = blockIdx.z * N, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int columns = min(N, batch.queries(s) * GROUP - column0), r = warp / MERGERS, merger = warp % MERGERS;
+  __shared__ __align__(16) float merged[MERGERS][N * S][D + 4];  // rows, their maxima and sums
+  __shared__ __align__(16) u32 parts[2][N * S][D / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / MERGERS, merger = warp % MERGERS, head = blockIdx.y;
+  auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
+  auto column = [&](int r) { return (int)blockIdx.z * N + r % N; };
+  auto there = [&](int r) { return sequence(r) < batch.sequences && column(r) < batch.queries(sequence(r)) * GROUP; };
+  auto query_head = [&](int r) { return head * GROUP + column(r) % GROUP; };
+  auto out_row = [&](int r) { return (i64)(batch.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
+  const int s = sequence(r);
+  const bool mine = there(r);
   int start;
   const int line = batch.total_tiles(s, start);
   const Partials partials(Cut(line * KV_HEADS, resident), head * line + start, batch.tiles(s), head * batch.sequences + s);
   Rows map_rows;
-  if (VALUE_MAP == MATRIX && warp < D / 16) map_rows = Rows(value_map, warp);
+  if (VALUE_MAP == MATRIX) map_rows = Rows(value_map, warp % (D / 16));
   float top = minus_infinity(), sum = 0.f, x[E][1] = {};
   wait_for_previous_kernel();  // all that was read so far is older than the decode kernel
-  if (columns <= 0) return;
-  for (int i0 = merger; i0 < partials.count && r < columns; i0 += MERGERS * AT_ONCE) {
+  for (int i0 = merger; i0 < partials.count && mine; i0 += MERGERS * AT_ONCE) {
     float e[AT_ONCE], y[AT_ONCE][E], up = top;
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
-      const bool there = i0 + k * MERGERS < partials.count;
-      const float* row = partial + ((i64)partials.row(i0 + k * MERGERS) * all_columns + column0 + r) * PIECE;
-      e[k] = there ? row[D] : minus_infinity();
+      const bool any = i0 + k * MERGERS < partials.count;
+      const float* row = partial + ((i64)partials.row(i0 + k * MERGERS) * all_columns + column(r)) * PIECE;
+      e[k] = any ? row[D] : minus_infinity();
 #pragma unroll
       for (int d = 0; d < E; d += 2) {
-        const float2 pair = there ? *(const float2*)(row + lane * E + d) : make_float2(0.f, 0.f);
+        const float2 pair = any ? *(const float2*)(row + lane * E + d) : make_float2(0.f, 0.f);
         y[k][d] = pair.x, y[k][d + 1] = pair.y;
       }
       up = fmaxf(up, e[k]);
@@ -82,14 +87,11 @@ DI void combine(const float* partial, const Batch& batch, const float* sinks, co
     }
   }
   if constexpr (MERGERS > 1) {
-    if (r < columns) {
-      float* mine = merged[merger][r];
 #pragma unroll
-      for (int d = 0; d < E; d++) mine[lane * E + d] = x[d][0];
-      if (lane == 0) mine[D] = top, mine[D + 1] = sum;
-    }
+    for (int d = 0; d < E; d++) merged[merger][r][lane * E + d] = x[d][0];
+    if (lane == 0) merged[merger][r][D] = top, merged[merger][r][D + 1] = sum;
     __syncthreads();
-    if (r < columns && merger == 0) {
+    if (merger == 0) {
       const float own = top;
 #pragma unroll
       for (int w = 1; w < MERGERS; w++) top = fmaxf(top, merged[w][r][D]);
@@ -106,9 +108,7 @@ DI void combine(const float* partial, const Batch& batch, const float* sinks, co
       }
     }
   }
-  auto query_head = [&](int r) { return head * GROUP + (column0 + r) % GROUP; };
-  auto out_row = [&](int r) { return (i64)(batch.first_query(s) + (column0 + r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
-  if (r < columns && merger == 0) {
+  if (mine && merger == 0) {
     const bool none = top == minus_infinity();  // no key was seen
     const float sink = sinks ? sinks[query_head(r)] * 1.4426950408889634f : minus_infinity(), best = none ? 0.f : fmaxf(top, sink);
     const float weight = pow2(top - best), total = weight * sum + pow2(sink - best);
@@ -139,19 +139,24 @@ DI void combine(const float* partial, const Batch& batch, const float* sinks, co
   if constexpr (VALUE_MAP == MATRIX) {
     __syncthreads();
     const int g = lane / 4, c = lane % 4;
-    for (int t = warp; t < D / 16; t += N * MERGERS) {
+    for (int i = warp; i < D / 16 * ((N * S + 7) / 8); i += N * S * MERGERS) {
+      const int t = i % (D / 16), r0 = i / (D / 16) * 8;
       float y[4] = {};
-      if (t > warp) map_rows = Rows(value_map, t);
+      if (t != warp % (D / 16)) map_rows = Rows(value_map, t);
 #pragma unroll
       for (int part = 0; part < 2; part++) {
         u32 b[D / 8];
 #pragma unroll
-        for (int m = 0; m < D / 32; m++) *(uint4*)(b + 4 * m) = g < columns ? *(const uint4*)&parts[part][g][16 * m + 4 * c] : make_uint4(0, 0, 0, 0);
+        for (int m = 0; m < D / 32; m++) {
+          *(uint4*)(b + 4 * m) = r0 + g < N * S ? *(const uint4*)&parts[part][r0 + g][16 * m + 4 * c] : make_uint4(0, 0, 0, 0);
+        }
         map_rows.multiply(y, b);
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (2 * c + i % 2 < columns) out[out_row(2 * c + i % 2) * D + 16 * t + g + i / 2 * 8] = query_type(y[i] * map_gain);
+      for (int k = 0; k < 4; k++) {
+        const int to = r0 + 2 * c + k % 2;
+        if (to < N * S && there(to)) out[out_row(to) * D + 16 * t + g + k / 2 * 8] = query_type(y[k] * map_gain);
+      }
     }
   }
 }

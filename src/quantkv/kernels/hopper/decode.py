@@ -74,18 +74,32 @@ class Config:
         return 128 << 2 * KEYS[self.key].bits if self.key.startswith("codebook") else 0
 
     @property
-    def stages(self) -> int:
+    def room(self) -> int:
+        """Shared memory of a warp for its ring, and for the next rows of offsets where that leaves room for a whole ring."""
         per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
-        return min((per_warp - self.offset_bytes - self.mapped_bytes) // self.tile_bytes, self.max_stages)
+        return per_warp - self.score_bytes - self.mapped_bytes
+
+    @property
+    def offsets_ahead(self) -> bool:
+        return self.key_offset and self.room - 32 * self.head_size >= self.max_stages * self.tile_bytes
+
+    @property
+    def stages(self) -> int:
+        return min(self.room // self.tile_bytes, self.max_stages)
+
+    @property
+    def combined(self) -> int:
+        """SEQUENCES in combine.cuh."""
+        return 4 if self.value_map == "MATRIX" else 1
 
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in attend.cuh, and mapped queries."""
-        ring = self.stages * self.tile_bytes + self.offset_bytes
+        ring = self.stages * self.tile_bytes + self.score_bytes + 32 * self.head_size * self.offsets_ahead
         return max(ring, 8 * self.column_tiles * piece_bytes(self.head_size)) + self.mapped_bytes
 
     @property
-    def offset_bytes(self) -> int:
+    def score_bytes(self) -> int:
         return 64 * 8 * self.column_tiles if self.key_offset else 0
 
     @property
@@ -100,9 +114,9 @@ class Config:
         return dict(
             HEAD_SIZE=self.head_size, GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
             RECORD_BYTES=self.record_bytes, KEY=KEYS[self.key].type, VALUE=VALUES[self.value].type, KEY_MAP=self.key_map,
-            KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), WARPS=self.warps,
-            COLUMN_TILES=self.column_tiles, BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, WARP_BYTES=self.warp_bytes,
-            TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
+            KEY_OFFSET=int(self.key_offset), OFFSETS_AHEAD=int(self.offsets_ahead), VALUE_MAP=self.value_map,
+            QUERY_BF16=int(self.bf16), COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
+            STAGES=self.stages, WARP_BYTES=self.warp_bytes, TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
         )  # fmt: skip
 
 
@@ -126,8 +140,7 @@ def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel],
         torch.cuda.current_stream()
         module = ObjectCode.from_cubin(compile_cubin("decode.cu", config.macros()))
         decode = Kernel(module, "decode_kernel", 32 * config.warps, config.shared_bytes, device)
-        combine_threads = 256 if config.value_map == "MATRIX" else 128  # COMBINE_WARPS
-        combine = (Kernel(module, "combine_kernel", combine_threads, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device))
+        combine = Kernel(module, "combine_kernel", 128 * config.combined, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device)
     return decode, combine, torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -317,7 +330,7 @@ def decode(
             stride(key_map), matrix(key_offset), stride(key_offset), integer(offset.groups), number(offset.gain / key_gain),
             pointer(codebook), pointer(partial), integer(page_stride), integer(block_table.shape[1]), *common,
             number(2 * gain / softcap if softcap else gain), number(softcap * LOG2E)])
-        combine_kernels[few]((S, HK, columns if few else -(-columns // 4)), [
+        combine_kernels[few]((S, HK, columns) if few else (-(-S // config.combined), HK, -(-columns // 4)), [
             pointer(partial), pointer(seq_lens), pointer(cu_queries), pointer(sinks), matrix(value_map),
             stride(value_map), number(value_map.gain if value_map else 1.0), pointer(out), pointer(lse), *common])
     return out

@@ -102,8 +102,6 @@ struct Loader {
     seq = s, run_end = 0;
     load_ids(tile / PER_PAGE);
     next_tile = tile % PER_PAGE;
-    const int after = s + 1 < batch.sequences ? s + 1 : 0, at = batch.first_tile(after) / PER_PAGE + lane;
-    if (at < max_pages) prefetch(block_table + (i64)after * max_pages + at);
   }
   DI void load_ids(int page) {
     const int at = page + lane;
