@@ -51,7 +51,7 @@ def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path
     cubin.write_bytes(build(chosen))
     plain = tmp_path / "plain.cubin"
     plain.write_bytes(build(config(key, "int4")))
-    assert step_instructions(cubin) <= step_instructions(plain) + (12 if key_offset else 4)
+    assert step_instructions(cubin) <= step_instructions(plain) * (1.05 if key_offset else 1.02)
 
 
 def test_the_order_of_a_matrix():
