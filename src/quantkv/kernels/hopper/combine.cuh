@@ -7,10 +7,13 @@ DI void merge_pieces(const u8* pieces, int count, int index, int columns, float*
     const int column = i / (D / 4), d = i % (D / 4) * 4;
     auto piece = [&](int w) { return (const float*)(pieces + w * WARP_BYTES) + column * PIECE; };
     float top = minus_infinity(), sum = 0.f;
+#pragma unroll 4
     for (int w = 0; w < count; w++) top = fmaxf(top, piece(w)[D]);
+    const float base = top == minus_infinity() ? 0.f : top;
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int w = 0; w < count && top != minus_infinity(); w++) {
-      const float weight = pow2(piece(w)[D] - top);
+#pragma unroll 4
+    for (int w = 0; w < count; w++) {
+      const float weight = pow2(piece(w)[D] - base);
       const float4 x = *(const float4*)(piece(w) + d);
       sum += weight, acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
     }
