@@ -83,6 +83,27 @@ def test_hadamard_with_signs(name):
 
 
 @hopper_only
+@pytest.mark.parametrize("heads,buckets", [(8, 40), (1, 3)])  # the second table is shared, and ends before the keys do
+@pytest.mark.parametrize("name", ["int4", "int8", "tq4"])
+def test_key_offsets(name, heads, buckets):
+    generator = torch.Generator().manual_seed(2)
+    offset = torch.randn(buckets, heads, 128, generator=generator)
+    for a in (hadamard(128)[None] / 128**0.5, torch.linalg.qr(torch.randn(heads, 128, 128, generator=generator, dtype=torch.float64))[0]):
+        maps = LayerMaps(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
+        run(batch(name, maps=maps))
+        run(batch(name, (4, 2, 1, 3), maps=maps), window=300, softcap=30.0)
+
+
+@hopper_only
+@pytest.mark.parametrize("lens", [(0, 1, 15, 16, 17), (9000,), tuple(range(0, 600, 9))], ids=["tiny", "one", "many"])
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_lengths(lens, kv_heads):
+    """Runs of warps that begin, lie and end in one sequence, or pass over several, empty ones among them."""
+    b = Batch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16, device="cuda")
+    run(b)
+
+
+@hopper_only
 def test_captured_graph_follows_the_lengths():
     b = batch("int4")
     b.attend(**HOPPER, max_query_len=1)

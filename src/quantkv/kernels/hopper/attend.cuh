@@ -5,8 +5,10 @@ constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT;
 enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 constexpr int PIECE = D + 4;  // floats of a partial result of one column: D outputs, their base-2 log-sum-exp at D
 
-// Shared memory of a warp: its ring of tiles, the scores of 16 offsets, and, over both, what a run ends with; then mapped queries.
-constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0, PIECE_BYTES = COLUMNS * PIECE * 4;
+// Shared memory of a warp: its ring of tiles, the scores of 16 offsets and the rows of the next 16, and, over all these, what a
+// run ends with; then mapped queries.
+constexpr int RING_BYTES = STAGES * TILE_BYTES, SCORE_BYTES = 16 * COLUMNS * 4, PIECE_BYTES = COLUMNS * PIECE * 4;
+constexpr int OFFSET_BYTES = KEY_OFFSET ? SCORE_BYTES + (OFFSETS_AHEAD ? 32 * D : 0) : 0;
 constexpr int MAPPED_AT = RING_BYTES + OFFSET_BYTES > PIECE_BYTES ? RING_BYTES + OFFSET_BYTES : PIECE_BYTES;
 static_assert(WARP_BYTES == MAPPED_AT + (KEY_MAP == MATRIX ? 2 * D * COLUMNS : 0), "as in decode.py");
 
@@ -67,18 +69,26 @@ template <int ROW, int SHARE> struct Share {
   }
 };
 
-// Adds one tile (16 rows) of an fp16 map [D, D] times eight column vectors, of which register b[4 m + i] holds, in lane c, the
-// dimensions of columns 8 (4 m + c) + 2 i and the next of the map. The map lies in the order of these loads (decode.py): 512
-// bytes in a row each.
-DI void multiply(float (&acc)[4], const u16* map, int tile, const u32* b) {
+// 16 rows of an fp16 matrix with D columns, which lies in the order of these loads (decode.py): 512 bytes in a row each.
+struct Rows {
+  uint4 x[D / 32], y[D / 32];
+  DI Rows() {}
+  DI Rows(const u16* matrix, int tile) {
 #pragma unroll
-  for (int m = 0; m < D / 32; m++) {
-    const uint4* at = (const uint4*)(map + 16 * D * tile + 512 * m) + threadIdx.x % 32;
-    const uint4 x = at[0], y = at[32];
-    mma(acc, x.x, y.x, x.y, y.y, b[4 * m], b[4 * m + 1]);
-    mma(acc, x.z, y.z, x.w, y.w, b[4 * m + 2], b[4 * m + 3]);
+    for (int m = 0; m < D / 32; m++) {
+      const uint4* at = (const uint4*)(matrix + 16 * D * tile + 512 * m) + threadIdx.x % 32;
+      x[m] = at[0], y[m] = at[32];
+    }
   }
-}
+  // Adds their products with eight columns, of which register b[4 m + i] holds, in lane c, dimensions 8 (4 m + c) + 2 i and the next.
+  DI void multiply(float (&acc)[4], const u32* b) const {
+#pragma unroll
+    for (int m = 0; m < D / 32; m++) {
+      mma(acc, x[m].x, y[m].x, x[m].y, y[m].y, b[4 * m], b[4 * m + 1]);
+      mma(acc, x[m].z, y[m].z, x[m].w, y[m].w, b[4 * m + 2], b[4 * m + 3]);
+    }
+  }
+};
 
 template <int N, int M> DI void butterfly(float (&x)[N][M]) {  // x becomes H_N x, along the first axis
 #pragma unroll
@@ -114,12 +124,11 @@ struct Query {
   u32 b[NT][D / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
 
-  // Eight columns as they were given, in the order of the keys' registers. signs: of a Hadamard matrix, null where all are positive.
-  static DI void raw(u32 (&x)[D / 8], const u16* q, const u16* signs, const Batch& batch, int s, int head, int column0) {
+  // Eight columns as they were given: each lane a quarter of one. signs: of a Hadamard matrix, null where all are positive.
+  static DI void fetch(u32 (&words)[D / 8], const u16* q, const u16* signs, const Batch& batch, int s, int head, int column0) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4, column = column0 + g;
     const bool used = column < batch.queries(s) * GROUP;
     const u16* row = q + ((i64)(batch.first_query(s) + column / GROUP) * KV_HEADS * GROUP + head * GROUP + column % GROUP) * D;
-    u32 words[D / 8];
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
       uint4 y = make_uint4(0, 0, 0, 0);
@@ -130,6 +139,8 @@ struct Query {
       }
       words[4 * i] = y.x, words[4 * i + 1] = y.y, words[4 * i + 2] = y.z, words[4 * i + 3] = y.w;
     }
+  }
+  static DI void arrange(u32 (&x)[D / 8], const u32 (&words)[D / 8]) {  // as fp16, in the order of the keys' registers
 #pragma unroll
     for (int j = 0; j < D / 8; j++) {
       const int d = KEY::dim(j);
@@ -143,32 +154,18 @@ struct Query {
     b0 = transpose(half2(y[0] * u0, y[1] * u0)), b1 = transpose(half2(y[2] * u1, y[3] * u1));
   }
 
-  // Tiles first, first + step, ... of the operands, mapped by a matrix, into shared memory at `to`.
-  static DI void map_tiles(u32 to, int first, int step, const u16* q, const u16* matrix, const Batch& batch, int s, int head, int column0) {
-    for (int nt = 0; nt < NT; nt++) {
-      u32 x[D / 8];
-      raw(x, q, nullptr, batch, s, head, column0 + nt * 8);
-      for (int w = first; w < D / 16; w += step) {
-        float y[4] = {};
-        u32 b[2];
-        multiply(y, matrix, w, x);
-        operands(b[0], b[1], y, w);
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8), "r"(b[0]), "r"(b[1]) : "memory");
-      }
-    }
-  }
-
-  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where map_tiles has put all tiles, or 0.
+  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where QueryMapper put them, or 0.
   DI void load(const u16* q, const u16* map, u32 mapped, const Batch& batch, int s, int head, int column0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      u32 x[D / 8];
+      u32 words[D / 8], x[D / 8];
       float total[4] = {}, y[D / 16][4] = {};
       if (KEY_MAP == MATRIX && mapped) {
 #pragma unroll
         for (int w = 0; w < D / 16; w++) load_shared<8>(mapped + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
       } else {
-        raw(x, q, map, batch, s, head, column0 + nt * 8);
+        fetch(words, q, map, batch, s, head, column0 + nt * 8);
+        arrange(x, words);
         if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
           static_assert(permutes_bits(), "dim(j)");
           const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -184,7 +181,7 @@ struct Query {
             b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
             b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
           } else {
-            if (KEY_MAP == MATRIX) multiply(y[w], map, w, x);
+            if (KEY_MAP == MATRIX) Rows(map, w).multiply(y[w], x);
             operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
           }
         }
@@ -198,14 +195,15 @@ struct Query {
     }
   }
 
-  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
-  DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
+  // The scores of 16 rows of an offset table, in any memory, times factor, into shared memory at `to` [16, COLUMNS] float32.
+  DI void score_offsets(const u16* offsets, float factor, u32 to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const Rows rows(offsets, 0);
     __syncwarp();  // the scores before these may still be read
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       float y[4] = {};
-      multiply(y, table, sixteen, b[nt]);
+      rows.multiply(y, b[nt]);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const u32 at = to + ((g + 8 * i) * COLUMNS + nt * 8 + 2 * c) * 4;
@@ -213,6 +211,66 @@ struct Query {
       }
     }
     __syncwarp();
+  }
+};
+
+// A block's warps together map by a matrix the queries with which each of them begins, `begun_in` (pairs, -1: none): each
+// warp some tiles of all of them. What begin() reads is asked for before the tiles, behind which it would queue.
+struct QueryMapper {
+  static constexpr int EARLY = 2;  // distinct pairs that begin() reads
+  const u16 *q, *matrices;
+  int stride;
+  const Batch& batch;
+  int column0;
+  Rows rows;
+  u32 words[EARLY][NT][D / 8];
+
+  DI QueryMapper(const u16* q, const u16* matrices, int stride, const Batch& batch, int column0)
+      : q(q), matrices(matrices), stride(stride), batch(batch), column0(column0) {}
+  static DI u32 slot(int warp) { return shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; }
+  static DI int next(const int* begun_in, int w) {  // the next warp that begins with another pair than warp w
+    const int pair = begun_in[w];
+    while (++w < WARPS && begun_in[w] == pair) {}
+    return w < WARPS && begun_in[w] >= 0 ? w : WARPS;
+  }
+  DI int head(int pair) const { return pair / batch.sequences; }
+  DI Rows tile(int pair, int t) const { return Rows(matrices + (i64)head(pair) * stride, t); }
+  DI void read(u32 (&words)[NT][D / 8], int pair) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) Query::fetch(words[nt], q, nullptr, batch, pair % batch.sequences, head(pair), column0 + nt * 8);
+  }
+  DI void map(const u32 (&words)[NT][D / 8], int t, int w) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      u32 x[D / 8], b0, b1;
+      float y[4] = {};
+      Query::arrange(x, words[nt]);
+      rows.multiply(y, x);
+      Query::operands(b0, b1, y, t);
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(slot(w) + ((nt * (D / 16) + t) * 32 + threadIdx.x % 32) * 8), "r"(b0), "r"(b1) : "memory");
+    }
+  }
+
+  DI void begin(const int* begun_in) {
+    const int warp = threadIdx.x / 32;
+    if (warp >= D / 16) return;
+    rows = tile(begun_in[0], warp);
+    int w = 0;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      if (w < WARPS) read(words[i], begun_in[w]), w = next(begun_in, w);
+    }
+  }
+  DI void finish(const int* begun_in) {
+    for (int t = threadIdx.x / 32, first = t; t < D / 16; t += WARPS) {
+      int held = head(begun_in[0]), i = 0;
+      if (t > first) rows = tile(begun_in[0], t);
+      for (int w = 0; w < WARPS; w = next(begun_in, w), i++) {
+        if (head(begun_in[w]) != held) rows = tile(begun_in[w], t), held = head(begun_in[w]);
+        if (t > first || i >= EARLY) read(words[EARLY - 1], begun_in[w]);
+        if (t == first && i == 0) map(words[0], t, w); else map(words[EARLY - 1], t, w);
+      }
+    }
   }
 };
 

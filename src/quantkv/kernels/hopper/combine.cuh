@@ -7,10 +7,13 @@ DI void merge_pieces(const u8* pieces, int count, int index, int columns, float*
     const int column = i / (D / 4), d = i % (D / 4) * 4;
     auto piece = [&](int w) { return (const float*)(pieces + w * WARP_BYTES) + column * PIECE; };
     float top = minus_infinity(), sum = 0.f;
+#pragma unroll 4
     for (int w = 0; w < count; w++) top = fmaxf(top, piece(w)[D]);
+    const float base = top == minus_infinity() ? 0.f : top;
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int w = 0; w < count && top != minus_infinity(); w++) {
-      const float weight = pow2(piece(w)[D] - top);
+#pragma unroll 4
+    for (int w = 0; w < count; w++) {
+      const float weight = pow2(piece(w)[D] - base);
       const float4 x = *(const float4*)(piece(w) + d);
       sum += weight, acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
     }
@@ -34,115 +37,129 @@ struct Partials {
   DI int row(int i) const { return i == blocks ? other : i == 0 ? first : (first / WARPS + i) * WARPS; }
 };
 
-// Merges the partials of N columns (8 / N warps for each) of sequence blockIdx.x and kv head blockIdx.y, adds the sinks,
-// applies the values' map: the signs of a Hadamard matrix (null: all positive) or the tiles of any other, times map_gain.
-template <int N, int AT_ONCE>
+constexpr int SEQUENCES = VALUE_MAP == MATRIX ? 4 : 1;  // of a block of combine_kernel, which share a matrix
+
+// Merges the partials of N columns of S sequences (MERGERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, adds
+// the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times map_gain.
+template <int N, int S, int MERGERS>
 DI void combine(const float* partial, const Batch& batch, const float* sinks, const u16* value_map, float map_gain, u16* out,
                 float* lse, int resident, int all_columns) {
-  constexpr int MERGERS = 8 / N, VECTORS = (D + 127) / 128;
-  __shared__ __align__(16) float rows[8][D];
-  __shared__ __align__(16) u32 parts[2][N][D / 2 + 4];  // merged rows as fp16 pairs, and what that rounding left
-  __shared__ float tops[8], sums[8];
-  const int s = blockIdx.x, head = blockIdx.y, column0 = blockIdx.z * N, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int columns = min(N, batch.queries(s) * GROUP - column0), r = warp / MERGERS;
+  constexpr int E = D / 32, AT_ONCE = 32 / E;                     // a lane has dimensions lane * E and on; partials in flight
+  __shared__ __align__(16) float merged[MERGERS][N * S][D + 4];  // rows, their maxima and sums
+  __shared__ __align__(16) u32 parts[2][N * S][D / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / MERGERS, merger = warp % MERGERS, head = blockIdx.y;
+  auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
+  auto column = [&](int r) { return (int)blockIdx.z * N + r % N; };
+  auto there = [&](int r) { return sequence(r) < batch.sequences && column(r) < batch.queries(sequence(r)) * GROUP; };
+  auto query_head = [&](int r) { return head * GROUP + column(r) % GROUP; };
+  auto out_row = [&](int r) { return (i64)(batch.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
+  const int s = sequence(r);
+  const bool mine = there(r);
   int start;
   const int line = batch.total_tiles(s, start);
   const Partials partials(Cut(line * KV_HEADS, resident), head * line + start, batch.tiles(s), head * batch.sequences + s);
-  float top = minus_infinity(), sum = 0.f;
-  float4 acc[VECTORS] = {};
+  Rows map_rows;
+  if (VALUE_MAP == MATRIX) map_rows = Rows(value_map, warp % (D / 16));
+  float top = minus_infinity(), sum = 0.f, x[E][1] = {};
   wait_for_previous_kernel();  // all that was read so far is older than the decode kernel
-  if (columns <= 0) return;
-  for (int i0 = warp % MERGERS; i0 < partials.count && r < columns; i0 += MERGERS * AT_ONCE) {
-    float e[AT_ONCE], up = top;
-    float4 x[AT_ONCE][VECTORS];
+  for (int i0 = merger; i0 < partials.count && mine; i0 += MERGERS * AT_ONCE) {
+    float e[AT_ONCE], y[AT_ONCE][E], up = top;
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
-      const bool there = i0 + k * MERGERS < partials.count;
-      const float* row = partial + ((i64)partials.row(i0 + k * MERGERS) * all_columns + column0 + r) * PIECE;
-      e[k] = there ? row[D] : minus_infinity();
+      const bool any = i0 + k * MERGERS < partials.count;
+      const float* row = partial + ((i64)partials.row(i0 + k * MERGERS) * all_columns + column(r)) * PIECE;
+      e[k] = any ? row[D] : minus_infinity();
 #pragma unroll
-      for (int i = 0; i < VECTORS; i++) {
-        const int d = lane * 4 + 128 * i;
-        x[k][i] = there && d < D ? *(const float4*)(row + d) : make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int d = 0; d < E; d += 2) {
+        const float2 pair = any ? *(const float2*)(row + lane * E + d) : make_float2(0.f, 0.f);
+        y[k][d] = pair.x, y[k][d + 1] = pair.y;
       }
+      up = fmaxf(up, e[k]);
     }
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) up = fmaxf(up, e[k]);
     if (up == minus_infinity()) continue;
     const float old = pow2(top - up);
     top = up, sum *= old;
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) acc[i].x *= old, acc[i].y *= old, acc[i].z *= old, acc[i].w *= old;
+    for (int d = 0; d < E; d++) x[d][0] *= old;
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
       const float weight = pow2(e[k] - up);
       sum += weight;
 #pragma unroll
-      for (int i = 0; i < VECTORS; i++) {
-        acc[i].x += weight * x[k][i].x, acc[i].y += weight * x[k][i].y, acc[i].z += weight * x[k][i].z, acc[i].w += weight * x[k][i].w;
+      for (int d = 0; d < E; d++) x[d][0] += weight * y[k][d];
+    }
+  }
+  if constexpr (MERGERS > 1) {
+#pragma unroll
+    for (int d = 0; d < E; d++) merged[merger][r][lane * E + d] = x[d][0];
+    if (lane == 0) merged[merger][r][D] = top, merged[merger][r][D + 1] = sum;
+    __syncthreads();
+    if (merger == 0) {
+      const float own = top;
+#pragma unroll
+      for (int w = 1; w < MERGERS; w++) top = fmaxf(top, merged[w][r][D]);
+      float weight = top == minus_infinity() ? 0.f : pow2(own - top);
+      sum *= weight;
+#pragma unroll
+      for (int d = 0; d < E; d++) x[d][0] *= weight;
+#pragma unroll
+      for (int w = 1; w < MERGERS; w++) {
+        weight = top == minus_infinity() ? 0.f : pow2(merged[w][r][D] - top);
+        sum += weight * merged[w][r][D + 1];
+#pragma unroll
+        for (int d = 0; d < E; d++) x[d][0] += weight * merged[w][r][lane * E + d];
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++)
-    if (lane * 4 + 128 * i < D) *(float4*)&rows[warp][lane * 4 + 128 * i] = acc[i];
-  if (lane == 0) tops[warp] = top, sums[warp] = sum;
-  __syncthreads();
-  auto query_head = [&](int r) { return head * GROUP + (column0 + r) % GROUP; };
-  auto out_row = [&](int r) { return (i64)(batch.first_query(s) + (column0 + r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
-  if (r < columns && warp % MERGERS == 0) {
-    constexpr int E = D / 32;  // this lane's dimensions, from lane * E on
-    float best = minus_infinity(), total = 0.f, weight[MERGERS], x[E][1] = {};
-#pragma unroll
-    for (int w = 0; w < MERGERS; w++) best = fmaxf(best, tops[warp + w]);
-    const bool none = best == minus_infinity();  // no key was seen
-    const float sink = sinks ? sinks[query_head(r)] * 1.4426950408889634f : minus_infinity();
-    best = none ? 0.f : fmaxf(best, sink);
-#pragma unroll
-    for (int w = 0; w < MERGERS; w++) weight[w] = pow2(tops[warp + w] - best), total += weight[w] * sums[warp + w];
-    total += pow2(sink - best);
+  if (mine && merger == 0) {
+    const bool none = top == minus_infinity();  // no key was seen
+    const float sink = sinks ? sinks[query_head(r)] * 1.4426950408889634f : minus_infinity(), best = none ? 0.f : fmaxf(top, sink);
+    const float weight = pow2(top - best), total = weight * sum + pow2(sink - best);
     if (lse && lane == 0) lse[out_row(r)] = none ? minus_infinity() : (best + lg2(total)) * 0.6931471805599453f;
-    const float share = none ? 0.f : (VALUE_MAP == HADAMARD ? map_gain : 1.f) / total;
+    const float share = none ? 0.f : (VALUE_MAP == HADAMARD ? map_gain : 1.f) * weight / total;
 #pragma unroll
-    for (int e = 0; e < E; e++) {
-#pragma unroll
-      for (int w = 0; w < MERGERS; w++) x[e][0] += weight[w] * rows[warp + w][lane * E + e];
-      x[e][0] *= share;
-    }
+    for (int d = 0; d < E; d++) x[d][0] *= share;
     if constexpr (VALUE_MAP == HADAMARD) {
       butterfly(x);
 #pragma unroll
-      for (int e = 0; e < E; e++) {
+      for (int d = 0; d < E; d++) {
 #pragma unroll
-        for (int k = 1; k < 32; k <<= 1) x[e][0] = __shfl_xor_sync(~0u, x[e][0], k) + (lane & k ? -x[e][0] : x[e][0]);
-        if (value_map) x[e][0] = as_float(__float_as_uint(x[e][0]) ^ (u32)value_map[lane * E + e] << 16);
+        for (int k = 1; k < 32; k <<= 1) x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
+        if (value_map) x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
       }
     }
 #pragma unroll
-    for (int e = 0; e < E; e += 2) {
-      const int d = lane * E + e;
+    for (int d = 0; d < E; d += 2) {
+      const int at = lane * E + d;
       if constexpr (VALUE_MAP == MATRIX) {
-        const u32 h = half2(x[e][0], x[e + 1][0]);
-        parts[0][r][d / 2] = h, parts[1][r][d / 2] = half2(x[e][0] - low(h), x[e + 1][0] - high(h));
+        const u32 h = half2(x[d][0], x[d + 1][0]);
+        parts[0][r][at / 2] = h, parts[1][r][at / 2] = half2(x[d][0] - low(h), x[d + 1][0] - high(h));
       } else {
-        *(u32*)(out + out_row(r) * D + d) = query_type(x[e][0]) | (u32)query_type(x[e + 1][0]) << 16;
+        *(u32*)(out + out_row(r) * D + at) = query_type(x[d][0]) | (u32)query_type(x[d + 1][0]) << 16;
       }
     }
   }
-  if (VALUE_MAP != MATRIX) return;
-  __syncthreads();
-  const int g = lane / 4, c = lane % 4;
-  for (int t = warp; t < D / 16; t += 8) {
-    float y[4] = {};
+  if constexpr (VALUE_MAP == MATRIX) {
+    __syncthreads();
+    const int g = lane / 4, c = lane % 4;
+    for (int i = warp; i < D / 16 * ((N * S + 7) / 8); i += N * S * MERGERS) {
+      const int t = i % (D / 16), r0 = i / (D / 16) * 8;
+      float y[4] = {};
+      if (t != warp % (D / 16)) map_rows = Rows(value_map, t);
 #pragma unroll
-    for (int part = 0; part < 2; part++) {
-      u32 b[D / 8];
+      for (int part = 0; part < 2; part++) {
+        u32 b[D / 8];
 #pragma unroll
-      for (int m = 0; m < D / 32; m++) *(uint4*)(b + 4 * m) = g < columns ? *(const uint4*)&parts[part][g][16 * m + 4 * c] : make_uint4(0, 0, 0, 0);
-      multiply(y, value_map, t, b);
+        for (int m = 0; m < D / 32; m++) {
+          *(uint4*)(b + 4 * m) = r0 + g < N * S ? *(const uint4*)&parts[part][r0 + g][16 * m + 4 * c] : make_uint4(0, 0, 0, 0);
+        }
+        map_rows.multiply(y, b);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const int to = r0 + 2 * c + k % 2;
+        if (to < N * S && there(to)) out[out_row(to) * D + 16 * t + g + k / 2 * 8] = query_type(y[k] * map_gain);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (2 * c + i % 2 < columns) out[out_row(2 * c + i % 2) * D + 16 * t + g + i / 2 * 8] = query_type(y[i] * map_gain);
   }
 }

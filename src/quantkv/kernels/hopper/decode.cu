@@ -5,7 +5,7 @@
 // a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
-// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE KEY_MAP KEY_OFFSET VALUE_MAP QUERY_BF16 COLUMN_TILES WARPS
+// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE KEY_MAP KEY_OFFSET OFFSETS_AHEAD VALUE_MAP QUERY_BF16 COLUMN_TILES WARPS
 // BLOCKS_PER_SM STAGES WARP_BYTES TILES_PER_STEP SOFTCAP.
 #include "combine.cuh"
 
@@ -36,23 +36,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
   int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0, head = begin / line;
   int s = sequence_of(batch, begin - head * line, start), tile = batch.first_tile(s) + begin - head * line - start;
-  if (lane * 64 < GROUP * D) prefetch(q + ((i64)batch.first_query(s) * KV_HEADS + head) * GROUP * D + lane * 64);
   u32 ring = shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES;
   keep(ring);
   Loader loader(batch, block_table, max_pages, pages, page_stride, head, s, tile, left);
+  QueryMapper mapper(q, key_map, map_stride, batch, column0);
+  if constexpr (KEY_MAP == MATRIX) {
+    if (lane == 0) begun_in[warp] = left > 0 ? head * sequences + s : -1;
+    __syncthreads();
+    mapper.begin(begun_in);
+  } else if (lane * 64 < GROUP * D) {
+    prefetch(q + ((i64)batch.first_query(s) * KV_HEADS + head) * GROUP * D + lane * 64);
+  }
   constexpr int AHEAD = STAGES - TILES_PER_STEP;
   for (int i = 0; i < AHEAD; i++) loader.next(ring + i * TILE_BYTES);
   const Lane at(g, c);
   u32 slot = ring;
-  auto matrix = [&](int head) { return key_map ? key_map + (i64)head * map_stride : nullptr; };
-  auto mapped_at = [&](int warp) { return shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; };
-  if constexpr (KEY_MAP == MATRIX) {  // the block's warps together map the queries with which each of them begins
-    if (lane == 0) begun_in[warp] = left > 0 ? head * sequences + s : -1;
-    __syncthreads();
-    for (int w = 0; w < WARPS && begun_in[w] >= 0; w++) {
-      const int pair = begun_in[w], h = pair / sequences;
-      if (w == 0 || begun_in[w - 1] != pair) Query::map_tiles(mapped_at(w), warp, WARPS, q, matrix(h), batch, pair - h * sequences, h, column0);
-    }
+  if constexpr (KEY_MAP == MATRIX) {
+    mapper.finish(begun_in);
     __syncthreads();
   }
   while (left > 0) {
@@ -62,11 +62,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       Query query;
       u32 mapped = 0;
       if (KEY_MAP == MATRIX)
-        for (int w = 0; w < WARPS && !mapped; w++) mapped = begun_in[w] == head * sequences + s ? mapped_at(w) : 0;
-      query.load(q, matrix(head), mapped, batch, s, head, column0);
+        for (int w = 0; w < WARPS && !mapped; w++) mapped = begun_in[w] == head * sequences + s ? QueryMapper::slot(w) : 0;
+      query.load(q, key_map ? key_map + (i64)head * map_stride : nullptr, mapped, batch, s, head, column0);
       Softmax softmax;
       const int all_see = (context + 1) / TILE, all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
       bool masked;  // tiles from all_in_window up to all_see need no mask
+      int scored = -1;       // the group of offsets whose scores are in shared memory
+      bool fetched = false;  // the rows of the next group are
       auto step = [&](auto count) {
         constexpr int N = decltype(count)::value;
         wait_for_all_copies_but<AHEAD - N>();
@@ -89,9 +91,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         masked = tile < all_in_window || tile >= all_see;
         int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
         if (KEY_OFFSET) {
-          stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
-          query.score_offsets(key_offset + (i64)head * offset_stride, min(tile / GROUP_TILES, offset_groups - 1),
-                              scale / Query::NORM * offset_factor, ring + RING_BYTES);
+          const int group = min(tile / GROUP_TILES, offset_groups - 1), left_of_group = GROUP_TILES - tile % GROUP_TILES;
+          stop = min(stop, tile + left_of_group);
+          if (group != scored) {
+            const u16* rows = key_offset + (i64)head * offset_stride + group * 16 * D;
+            const u8* ahead = shared + TABLE_BYTES + warp * WARP_BYTES + RING_BYTES + SCORE_BYTES;
+            query.score_offsets(fetched ? (const u16*)ahead : rows, scale / Query::NORM * offset_factor, ring + RING_BYTES);
+            scored = group;  // the next rows come with the next tile's copies, and are waited for with them
+            fetched = OFFSETS_AHEAD && group + 1 < offset_groups && tile + left_of_group < end && left_of_group >= 2 * STAGES;
+            for (int i = lane * 16; fetched && i < 32 * D; i += 512) copy16_if(true, shared_address(ahead) + i, (const u8*)rows + 32 * D + i, 16);
+          }
         }
         while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{});
         while (TILES_PER_STEP > 1 && tile < stop) step(Constant<1>{});
@@ -117,18 +126,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
                partial + ((i64)(worker - warp + first) * all_columns + column0) * PIECE);
 }
 
-// combine_kernel: four columns a block, for many sequences; combine_one_kernel: one, for few, which have many partials. AT_ONCE
-// partials are in flight for each warp; the more, the fewer blocks an SM holds.
-#define COMBINE(NAME, N, AT_ONCE, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME( \
+// combine_kernel: a warp a column; combine_one_kernel: a block, for few sequences, which have many partials.
+#define COMBINE(NAME, N, S, MERGERS, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * N * S * MERGERS, BLOCKS) NAME( \
       const float* __restrict__ partial, const int* __restrict__ seq_lens, const int* __restrict__ cu_queries, \
-      const float* __restrict__ sinks, const u16* __restrict__ value_map, int map_stride, \
-      float map_gain, u16* __restrict__ out, float* __restrict__ lse, int sequences, int queries, int window, int resident, \
-      int all_columns) { \
+      const float* __restrict__ sinks, const u16* __restrict__ value_map, int map_stride, float map_gain, u16* __restrict__ out, \
+      float* __restrict__ lse, int sequences, int queries, int window, int resident, int all_columns) { \
     launch_next_kernel(); \
     const u16* map = value_map ? value_map + (i64)blockIdx.y * map_stride : nullptr; \
-    combine<N, AT_ONCE>(partial, Batch{seq_lens, cu_queries, sequences, queries, window}, sinks, map, map_gain, out, lse, resident, \
-                        all_columns); \
+    combine<N, S, MERGERS>(partial, Batch{seq_lens, cu_queries, sequences, queries, window}, sinks, map, map_gain, out, lse, \
+                           resident, all_columns); \
   }
-COMBINE(combine_kernel, 4, 512 / (D > 128 ? D : 128), 5)
-COMBINE(combine_one_kernel, 1, 1536 / (D > 128 ? D : 128), 2)
+COMBINE(combine_kernel, 4, SEQUENCES, 1, SEQUENCES == 1 ? 8 : 1)
+COMBINE(combine_one_kernel, 1, 1, 8, 2)

@@ -74,18 +74,32 @@ class Config:
         return 128 << 2 * KEYS[self.key].bits if self.key.startswith("codebook") else 0
 
     @property
-    def stages(self) -> int:
+    def room(self) -> int:
+        """Shared memory of a warp for its ring, and for the next rows of offsets where that leaves room for a whole ring."""
         per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
-        return min((per_warp - self.offset_bytes - self.mapped_bytes) // self.tile_bytes, self.max_stages)
+        return per_warp - self.score_bytes - self.mapped_bytes
+
+    @property
+    def offsets_ahead(self) -> bool:
+        return self.key_offset and self.room - 32 * self.head_size >= self.max_stages * self.tile_bytes
+
+    @property
+    def stages(self) -> int:
+        return min(self.room // self.tile_bytes, self.max_stages)
+
+    @property
+    def combined(self) -> int:
+        """SEQUENCES in combine.cuh."""
+        return 4 if self.value_map == "MATRIX" else 1
 
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in attend.cuh, and mapped queries."""
-        ring = self.stages * self.tile_bytes + self.offset_bytes
+        ring = self.stages * self.tile_bytes + self.score_bytes + 32 * self.head_size * self.offsets_ahead
         return max(ring, 8 * self.column_tiles * piece_bytes(self.head_size)) + self.mapped_bytes
 
     @property
-    def offset_bytes(self) -> int:
+    def score_bytes(self) -> int:
         return 64 * 8 * self.column_tiles if self.key_offset else 0
 
     @property
@@ -100,9 +114,9 @@ class Config:
         return dict(
             HEAD_SIZE=self.head_size, GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
             RECORD_BYTES=self.record_bytes, KEY=KEYS[self.key].type, VALUE=VALUES[self.value].type, KEY_MAP=self.key_map,
-            KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), WARPS=self.warps,
-            COLUMN_TILES=self.column_tiles, BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, WARP_BYTES=self.warp_bytes,
-            TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
+            KEY_OFFSET=int(self.key_offset), OFFSETS_AHEAD=int(self.offsets_ahead), VALUE_MAP=self.value_map,
+            QUERY_BF16=int(self.bf16), COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
+            STAGES=self.stages, WARP_BYTES=self.warp_bytes, TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
         )  # fmt: skip
 
 
@@ -126,7 +140,7 @@ def kernels(config: Config, device: int) -> tuple[Kernel, tuple[Kernel, Kernel],
         torch.cuda.current_stream()
         module = ObjectCode.from_cubin(compile_cubin("decode.cu", config.macros()))
         decode = Kernel(module, "decode_kernel", 32 * config.warps, config.shared_bytes, device)
-        combine = Kernel(module, "combine_kernel", 256, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device)
+        combine = Kernel(module, "combine_kernel", 128 * config.combined, 0, device), Kernel(module, "combine_one_kernel", 256, 0, device)
     return decode, combine, torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -193,7 +207,7 @@ def kind(map_: Map | None) -> str:
 
 
 def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, key_map="NO_MAP",
-           value_map="NO_MAP", key_offset=False, sequences=8) -> Config:
+           value_map="NO_MAP", key_offset=False, capacity=1 << 20) -> Config:
     """The configuration for one shape, by what was fastest on an H200.
 
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16); two tiles a step do so too,
@@ -209,7 +223,7 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
         shape = dict(warps=8, blocks_per_sm=2, tiles_per_step=2)
     elif head_size == 64:
         shape = dict(warps=16, tiles_per_step=2)
-    elif KEYS[key].bits + VALUES[value].bits <= 8 and sequences > 4:
+    elif KEYS[key].bits + VALUES[value].bits <= 8 and capacity > 1 << 14:
         shape = dict(warps=12)
     else:
         shape = dict(warps=8, tiles_per_step=2)
@@ -284,17 +298,17 @@ def decode(
     HQ, D = q.shape[1:]
     HK, S = pages.shape[1], seq_lens.shape[0]
     group = HQ // HK
+    capacity = S * HK * block_table.shape[1] * block_size // TILE
     if config is None:
         bf16 = q.dtype == torch.bfloat16
         config = choose(key, value, D, group, HK, block_size, pages.stride(1), bf16, queries * group, softcap > 0, kind(key_map),
-                        kind(value_map), key_offset is not None, S)
+                        kind(value_map), key_offset is not None, capacity)
     decode_kernel, combine_kernels, sms = kernels(config, q.device.index or 0)
 
     columns = queries * group
     column_blocks = -(-columns // (8 * config.column_tiles))
     blocks = max(1, sms * config.blocks_per_sm // column_blocks)
     resident = blocks * config.warps
-    capacity = S * HK * block_table.shape[1] * block_size // TILE
     blocks = max(blocks, -(-capacity // (MAX_TILES * config.warps)))
     partial = torch.empty((blocks * config.warps + S * HK) * columns * piece_bytes(D), dtype=torch.uint8, device=q.device)
     out = torch.empty_like(q) if out is None else out
@@ -309,14 +323,14 @@ def decode(
     matrix = lambda m: pointer(None if m is None else m.data)
     common = [integer(S), integer(queries), integer(window), integer(resident), integer(columns)]
     page_stride = ctypes.c_int(pages.stride(0)).value  # the kernel reads it as unsigned
-    few = S * HK * columns <= 2 * sms
+    few = sms >= 8 * S * HK  # pairs, with more than eight partials each
     with torch.cuda.device(q.device):
         decode_kernel((blocks, column_blocks, 1), [
             pointer(q), pointer(pages), pointer(block_table), pointer(seq_lens), pointer(cu_queries), matrix(key_map),
             stride(key_map), matrix(key_offset), stride(key_offset), integer(offset.groups), number(offset.gain / key_gain),
             pointer(codebook), pointer(partial), integer(page_stride), integer(block_table.shape[1]), *common,
             number(2 * gain / softcap if softcap else gain), number(softcap * LOG2E)])
-        combine_kernels[few]((S, HK, columns if few else -(-columns // 4)), [
+        combine_kernels[few]((S, HK, columns) if few else (-(-S // config.combined), HK, -(-columns // 4)), [
             pointer(partial), pointer(seq_lens), pointer(cu_queries), pointer(sinks), matrix(value_map),
             stride(value_map), number(value_map.gain if value_map else 1.0), pointer(out), pointer(lse), *common])
     return out

@@ -2,7 +2,7 @@
 #include "unpack.cuh"
 
 constexpr int D = HEAD_SIZE, TILE = 16, PER_PAGE = BLOCK_SIZE / TILE;         // a tile: 16 tokens of one kv head
-constexpr int MIN_TILES = 4, MAX_TILES = 1024;  // of one warp; beyond 16k tokens the tensor core's accumulator drifts
+constexpr int MAX_TILES = 1024;  // of one warp: beyond 16k tokens the tensor core's accumulator drifts
 
 // The record of a page and head is K codes | V codes | K meta | V meta; a tile in shared memory has the same order.
 constexpr int K_ROW = D * KEY::BITS / 8, V_ROW = D * VALUE::BITS / 8;
@@ -49,7 +49,7 @@ struct Batch {
 struct Cut {
   int workers, quota, extra;
   DI Cut(int tiles, int resident) {
-    workers = max(min(resident, (tiles + MIN_TILES - 1) / MIN_TILES), (tiles + MAX_TILES - 1) / MAX_TILES);
+    workers = max(min(resident, tiles), (tiles + MAX_TILES - 1) / MAX_TILES);
     quota = workers ? tiles / workers : 0, extra = workers ? tiles % workers : 0;
   }
   DI int begin(int worker) const { return worker * quota + min(worker, extra); }
