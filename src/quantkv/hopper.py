@@ -17,7 +17,7 @@ from .maps import LayerMaps, LinearMap
 # The project's codecs, by name, as the kernel calls them.
 KEYS = {"int8": "int8", "fp8_token": "fp8", "tq8": "e4m3", "int4": "int4", "int2": "int2", "tq4": "codebook4", "tq3": "codebook3"}
 VALUES = {"int8": "int8", "fp8_token": "fp8", "int4": "int4", "int2": "int2", "u4": "affine4", "u3": "affine3"}
-WRITTEN = KEYS | VALUES | {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+WRITTEN = KEYS | VALUES | {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "bf16": "bf16", "fp16": "fp16"}
 UNSUPPORTED_OPTIONS = ("alibi_slopes", "qq_bias", "prefix_ranges", "output_scale", "key_start", "key_range")
 
 

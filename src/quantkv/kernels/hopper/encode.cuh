@@ -190,7 +190,7 @@ struct Int2 {
     constexpr u32 BASE = 0x4a000000u;           // of 2^21: code / 4 added to it, rounded down, leaves the code
     u32 code[E];
 #pragma unroll
-    for (int e = 0; e < E; e++) code[e] = __float_as_uint(__fadd_rd(fminf(__saturatef(fmaf(row.x[e], step, 0.5f)), 0.75f), 2097152.f));
+    for (int e = 0; e < E; e++) code[e] = __float_as_uint(__fadd_rd(fminf(__saturatef(__fmaf_rd(row.x[e], step, 0.5f)), 0.75f), 2097152.f));
     pack<BITS, BASE>(code, words);
     return __float_as_uint(quotient(norm, D * ROOT_D, 1. / (D * ROOT_D)));
   }
@@ -201,28 +201,20 @@ template <int B> struct Codebook {  // TurboQuant keys: how many midpoints of th
   static constexpr bool ROUND_MAPPED = false;
   template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
     constexpr float MIDPOINTS[] = {MIDPOINT_LIST};  // those above zero; the codebook is symmetric
-    const float norm = __fsqrt_rn(row.sum_of_squares()), length = norm + 1e-8f;
-    float midpoint[HALF - 1];
+    constexpr float SHARP = 1 << 25;                // so steep is a ramp from 0 to 1 that it is a step
+    const float norm = __fsqrt_rn(row.sum_of_squares()), inverse = reciprocal(norm + 1e-8f);
+    float slope[HALF - 1];
 #pragma unroll
-    for (int i = 0; i < HALF - 1; i++) midpoint[i] = MIDPOINTS[i] * length;
+    for (int i = 0; i < HALF - 1; i++) slope[i] = SHARP / MIDPOINTS[i] * inverse;
     u32 code[E];
 #pragma unroll
     for (int e = 0; e < E; e++) {
-      const float size = fabsf(row.x[e]);
-      float left[HALF - 1];
-      u32 reached = 0;
+      float reached = 0.5f;  // counted by multiplications and additions: comparisons have half their rate
 #pragma unroll
-      for (int i = 0; i < HALF - 1; i++) left[i] = midpoint[i];
-#pragma unroll
-      for (int half = HALF / 2; half > 0; half /= 2) {  // of the midpoints that are left, the upper or the lower half
-        const bool above = size >= left[half - 1];
-        reached += above ? half : 0;
-#pragma unroll
-        for (int i = 0; i < half - 1; i++) left[i] = above ? left[half + i] : left[i];
-      }
-      code[e] = reached ^ (row.x[e] >= 0.f ? HALF : HALF - 1);
+      for (int i = 0; i < HALF - 1; i++) reached += __saturatef(fmaf(fabsf(row.x[e]), slope[i], -SHARP));
+      code[e] = __float_as_uint(__fadd_rd(copysignf(reached, row.x[e]), 8388608.f + HALF));  // a half is lost on both sides
     }
-    pack<BITS, 0>(code, words);
+    pack<BITS, FLOOR_BASE>(code, words);
     return half2(norm, 0.f);
   }
 };
@@ -248,16 +240,6 @@ template <bool BF16> struct Plain16 {
   template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
 #pragma unroll
     for (int w = 0; w < E / 2; w++) words[w] = BF16 ? bfloat2(row.x[2 * w], row.x[2 * w + 1]) : half2(row.x[2 * w], row.x[2 * w + 1]);
-    return 0;
-  }
-};
-
-struct Plain32 {
-  static constexpr int BITS = 32, META_BYTES = 0;
-  static constexpr bool ROUND_MAPPED = false;
-  template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
-#pragma unroll
-    for (int w = 0; w < E; w++) words[w] = __float_as_uint(row.x[w]);
     return 0;
   }
 };

@@ -6,11 +6,13 @@
 // (16-bit numbers times +-1, added in float32), registers the others, and nothing is shuffled.
 //
 // Compile-time: HEAD_SIZE BLOCK_SIZE KEY VALUE (codecs of encode.cuh) KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_SCALED
-// VALUE_SCALED ALIKE ROWS_BF16 SLOT WARPS RESIDENT CHUNK ROOT_D MIDPOINT_LIST.
+// VALUE_SCALED ALIKE ROWS_BF16 SLOT WARPS ROOT_D MIDPOINT_LIST.
 #include "encode.cuh"
 
+constexpr int CHUNK = 8;                     // of 16-bit numbers: one load
+constexpr int RESIDENT = D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
+
 // The record of a page and head is K codes | V codes | K meta | V meta.
-constexpr int CHUNK = 8;  // of 16-bit numbers: one load
 constexpr int K_ROW = D * KEY::BITS / 8, V_ROW = D * VALUE::BITS / 8;
 constexpr int PAGE_V = BLOCK_SIZE * K_ROW, PAGE_KM = PAGE_V + BLOCK_SIZE * V_ROW, PAGE_VM = PAGE_KM + BLOCK_SIZE * KEY::META_BYTES;
 
@@ -22,7 +24,6 @@ DI void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;")
 #else
 #define ELEMENT "f16"
 #endif
-DI void keep(u32& x) { asm volatile("" : "+r"(x)); }  // in a register: the compiler would compute it twice
 DI void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -116,7 +117,7 @@ DI void write_row(const Side& side, float factor, const SLOT* slots, int token, 
   }
   if constexpr (ROUNDED)
 #pragma unroll
-    for (int e = 0; e < E; e += 2) row.pairs[e / 2] = pair_of(row.x[e], row.x[e + 1]), keep(row.pairs[e / 2]);
+    for (int e = 0; e < E; e += 2) row.pairs[e / 2] = pair_of(row.x[e], row.x[e + 1]);
   if constexpr (!MAPPED || ROUNDED) row.unpack();
   if constexpr (SCALED) {
     const float inverse = 1.f / side.scale;
@@ -137,17 +138,17 @@ DI void write_row(const Side& side, float factor, const SLOT* slots, int token, 
   if (CODEC::META_BYTES == 2 && c == 0) *(u16*)(record + side.meta + at * 2) = meta;
 }
 
-// Grid (tokens / (8 WARPS), kv heads, 2: K and V). Strides of rows in elements, of pages and heads in bytes. A row is divided by
+// Grid (2 tokens / (8 WARPS), kv heads), K and V in turns: one may wait for memory where the other computes. Strides of rows in elements, of pages and heads in bytes. A row is divided by
 // the per-tensor scale; a negative slot skips its token.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write_kernel(
     const u16* key, const u16* value, u8* pages, const SLOT* slots, const u32* key_signs, const u32* value_signs, i64 key_token,
     i64 key_head, i64 value_token, i64 value_head, i64 page_stride, i64 head_stride, int tokens, float key_scale, float value_scale) {
   wait_for_previous_kernel();
   launch_next_kernel();
-  const int token = blockIdx.x * (8 * WARPS) + threadIdx.x / 4;
+  const int token = blockIdx.x / 2 * (8 * WARPS) + threadIdx.x / 4;
   const i64 head = blockIdx.y;
   u8* records = pages + head * head_stride;
-  const bool is_key = blockIdx.z == 0;
+  const bool is_key = blockIdx.x % 2 == 0;
   const Side side = is_key ? Side{key + token * key_token + head * key_head, key_signs, key_scale, 0, PAGE_KM}
                            : Side{value + token * value_token + head * value_head, value_signs, value_scale, PAGE_V, PAGE_VM};
   if (ALIKE || is_key)  // one copy of the code where K and V are treated alike

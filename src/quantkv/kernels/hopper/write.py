@@ -26,7 +26,6 @@ class Codec:
 CODECS = {
     "bf16": Codec("Plain16<true>", 16),
     "fp16": Codec("Plain16<false>", 16),
-    "fp32": Codec("Plain32", 32),
     "e4m3": Codec("Float8<true>", 8),
     "e5m2": Codec("Float8<false>", 8),
     "fp8": Codec("E4M3Token", 8, 4),
@@ -77,7 +76,6 @@ class Config:
     value_scaled: bool = False
     midpoints: tuple[float, ...] = ()
     warps: int = 4
-    resident: int = 16  # warps of an SM: what registers must suffice for
 
     @property
     def alike(self) -> bool:
@@ -89,7 +87,7 @@ class Config:
             HEAD_SIZE=self.head_size, BLOCK_SIZE=self.block_size, KEY=CODECS[self.key].type, VALUE=CODECS[self.value].type,
             KEY_FACTOR=_literal(self.key_factor), VALUE_FACTOR=_literal(self.value_factor), KEY_SCALED=int(self.key_scaled),
             VALUE_SCALED=int(self.value_scaled), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16),
-            SLOT="long long" if self.wide_slots else "int", WARPS=self.warps, RESIDENT=self.resident,
+            SLOT="long long" if self.wide_slots else "int", WARPS=self.warps,
             ROOT_D=repr(math.sqrt(self.head_size)), MIDPOINT_LIST=", ".join(map(_literal, self.midpoints)) or "0.f",
         )  # fmt: skip
 
@@ -156,7 +154,6 @@ def write(
     value_scale: float = 1.0,
     midpoints: tuple[float, ...] = (),
     warps: int | None = None,
-    resident: int = 16,
 ) -> None:
     """Encode `key` and `value` [T, HK, D], bf16 or fp16, into the slots `slots` [T] of page records.
 
@@ -169,14 +166,14 @@ def write(
     if T == 0:
         return
     if warps is None:
-        warps = 1 if T * HK <= 8192 else 4
+        warps = 1 if T * HK <= 2048 else 2  # one block for each SM as long as there are few
     factors = [0.0 if m is None else m.factor for m in (key_map, value_map)]
     config = Config(key_codec, value_codec, D, block_size, key.dtype == torch.bfloat16, slots.dtype == torch.int64, *factors,
-                    key_scale != 1.0, value_scale != 1.0, midpoints, warps, resident)
+                    key_scale != 1.0, value_scale != 1.0, midpoints, warps)
     pointer = lambda t: (0 if t is None else t.data_ptr(), ctypes.c_void_p)
     maps = [pointer(None if m is None else m.signs) for m in (key_map, value_map)]
     strides = [(n, ctypes.c_longlong) for t in (key, value, pages) for n in t.stride()[:2]]
     scales = [(scale, ctypes.c_float) for scale in (key_scale, value_scale)]
     with torch.cuda.device(key.device):
-        kernel(config, key.device.index or 0)((-(-T // (8 * warps)), HK, 2), [
+        kernel(config, key.device.index or 0)((2 * -(-T // (8 * warps)), HK, 1), [
             pointer(key), pointer(value), pointer(pages), pointer(slots), *maps, *strides, (T, ctypes.c_int), *scales])
