@@ -96,8 +96,8 @@ DI float scale_of(float range, float steps, float least) {
 }
 
 // floor(x) + FLOOR_BASE for 0 <= x < 2^23: adding 2^23, rounded down, leaves the integer in the low bits.
-constexpr u32 FLOOR_BASE = 0x4b000000u;
-DI u32 floor_code(float x) { return __float_as_uint(__fadd_rd(x, 8388608.f)); }
+constexpr u32 FLOOR_BASE = 0x4b000000u;  // 2^23
+DI u32 floor_code(float x) { return __float_as_uint(__fadd_rd(x, __uint_as_float(FLOOR_BASE))); }
 
 // Registers that a lane's codes take: a word each, but for 3 bits eight codes in the low 24.
 template <int BITS> constexpr int CODES = BITS == 3 ? 8 : 32 / BITS;
@@ -126,8 +126,8 @@ struct Int8 {
       code[e] = __float2int_rz(__fadd_rn(t, copysignf(0.5f, t)));
     }
 #pragma unroll
-    for (int w = 0; w < E / 4; w++)
-      words[w] = __byte_perm(__byte_perm(code[4 * w], code[4 * w + 1], 0x0040), __byte_perm(code[4 * w + 2], code[4 * w + 3], 0x0040), 0x5410);
+    for (int e = 0; e < E; e += 4)
+      words[e / 4] = __byte_perm(__byte_perm(code[e], code[e + 1], 0x0040), __byte_perm(code[e + 2], code[e + 3], 0x0040), 0x5410);
     return __float_as_uint(scale);
   }
 };
@@ -165,13 +165,13 @@ struct Int4 {  // the scale's low four mantissa bits carry the zero point
     const float low = row.min(), high = row.max(), scale = scale_of(high - low, 15.f, 1e-6f), inverse = reciprocal(scale);
     const u32 zero_point = floor_code(fminf(fmaxf(0.5f - quotient(low, scale, inverse), 0.f), 15.f)) - FLOOR_BASE;
     // code = floor(clamp(x / scale + zero_point + 0.5)), all of it times 2^-4: saturation to 0 .. 1 is then part of the addition,
-    // and adding 2^19, rounded down, leaves the code.
-    constexpr u32 BASE = 0x49000000u;
+    // and adding BASE, rounded down, leaves the code.
+    constexpr u32 BASE = 0x49000000u;  // 2^19
     const float step = inverse / 16.f, shift = (zero_point + 0.5f) / 16.f;
     auto place = [&](float x) { return __saturatef(__fadd_rn(__fmul_rn(x, step), shift)); };
     u32 code[E];
 #pragma unroll
-    for (int e = 0; e < E; e++) code[e] = __float_as_uint(__fadd_rd(place(row.x[e]), 524288.f));
+    for (int e = 0; e < E; e++) code[e] = __float_as_uint(__fadd_rd(place(row.x[e]), __uint_as_float(BASE)));
     if (__any_sync(~0u, place(high) == 1.f)) {  // rarely: rows above zero, and exact halves
 #pragma unroll
       for (int e = 0; e < E; e++) code[e] = min(code[e], BASE + 15);
@@ -186,11 +186,15 @@ struct Int2 {
   static constexpr bool ROUND_MAPPED = true;
   template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
     const float norm = __fsqrt_rn(row.sum_of_squares() + 1e-12f), factor = quotient(ROOT_D, norm, reciprocal(norm));
-    const float step = factor * float(1 / (4 * 0.9816));  // the boundaries are -0.9816, 0 and 0.9816: code = floor(clamp(z / 0.9816 + 2))
-    constexpr u32 BASE = 0x4a000000u;           // of 2^21: code / 4 added to it, rounded down, leaves the code
+    // The boundaries are -0.9816, 0 and 0.9816: code = floor(clamp(x factor / 0.9816 + 2)), times 2^-2 as above.
+    constexpr u32 BASE = 0x4a000000u;  // 2^21
+    const float step = factor * float(1 / (4 * 0.9816));
     u32 code[E];
 #pragma unroll
-    for (int e = 0; e < E; e++) code[e] = __float_as_uint(__fadd_rd(fminf(__saturatef(__fmaf_rd(row.x[e], step, 0.5f)), 0.75f), 2097152.f));
+    for (int e = 0; e < E; e++) {
+      const float place = fminf(__saturatef(__fmaf_rd(row.x[e], step, 0.5f)), 0.75f);
+      code[e] = __float_as_uint(__fadd_rd(place, __uint_as_float(BASE)));
+    }
     pack<BITS, BASE>(code, words);
     return __float_as_uint(quotient(norm, D * ROOT_D, 1. / (D * ROOT_D)));
   }

@@ -43,7 +43,7 @@ template <class R> DI void hadamard(R& row, const u32 (&signs)[(E + 31) / 32], f
 #pragma unroll
   for (int i = 0; i < E / 2; i++) row.pairs[i] ^= signs[i / 16] << i % 16 & MINUS;
 #pragma unroll
-  for (int first = 0; first < BLOCKS / 2; first += IN_MMA)
+  for (int block = 0; block < BLOCKS / 2; block += IN_MMA)
 #pragma unroll
     for (int out = 0; out < IN_MMA; out++)
 #pragma unroll
@@ -51,12 +51,12 @@ template <class R> DI void hadamard(R& row, const u32 (&signs)[(E + 31) / 32], f
         float sum[4] = {};
 #pragma unroll
         for (int in = 0; in < IN_MMA; in++) {
-          const u32* low = row.pairs + 2 * (first + in);
+          const u32* low = row.pairs + 2 * (block + in);
           const u32* high = low + BLOCKS;
           const bool flip = (in & out) == 1 || (in & out) == 2;  // of two bits, one: an odd number
           mma(sum, low[0], high[0], low[1], high[1], flip ? b ^ MINUS : b, flip != (t == 1) ? b ^ MINUS : b);
         }
-        const int e = 4 * (first + out) + 2 * t;
+        const int e = 4 * (block + out) + 2 * t;
         row.x[e] = sum[0], row.x[e + 1] = sum[1], row.x[E / 2 + e] = sum[2], row.x[E / 2 + e + 1] = sum[3];
       }
 #pragma unroll
@@ -106,8 +106,7 @@ DI void write_row(const Side& side, float factor, const SLOT* slots, int token, 
   if (token < tokens) {
     slot = slots[token];
 #pragma unroll
-    for (int e = 0; e < E; e += CHUNK)
-      *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
+    for (int e = 0; e < E; e += CHUNK) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
   }
   if constexpr (MAPPED) {
     if (side.signs)
@@ -138,8 +137,8 @@ DI void write_row(const Side& side, float factor, const SLOT* slots, int token, 
   if (CODEC::META_BYTES == 2 && c == 0) *(u16*)(record + side.meta + at * 2) = meta;
 }
 
-// Grid (2 tokens / (8 WARPS), kv heads), K and V in turns: one may wait for memory where the other computes. Strides of rows in elements, of pages and heads in bytes. A row is divided by
-// the per-tensor scale; a negative slot skips its token.
+// Grid (2 tokens / (8 WARPS), kv heads), K and V in turns: one may wait for memory while the other computes. Strides of rows in
+// elements, of pages and heads in bytes. A row is divided by the per-tensor scale; a negative slot skips its token.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write_kernel(
     const u16* key, const u16* value, u8* pages, const SLOT* slots, const u32* key_signs, const u32* value_signs, i64 key_token,
     i64 key_head, i64 value_token, i64 value_head, i64 page_stride, i64 head_stride, int tokens, float key_scale, float value_scale) {
