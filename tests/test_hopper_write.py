@@ -150,7 +150,7 @@ def test_what_the_rule_refuses(monkeypatch):
     assert "float32" in refusal("int8", monkeypatch, dtype=torch.float32)
     assert "one shape, head size" in refusal("int8", monkeypatch, head_size=80)
     assert "one shape, head size" in refusal("int8", monkeypatch, head_size=128, head_size_v=64)
-    assert "Hadamard" in refusal("int4", monkeypatch, head_size=80)  # of two blocks
+    assert "codecs are" in refusal("fp32", monkeypatch)
 
 
 def test_elsewhere_it_is_refused_by_name():

@@ -149,9 +149,6 @@ def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format,
         return f"format {fmt.name}: codecs are {', '.join(WRITTEN)}"
     if maps.k is not None and maps.k.offset is not None:
         return "the keys' map has an offset table"
-    key_map, value_map = (None if m is None else _hadamard(m) for m in (maps.k, maps.v))
-    if (key_map is None, value_map is None) != (maps.k is None, maps.v is None):
-        return "maps: a Hadamard matrix of the head size, or none"
     pages = _pages(k, v)
     if pages is None:
         return "the cache is no buffer of page records [num_blocks, HK, page_bytes]"
@@ -160,6 +157,9 @@ def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format,
     codecs, block_size = (WRITTEN[fmt.k.name], WRITTEN[fmt.v.name]), k.codes.shape[1]
     if reason := write.unsupported(key, value, pages, slot_mapping, *codecs, block_size):
         return reason
+    key_map, value_map = (None if m is None else _hadamard(m) for m in (maps.k, maps.v))
+    if (key_map is None, value_map is None) != (maps.k is None, maps.v is None):
+        return "maps: a Hadamard matrix of the head size, or none"
     write.write(key, value, pages, slot_mapping, *codecs, block_size, key_map=key_map, value_map=value_map, key_scale=k.scale,
                 value_scale=v.scale, midpoints=_midpoints(fmt.k, key.shape[2]))
     return None

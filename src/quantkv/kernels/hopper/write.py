@@ -114,7 +114,7 @@ def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
 
 def unsupported(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, key_codec: str, value_codec: str,
                 block_size: int) -> str | None:
-    """Why `write` cannot take these arguments, in words; None where it can."""
+    """Why `write` cannot take these arguments, tensors on a GPU of compute capability 9.0, in words; None where it can."""
     D = key.shape[2]
     if key_codec not in CODECS or value_codec not in CODECS:
         return f"codecs {key_codec}, {value_codec}: {', '.join(CODECS)}"
@@ -134,8 +134,6 @@ def unsupported(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slo
         return f"pages {pages.dtype} {tuple(pages.shape)}: uint8 [num_blocks, {key.shape[1]}, {size}], last dimension contiguous"
     if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16:
         return f"pages strides {pages.stride()}: multiples of 16 bytes, at an address that is one"
-    if not key.is_cuda or torch.cuda.get_device_capability(key.device) != (9, 0):
-        return f"device {key.device}: compute capability 9.0 only"
     return None
 
 
