@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("cuda.core")
 from quantkv.kernels.hopper import decode as hopper
+from quantkv.kernels.hopper import write
 from quantkv.kernels.hopper.nvrtc import compile_cubin
-from quantkv.kernels.hopper.sass import step_instructions
+from quantkv.kernels.hopper.sass import opcodes, step_instructions
 
 # instructions for 16 tokens of one kv head, keys and values, head size 128, one column tile
 BUDGET = {
@@ -77,3 +78,48 @@ def test_a_compiled_kernel_is_kept(monkeypatch):
 
 def test_page_bytes():
     assert hopper.page_bytes("int4", "int4", 128, 16) == 2176
+
+
+# instructions that a warp issues to write 8 rows of 128 dimensions: both sides where they differ, what is rarely taken included
+WRITE_BUDGET = {
+    ("bf16", "bf16"): 170, ("e4m3", "e4m3"): 200, ("e5m2", "e5m2"): 200, ("fp8", "fp8"): 260,
+    ("int8", "int8"): 370, ("int4", "int4"): 530, ("int2", "int2"): 580, ("int8", "int4"): 830, ("e4m3", "affine4"): 590,
+    ("codebook4", "affine4"): 1340, ("codebook3", "affine4"): 1130, ("codebook3", "affine3"): 1140,
+}  # fmt: skip
+MAPPED = {"int4": 1.0, "int2": 1.0, "codebook4": 128**-0.5, "codebook3": 128**-0.5}
+
+
+def write_config(key, value, head_size=128, bf16=True, wide_slots=True):
+    midpoints = tuple(0.02 * i + 0.01 for i in range(7 if key == "codebook4" else 3 if key == "codebook3" else 0))
+    return write.Config(key, value, head_size, 16, bf16, wide_slots, MAPPED.get(key, 0.0), MAPPED.get(value, 0.0), midpoints=midpoints)
+
+
+@pytest.mark.parametrize("key, value", WRITE_BUDGET)
+def test_a_write_fits_its_budget_and_its_registers(key, value, tmp_path):
+    cubin = tmp_path / "write.cubin"
+    cubin.write_bytes(compile_cubin("write.cu", write_config(key, value).macros()))
+    names = opcodes(cubin)
+    assert not {"LDL", "STL"} & set(names), "registers are spilled"
+    assert 100 < len(names) <= WRITE_BUDGET[key, value]
+
+
+@pytest.mark.parametrize("head_size", [64, 256])
+@pytest.mark.parametrize("key, value", [("int4", "int4"), ("codebook3", "affine3"), ("int2", "fp8")])
+def test_writes_of_other_head_sizes_compile(key, value, head_size):
+    compile_cubin("write.cu", write_config(key, value, head_size, bf16=False, wide_slots=False).macros())
+
+
+def test_an_edit_of_one_kernel_leaves_the_others_cubin(tmp_path, monkeypatch):
+    """A cubin is kept by the text of what its source includes, and by nothing else."""
+    from quantkv.kernels.hopper import nvrtc
+
+    for path in nvrtc.SOURCE.glob("*.cu*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(nvrtc, "SOURCE", tmp_path)
+    of_write, of_decode = write_config("bf16", "bf16").macros(), config("int8", "int8").macros()
+    compile_cubin("write.cu", of_write), compile_cubin("decode.cu", of_decode)
+    (tmp_path / "encode.cuh").write_text((tmp_path / "encode.cuh").read_text() + "// edited")
+    monkeypatch.setattr("cuda.core.Program", None)  # compiling again would fail
+    compile_cubin("decode.cu", of_decode)
+    with pytest.raises(TypeError):
+        compile_cubin("write.cu", of_write)

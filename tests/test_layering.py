@@ -22,7 +22,7 @@ ALLOWED = {
     "checks": {"arguments"},
     "kernels": set(),
     "launch": {"arguments", "format", "maps", "reference", "kernels"},
-    "hopper": {"arguments", "formats", "maps", "kernels"},
+    "hopper": {"arguments", "format", "formats", "maps", "kernels"},
     "prefill": {"arguments", "format", "maps", "reference", "kernels", "launch"},
     "flat": {"arguments", "format", "maps"},
     "ops": {"flat", "hopper", "prefill", "arguments", "format", "formats", "maps", "reference", "checks", "launch"},

@@ -1,4 +1,4 @@
-"""From a call of attend to the Hopper decode kernel: what the kernel can take, by one rule, and the call itself."""
+"""From calls of attend and write to the Hopper kernels: what each can take, by one rule, and the call itself."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .arguments import AttentionOptions, Segment, Side
+from .format import Codec, Format
 from .formats.turboquant import centroids
-from .maps import LinearMap
+from .maps import LayerMaps, LinearMap
 
 # The project's codecs, by name, as the kernel calls them.
 KEYS = {"int8": "int8", "fp8_token": "fp8", "tq8": "e4m3", "int4": "int4", "int2": "int2", "tq4": "codebook4", "tq3": "codebook3"}
 VALUES = {"int8": "int8", "fp8_token": "fp8", "int4": "int4", "int2": "int2", "u4": "affine4", "u3": "affine3"}
+WRITTEN = KEYS | VALUES | {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "bf16": "bf16", "fp16": "fp16"}
 UNSUPPORTED_OPTIONS = ("alibi_slopes", "qq_bias", "prefix_ranges", "output_scale", "key_start", "key_range")
 
 
@@ -27,13 +29,18 @@ def _missing() -> str | None:
     return f"the package {absent[0]} is missing: pip install 'quantkv[hopper]'" if absent else None
 
 
+def _elsewhere(device: torch.device) -> str | None:
+    """Why nothing can run on this device; None on a Hopper GPU."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"tensors are on {device}: a Hopper GPU is needed"
+    return _missing()
+
+
 def refusal(q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, *, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor,
             options: AttentionOptions, max_query_len: int | None, batch_invariant: bool) -> str | None:
     """Why the kernel cannot serve this call; None where it can. Looks at shapes and types only, never at what tensors hold."""
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return f"tensors are on {q.device}: a Hopper GPU is needed"
-    if missing := _missing():
-        return missing
+    if reason := _elsewhere(q.device):
+        return reason
     if len(segments) != 1:
         return f"{len(segments)} segments: one is needed"
     segment = segments[0]
@@ -81,7 +88,8 @@ def _pages(k: Side, v: Side) -> torch.Tensor | None:
     return base
 
 
-_MAPS = WeakTensorKeyDictionary()  # a map's inverse or offset -> what the kernel reads, for keys of a codec or for values (None)
+# A map's inverse, offset or signs -> what kernels read: for keys of a codec, for values (None), for a write (the factor).
+_MAPS = WeakTensorKeyDictionary()
 
 
 def _map(side: LinearMap | None, key: str | None):
@@ -127,3 +135,53 @@ def attend(q: torch.Tensor, segment: Segment, out: torch.Tensor, lse: torch.Tens
         block_size=segment.k.codes.shape[1], scale=scale, cu_queries=cu_seqlens_q, queries=max_query_len, window=options.window,
         softcap=options.softcap, sinks=sinks, key_map=_map(segment.maps.k, key), value_map=_map(segment.maps.v, None),
         key_offset=_offsets(segment.maps.k, key), codebook=_codebook(name, q.shape[2], q.device), out=out, lse=lse)
+
+
+# ---- write
+
+
+def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor,
+          maps: LayerMaps) -> str | None:
+    """`ops.write` where the kernel can serve it; else why not, in words, and nothing is done. The first call of a shape compiles."""
+    if reason := _elsewhere(key.device):
+        return reason
+    if fmt.k.name not in WRITTEN or fmt.v.name not in WRITTEN:
+        return f"format {fmt.name}: codecs are {', '.join(WRITTEN)}"
+    if maps.k is not None and maps.k.offset is not None:
+        return "the keys' map has an offset table"
+    pages = _pages(k, v)
+    if pages is None:
+        return "the cache is no buffer of page records [num_blocks, HK, page_bytes]"
+    from .kernels.hopper import write
+
+    codecs, block_size = (WRITTEN[fmt.k.name], WRITTEN[fmt.v.name]), k.codes.shape[1]
+    if reason := write.unsupported(key, value, pages, slot_mapping, *codecs, block_size):
+        return reason
+    key_map, value_map = (None if m is None else _hadamard(m) for m in (maps.k, maps.v))
+    if (key_map is None, value_map is None) != (maps.k is None, maps.v is None):
+        return "maps: a Hadamard matrix of the head size, or none"
+    write.write(key, value, pages, slot_mapping, *codecs, block_size, key_map=key_map, value_map=value_map, key_scale=k.scale,
+                value_scale=v.scale, midpoints=_midpoints(fmt.k, key.shape[2]))
+    return None
+
+
+def _hadamard(side: LinearMap):
+    """The map as the write kernel takes it; None where it is no Hadamard matrix."""
+    operands = side.operands
+    if operands.signs is None or operands.forward.dtype != torch.bfloat16:
+        return None
+    known = _MAPS.setdefault(operands.signs, {})
+    if operands.forward_factor not in known:
+        from .kernels.hopper.write import Hadamard
+
+        known[operands.forward_factor] = Hadamard.of(operands.forward_factor, operands.signs)
+    return known[operands.forward_factor]
+
+
+@cache
+def _midpoints(codec: Codec, head_size: int) -> tuple[float, ...]:
+    """Between the levels above zero of a codebook."""
+    if codec.device_table is None:
+        return ()
+    levels = 1 << codec.row.code_bits
+    return tuple(codec.device_table(head_size)[levels + levels // 2 :].tolist())

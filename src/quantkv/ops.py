@@ -93,10 +93,11 @@ def write(
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
     maps: the layer's linear maps; those that the format asks for if None.
     positions: int `[T]`, needed where the keys' map has an offset.
-    implementation: "auto", "triton" or "reference". ValueError where it cannot run. memo: see `Memo`; the reference alone uses it.
+    implementation: "auto", "hopper", "triton" or "reference". ValueError where it cannot run. On a GPU "auto" is the Hopper kernel
+    where that serves the call, else Triton's. memo: see `Memo`; the reference alone uses it.
     """
-    if implementation in ("hopper", "dense"):
-        raise ValueError(f"implementation={implementation!r}: writes are by auto, triton or reference")
+    if implementation == "dense":
+        raise ValueError("implementation='dense': writes are by auto, hopper, triton or reference")
     implementation = choose(implementation, key.device)
     if maps is not None and maps.k is not None and maps.k.offset is not None and positions is None:
         raise ValueError("positions=None: the keys' map has an offset for each bucket of positions")
@@ -113,6 +114,14 @@ def write(
 def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation, memo=None):
     if maps is None:
         maps = LayerMaps.of(fmt, key.shape[2], value.shape[2], key.device)
+    if implementation in ("auto", "hopper"):
+        from . import hopper
+
+        reason = hopper.write(key, value, k, v, fmt, slot_mapping, maps)
+        if reason is None:
+            return
+        if implementation == "hopper":
+            raise ValueError(f"implementation='hopper': {reason}")
     if implementation == "reference":
         reference.write(key, value, k, v, fmt, slot_mapping, maps, positions, memo)
     else:

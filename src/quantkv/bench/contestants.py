@@ -51,7 +51,7 @@ class Contestant:
 def quantkv(implementation: str, format_name: str) -> Contestant:
     """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for. format_name: with
     "+maps" the format under maps and a table of key offsets of the layer's own, as calibration gives them: `layer_maps`."""
-    kinds = {"dense": ("prefill",), "hopper": ("decode", "verify", "step")}.get(implementation, KINDS)
+    kinds = {"dense": ("prefill",), "hopper": ("decode", "verify", "write", "step")}.get(implementation, KINDS)
     prepare = lambda problem: _prepare(problem, implementation, format_name)
     return Contestant(f"quantkv {implementation}", format_name, prepare, ours=True, kinds=kinds)
 
@@ -70,7 +70,7 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
     if implementation == "reference":
         write = lambda: reference.write(key, value, *sides, slots, cache.maps, positions)
     else:
-        writer = "auto" if implementation == "hopper" else implementation
+        writer = "auto" if implementation == "hopper" and s.kind == "step" else implementation  # maps may be what Triton alone writes
         write = lambda: _ops().write(key, value, *sides, slots, maps=cache.maps, positions=positions, implementation=writer)
     if s.kind == "write":
         cache.buffer.fill_(0xFF)  # a row that is not written stays NaN, or full codes

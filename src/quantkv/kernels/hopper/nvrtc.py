@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def compile_cubin(source: str, macros: dict[str, object], arch: str = "sm_90a") 
     from cuda.core import Program, ProgramOptions
 
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    text = "".join(path.read_text() for path in sorted(SOURCE.glob("*.cu*")))
+    text = "".join(path.read_text() for path in _sources(SOURCE / source))
     version = ".".join(str(n) for n in nvrtc.nvrtcVersion()[1:])
     file = cache_folder() / f"{hashlib.sha256(f'{arch} {version} {source} {defines}{text}'.encode()).hexdigest()[:32]}.cubin"
     if file.exists():
@@ -30,6 +31,12 @@ def compile_cubin(source: str, macros: dict[str, object], arch: str = "sm_90a") 
         part.write(code)
     os.replace(part.name, file)  # whole or not at all, also where several processes compile
     return code
+
+
+def _sources(path: Path) -> list[Path]:
+    """The file and what it includes, in turn."""
+    included = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+    return [path, *(file for name in included for file in _sources(path.parent / name))]
 
 
 def cache_folder() -> Path:

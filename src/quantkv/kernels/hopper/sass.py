@@ -1,4 +1,4 @@
-"""Counts the instructions of the decode kernel's inner loop in a cubin, along the path that a full tile takes."""
+"""What a cubin's instructions are, and how many of them the decode kernel's inner loop takes on the path of a full tile."""
 
 from __future__ import annotations
 
@@ -23,11 +23,21 @@ def disassembler() -> str:
         return "nvdisasm"
 
 
+def disassemble(cubin: Path) -> list[str]:
+    """Lines of the cubin's listing."""
+    return subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def opcodes(cubin: Path) -> list[str]:
+    """Of every instruction, without its modifiers; what only fills up memory left out."""
+    found = [match.group(2).split(".")[0] for line in disassemble(cubin) if (match := INSTRUCTION.match(line))]
+    return [name for name in found if name != "NOP"]
+
+
 def step_instructions(cubin: Path) -> int:
     """Instructions that a warp issues for one step of the loop over tiles; ValueError where no such loop is found."""
-    text = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     code, labels = [], {}
-    for line in text.splitlines():
+    for line in disassemble(cubin):
         if label := LABEL.match(line.strip()):
             labels[label.group(1)] = len(code)
         elif found := INSTRUCTION.match(line):
