@@ -113,6 +113,7 @@ class Batch:
         self.tokens = torch.empty(sequences, device=device, dtype=torch.int64)
         self.caches = [PagedCache(spec, sequences * pages, device) for _ in range(g.layers)]
         self.row_error = self._fill(generator)
+        self.implementation = "" if reader == QUANTKV else reader  # what reads the pages
         self.rewind()
 
     def _fill(self, generator: torch.Generator) -> float:
@@ -151,21 +152,20 @@ class Batch:
         cache.write(k, v, slots)
         batch = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens, "block_table": self.block_table}
         if self.reader == QUANTKV:
+            self.implementation = self.implementation or self._chosen(q)
             return cache.attend(q, **batch, max_query_len=1)
         out = torch.empty_like(q)
         rivals.flash3_over_pages(q, cache.k.codes, cache.v.codes, out, **batch, scale=q.shape[2] ** -0.5, max_query_len=1,
                                  max_keys=self.capacity)
         return out
 
-    @property
-    def implementation(self) -> str:
-        """What reads the pages."""
-        cache, g = self.caches[0], self.model.geometry
-        if self.reader != QUANTKV:
-            return self.reader
-        q = torch.empty(len(self.tokens), g.heads, g.head_size, dtype=DTYPE, device=cache.device)
+
+    def _chosen(self, q: torch.Tensor) -> str:
+        """The implementation of quantkv that serves these queries."""
+        cache, out = self.caches[0], torch.empty(q.shape, dtype=q.dtype, device=q.device)
         segment = Segment(cache.k, cache.v, cache.format, self.block_table, cache.maps)
-        return ops.resolve("auto", q, [segment], q, cu_seqlens_q=self.cu_seqlens_q, seq_lens=self.seq_lens, max_query_len=1)[0]
+        lengths = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens}
+        return ops.resolve("auto", q, [segment], out, **lengths, max_query_len=1)[0]
 
 
 @dataclass
