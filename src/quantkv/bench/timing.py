@@ -11,33 +11,32 @@ import torch
 Call = Callable[[], object]
 
 
-# A GPU lowers its clock by up to 10 % under sustained tensor work: long calls are timed in a few rounds, each after a rest.
-REST_S, LONG_US, ROUNDS = 0.3, 1000, 5
+REST_S = 0.3
 
 
-def measure(call: Call, device: torch.device, graph: bool = True) -> tuple[float, str]:
+def measure(call: Call, device: torch.device, graph: bool = True, rounds: int = 1) -> tuple[float, str]:
     """Median microseconds of one call, and how they were taken: "graph" (replays of a captured CUDA graph), "events" (CUDA
-    events around calls, the host's work included where it is slower), or "clock" on a CPU."""
+    events around calls, the host's work included where it is slower), or "clock" on a CPU.
+
+    rounds: with more than one each begins after a rest: a GPU lowers its clock by up to 10 % under sustained tensor work."""
     if device.type != "cuda":
         return _clock(call), "clock"
     once = statistics.median(_events(call, 3))
     if not graph:
-        return _rounds(call, once), "events"
+        return _rounds(call, once, rounds), "events"
     calls = max(1, min(20, round(500 / once)))  # replays of about 500 us hide the launch of the graph
     captured = _capture(call, calls)
     replay = statistics.median(_events(captured.replay, 3))
-    return _rounds(captured.replay, replay) / calls, "graph"
+    return _rounds(captured.replay, replay, rounds) / calls, "graph"
 
 
-def _rounds(call: Call, once: float) -> float:
+def _rounds(call: Call, once: float, rounds: int) -> float:
     """Median microseconds of a call that takes about `once`."""
-    repeats = _repeats(once)
-    if once <= LONG_US:
-        return statistics.median(_events(call, repeats))
     samples = []
-    for _ in range(ROUNDS):
-        time.sleep(REST_S)
-        samples += _events(call, max(3, repeats // ROUNDS))
+    for _ in range(rounds):
+        if rounds > 1:
+            time.sleep(REST_S)
+        samples += _events(call, max(3, _repeats(once) // rounds))
     return statistics.median(samples)
 
 
