@@ -26,7 +26,9 @@ from .steps import Part, TorchSteps
 
 SCRATCH_BYTES = 256 << 20  # of a slice's keys and values; 65,536 tokens of 8 heads of 128
 MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
-MAPPED_BACK = 2  # rows of a cache for each query, at most, that are mapped back
+# Rows of a cache for each query row, at most, that are mapped back: 131,072 keys and values take 15 us longer then, and as many
+# queries and outputs take 50 us to map.
+MAPPED_BACK = 2
 MAX_SEQUENCES = 8  # each costs its own launches
 
 
