@@ -205,16 +205,16 @@ def compare(batch: Batch, exact: Batch) -> tuple[float, float]:
     batch.seq_lens += 1
     exact.attention = both
     expected = exact.step()
-    exact.attention = attention
-    exact.rewind()
     batch.rewind()
     return max(errors), relative(batch.step(), expected)
 
 
-def measure(model: Model, stores: str, reader: str, sequences: int, length: int, steps: int, exact: Batch) -> Row:
-    """Check, then time. RuntimeError where the check fails."""
+def measure(model: Model, stores: str, reader: str, sequences: int, length: int, steps: int, exact: tuple[str, str]) -> Row:
+    """Check, then time. exact: format and reader of the cache to compare with. RuntimeError where the check fails."""
     device = model.norm.device
-    attention_error, logits_error = compare(Batch(model, stores, reader, sequences, SHORT, 1), exact)
+    short = [Batch(model, *way, sequences, SHORT, 1) for way in ((stores, reader), exact)]
+    attention_error, logits_error = compare(*short)
+    del short
     batch = Batch(model, stores, reader, sequences, length, 2 * steps)
     # An error e of the keys changes a score, whose deviation is 1, by e; one of the values adds to it.
     if not attention_error <= 2 * batch.row_error + 0.01:
@@ -294,8 +294,7 @@ def main() -> int:
         ways.insert(0, (FLASH3, "bf16"))
     with torch.no_grad():
         model = Model(geometry, device)
-        exact = Batch(model, "bf16", ways[0][0], arguments.sequences, SHORT, 1)
-        rows, failures = [], []
+        exact, rows, failures = ("bf16", ways[0][0]), [], []
         for reader, stores in ways:
             try:
                 rows.append(measure(model, stores, reader, arguments.sequences, length, arguments.steps, exact))
