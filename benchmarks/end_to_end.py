@@ -113,6 +113,7 @@ class Batch:
         self.tokens = torch.empty(sequences, device=device, dtype=torch.int64)
         self.caches = [PagedCache(spec, sequences * pages, device) for _ in range(g.layers)]
         self.row_error = self._fill(generator)
+        self.implementation = "" if reader == QUANTKV else reader  # what reads the pages
         self.rewind()
 
     def _fill(self, generator: torch.Generator) -> float:
@@ -151,21 +152,20 @@ class Batch:
         cache.write(k, v, slots)
         batch = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens, "block_table": self.block_table}
         if self.reader == QUANTKV:
+            self.implementation = self.implementation or self._chosen(q)
             return cache.attend(q, **batch, max_query_len=1)
         out = torch.empty_like(q)
         rivals.flash3_over_pages(q, cache.k.codes, cache.v.codes, out, **batch, scale=q.shape[2] ** -0.5, max_query_len=1,
                                  max_keys=self.capacity)
         return out
 
-    @property
-    def implementation(self) -> str:
-        """What reads the pages."""
-        cache, g = self.caches[0], self.model.geometry
-        if self.reader != QUANTKV:
-            return self.reader
-        q = torch.empty(len(self.tokens), g.heads, g.head_size, dtype=DTYPE, device=cache.device)
+
+    def _chosen(self, q: torch.Tensor) -> str:
+        """The implementation of quantkv that serves these queries."""
+        cache, out = self.caches[0], torch.empty(q.shape, dtype=q.dtype, device=q.device)
         segment = Segment(cache.k, cache.v, cache.format, self.block_table, cache.maps)
-        return ops.resolve("auto", q, [segment], q, cu_seqlens_q=self.cu_seqlens_q, seq_lens=self.seq_lens, max_query_len=1)[0]
+        lengths = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens}
+        return ops.resolve("auto", q, [segment], out, **lengths, max_query_len=1)[0]
 
 
 @dataclass
@@ -205,16 +205,17 @@ def compare(batch: Batch, exact: Batch) -> tuple[float, float]:
     batch.seq_lens += 1
     exact.attention = both
     expected = exact.step()
-    exact.attention = attention
-    exact.rewind()
+    del exact.attention  # the class's again
     batch.rewind()
     return max(errors), relative(batch.step(), expected)
 
 
-def measure(model: Model, stores: str, reader: str, sequences: int, length: int, steps: int, exact: Batch) -> Row:
-    """Check, then time. RuntimeError where the check fails."""
+def measure(model: Model, stores: str, reader: str, sequences: int, length: int, steps: int, exact: tuple[str, str]) -> Row:
+    """Check, then time. exact: format and reader of the cache to compare with. RuntimeError where the check fails."""
     device = model.norm.device
-    attention_error, logits_error = compare(Batch(model, stores, reader, sequences, SHORT, 1), exact)
+    short = [Batch(model, *way, sequences, SHORT, 1) for way in ((stores, reader), exact)]
+    attention_error, logits_error = compare(*short)
+    del short
     batch = Batch(model, stores, reader, sequences, length, 2 * steps)
     # An error e of the keys changes a score, whose deviation is 1, by e; one of the values adds to it.
     if not attention_error <= 2 * batch.row_error + 0.01:
@@ -294,8 +295,7 @@ def main() -> int:
         ways.insert(0, (FLASH3, "bf16"))
     with torch.no_grad():
         model = Model(geometry, device)
-        exact = Batch(model, "bf16", ways[0][0], arguments.sequences, SHORT, 1)
-        rows, failures = [], []
+        exact, rows, failures = ("bf16", ways[0][0]), [], []
         for reader, stores in ways:
             try:
                 rows.append(measure(model, stores, reader, arguments.sequences, length, arguments.steps, exact))

@@ -56,10 +56,12 @@ def every_option(num_seqs, heads):
 
 
 def compile_steps(cache, rows):
-    """What prefill launches around a dense kernel: keys and values gathered, queries mapped, outputs merged and mapped back."""
-    steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8)
+    """What prefill launches around a dense kernel: keys and values gathered, also mapped back, queries mapped, outputs merged and
+    mapped back."""
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
-    steps.gather(torch.zeros(16, dtype=torch.int32), 0, 200, scratch)
+    for back in (True, False) if rows.shape[2] <= 128 else (False,):
+        steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, back)
+        steps.gather(torch.zeros(16, dtype=torch.int32), 0, 200, scratch)
     steps.map_query(rows, 0)
     part = Part(rows, torch.empty(rows.shape[:2]))
     steps.finish(steps.merge(part, part), part, torch.empty_like(rows), torch.empty(rows.shape[:2]))

@@ -1,5 +1,7 @@
 """The Hopper decode kernel through ops, on a Hopper GPU; and, anywhere, the rule that says when it runs."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -56,6 +58,14 @@ def test_options(name, options):
                                    dict(block_size=128)], ids=str)
 def test_shapes(shape):
     run(batch("int4", **shape))
+
+
+@hopper_only
+def test_queries_of_a_wider_projection():
+    """Queries that are columns of q, k and v together, as a model computes them."""
+    b = batch("int4")
+    wider = torch.cat([b.q, torch.full_like(b.q, float("nan"))], 1)
+    run(dataclasses.replace(b, q=wider[:, : b.q.shape[1]]))
 
 
 @hopper_only

@@ -72,10 +72,13 @@ LEVELS = 2.0**-11  # TurboQuant's levels are fp16 numbers in Triton, float32 in 
 
 
 @pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("back", [0, 1000])
 @pytest.mark.parametrize("mask", ["top left", "bottom right"])
 @pytest.mark.parametrize("slice_tokens", [32, 64, 1 << 16])
-def test_equals_attention_over_the_cache(format_name, slice_tokens, mask, triton, monkeypatch):
-    """32 tokens a slice: queries and keys are both cut; 64: a slice holds some of the context and the queries' own keys."""
+def test_equals_attention_over_the_cache(format_name, slice_tokens, mask, back, triton, monkeypatch):
+    """32 tokens a slice: queries and keys are both cut; 64: a slice holds some of the context and the queries' own keys. Queries
+    are mapped, or rows are mapped back."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
     monkeypatch.setattr(dense, "BOTTOM_RIGHT", ("math",) if mask == "bottom right" else ())
     cache, q, arguments = batch(format_name)
     token_bytes = 2 * HEADS * HEAD_SIZE * q.dtype.itemsize
@@ -84,10 +87,12 @@ def test_equals_attention_over_the_cache(format_name, slice_tokens, mask, triton
 
 
 @pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("back", [0, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_rows(format_name, dtype, triton):
+def test_16_bit_rows(format_name, dtype, back, triton, monkeypatch):
     """Four roundings to the query's dtype: keys, mapped queries, values, output. A score of this batch, |q||k| / 8 with rows of
     norm 8, has a standard deviation of 1, so rounding it relatively by eps changes a probability by about eps."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
     cache, q, arguments = batch(format_name, dtype=dtype)
     compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
 
@@ -124,11 +129,23 @@ def random_maps(heads):
 
 
 @pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("back", [0, 1000])
 @pytest.mark.parametrize("head_size,head_size_v", [(80, 80), (64, 32), (256, 256)])
-def test_head_sizes(head_size, head_size_v, triton):
+def test_head_sizes(head_size, head_size_v, back, triton, monkeypatch):
     """Sizes that are no power of two, values of another size than keys, and those that a tile splits."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
     cache, q, arguments = batch("int8/int4", head_size, head_size_v=head_size_v)
     compare(cache, q, arguments, 4 * FLOAT32, triton=triton, scratch_bytes=1)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("back", [0, 1000])
+def test_a_sign_map_and_an_offset(back, triton, monkeypatch):
+    """The map that a format asks for, and offsets: what may be mapped back as it is written out."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
+    own = LayerMaps.of(get_format("tq4"), HEAD_SIZE, HEAD_SIZE)
+    maps = LayerMaps(LinearMap(own.k.forward, own.k.inverse, torch.randn(3, HEADS, HEAD_SIZE)))
+    compare(*batch("tq4", lengths=((70, 250),), maps=maps), LEVELS if triton else FLOAT32, triton=triton)
 
 
 @pytest.mark.parametrize("triton", TRITON)

@@ -11,24 +11,33 @@ import torch
 Call = Callable[[], object]
 
 
-# A GPU lowers its clock by up to 10 % under sustained tensor work: long calls all start after a rest.
-REST_S, LONG_US = 0.3, 1000
+REST_S = 0.3
 
 
-def measure(call: Call, device: torch.device, graph: bool = True) -> tuple[float, str]:
+def measure(call: Call, device: torch.device, graph: bool = True, rounds: int = 1) -> tuple[float, str]:
     """Median microseconds of one call, and how they were taken: "graph" (replays of a captured CUDA graph), "events" (CUDA
-    events around calls, the host's work included where it is slower), or "clock" on a CPU."""
+    events around calls, the host's work included where it is slower), or "clock" on a CPU.
+
+    rounds: with more than one each begins after a rest: a GPU lowers its clock by up to 10 % under sustained tensor work."""
     if device.type != "cuda":
         return _clock(call), "clock"
-    once = _events(call, 3)
-    if once > LONG_US:
-        time.sleep(REST_S)
+    once = statistics.median(_events(call, 3))
     if not graph:
-        return _events(call, _repeats(once)), "events"
+        return _rounds(call, once, rounds), "events"
     calls = max(1, min(20, round(500 / once)))  # replays of about 500 us hide the launch of the graph
     captured = _capture(call, calls)
-    replay = _events(captured.replay, 3)
-    return _events(captured.replay, _repeats(replay)) / calls, "graph"
+    replay = statistics.median(_events(captured.replay, 3))
+    return _rounds(captured.replay, replay, rounds) / calls, "graph"
+
+
+def _rounds(call: Call, once: float, rounds: int) -> float:
+    """Median microseconds of a call that takes about `once`."""
+    samples = []
+    for _ in range(rounds):
+        if rounds > 1:
+            time.sleep(REST_S)
+        samples += _events(call, max(3, _repeats(once) // rounds))
+    return statistics.median(samples)
 
 
 def _repeats(once_us: float) -> int:
@@ -45,8 +54,8 @@ def _clock(call: Call) -> float:
     return statistics.median(samples) * 1e6
 
 
-def _events(call: Call, repeats: int) -> float:
-    """Median over `repeats` calls, each between two events, all enqueued before the host waits."""
+def _events(call: Call, repeats: int) -> list[float]:
+    """Microseconds of `repeats` calls, each between two events, all enqueued before the host waits."""
     call()
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
@@ -55,7 +64,7 @@ def _events(call: Call, repeats: int) -> float:
         call()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
+    return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
 
 def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:

@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
-from .tiles import decode, join_planes, load_cached, load_matrix, map_product, offset_row
+from .tiles import decode, join_operand, join_planes, load_cached, load_matrix, map_product, offset_row
 
 
 @triton.jit
-def gather_rows(pages, map, table, target, head, first, index, count, room, factor, PAGE: tl.constexpr, PLAN: tl.constexpr):
-    """Decode keys first + index of one head, mapped as they are, times factor, into `target [HK, room, D]`; what is beyond count
-    reads as zero bits, which are finite."""
+def gather_rows(pages, map, table, target, head, first, index, count, room, factor, back_factor, PAGE: tl.constexpr,
+                PLAN: tl.constexpr, BACK: tl.constexpr):
+    """Decode keys first + index of one head, times factor, into `target [HK, room, D]`: mapped as they are, or mapped back, times
+    back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: in units of what is stored."""
     FACTORS: tl.constexpr = PLAN.factors
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
@@ -27,24 +28,39 @@ def gather_rows(pages, map, table, target, head, first, index, count, room, fact
         if len(affine) > 1:
             x += affine[1][:, None]
         x *= factor
-        if PLAN.offset:
+        if PLAN.offset and not BACK:
             x += offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
         rows = rows + (x.to(target.dtype.element_ty),)
-    column = tl.arange(0, W * P)[None, :]
-    at = target + (head * room + index)[:, None] * D + column
-    tl.store(at, join_planes(rows), mask=(index < room)[:, None] & (column < D))
+    column = tl.arange(0, W * P)
+    if BACK:
+        if target.dtype.element_ty.primitive_bitwidth == 16:
+            operand = join_operand(rows)
+        else:
+            operand = join_planes(rows)
+        matrix = load_matrix(map, head, column, 0, D, W * P)
+        joined = map_product(operand, matrix, tl.zeros([index.shape[0], W * P], tl.float32), "ieee") * back_factor
+        if PLAN.offset:
+            joined += offset_row(map, head, (key // 64)[:, None], column[None, :], D)
+        joined = joined.to(target.dtype.element_ty)
+    else:
+        joined = join_planes(rows)
+    at = target + (head * room + index)[:, None] * D + column[None, :]
+    tl.store(at, joined, mask=(index < room)[:, None] & (column < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "count", "room"])
-def gather_kernel(k_pages, v_pages, k_map, table, keys, values, first, count, room, k_factor, v_factor, PAGE: tl.constexpr,
-                  BLOCK_N: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Grid (blocks of keys, kv heads, 2: K and V). table: one sequence's pages. k_map.offset: mapped, in units of the rows."""
+def gather_kernel(k_pages, v_pages, k_map, v_map, table, keys, values, first, count, room, k_factor, v_factor, k_back, v_back,
+                  PAGE: tl.constexpr, BLOCK_N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BACK: tl.constexpr):
+    """Grid (blocks of keys, kv heads, 2: K and V). table: one sequence's pages. BACK: mapped rows are mapped back, by matrices of
+    entries 0 and +-1."""
     index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.program_id(1).to(tl.int64)
     if tl.program_id(2) == 0:
-        gather_rows(k_pages, k_map, table, keys, head, first, index, count, room, k_factor, PAGE, K)
+        gather_rows(k_pages, k_map, table, keys, head, first, index, count, room, k_factor, k_back, PAGE, K,
+                    BACK and K.mapped)
     else:
-        gather_rows(v_pages, k_map, table, values, head, first, index, count, room, v_factor, PAGE, V)
+        gather_rows(v_pages, v_map, table, values, head, first, index, count, room, v_factor, v_back, PAGE, V,
+                    BACK and V.mapped)
 
 
 @triton.jit

@@ -5,8 +5,9 @@ an H200, where 4,096 queries of 32 heads cost 100 ns. So the pages are dequantiz
 is (`dense.py`) runs on each slice, and log-sum-exps merge the results. New tokens are read back like all others: the result
 is attention over the cache, whatever ran.
 
-Rows stay in their mapped space, where a slice needs no product: `q . k^ = (A^-T q) . (y^ + A off)`, so q is mapped once, and
-the merged output once.
+Rows may stay in their mapped space, where a slice needs no product: `q . k^ = (A^-T q) . (y^ + A off)`, so q is mapped once, and
+the merged output once. Where there are not many more rows than queries, the rows are mapped back as they are written out: one
+product in a launch that waits for memory, instead of two launches.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from .steps import Part, TorchSteps
 
 SCRATCH_BYTES = 256 << 20  # of a slice's keys and values; 65,536 tokens of 8 heads of 128
 MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
+# Rows of a cache for each query row, at most, that are mapped back: 131,072 keys and values take 15 us longer then, and as many
+# queries and outputs take 50 us to map.
+MAPPED_BACK = 2
 MAX_SEQUENCES = 8  # each costs its own launches
 
 
@@ -90,7 +94,8 @@ def attend(
     if backend is None:
         raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
     maps = LayerMaps.of(fmt, *sizes, q.device) if maps is None else maps
-    steps = _steps(q.is_cuda if triton is None else triton)((k, v), fmt, maps, heads)
+    few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
+    steps = _steps(q.is_cuda if triton is None else triton)((k, v), fmt, maps, heads, few and _cheap(maps))
     out = q.new_empty(*q.shape[:2], sizes[1]) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     whole = backend in dense.BOTTOM_RIGHT
@@ -111,7 +116,7 @@ def attend(
             sliced = [buffer[: heads * room * size].view(heads, room, size) for buffer, size in zip(scratch, sizes)]
             steps.gather(block_table[piece.sequence], first, count, sliced)
             target = out[piece.tokens]
-            ready = len(piece.slices) == 1 and maps.v is None and len(queries) == len(target)  # nothing is left to do to the rows
+            ready = len(piece.slices) == 1 and steps.maps[1] is None and len(queries) == len(target)  # nothing is left to do to the rows
             found = dense.attend(backend, queries, *sliced, scale, causal, target if ready else None)
             part = Part(*(t[: stop - start] for t in found))
             if causal:  # the last
@@ -146,6 +151,12 @@ def _pieces(lengths: Sequence[tuple[int, int]], most: int, whole: bool) -> Itera
             else:
                 cuts = {*range(0, context, most), context - context % dense.PLANNED, context, stop}
             yield _Piece(s, slice(first, last), [(low, high - low) for low, high in pairwise(sorted(cuts))])
+
+
+def _cheap(maps: LayerMaps) -> bool:
+    """Whether a product by every matrix is one 16-bit dot of a tile: entries 0 and +-f only, and no more than 128 of them a row."""
+    inverses = [map_.operands.output for map_ in (maps.k, maps.v) if map_ is not None]
+    return all(inverse.dtype == torch.bfloat16 and inverse.shape[-1] <= 128 for inverse in inverses)
 
 
 def _steps(triton: bool) -> type[TorchSteps]:

@@ -17,9 +17,9 @@ from .steps import Part, TorchSteps, gain
 class TritonSteps(TorchSteps):
     """As `TorchSteps`; the arithmetic is float32, products of mapped rows as exact as the GPU path's elsewhere."""
 
-    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int) -> None:
-        super().__init__(sides, fmt, maps, heads)
-        self.gains = tuple(gain(m) for m in self.maps)
+    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int, back: bool = False) -> None:
+        super().__init__(sides, fmt, maps, heads, back)
+        self.gains = tuple(gain(m) for m in self.row_maps)
         self.target = Target.of(sides[0].codes.device)
 
     def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
@@ -34,16 +34,26 @@ class TritonSteps(TorchSteps):
         heads, room, _ = scratch[0].shape
         sizes = [t.shape[2] for t in scratch]
         plans = [row_plan(codec, size, map_, side.scale, self.target)
-                 for codec, size, map_, side in zip(self.codecs, sizes, self.maps, self.sides)]
-        k_map = Map()
-        if plans[0].offset:
-            offset = self.maps[0].operands.mapped_offset / self.gains[0]
-            k_map = Map(None, 0, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
+                 for codec, size, map_, side in zip(self.codecs, sizes, self.row_maps, self.sides)]
         block = 64 if max(sizes) <= 128 else 32
         gather_kernel[(triton.cdiv(room, block), heads, 2)](
-            *(pages(*side) for side in zip(self.sides, self.codecs, sizes)), k_map, table, *scratch, first, count, room,
-            *(side.scale / gain for side, gain in zip(self.sides, self.gains)), PAGE=self.sides[0].codes.shape[1],
-            BLOCK_N=block, K=plans[0], V=plans[1])
+            *(pages(*side) for side in zip(self.sides, self.codecs, sizes)), *(self._row_map(i) for i in range(2)), table, *scratch,
+            first, count, room, *(side.scale / gain for side, gain in zip(self.sides, self.gains)),
+            *(1.0 if m is None else m.operands.inverse_factor * gain for m, gain in zip(self.row_maps, self.gains)),
+            PAGE=self.sides[0].codes.shape[1], BLOCK_N=block, K=plans[0], V=plans[1], BACK=self.back)
+
+    def _row_map(self, side: int) -> Map:
+        """What `gather_kernel` does to a side's rows after it decoded them."""
+        map_ = self.row_maps[side]
+        if map_ is None:
+            return Map()
+        inverse, offset = map_.operands.output, map_.offset
+        if not self.back:
+            inverse, offset = None, None if offset is None else map_.operands.mapped_offset / self.gains[side]
+        head = 0 if inverse is None or inverse.shape[0] == 1 else inverse.stride(0)
+        if offset is None:
+            return Map(inverse, head)
+        return Map(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
 
     def merge(self, a: Part, b: Part) -> Part:
         merged = Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))

@@ -30,11 +30,14 @@ def gain(map_: LinearMap | None) -> float:
 
 
 class TorchSteps:
-    """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, N, D]` of each."""
+    """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, N, D]` of each.
 
-    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int) -> None:
-        self.sides, self.codecs, self.maps = sides, (fmt.k, fmt.v), (maps.k, maps.v)
-        self.heads = heads
+    back: rows are mapped back as they are gathered, in place of queries and outputs being mapped."""
+
+    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int, back: bool = False) -> None:
+        self.sides, self.codecs, self.row_maps = sides, (fmt.k, fmt.v), (maps.k, maps.v)
+        self.heads, self.back = heads, back
+        self.maps = (None, None) if back else self.row_maps  # of queries and outputs
 
     def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
         """`gain A^-T q`, in q's dtype, and `extra` rows of zeros."""
@@ -42,13 +45,13 @@ class TorchSteps:
         return torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])]) if extra else rows
 
     def gather(self, pages: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
-        """Keys and values first to first + count, mapped as they are, divided by the gain, into scratch; what is left of it
-        gets finite numbers. pages: the sequence's row of the block table."""
-        for side, codec, map_, target in zip(self.sides, self.codecs, self.maps, scratch):
+        """Keys and values first to first + count, mapped back or as they are and divided by the gain, into scratch; what is left of
+        it gets finite numbers. pages: the sequence's row of the block table."""
+        for side, codec, row_map, map_, target in zip(self.sides, self.codecs, self.row_maps, self.maps, scratch):
             size = side.codes.shape[1]
             position = torch.arange(first, first + count, device=pages.device)
             slots = pages[position // size].long() * size + position % size
-            rows = reference.dequantize(side, codec, None, slots)
+            rows = reference.dequantize(side, codec, row_map if self.back else None, slots, position)
             if map_ is not None and map_.offset is not None:
                 rows = rows + reference.apply_map(map_.forward, map_.offset_rows(position).expand_as(rows))
             target[:, :count] = rows.transpose(0, 1) / gain(map_)
