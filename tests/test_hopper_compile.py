@@ -1,5 +1,7 @@
 """The Hopper kernels compile for every format without a GPU, and a warp's step stays within its instruction budget."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -107,6 +109,10 @@ def test_a_write_fits_its_budget_and_its_registers(key, value, tmp_path):
 @pytest.mark.parametrize("key, value", [("int4", "int4"), ("codebook3", "affine3"), ("int2", "fp8")])
 def test_writes_of_other_head_sizes_compile(key, value, head_size):
     compile_cubin("write.cu", write_config(key, value, head_size, bf16=False, wide_slots=False).macros())
+
+
+def test_a_write_with_offsets_and_scales_compiles():
+    compile_cubin("write.cu", replace(write_config("int4", "e4m3"), key_shifted=True, value_scaled=True).macros())
 
 
 def test_an_edit_of_one_kernel_leaves_the_others_cubin(tmp_path, monkeypatch):

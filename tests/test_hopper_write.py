@@ -73,6 +73,22 @@ def test_pages_strides_and_slots(block_size, heads):
 
 
 @hopper_only
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("name", ["int4", "int2/int8", "tq3"])
+def test_key_offsets(name, heads):
+    """Of each head or of all; positions beyond the table take its last row."""
+    spec, map_ = get_format(name).cache_spec(8, 128), default_map(get_format(name).k, 128)
+    maps = LayerMaps(k=LinearMap(map_.forward, map_.inverse, 4 * torch.randn(3, heads, 128)))
+    expected, cache = (PagedCache(spec, 8, device, maps=maps) for device in ("cpu", "cuda"))
+    for dtype in (torch.int32, torch.int64):
+        key, value = torch.randn(2, 100, 8, 128).bfloat16()
+        slots, positions = torch.randperm(128)[:100], torch.randint(0, 300, (100,), dtype=dtype)
+        expected.write(key, value, slots, positions)
+        cache.write(key.cuda(), value.cuda(), slots.cuda(), positions.cuda(), implementation="hopper")
+        assert_same(cache, expected)
+
+
+@hopper_only
 @pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3"])
 def test_rows_that_break_quantizers(name):
     """Tiny, large and one-sided rows keep their bytes; a row with infinities spoils no other."""
@@ -144,9 +160,6 @@ def refusal(name, monkeypatch, maps=None, **shape):
 def test_what_the_rule_refuses(monkeypatch):
     matrix = torch.linalg.qr(torch.randn(1, 128, 128))[0].contiguous()
     assert "Hadamard" in refusal("int4", monkeypatch, maps=LayerMaps(k=LinearMap(matrix, matrix.mT.contiguous())))
-    default = default_map(get_format("int4").k, 128)
-    shifted = LinearMap(default.forward, default.inverse, torch.ones(1, 1, 128))
-    assert "offset" in refusal("int4", monkeypatch, maps=LayerMaps(k=shifted))
     assert "float32" in refusal("int8", monkeypatch, dtype=torch.float32)
     assert "one shape, head size" in refusal("int8", monkeypatch, head_size=80)
     assert "one shape, head size" in refusal("int8", monkeypatch, head_size=128, head_size_v=64)

@@ -141,27 +141,26 @@ def attend(q: torch.Tensor, segment: Segment, out: torch.Tensor, lse: torch.Tens
 
 
 def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor,
-          maps: LayerMaps) -> str | None:
+          maps: LayerMaps, positions: torch.Tensor | None = None) -> str | None:
     """`ops.write` where the kernel can serve it; else why not, in words, and nothing is done. The first call of a shape compiles."""
     if reason := _elsewhere(key.device):
         return reason
     if fmt.k.name not in WRITTEN or fmt.v.name not in WRITTEN:
         return f"format {fmt.name}: codecs are {', '.join(WRITTEN)}"
-    if maps.k is not None and maps.k.offset is not None:
-        return "the keys' map has an offset table"
     pages = _pages(k, v)
     if pages is None:
         return "the cache is no buffer of page records [num_blocks, HK, page_bytes]"
     from .kernels.hopper import write
 
     codecs, block_size = (WRITTEN[fmt.k.name], WRITTEN[fmt.v.name]), k.codes.shape[1]
-    if reason := write.unsupported(key, value, pages, slot_mapping, *codecs, block_size):
+    if reason := write.unsupported(key, value, pages, slot_mapping, *codecs, block_size, positions):
         return reason
     key_map, value_map = (None if m is None else _hadamard(m) for m in (maps.k, maps.v))
     if (key_map is None, value_map is None) != (maps.k is None, maps.v is None):
         return "maps: a Hadamard matrix of the head size, or none"
     write.write(key, value, pages, slot_mapping, *codecs, block_size, key_map=key_map, value_map=value_map, key_scale=k.scale,
-                value_scale=v.scale, midpoints=_midpoints(fmt.k, key.shape[2]))
+                value_scale=v.scale, key_offset=None if maps.k is None else maps.k.operands.mapped_offset, positions=positions,
+                midpoints=_midpoints(fmt.k, key.shape[2]))
     return None
 
 

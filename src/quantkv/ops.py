@@ -117,7 +117,7 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation,
     if implementation in ("auto", "hopper"):
         from . import hopper
 
-        reason = hopper.write(key, value, k, v, fmt, slot_mapping, maps)
+        reason = hopper.write(key, value, k, v, fmt, slot_mapping, maps, positions)
         if reason is None:
             return
         if implementation == "hopper":

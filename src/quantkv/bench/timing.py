@@ -21,10 +21,10 @@ def measure(call: Call, device: torch.device, graph: bool = True, rounds: int = 
     rounds: with more than one each begins after a rest: a GPU lowers its clock by up to 10 % under sustained tensor work."""
     if device.type != "cuda":
         return _clock(call), "clock"
-    once = statistics.median(_events(call, 3))
     if not graph:
-        return _rounds(call, once, rounds), "events"
-    calls = max(1, min(20, round(500 / once)))  # replays of about 500 us hide the launch of the graph
+        return _rounds(call, statistics.median(_events(call, 3)), rounds), "events"
+    alone = statistics.median(_events(_capture(call, 1).replay, 3))  # without the host's work, which a replay does not have
+    calls = max(1, min(20, round(500 / alone)))  # replays of about 500 us hide the launch of the graph
     captured = _capture(call, calls)
     replay = statistics.median(_events(captured.replay, 3))
     return _rounds(captured.replay, replay, rounds) / calls, "graph"

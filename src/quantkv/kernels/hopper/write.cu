@@ -6,7 +6,7 @@
 // (16-bit numbers times +-1, added in float32), registers the others, and nothing is shuffled.
 //
 // Compile-time: HEAD_SIZE BLOCK_SIZE KEY VALUE (codecs of encode.cuh) KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_SCALED
-// VALUE_SCALED ALIKE ROWS_BF16 SLOT WARPS ROOT_D MIDPOINT_LIST.
+// VALUE_SCALED KEY_SHIFTED ALIKE ROWS_BF16 SLOT POSITION WARPS ROOT_D MIDPOINT_LIST.
 #include "encode.cuh"
 
 constexpr int CHUNK = 8;                     // of 16-bit numbers: one load
@@ -95,8 +95,16 @@ struct Side {
   int codes, meta;
 };
 
-template <class CODEC, bool MAPPED, bool SCALED>
-DI void write_row(const Side& side, float factor, const SLOT* slots, int token, int tokens, u8* records, i64 page_stride) {
+// The mapped offset of the keys of every 64 positions, of one head; what lies beyond the table has its last row.
+struct Offset {
+  const float* table;
+  const POSITION* positions;
+  i64 stride;
+  int buckets;
+};
+
+template <class CODEC, bool MAPPED, bool SCALED, bool SHIFTED>
+DI void write_row(const Side& side, float factor, const Offset& offset, const SLOT* slots, int token, int tokens, u8* records, i64 page_stride) {
   constexpr bool ROUNDED = MAPPED && CODEC::ROUND_MAPPED;
   constexpr int FLIPS = (E + 31) / 32;
   const int c = threadIdx.x % 4;
@@ -114,6 +122,12 @@ DI void write_row(const Side& side, float factor, const SLOT* slots, int token, 
       for (int i = 0; i < FLIPS; i++) flips[i] = side.signs[c * FLIPS + i];
     hadamard(row, flips, factor);
   }
+  if constexpr (SHIFTED)
+    if (token < tokens) {
+      const float* shift = offset.table + min((int)(offset.positions[token] / 64), offset.buckets - 1) * offset.stride + CHUNK * c;
+#pragma unroll
+      for (int e = 0; e < E; e++) row.x[e] -= shift[4 * (e - e % CHUNK) + e % CHUNK];
+    }
   if constexpr (ROUNDED)
 #pragma unroll
     for (int e = 0; e < E; e += 2) row.pairs[e / 2] = pair_of(row.x[e], row.x[e + 1]);
@@ -140,8 +154,9 @@ DI void write_row(const Side& side, float factor, const SLOT* slots, int token, 
 // Grid (2 tokens / (8 WARPS), kv heads), K and V in turns: one may wait for memory while the other computes. Strides of rows in
 // elements, of pages and heads in bytes. A row is divided by the per-tensor scale; a negative slot skips its token.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write_kernel(
-    const u16* key, const u16* value, u8* pages, const SLOT* slots, const u32* key_signs, const u32* value_signs, i64 key_token,
-    i64 key_head, i64 value_token, i64 value_head, i64 page_stride, i64 head_stride, int tokens, float key_scale, float value_scale) {
+    const u16* key, const u16* value, u8* pages, const SLOT* slots, const u32* key_signs, const u32* value_signs, const float* key_offset,
+    const POSITION* positions, i64 key_token, i64 key_head, i64 value_token, i64 value_head, i64 page_stride, i64 head_stride,
+    i64 offset_bucket, i64 offset_head, int buckets, int tokens, float key_scale, float value_scale) {
   wait_for_previous_kernel();
   launch_next_kernel();
   const int token = blockIdx.x / 2 * (8 * WARPS) + threadIdx.x / 4;
@@ -150,8 +165,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write
   const bool is_key = blockIdx.x % 2 == 0;
   const Side side = is_key ? Side{key + token * key_token + head * key_head, key_signs, key_scale, 0, PAGE_KM}
                            : Side{value + token * value_token + head * value_head, value_signs, value_scale, PAGE_V, PAGE_VM};
+  const Offset offset{key_offset + head * offset_head, positions, offset_bucket, buckets};
   if (ALIKE || is_key)  // one copy of the code where K and V are treated alike
-    write_row<KEY, KEY_FACTOR != 0.f, KEY_SCALED>(side, KEY_FACTOR, slots, token, tokens, records, page_stride);
+    write_row<KEY, KEY_FACTOR != 0.f, KEY_SCALED, KEY_SHIFTED>(side, KEY_FACTOR, offset, slots, token, tokens, records, page_stride);
   else
-    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_SCALED>(side, VALUE_FACTOR, slots, token, tokens, records, page_stride);
+    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_SCALED, false>(side, VALUE_FACTOR, offset, slots, token, tokens, records, page_stride);
 }

@@ -74,22 +74,29 @@ class Config:
     value_factor: float = 0.0
     key_scaled: bool = False
     value_scaled: bool = False
+    key_shifted: bool = False
+    wide_positions: bool = False
     midpoints: tuple[float, ...] = ()
     warps: int = 4
 
     @property
     def alike(self) -> bool:
         """K and V are treated in the same way."""
-        return (self.key, self.key_factor, self.key_scaled) == (self.value, self.value_factor, self.value_scaled)
+        key, value = (self.key, self.key_factor, self.key_scaled), (self.value, self.value_factor, self.value_scaled)
+        return key == value and not self.key_shifted
 
     def macros(self) -> dict[str, object]:
         return dict(
             HEAD_SIZE=self.head_size, BLOCK_SIZE=self.block_size, KEY=CODECS[self.key].type, VALUE=CODECS[self.value].type,
             KEY_FACTOR=_literal(self.key_factor), VALUE_FACTOR=_literal(self.value_factor), KEY_SCALED=int(self.key_scaled),
-            VALUE_SCALED=int(self.value_scaled), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16),
-            SLOT="long long" if self.wide_slots else "int", WARPS=self.warps,
+            VALUE_SCALED=int(self.value_scaled), KEY_SHIFTED=int(self.key_shifted), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16),
+            SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps,
             ROOT_D=repr(math.sqrt(self.head_size)), MIDPOINT_LIST=", ".join(map(_literal, self.midpoints)) or "0.f",
         )  # fmt: skip
+
+
+def _integer(wide: bool) -> str:
+    return "long long" if wide else "int"
 
 
 def _literal(x: float) -> str:
@@ -113,7 +120,7 @@ def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
 
 
 def unsupported(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, key_codec: str, value_codec: str,
-                block_size: int) -> str | None:
+                block_size: int, positions: torch.Tensor | None = None) -> str | None:
     """Why `write` cannot take these arguments, tensors on a GPU of compute capability 9.0, in words; None where it can."""
     D = key.shape[2]
     if key_codec not in CODECS or value_codec not in CODECS:
@@ -125,8 +132,9 @@ def unsupported(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slo
     for name, rows in (("key", key), ("value", value)):
         if rows.stride(2) != 1 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.data_ptr() % 16:
             return f"{name} strides {rows.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
-    if slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
-        return f"slot_mapping of {slots.dtype}, strides {slots.stride()}: contiguous int32 or int64"
+    for name, t in (("slot_mapping", slots), ("positions", positions)):
+        if t is not None and (t.dtype not in (torch.int32, torch.int64) or not t.is_contiguous()):
+            return f"{name} of {t.dtype}, strides {t.stride()}: contiguous int32 or int64"
     if not 1 <= block_size <= 1024 or block_size % 8:
         return f"block_size {block_size}: a multiple of 8 up to 1024"
     size = page_bytes(key_codec, value_codec, D, block_size)
@@ -150,13 +158,16 @@ def write(
     value_map: Hadamard | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    key_offset: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     midpoints: tuple[float, ...] = (),
     warps: int | None = None,
 ) -> None:
     """Encode `key` and `value` [T, HK, D], bf16 or fp16, into the slots `slots` [T] of page records.
 
     pages: uint8 [num_blocks, HK, page_bytes] (see `page_bytes`). Slot s is token `s % block_size` of page `s // block_size`;
-    tokens with a negative slot are skipped. Rows go through their map, then are divided by the per-tensor scale. midpoints:
+    tokens with a negative slot are skipped. Rows go through their map, then are divided by the per-tensor scale. key_offset
+    [buckets, HK or 1, D] float32: a mapped key at position p is less row p // 64 of it, or the last; positions [T]. midpoints:
     between the levels above zero of codebook keys. warps: of a block, instead of what suits the size. Nothing is checked
     here: `unsupported` says what the kernel takes.
     """
@@ -165,13 +176,16 @@ def write(
         return
     if warps is None:
         warps = 1 if T * HK <= 2048 else 2  # one block for each SM as long as there are few
+    shifted = key_offset is not None
     factors = [0.0 if m is None else m.factor for m in (key_map, value_map)]
     config = Config(key_codec, value_codec, D, block_size, key.dtype == torch.bfloat16, slots.dtype == torch.int64, *factors,
-                    key_scale != 1.0, value_scale != 1.0, midpoints, warps)
+                    key_scale != 1.0, value_scale != 1.0, shifted, shifted and positions.dtype == torch.int64, midpoints, warps)
     pointer = lambda t: (0 if t is None else t.data_ptr(), ctypes.c_void_p)
     maps = [pointer(None if m is None else m.signs) for m in (key_map, value_map)]
-    strides = [(n, ctypes.c_longlong) for t in (key, value, pages) for n in t.stride()[:2]]
+    offset = (0, 0, 0) if not shifted else (D * key_offset.shape[1], D if key_offset.shape[1] > 1 else 0, key_offset.shape[0])
+    strides = [(n, ctypes.c_longlong) for n in (*key.stride()[:2], *value.stride()[:2], *pages.stride()[:2], *offset[:2])]
     scales = [(scale, ctypes.c_float) for scale in (key_scale, value_scale)]
     with torch.cuda.device(key.device):
         kernel(config, key.device.index or 0)((2 * -(-T // (8 * warps)), HK, 1), [
-            pointer(key), pointer(value), pointer(pages), pointer(slots), *maps, *strides, (T, ctypes.c_int), *scales])
+            pointer(key), pointer(value), pointer(pages), pointer(slots), *maps, pointer(key_offset),
+            pointer(positions if shifted else None), *strides, (offset[2], ctypes.c_int), (T, ctypes.c_int), *scales])
