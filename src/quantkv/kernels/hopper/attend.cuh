@@ -68,12 +68,11 @@ struct Softmax {
     limit = __any_sync(~0u, seen != (1u << 2 * NT) - 1) ? minus_infinity() : 4.f;  // p <= 16
   }
 
-  // Adds N tiles. copies() starts the copies of later tiles, once the loads of this step's keys are on their way.
+  // The scores of N tiles, relative to m. copies() starts the copies of later tiles, once the loads of these keys are on their way.
   // offsets: where the scores of each tile's row of the offset table are, in shared memory.
-  // valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n?
-  template <int N, bool MASKED, class Copies, class Valid>
-  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale, float softcap, Copies copies, Valid valid) {
-    float s[N][NT][4], x[NT][2], v_top;
+  template <int N, class Copies>
+  DI void score(float (&s)[N][NT][4], const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale,
+                float softcap, Copies copies) const {
     u32 keys[N][2][K_WORDS], metas[N][2] = {};
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -126,6 +125,14 @@ struct Softmax {
         }
       }
     }
+  }
+
+  // Adds N tiles: their scores, as above, and values.
+  // valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n?
+  template <int N, bool MASKED, class Copies, class Valid>
+  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale, float softcap, Copies copies, Valid valid) {
+    float s[N][NT][4], x[NT][2], v_top;
+    score(s, tile, offsets, at, q, scale, softcap, copies);
     if constexpr (MASKED) {
 #pragma unroll
       for (int n = 0; n < N; n++)
@@ -226,7 +233,8 @@ struct Softmax {
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        float sum = sum_over_tokens(l[nt][e]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f, z = VALUE::META == Meta::scale_min ? sum_over_tokens(bias[nt][e]) * r : 0.f;
+        const float sum = sum_over_tokens(l[nt][e]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
+        const float z = VALUE::META == Meta::scale_min ? sum_over_tokens(bias[nt][e]) * r : 0.f;
         int column = nt * 8 + 2 * c + e;
         if (column >= columns) continue;
         if (g == 0) to[column * PIECE + D] = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity();

@@ -114,7 +114,8 @@ struct Loader {
 #pragma unroll
     for (int i = 0; i < (ROW + 31) / 32; i++) {
       const int row = (lane + 32 * i) / (ROW / 16);  // 16 bytes a lane; whole instructions but for the rows of 3-bit codes
-      copy16_if(ROW % 32 == 0 || lane + 32 * i < ROW, dst + (to ^ swizzle<ROW>(512 / ROW * i)) + 512 * i, src + 512 * i, valid == TILE || row < valid ? 16 : 0);
+      const u32 at = dst + (to ^ swizzle<ROW>(512 / ROW * i)) + 512 * i;
+      copy16_if(ROW % 32 == 0 || lane + 32 * i < ROW, at, src + 512 * i, valid == TILE || row < valid ? 16 : 0);
     }
   }
   DI void copy(u32 slot, int valid) {  // the next tile, of which the first `valid` tokens were written
