@@ -37,7 +37,15 @@ def test_decode(name, dtype):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["int4", "int8", "tq4"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_much_work(name):
+    """Enough pages for the kernels that little work does not get."""
+    plain = {"head_size": 128, "num_kv_heads": 8, "group": 4, "dtype": torch.bfloat16, "device": "cuda"}
+    run(Batch.make(name, (1, 1, 1, 1), (9000, 33, 1, 1300), **plain))
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4", "tq3"])
 @pytest.mark.parametrize("queries", [(2, 4, 1, 3), (8, 8, 1, 8)])
 def test_several_queries(name, queries):
     run(batch(name, queries), window=500)

@@ -9,12 +9,14 @@ pytest.importorskip("cuda.core")
 from quantkv.kernels.hopper import decode as hopper
 from quantkv.kernels.hopper import write
 from quantkv.kernels.hopper.nvrtc import compile_cubin
-from quantkv.kernels.hopper.sass import opcodes, step_instructions
+from quantkv.kernels.hopper.sass import opcodes, step
 
-# instructions for 16 tokens of one kv head, keys and values, head size 128, one column tile
+# Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16 and
+# 32, of several. A few more than the compilers of CUDA 13.0 and 13.5 make.
 BUDGET = {
-    ("int8", "int8"): 290, ("fp8", "fp8"): 260, ("int8", "int4"): 270, ("int4", "int4"): 260, ("int2", "int2"): 300,
-    ("e4m3", "affine4"): 260, ("codebook4", "affine4"): 375, ("codebook3", "affine4"): 420, ("codebook3", "affine3"): 440,
+    ("int8", "int8", 4): 250, ("fp8", "fp8", 4): 235, ("int8", "int4", 4): 222, ("int4", "int4", 4): 212, ("int2", "int2", 4): 218,
+    ("e4m3", "affine4", 4): 220, ("codebook4", "affine4", 4): 275, ("codebook3", "affine4", 4): 315, ("codebook3", "affine3", 4): 340,
+    ("int4", "int2", 4): 224, ("int2", "affine4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 32): 400, ("int2", "int2", 32): 380,
 }  # fmt: skip
 
 
@@ -32,13 +34,15 @@ def build(chosen):
     return compile_cubin("decode.cu", chosen.macros())
 
 
-@pytest.mark.parametrize("key, value", BUDGET)
-def test_step_fits_its_budget(key, value, tmp_path):
-    chosen = config(key, value)
+@pytest.mark.parametrize("key, value, columns", BUDGET)
+def test_step_fits_its_budget(key, value, columns, tmp_path):
+    """And keeps what it holds in registers: local memory in the loop costs more than it looks."""
+    chosen = config(key, value, columns=columns)
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(chosen))
-    count = step_instructions(cubin) / chosen.tiles_per_step
-    assert 150 < count <= BUDGET[key, value]
+    names = step(cubin)
+    assert 150 < len(names) / chosen.tiles_per_step <= BUDGET[key, value, columns]
+    assert not [name for name in names if name.startswith(("LDL", "STL"))]
 
 
 @pytest.mark.parametrize("head_size, columns", [(64, 4), (256, 4), (128, 16), (128, 32), (128, 1)])
@@ -54,7 +58,7 @@ def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path
     cubin.write_bytes(build(chosen))
     plain = tmp_path / "plain.cubin"
     plain.write_bytes(build(config(key, "int4")))
-    assert step_instructions(cubin) <= step_instructions(plain) * (1.05 if key_offset else 1.02)
+    assert len(step(cubin)) <= len(step(plain)) * (1.05 if key_offset else 1.02)
 
 
 def test_the_order_of_a_matrix():

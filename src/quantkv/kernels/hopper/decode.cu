@@ -21,12 +21,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   wait_for_previous_kernel();
   launch_next_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-  if constexpr (KEY::ENTRIES > 0) {
-    for (int e = warp; e < KEY::ENTRIES; e += WARPS)
-      ((u32*)shared)[e * 32 + lane] = half2(codebook[e % (1 << KEY::BITS)], codebook[e >> KEY::BITS]);
-    __syncthreads();
-  }
-  __shared__ int begun_in[WARPS], ended_in[WARPS];
+  int *begun_in = (int*)(shared + KEY::BYTES + WARPS * WARP_BYTES), *ended_in = begun_in + WARPS;
   const int worker = blockIdx.x * WARPS + warp, column0 = blockIdx.y * COLUMNS;
   const Batch batch{seq_lens, cu_queries, sequences, queries, window};
   int start;
@@ -36,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
   int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0, head = begin / line;
   int s = sequence_of(batch, begin - head * line, start), tile = batch.first_tile(s) + begin - head * line - start;
-  u32 ring = shared_address(shared) + TABLE_BYTES + warp * WARP_BYTES;
+  u32 ring = shared_address(shared) + KEY::BYTES + warp * WARP_BYTES;
   keep(ring);
   Loader loader(batch, block_table, max_pages, pages, page_stride, head, s, tile, left);
   QueryMapper mapper(q, key_map, map_stride, batch, column0);
@@ -48,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     prefetch(q + ((i64)batch.first_query(s) * KV_HEADS + head) * GROUP * D + lane * 64);
   }
   constexpr int AHEAD = STAGES - TILES_PER_STEP;
-  for (int i = 0; i < AHEAD; i++) loader.next(ring + i * TILE_BYTES);
+  for (int i = 0; i < AHEAD; i++) loader.next({ring + i * TILE_BYTES});
+  fill_table<KEY>(warp, WARPS, codebook);  // while the first tiles are on their way
   const Lane at(g, c);
   u32 slot = ring;
   if constexpr (KEY_MAP == MATRIX) {
@@ -64,50 +60,53 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       if (KEY_MAP == MATRIX)
         for (int w = 0; w < WARPS && !mapped; w++) mapped = begun_in[w] == head * sequences + s ? QueryMapper::slot(w) : 0;
       query.load(q, key_map ? key_map + (i64)head * map_stride : nullptr, mapped, batch, s, head, column0);
+      if (PARKED) query.park(ring + PARKED_AT);
       Softmax softmax;
       const int all_see = (context + 1) / TILE, all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
-      bool masked;  // tiles from all_in_window up to all_see need no mask
       int scored = -1;       // the group of offsets whose scores are in shared memory
       bool fetched = false;  // the rows of the next group are
-      auto step = [&](auto count) {
+      auto step = [&](auto count, auto masked) {
         constexpr int N = decltype(count)::value;
         wait_for_all_copies_but<AHEAD - N>();
         __syncwarp();
-        u32 tiles[N], offsets[N];
+        u32 tiles[N], offsets[N], next[N];
 #pragma unroll
-        for (int n = 0; n < N; n++) {  // into the slots of the step before
+        for (int n = 0; n < N; n++) {  // copies go into the slots of the step before
           tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (COLUMNS * 4);
-          loader.next(slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES : slot + AHEAD * TILE_BYTES);
+          next[n] = slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES : slot + AHEAD * TILE_BYTES;
           slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
         }
-        softmax.add(tiles, offsets, at, query, scale / Query::NORM, softcap, masked, [&](int n, int half, int nt, int e) {
-          int key = (tile + n) * TILE + at.ta + 8 * half, position = context + (column0 + nt * 8 + 2 * c + e) / GROUP;
-          return key <= position && (window <= 0 || position - key < window);
-        });
-        if (VALUE::CENTRE > 0 && tile % 8 < N) softmax.centre();
+        softmax.template add<N, decltype(masked)::value>(
+            tiles, offsets, at, query, scale / Query::NORM, softcap, [&] { loader.next(next); },
+            [&](int n, int half, int nt, int e) {
+              int key = (tile + n) * TILE + at.token + 8 * half, position = context + (column0 + nt * 8 + 2 * c + e) / GROUP;
+              return key <= position && (window <= 0 || position - key < window);
+            });
+        if (CENTRED_LATER && tile % 8 < N) softmax.centre();
         tile += N;
       };
       while (tile < end) {
-        masked = tile < all_in_window || tile >= all_see;
+        const bool masked = tile < all_in_window || tile >= all_see;  // in between, every column sees every token
         int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
         if (KEY_OFFSET) {
           const int group = min(tile / GROUP_TILES, offset_groups - 1), left_of_group = GROUP_TILES - tile % GROUP_TILES;
           stop = min(stop, tile + left_of_group);
           if (group != scored) {
             const u16* rows = key_offset + (i64)head * offset_stride + group * 16 * D;
-            const u8* ahead = shared + TABLE_BYTES + warp * WARP_BYTES + RING_BYTES + SCORE_BYTES;
+            const u8* ahead = shared + KEY::BYTES + warp * WARP_BYTES + RING_BYTES + SCORE_BYTES;
             query.score_offsets(fetched ? (const u16*)ahead : rows, scale / Query::NORM * offset_factor, ring + RING_BYTES);
             scored = group;  // the next rows come with the next tile's copies, and are waited for with them
             fetched = OFFSETS_AHEAD && group + 1 < offset_groups && tile + left_of_group < end && left_of_group >= 2 * STAGES;
             for (int i = lane * 16; fetched && i < 32 * D; i += 512) copy16_if(true, shared_address(ahead) + i, (const u8*)rows + 32 * D + i, 16);
           }
         }
-        while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{});
-        while (TILES_PER_STEP > 1 && tile < stop) step(Constant<1>{});
+        if (!masked)
+          while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{}, Constant<false>{});
+        while (tile < stop) step(Constant<1>{}, Constant<true>{});
       }
       __syncwarp();  // the ring is free: a run's last piece goes there, to be merged; another's sequence is at its end
       float* to = left > 0 ? partial + ((i64)(cut.workers + head * sequences + s) * all_columns + column0) * PIECE
-                           : (float*)(shared + TABLE_BYTES + warp * WARP_BYTES);
+                           : (float*)(shared + KEY::BYTES + warp * WARP_BYTES);
       softmax.write(to, min(COLUMNS, batch.queries(s) * GROUP - column0), VALUE::GAIN);
     }
     if (left > 0) {
@@ -122,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   int first = warp, past = warp + 1;
   while (first > 0 && ended_in[first - 1] == pair) first--;
   while (past < WARPS && ended_in[past] == pair) past++;
-  merge_pieces(shared + TABLE_BYTES + first * WARP_BYTES, past - first, warp - first, min(COLUMNS, batch.queries(s) * GROUP - column0),
+  merge_pieces(shared + KEY::BYTES + first * WARP_BYTES, past - first, warp - first, min(COLUMNS, batch.queries(s) * GROUP - column0),
                partial + ((i64)(worker - warp + first) * all_columns + column0) * PIECE);
 }
 

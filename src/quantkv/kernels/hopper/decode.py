@@ -19,7 +19,8 @@ LOG2E = math.log2(math.e)
 @dataclass(frozen=True)
 class Side:
     """One side of a format: its C++ type, bits a code, meta bytes a row, the distance of the two dimensions that share a
-    register (HALF in unpack.cuh), the factor that brings its products to values, and what odd registers are worth more than even ones."""
+    register (HALF in unpack.cuh), the factor that brings its products to values, what odd registers are worth more than even ones,
+    and the bytes of the table that its keys are read by."""
 
     type: str
     bits: int
@@ -27,6 +28,7 @@ class Side:
     half: int
     gain: float = 1.0
     odd_unit: float = 1.0
+    table_bytes: int = 0
 
 
 KEYS = {
@@ -34,9 +36,9 @@ KEYS = {
     "fp8": Side("E4M3<Meta::scale>", 8, 4, 1),
     "e4m3": Side("E4M3<Meta::none>", 8, 0, 1),
     "int4": Side("Int4<Meta::scale_zero>", 4, 4, 4, 2.0**24, 16.0),
-    "int2": Side("Int2", 2, 4, 4, 1 / 6.62),  # times the head size
-    "codebook4": Side("Codebook<4>", 4, 2, 1),
-    "codebook3": Side("Codebook<3>", 3, 2, 1),
+    "int2": Side("Int2", 2, 4, 1, 2.0**24 / 6.62, 1.0, 65536),  # gain: times the head size
+    "codebook4": Side("Codebook<4>", 4, 2, 1, table_bytes=65536),
+    "codebook3": Side("Codebook<3>", 3, 2, 1, table_bytes=8192),
 }
 VALUES = {name: KEYS[name] for name in ("int8", "fp8", "int4", "int2")}
 VALUES |= {"affine4": Side("Int4<Meta::scale_min>", 4, 4, 4), "affine3": Side("Int3", 3, 4, 1)}
@@ -71,13 +73,13 @@ class Config:
 
     @property
     def table_bytes(self) -> int:
-        return 128 << 2 * KEYS[self.key].bits if self.key.startswith("codebook") else 0
+        return KEYS[self.key].table_bytes
 
     @property
     def room(self) -> int:
         """Shared memory of a warp for its ring, and for the next rows of offsets where that leaves room for a whole ring."""
         per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
-        return per_warp - self.score_bytes - self.mapped_bytes
+        return per_warp - self.score_bytes - self.parked_bytes - self.mapped_bytes
 
     @property
     def offsets_ahead(self) -> bool:
@@ -95,7 +97,7 @@ class Config:
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in attend.cuh, and mapped queries."""
-        ring = self.stages * self.tile_bytes + self.score_bytes + 32 * self.head_size * self.offsets_ahead
+        ring = self.stages * self.tile_bytes + self.score_bytes + 32 * self.head_size * self.offsets_ahead + self.parked_bytes
         return max(ring, 8 * self.column_tiles * piece_bytes(self.head_size)) + self.mapped_bytes
 
     @property
@@ -103,12 +105,20 @@ class Config:
         return 64 * 8 * self.column_tiles if self.key_offset else 0
 
     @property
+    def query_bytes(self) -> int:
+        return 2 * self.head_size * 8 * self.column_tiles
+
+    @property
+    def parked_bytes(self) -> int:
+        return self.query_bytes if self.column_tiles > 1 and self.column_tiles * self.head_size > 128 else 0
+
+    @property
     def mapped_bytes(self) -> int:
-        return 2 * self.head_size * 8 * self.column_tiles if self.key_map == "MATRIX" else 0
+        return self.query_bytes if self.key_map == "MATRIX" else 0
 
     @property
     def shared_bytes(self) -> int:
-        return self.table_bytes + self.warps * self.warp_bytes
+        return self.table_bytes + self.warps * (self.warp_bytes + 8)
 
     def macros(self) -> dict[str, object]:
         return dict(
@@ -210,23 +220,18 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
            value_map="NO_MAP", key_offset=False, capacity=1 << 20) -> Config:
     """The configuration for one shape, by what was fastest on an H200.
 
-    More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16); two tiles a step do so too,
-    where registers allow. Codebooks wait for shared memory, 2 bits for the integer pipe: both want all 16. A few sequences are
-    merged from as many partials as there are warps for each head: they want 8.
+    More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16), and so do two tiles a step,
+    whose chains of products are independent; little work (capacity: tiles that may be read) is cut among fewer. Of small tiles
+    more must be on their way. Up to 32 columns share what is unpacked.
     """
-    column_tiles = 1 if columns <= 8 or head_size > 128 else 2
-    if column_tiles * head_size > 128:
-        shape = dict(warps=8, tiles_per_step=2)
-    elif key.startswith("codebook"):
-        shape = dict(warps=8, blocks_per_sm=2)
-    elif key == "int2":
-        shape = dict(warps=8, blocks_per_sm=2, tiles_per_step=2)
-    elif head_size == 64:
-        shape = dict(warps=16, tiles_per_step=2)
-    elif KEYS[key].bits + VALUES[value].bits <= 8 and capacity > 1 << 14:
-        shape = dict(warps=12)
+    column_tiles = 1 if columns <= 8 or head_size > 128 else 2 if columns <= 16 else 4
+    if column_tiles * head_size > 256:
+        shape = dict(warps=8, max_stages=3)
+    elif column_tiles * head_size > 128:
+        shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=12)
     else:
-        shape = dict(warps=8, tiles_per_step=2)
+        small = (KEYS[key].bits + VALUES[value].bits) * head_size <= 512
+        shape = dict(warps=12 if capacity > 1 << 14 else 8, tiles_per_step=2, max_stages=6 if small else 4)
     config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, key_map, value_map,
                     key_offset, **shape)
     return config if config.stages >= 4 else replace(config, tiles_per_step=1)

@@ -1,4 +1,4 @@
-"""What a cubin's instructions are, and how many of them the decode kernel's inner loop takes on the path of a full tile."""
+"""What a cubin's instructions are, and those of the decode kernel's inner loop, along the path that full tiles take."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def opcodes(cubin: Path) -> list[str]:
     return [name for name in found if name != "NOP"]
 
 
-def step_instructions(cubin: Path) -> int:
-    """Instructions that a warp issues for one step of the loop over tiles; ValueError where no such loop is found."""
+def step(cubin: Path) -> list[str]:
+    """Names of the instructions that a warp issues for one step of the loop over tiles; ValueError where no such loop is found."""
     code, labels = [], {}
     for line in disassemble(cubin):
         if label := LABEL.match(line.strip()):
@@ -63,14 +63,23 @@ def step_instructions(cubin: Path) -> int:
     inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
     if not inner:
         raise ValueError(f"{cubin}: no loop over tiles found")
-    start, end = max(inner, key=lambda loop: sum("HMMA" in name for _, name, _ in code[loop[0] : loop[1]]))
-    least = {end: (cost(end), 1)}
-    for i in range(end - 1, start - 1, -1):
-        follow = [] if target(i) is None or target(i) <= i else [target(i)]
-        if code[i][0] or target(i) is None:
-            follow.append(i + 1)
-        paths = [least[j] for j in follow if j in least]
-        if paths:
-            total, length = min(paths)
-            least[i] = (total + cost(i), length + 1)
-    return least[start][1]
+
+    def path(start, end):
+        least = {end: (cost(end), None)}
+        for i in range(end - 1, start - 1, -1):
+            follow = [] if target(i) is None or target(i) <= i else [target(i)]
+            if code[i][0] or target(i) is None:
+                follow.append(i + 1)
+            ways = [(least[j][0], j) for j in follow if j in least]
+            if ways:
+                total, j = min(ways)
+                least[i] = (total + cost(i), j)
+        names, i = [], start
+        while i is not None:
+            names.append(code[i][1])
+            i = least[i][1]
+        return names
+
+    # Of the loops over tiles, the one that takes most at a time; without a mask, where both take as many.
+    paths = [path(start, end) for start, end in inner]
+    return min(paths, key=lambda names: (-sum("HMMA" in name for name in names), len(names)))

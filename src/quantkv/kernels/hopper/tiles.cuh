@@ -19,11 +19,11 @@ DI void copy16_if(bool p, u32 dst, const u8* src, int bytes) {  // the rest of t
 DI void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// 16-byte chunks of a row are permuted by an xor, so that the fragment loads of 32 to 128-byte rows meet no bank conflict.
-template <int ROW> DI int chunk_address(int row, int chunk) {
-  int mask = ROW == 64 ? row & 2 : ROW == 128 ? (row & 3) << 1 | (row & 1) : ROW == 256 ? row & 1 : 0;
-  return row * ROW + ((chunk ^ mask) << 4);
+// 16-byte chunks of a row are permuted by an xor, so that any chunk of 8 successive rows lies in 32 different banks.
+template <int ROW> constexpr __device__ int swizzle(int row) {
+  return (ROW == 32 ? row >> 2 & 1 : ROW == 64 ? row >> 1 & 3 : ROW == 128 || ROW == 256 ? row & 7 : 0) << 4;
 }
+template <int ROW> DI int chunk_address(int row, int chunk) { return row * ROW + (chunk << 4 ^ swizzle<ROW>(row)); }
 
 // All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both kernels
 // derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change.
@@ -85,16 +85,17 @@ struct Loader {
   int max_pages, seq, left, page0;  // left: tiles beyond the run
   int next_tile, run_end;           // counted from page0's first; until run_end they are whole, and their page ids at hand
   int ids;                          // lane i holds the id of page page0 + i
-  u32 lane, k_to, v_to, meta_from, meta_step;
+  u32 lane, piece, k_to, v_to, meta_from, meta_step;
 
   DI Loader(const Batch& batch, const int* block_table, int max_pages, const u8* pages, u32 page_stride, int head, int seq, int tile, int left)
       : batch(batch), block_table(block_table), page_stride(page_stride), max_pages(max_pages), left(left), run_end(0), lane(threadIdx.x % 32) {
-    const bool key = lane < K_META;
+    piece = min(lane, K_META + V_META - 1);
+    const bool key = piece < K_META;
     records = pages + (i64)head * RECORD_BYTES + lane * 16;
     k_to = chunk_address<K_ROW>(lane / (K_ROW / 16), lane % (K_ROW / 16));
     v_to = chunk_address<V_ROW>(lane / (V_ROW / 16), lane % (V_ROW / 16));
-    meta_from = key ? PAGE_KM : PAGE_VM - K_META * 16, meta_step = TILE * (key ? K_META : V_META);
-    keep(records), keep(lane), keep(k_to);
+    meta_from = (key ? PAGE_KM : PAGE_VM - K_META * 16) + (piece - lane) * 16, meta_step = TILE * (key ? K_META : V_META);
+    keep(records), keep(lane), keep(piece), keep(k_to);
     if (K_ROW == V_ROW) v_to = k_to; else keep(v_to);
     open(seq, tile);
   }
@@ -109,21 +110,22 @@ struct Loader {
     page0 = page, ids = at < max_pages ? *id : 0;
     if (at + 32 < max_pages) prefetch(id + 32);
   }
-  template <int ROW> DI void rows(const u8* src, u32 dst, int valid) const {
+  template <int ROW> DI void rows(const u8* src, u32 dst, u32 to, int valid) const {
 #pragma unroll
     for (int i = 0; i < (ROW + 31) / 32; i++) {
       const int row = (lane + 32 * i) / (ROW / 16);  // 16 bytes a lane; whole instructions but for the rows of 3-bit codes
-      copy16_if(ROW % 32 == 0 || lane + 32 * i < ROW, dst + 512 * i, src + 512 * i, valid == TILE || row < valid ? 16 : 0);
+      const u32 at = dst + (to ^ swizzle<ROW>(512 / ROW * i)) + 512 * i;
+      copy16_if(ROW % 32 == 0 || lane + 32 * i < ROW, at, src + 512 * i, valid == TILE || row < valid ? 16 : 0);
     }
   }
   DI void copy(u32 slot, int valid) {  // the next tile, of which the first `valid` tokens were written
     const int sub = next_tile % PER_PAGE;
     const u8* record = records + (unsigned long long)(u32)__shfl_sync(~0u, ids, next_tile / PER_PAGE) * page_stride;
-    rows<K_ROW>(record + sub * TILE * K_ROW, slot + k_to, valid);
-    rows<V_ROW>(record + PAGE_V + sub * TILE * V_ROW, slot + TILE_V + v_to, valid);
-    // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first
-    const int bytes = valid * (int)meta_step / TILE - (lane < K_META ? lane : lane - K_META) * 16;
-    copy16_if(lane < K_META + V_META, slot + TILE_KM + lane * 16, record + meta_from + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
+    rows<K_ROW>(record + sub * TILE * K_ROW, slot, k_to, valid);
+    rows<V_ROW>(record + PAGE_V + sub * TILE * V_ROW, slot + TILE_V, v_to, valid);
+    // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first; the lanes beyond repeat the last
+    const int bytes = valid * (int)meta_step / TILE - (piece < K_META ? piece : piece - K_META) * 16;
+    copy16_if(true, slot + TILE_KM + piece * 16, record + meta_from + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
     next_tile++;
   }
   DI void turn(u32 slot) {  // what stands between two runs: the next sequence, the next page ids, or a last tile that is not full
@@ -138,8 +140,16 @@ struct Loader {
     left -= max(run, 1), run_end = next_tile + run;
     copy(slot, run > 0 ? TILE : batch.lens[seq] % TILE);
   }
-  DI void next(u32 slot) {
-    if (next_tile < run_end) copy(slot, TILE); else turn(slot);
-    commit_copies();
+  template <int N> DI void next(const u32 (&slots)[N]) {
+    if (next_tile + N <= run_end) {
+#pragma unroll
+      for (int n = 0; n < N; n++) copy(slots[n], TILE), commit_copies();
+    } else {
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        if (next_tile < run_end) copy(slots[n], TILE); else turn(slots[n]);
+        commit_copies();
+      }
+    }
   }
 };
