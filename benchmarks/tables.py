@@ -2,7 +2,7 @@
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
 of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached), of a file of
-`measure.py`; end_to_end (tokens a second, memory), of a file of `end_to_end.py`. Blocks of which no file tells stay as they are.
+`measure.py`; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`. Blocks of which no file tells stay as they are.
 Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
 
@@ -150,8 +150,17 @@ def end_to_end(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + f"\n\n{batch}. {figures['device']}; {versions}; {figures['date']}."
 
 
+def model(figures: dict[str, Any]) -> str:
+    """`end_to_end` in a sentence: int4 against the first."""
+    rows = figures["end_to_end"]
+    first, ours = rows[0], next((row for row in rows if row["stores"] == "int4"), rows[-1])
+    told = lambda row: f"{row['tokens_per_s']:,.0f} tokens/s and {(row['peak_bytes'] or 0) / 2**30:.1f} GiB"
+    return (f"A whole model of Llama-3-8B's shape at decode, {figures['sequences']} sequences of {figures['length']:,} tokens: {told(ours)} at "
+            f"most with `{ours['stores']}`, {told(first)} with {first['reader']} over {first['stores']}.")
+
+
 OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
-OF_END_TO_END: dict[str, Callable[[dict], str]] = {"end_to_end": end_to_end}
+OF_END_TO_END: dict[str, Callable[[dict], str]] = {"end_to_end": end_to_end, "model": model}
 
 
 def blocks(figures: dict[str, Any]) -> dict[str, str]:
