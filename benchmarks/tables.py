@@ -154,9 +154,13 @@ def model(figures: dict[str, Any]) -> str:
     """`end_to_end` in a sentence: int4 against the first."""
     rows = figures["end_to_end"]
     first, ours = rows[0], next((row for row in rows if row["stores"] == "int4"), rows[-1])
-    told = lambda row: f"{row['tokens_per_s']:,.0f} tokens/s and {(row['peak_bytes'] or 0) / 2**30:.1f} GiB"
-    return (f"A whole model of Llama-3-8B's shape at decode, {figures['sequences']} sequences of {figures['length']:,} tokens: {told(ours)} at "
-            f"most with `{ours['stores']}`, {told(first)} with {first['reader']} over {first['stores']}.")
+
+    def told(row: dict[str, Any]) -> str:
+        return f"{row['tokens_per_s']:,.0f} tokens/s and {(row['peak_bytes'] or 0) / 2**30:.1f} GiB"
+
+    batch = f"{figures['sequences']} sequences of {figures['length']:,} tokens"
+    return (f"A whole model of Llama-3-8B's shape at decode, {batch}: {told(ours)} with `{ours['stores']}`, {told(first)} with "
+            f"{first['reader']} over {first['stores']}.")
 
 
 OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
