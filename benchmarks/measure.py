@@ -61,8 +61,8 @@ class Stage:
 STAGES = {
     "targets": (
         Stage(shapes("B8xL32768", "B64xL8192"), (*FORMATS, OWN_MAPS), everyone=True),
-        Stage(shapes("L2048xN1", "L16384xQ4096")),
-        Stage(shapes("N64", "N8192"), everyone=True),
+        Stage(shapes("L2048xN1")),
+        Stage(shapes("L16384xQ4096", "N64", "N8192"), everyone=True),
         Stage(shapes("B64xL8192xQ4", "B64xL8192xQ8"), FEW),
         Stage(shapes("L131072", "B128xL1024"), everyone=True),
         Stage(shapes("B16xL2048", "B64xL32768xW4096", "B8xL32768xP64", "B64xL8192xP64", "B64xL8192xHQ64", "B8xL32768xHQ64",

@@ -82,7 +82,7 @@ def draw_growth(path: Path, result: Result) -> None:
               (f"sequences of {batch_length:,} tokens", "B", of_batch))
     figure, both = plt.subplots(1, 2, figsize=(12, 5.5), dpi=160, layout="constrained", sharey=True)
     names = list(dict.fromkeys((r.name, r.stores) for _, r in rows))
-    colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
+    colours = {name: plt.get_cmap("tab10")(i % 10) for i, name in enumerate(names)}
     for axes, (label, letter, points) in zip(both, panels):
         axes.set(xscale="log", yscale="log", xlabel=label)
         axes.grid(True, which="major", color=GRID, linewidth=0.8)
@@ -92,7 +92,7 @@ def draw_growth(path: Path, result: Result) -> None:
             at = [x for x, _ in line]
             axes.plot(at, [r.us for _, r in line], color=colours[name], marker="o", markersize=3, linewidth=1.2,
                       label=" ".join(name), linestyle="-" if any(r.ours for _, r in line) else "--")
-            if line and line[0][1].ours and line[0][1].ceiling_gbps:
+            if line and line[0][1].ceiling_gbps:
                 axes.plot(at, [floor_us(r) for _, r in line], color=colours[name], linewidth=0.8, linestyle=":")
         ticks = sorted({getattr(s, letter) for s, _ in points})
         axes.set_xticks(ticks)

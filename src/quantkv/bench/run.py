@@ -21,7 +21,7 @@ from .problem import Entry, Problem, Unavailable
 from .shapes import Shape
 
 SCHEMA = 1
-PREFILL_ROUNDS = 5  # it is tensor work
+PREFILL_ROUNDS = 3  # it is tensor work
 
 
 @dataclass
