@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +57,7 @@ def device_codec(codec: Codec, ptx: int = 0) -> DeviceCodec:
     return device if device.program is None or ptx >= device.program.capability else replace(device, program=None)
 
 
-def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, target: Target) -> RowPlan:
+def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: Pages, target: Target) -> RowPlan:
     return RowPlan(
         device_codec(codec, target.ptx),
         head_size,
@@ -64,6 +65,7 @@ def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float,
         map_ is not None and map_.offset is not None,
         codec.round_mapped,
         scale != 1.0,
+        math.gcd(16, pages.stride_page, pages.stride_slot, pages.stride_head),
     )
 
 
@@ -135,18 +137,16 @@ def write(
     tokens, heads, head_size = key.shape
     if tokens == 0:
         return
-    plans = [
-        row_plan(codec, rows.shape[2], map_, side.scale, target)
-        for codec, rows, map_, side in ((fmt.k, key, maps.k, k), (fmt.v, value, maps.v, v))
-    ]
+    sides = ((fmt.k, key, maps.k, k), (fmt.v, value, maps.v, v))
+    views = [pages(side, codec, rows.shape[2], stored=True) for codec, rows, _, side in sides]
+    plans = [row_plan(codec, rows.shape[2], map_, side.scale, view, target) for (codec, rows, map_, side), view in zip(sides, views)]
     kernel_maps = [Map() if m is None else Map(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
     factors = [1.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v)]
     block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), maps.k is not None or maps.v is not None, target)
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         _rows(key),
         _rows(value),
-        pages(k, fmt.k, head_size, stored=True),
-        pages(v, fmt.v, value.shape[2], stored=True),
+        *views,
         *kernel_maps,
         _dense(slot_mapping),
         _dense(positions),
@@ -302,11 +302,12 @@ def attend(
             k_map, factor = Map(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
         table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
         o = replace(options, key_start=s.key_start, key_range=s.key_range)
+        k_pages, v_pages = pages(s.k, s.fmt.k, head_size), pages(s.v, s.fmt.v, head_size_v)
         attend_kernel[(blocks * heads, count)](
             _rows(q),
             *part,
-            pages(s.k, s.fmt.k, head_size),
-            pages(s.v, s.fmt.v, head_size_v),
+            k_pages,
+            v_pages,
             k_map,
             Batch(_dense(cu_seqlens_q), _dense(seq_lens), table, table.stride(0)),
             _extras(o),
@@ -319,8 +320,8 @@ def attend(
             PAGE=s.k.codes.shape[1],
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
-            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, target),
-            V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, target),
+            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, k_pages, target),
+            V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, v_pages, target),
             F=features(o, heads, single, tiling.block_m >= 64, one_block, SPLIT_TOKENS // tiling.block_n if batch_invariant else 0, target),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,

@@ -116,7 +116,8 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: t
 @triton.jit
 def word_pointers(pages, page, slot, head, PLAN: tl.constexpr):
     """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page`, `[N]` or one."""
-    base = page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot
+    ALIGN: tl.constexpr = PLAN.align
+    base = tl.multiple_of(page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, ALIGN)
     STEP: tl.constexpr = 3 if PLAN.codec.word_bytes == 3 else 1
     return pages.words + base[:, None] + STEP * tl.arange(0, PLAN.width)[None, :]
 

@@ -33,11 +33,12 @@ class TritonSteps(TorchSteps):
     def gather(self, table: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
         heads, room, _ = scratch[0].shape
         sizes = [t.shape[2] for t in scratch]
-        plans = [row_plan(codec, size, map_, side.scale, self.target)
-                 for codec, size, map_, side in zip(self.codecs, sizes, self.row_maps, self.sides)]
+        views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
+        plans = [row_plan(codec, size, map_, side.scale, view, self.target)
+                 for codec, size, map_, side, view in zip(self.codecs, sizes, self.row_maps, self.sides, views)]
         block = 64 if max(sizes) <= 128 else 32
         gather_kernel[(triton.cdiv(room, block), heads, 2)](
-            *(pages(*side) for side in zip(self.sides, self.codecs, sizes)), *(self._row_map(i) for i in range(2)), table, *scratch,
+            *views, *(self._row_map(i) for i in range(2)), table, *scratch,
             first, count, room, *(side.scale / gain for side, gain in zip(self.sides, self.gains)),
             *(1.0 if m is None else m.operands.inverse_factor * gain for m, gain in zip(self.row_maps, self.gains)),
             PAGE=self.sides[0].codes.shape[1], BLOCK_N=block, K=plans[0], V=plans[1], BACK=self.back)
