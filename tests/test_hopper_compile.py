@@ -1,5 +1,6 @@
 """The Hopper kernels compile for every format without a GPU, and a warp's step stays within its instruction budget."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,16 @@ def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path
     plain = tmp_path / "plain.cubin"
     plain.write_bytes(build(config(key, "int4")))
     assert len(step(cubin)) <= len(step(plain)) * (1.05 if key_offset else 1.02)
+
+
+def test_every_configuration_has_a_ring():
+    """At least a tile on its way beyond those of a step, in the shared memory that there is."""
+    shapes = itertools.product(hopper.KEYS, hopper.VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
+    for key, value, head_size, columns, key_map, key_offset in shapes:
+        if head_size > 64 or 3 not in (hopper.KEYS[key].bits, hopper.VALUES[value].bits):
+            chosen = config(key, value, head_size, columns, key_map=key_map, key_offset=key_offset)
+            assert chosen.stages >= chosen.tiles_per_step + 1, chosen
+            assert chosen.blocks_per_sm * (chosen.shared_bytes + 1024) <= 228 * 1024, chosen
 
 
 def test_the_order_of_a_matrix():

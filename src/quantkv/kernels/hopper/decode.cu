@@ -5,7 +5,7 @@
 // a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
-// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE KEY_MAP KEY_OFFSET OFFSETS_AHEAD VALUE_MAP QUERY_BF16 COLUMN_TILES WARPS
+// Compile-time: HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY VALUE KEY_MAP KEY_OFFSET VALUE_MAP QUERY_BF16 COLUMN_TILES WARPS
 // BLOCKS_PER_SM STAGES WARP_BYTES TILES_PER_STEP SOFTCAP.
 #include "combine.cuh"
 
@@ -56,15 +56,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     left -= end - tile;
     if (end > tile) {
       Query query;
-      u32 mapped = 0;
-      if (KEY_MAP == MATRIX)
-        for (int w = 0; w < WARPS && !mapped; w++) mapped = begun_in[w] == head * sequences + s ? QueryMapper::slot(w) : 0;
-      query.load(q, key_map ? key_map + (i64)head * map_stride : nullptr, mapped, batch, s, head, column0);
+      query.load(q, key_map, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * sequences + s) : 0, batch, s, head, column0);
       if (PARKED) query.park(ring + PARKED_AT);
       Softmax softmax;
       const int all_see = (context + 1) / TILE, all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
-      int scored = -1;       // the group of offsets whose scores are in shared memory
-      bool fetched = false;  // the rows of the next group are
+      int scored = -1;  // the group of offsets whose scores are in shared memory
       auto step = [&](auto count, auto masked) {
         constexpr int N = decltype(count)::value;
         wait_for_all_copies_but<AHEAD - N>();
@@ -89,15 +85,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         const bool masked = tile < all_in_window || tile >= all_see;  // in between, every column sees every token
         int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
         if (KEY_OFFSET) {
-          const int group = min(tile / GROUP_TILES, offset_groups - 1), left_of_group = GROUP_TILES - tile % GROUP_TILES;
-          stop = min(stop, tile + left_of_group);
+          const int group = min(tile / GROUP_TILES, offset_groups - 1);
+          stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
           if (group != scored) {
-            const u16* rows = key_offset + (i64)head * offset_stride + group * 16 * D;
-            const u8* ahead = shared + KEY::BYTES + warp * WARP_BYTES + RING_BYTES + SCORE_BYTES;
-            query.score_offsets(fetched ? (const u16*)ahead : rows, scale / Query::NORM * offset_factor, ring + RING_BYTES);
-            scored = group;  // the next rows come with the next tile's copies, and are waited for with them
-            fetched = OFFSETS_AHEAD && group + 1 < offset_groups && tile + left_of_group < end && left_of_group >= 2 * STAGES;
-            for (int i = lane * 16; fetched && i < 32 * D; i += 512) copy16_if(true, shared_address(ahead) + i, (const u8*)rows + 32 * D + i, 16);
+            query.score_offsets(key_offset + (i64)head * offset_stride, group, scale / Query::NORM * offset_factor, ring + RING_BYTES);
+            scored = group;
           }
         }
         if (!masked)

@@ -77,13 +77,9 @@ class Config:
 
     @property
     def room(self) -> int:
-        """Shared memory of a warp for its ring, and for the next rows of offsets where that leaves room for a whole ring."""
+        """Shared memory of a warp for its ring."""
         per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
         return per_warp - self.score_bytes - self.parked_bytes - self.mapped_bytes
-
-    @property
-    def offsets_ahead(self) -> bool:
-        return self.key_offset and self.room - 32 * self.head_size >= self.max_stages * self.tile_bytes
 
     @property
     def stages(self) -> int:
@@ -97,7 +93,7 @@ class Config:
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in attend.cuh, and mapped queries."""
-        ring = self.stages * self.tile_bytes + self.score_bytes + 32 * self.head_size * self.offsets_ahead + self.parked_bytes
+        ring = self.stages * self.tile_bytes + self.score_bytes + self.parked_bytes
         return max(ring, 8 * self.column_tiles * piece_bytes(self.head_size)) + self.mapped_bytes
 
     @property
@@ -114,7 +110,7 @@ class Config:
 
     @property
     def mapped_bytes(self) -> int:
-        return self.query_bytes if self.key_map == "MATRIX" else 0
+        return 2 * self.query_bytes if self.key_map == "MATRIX" else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -124,7 +120,7 @@ class Config:
         return dict(
             HEAD_SIZE=self.head_size, GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
             RECORD_BYTES=self.record_bytes, KEY=KEYS[self.key].type, VALUE=VALUES[self.value].type, KEY_MAP=self.key_map,
-            KEY_OFFSET=int(self.key_offset), OFFSETS_AHEAD=int(self.offsets_ahead), VALUE_MAP=self.value_map,
+            KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map,
             QUERY_BF16=int(self.bf16), COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, WARP_BYTES=self.warp_bytes, TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
         )  # fmt: skip
@@ -224,7 +220,7 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
     whose chains of products are independent; little work (capacity: tiles that may be read) is cut among fewer. Of small tiles
     more must be on their way. Up to 32 columns share what is unpacked.
     """
-    column_tiles = 1 if columns <= 8 or head_size > 128 else 2 if columns <= 16 else 4
+    column_tiles = 1 if columns <= 8 or head_size > 128 else 2 if columns <= 16 or key_map == "MATRIX" else 4
     if column_tiles * head_size > 256:
         shape = dict(warps=8, max_stages=3)
     elif column_tiles * head_size > 128:
@@ -234,7 +230,11 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
         shape = dict(warps=12 if capacity > 1 << 14 else 8, tiles_per_step=2, max_stages=6 if small else 4)
     config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, key_map, value_map,
                     key_offset, **shape)
-    return config if config.stages >= 4 else replace(config, tiles_per_step=1)
+    if config.stages < 4:
+        config = replace(config, tiles_per_step=1)
+    while config.stages < 3:  # large rows beside a table or mapped queries
+        config = replace(config, warps=config.warps - 2)
+    return config
 
 
 def unsupported(q: torch.Tensor, pages: torch.Tensor, key: str, value: str, block_size: int, queries: int) -> str | None:

@@ -5,15 +5,14 @@ constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT;
 enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 constexpr int PIECE = D + 4;  // floats of a partial result of one column: D outputs, their base-2 log-sum-exp at D
 
-// Shared memory of a warp: its ring of tiles, the scores of 16 offsets and the rows of the next 16, parked queries, and, over all
-// these, what a run ends with; then mapped queries.
+// Shared memory of a warp: its ring of tiles, the scores of 16 offsets, parked queries, and, over all that, what a run ends with;
+// then mapped queries: those that the block's warps share, and the warp's own.
 constexpr bool PARKED = NT > 1 && NT * D > 128;  // the query's operands wait in shared memory: outputs fill the registers
 constexpr int QUERY_BYTES = 2 * D * COLUMNS;
-constexpr int RING_BYTES = STAGES * TILE_BYTES, SCORE_BYTES = 16 * COLUMNS * 4, PIECE_BYTES = COLUMNS * PIECE * 4;
-constexpr int OFFSET_BYTES = KEY_OFFSET ? SCORE_BYTES + (OFFSETS_AHEAD ? 32 * D : 0) : 0;
+constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0, PIECE_BYTES = COLUMNS * PIECE * 4;
 constexpr int PARKED_AT = RING_BYTES + OFFSET_BYTES, LOOP_BYTES = PARKED_AT + (PARKED ? QUERY_BYTES : 0);
 constexpr int MAPPED_AT = LOOP_BYTES > PIECE_BYTES ? LOOP_BYTES : PIECE_BYTES;
-static_assert(WARP_BYTES == MAPPED_AT + (KEY_MAP == MATRIX ? QUERY_BYTES : 0), "as in decode.py");
+static_assert(WARP_BYTES == MAPPED_AT + (KEY_MAP == MATRIX ? 2 * QUERY_BYTES : 0), "as in decode.py");
 
 constexpr int K_SHARE = K_ROW / 4, V_SHARE = V_ROW / 8;  // bytes of a row that one lane unpacks
 constexpr int K_WORDS = K_SHARE / 4, V_WORDS = (V_SHARE + 3) / 4, V_PAIRS = V_SHARE / 2;

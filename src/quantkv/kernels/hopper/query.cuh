@@ -112,40 +112,36 @@ struct Query {
     b0 = transpose(half2(y[0] * u0, y[1] * u0)), b1 = transpose(half2(y[2] * u1, y[3] * u1));
   }
 
-  // map: of KEY_MAP MATRIX, its tiles; of HADAMARD, its signs. mapped: where QueryMapper put them, or 0.
-  DI void load(const u16* q, const u16* map, u32 mapped, const Batch& batch, int s, int head, int column0) {
+  // mapped: where QueryMapper put the operands, of KEY_MAP MATRIX.
+  DI void load(const u16* q, const u16* signs, u32 mapped, const Batch& batch, int s, int head, int column0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       u32 words[D / 8], x[D / 8];
       float total[4] = {}, y[D / 16][4] = {};
-      if (KEY_MAP == MATRIX && mapped) {
+      if constexpr (KEY_MAP == MATRIX) {
 #pragma unroll
         for (int w = 0; w < D / 16; w++) load_shared<8>(mapped + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
       } else {
-        fetch(words, q, map, batch, s, head, column0 + nt * 8);
+        fetch(words, q, signs, batch, s, head, column0 + nt * 8);
         arrange(x, words);
-        if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
-          static_assert(permutes_bits(), "dim(j)");
-          const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-          const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
+      }
+      if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
+        static_assert(permutes_bits(), "dim(j)");
+        const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+        const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
 #pragma unroll
-          for (int w = 0; w < D / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
-          butterfly(y);
-        }
-#pragma unroll
-        for (int w = 0; w < D / 16; w++) {
-          if constexpr (KEY_MAP == NO_MAP) {
-            const float u0 = 1.f / KEY::unit(2 * w), u1 = 1.f / KEY::unit(2 * w + 1);
-            b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
-            b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
-          } else {
-            if (KEY_MAP == MATRIX) Rows(map, w).multiply(y[w], x);
-            operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
-          }
-        }
+        for (int w = 0; w < D / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
+        butterfly(y);
       }
 #pragma unroll
       for (int w = 0; w < D / 16; w++) {
+        if constexpr (KEY_MAP == NO_MAP) {
+          const float u0 = 1.f / KEY::unit(2 * w), u1 = 1.f / KEY::unit(2 * w + 1);
+          b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
+          b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
+        } else if constexpr (KEY_MAP == HADAMARD) {
+          operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
+        }
         const u32 a0 = half_pair(KEY::unit(2 * w)), a1 = half_pair(KEY::unit(2 * w + 1));
         mma(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
       }
@@ -153,10 +149,10 @@ struct Query {
     }
   }
 
-  // The scores of 16 rows of an offset table, in any memory, times factor, into shared memory at `to` [16, COLUMNS] float32.
-  DI void score_offsets(const u16* offsets, float factor, u32 to) const {
+  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
+  DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const Rows rows(offsets, 0);
+    const Rows rows(table, sixteen);
     __syncwarp();  // the scores before these may still be read
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
@@ -203,7 +199,7 @@ struct QueryMapper {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) Query::fetch(words[nt], q, nullptr, batch, pair % batch.sequences, head(pair), column0 + nt * 8);
   }
-  DI void map(const u32 (&words)[NT][D / 8], int t, int w) const {
+  DI void map(const u32 (&words)[NT][D / 8], int t, u32 to) const {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       u32 x[D / 8], b0, b1;
@@ -211,7 +207,7 @@ struct QueryMapper {
       Query::arrange(x, words[nt]);
       rows.multiply(y, x);
       Query::operands(b0, b1, y, t);
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(slot(w) + ((nt * (D / 16) + t) * 32 + threadIdx.x % 32) * 8), "r"(b0), "r"(b1) : "memory");
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + ((nt * (D / 16) + t) * 32 + threadIdx.x % 32) * 8), "r"(b0), "r"(b1) : "memory");
     }
   }
 
@@ -232,8 +228,20 @@ struct QueryMapper {
       for (int w = 0; w < WARPS; w = next(begun_in, w), i++) {
         if (head(begun_in[w]) != held) rows = tile(begun_in[w], t), held = head(begun_in[w]);
         if (t > first || i >= EARLY) read(words[EARLY - 1], begun_in[w]);
-        if (t == first && i == 0) map(words[0], t, w); else map(words[EARLY - 1], t, w);
+        if (t == first && i == 0) map(words[0], t, slot(w)); else map(words[EARLY - 1], t, slot(w));
       }
     }
+  }
+  // Where the mapped query of a pair is: a pair with which none of the warps begins, this one maps alone.
+  DI u32 mapped(const int* begun_in, int pair) {
+    for (int w = 0; w < WARPS; w++)
+      if (begun_in[w] == pair) return slot(w);
+    const u32 own = slot(threadIdx.x / 32) + QUERY_BYTES;
+    read(words[0], pair);
+    __syncwarp();
+#pragma unroll 1
+    for (int t = 0; t < D / 16; t++) rows = tile(pair, t), map(words[0], t, own);
+    __syncwarp();
+    return own;
   }
 };
