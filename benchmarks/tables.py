@@ -2,7 +2,8 @@
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
 of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached), of a file of
-`measure.py`; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`. Blocks of which no file tells stay as they are.
+`measure.py`; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`. Blocks of which
+no file tells stay as they are.
 Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
 

@@ -11,7 +11,7 @@ import torch
 Call = Callable[[], object]
 
 
-REST_S = 0.3
+REST_S, WARM_S = 0.3, 1.5
 
 
 def measure(call: Call, device: torch.device, graph: bool = True, rounds: int = 1) -> tuple[float, str]:
@@ -82,7 +82,12 @@ def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
 
 
 def read_ceiling_gbps(device: torch.device, size: int = 2 << 30) -> float:
-    """GB/s at which this GPU reads memory that no cache holds: the sum of 2 GiB of integers."""
+    """GB/s at which this GPU reads memory that no cache holds: the sum of 2 GiB of integers, after a while of nothing else: an idle
+    GPU raises its clock in the course of a second, and short calls take longer until then."""
     words = torch.randint(-(1 << 62), 1 << 62, (size // 8,), device=device)
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_S:
+        words.sum()
+        torch.cuda.synchronize()
     us, _ = measure(words.sum, device)
     return size / us / 1e3
