@@ -227,7 +227,8 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
         shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=12)
     else:
         small = (KEYS[key].bits + VALUES[value].bits) * head_size <= 512
-        shape = dict(warps=12 if capacity > 1 << 14 else 8, tiles_per_step=2, max_stages=6 if small else 4)
+        warps = 12 if capacity > 1 << 14 and key != "codebook4" else 8
+        shape = dict(warps=warps, tiles_per_step=2, max_stages=6 if small else 4)
     config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, key_map, value_map,
                     key_offset, **shape)
     if config.stages < 4:

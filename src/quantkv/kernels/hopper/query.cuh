@@ -64,15 +64,14 @@ struct Query {
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
   u32 parked;        // shared address of b, where it is not kept in registers
 
-  DI void park(u32 at) {
+  DI void park(u32 at) {  // every lane keeps what only it reads
     parked = at + threadIdx.x % 32 * 16;
-    __syncwarp();
 #pragma unroll
-    for (int nt = 0; nt < NT; nt += 2)
+    for (int nt = 0; nt + 1 < NT; nt += 2)
 #pragma unroll
       for (int w = 0; w < D / 16; w++)
-        asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(parked + (nt / 2 * (D / 16) + w) * 512), "r"(b[nt][2 * w]), "r"(b[nt][2 * w + 1]),
-                     "r"(b[nt + 1][2 * w]), "r"(b[nt + 1][2 * w + 1]) : "memory");
+        asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(parked + (nt / 2 * (D / 16) + w) * 512), "r"(b[nt][2 * w]),
+                     "r"(b[nt][2 * w + 1]), "r"(b[nt + 1][2 * w]), "r"(b[nt + 1][2 * w + 1]) : "memory");
   }
   DI void step(int w, u32 (&x)[2 * NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt
 #pragma unroll
