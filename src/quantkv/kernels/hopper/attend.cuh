@@ -6,7 +6,7 @@ DI float key_scale(u32 meta, float squares) {
 }
 DI float zero_point(u32 meta) { return (float)(meta & 15u); }
 constexpr bool ZERO_POINTS = VALUE::META == Meta::scale_zero;
-constexpr bool SUBTRACT = ZERO_POINTS && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
+constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
 
 // The running softmax of a warp, base 2. m and l are per column (of this lane's tokens only: l). o, bias and mass carry the
 // factor v_norm, a power of two that keeps p * scale within fp16 whatever the values' scales are.
@@ -14,7 +14,7 @@ constexpr bool SUBTRACT = ZERO_POINTS && NT > 2, CENTRED_LATER = VALUE::CENTRE >
 // Codes with a CENTRE are multiplied as they are, which is free, and what they are too large by is taken off o every few tiles:
 // mass, which one more product sums, of the zero points (subnormals like the codes) or of ones, to be multiplied by CENTRE. Not
 // once at the end: the tensor core truncates as it accumulates, and an uncentred sum would drift with the number of tokens. Where
-// 32 columns share a code, taking the zero point off it (SUBTRACT) costs less than the registers of their masses.
+// 32 columns share a code, taking its zero point or CENTRE off it (SUBTRACT) costs less than the registers of their masses.
 struct Softmax {
   float o[NT][D / 16][4], m[NT][2], l[NT][2], bias[NT][2], mass[NT][4], v_norm;
   u32 seen;     // a bit for each column of this lane that has met a key
@@ -215,7 +215,10 @@ struct Softmax {
         u32 a0 = VALUE::pair(va[n], 2 * i), a1 = VALUE::pair(va[n], 2 * i + 1);
         u32 a2 = VALUE::pair(vb[n], 2 * i), a3 = VALUE::pair(vb[n], 2 * i + 1);
         if (SUBTRACT) {
-          auto minus = [](u32 code, u32 zero, float unit) { return fma2(zero, half_pair(unit) ^ 0x80008000u, code); };
+          auto minus = [](u32 code, u32 zero, float unit) {
+            if (ZERO_POINTS) return fma2(zero, half_pair(unit) ^ 0x80008000u, code);
+            return add2(code, twice(u32(VALUE::CENTRE * unit)) | 0x80008000u);  // a subnormal
+          };
           a0 = minus(a0, zeros[n][0], VALUE::unit(2 * i)), a1 = minus(a1, zeros[n][0], VALUE::unit(2 * i + 1));
           a2 = minus(a2, zeros[n][1], VALUE::unit(2 * i)), a3 = minus(a3, zeros[n][1], VALUE::unit(2 * i + 1));
         }
