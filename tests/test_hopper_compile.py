@@ -7,9 +7,12 @@ import pytest
 import torch
 
 pytest.importorskip("cuda.core")
+from quantkv import available_formats, get_format
+from quantkv.hopper import WRITTEN
 from quantkv.kernels.hopper import decode as hopper
 from quantkv.kernels.hopper import write
 from quantkv.kernels.hopper.nvrtc import compile_cubin
+from quantkv.kernels.hopper.records import ROWS, page_bytes
 from quantkv.kernels.hopper.sass import opcodes, step
 
 # Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16 and
@@ -27,7 +30,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def config(key, value, head_size=128, columns=4, **kwargs):
-    size = hopper.page_bytes(key, value, head_size, 16)
+    size = page_bytes(key, value, head_size, 16)
     return hopper.choose(key, value, head_size, 4, 8, 16, size, True, columns, False, **kwargs)
 
 
@@ -66,7 +69,7 @@ def test_every_configuration_has_a_ring():
     """At least a tile on its way beyond those of a step, in the shared memory that there is."""
     shapes = itertools.product(hopper.KEYS, hopper.VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
     for key, value, head_size, columns, key_map, key_offset in shapes:
-        if head_size > 64 or 3 not in (hopper.KEYS[key].bits, hopper.VALUES[value].bits):
+        if head_size > 64 or 3 not in (ROWS[key].bits, ROWS[value].bits):
             chosen = config(key, value, head_size, columns, key_map=key_map, key_offset=key_offset)
             assert chosen.stages >= chosen.tiles_per_step + 1, chosen
             assert chosen.blocks_per_sm * (chosen.shared_bytes + 1024) <= 228 * 1024, chosen
@@ -94,7 +97,11 @@ def test_a_compiled_kernel_is_kept(monkeypatch):
 
 
 def test_page_bytes():
-    assert hopper.page_bytes("int4", "int4", 128, 16) == 2176
+    """Those of the cache, for every format that a kernel takes."""
+    taken = [f for f in map(get_format, available_formats()) if {f.k.name, f.v.name} <= WRITTEN.keys()]
+    assert len(taken) >= 14
+    for fmt in taken:
+        assert page_bytes(WRITTEN[fmt.k.name], WRITTEN[fmt.v.name], 128, 16) == fmt.cache_spec(8, 128, block_size=16).page_bytes
 
 
 # instructions that a warp issues to write 8 rows of 128 dimensions: both sides where they differ, what is rarely taken included

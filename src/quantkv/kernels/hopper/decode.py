@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from .nvrtc import Kernel, compile_cubin
+from .records import ROWS, page_bytes
 
 SHARED_BYTES = 227 * 1024  # of one SM
 TILE, MAX_TILES = 16, 1024  # as in tiles.cuh
@@ -18,13 +19,11 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a format: its C++ type, bits a code, meta bytes a row, the distance of the two dimensions that share a
-    register (HALF in unpack.cuh), the factor that brings its products to values, what odd registers are worth more than even ones,
-    and the bytes of the table that its keys are read by."""
+    """One side of a format: its C++ type, the distance of the two dimensions that share a register (HALF in unpack.cuh), the
+    factor that brings its products to values, what odd registers are worth more than even ones, and the bytes of the table that
+    its keys are read by."""
 
     type: str
-    bits: int
-    meta_bytes: int
     half: int
     gain: float = 1.0
     odd_unit: float = 1.0
@@ -32,16 +31,16 @@ class Side:
 
 
 KEYS = {
-    "int8": Side("Int8", 8, 4, 2, 2.0**24),
-    "fp8": Side("E4M3<Meta::scale>", 8, 4, 1),
-    "e4m3": Side("E4M3<Meta::none>", 8, 0, 1),
-    "int4": Side("Int4<Meta::scale_zero>", 4, 4, 4, 2.0**24, 16.0),
-    "int2": Side("Int2", 2, 4, 1, 2.0**24 / 6.62, 1.0, 65536),  # gain: times the head size
-    "codebook4": Side("Codebook<4>", 4, 2, 1, table_bytes=65536),
-    "codebook3": Side("Codebook<3>", 3, 2, 1, table_bytes=8192),
+    "int8": Side("Int8", 2, 2.0**24),
+    "fp8": Side("E4M3<Meta::scale>", 1),
+    "e4m3": Side("E4M3<Meta::none>", 1),
+    "int4": Side("Int4<Meta::scale_zero>", 4, 2.0**24, 16.0),
+    "int2": Side("Int2", 1, 2.0**24 / 6.62, 1.0, 65536),  # gain: times the head size
+    "codebook4": Side("Codebook<4>", 1, table_bytes=65536),
+    "codebook3": Side("Codebook<3>", 1, table_bytes=8192),
 }
 VALUES = {name: KEYS[name] for name in ("int8", "fp8", "int4", "int2")}
-VALUES |= {"affine4": Side("Int4<Meta::scale_min>", 4, 4, 4), "affine3": Side("Int3", 3, 4, 1)}
+VALUES |= {"affine4": Side("Int4<Meta::scale_min>", 4), "affine3": Side("Int3", 1)}
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class Config:
 
     @property
     def tile_bytes(self) -> int:
-        k, v = KEYS[self.key], VALUES[self.value]
-        return TILE * (self.head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
+        return page_bytes(self.key, self.value, self.head_size, TILE)
 
     @property
     def table_bytes(self) -> int:
@@ -124,12 +122,6 @@ class Config:
             QUERY_BF16=int(self.bf16), COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, WARP_BYTES=self.warp_bytes, TILES_PER_STEP=self.tiles_per_step, SOFTCAP=int(self.softcap),
         )  # fmt: skip
-
-
-def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
-    """Bytes of one head's page record: K codes | V codes | K meta | V meta, each a multiple of 16 bytes."""
-    k, v = KEYS[key], VALUES[value]
-    return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
 
 
 def piece_bytes(head_size: int) -> int:
@@ -226,7 +218,7 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
     elif column_tiles * head_size > 128:
         shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=12)
     else:
-        small = (KEYS[key].bits + VALUES[value].bits) * head_size <= 512
+        small = (ROWS[key].bits + ROWS[value].bits) * head_size <= 512
         warps = 12 if capacity > 1 << 14 and key != "codebook4" else 8
         shape = dict(warps=warps, tiles_per_step=2, max_stages=6 if small else 4)
     config = Config(key, value, head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap, key_map, value_map,
@@ -247,7 +239,7 @@ def unsupported(q: torch.Tensor, pages: torch.Tensor, key: str, value: str, bloc
         return f"device {q.device}: compute capability 9.0 only"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q.dtype {q.dtype}: bfloat16 or float16"
-    if D not in (64, 128, 256) or (D == 64 and 3 in (KEYS[key].bits, VALUES[value].bits)):
+    if D not in (64, 128, 256) or (D == 64 and 3 in (ROWS[key].bits, ROWS[value].bits)):
         return f"head size {D}: 64 (not with 3 bits), 128 or 256"
     if HQ % HK or HQ // HK > 16:
         return f"{HQ} query heads over {HK} kv heads: a multiple of 1 to 16"
@@ -288,7 +280,7 @@ def decode(
 ) -> torch.Tensor:
     """softmax(scale * A q . k^) v^, mapped by B, over each sequence's pages; causal among the `queries` last tokens.
 
-    q [T, HQ, D] bf16 or fp16; pages uint8 [num_blocks, HK, page_bytes] (see `page_bytes`); block_table [S, max_pages] and
+    q [T, HQ, D] bf16 or fp16; pages uint8 [num_blocks, HK, page_bytes] (records.py); block_table [S, max_pages] and
     seq_lens [S] int32. Sequence s asks queries cu_queries[s] .. cu_queries[s + 1] (int32 [S + 1], `queries` an upper bound),
     or `queries` each; query i of n stands at position seq_lens[s] - n + i and sees the keys up to it, of the last `window`
     positions where window > 0. key_map is Map.matrix(A, key), value_map Map.matrix(B), or Map.hadamard; with key_offset,

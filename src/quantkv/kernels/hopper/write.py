@@ -10,32 +10,25 @@ from functools import cache
 import torch
 
 from .nvrtc import Kernel, compile_cubin
+from .records import page_bytes
 
 CHUNK = 8  # as in write.cu
 
 
-@dataclass(frozen=True)
-class Codec:
-    """A side as write.cu knows it: the type in encode.cuh, bits of a code, bytes of metadata beside a row."""
-
-    type: str
-    bits: int
-    meta_bytes: int = 0
-
-
+# The types in encode.cuh.
 CODECS = {
-    "bf16": Codec("Plain16<true>", 16),
-    "fp16": Codec("Plain16<false>", 16),
-    "e4m3": Codec("Float8<true>", 8),
-    "e5m2": Codec("Float8<false>", 8),
-    "fp8": Codec("E4M3Token", 8, 4),
-    "int8": Codec("Int8", 8, 4),
-    "int4": Codec("Int4", 4, 4),
-    "int2": Codec("Int2", 2, 4),
-    "codebook4": Codec("Codebook<4>", 4, 2),
-    "codebook3": Codec("Codebook<3>", 3, 2),
-    "affine4": Codec("Uniform<4>", 4, 4),
-    "affine3": Codec("Uniform<3>", 3, 4),
+    "bf16": "Plain16<true>",
+    "fp16": "Plain16<false>",
+    "e4m3": "Float8<true>",
+    "e5m2": "Float8<false>",
+    "fp8": "E4M3Token",
+    "int8": "Int8",
+    "int4": "Int4",
+    "int2": "Int2",
+    "codebook4": "Codebook<4>",
+    "codebook3": "Codebook<3>",
+    "affine4": "Uniform<4>",
+    "affine3": "Uniform<3>",
 }
 
 
@@ -87,7 +80,7 @@ class Config:
 
     def macros(self) -> dict[str, object]:
         return dict(
-            HEAD_SIZE=self.head_size, BLOCK_SIZE=self.block_size, KEY=CODECS[self.key].type, VALUE=CODECS[self.value].type,
+            HEAD_SIZE=self.head_size, BLOCK_SIZE=self.block_size, KEY=CODECS[self.key], VALUE=CODECS[self.value],
             KEY_FACTOR=_literal(self.key_factor), VALUE_FACTOR=_literal(self.value_factor), KEY_SCALED=int(self.key_scaled),
             VALUE_SCALED=int(self.value_scaled), KEY_SHIFTED=int(self.key_shifted), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16),
             SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps,
@@ -111,12 +104,6 @@ def kernel(config: Config, device: int) -> Kernel:
         torch.cuda.current_stream()
         module = ObjectCode.from_cubin(compile_cubin("write.cu", config.macros()))
         return Kernel(module, "write_kernel", 32 * config.warps, 0, device)
-
-
-def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
-    """Bytes of one head's page record: K codes | V codes | K meta | V meta, each a multiple of 16 bytes."""
-    k, v = CODECS[key], CODECS[value]
-    return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
 
 
 def unsupported(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, key_codec: str, value_codec: str,
@@ -165,7 +152,7 @@ def write(
 ) -> None:
     """Encode `key` and `value` [T, HK, D], bf16 or fp16, into the slots `slots` [T] of page records.
 
-    pages: uint8 [num_blocks, HK, page_bytes] (see `page_bytes`). Slot s is token `s % block_size` of page `s // block_size`;
+    pages: uint8 [num_blocks, HK, page_bytes] (records.py). Slot s is token `s % block_size` of page `s // block_size`;
     tokens with a negative slot are skipped. Rows go through their map, then are divided by the per-tensor scale. key_offset
     [buckets, HK or 1, D] float32: a mapped key at position p is less row p // 64 of it, or the last; positions [T]. midpoints:
     between the levels above zero of codebook keys. warps: of a block, instead of what suits the size. Nothing is checked

@@ -1,0 +1,32 @@
+"""The record of one page and kv head, K codes | V codes | K meta | V meta, by the names that the kernels give to codecs."""
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """Bits of a code, and bytes of metadata beside a row."""
+
+    bits: int
+    meta_bytes: int = 0
+
+
+ROWS = {
+    "bf16": Row(16),
+    "fp16": Row(16),
+    "e4m3": Row(8),
+    "e5m2": Row(8),
+    "fp8": Row(8, 4),
+    "int8": Row(8, 4),
+    "int4": Row(4, 4),
+    "int2": Row(2, 4),
+    "codebook4": Row(4, 2),
+    "codebook3": Row(3, 2),
+    "affine4": Row(4, 4),
+    "affine3": Row(3, 4),
+}
+
+
+def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
+    """Bytes of a record of `block_size` tokens."""
+    k, v = ROWS[key], ROWS[value]
+    return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
