@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,6 +19,7 @@ from .maps import LayerMaps, LinearMap
 KEYS = {"int8": "int8", "fp8_token": "fp8", "tq8": "e4m3", "int4": "int4", "int2": "int2", "tq4": "codebook4", "tq3": "codebook3"}
 VALUES = {"int8": "int8", "fp8_token": "fp8", "int4": "int4", "int2": "int2", "u4": "affine4", "u3": "affine3"}
 WRITTEN = KEYS | VALUES | {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "bf16": "bf16", "fp16": "fp16"}
+T = TypeVar("T")
 UNSUPPORTED_OPTIONS = ("alibi_slopes", "qq_bias", "prefix_ranges", "output_scale", "key_start", "key_range")
 
 
@@ -92,19 +94,23 @@ def _pages(k: Side, v: Side) -> torch.Tensor | None:
 _MAPS = WeakTensorKeyDictionary()
 
 
+def _kept(tensor: torch.Tensor, use: str | float | None, make: Callable[[], T]) -> T:
+    """What `make` returned the first time, as long as the tensor lives."""
+    known = _MAPS.setdefault(tensor, {})
+    if use not in known:
+        known[use] = make()
+    return known[use]
+
+
 def _map(side: LinearMap | None, key: str | None):
     from .kernels.hopper.decode import Map
 
     if side is None:
         return None
-    known = _MAPS.setdefault(side.inverse, {})
-    if key not in known:
-        operands = side.operands
-        if operands.signs is not None:
-            known[key] = Map.hadamard(operands.signs, operands.inverse_factor)
-        else:
-            known[key] = Map.matrix(side.inverse if key is None else side.inverse.mT, key)
-    return known[key]
+    signs, factor = side.operands.signs, side.operands.inverse_factor
+    if signs is not None:
+        return _kept(side.inverse, key, lambda: Map.hadamard(signs, factor))
+    return _kept(side.inverse, key, lambda: Map.matrix(side.inverse if key is None else side.inverse.mT, key))
 
 
 def _offsets(side: LinearMap | None, key: str):
@@ -112,10 +118,8 @@ def _offsets(side: LinearMap | None, key: str):
 
     if side is None or side.offset is None:
         return None
-    known = _MAPS.setdefault(side.operands.mapped_offset, {})
-    if key not in known:
-        known[key] = Offsets.of(side.operands.mapped_offset, key)
-    return known[key]
+    table = side.operands.mapped_offset
+    return _kept(table, key, lambda: Offsets.of(table, key))
 
 
 @cache
@@ -131,7 +135,7 @@ def attend(q: torch.Tensor, segment: Segment, out: torch.Tensor, lse: torch.Tens
     name, key = segment.fmt.k.name, KEYS[segment.fmt.k.name]
     sinks = None if options.sinks is None else options.sinks.float()
     decode.decode(
-        q, _pages(segment.k, segment.v), segment.block_table, seq_lens, key=key, value=VALUES[segment.fmt.v.name],
+        q, segment.k.base, segment.block_table, seq_lens, key=key, value=VALUES[segment.fmt.v.name],
         block_size=segment.k.codes.shape[1], scale=scale, cu_queries=cu_seqlens_q, queries=max_query_len, window=options.window,
         softcap=options.softcap, sinks=sinks, key_map=_map(segment.maps.k, key), value_map=_map(segment.maps.v, None),
         key_offset=_offsets(segment.maps.k, key), codebook=_codebook(name, q.shape[2], q.device), out=out, lse=lse)
@@ -166,15 +170,12 @@ def write(key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format,
 
 def _hadamard(side: LinearMap):
     """The map as the write kernel takes it; None where it is no Hadamard matrix."""
-    operands = side.operands
-    if operands.signs is None or operands.forward.dtype != torch.bfloat16:
+    signs, factor = side.operands.signs, side.operands.forward_factor
+    if signs is None or side.operands.forward.dtype != torch.bfloat16:
         return None
-    known = _MAPS.setdefault(operands.signs, {})
-    if operands.forward_factor not in known:
-        from .kernels.hopper.write import Hadamard
+    from .kernels.hopper.write import Hadamard
 
-        known[operands.forward_factor] = Hadamard.of(operands.forward_factor, operands.signs)
-    return known[operands.forward_factor]
+    return _kept(signs, factor, lambda: Hadamard.of(factor, signs))
 
 
 @cache

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from .nvrtc import Kernel, compile_cubin
-from .records import ROWS, page_bytes
+from .records import ROWS, page_bytes, unsuitable
 
 SHARED_BYTES = 227 * 1024  # of one SM
 TILE, MAX_TILES = 16, 1024  # as in tiles.cuh
@@ -231,12 +231,10 @@ def choose(key, value, head_size, group, kv_heads, block_size, record_bytes, bf1
 
 
 def unsupported(q: torch.Tensor, pages: torch.Tensor, key: str, value: str, block_size: int, queries: int) -> str | None:
-    """Why `decode` cannot take these arguments, in words; None where it can."""
+    """Why `decode` cannot take these arguments, tensors on a GPU of compute capability 9.0, in words; None where it can."""
     D, HQ, HK = q.shape[-1], q.shape[1], pages.shape[1]
     if key not in KEYS or value not in VALUES:
         return f"formats {key}, {value}: keys are {', '.join(KEYS)}; values {', '.join(VALUES)}"
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return f"device {q.device}: compute capability 9.0 only"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q.dtype {q.dtype}: bfloat16 or float16"
     if D not in (64, 128, 256) or (D == 64 and 3 in (ROWS[key].bits, ROWS[value].bits)):
@@ -247,12 +245,9 @@ def unsupported(q: torch.Tensor, pages: torch.Tensor, key: str, value: str, bloc
         return f"block_size {block_size}: 16, 32, 64 or 128"
     if not 1 <= queries <= 8:
         return f"queries {queries}: 1 to 8 a sequence"
-    size = page_bytes(key, value, D, block_size)
-    if pages.dtype != torch.uint8 or pages.shape[2] != size or pages.stride(2) != 1:
-        return f"pages {pages.dtype} {tuple(pages.shape)}: uint8 [num_blocks, HK, {size}], last dimension contiguous"
-    if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16 or pages.stride(0) >= 1 << 32:
-        return f"pages strides {pages.stride()}: multiples of 16 bytes, at an address that is one, a page under 4 GiB"
-    return None
+    if pages.stride(0) >= 1 << 32:
+        return f"pages strides {pages.stride()}: a page under 4 GiB"
+    return unsuitable(pages, key, value, HK, D, block_size)
 
 
 def decode(
@@ -286,13 +281,9 @@ def decode(
     positions where window > 0. key_map is Map.matrix(A, key), value_map Map.matrix(B), or Map.hadamard; with key_offset,
     key t reads as k^ + key_offset[t // 64] (its last row beyond the table); codebook the centroids of codebook keys (their
     common factor cancels); sinks [HQ] float32. Returns [T, HQ, D] of q's type; `lse` [T, HQ] float32 is filled with
-    the natural log-sum-exp (sinks included; -inf where no key was seen) where given. ValueError: what `unsupported` names.
+    the natural log-sum-exp (sinks included; -inf where no key was seen) where given. Nothing is checked here:
+    `unsupported` says what the kernel takes, and the tables are contiguous int32.
     """
-    if reason := unsupported(q, pages, key, value, block_size, queries):
-        raise ValueError(f"hopper decode: {reason}")
-    for name, table in (("block_table", block_table), ("seq_lens", seq_lens), ("cu_queries", cu_queries)):
-        if table is not None and (table.dtype != torch.int32 or not table.is_contiguous()):
-            raise ValueError(f"hopper decode: {name} {table.dtype}: int32, contiguous")
     q = q.contiguous()  # rows of a wider projection are copied: a few microseconds
     HQ, D = q.shape[1:]
     HK, S = pages.shape[1], seq_lens.shape[0]

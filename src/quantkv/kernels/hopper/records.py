@@ -1,6 +1,10 @@
 """The record of one page and kv head, K codes | V codes | K meta | V meta, by the names that the kernels give to codecs."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
+
+import torch
 
 
 class Row(NamedTuple):
@@ -30,3 +34,13 @@ def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
     """Bytes of a record of `block_size` tokens."""
     k, v = ROWS[key], ROWS[value]
     return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
+
+
+def unsuitable(pages: torch.Tensor, key: str, value: str, kv_heads: int, head_size: int, block_size: int) -> str | None:
+    """Why `pages`, of three axes, are no records that the kernels can address, in words; None where they are."""
+    size = page_bytes(key, value, head_size, block_size)
+    if pages.dtype != torch.uint8 or pages.shape[1:] != (kv_heads, size) or pages.stride(2) != 1:
+        return f"pages {pages.dtype} {tuple(pages.shape)}: uint8 [num_blocks, {kv_heads}, {size}], last dimension contiguous"
+    if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16:
+        return f"pages strides {pages.stride()}: multiples of 16 bytes, at an address that is one"
+    return None

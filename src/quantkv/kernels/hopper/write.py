@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from .nvrtc import Kernel, compile_cubin
-from .records import page_bytes
+from .records import unsuitable
 
 CHUNK = 8  # as in write.cu
 
@@ -124,12 +124,7 @@ def unsupported(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slo
             return f"{name} of {t.dtype}, strides {t.stride()}: contiguous int32 or int64"
     if not 1 <= block_size <= 1024 or block_size % 8:
         return f"block_size {block_size}: a multiple of 8 up to 1024"
-    size = page_bytes(key_codec, value_codec, D, block_size)
-    if pages.dtype != torch.uint8 or pages.shape[1:] != (key.shape[1], size) or pages.stride(2) != 1:
-        return f"pages {pages.dtype} {tuple(pages.shape)}: uint8 [num_blocks, {key.shape[1]}, {size}], last dimension contiguous"
-    if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16:
-        return f"pages strides {pages.stride()}: multiples of 16 bytes, at an address that is one"
-    return None
+    return unsuitable(pages, key_codec, value_codec, key.shape[1], D, block_size)
 
 
 def write(
