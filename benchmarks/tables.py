@@ -161,7 +161,7 @@ def model(figures: dict[str, Any]) -> str:
 
     batch = f"{figures['sequences']} sequences of {figures['length']:,} tokens"
     return (f"A whole model of Llama-3-8B's shape at decode, {batch}: {told(ours)} with `{ours['stores']}`, {told(first)} with "
-            f"{first['reader']} over {first['stores']}.")
+            f"{first['reader']} over {first['stores']}, on an {figures['device']}.")
 
 
 OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
