@@ -43,10 +43,6 @@ class Contestant:
     kinds: tuple[str, ...] = KINDS
     arithmetic: str = "16 bit"
 
-    @property
-    def is_16_bit(self) -> bool:
-        return self.stores in ("bf16", "fp16")
-
 
 def quantkv(implementation: str, format_name: str) -> Contestant:
     """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for. format_name: with
