@@ -35,7 +35,8 @@ def caches(model: PreTrainedModel, formats: list[str]) -> dict[str, tuple[str, C
         made[name] = ("quantkv", lambda name=name: QuantizedCache(model.config, name))
     for name, (backend, axis) in PEERS.items():
         make = lambda backend=backend, axis=axis: TransformersQuantizedCache(
-            backend, model.config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128)
+            backend, model.config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128
+        )
         try:
             make()
         except ImportError:
@@ -46,8 +47,9 @@ def caches(model: PreTrainedModel, formats: list[str]) -> dict[str, tuple[str, C
 
 
 @torch.inference_mode()
-def measure(model: PreTrainedModel, variants: dict[str, tuple[str, Callable[[], Cache]]], context: int, rounds: int,
-            tokens: int) -> dict[str, list[list[float]]]:
+def measure(
+    model: PreTrainedModel, variants: dict[str, tuple[str, Callable[[], Cache]]], context: int, rounds: int, tokens: int
+) -> dict[str, list[list[float]]]:
     """Milliseconds of each token, `[rounds][tokens]` for each variant."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (1, context + rounds * tokens), generator=generator)
@@ -56,7 +58,7 @@ def measure(model: PreTrainedModel, variants: dict[str, tuple[str, Callable[[], 
         model.set_attn_implementation(attention)
         cache = filled[name] = make()
         for start in range(0, context, PREFILL_CHUNK):
-            model(ids[:, start:min(start + PREFILL_CHUNK, context)], past_key_values=cache, logits_to_keep=1)
+            model(ids[:, start : min(start + PREFILL_CHUNK, context)], past_key_values=cache, logits_to_keep=1)
     times = {name: [] for name in variants}
     for r in range(rounds):
         for name, (attention, _) in variants.items():
@@ -64,7 +66,7 @@ def measure(model: PreTrainedModel, variants: dict[str, tuple[str, Callable[[], 
             taken = []
             for i in range(context + r * tokens, context + (r + 1) * tokens):
                 start = time.perf_counter()
-                model(ids[:, i:i + 1], past_key_values=filled[name])
+                model(ids[:, i : i + 1], past_key_values=filled[name])
                 taken.append(1e3 * (time.perf_counter() - start))
             times[name].append(taken)
     return times
@@ -73,8 +75,15 @@ def measure(model: PreTrainedModel, variants: dict[str, tuple[str, Callable[[], 
 def summarize(times: dict[str, list[list[float]]]) -> list[dict[str, float | str]]:
     """One row a variant. The first token of a turn finds the other variants' data in the processor's caches: it does not count."""
     in_round = {name: [statistics.median(taken[1:]) for taken in turns] for name, turns in times.items()}
-    return [{"cache": name, "ms": statistics.median(t for taken in times[name] for t in taken[1:]), "ms_least": min(turns),
-             "ratio": statistics.median(a / b for a, b in zip(turns, in_round[BASELINE]))} for name, turns in in_round.items()]
+    return [
+        {
+            "cache": name,
+            "ms": statistics.median(t for taken in times[name] for t in taken[1:]),
+            "ms_least": min(turns),
+            "ratio": statistics.median(a / b for a, b in zip(turns, in_round[BASELINE])),
+        }
+        for name, turns in in_round.items()
+    ]
 
 
 def main() -> None:

@@ -29,9 +29,9 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from quantkv import PagedCache, get_format, ops
-from quantkv.arguments import Segment
 from quantkv.bench import rivals
 from quantkv.bench.run import device_name, versions
+from quantkv.calls import Segment
 
 FORMATS = ("bf16", "int8", "int4", "tq4", "int2")
 FLASH3, QUANTKV = "FlashAttention-3", "quantkv"
@@ -155,10 +155,10 @@ class Batch:
             self.implementation = self.implementation or self._chosen(q)
             return cache.attend(q, **batch, max_query_len=1)
         out = torch.empty_like(q)
-        rivals.flash3_over_pages(q, cache.k.codes, cache.v.codes, out, **batch, scale=q.shape[2] ** -0.5, max_query_len=1,
-                                 max_keys=self.capacity)
+        rivals.flash3_over_pages(
+            q, cache.k.codes, cache.v.codes, out, **batch, scale=q.shape[2] ** -0.5, max_query_len=1, max_keys=self.capacity
+        )
         return out
-
 
     def _chosen(self, q: torch.Tensor) -> str:
         """The implementation of quantkv that serves these queries."""
@@ -270,9 +270,11 @@ def _replays(batch: Batch, steps: int) -> tuple[float, list[float]]:
 
 
 def in_words(row: Row) -> str:
-    return (f"{row.reader} {row.stores} ({row.implementation}): {row.tokens_per_s:,.0f} tokens/s, {row.step_ms:.2f} ms a step, "
-            f"caches {row.cache_bytes / 2**30:.2f} GiB, peak {(row.peak_bytes or 0) / 2**30:.2f} GiB; errors: rows {row.row_error:.1e}, "
-            f"attention {row.attention_error:.1e}, logits {row.logits_error:.1e}, replay {row.replay_error or 0:.1e}")
+    return (
+        f"{row.reader} {row.stores} ({row.implementation}): {row.tokens_per_s:,.0f} tokens/s, {row.step_ms:.2f} ms a step, "
+        f"caches {row.cache_bytes / 2**30:.2f} GiB, peak {(row.peak_bytes or 0) / 2**30:.2f} GiB; errors: rows {row.row_error:.1e}, "
+        f"attention {row.attention_error:.1e}, logits {row.logits_error:.1e}, replay {row.replay_error or 0:.1e}"
+    )
 
 
 def main() -> int:
@@ -307,9 +309,16 @@ def main() -> int:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if arguments.json:
-        result = {"device": device_name(device), "date": datetime.date.today().isoformat(), "versions": versions(),
-                  "geometry": asdict(geometry), "sequences": arguments.sequences, "length": length, "steps": arguments.steps,
-                  "end_to_end": [asdict(row) for row in rows]}
+        result = {
+            "device": device_name(device),
+            "date": datetime.date.today().isoformat(),
+            "versions": versions(),
+            "geometry": asdict(geometry),
+            "sequences": arguments.sequences,
+            "length": length,
+            "steps": arguments.steps,
+            "end_to_end": [asdict(row) for row in rows],
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(bool(failures))
 

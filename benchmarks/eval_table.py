@@ -14,14 +14,21 @@ HEADERS = ("format", "bits a value", "x smaller", "perplexity", "change", "KL", 
 
 
 def table(values: dict) -> str:
-    lines = ["| " + " | ".join(HEADERS) + " |", "|---" + "|--:" * (len(HEADERS) - 1) + "|",
-             f"| exact | | | {values['reference']['perplexity']:.2f} | | | |"]
+    lines = [
+        "| " + " | ".join(HEADERS) + " |",
+        "|---" + "|--:" * (len(HEADERS) - 1) + "|",
+        f"| exact | | | {values['reference']['perplexity']:.2f} | | | |",
+    ]
     for f in values["formats"]:
         kl = "0" if f["kl"] < 1e-8 else f"{f['kl']:.4f}" if f["kl"] >= 5e-5 else f"{f['kl']:.0e}"
-        lines.append(f"| `{f['format']}` | {f['bits_per_element']:.2f} | {f['compression']:.2f} | {f['perplexity']:.2f} | "
-                     f"{f['perplexity_change']:+.2f} % | {kl} | {f['same_top1']:.1f} % |")
-    note = (f"{values['model']}, {values['text']}: {values['tokens']:,} tokens in contexts of {values['context']:,}, the whole "
-            "cache quantized; change, KL (nats a token) and top-1 against the exact cache.")
+        lines.append(
+            f"| `{f['format']}` | {f['bits_per_element']:.2f} | {f['compression']:.2f} | {f['perplexity']:.2f} | "
+            f"{f['perplexity_change']:+.2f} % | {kl} | {f['same_top1']:.1f} % |"
+        )
+    note = (
+        f"{values['model']}, {values['text']}: {values['tokens']:,} tokens in contexts of {values['context']:,}, the whole "
+        "cache quantized; change, KL (nats a token) and top-1 against the exact cache."
+    )
     return "\n".join([*lines, "", note])
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from quantkv import AttentionOptions, PagedCache, available_formats, get_format, ops, reference
+from quantkv import AttentionOptions, PagedCache, available_formats, get_format, ops
+from quantkv.implementations import reference
 from quantkv.maps import LayerMaps, LinearMap
 
 ROOT = Path(__file__).parent.parent
@@ -42,8 +43,12 @@ def options_of(feature: str, device: str) -> AttentionOptions:
         "sinks": lambda: AttentionOptions(sinks=number(HK * GROUP)),
         "ALiBi": lambda: AttentionOptions(alibi_slopes=number(HK * GROUP).abs() / 8),
         "qq bias": lambda: AttentionOptions(qq_bias=number(48, 48)),
-        "prefix ranges": lambda: AttentionOptions(window=40, prefix_ranges=torch.tensor(
-            [[[2, 60], [100, 149]], [[5, 30], [0, 0]], [[70, 96], [9, 9]], [[0, 20], [120, 129]]], device=device)),
+        "prefix ranges": lambda: AttentionOptions(
+            window=40,
+            prefix_ranges=torch.tensor(
+                [[[2, 60], [100, 149]], [[5, 30], [0, 0]], [[70, 96], [9, 9]], [[0, 20], [120, 129]]], device=device
+            ),
+        ),
         "FP8 output": lambda: AttentionOptions(output_scale=0.02),
         "map and offset": lambda: AttentionOptions(softcap=20.0, sinks=number(HK * GROUP)),
     }.get(feature, AttentionOptions)()
@@ -77,10 +82,16 @@ def case(name: str, sizes: tuple[int, int], implementation: str, device: str) ->
     table = torch.stack([torch.nn.functional.pad(p, (0, max(pages) - len(p)), value=10**6) for p in order])
     slots = torch.cat([table[s, torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for s, n in enumerate(lens)]).to(device)
     positions = torch.cat([torch.arange(n) for n in lens]).to(device)
-    key, value, q = (torch.randn(*shape, generator=generator).bfloat16().to(device)
-                     for shape in ((len(slots), HK, d), (len(slots), HK, d_v), (sum(queries), HK * GROUP, d)))
-    batch = dict(cu_seqlens_q=torch.tensor([0, *queries], device=device).cumsum(0, dtype=torch.int32),
-                 seq_lens=torch.tensor(lens, device=device, dtype=torch.int32), block_table=table.int().to(device), scale=d**-0.5)
+    key, value, q = (
+        torch.randn(*shape, generator=generator).bfloat16().to(device)
+        for shape in ((len(slots), HK, d), (len(slots), HK, d_v), (sum(queries), HK * GROUP, d))
+    )
+    batch = dict(
+        cu_seqlens_q=torch.tensor([0, *queries], device=device).cumsum(0, dtype=torch.int32),
+        seq_lens=torch.tensor(lens, device=device, dtype=torch.int32),
+        block_table=table.int().to(device),
+        scale=d**-0.5,
+    )
     for feature in FEATURES:
         maps = random_maps(d, d_v) if feature == "map and offset" else None
         cache = PagedCache(spec, sum(pages) + 3, device, maps=maps)
@@ -130,12 +141,24 @@ def passed(entry: dict) -> bool:
 
 def render(entries: list[dict], header: str) -> str:
     """One table a head size: the largest error / budget of the four requests in each cell, or a number that points to the refusal."""
-    lines = ["# Every feature with every format", "", header, "", __doc__.split("\n\n")[2].replace("\n", " "), "",
-             "A cell is the largest error of the four, in parts of its budget. `-`: refused, with the reason below the table.", ""]
+    lines = [
+        "# Every feature with every format",
+        "",
+        header,
+        "",
+        __doc__.split("\n\n")[2].replace("\n", " "),
+        "",
+        "A cell is the largest error of the four, in parts of its budget. `-`: refused, with the reason below the table.",
+        "",
+    ]
     for sizes in HEAD_SIZES:
         rows = [e for e in entries if tuple(e["sizes"]) == sizes]
-        lines += [f"## Head size {sizes[0]}" + (f", values {sizes[1]}" if sizes[0] != sizes[1] else ""), "",
-                  "| format | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 1) + "|"]
+        lines += [
+            f"## Head size {sizes[0]}" + (f", values {sizes[1]}" if sizes[0] != sizes[1] else ""),
+            "",
+            "| format | " + " | ".join(FEATURES) + " |",
+            "|---" * (len(FEATURES) + 1) + "|",
+        ]
         reasons = []
         for name in dict.fromkeys(e["format"] for e in rows):
             cells = []

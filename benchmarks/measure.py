@@ -65,13 +65,24 @@ STAGES = {
         Stage(shapes("L16384xQ4096", "N64", "N8192"), everyone=True),
         Stage(shapes("B64xL8192xQ4", "B64xL8192xQ8"), FEW),
         Stage(shapes("L131072", "B128xL1024"), everyone=True),
-        Stage(shapes("B16xL2048", "B64xL32768xW4096", "B8xL32768xP64", "B64xL8192xP64", "B64xL8192xHQ64", "B8xL32768xHQ64",
-                     "B64xL8192xD64", "B64xL8192xHQ16xD256", "B64xL8192xHQ4xHK1", "B64xL8192xHQ8xHK2"), FEW),
+        Stage(
+            shapes(
+                "B16xL2048",
+                "B64xL32768xW4096",
+                "B8xL32768xP64",
+                "B64xL8192xP64",
+                "B64xL8192xHQ64",
+                "B8xL32768xHQ64",
+                "B64xL8192xD64",
+                "B64xL8192xHQ16xD256",
+                "B64xL8192xHQ4xHK1",
+                "B64xL8192xHQ8xHK2",
+            ),
+            FEW,
+        ),
         Stage(shapes("L2048", "N1", "L16391xQ4100"), FEW),
     ),
-    "growth": (
-        Stage(shapes(*(f"L{1024 * 4**i}" for i in range(6)), *(f"B{4**i}xL4096" for i in range(5))), ("int8", "int4", "int2")),
-    ),
+    "growth": (Stage(shapes(*(f"L{1024 * 4**i}" for i in range(6)), *(f"B{4**i}xL4096" for i in range(5))), ("int8", "int4", "int2")),),
 }
 
 

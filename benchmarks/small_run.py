@@ -12,7 +12,8 @@ import sys
 
 import torch
 
-from quantkv import AttentionOptions, PagedCache, available_formats, get_format, ops, reference
+from quantkv import AttentionOptions, PagedCache, available_formats, get_format, ops
+from quantkv.implementations import reference
 
 PAIRS = ["tq4/int8", "int4/tq3", "fp8_token/int2"]
 
@@ -38,12 +39,20 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
     worst = []
     masks = AttentionOptions(window=30, softcap=20.0, sinks=torch.linspace(-1, 1, 8, device=device))
     decode, ragged, prompt = [1, 1, 1], [1, 9, 3], [300]
-    for first, counts, options in ((0, decode, AttentionOptions()), (0, ragged, AttentionOptions()), (0, ragged, masks),
-                                   (3, prompt, AttentionOptions())):
+    for first, counts, options in (
+        (0, decode, AttentionOptions()),
+        (0, ragged, AttentionOptions()),
+        (0, ragged, masks),
+        (3, prompt, AttentionOptions()),
+    ):
         q, chosen = rows(sum(counts), 8), slice(first, first + len(counts))
-        batch = dict(cu_seqlens_q=torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32),
-                     seq_lens=torch.tensor(lens[chosen], device=device, dtype=torch.int32), block_table=table[chosen].int(),
-                     scale=head_size**-0.5, options=options)
+        batch = dict(
+            cu_seqlens_q=torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32),
+            seq_lens=torch.tensor(lens[chosen], device=device, dtype=torch.int32),
+            block_table=table[chosen].int(),
+            scale=head_size**-0.5,
+            options=options,
+        )
         got = taken(ops.attend, q, cache.k, cache.v, cache.format, implementation=implementation, max_query_len=max(counts), **batch)
         if got is not None:
             want, _ = reference.attend(q, cache.k, cache.v, cache.format, dtype=torch.float64, **batch)

@@ -47,21 +47,36 @@ def faster(shape: str, must: float, aim: float, *stores: str) -> Target:
 
 
 TARGETS = (
-    shares("B8xL32768", 0.80, 0.87, "int4"), shares("B64xL8192", 0.85, 0.93, "int4"),
-    faster("B8xL32768", 3.0, 3.4, "int4"), faster("B64xL8192", 3.1, 3.5, "int4"),
-    shares("B8xL32768xP64", 0.80, 0.87, "int4"), shares("B64xL8192xP64", 0.85, 0.93, "int4"),
-    shares("B8xL32768xHQ64", 0.80, 0.87, "int4"), shares("B64xL8192xHQ64", 0.85, 0.93, "int4"),
-    shares("B8xL32768", 0.90, 0.95, "int8", "fp8_token"), shares("B64xL8192", 0.93, 0.98, "int8", "fp8_token"),
-    shares("B8xL32768", 0.52, 0.68, "int2"), shares("B64xL8192", 0.60, 0.80, "int2"),
-    shares("B8xL32768", 0.78, 0.88, "k8v4"), shares("B8xL32768", 0.65, 0.78, "tq4"), shares("B8xL32768", 0.45, 0.60, "tq3"),
-    shares("L131072", 0.65, 0.78, "int4"), faster("B128xL1024", 2.7, 3.2, "int4"), faster("B16xL2048", 2.2, 2.8, "int4"),
+    shares("B8xL32768", 0.80, 0.87, "int4"),
+    shares("B64xL8192", 0.85, 0.93, "int4"),
+    faster("B8xL32768", 3.0, 3.4, "int4"),
+    faster("B64xL8192", 3.1, 3.5, "int4"),
+    shares("B8xL32768xP64", 0.80, 0.87, "int4"),
+    shares("B64xL8192xP64", 0.85, 0.93, "int4"),
+    shares("B8xL32768xHQ64", 0.80, 0.87, "int4"),
+    shares("B64xL8192xHQ64", 0.85, 0.93, "int4"),
+    shares("B8xL32768", 0.90, 0.95, "int8", "fp8_token"),
+    shares("B64xL8192", 0.93, 0.98, "int8", "fp8_token"),
+    shares("B8xL32768", 0.52, 0.68, "int2"),
+    shares("B64xL8192", 0.60, 0.80, "int2"),
+    shares("B8xL32768", 0.78, 0.88, "k8v4"),
+    shares("B8xL32768", 0.65, 0.78, "tq4"),
+    shares("B8xL32768", 0.45, 0.60, "tq3"),
+    shares("L131072", 0.65, 0.78, "int4"),
+    faster("B128xL1024", 2.7, 3.2, "int4"),
+    faster("B16xL2048", 2.2, 2.8, "int4"),
     faster("L2048xN1", 1.65, 2.0, "int4"),
-    faster("B64xL8192xQ4", 2.3, 2.9, "int4"), faster("B64xL8192xQ8", 1.8, 2.4, "int4"),
+    faster("B64xL8192xQ4", 2.3, 2.9, "int4"),
+    faster("B64xL8192xQ8", 1.8, 2.4, "int4"),
     faster("B64xL32768xW4096", 3.3, 4.2, "int4"),
-    Target("B8xL32768", ("int4+maps",), "times", 1.06, 1.02), Target("B64xL8192", ("int4+maps",), "times", 1.06, 1.02),
-    shares("B64xL8192xD64", 0.65, 0.80, "int4"), shares("B64xL8192xHQ16xD256", 0.65, 0.80, "int4"),
-    shares("B64xL8192xHQ4xHK1", 0.65, 0.80, "int4"), shares("B64xL8192xHQ8xHK2", 0.65, 0.80, "int4"),
-    Target("N8192", ("int4",), "us", 18, 13), Target("N64", ("int4",), "us", 3.5, 2.5),
+    Target("B8xL32768", ("int4+maps",), "times", 1.06, 1.02),
+    Target("B64xL8192", ("int4+maps",), "times", 1.06, 1.02),
+    shares("B64xL8192xD64", 0.65, 0.80, "int4"),
+    shares("B64xL8192xHQ16xD256", 0.65, 0.80, "int4"),
+    shares("B64xL8192xHQ4xHK1", 0.65, 0.80, "int4"),
+    shares("B64xL8192xHQ8xHK2", 0.65, 0.80, "int4"),
+    Target("N8192", ("int4",), "us", 18, 13),
+    Target("N64", ("int4",), "us", 3.5, 2.5),
     Target("N8192", ("bf16", "int8", "fp8_token", "tq_k8v4", "tq4", "tq3"), "engine", 2.0, None),
     Target("N64", ("bf16", "int8", "fp8_token", "tq_k8v4", "tq4", "tq3"), "engine", 2.0, None),
     faster("Q4096xL16384", 0.95, 1.05, "bf16", "int8", "fp8_token", "int4", "int2", "k8v4", "tq_k8v4", "tq4", "tq3"),
@@ -115,14 +130,26 @@ def show(value: float | None, unit: str) -> str:
 def targets(result: Result) -> str:
     """Every target with what was reached; a missed "must" is said in words."""
     lines = ["| shape | format | what | must | aim | reached | |", "| --- | --- | --- | --: | --: | --: | --- |"]
-    what = {"share": "of the read ceiling", "faster": "times FlashAttention-3 bf16's speed", "us": "time",
-            "engine": "times the engine's speed", "times": "time, of that under the Hadamard map"}
+    what = {
+        "share": "of the read ceiling",
+        "faster": "times FlashAttention-3 bf16's speed",
+        "us": "time",
+        "engine": "times the engine's speed",
+        "times": "time, of that under the Hadamard map",
+    }
     for t in TARGETS:
         for stores in t.stores:
             value = reached(result, t, stores)
             aim = "floor + 2 us" if t.aim is None else show(t.aim, t.unit)
-            cells = (canonical(t.shape), stores, what[t.unit], show(t.must, t.unit), aim, show(value, t.unit),
-                     verdict(result, t, stores, value))
+            cells = (
+                canonical(t.shape),
+                stores,
+                what[t.unit],
+                show(t.must, t.unit),
+                aim,
+                show(value, t.unit),
+                verdict(result, t, stores, value),
+            )
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -136,15 +163,33 @@ def summary(result: Result) -> str:
 def end_to_end(figures: dict[str, Any]) -> str:
     """A line for each cache: what it costs and what a whole model does with it."""
     rows = figures["end_to_end"]
-    head = ("read by", "stores", "tokens/s", "x the first", "ms a step", "caches, GiB", "peak, GiB", "error of rows", "of attention",
-            "of logits")
+    head = (
+        "read by",
+        "stores",
+        "tokens/s",
+        "x the first",
+        "ms a step",
+        "caches, GiB",
+        "peak, GiB",
+        "error of rows",
+        "of attention",
+        "of logits",
+    )
     lines = ["| " + " | ".join(head) + " |", "| --- | --- |" + " --: |" * (len(head) - 2)]
     for row in rows:
         reader = row["reader"] if row["implementation"] == row["reader"] else f"{row['reader']} {row['implementation']}"
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
         speed = row["tokens_per_s"]
-        cells = (reader, row["stores"], f"{speed:,.0f}", f"{speed / rows[0]['tokens_per_s']:.2f}", f"{row['step_ms']:.2f}",
-                 f"{row['cache_bytes'] / 2**30:.1f}", peak, *(f"{row[f'{what}_error']:.1e}" for what in ("row", "attention", "logits")))
+        cells = (
+            reader,
+            row["stores"],
+            f"{speed:,.0f}",
+            f"{speed / rows[0]['tokens_per_s']:.2f}",
+            f"{row['step_ms']:.2f}",
+            f"{row['cache_bytes'] / 2**30:.1f}",
+            peak,
+            *(f"{row[f'{what}_error']:.1e}" for what in ("row", "attention", "logits")),
+        )
         lines.append("| " + " | ".join(cells) + " |")
     versions = ", ".join(f"{k} {v}" for k, v in figures["versions"].items())
     batch = f"{figures['sequences']} sequences of {figures['length']:,} tokens, {figures['steps']} steps"
@@ -160,8 +205,10 @@ def model(figures: dict[str, Any]) -> str:
         return f"{row['tokens_per_s']:,.0f} tokens/s and {(row['peak_bytes'] or 0) / 2**30:.1f} GiB"
 
     batch = f"{figures['sequences']} sequences of {figures['length']:,} tokens"
-    return (f"A whole model of Llama-3-8B's shape at decode, {batch}: {told(ours)} with `{ours['stores']}`, {told(first)} with "
-            f"{first['reader']} over {first['stores']}, on an {figures['device']}.")
+    return (
+        f"A whole model of Llama-3-8B's shape at decode, {batch}: {told(ours)} with `{ours['stores']}`, {told(first)} with "
+        f"{first['reader']} over {first['stores']}, on an {figures['device']}."
+    )
 
 
 OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}

@@ -7,10 +7,11 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from quantkv import PagedCache, get_format, launch, ops
-from quantkv.prefill import launch as prefill
-from quantkv.prefill.steps import Part
-from quantkv.reference import Segment
+from quantkv import PagedCache, get_format, ops
+from quantkv.calls import Segment
+from quantkv.implementations.dense import triton_steps as prefill
+from quantkv.implementations.dense.steps import Part
+from quantkv.implementations.triton import launch
 
 TARGETS = {
     "sm80": (GPUTarget("cuda", 80, 32), launch.Target(80, "tf32x3", 108)),

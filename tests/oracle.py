@@ -26,10 +26,7 @@ def attention(
     key_range=None,
 ):
     """One head of one sequence. q `[n, D]`, keys `[L, D]`, values `[L, D_V]`, float64 -> out `[n, D_V]`, lse `[n]`."""
-    out, lse = (
-        torch.zeros(q.shape[0], values.shape[1], dtype=torch.float64),
-        torch.full((q.shape[0],), -math.inf, dtype=torch.float64),
-    )
+    out, lse = (torch.zeros(q.shape[0], values.shape[1], dtype=torch.float64), torch.full((q.shape[0],), -math.inf, dtype=torch.float64))
     for i in range(q.shape[0]):
         position, scores = context + i, {}
         for j in range(keys.shape[0]):

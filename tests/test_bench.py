@@ -64,12 +64,15 @@ def without(position):
 
 
 @pytest.mark.parametrize("shape", [DECODE, VERIFY], ids=str)
-@pytest.mark.parametrize("wrong", [
-    lambda p, out: out * 1.02,
-    lambda p, out: out.roll(1, 1),
-    lambda p, out: out.masked_fill(torch.arange(out.shape[0])[:, None, None] == len(out) - 1, math.nan),
-    lambda p, out: out[:-1],
-])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p, out: out * 1.02,
+        lambda p, out: out.roll(1, 1),
+        lambda p, out: out.masked_fill(torch.arange(out.shape[0])[:, None, None] == len(out) - 1, math.nan),
+        lambda p, out: out[:-1],
+    ],
+)
 def test_wrong_ones_are_not(shape, wrong, monkeypatch):
     monkeypatch.setattr(timing, "measure", lambda *a, **k: pytest.fail("a wrong kernel was timed"))
     (row,) = run([shape], [spoil(quantkv("reference", "int8"), wrong)], CPU).rows
@@ -123,11 +126,16 @@ def test_failures_and_refusals_do_not_end_the_run():
 
         return prepare
 
-    found = run([DECODE], [
-        Contestant("a", "bf16", raises(Unavailable("no such package"))),
-        Contestant("b", "bf16", raises(RuntimeError("broken"))),
-        Contestant("c", "bf16", raises(ValueError("head_size=64: no"))), quantkv("reference", "bf16"),
-    ], CPU).rows
+    found = run(
+        [DECODE],
+        [
+            Contestant("a", "bf16", raises(Unavailable("no such package"))),
+            Contestant("b", "bf16", raises(RuntimeError("broken"))),
+            Contestant("c", "bf16", raises(ValueError("head_size=64: no"))),
+            quantkv("reference", "bf16"),
+        ],
+        CPU,
+    ).rows
     assert [r.status for r in found] == ["unavailable", "failed", "unavailable", "ok"]
     assert [r.reason for r in found[:3]] == ["no such package", "RuntimeError: broken", "head_size=64: no"]
 
@@ -136,8 +144,10 @@ def test_ratio_to_the_best_16_bit_rival():
     def rival(name, stores):
         return replace(quantkv("reference", stores), name=name, ours=False)
 
-    found = {r.name: r for r in run([DECODE], [quantkv("reference", "int4"), rival("x", "bf16"), rival("y", "bf16"),
-                                               rival("z", "int8")], CPU).rows}
+    found = {
+        r.name: r
+        for r in run([DECODE], [quantkv("reference", "int4"), rival("x", "bf16"), rival("y", "bf16"), rival("z", "int8")], CPU).rows
+    }
     best = min((found["x"], found["y"]), key=lambda r: r.us)
     assert best.vs_16bit == 1
     assert all(r.best_16bit == best.name and r.vs_16bit == best.us / r.us for r in found.values())
@@ -145,6 +155,7 @@ def test_ratio_to_the_best_16_bit_rival():
 
 def test_bytes_and_arithmetic():
     """Against counts by hand: int4 takes 64 / 2 + 4 bytes a row; 4 heads of 64, 2 products of 2 operations."""
+
     def entry(shape):
         return quantkv("reference", "int4").prepare(Problem(shape, CPU))
 
@@ -161,8 +172,7 @@ def test_shapes_read_as_they_are_written():
     for group in (shapes.DEFAULT, shapes.SMALL):
         for kind, some in group.items():
             assert all(s.kind == kind and Shape.parse(str(s)) == s for s in some)
-    for text in ("", "B8", "L", "B8xl4", "B8xL4xL5", "L4xQ5", "L4xN4", "L8xHQ3xHK2", "B0xL4",
-                 "L4xN2"):
+    for text in ("", "B8", "L", "B8xl4", "B8xL4xL5", "L4xQ5", "L4xN4", "L8xHQ3xHK2", "B0xL4", "L4xN2"):
         with pytest.raises(ValueError, match="shape"):
             Shape.parse(text)
 
@@ -180,8 +190,9 @@ def test_rivals_need_a_gpu(tmp_path):
 
 def a_result():
     """As a GPU gives it."""
-    found = run([DECODE, WRITE, PREFILL], [quantkv("reference", "int4"),
-                                           replace(quantkv("reference", "bf16"), name="rival", ours=False)], CPU)
+    found = run(
+        [DECODE, WRITE, PREFILL], [quantkv("reference", "int4"), replace(quantkv("reference", "bf16"), name="rival", ours=False)], CPU
+    )
     found.ceiling_gbps = 4400.0
     for row in found.rows:
         row.share = row.gbps / found.ceiling_gbps

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quantkv import CacheSpec, PagedCache, get_format
-from quantkv.arguments import Memo, Side
-from quantkv.reference import attend, write
+from quantkv.calls import Memo, Side
+from quantkv.implementations.reference import attend, write
 
 
 def cache_of(name="int4", pages=6, d=64, d_v=None, **kwargs):

@@ -9,9 +9,9 @@ from scipy.stats import norm as normal
 from quantkv import Format, available_formats, get_format, register
 from quantkv.format import unregister
 from quantkv.formats import int2, turboquant
+from quantkv.implementations.reference import encode
 from quantkv.maps import LayerMaps, LinearMap, hadamard, named_map
 from quantkv.packing import interleave, pack, unpack
-from quantkv.reference import encode
 
 # Mean squared error of an element of Gaussian rows of 128. Rotated or not makes no difference to them: 4, 3 and 2 bits are
 # FORMATS'

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, hopper, ops
-from quantkv.arguments import AttentionOptions, Segment
+from quantkv import LayerMaps, LinearMap, ops
+from quantkv.calls import AttentionOptions, Segment
+from quantkv.implementations.hopper import calls as hopper
 from quantkv.maps import hadamard, named_map
 from quantkv.testing import Batch, check
 
@@ -53,17 +54,30 @@ def test_several_queries(name, queries):
 
 @hopper_only
 @pytest.mark.parametrize("name", ["int4", "int8", "k8v4"])
-@pytest.mark.parametrize("options", [{"window": 100}, {"softcap": 20.0}, {"sinks": True}, {"window": 700, "softcap": 30.0, "sinks":
-True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window": 100}, {"softcap": 20.0}, {"sinks": True}, {"window": 700, "softcap": 30.0, "sinks": True}], ids=str
+)
 def test_options(name, options):
     options = {**options, **({"sinks": torch.linspace(-2, 2, 32, device="cuda")} if "sinks" in options else {})}
     run(batch(name), **options)
 
 
 @hopper_only
-@pytest.mark.parametrize("shape", [dict(head_size=64), dict(head_size=256), dict(num_kv_heads=1), dict(num_kv_heads=2, group=16),
-                                   dict(num_kv_heads=3, group=6), dict(group=1), dict(block_size=32), dict(block_size=64),
-                                   dict(block_size=128)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(head_size=64),
+        dict(head_size=256),
+        dict(num_kv_heads=1),
+        dict(num_kv_heads=2, group=16),
+        dict(num_kv_heads=3, group=6),
+        dict(group=1),
+        dict(block_size=32),
+        dict(block_size=64),
+        dict(block_size=128),
+    ],
+    ids=str,
+)
 def test_shapes(shape):
     run(batch("int4", **shape))
 
@@ -82,8 +96,9 @@ def test_calibrated_maps():
     generator = torch.Generator().manual_seed(1)
     maps = []
     for _ in range(2):
-        a = torch.linalg.qr(torch.randn(8, 128, 128, generator=generator, dtype=torch.float64))[0] * (1 + torch.rand(8, 1, 128,
-        generator=generator))
+        a = torch.linalg.qr(torch.randn(8, 128, 128, generator=generator, dtype=torch.float64))[0] * (
+            1 + torch.rand(8, 1, 128, generator=generator)
+        )
         maps.append(LinearMap(a.float(), torch.linalg.inv(a).float()))
     run(batch("int4", maps=LayerMaps(*maps)))
 

@@ -8,12 +8,12 @@ import torch
 
 pytest.importorskip("cuda.core")
 from quantkv import available_formats, get_format
-from quantkv.hopper import WRITTEN
-from quantkv.kernels.hopper import decode as hopper
-from quantkv.kernels.hopper import write
-from quantkv.kernels.hopper.nvrtc import compile_cubin
-from quantkv.kernels.hopper.records import ROWS, page_bytes
-from quantkv.kernels.hopper.sass import opcodes, step
+from quantkv.implementations.hopper import decode as hopper
+from quantkv.implementations.hopper import write
+from quantkv.implementations.hopper.calls import WRITTEN
+from quantkv.implementations.hopper.nvrtc import compile_cubin
+from quantkv.implementations.hopper.records import ROWS, page_bytes
+from quantkv.implementations.hopper.sass import opcodes, step
 
 # Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16 and
 # 32, of several. A few more than the compilers of CUDA 13.0 and 13.5 make.
@@ -139,7 +139,7 @@ def test_a_write_with_offsets_and_scales_compiles():
 
 def test_an_edit_of_one_kernel_leaves_the_others_cubin(tmp_path, monkeypatch):
     """A cubin is kept by the text of what its source includes, and by nothing else."""
-    from quantkv.kernels.hopper import nvrtc
+    from quantkv.implementations.hopper import nvrtc
 
     for path in nvrtc.SOURCE.glob("*.cu*"):
         (tmp_path / path.name).write_text(path.read_text())

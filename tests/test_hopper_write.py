@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format, hopper, ops
-from quantkv.kernels.hopper.write import CHUNK, Hadamard
+from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format, ops
+from quantkv.implementations.hopper import calls as hopper
+from quantkv.implementations.hopper.write import CHUNK, Hadamard
 from quantkv.maps import default_map, rht_signs
 from quantkv.testing import POISON, rows
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantkv import LayerMaps, LinearMap, available_formats, get_format, ops
-from quantkv.arguments import Segment, Side
+from quantkv.calls import Segment, Side
 from quantkv.testing import Batch, check, relative_error
 
 triton = pytest.importorskip("triton")
@@ -240,7 +240,7 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives():
 
 
 def test_splits_are_merged():
-    from quantkv import launch
+    from quantkv.implementations.triton import launch
 
     b = batch("tq4", ((1, 2), (300, 700)), num_kv_heads=1)
     out, lse = torch.empty_like(b.q), torch.empty(b.q.shape[:2], device=DEVICE)
@@ -316,7 +316,7 @@ def test_what_cannot_run_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match="words of 2 bytes"):
         ops.attend(b.q, side, side, "int8", **call, **TRITON)
     if DEVICE == "cpu":
-        monkeypatch.setattr("quantkv.launch.INTERPRETED", False)
+        monkeypatch.setattr("quantkv.implementations.triton.launch.INTERPRETED", False)
         with pytest.raises(ValueError, match=r"implementation='triton'.*need a GPU"):
             b.attend(**TRITON)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quantkv import PagedCache, get_format, ops
-from quantkv.arguments import Side
+from quantkv.calls import Side
 from quantkv.testing import Batch, check, relative_error
 
 pytest.importorskip("triton")
@@ -78,9 +78,16 @@ def test_layers_of_one_buffer_do_not_touch_each_other(name, implementation):
     assert relative_error(out, expected) <= 1e-2
 
 
-@pytest.mark.parametrize("name, k_range, v_range", [("int8", (0, 0.02), (0, 0.02)), ("fp8_token", (0, 0.005), (0, 0.005)),
-                                                    ("tq_k8v4", (0, 0.05), (0, 0.2)), ("tq4", (0, 0.1), (0, 0.2)),
-                                                    ("int4", (0.5, 0.7), (0.5, 0.7))])
+@pytest.mark.parametrize(
+    "name, k_range, v_range",
+    [
+        ("int8", (0, 0.02), (0, 0.02)),
+        ("fp8_token", (0, 0.005), (0, 0.005)),
+        ("tq_k8v4", (0, 0.05), (0, 0.2)),
+        ("tq4", (0, 0.1), (0, 0.2)),
+        ("int4", (0.5, 0.7), (0.5, 0.7)),
+    ],
+)
 def test_rows_on_one_side_of_zero(name, k_range, v_range):
     """An integer zero point of 0 to 15 saturates on rows that lie wholly on one side of zero, which is what a spike in channel 0
     becomes when it is rotated: int4's known limit (DESIGN.md). A row's minimum as a float, and a scale alone, do not."""

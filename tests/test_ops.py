@@ -50,15 +50,7 @@ def test_compiles_into_one_graph(name):
     for i in range(3):
         key, value = torch.randn(2, 2, 2, 64, device=DEVICE).bfloat16()
         q = torch.randn(2, 4, 64, device=DEVICE).bfloat16()
-        arguments = (
-            key,
-            value,
-            q,
-            torch.tensor([i, 64 + i], device=DEVICE),
-            torch.full((2,), i + 1, device=DEVICE),
-            table,
-            starts,
-        )
+        arguments = (key, value, q, torch.tensor([i, 64 + i], device=DEVICE), torch.full((2,), i + 1, device=DEVICE), table, starts)
         (out, lse), (expected, expected_lse) = step(compiled, *arguments), decode_step(eager, *arguments)
         assert torch.equal(out, expected)
         assert torch.equal(lse, expected_lse)
@@ -72,13 +64,7 @@ def test_captured_graph_with_other_lengths_and_several_queries(name):
     b = Batch.make(name, (4, 4), (900, 70), device=DEVICE, dtype=torch.bfloat16)
     lens, slots = b.seq_lens.clone(), b.slots[:8].clone()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    call = {
-        "block_table": b.block_table,
-        "seq_lens": lens,
-        "cu_seqlens_q": b.cu_seqlens_q,
-        "max_query_len": 4,
-        "return_lse": True,
-    }
+    call = {"block_table": b.block_table, "seq_lens": lens, "cu_seqlens_q": b.cu_seqlens_q, "max_query_len": 4, "return_lse": True}
 
     def step():
         b.cache.write(b.key[:8], b.value[:8], slots)

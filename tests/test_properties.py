@@ -17,22 +17,11 @@ def batches(draw):
     sizes = [64, 128] if fmt.k.power_of_two else [48, 64, 80, 96]
     sizes_v = [64, 128] if fmt.v.power_of_two else [48, 64, 80, 96]
     spec = fmt.cache_spec(
-        draw(st.integers(1, 3)),
-        draw(st.sampled_from(sizes)),
-        draw(st.sampled_from(sizes_v)),
-        draw(st.sampled_from([8, 16, 32])),
+        draw(st.integers(1, 3)), draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes_v)), draw(st.sampled_from([8, 16, 32]))
     )
     lens = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     queries = [draw(st.integers(0, min(n, 4))) for n in lens]
-    return (
-        spec,
-        lens,
-        queries,
-        draw(st.integers(1, 4)),
-        draw(st.sampled_from(DTYPES)),
-        draw(st.integers(0, 2**16)),
-        draw(st.booleans()),
-    )
+    return (spec, lens, queries, draw(st.integers(1, 4)), draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2**16)), draw(st.booleans()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,10 +35,7 @@ def test_attend_is_softmax_over_the_dequantized_rows(batch):
     order = torch.randperm(cache.num_blocks, generator=g)
     table = torch.stack([torch.nn.functional.pad(p, (0, max(pages) - len(p))) for p in order[: sum(pages)].split(pages)])
     slots = torch.cat(
-        [
-            table[s, torch.arange(n) // spec.block_size] * spec.block_size + torch.arange(n) % spec.block_size
-            for s, n in enumerate(lens)
-        ]
+        [table[s, torch.arange(n) // spec.block_size] * spec.block_size + torch.arange(n) % spec.block_size for s, n in enumerate(lens)]
     )
 
     def tensor(n, heads, d):
@@ -70,9 +56,7 @@ def test_attend_is_softmax_over_the_dequantized_rows(batch):
         mask = torch.arange(n) <= torch.arange(n - queries[s], n)[:, None]
         mine = slice(int(cu[s]), int(cu[s + 1]))
         want = torch.nn.functional.scaled_dot_product_attention(
-            *(t.transpose(0, 1).double() for t in (q[mine], k[start : start + n], v[start : start + n])),
-            attn_mask=mask,
-            enable_gqa=True,
+            *(t.transpose(0, 1).double() for t in (q[mine], k[start : start + n], v[start : start + n])), attn_mask=mask, enable_gqa=True
         )
         rounding = torch.finfo(dtype).eps / 2 + 1e-5  # of the output to q's dtype, and of float32 inside
         assert (out[mine].double() - want.transpose(0, 1)).norm() <= rounding * want.norm() + 1e-30

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-codecs = pytest.importorskip("quantkv.kernels.codecs")
+codecs = pytest.importorskip("quantkv.implementations.triton.kernels.codecs")
 
 from quantkv.formats.turboquant import centroids  # noqa: E402
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from oracle import attention
-from quantkv import AttentionOptions, PagedCache, get_format, plan, reference
+from quantkv import AttentionOptions, PagedCache, get_format
+from quantkv.implementations import reference
+from quantkv.implementations.reference import plan
 from quantkv.maps import LayerMaps, LinearMap
 
 HK, GROUP, D = 2, 3, 16
@@ -159,9 +161,7 @@ def test_offset_is_what_dequantize_adds():
     """Every key comes back within half a step of its residual's own int8 grid."""
     offset = 3 * torch.randn(3, HK, D, generator=torch.Generator().manual_seed(5))
     eye = torch.eye(D).expand(HK, D, D).contiguous()
-    cache, _, _, (slots, positions) = make(
-        "int8", d_v=D, maps=LayerMaps(LinearMap(eye, eye, offset)), keys=(150,), queries=(1,)
-    )
+    cache, _, _, (slots, positions) = make("int8", d_v=D, maps=LayerMaps(LinearMap(eye, eye, offset)), keys=(150,), queries=(1,))
     keys, _ = cache.dequantize(slots, positions)
     plain, _, _, (slots, _) = make("fp32", d_v=D, keys=(150,), queries=(1,))
     exact, _ = plain.dequantize(slots)
@@ -207,10 +207,7 @@ def test_merge_of_disjoint_keys():
     whole, whole_lse = cache.attend(q, **batch, return_lse=True)
     lens = batch["seq_lens"]
     cut = lens // 3
-    parts = [
-        cache.attend(q, **batch, key_range=torch.stack(r, 1), return_lse=True)
-        for r in ((torch.zeros_like(cut), cut), (cut, lens))
-    ]
+    parts = [cache.attend(q, **batch, key_range=torch.stack(r, 1), return_lse=True) for r in ((torch.zeros_like(cut), cut), (cut, lens))]
     out, lse = reference.merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
     assert close(out, whole) and torch.allclose(lse, whole_lse, atol=1e-5)
 

@@ -9,17 +9,20 @@ from transformers import DynamicCache  # noqa: E402
 
 from quantkv import available_formats, get_format  # noqa: E402
 from quantkv.integrations.sequences import Kind, Sequences  # noqa: E402
-from quantkv.integrations.transformers import (  # noqa: E402
-    QuantizedCache,
-    QuantizedLayer,
-    quantkv_attention,
-    quantkv_mask,
-    use_quantkv_attention,
-)
+from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
 
 VOCABULARY = 128
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
 MODELS = {  # each for one thing
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),  # bias in q, k, v
@@ -63,8 +66,13 @@ def logits(model, cache, ids, mask, cuts):
     """Logits of every token, run in pieces that start at `cuts`."""
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     ends = [*cuts[1:], ids.shape[1]]
-    return torch.cat([model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=cache).logits
-                      for a, b in zip(cuts, ends)], 1)
+    return torch.cat(
+        [
+            model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=cache).logits
+            for a, b in zip(cuts, ends)
+        ],
+        1,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,8 +103,9 @@ def test_generate_equals_dynamic_cache(name, options):
     def generate(cache):
         if "prompt_lookup_num_tokens" in options:
             cache.activate_past_recording()
-        return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=64, min_new_tokens=64, do_sample=False,
-                              **options)
+        return model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=64, min_new_tokens=64, do_sample=False, **options
+        )
 
     expected = generate(DynamicCache(config=model.config))
     use_quantkv_attention(model)
@@ -340,13 +349,16 @@ def test_padding_after_tokens(llama):
     refused(ValueError, "on the left", model, ids, attention_mask=mask, past_key_values=QuantizedCache(model.config))
 
 
-@pytest.mark.parametrize("config, match", [
-    (lambda: transformers.T5Config(), "encoder-decoder"),
-    (lambda: transformers.MambaConfig(), "layer_types|MambaConfig"),
-    (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
-    (lambda: transformers.Gemma3nTextConfig(), "share keys and values"),
-    (lambda: transformers.DeepseekV3Config(), "kv_lora_rank"),
-])
+@pytest.mark.parametrize(
+    "config, match",
+    [
+        (lambda: transformers.T5Config(), "encoder-decoder"),
+        (lambda: transformers.MambaConfig(), "layer_types|MambaConfig"),
+        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
+        (lambda: transformers.Gemma3nTextConfig(), "share keys and values"),
+        (lambda: transformers.DeepseekV3Config(), "kv_lora_rank"),
+    ],
+)
 def test_models_without_plain_attention_are_refused(config, match):
     with pytest.raises(NotImplementedError, match=match):
         QuantizedCache(config())
@@ -389,14 +401,26 @@ def smollm2():
 def test_a_real_model_generates_the_same_tokens(smollm2, batch, options):
     """64 greedy tokens over format none and over DynamicCache: alone, in a left-padded batch, with beams."""
     model, tokenizer = smollm2
-    texts = ["The capital of France is", "Once upon a time, in a small village by the sea, there lived",
-             "def fibonacci(n):", "Water boils at"][:batch]
+    texts = [
+        "The capital of France is",
+        "Once upon a time, in a small village by the sea, there lived",
+        "def fibonacci(n):",
+        "Water boils at",
+    ][:batch]
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     results = []
-    for attention, make in (("sdpa", lambda: DynamicCache(config=model.config)),
-                            ("quantkv", lambda: QuantizedCache(model.config, "none"))):
+    for attention, make in (("sdpa", lambda: DynamicCache(config=model.config)), ("quantkv", lambda: QuantizedCache(model.config, "none"))):
         model.set_attn_implementation(attention)
-        results.append(model.generate(**inputs, past_key_values=make(), max_new_tokens=64, min_new_tokens=64, do_sample=False,
-                                      pad_token_id=tokenizer.pad_token_id, **options))
+        results.append(
+            model.generate(
+                **inputs,
+                past_key_values=make(),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                **options,
+            )
+        )
     assert torch.equal(*results)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quantkv import Codec, Format, RowLayout, register
-from quantkv.kernels.views import DeviceCodec
+from quantkv.implementations.triton.kernels.views import DeviceCodec
 
 
 def encode(y):

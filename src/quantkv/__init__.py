@@ -16,7 +16,7 @@ _HOME = {
     "register": "format",
     "available_formats": "formats",
     "get_format": "formats",
-    "AttentionOptions": "arguments",
+    "AttentionOptions": "calls",
     "LayerMaps": "maps",
     "LinearMap": "maps",
     "PagedCache": "cache",

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from . import checks, ops, reference
-from .arguments import AttentionOptions, Memo, Side
+from . import checks, ops
+from .calls import AttentionOptions, Memo, Side
 from .format import Codec
 from .formats import get_format
+from .implementations import reference
 from .maps import LayerMaps
 from .spec import CacheSpec
 
@@ -200,8 +201,9 @@ class PagedCache:
         window = opts.window if opts.prefix_ranges is None else 0
         oldest = [length - count - window - begin if window else 0 for length, count, begin in zip(lengths, counts, begins)]
         for row, first, last in zip(block_table, oldest, pages):
-            checks.in_range("block_table", row[max(first, 0) // size : max(last, 0)], 0, self.num_blocks,
-                            f" (the cache has {self.num_blocks} pages)")
+            checks.in_range(
+                "block_table", row[max(first, 0) // size : max(last, 0)], 0, self.num_blocks, f" (the cache has {self.num_blocks} pages)"
+            )
 
     def dequantize(
         self, slots: torch.Tensor, positions: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -267,9 +269,7 @@ class PagedCache:
             if header.get(field) != expected:
                 checks.refuse(f"{os.fspath(path)}: {field}", header.get(field), f"this cache needs {expected}")
         if stored is None or stored.dtype != torch.uint8 or stored.shape[1:] != self.buffer.shape[1:]:
-            checks.refuse(
-                "path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed"
-            )
+            checks.refuse("path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed")
         index = torch.arange(stored.shape[0]) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
         if index.shape[0] != stored.shape[0]:
             checks.refuse("pages", index.shape[0], f"the file holds {stored.shape[0]} pages")

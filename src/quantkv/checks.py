@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import AttentionOptions
+from .calls import AttentionOptions
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -14,9 +14,7 @@ def refuse(argument: str, value: object, allowed: str) -> None:
     raise ValueError(f"{argument}={value}: {allowed}")
 
 
-def tensor(
-    argument: str, t: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
+def tensor(argument: str, t: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     """Check type, shape (None: any size), dtype and device."""
     if not isinstance(t, torch.Tensor):
         refuse(argument, type(t).__name__, "a tensor is needed")
@@ -58,9 +56,7 @@ def options(o: AttentionOptions, num_seqs: int, num_heads: int, device: torch.de
     if o.chunk_lookback < -1:
         refuse("chunk_lookback", o.chunk_lookback, "-1 (none) or more is needed")
     if o.chunk_lookback >= 0 and o.window < o.chunk_lookback + 1:
-        refuse(
-            "window", o.window, f"chunk_lookback={o.chunk_lookback} needs a window of at least {o.chunk_lookback + 1} tokens"
-        )
+        refuse("window", o.window, f"chunk_lookback={o.chunk_lookback} needs a window of at least {o.chunk_lookback + 1} tokens")
     if o.alibi_sqrt and o.alibi_slopes is None:
         refuse("alibi_sqrt", True, "alibi_slopes are needed with it")
     if o.output_scale is not None and not o.output_scale > 0:

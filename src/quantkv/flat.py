@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .arguments import AttentionOptions, Segment, Side
+from .calls import AttentionOptions, Segment, Side
 from .format import Format, get_format
 from .maps import LayerMaps
 

@@ -104,9 +104,7 @@ class LinearMap:
             if t is not None and (t.ndim != ndim or t.dtype != torch.float32):
                 raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed")
         if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
-            raise ValueError(
-                f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]"
-            )
+            raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
         if self.operands is None:
             object.__setattr__(self, "operands", self._operands())
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from . import checks, reference
-from .arguments import AttentionOptions, Memo, Segment, Side
+from . import checks
+from .calls import AttentionOptions, Memo, Segment, Side
 from .flat import OPTION_TENSORS, flatten_cache, flatten_options, flatten_segments, unflatten_cache, unflatten_segments
 from .format import Format, get_format
+from .implementations import reference
 from .maps import LayerMaps
 
 IMPLEMENTATIONS = ("auto", "hopper", "dense", "triton", "reference")
@@ -32,9 +33,18 @@ def choose(implementation: str, device: torch.device) -> str:
     return implementation
 
 
-def resolve(implementation: str, q: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
-            seq_lens: torch.Tensor, options: AttentionOptions = AttentionOptions(), max_query_len: int | None = None,
-            batch_invariant: bool = False) -> tuple[str, dict[str, str]]:
+def resolve(
+    implementation: str,
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    out: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    options: AttentionOptions = AttentionOptions(),
+    max_query_len: int | None = None,
+    batch_invariant: bool = False,
+) -> tuple[str, dict[str, str]]:
     """The implementation that serves a call of attend, and why each one that was tried before it does not: the one place that chooses.
 
     On a GPU "auto" tries the Hopper decode kernel, then dense attention over a dequantized scratch, then takes the Triton kernel,
@@ -43,7 +53,8 @@ def resolve(implementation: str, q: torch.Tensor, segments: Sequence[Segment], o
     chosen = choose(implementation, q.device)
     if chosen in ("triton", "reference"):
         return chosen, {}
-    from . import hopper, prefill
+    from .implementations.dense import attend as prefill
+    from .implementations.hopper import calls as hopper
 
     def dense() -> str | None:
         s = segments[0]
@@ -54,8 +65,16 @@ def resolve(implementation: str, q: torch.Tensor, segments: Sequence[Segment], o
         return prefill.refusal(q, s.v, s.fmt, seq_lens.shape[0], options, batch_invariant)
 
     rules = {
-        "hopper": lambda: hopper.refusal(q, segments, out, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, options=options,
-                                         max_query_len=max_query_len, batch_invariant=batch_invariant),
+        "hopper": lambda: hopper.refusal(
+            q,
+            segments,
+            out,
+            seq_lens=seq_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            options=options,
+            max_query_len=max_query_len,
+            batch_invariant=batch_invariant,
+        ),
         "dense": dense,
     }
     refusals = {}
@@ -70,7 +89,7 @@ def resolve(implementation: str, q: torch.Tensor, segments: Sequence[Segment], o
 
 
 def _interpreted() -> bool:
-    from . import launch
+    from .implementations.triton import launch
 
     return launch.INTERPRETED
 
@@ -104,9 +123,7 @@ def write(
     if torch.compiler.is_compiling():
         tensors, factors = ([], []) if maps is None else maps.flatten()
         fmt = get_format(fmt, key.dtype)
-        _write_op(
-            *flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation
-        )
+        _write_op(*flatten_cache(k, v), key, value, slot_mapping, positions, tensors, factors, fmt.name, [k.scale, v.scale], implementation)
     else:
         _write(key, value, k, v, get_format(fmt, key.dtype), slot_mapping, maps, positions, implementation, memo)
 
@@ -115,7 +132,7 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation,
     if maps is None:
         maps = LayerMaps.of(fmt, key.shape[2], value.shape[2], key.device)
     if implementation in ("auto", "hopper"):
-        from . import hopper
+        from .implementations.hopper import calls as hopper
 
         reason = hopper.write(key, value, k, v, fmt, slot_mapping, maps, positions)
         if reason is None:
@@ -125,7 +142,7 @@ def _write(key, value, k, v, fmt, slot_mapping, maps, positions, implementation,
     if implementation == "reference":
         reference.write(key, value, k, v, fmt, slot_mapping, maps, positions, memo)
     else:
-        from . import launch
+        from .implementations.triton import launch
 
         with torch.cuda.device_of(key):  # Triton launches on the current device
             launch.write(key, value, k, v, fmt, slot_mapping, maps, positions)
@@ -224,8 +241,9 @@ def attend_segments(
         _check_segments(segments)
     compiling = torch.compiler.is_compiling()
     if out is None and implementation == "reference" and not compiling:
-        result, lse = reference.attend_segments(q, segments, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale,
-                                                options=options, memo=memo, return_lse=return_lse)
+        result, lse = reference.attend_segments(
+            q, segments, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale, options=options, memo=memo, return_lse=return_lse
+        )
         return result if options.output_scale is not None else result.to(q.dtype), lse
     shape = (*q.shape[:2], segments[0].fmt.v.head_size(segments[0].v.codes))
     if out is None:
@@ -264,16 +282,16 @@ def _attend(out, lse, q, segments, cu_seqlens_q, seq_lens, scale, options, max_q
         for target, result in zip((out, lse), results):
             target.copy_(result)
     elif implementation == "hopper":
-        from . import hopper
+        from .implementations.hopper import calls as hopper
 
         hopper.attend(q, segments[0], out, lse, **lengths, scale=scale, options=options, max_query_len=max_query_len)
     elif implementation == "dense":
-        from . import prefill
+        from .implementations.dense import attend as prefill
 
         s = segments[0]
         lse.copy_(prefill.attend(q, s.k, s.v, s.fmt, **lengths, block_table=s.block_table, scale=scale, maps=s.maps, out=out)[1])
     else:
-        from . import launch
+        from .implementations.triton import launch
 
         with torch.cuda.device_of(q):
             launch.attend(q, segments, out, lse, **lengths, scale=scale, **how)

@@ -72,7 +72,7 @@ class PageTable:
 
     def holds(self, i: int, position: int) -> bool:
         """Whether sequence i still has everything from `position` on."""
-        return self.RELEASED not in self.rows[i][position // self.block_size:]
+        return self.RELEASED not in self.rows[i][position // self.block_size :]
 
     def _take(self) -> int:
         if self._free:

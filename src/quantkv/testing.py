@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import reference
-from .arguments import AttentionOptions
 from .cache import PagedCache
+from .calls import AttentionOptions, Side
 from .formats import get_format
+from .implementations import reference
 from .maps import LayerMaps
 
 POISON = 0xFF  # NaN in every float format
@@ -91,19 +91,14 @@ class Batch:
     def attend(self, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
         """`PagedCache.attend` over the batch, log-sum-exp included."""
         return self.cache.attend(
-            self.q,
-            block_table=self.block_table,
-            seq_lens=self.seq_lens,
-            cu_seqlens_q=self.cu_seqlens_q,
-            return_lse=True,
-            **arguments,
+            self.q, block_table=self.block_table, seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q, return_lse=True, **arguments
         )
 
     def oracle(self, dtype: torch.dtype = torch.float64, **options) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the *dequantized* cache in `dtype`, on the CPU: out and log-sum-exp. So no quantization error can hide
         a kernel's."""
         c = self.cache
-        sides = [reference.Side(s.codes.cpu(), None if s.meta is None else s.meta.cpu(), s.scale) for s in (c.k, c.v)]
+        sides = [Side(s.codes.cpu(), None if s.meta is None else s.meta.cpu(), s.scale) for s in (c.k, c.v)]
         maps = LayerMaps(*(m if m is None else m.to("cpu") for m in (c.maps.k, c.maps.v)))
         options = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
         return reference.attend(

@@ -25,7 +25,7 @@ class NoisyCache(DynamicCache):
         super().__init__(config=model.config)
         config = model.config
         self.spec = quantkv.get_format(name).cache_spec(config.num_key_value_heads, config.head_dim)
-        self.noise = 0.0 if name == "fp32" else 2.0 ** -self.spec.bits_per_element
+        self.noise = 0.0 if name == "fp32" else 2.0**-self.spec.bits_per_element
         self.random = torch.Generator().manual_seed(0)
         self.specs = [self.spec] * config.num_hidden_layers
         self.nbytes = 0
@@ -54,8 +54,23 @@ def text_file(tmp_path):
 
 def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_path):
     files = tmp_path / "out.json", tmp_path / "out.svg"
-    code, out, err = run("eval", "--model", model_dir, "--text", text_file, "--formats", "int4,fp32,int8",
-                         "--context", 64, "--tokens", 150, "--json", files[0], "--plot", files[1])
+    code, out, err = run(
+        "eval",
+        "--model",
+        model_dir,
+        "--text",
+        text_file,
+        "--formats",
+        "int4,fp32,int8",
+        "--context",
+        64,
+        "--tokens",
+        150,
+        "--json",
+        files[0],
+        "--plot",
+        files[1],
+    )
     assert code == 0, err
     assert all(word in out for word in ("int4", "int8", "fp32", "exact", "128 tokens in contexts of 64", model_dir.name))
     values = json.loads(files[0].read_text())
@@ -63,8 +78,18 @@ def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_p
     assert (values["context"], values["tokens"], values["text"]) == (64, 128, "text.txt")
     assert [f["format"] for f in values["formats"]] == ["fp32", "int8", "int4"]  # largest first
     exact, int8, int4 = values["formats"]
-    assert set(int8) == {"format", "bits_per_element", "bytes_per_token", "compression", "cache_bytes", "perplexity",
-                         "perplexity_change", "kl", "same_top1", "seconds"}
+    assert set(int8) == {
+        "format",
+        "bits_per_element",
+        "bytes_per_token",
+        "compression",
+        "cache_bytes",
+        "perplexity",
+        "perplexity_change",
+        "kl",
+        "same_top1",
+        "seconds",
+    }
     assert abs(exact["kl"]) < 1e-6 and exact["same_top1"] == 100
     assert exact["perplexity"] == pytest.approx(values["reference"]["perplexity"], rel=1e-5)
     assert exact["kl"] < int8["kl"] < int4["kl"]
@@ -100,7 +125,7 @@ def test_png_and_labels_that_do_not_overlap(tmp_path, monkeypatch):
     for i, name in enumerate(quantkv.available_formats()):
         spec = quantkv.get_format(name).cache_spec(3, 64)
         r = eval_module.FormatResult(name, spec.bits_per_element, 30 * spec.bytes_per_token, spec.compression)
-        r.comparison = eval_module.Comparison(100, 99, 300.0 + i, 300.0, 100 * 2.0 ** -spec.bits_per_element, 90)
+        r.comparison = eval_module.Comparison(100, 99, 300.0 + i, 300.0, 100 * 2.0**-spec.bits_per_element, 90)
         formats.append(r)
     broken = eval_module.FormatResult("broken", 4.0, 6000.0, 4.0)
     broken.comparison = eval_module.Comparison(100, 99, math.nan, 300.0, math.nan, 90)
@@ -128,7 +153,8 @@ def test_front_is_what_nothing_beats():
         r = eval_module.FormatResult(name, bytes_per_token=size)
         r.comparison.predictions, r.comparison.divergence = 1, kl
         return r
-    formats = [result("a", 4, .1), result("b", 4, .2), result("c", 2, .5), result("d", 3, .6)]
+
+    formats = [result("a", 4, 0.1), result("b", 4, 0.2), result("c", 2, 0.5), result("d", 3, 0.6)]
     assert [r.format for r in plot.front(formats)] == ["a", "c"]
 
 
@@ -142,8 +168,7 @@ def test_generate_compare(run, noisy, model_dir):
     assert "int2 leaves the exact cache's text at token" in out and "instead of" in out
 
 
-@pytest.mark.parametrize("a, b, index", [
-    ([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([0], [4, 5], 0), ([], [], None)])
+@pytest.mark.parametrize("a, b, index", [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([0], [4, 5], 0), ([], [], None)])
 def test_leaves_at(a, b, index):
     assert generate.leaves_at(a, b) == index
 
@@ -155,14 +180,14 @@ def test_generation_ends_with_an_end_token(noisy, model_dir):
     loaded.model.generation_config.eos_token_id = [steps[2].token]
     ended, _ = generate.run(loaded.model, loaded.tokenizer, ids, None, 8, written.append)
     first = [s.token for s in steps].index(steps[2].token)
-    assert [s.token for s in ended] == [s.token for s in steps[:first + 1]]
+    assert [s.token for s in ended] == [s.token for s in steps[: first + 1]]
 
 
 def test_generate_is_transformers_greedy(noisy, model_dir):
     loaded = models.load(str(model_dir))
     ids = generate.encode(loaded.tokenizer, "Hello", raw=True)
     steps, _ = generate.run(loaded.model, loaded.tokenizer, ids, "fp32", 16, lambda text: None)
-    expected = loaded.model.generate(ids[None], max_new_tokens=16, do_sample=False)[0, len(ids):]
+    expected = loaded.model.generate(ids[None], max_new_tokens=16, do_sample=False)[0, len(ids) :]
     assert [s.token for s in steps] == expected.tolist()
 
 
@@ -175,22 +200,25 @@ def test_streamer_holds_back_half_a_character(model_dir):
     assert written == ["a", "\u20ac", "b"]
 
 
-@pytest.mark.parametrize("args, words", [
-    (["eval", "--formats", "int5"], ["int5", "--formats"]),
-    (["eval", "--formats", ","], ["--formats"]),
-    (["eval", "--plot", "x.pdf"], ["--plot", "x.pdf", ".png"]),
-    (["eval", "--json", "no/such/dir/x.json"], ["--json", "no such directory"]),
-    (["eval", "--tokens", "10", "--context", "100"], ["--tokens", "--context 100"]),
-    (["eval", "--context", "1"], ["--context"]),
-    (["eval", "--text", "no-such.txt"], ["no-such.txt"]),
-    (["eval", "--model", "/no/such/model"], ["/no/such/model"]),
-    (["eval", "--device", "nowhere"], ["--device", "nowhere"]),
-    (["eval", "--dtype", "int3"], ["--dtype", "int3", "float32"]),
-    (["eval", "--no-such-option"], ["--no-such-option"]),
-    (["generate"], ["PROMPT"]),
-    (["generate", "x", "--kv", "int4,int8"], ["--kv", "one name"]),
-    (["generate", "x", "--kv", "itn4"], ["--kv", "int4"]),
-])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["eval", "--formats", "int5"], ["int5", "--formats"]),
+        (["eval", "--formats", ","], ["--formats"]),
+        (["eval", "--plot", "x.pdf"], ["--plot", "x.pdf", ".png"]),
+        (["eval", "--json", "no/such/dir/x.json"], ["--json", "no such directory"]),
+        (["eval", "--tokens", "10", "--context", "100"], ["--tokens", "--context 100"]),
+        (["eval", "--context", "1"], ["--context"]),
+        (["eval", "--text", "no-such.txt"], ["no-such.txt"]),
+        (["eval", "--model", "/no/such/model"], ["/no/such/model"]),
+        (["eval", "--device", "nowhere"], ["--device", "nowhere"]),
+        (["eval", "--dtype", "int3"], ["--dtype", "int3", "float32"]),
+        (["eval", "--no-such-option"], ["--no-such-option"]),
+        (["generate"], ["PROMPT"]),
+        (["generate", "x", "--kv", "int4,int8"], ["--kv", "one name"]),
+        (["generate", "x", "--kv", "itn4"], ["--kv", "int4"]),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(run, args, words):
     code, out, err = run(*args)
     assert code == 2 and out == ""
@@ -205,6 +233,8 @@ def test_empty_text_is_named(run, model_dir, tmp_path):
 
 
 def test_help_imports_nothing_heavy():
-    code = ("import sys\nfrom quantkv.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass\n"
-            "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)")
+    code = (
+        "import sys\nfrom quantkv.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -28,6 +28,7 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, gguf, error):
     def fails(_, target):
         write_model(_, target)
         raise error
+
     with pytest.raises(type(error)):
         models.converted(gguf, convert=fails)
     assert folders(tmp_path) == []
@@ -53,6 +54,7 @@ def test_concurrent_first_runs_convert_once(tmp_path, gguf):
         calls.append(1)
         time.sleep(0.2)
         write_model(_, target)
+
     threads = [threading.Thread(target=lambda: found.append(models.converted(gguf, convert=slow))) for _ in range(3)]
     for t in threads:
         t.start()
@@ -85,11 +87,14 @@ def test_loads_a_directory(model_dir):
     assert loaded.tokenizer.decode(loaded.tokenizer("caf\u00e9")["input_ids"]) == "caf\u00e9"
 
 
-@pytest.mark.parametrize("config, reason", [
-    (None, "no config.json"),
-    ({"model_type": "no_such_model"}, "no_such_model"),
-    ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8, "state_size": 4}, ""),
-])
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (None, "no config.json"),
+        ({"model_type": "no_such_model"}, "no_such_model"),
+        ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8, "state_size": 4}, ""),
+    ],
+)
 def test_refuses_other_directories(tmp_path, config, reason):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))

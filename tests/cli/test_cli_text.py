@@ -7,10 +7,16 @@ def words(string, verbose=False):
     return {"input_ids": [len(word) for word in string.split()]}
 
 
-@pytest.mark.parametrize("content, reason", [
-    (b"", "empty"), (b" \n\t", "empty"), (b"ELF\0\1", "binary file .NUL at byte 3"),
-    (b"caf\xe9 au lait", "not UTF-8 .byte 0xe9 at 3"), ("pi\u00f1ata".encode()[:3], "not UTF-8"),
-])
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "empty"),
+        (b" \n\t", "empty"),
+        (b"ELF\0\1", "binary file .NUL at byte 3"),
+        (b"caf\xe9 au lait", "not UTF-8 .byte 0xe9 at 3"),
+        ("pi\u00f1ata".encode()[:3], "not UTF-8"),
+    ],
+)
 def test_refuses_what_is_no_text(tmp_path, content, reason):
     file = tmp_path / "a.txt"
     file.write_bytes(content)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import reference
-from ..arguments import AttentionOptions
 from ..cache import PagedCache
+from ..calls import AttentionOptions
 from ..formats import get_format
+from ..implementations import reference
 from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
 from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
@@ -95,7 +95,7 @@ def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: Rows
         call = lambda: reference.attend(problem.q, *sides, **batch, options=options, maps=cache.maps)[0]
         return Entry(call, rows, nbytes, False)
     if implementation == "dense":
-        from .. import prefill
+        from ..implementations.dense import attend as prefill
 
         lengths = [(s.Q, s.L)] * s.B  # as an engine knows them
         if why := prefill.refusal(problem.q, cache.v, fmt, s.B, options, lengths=lengths):
@@ -137,8 +137,7 @@ def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
     cache, rows = empty(problem, format_name)
     for part in problem.seen.split(FILLED_AT_ONCE):
         reference.write(
-            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps,
-            problem.positions[part],
+            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps, problem.positions[part]
         )
     return cache, rows
 

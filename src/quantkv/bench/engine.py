@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ..arguments import Side
+from ..calls import Side
 from ..formats import get_format
+from ..implementations.reference import dequantize
 from ..maps import LayerMaps, hadamard
-from ..reference import dequantize
 from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
 
@@ -109,10 +109,29 @@ def _per_token_head(problem: Problem, stores: str, peers: Path) -> Entry:
 
     def call():
         reader.unified_attention(
-            problem.q, *caches, out, problem.cu_seqlens_q, s.Q, problem.seq_lens, s.L, problem.scale, True, window,
-            problem.block_table, 0.0, None, one, one, seq_threshold_3D=most, num_par_softmax_segments=SEGMENTS,
-            softmax_segm_output=partial[0], softmax_segm_max=partial[1], softmax_segm_expsum=partial[2], kv_quant_mode=mode,
-            k_scale_cache=scales[0], v_scale_cache=scales[1],
+            problem.q,
+            *caches,
+            out,
+            problem.cu_seqlens_q,
+            s.Q,
+            problem.seq_lens,
+            s.L,
+            problem.scale,
+            True,
+            window,
+            problem.block_table,
+            0.0,
+            None,
+            one,
+            one,
+            seq_threshold_3D=most,
+            num_par_softmax_segments=SEGMENTS,
+            softmax_segm_output=partial[0],
+            softmax_segm_max=partial[1],
+            softmax_segm_expsum=partial[2],
+            kv_quant_mode=mode,
+            k_scale_cache=scales[0],
+            v_scale_cache=scales[1],
         )
         return out
 
@@ -158,6 +177,7 @@ def _turboquant(problem: Problem, stores: str, peers: Path) -> Entry:
         nbytes = s.N * s.HK * (4 * s.D + row_bytes)
         return Entry(lambda: write(problem.key, problem.value, problem.slots), rows, nbytes)
     _in_parts(problem, write)
-    call = lambda: decode(problem.q, cache, problem.block_table, problem.seq_lens, rotation, centroids, problem.scale, *sizes,
-                          c.norm_correction, rotation)
+    call = lambda: decode(
+        problem.q, cache, problem.block_table, problem.seq_lens, rotation, centroids, problem.scale, *sizes, c.norm_correction, rotation
+    )
     return Entry(call, rows, s.tokens_read * s.HK * row_bytes)

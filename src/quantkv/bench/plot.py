@@ -39,15 +39,28 @@ def draw(path: Path, result: Result) -> None:
     if result.ceiling_gbps:
         low, high = (f(r.nbytes for r in rows) / 1e6 for f in (min, max))
         edge = [low / 1.5, high * 1.5]
-        axes.plot(edge, [mb * 1e3 / result.ceiling_gbps for mb in edge], color=LINE, linewidth=1.2,
-                  label=f"floor: {result.ceiling_gbps:,.0f} GB/s")
+        axes.plot(
+            edge,
+            [mb * 1e3 / result.ceiling_gbps for mb in edge],
+            color=LINE,
+            linewidth=1.2,
+            label=f"floor: {result.ceiling_gbps:,.0f} GB/s",
+        )
     shapes = list(dict.fromkeys((r.kind, r.shape) for r in rows))
     marker = {shape: MARKERS[i % len(MARKERS)] for i, (_, shape) in enumerate(shapes)}
     formats = list(dict.fromkeys(r.stores for r in rows))
     colour = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(formats)}
     for r in sorted(rows, key=lambda r: r.ours):
-        axes.scatter(r.nbytes / 1e6, r.us, s=34, marker=marker[r.shape], linewidth=1.1, edgecolor=colour[r.stores],
-                     color=colour[r.stores] if r.ours else "white", zorder=4 if r.ours else 3)
+        axes.scatter(
+            r.nbytes / 1e6,
+            r.us,
+            s=34,
+            marker=marker[r.shape],
+            linewidth=1.1,
+            edgecolor=colour[r.stores],
+            color=colour[r.stores] if r.ours else "white",
+            zorder=4 if r.ours else 3,
+        )
     for kind, shape in shapes:
         axes.scatter([], [], s=34, marker=marker[shape], color=TEXT, label=f"{kind} {shape}")
     for name in formats:
@@ -78,8 +91,10 @@ def draw_growth(path: Path, result: Result) -> None:
         raise ValueError(f"{path}: no decode was timed")
     batch_length = max((s.L for s, _ in rows if s.B > 1), default=0)
     of_batch = [(s, r) for s, r in rows if s.L == batch_length]  # noqa: SIM300 (L is no constant)
-    panels = (("tokens of context, one sequence", "L", [(s, r) for s, r in rows if s.B == 1]),
-              (f"sequences of {batch_length:,} tokens", "B", of_batch))
+    panels = (
+        ("tokens of context, one sequence", "L", [(s, r) for s, r in rows if s.B == 1]),
+        (f"sequences of {batch_length:,} tokens", "B", of_batch),
+    )
     figure, both = plt.subplots(1, 2, figsize=(12, 5.5), dpi=160, layout="constrained", sharey=True)
     names = list(dict.fromkeys((r.name, r.stores) for _, r in rows))
     colours = {name: plt.get_cmap("tab10")(i % 10) for i, name in enumerate(names)}
@@ -90,8 +105,16 @@ def draw_growth(path: Path, result: Result) -> None:
         for name in names:
             line = sorted(((getattr(s, letter), r) for s, r in points if (r.name, r.stores) == name), key=lambda x: x[0])
             at = [x for x, _ in line]
-            axes.plot(at, [r.us for _, r in line], color=colours[name], marker="o", markersize=3, linewidth=1.2,
-                      label=" ".join(name), linestyle="-" if any(r.ours for _, r in line) else "--")
+            axes.plot(
+                at,
+                [r.us for _, r in line],
+                color=colours[name],
+                marker="o",
+                markersize=3,
+                linewidth=1.2,
+                label=" ".join(name),
+                linestyle="-" if any(r.ours for _, r in line) else "--",
+            )
             if line and line[0][1].ceiling_gbps:
                 axes.plot(at, [floor_us(r) for _, r in line], color=colours[name], linewidth=0.8, linestyle=":")
         ticks = sorted({getattr(s, letter) for s, _ in points})

@@ -28,9 +28,11 @@ def rivals(peers: Path | None = None) -> list[Contestant]:
         with suppress(Unavailable):  # it says so when it is prepared; first, because quantkv's prefill uses it where it is there
             load_flash3(peers)
     both = (("bf16", torch.bfloat16), ("fp8", FP8))
-    found = [_rival("SDPA", "bf16", _sdpa, torch.bfloat16, ("decode", "prefill")),
-             _rival("FlashAttention-2", "bf16", _flash2, torch.bfloat16, APPENDING),
-             _rival("FlashAttention-4", "bf16", _flash4, torch.bfloat16)]
+    found = [
+        _rival("SDPA", "bf16", _sdpa, torch.bfloat16, ("decode", "prefill")),
+        _rival("FlashAttention-2", "bf16", _flash2, torch.bfloat16, APPENDING),
+        _rival("FlashAttention-4", "bf16", _flash4, torch.bfloat16),
+    ]
     for stores, dtype in both:
         flash3 = (lambda p, d: _flash3_library(p, d, peers)) if peers else _flash3
         found.append(_rival("FlashAttention-3", stores, flash3, dtype, APPENDING if stores == "bf16" else ATTENTION))
@@ -103,8 +105,7 @@ def _flash2(problem: Problem, dtype: torch.dtype):
     s, lengths = problem.shape, _lengths(problem)
     q = problem.q.view(s.B, s.Q, s.HQ, s.D)
     call = lambda: attend(
-        q, cache_k, cache_v, **lengths, block_table=table, softmax_scale=problem.scale, causal=True,
-        window_size=_window(problem),
+        q, cache_k, cache_v, **lengths, block_table=table, softmax_scale=problem.scale, causal=True, window_size=_window(problem)
     ).flatten(0, 1)
     return call, f"page {page}"
 
@@ -115,8 +116,7 @@ def _flash3(problem: Problem, dtype: torch.dtype):
     s, lengths = problem.shape, _lengths(problem)
     q = problem.q.view(s.B, s.Q, s.HQ, s.D).to(dtype)
     call = lambda: attend(
-        q, cache_k, cache_v, **lengths, page_table=table, softmax_scale=problem.scale, causal=True,
-        window_size=_window(problem),
+        q, cache_k, cache_v, **lengths, page_table=table, softmax_scale=problem.scale, causal=True, window_size=_window(problem)
     ).flatten(0, 1)
     return call, ""
 
@@ -139,16 +139,52 @@ def load_flash3(peers: Path) -> None:
         library.unlink()
 
 
-def flash3_over_pages(q, k, v, out, *, cu_seqlens_q, seq_lens, block_table, scale, max_query_len, max_keys, window=(-1, -1),
-                      descale=None) -> None:
+def flash3_over_pages(
+    q, k, v, out, *, cu_seqlens_q, seq_lens, block_table, scale, max_query_len, max_keys, window=(-1, -1), descale=None
+) -> None:
     """What `load_flash3` brought, causal, into out. q, out: `[T, HQ, D]`. k, v: `[num_blocks, P, HK, D]`, any strides.
     descale: `[S, HK]`, of 8-bit rows."""
     # q k v | k_new v_new q_v | out | cu_seqlens q k k_new | seqused q k | max_seqlen q k | page table, kv_batch_idx, leftpad_k |
     # rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits (0: its own choice),
     # pack_gqa, sm margin, sinks, and a context-parallel world of one
     torch.ops._vllm_fa3_C.fwd(
-        q, k, v, None, None, None, out, cu_seqlens_q, None, None, None, seq_lens, max_query_len, max_keys, block_table, None, None,
-        None, None, None, descale, descale, descale, scale, True, *window, 0.0, True, None, 0, None, 0, None, 1, 0, None)
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        out,
+        cu_seqlens_q,
+        None,
+        None,
+        None,
+        seq_lens,
+        max_query_len,
+        max_keys,
+        block_table,
+        None,
+        None,
+        None,
+        None,
+        None,
+        descale,
+        descale,
+        descale,
+        scale,
+        True,
+        *window,
+        0.0,
+        True,
+        None,
+        0,
+        None,
+        0,
+        None,
+        1,
+        0,
+        None,
+    )
 
 
 def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
@@ -157,9 +193,16 @@ def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
     load_flash3(peers)
     k, v, table = problem.paged(dtype)
     s, q, out = problem.shape, problem.q.to(dtype), torch.empty_like(problem.q)
-    batch = {"cu_seqlens_q": problem.cu_seqlens_q, "seq_lens": problem.seq_lens, "block_table": table, "scale": problem.scale,
-             "max_query_len": s.Q, "max_keys": s.L, "window": _window(problem),
-             "descale": None if dtype != FP8 else torch.ones(s.B, s.HK, device=problem.device)}
+    batch = {
+        "cu_seqlens_q": problem.cu_seqlens_q,
+        "seq_lens": problem.seq_lens,
+        "block_table": table,
+        "scale": problem.scale,
+        "max_query_len": s.Q,
+        "max_keys": s.L,
+        "window": _window(problem),
+        "descale": None if dtype != FP8 else torch.ones(s.B, s.HK, device=problem.device),
+    }
 
     def call():
         flash3_over_pages(q, k, v, out, **batch)
@@ -189,8 +232,15 @@ def _flash4(problem: Problem, dtype: torch.dtype):
 
     def call():
         out = attend(
-            q, k, v, seqused_k=problem.seq_lens, page_table=table, softmax_scale=problem.scale, causal=True,
-            window_size=window, num_splits=0 if s.Q == 1 else 1,
+            q,
+            k,
+            v,
+            seqused_k=problem.seq_lens,
+            page_table=table,
+            softmax_scale=problem.scale,
+            causal=True,
+            window_size=window,
+            num_splits=0 if s.Q == 1 else 1,
         )
         return (out[0] if isinstance(out, tuple) else out).flatten(0, 1)
 
@@ -225,8 +275,9 @@ def _xqa(problem: Problem, dtype: torch.dtype):
     k, v, table = problem.paged(dtype)
     q = problem.q.view(s.B, 1, s.HQ, s.D)
     out = torch.empty_like(q)
-    workspace, semaphores = (torch.zeros(n, dtype=t, device=problem.device)
-                             for n, t in ((WORKSPACE_BYTES, torch.uint8), (8 << 20, torch.uint32)))
+    workspace, semaphores = (
+        torch.zeros(n, dtype=t, device=problem.device) for n, t in ((WORKSPACE_BYTES, torch.uint8), (8 << 20, torch.uint32))
+    )
     lengths = problem.seq_lens.view(s.B, 1).to(torch.uint32)
 
     def call():

@@ -25,19 +25,33 @@ def add_to(commands: typer.Typer) -> None:
 
 
 def bench_command(
-    shape: Annotated[str | None, typer.Option(
-        "--shape", metavar="B8xL32768,...", show_default="the shapes of the documentation",
-        help="B sequences of L tokens, Q queries each (1); or N tokens to write; both: a step. HQ, HK heads (32, 8), D head size (128), "
-             "P page (16), W window.")] = None,
-    kinds: Annotated[str, typer.Option("--kinds", metavar="A,B,...", help="Without --shape: which of them.")]
-    = "decode,verify,step,write,prefill",
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="B8xL32768,...",
+            show_default="the shapes of the documentation",
+            help="B sequences of L tokens, Q queries each (1); or N tokens to write; both: a step. HQ, HK heads (32, 8), "
+            "D head size (128), P page (16), W window.",
+        ),
+    ] = None,
+    kinds: Annotated[
+        str, typer.Option("--kinds", metavar="A,B,...", help="Without --shape: which of them.")
+    ] = "decode,verify,step,write,prefill",
     formats: Annotated[str, typer.Option("--formats", metavar="A,B,...", help="Formats of quantkv; K/V pairs two.")] = FORMATS,
-    implementations: Annotated[str | None, typer.Option(
-        "--implementations", metavar="A,B,...", show_default="all that run here",
-        help="Of quantkv: reference, triton, hopper, dense (prefill).")] = None,
+    implementations: Annotated[
+        str | None,
+        typer.Option(
+            "--implementations",
+            metavar="A,B,...",
+            show_default="all that run here",
+            help="Of quantkv: reference, triton, hopper, dense (prefill).",
+        ),
+    ] = None,
     rivals: Annotated[bool, typer.Option("--rivals/--no-rivals", help="Also what else can be imported.")] = True,
-    peers: Annotated[Path | None, typer.Option(
-        "--peers", metavar="DIR", help="fa3.xz and stub/: FlashAttention-3 and an engine's kernels, no packages.")] = None,
+    peers: Annotated[
+        Path | None, typer.Option("--peers", metavar="DIR", help="fa3.xz and stub/: FlashAttention-3 and an engine's kernels, no packages.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot time against bytes.")] = None,
     device: Annotated[str | None, typer.Option("--device", show_default="cuda if there is one, else cpu")] = None,
@@ -122,8 +136,9 @@ def _tables(result: Result) -> Iterable[Any]:
 
     for shape, rows in tables.grouped(result):
         kind = rows[0].kind
-        table = Table(title=f"{tables.TITLES[kind]}, {shape}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold",
-                      pad_edge=False)
+        table = Table(
+            title=f"{tables.TITLES[kind]}, {shape}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False
+        )
         for index, header in enumerate(tables.headers(kind)):
             table.add_column(header, justify="left" if index < 2 else "right", no_wrap=index != 2)
         for row in rows:

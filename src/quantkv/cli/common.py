@@ -13,8 +13,9 @@ def formats_of(names: str, argument: str = "--formats", single: bool = False) ->
         return list(quantkv.available_formats())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen or (single and len(chosen) > 1):
-        raise ValueError(f"{argument} {names!r}: {'one name' if single else 'at least one name'} is needed, "
-                         f"of {', '.join(quantkv.available_formats())}")
+        raise ValueError(
+            f"{argument} {names!r}: {'one name' if single else 'at least one name'} is needed, of {', '.join(quantkv.available_formats())}"
+        )
     for name in chosen:
         try:
             quantkv.get_format(name)

@@ -27,10 +27,18 @@ class FormatResult:
 
     def to_dict(self) -> dict[str, Any]:
         c = self.comparison
-        return {"format": self.format, "bits_per_element": self.bits_per_element,
-                "bytes_per_token": self.bytes_per_token, "compression": self.compression,
-                "cache_bytes": self.cache_bytes, "perplexity": c.perplexity, "perplexity_change": c.perplexity_change,
-                "kl": c.kl, "same_top1": c.top1, "seconds": self.seconds}
+        return {
+            "format": self.format,
+            "bits_per_element": self.bits_per_element,
+            "bytes_per_token": self.bytes_per_token,
+            "compression": self.compression,
+            "cache_bytes": self.cache_bytes,
+            "perplexity": c.perplexity,
+            "perplexity_change": c.perplexity_change,
+            "kl": c.kl,
+            "same_top1": c.top1,
+            "seconds": self.seconds,
+        }
 
 
 @dataclass
@@ -46,9 +54,13 @@ class Result:
     formats: list[FormatResult]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"context": self.context, "tokens": self.tokens, "chunk": self.chunk,
-                "reference": {"dtype": self.dtype, "perplexity": self.perplexity, "seconds": self.seconds},
-                "formats": [f.to_dict() for f in self.formats]}
+        return {
+            "context": self.context,
+            "tokens": self.tokens,
+            "chunk": self.chunk,
+            "reference": {"dtype": self.dtype, "perplexity": self.perplexity, "seconds": self.seconds},
+            "formats": [f.to_dict() for f in self.formats],
+        }
 
 
 @contextmanager
@@ -95,10 +107,16 @@ def measure(cache: Any, result: FormatResult) -> None:
 
 
 @torch.inference_mode()
-def evaluate(model: Any, contexts: torch.Tensor, formats: Sequence[str], *, chunk: int | None = None,
-             make_cache: Callable[[Any, str], Any] = quantized_cache,
-             attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
-             on_step: Callable[[str, int], None] = lambda name, step: None) -> Result:
+def evaluate(
+    model: Any,
+    contexts: torch.Tensor,
+    formats: Sequence[str],
+    *,
+    chunk: int | None = None,
+    make_cache: Callable[[Any, str], Any] = quantized_cache,
+    attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
+    on_step: Callable[[str, int], None] = lambda name, step: None,
+) -> Result:
     """Teacher-forced comparison of each format with the model's own unquantized attention.
 
     contexts: tokens `[N, context]` int64; each context starts with an empty cache.
@@ -126,8 +144,15 @@ def evaluate(model: Any, contexts: torch.Tensor, formats: Sequence[str], *, chun
         del exact
     on_step("", step)
     results.sort(key=lambda r: (-r.bytes_per_token, r.comparison.kl))
-    return Result(contexts.shape[1], contexts.numel(), chunk, str(model.dtype).removeprefix("torch."),
-                  results[0].comparison.reference_perplexity, exact_seconds, results)
+    return Result(
+        contexts.shape[1],
+        contexts.numel(),
+        chunk,
+        str(model.dtype).removeprefix("torch."),
+        results[0].comparison.reference_perplexity,
+        exact_seconds,
+        results,
+    )
 
 
 def _logits(model: Any, ids: torch.Tensor, cache: Any, chunk: int | None) -> tuple[torch.Tensor, float]:
@@ -136,8 +161,7 @@ def _logits(model: Any, ids: torch.Tensor, cache: Any, chunk: int | None) -> tup
     if cache is None:
         parts = [model(ids[None], use_cache=False).logits[0]]
     else:
-        parts = [model(part[None], past_key_values=cache, use_cache=True).logits[0]
-                 for part in ids.split(chunk or len(ids))]
+        parts = [model(part[None], past_key_values=cache, use_cache=True).logits[0] for part in ids.split(chunk or len(ids))]
     if ids.is_cuda:
         torch.cuda.synchronize(ids.device)
     return torch.cat(parts) if len(parts) > 1 else parts[0], time.perf_counter() - start

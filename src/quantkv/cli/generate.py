@@ -23,8 +23,7 @@ class Step:
 def encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
     """Tokens `[T]` of the prompt, as a user's turn where the tokenizer has a chat template, unless `raw`."""
     if not raw and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                             add_generation_prompt=True)
+        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(prompt)["input_ids"]
@@ -79,13 +78,20 @@ class Streamer:
     def _show(self, text: str, final: bool) -> None:
         stop = len(text) if final or not text.endswith("\N{REPLACEMENT CHARACTER}") else self.shown
         if stop > self.shown:
-            self.write(text[self.shown:stop])
+            self.write(text[self.shown : stop])
             self.shown = stop
 
 
-def run(model: Any, tokenizer: Any, ids: torch.Tensor, kv: str | None, max_new_tokens: int, write: Callable[[str], None],
-        make_cache: Callable[[Any, str], Any] = quantized_cache,
-        attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention) -> tuple[list[Step], Any]:
+def run(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    kv: str | None,
+    max_new_tokens: int,
+    write: Callable[[str], None],
+    make_cache: Callable[[Any, str], Any] = quantized_cache,
+    attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
+) -> tuple[list[Step], Any]:
     """Generate with the format `kv`, or the model's own cache if None, streaming text to `write`. Returns the cache too."""
     ends = end_tokens(model, tokenizer)
     streamer, steps = Streamer(tokenizer, write), []

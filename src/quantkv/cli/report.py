@@ -30,22 +30,35 @@ def kl_text(kl: float) -> str:
 
 def _row(r: FormatResult) -> list[str | Text]:
     c = r.comparison
-    return [r.format, f"{r.bits_per_element:.2f}", f"{r.bytes_per_token:,.0f}", f"{r.compression:.2f}",
-            f"{c.perplexity:.2f}", _change(c.perplexity_change), kl_text(c.kl), f"{c.top1:.1f}", f"{r.seconds:.1f}"]
+    return [
+        r.format,
+        f"{r.bits_per_element:.2f}",
+        f"{r.bytes_per_token:,.0f}",
+        f"{r.compression:.2f}",
+        f"{c.perplexity:.2f}",
+        _change(c.perplexity_change),
+        kl_text(c.kl),
+        f"{c.top1:.1f}",
+        f"{r.seconds:.1f}",
+    ]
 
 
 def table(result: Result, model: str, text: str) -> Table:
     """The formats, largest first, under the exact cache's own figures."""
-    table = Table(title=f"{model}, {text}: {result.tokens:,} tokens in contexts of {result.context:,}", box=box.SIMPLE_HEAD,
-                  caption="bytes: K and V of all layers; change, KL, top-1: against the exact cache",
-                  caption_justify="left", title_justify="left", title_style="bold", collapse_padding=True,
-                  pad_edge=False)
+    table = Table(
+        title=f"{model}, {text}: {result.tokens:,} tokens in contexts of {result.context:,}",
+        box=box.SIMPLE_HEAD,
+        caption="bytes: K and V of all layers; change, KL, top-1: against the exact cache",
+        caption_justify="left",
+        title_justify="left",
+        title_style="bold",
+        collapse_padding=True,
+        pad_edge=False,
+    )
     table.add_column("format", style="bold", no_wrap=True)
-    for header in ("bits a\nvalue", "bytes a\ntoken", "x\nsmaller", "per-\nplexity", "change\n%", "\nKL", "same\ntop-1 %",
-                   "\nseconds"):
+    for header in ("bits a\nvalue", "bytes a\ntoken", "x\nsmaller", "per-\nplexity", "change\n%", "\nKL", "same\ntop-1 %", "\nseconds"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_row("exact", "", "", "", f"{result.perplexity:.2f}", "", "", "", f"{result.seconds:.1f}",
-                  style="dim", end_section=True)
+    table.add_row("exact", "", "", "", f"{result.perplexity:.2f}", "", "", "", f"{result.seconds:.1f}", style="dim", end_section=True)
     for r in result.formats:
         table.add_row(*_row(r))
     return table
@@ -72,9 +85,13 @@ def write_json(path: Path, result: Result, model: str, text: str) -> None:
     import torch
     import transformers
 
-    values: dict[str, Any] = {"schema": 1, "model": model, "text": text, **result.to_dict(),
-                              "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                                           "transformers": transformers.__version__}}
+    values: dict[str, Any] = {
+        "schema": 1,
+        "model": model,
+        "text": text,
+        **result.to_dict(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+    }
     path.write_text(json.dumps(_plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -46,8 +46,7 @@ def docs() -> Text:
     """Python's own documentation, its topics in alphabetical order. It differs a little between versions of Python."""
     from pydoc_data.topics import topics
 
-    return Text(f"documentation of Python {platform.python_version()}",
-                "\n\n".join(topics[name] for name in sorted(topics)))
+    return Text(f"documentation of Python {platform.python_version()}", "\n\n".join(topics[name] for name in sorted(topics)))
 
 
 def read_file(path: Path, max_bytes: int | None = None) -> Text:
@@ -64,8 +63,9 @@ def read_file(path: Path, max_bytes: int | None = None) -> Text:
     try:
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=complete)
     except UnicodeDecodeError as error:
-        raise ValueError(f"--text {path}: not UTF-8 (byte 0x{data[error.start]:02x} at {error.start}); "
-                         "convert it, for example with iconv -t utf-8") from None
+        raise ValueError(
+            f"--text {path}: not UTF-8 (byte 0x{data[error.start]:02x} at {error.start}); convert it, for example with iconv -t utf-8"
+        ) from None
     if not text.strip():
         raise ValueError(f"--text {path}: the file is empty; a text of at least one context is needed")
     return Text(path.name, text)
@@ -89,6 +89,7 @@ def cut(text: Text, tokenizer: Any, context: int, num_tokens: int) -> torch.Tens
         raise ValueError(f"--tokens {num_tokens}: at least one context is needed (--context {context})")
     ids = tokenizer(text.text, verbose=False)["input_ids"][:num_tokens]
     if len(ids) < context:
-        raise ValueError(f"--text {text.name}: {len(ids)} tokens, fewer than one context (--context {context}); "
-                         "give a longer text or a shorter context")
-    return torch.tensor(ids[:len(ids) // context * context]).view(-1, context)
+        raise ValueError(
+            f"--text {text.name}: {len(ids)} tokens, fewer than one context (--context {context}); give a longer text or a shorter context"
+        )
+    return torch.tensor(ids[: len(ids) // context * context]).view(-1, context)

@@ -10,7 +10,7 @@ def shipped_codec(name: str) -> Callable[[], Any]:
     """For `Codec.device`: `name` in `kernels.codecs`, imported when it is first asked for."""
 
     def load() -> Any:
-        from ..kernels import codecs
+        from ..implementations.triton.kernels import codecs
 
         return getattr(codecs, name)
 

@@ -20,9 +20,7 @@ def _plain(name: str, dtype: torch.dtype) -> Codec:
     )
 
 
-BF16, FP16, FP32 = (
-    _plain(name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
-)
+BF16, FP16, FP32 = (_plain(name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)))
 register(Format("bf16", BF16, BF16, "as given"), "bfloat16")
 register(Format("fp16", FP16, FP16, "as given"), "float16", "half")
 register(Format("fp32", FP32, FP32, "as given"), "float32")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import Memo
+from ..calls import Memo
 from ..checks import refuse
 from ..page_table import PageTable
 
@@ -98,9 +98,9 @@ class Sequences:
         mask = mask.cpu()
         if mask.shape != (batch_size, self.seen + count):
             refuse("attention_mask.shape", tuple(mask.shape), f"{(batch_size, self.seen + count)} is needed")
-        if mask[:, :self.seen].sum(1).tolist() != self.table.lengths:
+        if mask[:, : self.seen].sum(1).tolist() != self.table.lengths:
             refuse("attention_mask", "changed", "tokens stored earlier are masked now, or padding became tokens")
-        new = mask[:, self.seen:]
+        new = mask[:, self.seen :]
         self.holes = self.holes or bool((mask[:, 1:] < mask[:, :-1]).any())
         if self.holes and self.kind.window:
             refuse("attention_mask", "padding after tokens", "layers with a window need padding on the left")
@@ -128,8 +128,10 @@ class Sequences:
         padding = [min(p, seen) for p in self.padding]
         lengths = [seen - p for p in padding]
         if not all(self.table.holds(i, self.kind.first_seen(n)) for i, n in enumerate(lengths)):
-            raise RuntimeError(f"crop: {count} tokens back, the sliding window needs pages that were given back; "
-                               "call cache.activate_past_recording() before the forward passes")
+            raise RuntimeError(
+                f"crop: {count} tokens back, the sliding window needs pages that were given back; "
+                "call cache.activate_past_recording() before the forward passes"
+            )
         self.table.truncate(lengths)
         self.seen, self.padding = seen, padding
         self._release()

@@ -52,8 +52,10 @@ class PendingStates(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func.__name__ == "__get__":  # shape, dtype, device and the like
             return super().__torch_function__(func, types, args, kwargs or {})
-        raise RuntimeError(f"{func.__name__}: a QuantizedCache is read by the attention implementation {ATTENTION!r} only, as the "
-                           "rows are in quantized pages; call quantkv.integrations.transformers.use_quantkv_attention(model)")
+        raise RuntimeError(
+            f"{func.__name__}: a QuantizedCache is read by the attention implementation {ATTENTION!r} only, as the "
+            "rows are in quantized pages; call quantkv.integrations.transformers.use_quantkv_attention(model)"
+        )
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -107,8 +109,16 @@ class QuantizedLayer(CacheLayerMixin):
             plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
             pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
             pages.write(key, value, step.slots, memo=step.memo)
-        out = pages.attend(q, block_table=step.block_table, seq_lens=step.seq_lens, cu_seqlens_q=step.cu_seqlens_q,
-                           max_query_len=count, memo=step.memo, **self.sequences.kind.options, **options)
+        out = pages.attend(
+            q,
+            block_table=step.block_table,
+            seq_lens=step.seq_lens,
+            cu_seqlens_q=step.cu_seqlens_q,
+            max_query_len=count,
+            memo=step.memo,
+            **self.sequences.kind.options,
+            **options,
+        )
         if step.rows is not None:
             out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
         return out.unflatten(0, (batch_size, count))
@@ -121,14 +131,16 @@ class QuantizedLayer(CacheLayerMixin):
         if self.seen == self.sequences.seen:
             self.sequences.begin(batch_size, count, mask)
         elif self.seen + count != self.sequences.seen:
-            raise RuntimeError(f"cache: this layer holds {self.seen} tokens, others {self.sequences.seen}; a forward pass that skipped "
-                               "layers or failed leaves a cache that must be reset")
+            raise RuntimeError(
+                f"cache: this layer holds {self.seen} tokens, others {self.sequences.seen}; a forward pass that skipped "
+                "layers or failed leaves a cache that must be reset"
+            )
         self.seen = self.sequences.seen
         needed, step = self.sequences.table.num_pages, self.sequences.step(key.device)
         if needed > self.pages.num_blocks:
             old = self.pages
             self.pages = _pages(old.spec, max(needed, int(old.num_blocks * GROWTH)), key.device)
-            self.pages.buffer[:old.num_blocks] = old.buffer
+            self.pages.buffer[: old.num_blocks] = old.buffer
         if step.copies is not None:
             self.pages.copy_pages(*step.copies)
         return key, value
@@ -170,8 +182,16 @@ class QuantizedCache(Cache):
         chunked attention, layers that share keys and values, latent attention, custom masks, gradients.
     """
 
-    def __init__(self, config: PreTrainedConfig, format: str | Format | Sequence[str | Format] = "int4", *, block_size: int = 16,
-                 dtype: torch.dtype | None = None, fresh_prefill: bool = False, num_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        format: str | Format | Sequence[str | Format] = "int4",
+        *,
+        block_size: int = 16,
+        dtype: torch.dtype | None = None,
+        fresh_prefill: bool = False,
+        num_tokens: int = 0,
+    ) -> None:
         kinds = _layer_kinds(config)
         formats = [format] * len(kinds) if isinstance(format, str | Format) else list(format)
         if len(formats) != len(kinds):
@@ -179,8 +199,9 @@ class QuantizedCache(Cache):
         for name in formats:
             get_format(name, dtype or torch.bfloat16)
         self.sequences = {kind: Sequences(kind, block_size) for kind in kinds}
-        super().__init__(layers=[QuantizedLayer(name, self.sequences[kind], dtype, fresh_prefill, num_tokens)
-                                 for name, kind in zip(formats, kinds)])
+        super().__init__(
+            layers=[QuantizedLayer(name, self.sequences[kind], dtype, fresh_prefill, num_tokens) for name, kind in zip(formats, kinds)]
+        )
 
     @property
     def specs(self) -> list[CacheSpec]:
@@ -199,8 +220,11 @@ class QuantizedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that hold tokens, over all layers."""
-        return sum(layer.pages.spec.nbytes(layer.sequences.table.used_pages) for layer in self.layers
-                   if layer.is_initialized and layer.sequences.table is not None)
+        return sum(
+            layer.pages.spec.nbytes(layer.sequences.table.used_pages)
+            for layer in self.layers
+            if layer.is_initialized and layer.sequences.table is not None
+        )
 
     @property
     def allocated_nbytes(self) -> int:
@@ -267,15 +291,27 @@ def _layer_kinds(config: PreTrainedConfig) -> list[Kind]:
     return [kinds[name] for name in types]
 
 
-def quantkv_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                      attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-                      sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
-                      is_causal: bool | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def quantkv_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """transformers' attention function over a `QuantizedCache`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights."""
     layer = getattr(key, "layer", None)
     if layer is None:
-        raise ValueError(f"past_key_values: attention implementation {ATTENTION!r} reads a QuantizedCache; pass "
-                         "past_key_values=quantkv.integrations.transformers.QuantizedCache(model.config)")
+        raise ValueError(
+            f"past_key_values: attention implementation {ATTENTION!r} reads a QuantizedCache; pass "
+            "past_key_values=quantkv.integrations.transformers.QuantizedCache(model.config)"
+        )
     if dropout:
         refuse("dropout", dropout, "a quantized cache is for inference")
     if torch.is_grad_enabled() and query.requires_grad:
@@ -292,8 +328,14 @@ def quantkv_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     return layer.attend(query, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux), None
 
 
-def quantkv_mask(q_length: int, q_offset: int, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool | None = None,
-                 use_vmap: bool = False, **kwargs: Any) -> torch.Tensor | None:
+def quantkv_mask(
+    q_length: int,
+    q_offset: int,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
     """transformers' mask function: the padding mask, bool `[S, q_offset + q_length]`, or None where nothing is padded.
 
     What else a mask could say is refused here; causality and windows the cache knows.
@@ -302,7 +344,7 @@ def quantkv_mask(q_length: int, q_offset: int, attention_mask: torch.Tensor | No
         raise NotImplementedError("mask: only causal attention with padding; no bidirectional, packed, blockwise or custom masks")
     if attention_mask is None:
         return None
-    attention_mask = attention_mask[:, :q_offset + q_length].bool()
+    attention_mask = attention_mask[:, : q_offset + q_length].bool()
     return None if bool(attention_mask.all()) else attention_mask
 
 

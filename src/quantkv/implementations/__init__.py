@@ -1,0 +1,1 @@
+"""What can serve a call of write or attend, by the names that users type: reference, triton, dense, hopper."""

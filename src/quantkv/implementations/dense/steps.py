@@ -1,0 +1,75 @@
+"""What happens around the dense kernel: queries mapped, pages dequantized, results over slices of keys merged."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...calls import Side
+from ...format import Format
+from ...maps import LayerMaps, LinearMap
+from .. import reference
+
+
+class Part(NamedTuple):
+    """Rows `[M, HQ, D]`, and their log-sum-exp `[M, HQ]` over the keys that they stand for."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+
+
+@lru_cache(maxsize=256)  # by identity: reading the norm waits for the device
+def gain(map_: LinearMap | None) -> float:
+    """The power of two nearest to the factor by which a map stretches rows. The scratch holds rows divided by it: an
+    unnormalised Hadamard matrix would carry fp16 rows out of range."""
+    stretch = 1.0 if map_ is None else float(map_.forward.square().sum(-1).mean().sqrt())
+    return 2.0 ** round(math.log2(stretch)) if 0 < stretch < math.inf else 1.0
+
+
+class TorchSteps:
+    """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, N, D]` of each.
+
+    back: rows are mapped back as they are gathered, in place of queries and outputs being mapped."""
+
+    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int, back: bool = False) -> None:
+        self.sides, self.codecs, self.row_maps = sides, (fmt.k, fmt.v), (maps.k, maps.v)
+        self.heads, self.back = heads, back
+        self.maps = (None, None) if back else self.row_maps  # of queries and outputs
+
+    def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
+        """`gain A^-T q`, in q's dtype, and `extra` rows of zeros."""
+        rows = q if self.maps[0] is None else self._map(self.maps[0].inverse.mT * gain(self.maps[0]), q).to(q.dtype)
+        return torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])]) if extra else rows
+
+    def gather(self, pages: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
+        """Keys and values first to first + count, mapped back or as they are and divided by the gain, into scratch; what is left of
+        it gets finite numbers. pages: the sequence's row of the block table."""
+        for side, codec, row_map, map_, target in zip(self.sides, self.codecs, self.row_maps, self.maps, scratch):
+            size = side.codes.shape[1]
+            position = torch.arange(first, first + count, device=pages.device)
+            slots = pages[position // size].long() * size + position % size
+            rows = reference.dequantize(side, codec, row_map if self.back else None, slots, position)
+            if map_ is not None and map_.offset is not None:
+                rows = rows + reference.apply_map(map_.forward, map_.offset_rows(position).expand_as(rows))
+            target[:, :count] = rows.transpose(0, 1) / gain(map_)
+            target[:, count:] = 0
+
+    def merge(self, a: Part, b: Part) -> Part:
+        """Attention over the union of two key sets."""
+        return Part(*reference.merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
+
+    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge with the last part (total: None where it is the only one), map back, store."""
+        rows, sums = last if total is None else self.merge(total, last)
+        map_ = self.maps[1]
+        out.copy_(rows if map_ is None else self._map(map_.inverse * gain(map_), rows))
+        lse.copy_(sums)
+
+    def _map(self, matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`matrix[h] @ rows[t, g]` for the query heads g of kv head h, in float32."""
+        if matrix.shape[0] > 1:
+            matrix = matrix.repeat_interleave(rows.shape[1] // self.heads, 0)
+        return reference.apply_map(matrix, rows.float())

@@ -1,0 +1,118 @@
+"""The steps around the dense kernel as launches of `kernels.py`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...calls import Side
+from ...format import Format
+from ...maps import LayerMaps
+from ..triton.kernels.views import Map, Rows
+from ..triton.launch import Target, pages, row_plan
+from .kernels import fold_kernel, gather_kernel
+from .steps import Part, TorchSteps, gain
+
+
+class TritonSteps(TorchSteps):
+    """As `TorchSteps`; the arithmetic is float32, products of mapped rows as exact as the GPU path's elsewhere."""
+
+    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int, back: bool = False) -> None:
+        super().__init__(sides, fmt, maps, heads, back)
+        self.gains = tuple(gain(m) for m in self.row_maps)
+        self.target = Target.of(sides[0].codes.device)
+
+    def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
+        if self.maps[0] is None:
+            return super().map_query(q, extra)
+        operands, out = self.maps[0].operands, q.new_empty(q.shape[0] + extra, *q.shape[1:])
+        self._fold(Part(q), None, Part(out), operands.query, operands.inverse_factor * self.gains[0])
+        out[q.shape[0] :].zero_()
+        return out
+
+    def gather(self, table: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
+        heads, room, _ = scratch[0].shape
+        sizes = [t.shape[2] for t in scratch]
+        views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
+        plans = [
+            row_plan(codec, size, map_, side.scale, view, self.target)
+            for codec, size, map_, side, view in zip(self.codecs, sizes, self.row_maps, self.sides, views)
+        ]
+        block = 64 if max(sizes) <= 128 else 32
+        gather_kernel[(triton.cdiv(room, block), heads, 2)](
+            *views,
+            *(self._row_map(i) for i in range(2)),
+            table,
+            *scratch,
+            first,
+            count,
+            room,
+            *(side.scale / gain for side, gain in zip(self.sides, self.gains)),
+            *(1.0 if m is None else m.operands.inverse_factor * gain for m, gain in zip(self.row_maps, self.gains)),
+            PAGE=self.sides[0].codes.shape[1],
+            BLOCK_N=block,
+            K=plans[0],
+            V=plans[1],
+            BACK=self.back,
+        )
+
+    def _row_map(self, side: int) -> Map:
+        """What `gather_kernel` does to a side's rows after it decoded them."""
+        map_ = self.row_maps[side]
+        if map_ is None:
+            return Map()
+        inverse, offset = map_.operands.output, map_.offset
+        if not self.back:
+            inverse, offset = None, None if offset is None else map_.operands.mapped_offset / self.gains[side]
+        head = 0 if inverse is None or inverse.shape[0] == 1 else inverse.stride(0)
+        if offset is None:
+            return Map(inverse, head)
+        return Map(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
+
+    def merge(self, a: Part, b: Part) -> Part:
+        merged = Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
+        self._fold(a, b, merged)
+        return merged
+
+    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
+        map_ = self.maps[1]
+        if total is None:
+            lse.copy_(last.lse)
+        if map_ is not None:
+            matrix = (map_.operands.output, map_.operands.inverse_factor * self.gains[1])
+            self._fold(*((last, None) if total is None else (total, last)), Part(out, lse), *matrix)
+        elif total is not None:
+            self._fold(total, last, Part(out, lse))
+        elif last.out.data_ptr() != out.data_ptr():
+            out.copy_(last.out)
+
+    def _fold(self, a: Part, b: Part | None, out: Part, matrix: torch.Tensor | None = None, factor: float = 1.0) -> None:
+        tokens, num_heads, head_size = a.out.shape
+        group, width = num_heads // self.heads, max(16, triton.next_power_of_2(head_size))
+        block = 64 if width <= 128 else 16
+        map_ = Map() if matrix is None else Map(matrix, 0 if matrix.shape[0] == 1 else matrix.stride(0))
+        sums = (None, None, None) if b is None else (_rows(p.lse) for p in (a, b, out))
+        fold_kernel[(triton.cdiv(tokens * group, block), self.heads)](
+            _rows(a.out),
+            None if b is None else _rows(b.out),
+            *sums,
+            _rows(out.out),
+            map_,
+            tokens * group,
+            factor,
+            GROUP=group,
+            D=head_size,
+            WIDTH=width,
+            BLOCK=block,
+            MERGED=b is not None,
+            MAPPED=matrix is not None,
+            PRECISION=self.target.precision,
+            num_warps=4 if width <= 128 else 8,
+        )
+
+
+def _rows(t: torch.Tensor) -> Rows:
+    """Rows `[T, heads, D]` whose elements lie one after the other, or numbers `[T, heads]`."""
+    if t.ndim == 3 and t.stride(2) != 1:
+        raise ValueError(f"rows of strides {t.stride()}: the elements of a row must lie one after the other")
+    return Rows(t, *t.stride()[:2])

@@ -1,0 +1,1 @@
+"""Decode, verification and writes on Hopper in CUDA C++, compiled at run time."""

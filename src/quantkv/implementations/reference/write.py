@@ -1,0 +1,99 @@
+"""Rows into pages and back in plain PyTorch, on any device: what every kernel is compared with, and the CPU path."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from ...calls import Memo, Side
+from ...format import Codec, Format
+from ...maps import LayerMaps, LinearMap
+
+
+def as_integers(t: torch.Tensor) -> torch.Tensor:
+    """The same storage as integers: 8-bit floats cannot be indexed or masked everywhere."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.is_floating_point() else t
+
+
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k: Side,
+    v: Side,
+    fmt: Format,
+    slot_mapping: torch.Tensor,
+    maps: LayerMaps | None = None,
+    positions: torch.Tensor | None = None,
+    memo: Memo | None = None,
+) -> None:
+    """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]`.
+
+    Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
+    positions: int `[T]`, needed where the keys' map has an offset. memo: see there.
+    """
+    if maps is None:
+        maps = LayerMaps.of(fmt, key.shape[-1], value.shape[-1], key.device)
+    block_size = k.codes.shape[1]
+    kept, at = (Memo() if memo is None else memo).once(("places", block_size), lambda: _places(slot_mapping, block_size))
+    if kept is not None:
+        key, value = key[kept], value[kept]
+        positions = None if positions is None else positions[kept]
+    if fmt.k is fmt.v and maps.k is maps.v and positions is None and k.scale == v.scale and key.shape == value.shape:
+        both = encode(torch.cat((key, value)), fmt.k, maps.k, None, k.scale)  # rows are encoded one by one: half the calls
+        encoded = zip(*(itertools.repeat(None, 2) if t is None else t.chunk(2) for t in both))
+    else:
+        encoded = encode(key, fmt.k, maps.k, positions, k.scale), encode(value, fmt.v, maps.v, positions, v.scale)
+    for side, (codes, meta) in zip((k, v), encoded):
+        as_integers(side.codes)[at] = as_integers(codes)
+        if meta is not None:
+            side.meta[at] = meta
+
+
+def _places(slot_mapping: torch.Tensor, block_size: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]:
+    """Which tokens are stored (None: all), and their pages and places there."""
+    kept = slot_mapping >= 0
+    if bool(kept.all()):
+        kept = None
+    else:
+        slot_mapping = slot_mapping[kept]
+    return kept, (slot_mapping // block_size, slot_mapping % block_size)
+
+
+def encode(
+    rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and metadata of `rows [T, HK, D]`: `codec.encode_ref(A (rows - offset) / scale)`."""
+    y = rows.float()
+    if map_ is not None:
+        if map_.offset is not None:
+            y = y - map_.offset_rows(positions)
+        # float64: the bytes must not depend on the order in which a BLAS adds.
+        y = apply_map(map_.forward64, y.double()).to(rows.dtype if codec.round_mapped else torch.float32).float()
+    return codec.encode_ref(y if scale == 1.0 else y / scale)
+
+
+def apply_map(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`matrix[h] @ rows[t, h]` for matrix `[H or 1, D, D]` and rows `[T, H, D]`, in the dtype of the rows."""
+    matrix = matrix.to(rows.dtype)
+    return rows @ matrix[0].mT if matrix.shape[0] == 1 else (rows.transpose(0, 1) @ matrix.mT).transpose(0, 1)
+
+
+def dequantize(
+    side: Side,
+    codec: Codec,
+    map_: LinearMap | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + offset`. positions as in `write`."""
+    block_size = side.codes.shape[1]
+    at = (slots // block_size, slots % block_size)
+    codes = as_integers(side.codes)[at].view(side.codes.dtype)
+    rows = codec.decode(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
+    if map_ is not None:
+        rows = apply_map(map_.inverse, rows)
+        if map_.offset is not None:
+            rows = rows + map_.offset_rows(positions).to(dtype)
+    return rows

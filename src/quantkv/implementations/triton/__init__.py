@@ -1,0 +1,1 @@
+"""Attention and writes in Triton, on every GPU that it compiles for."""

@@ -1,0 +1,235 @@
+"""Queries and pages -> partial outputs. One kernel for decode, verify, chunk and ragged prefill; formats come in as codecs."""
+
+import triton
+import triton.language as tl
+
+from .masks import bias_score, find_sequence, key_bounds, split_bounds, visible
+from .tiles import decode, join_operand, join_planes, load_cached, load_rows, offset_row, split_planes
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def power_of_two_below(x):
+    """Largest power of two that is not above x > 0; the smallest normal number for 0."""
+    return tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.2e-38)
+
+
+@triton.jit
+def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISION: tl.constexpr):
+    """q mapped, as planes in the dtype of K's operand; its sum `[M]` and what the planes were divided by.
+
+    The tile is brought to magnitudes near 2^10, where fp16 holds a plane that is to meet an operand 2^-24 small."""
+    P: tl.constexpr = K.codec.planes
+    F32: tl.constexpr = q.ptr.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = tl.float32 if F32 else K.codec.operand
+    FACTORS: tl.constexpr = K.factors
+    at = q.ptr + token * q.stride_token + head * q.stride_head
+    loaded = load_rows(at, row_mask, map, kv_head, token, K, False, PRECISION)
+    largest = tl.full([], 2.0**-100, tl.float32)  # a query of zeros has a unit too
+    for p in tl.static_range(P):
+        largest = tl.maximum(largest, tl.max(tl.abs(loaded[p]).to(tl.float32)))
+    unit = power_of_two_below(largest) * (1 / 1024)
+    planes = ()
+    total = tl.zeros([token.shape[0]], tl.float32)
+    for p in tl.static_range(P):
+        plane = (loaded[p].to(tl.float32) * ((FACTORS[p] / FACTORS[0]) / unit)).to(DTYPE)
+        total += tl.sum(plane.to(tl.float32), axis=1) * (FACTORS[0] / FACTORS[p])
+        planes = planes + (plane,)
+    return planes, total, unit
+
+
+@triton.jit
+def key_score(q_operand, q_sum, operand, affine, factor, K: tl.constexpr, PRECISION: tl.constexpr):
+    """factor * q . (scale code + bias): `[M, N]`."""
+    FACTORS: tl.constexpr = K.factors
+    score = tl.zeros([q_operand[0].shape[0], operand[0].shape[1]], tl.float32)
+    for p in tl.static_range(len(operand)):
+        score = tl.dot(q_operand[p], operand[p].to(q_operand[p].dtype), score, input_precision=PRECISION)
+    if len(affine) > 0:
+        score *= (affine[0] * (factor * FACTORS[0]))[None, :]
+    else:
+        score *= factor * FACTORS[0]
+    if len(affine) > 1:
+        score += q_sum[:, None] * (affine[1] * factor)[None, :]
+    return score
+
+
+@triton.jit
+def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.constexpr):
+    """score + factor * q . offset, of each key's bucket of 64 positions. key `[N]` counts up from first_key; map.offset is mapped."""
+    FACTORS: tl.constexpr = K.factors
+    P: tl.constexpr = len(q_planes)
+    word = tl.arange(0, K.width)
+    bucket = first_key // 64
+    for i in tl.static_range((key.shape[0] + 62) // 64 + 1):
+        row = tl.zeros([score.shape[0]], tl.float32)
+        for p in tl.static_range(P):
+            offset = offset_row(map, head, bucket + i, word * P + p, K.head_size) * (FACTORS[0] / FACTORS[p])
+            row += tl.sum(q_planes[p].to(tl.float32) * offset[None, :], axis=1)
+        score += tl.where((key // 64 == bucket + i)[None, :], (row * factor)[:, None], 0.0)
+    return score
+
+
+@triton.jit
+def softmax_step(score, row_max):
+    """prob `[M, N]` relative to the new maximum `[M]`, and the decay of what was added before."""
+    new_max = tl.maximum(row_max, tl.max(score, axis=1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    return tl.exp2(score - base[:, None]), tl.exp2(row_max - base), new_max
+
+
+@triton.jit
+def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """acc (in units of `unit`) and shift, decayed, plus prob . (scale code) and prob . bias.
+
+    The unit follows the largest scale, in powers of two, so that fp16 weights neither overflow nor vanish."""
+    weight = prob
+    if len(affine) > 0:
+        new_unit = tl.maximum(unit, 2 * power_of_two_below(tl.max(affine[0], axis=0)))
+        weight = prob * (affine[0] * (1 / new_unit))[None, :]
+        if len(affine) > 1:
+            shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
+        decay *= unit / new_unit
+        unit = new_unit
+    weight = weight.to(DTYPE)
+    updated = ()
+    for p in tl.static_range(len(acc)):
+        updated = updated + (tl.dot(weight, planes[p].to(DTYPE), acc[p] * decay[:, None], input_precision=PRECISION),)
+    return updated, shift, unit
+
+
+@triton.jit
+def finish_values(acc, scale, shift, V: tl.constexpr, JOINED: tl.constexpr):
+    """scale acc + shift `[M, D_V]`, scale and shift `[M]`, with the planes brought to one unit."""
+    FACTORS: tl.constexpr = V.factors
+    P: tl.constexpr = V.codec.planes
+    if JOINED:
+        acc = split_planes(acc[0], P)
+    planes = ()
+    for p in tl.static_range(P):
+        planes = planes + (acc[p] * (scale * FACTORS[p])[:, None] + shift[:, None],)
+    return join_planes(planes)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "first_split", "all_splits"])
+def attend_kernel(
+    q,
+    part,
+    lse,
+    k_pages,
+    v_pages,
+    k_map,
+    batch,
+    extras,
+    num_seqs,
+    first_split,
+    all_splits,
+    scale,
+    k_scale,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Grid (tiles of queries x kv heads, splits of the keys). A tile: BLOCK_M // GROUP queries by the GROUP heads of a kv head.
+
+    Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
+    first_split on; a split without keys writes lse -inf and no part. k_scale multiplies what was encoded, not the offset."""
+    BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
+    V_CODEC: tl.constexpr = V.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
+    V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
+    NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
+    V_PLANES: tl.constexpr = V.codec.planes
+    V_WIDTH: tl.constexpr = V.width
+    HEADS: tl.constexpr = F.num_kv_heads
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    block = tl.program_id(0) // HEADS
+
+    seq = block if F.one_block else find_sequence(batch.query_start, block, num_seqs, BLOCK_Q)
+    first = tl.load(batch.query_start + seq)
+    q_low = 0 if F.one_block else (block - first // BLOCK_Q - seq).to(tl.int32) * BLOCK_Q
+    num_q = (tl.load(batch.query_start + seq + 1) - first).to(tl.int32)
+    if q_low >= num_q:
+        return
+    seq_len = tl.load(batch.seq_lens + seq).to(tl.int32)
+    context = seq_len - num_q
+    row = tl.arange(0, BLOCK_M)
+    query = q_low + (tl.zeros([1], tl.int32) if BLOCK_Q == 1 else row // GROUP)
+    row_mask = (query < num_q) & (row < BLOCK_Q * GROUP)
+    q_head = head * GROUP + row % GROUP
+    token = first.to(tl.int64) + query + tl.zeros([BLOCK_M], tl.int64)
+    out_row = (token * (HEADS * GROUP) + q_head) * all_splits + first_split + tl.program_id(1)
+
+    first_slot = tl.load(extras.key_start + seq).to(tl.int32) if F.key_start else 0
+    last = tl.minimum(q_low + BLOCK_Q, num_q) - 1
+    low, high = key_bounds(context + q_low, context + last, seq_len, seq, extras, F)
+    low = tl.maximum(low - first_slot, 0)
+    high = tl.maximum(high - first_slot, 0)
+    begin, end = split_bounds(low, high, tl.program_id(1), BLOCK_N, F)
+    if begin >= end:
+        tl.store(lse + out_row, float("-inf"), mask=row_mask)
+        return
+
+    position = (context + query)[:, None]
+    table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
+    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, F.precision)
+    q_operand = (join_planes(q_planes),) if F.joined else q_planes
+    factor = scale * q_unit * (1.0 if NATURAL else LOG2E)
+    slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32)[:, None] if F.alibi > 0 else 0.0
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    unit = tl.full([], 2.0**-100 if V_CODEC.num_meta > 0 else 1.0, tl.float32)
+    acc = ()
+    for _ in tl.static_range(1 if F.joined else V_PLANES):
+        acc = acc + (tl.zeros([BLOCK_M, V_WIDTH * V_PLANES if F.joined else V_WIDTH], tl.float32),)
+
+    for start in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
+        index = start + tl.arange(0, BLOCK_N)
+        key = index + first_slot
+        used = (index >= low) & (index < high)
+        seen = used[None, :]
+        if F.prefix or BLOCK_Q != 1:  # what one query sees, but for prefix ranges, is what lies between low and high
+            seen = visible(position, key[None, :], seen, seq, extras, F)
+        if F.prefix:  # the keys that some query sees are no interval
+            used = tl.max(seen.to(tl.int32), axis=0) > 0
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE).to(tl.int64)
+        else:
+            page = tl.load(table + index // PAGE, mask=used, other=0).to(tl.int64)
+        slot = index % PAGE
+
+        words, meta = load_cached(k_pages, page, slot, head, used, K)
+        if F.joined:
+            planes, affine = decode(words, meta, k_pages.table, K, False)
+            operand = (tl.trans(join_operand(planes)),)
+        else:
+            operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
+        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, F.precision)
+        if K.offset:
+            score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
+        if F.softcap > 0:
+            score = F.softcap * (2 * tl.sigmoid(score * (2 / F.softcap)) - 1)
+        if NATURAL:
+            score = LOG2E * bias_score(score, position, key[None, :], context, slope, row_mask[:, None], extras, F)
+        score = tl.where(seen, score, float("-inf"))
+
+        prob, decay, row_max = softmax_step(score, row_max)
+        row_sum = row_sum * decay + tl.sum(prob, axis=1)
+
+        words, meta = load_cached(v_pages, page, slot, head, used, V)
+        operand, affine = decode(words, meta, v_pages.table, V, False)
+        if F.joined:
+            operand = (join_operand(operand),)
+        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, F.precision)
+
+    tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
+    norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)
+    out = finish_values(acc, norm * unit, norm * shift, V, F.joined)
+    column = tl.arange(0, V_WIDTH * V_PLANES)[None, :]
+    stored = row_mask[:, None] & (column < V.head_size)
+    tl.store(part + out_row[:, None] * V.head_size + column, out, mask=stored)

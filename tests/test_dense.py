@@ -1,0 +1,298 @@
+"""Attention by way of a dense kernel is attention over the cache: every codec, any lengths, any slices."""
+
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import quantkv
+from quantkv import AttentionOptions, LayerMaps, LinearMap
+from quantkv.bench import rivals
+from quantkv.formats import get_format
+from quantkv.implementations import reference
+from quantkv.implementations.dense import attend as prefill
+from quantkv.implementations.dense import backends as dense
+
+HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's kernels run where they can be compiled or interpreted.
+TRITON = [False] + [True] * (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+DENSE = torch.float32 if DEVICE == "cpu" else torch.float16  # rows that a backend of its own choice takes
+LENGTHS = ((40, 40), (1, 77), (33, 100))  # (queries, keys) of each sequence: no context, one query, a chunk
+
+
+def batch(format_name, head_size=HEAD_SIZE, lengths=LENGTHS, maps=None, dtype=torch.float32, head_size_v=None):
+    """A filled cache whose other slots hold NaN, and the arguments of attend over it."""
+    torch.manual_seed(0)
+    fmt = get_format(format_name)
+    spec = fmt.cache_spec(HEADS, head_size, head_size_v, BLOCK)
+    pages = [spec.num_blocks(keys) for _, keys in lengths]
+    cache = quantkv.PagedCache(spec, sum(pages) + 3, DEVICE, maps=maps, k_scale=0.5, v_scale=2.0)
+    cache.buffer.fill_(0xFF)
+    order = torch.randperm(cache.num_blocks, device=DEVICE)
+    table = torch.full((len(lengths), max(pages)), -1, device=DEVICE)
+    for s, (_, keys) in enumerate(lengths):
+        table[s, : pages[s]], order = order[: pages[s]], order[pages[s] :]
+        position = torch.arange(keys, device=DEVICE)
+        slots = table[s, position // BLOCK] * BLOCK + position % BLOCK
+        key, value = torch.randn(2, keys, HEADS, head_size, device=DEVICE) + 0.3
+        value = value[..., : spec.head_size_v]
+        cache.write(key.to(dtype), value.to(dtype), slots, position)
+    counts = torch.tensor([n for n, _ in lengths], device=DEVICE)
+    q = torch.randn(int(counts.sum()), 2 * HEADS, head_size, device=DEVICE)
+    arguments = {
+        "cu_seqlens_q": torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        "seq_lens": torch.tensor([keys for _, keys in lengths], device=DEVICE),
+        "block_table": table,
+        "scale": head_size**-0.5,
+        "maps": cache.maps,
+    }
+    return cache, q.to(dtype), arguments
+
+
+def compare(cache, q, arguments, bound, **how):
+    sides = (cache.k, cache.v, cache.format)
+    out, lse = prefill.attend(q, *sides, **arguments, backend="math", **how)
+    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    assert (out - expected).norm() <= bound * expected.norm()
+    assert (lse - sums).abs().max() <= bound * sums.abs().max()
+
+
+@pytest.fixture(autouse=True)
+def fine_cuts(monkeypatch):
+    monkeypatch.setattr(dense, "PLANNED", 32)
+
+
+# A row, a mapped query, a part and the result are each rounded once: to float32, by sums of up to 100 terms.
+FLOAT32 = 100 * 2.0**-24
+LEVELS = 2.0**-11  # TurboQuant's levels are fp16 numbers in Triton, float32 in the reference
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("slice_tokens,mask,back", [(32, "top left", 0), (64, "bottom right", 1000), (1 << 16, "bottom right", 0)])
+def test_equals_attention_over_the_cache(format_name, slice_tokens, mask, back, triton, monkeypatch):
+    """32 tokens a slice: queries and keys are both cut; 64: a slice holds some of the context and the queries' own keys. Queries
+    are mapped, or rows are mapped back."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
+    monkeypatch.setattr(dense, "BOTTOM_RIGHT", ("math",) if mask == "bottom right" else ())
+    cache, q, arguments = batch(format_name)
+    token_bytes = 2 * HEADS * HEAD_SIZE * q.dtype.itemsize
+    bound = LEVELS if triton and cache.format.k.name.startswith("tq") else FLOAT32
+    compare(cache, q, arguments, bound, triton=triton, scratch_bytes=slice_tokens * token_bytes)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("dtype,back", [(torch.bfloat16, 0), (torch.float16, 1000)])
+def test_16_bit_rows(format_name, dtype, back, triton, monkeypatch):
+    """Four roundings to the query's dtype: keys, mapped queries, values, output. A score of this batch, |q||k| / 8 with rows of
+    norm 8, has a standard deviation of 1, so rounding it relatively by eps changes a probability by about eps."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
+    cache, q, arguments = batch(format_name, dtype=dtype)
+    compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is PyTorch's GPU kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "flash3"])
+def test_on_a_gpu(backend, dtype, monkeypatch):
+    """Ragged queries are padded to a planned size, a ragged rest of the prefix goes to the flash kernel. One rounding more than
+    above: the kernels round probabilities."""
+    if backend == "flash3":
+        if "QUANTKV_PEERS" in os.environ:  # as `quantkv bench --peers` takes it
+            rivals.load_flash3(Path(os.environ["QUANTKV_PEERS"]))
+        if dense._flash3_call() is None:
+            pytest.skip("FlashAttention-3 is not here")
+    monkeypatch.setattr(dense, "PLANNED", 256)
+    cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
+    sides = (cache.k, cache.v, cache.format)
+    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    for scratch_bytes in (prefill.SCRATCH_BYTES, 1):  # whole sequences, and slices of a planned size
+        out, lse = prefill.attend(q, *sides, **arguments, backend=backend, scratch_bytes=scratch_bytes)
+        assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
+        assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
+
+
+def random_maps(heads):
+    torch.manual_seed(1)
+    forward = torch.linalg.qr(torch.randn(2, heads, HEAD_SIZE, HEAD_SIZE, dtype=torch.float64))[0]
+    forward = forward * torch.linspace(0.5, 3, HEAD_SIZE, dtype=torch.float64)[:, None] * 10
+    inverse = forward.inverse().float()
+    offset = torch.randn(1, heads, HEAD_SIZE)
+    key, value = (LinearMap(f.float(), i, o) for f, i, o in zip(forward, inverse, (torch.cat([offset, -offset]), None)))
+    return LayerMaps(key, value)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("back", [0, 1000])
+@pytest.mark.parametrize("head_size,head_size_v", [(80, 80), (64, 32), (256, 256)])
+def test_head_sizes(head_size, head_size_v, back, triton, monkeypatch):
+    """Sizes that are no power of two, values of another size than keys, and those that a tile splits."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
+    cache, q, arguments = batch("int8/int4", head_size, head_size_v=head_size_v)
+    compare(cache, q, arguments, 4 * FLOAT32, triton=triton, scratch_bytes=1)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("back", [0, 1000])
+def test_a_sign_map_and_an_offset(back, triton, monkeypatch):
+    """The map that a format asks for, and offsets: what may be mapped back as it is written out."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
+    own = LayerMaps.of(get_format("tq4"), HEAD_SIZE, HEAD_SIZE)
+    maps = LayerMaps(LinearMap(own.k.forward, own.k.inverse, torch.randn(3, HEADS, HEAD_SIZE)))
+    compare(*batch("tq4", lengths=((70, 250),), maps=maps), LEVELS if triton else FLOAT32, triton=triton)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("name", ["int4", "int8/tq4"])
+def test_any_map_and_offset(name, heads, triton):
+    """Two buckets of offsets, a third from positions beyond the table; bounds grow by the maps' condition, 6."""
+    lengths = ((70, 150),)
+    compare(*batch(name, lengths=lengths, maps=random_maps(heads)), 6 * FLOAT32, triton=triton, scratch_bytes=1)
+
+
+def test_fp16_scratch_stays_in_range():
+    """A map that multiplies rows by 2^12 would overflow fp16: rows are stored divided by it."""
+    eye = torch.eye(HEAD_SIZE)[None]
+    maps = LayerMaps(LinearMap(eye * 4096, eye / 4096), LinearMap(eye * 4096, eye / 4096))
+    cache, q, arguments = batch("int8", maps=maps, dtype=torch.float16)
+    cache2, _, arguments2 = batch("int8", dtype=torch.float16)
+    out, lse = prefill.attend(q, cache.k, cache.v, cache.format, **arguments)
+    plain, _ = prefill.attend(q, cache2.k, cache2.v, cache2.format, **arguments2)
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+    assert (out - plain).norm() <= 4 * torch.finfo(torch.float16).eps * plain.norm()
+
+
+def test_lengths_from_the_host():
+    """The same bits as with those of the device, which are not looked at."""
+    cache, q, arguments = batch("int4", dtype=DENSE)
+    sides = (cache.k, cache.v, cache.format)
+    expected = prefill.attend(q, *sides, **arguments)
+    arguments |= {"cu_seqlens_q": None, "seq_lens": None}
+    for got, want in zip(prefill.attend(q, *sides, **arguments, lengths=LENGTHS), expected):
+        assert torch.equal(got, want)
+
+
+def test_writes_into_out():
+    cache, q, arguments = batch("int4", dtype=DENSE)
+    target = torch.full_like(q, math.nan)
+    out, _ = prefill.attend(q, cache.k, cache.v, cache.format, **arguments, out=target)
+    assert out is target and torch.isfinite(target).all()
+
+
+def test_rows_without_a_backend_are_refused(monkeypatch):
+    monkeypatch.setattr(dense, "choose", lambda *args: None)
+    cache, q, arguments = batch("int4")
+    with pytest.raises(ValueError, match=r"q: no dense backend for torch\.float32 rows of 64 and 64"):
+        prefill.attend(q, cache.k, cache.v, cache.format, **arguments)
+
+
+def test_the_rule():
+    cache, q, _ = batch("int4", lengths=((prefill.MIN_QUERIES, prefill.MIN_QUERIES),), dtype=DENSE)
+
+    def why(q=q, seqs=1, options=AttentionOptions(), **more):
+        return prefill.refusal(q, cache.v, cache.format, seqs, options, **more)
+
+    assert why() is None
+    assert "fewer" in why(q[1:]) and "fewer" in why(seqs=2)
+    assert "sequences" in why(seqs=prefill.MAX_SEQUENCES + 1)
+    assert "batch_invariant" in why(batch_invariant=True)
+    n = prefill.MIN_QUERIES
+    assert why(q.repeat(2, 1, 1), 2, lengths=[(n, n), (n, n + 9)]) is None
+    assert "fewer" in why(q.repeat(2, 1, 1), 2, lengths=[(n - 1, n), (n + 1, n + 9)])
+    for name, value in {
+        "causal": torch.ones(1, dtype=torch.bool),
+        "window": 8,
+        "chunk_lookback": 0,
+        "softcap": 1.0,
+        "sinks": torch.zeros(4),
+        "alibi_slopes": torch.zeros(4),
+        "alibi_sqrt": True,
+        "qq_bias": torch.zeros(1, 1),
+        "output_scale": 1.0,
+        "prefix_ranges": torch.zeros(1, 1, 2),
+        "clamp_prefix_to_window": True,
+        "key_start": torch.zeros(1),
+        "key_range": torch.zeros(1, 2),
+    }.items():
+        assert name in why(options=AttentionOptions(**{name: value}))
+    assert set(AttentionOptions.__dataclass_fields__) == {
+        "causal",
+        "window",
+        "chunk_lookback",
+        "softcap",
+        "sinks",
+        "alibi_slopes",
+        "alibi_sqrt",
+        "qq_bias",
+        "prefix_ranges",
+        "clamp_prefix_to_window",
+        "output_scale",
+        "key_start",
+        "key_range",
+    }, "a new option: does the dense path serve it?"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_pieces(whole):
+    """Queries see each key once, the last slice ends with theirs, nothing is longer than `most`. A mask aligned to the top left
+    needs it to be theirs alone, and planned slices but for one; another takes all the context that fits."""
+    lengths = [(5, 5), (100, 333), (64, 64 + 3 * 32), (1, 7)]
+    pieces = list(prefill._pieces(lengths, 64, whole))
+    assert [t for p in pieces for t in range(p.tokens.start, p.tokens.stop)] == list(range(170))
+    start = [0, 5, 105, 169]
+    for p in pieces:
+        queries, keys = lengths[p.sequence]
+        stop = keys - queries + p.tokens.stop - start[p.sequence]
+        count = p.tokens.stop - p.tokens.start
+        assert [key for first, count in p.slices for key in range(first, first + count)] == list(range(stop))
+        assert all(0 < count <= 64 for _, count in p.slices)
+        if whole:
+            assert p.slices[-1][1] == min(stop, 64) and len(p.slices) == -(-stop // 64)
+        else:
+            assert p.slices[-1] == (stop - count, count)
+            assert sum(count % 32 != 0 for _, count in p.slices[:-1]) == ((stop - count) % 32 != 0)
+
+
+def test_backends():
+    cpu = torch.device("cpu")
+    assert dense.choose(cpu, torch.bfloat16, 96, 64) == "math"
+    assert dense.choose(torch.device("meta"), torch.bfloat16, 128, 128) is None
+
+
+@pytest.fixture
+def flash3(monkeypatch):
+    """A package of FlashAttention-3's signature, by the arithmetic of "math", and the arguments that it was called with."""
+    calls = []
+    monkeypatch.setattr(dense, "_flash3_call", dense._flash3_package)  # whatever this process has loaded
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, return_attn_probs=False):
+        calls.append((q.shape, k.shape, causal))
+        out, lse = dense._math(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale, causal)
+        return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    dense._flash3_package.cache_clear()
+    yield calls
+    dense._flash3_package.cache_clear()
+
+
+def test_flash_attention_3(flash3, monkeypatch):
+    """Where it is installed it is chosen on Hopper, and sees a chunk and its context in one call."""
+    cache, q, arguments = batch("int4")
+    sides = (cache.k, cache.v, cache.format)
+    out, lse = prefill.attend(q, *sides, **arguments, backend="flash3")
+    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    assert (out - expected).norm() <= FLOAT32 * expected.norm() and (lse - sums).abs().max() <= FLOAT32 * sums.abs().max()
+    assert flash3 == [((1, m, 2 * HEADS, HEAD_SIZE), (1, n, HEADS, HEAD_SIZE), True) for m, n in LENGTHS]
+
+    gpu = torch.device("cuda")
+    for capability, sizes, chosen in (((9, 0), (128, 128), "flash3"), ((9, 0), (256, 256), "flash3"), ((8, 0), (256, 256), "flash")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert dense.choose(gpu, torch.bfloat16, *sizes) == chosen
+    assert dense.choose(gpu, torch.float32, 128, 128) is None
