@@ -7,9 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-codecs = pytest.importorskip("quantkv.implementations.triton.kernels.codecs")
 
-from quantkv.formats.turboquant import centroids  # noqa: E402
+from quantkv import available_formats, get_format
+from quantkv.formats.turboquant import centroids
 
 
 def halves(x):
@@ -74,20 +74,21 @@ def levels(bits):
     return centroids(bits, 1, torch.float16).double().numpy()
 
 
+CODECS = {codec.name: codec for name in available_formats() for codec in (get_format(name).k, get_format(name).v)}
 CODES = {  # what each code stands for
-    "INT8": np.concatenate([np.arange(128.0), np.arange(-128.0, 0)]),
-    "INT4": np.arange(16.0) - 8,
-    "INT2": np.array([-944.0, -283, 283, 944]),
-    "TQ4": levels(4),
-    "TQ3": levels(3),
-    "U4": np.arange(16.0) - 8,
-    "U3": np.arange(8.0) - 4,
+    "int8": np.concatenate([np.arange(128.0), np.arange(-128.0, 0)]),
+    "int4": np.arange(16.0) - 8,
+    "int2": np.array([-944.0, -283, 283, 944]),
+    "tq4": levels(4),
+    "tq3": levels(3),
+    "u4": np.arange(16.0) - 8,
+    "u3": np.arange(8.0) - 4,
 }
 
 
 @pytest.mark.parametrize("name", CODES)
 def test_every_code_of_every_plane(name):
-    codec, numbers = getattr(codecs, name), CODES[name]
+    codec, numbers = CODECS[name].triton(), CODES[name]
     bits = 8 * codec.word_bytes // codec.planes
     generator = np.random.default_rng(0)
     codes = generator.integers(0, 1 << bits, (4096, 2, codec.planes)).astype(np.uint32)  # two words of a register, or of two

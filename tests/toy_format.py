@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quantkv import Codec, Format, RowLayout, register
-from quantkv.implementations.triton.kernels.views import DeviceCodec
+from quantkv.implementations.triton.kernels.views import TritonCodec
 
 
 def encode(y):
@@ -34,6 +34,6 @@ def toy_unpack(words, table, PLAN: tl.constexpr):
     return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
 
 
-DEVICE = DeviceCodec(2, toy_encode, toy_unpack, num_meta=1)
-TOY = Codec("toy8", RowLayout(8, ("float16",)), encode, decode, code_dtype=torch.int8, head_size_multiple=2, device=lambda: DEVICE)
+DEVICE = TritonCodec(2, toy_encode, toy_unpack, num_meta=1)
+TOY = Codec("toy8", RowLayout(8, ("float16",)), encode, decode, code_dtype=torch.int8, head_size_multiple=2, triton=lambda: DEVICE)
 register(Format("toy", TOY, TOY), "toy_per_token_head")

@@ -25,9 +25,9 @@ class Codec:
 
     name: short name, unique.
     row: bits of an element and the metadata beside a row.
-    encode_ref: rows `[..., D]` float32 -> codes `[..., code_bytes]` of `code_dtype`, meta `[..., fields]` or None.
-        With `decode_ref` it is the specification of the bytes: vectorised, any device.
-    decode_ref: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None: the row is
+    encode: rows `[..., D]` float32 -> codes `[..., code_bytes]` of `code_dtype`, meta `[..., fields]` or None.
+        With `decode` it is the specification of the bytes: vectorised, any device.
+    decode: (codes, meta, dtype) -> operand `[..., D]`, scale `[..., 1]` or None, bias `[..., 1]` or None: the row is
         `scale * operand + bias`; None stands for 1 and for 0. All are of `dtype` (float32 or float64), the operand of that or
         of a narrower one that holds its numbers exactly.
     planes: P > 1: the operand comes as its planes (`packing.py`), `[P, ..., D / P]`, so that packed codes need no shuffle.
@@ -36,22 +36,23 @@ class Codec:
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
     round_mapped: the mapped row is rounded to the input's dtype first, as the reference system's bytes require.
     head_size_multiple, power_of_two: which head sizes the codec can take.
-    device: returns the Triton half, a `kernels.views.DeviceCodec`; called when a kernel first needs it, so that importing a
-        format imports no Triton.
+    triton: returns the Triton half, a `views.TritonCodec`; called when a kernel first needs it, so that importing a
+        format imports no Triton. hopper: likewise its half in CUDA C++, a `codec.HopperCodec`. None: it has none.
     device_table: head_size -> numbers that the Triton half reads, 1-D; None: it reads none.
     """
 
     name: str
     row: RowLayout
-    encode_ref: Callable[[torch.Tensor], tuple[torch.Tensor, Meta]]
-    decode_ref: Callable[[torch.Tensor, Meta, torch.dtype], tuple[torch.Tensor, Meta, Meta]]
+    encode: Callable[[torch.Tensor], tuple[torch.Tensor, Meta]]
+    decode: Callable[[torch.Tensor, Meta, torch.dtype], tuple[torch.Tensor, Meta, Meta]]
     code_dtype: torch.dtype = torch.uint8
     map: str = "none"
     round_mapped: bool = False
     head_size_multiple: int = 1
     power_of_two: bool = False
     planes: int = 1
-    device: Callable[[], Any] | None = None
+    triton: Callable[[], Any] | None = None
+    hopper: Callable[[], Any] | None = None
     device_table: Callable[[int], torch.Tensor] | None = None
 
     def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
@@ -65,9 +66,9 @@ class Codec:
         """Elements of a row of `codes [..., code_bytes]`, a view of the code dtype."""
         return codes.shape[-1] * 8 * codes.dtype.itemsize // self.row.code_bits
 
-    def decode(self, codes: torch.Tensor, meta: Meta, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, codes: torch.Tensor, meta: Meta, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows `[..., D]` in the codec's mapped space: `scale * operand + bias`."""
-        operand, scale, bias = self.decode_ref(codes, meta, dtype)
+        operand, scale, bias = self.decode(codes, meta, dtype)
         operand = operand if self.planes == 1 else interleave(operand)
         rows = operand.to(dtype) if scale is None else operand.to(dtype) * scale
         return rows if bias is None else rows + bias

@@ -1,17 +1,12 @@
-"""The Triton halves of the codecs in this package."""
+"""Where the device halves of the codecs in this package are: modules beside each family, imported when a kernel first needs them."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 
-def shipped_codec(name: str) -> Callable[[], Any]:
-    """For `Codec.device`: `name` in `kernels.codecs`, imported when it is first asked for."""
-
-    def load() -> Any:
-        from ..implementations.triton.kernels import codecs
-
-        return getattr(codecs, name)
-
-    return load
+def half_of(family: str, name: str, device: str = "triton") -> Callable[[], Any]:
+    """For `Codec.triton`: `name` in the module `device` of package `family`."""
+    return lambda: getattr(importlib.import_module(f"{family}.{device}"), name)

@@ -75,7 +75,7 @@ def _gather(side: Side, codec: Codec, pages: torch.Tensor | slice, n: int, used:
         return t if used is None else t.masked_fill(~used[:, None, :, :, None], 0)
 
     codes = rows(as_integers(side.codes)).view(side.codes.dtype)
-    operand, *affine = codec.decode_ref(codes, None if side.meta is None else rows(side.meta), dtype)
+    operand, *affine = codec.decode(codes, None if side.meta is None else rows(side.meta), dtype)
     if operand.dtype != dtype:
         operand = memo.scratch(operand.shape, dtype, operand.device).copy_(operand)
     return operand.flatten(-3, -2)[..., :n, :], *(t if t is None else t.flatten(2)[:, :, None, :n] for t in affine)

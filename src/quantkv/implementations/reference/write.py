@@ -63,14 +63,14 @@ def _places(slot_mapping: torch.Tensor, block_size: int) -> tuple[torch.Tensor |
 def encode(
     rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and metadata of `rows [T, HK, D]`: `codec.encode_ref(A (rows - offset) / scale)`."""
+    """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - offset) / scale)`."""
     y = rows.float()
     if map_ is not None:
         if map_.offset is not None:
             y = y - map_.offset_rows(positions)
         # float64: the bytes must not depend on the order in which a BLAS adds.
         y = apply_map(map_.forward64, y.double()).to(rows.dtype if codec.round_mapped else torch.float32).float()
-    return codec.encode_ref(y if scale == 1.0 else y / scale)
+    return codec.encode(y if scale == 1.0 else y / scale)
 
 
 def apply_map(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def dequantize(
     block_size = side.codes.shape[1]
     at = (slots // block_size, slots % block_size)
     codes = as_integers(side.codes)[at].view(side.codes.dtype)
-    rows = codec.decode(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
+    rows = codec.dequantize(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
     if map_ is not None:
         rows = apply_map(map_.inverse, rows)
         if map_.offset is not None:

@@ -17,7 +17,7 @@ from ...format import Codec, Format
 from ...maps import LayerMaps, LinearMap
 from .kernels.attend import attend_kernel
 from .kernels.combine import combine_kernel
-from .kernels.views import Batch, DeviceCodec, Extras, Features, Map, Pages, RowPlan, Rows
+from .kernels.views import Batch, Extras, Features, Map, Pages, RowPlan, Rows, TritonCodec
 from .kernels.write import write_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,11 +49,11 @@ def _gpu_target(index: int) -> Target:
 # ---- what a side is compiled for, and its pages
 
 
-def device_codec(codec: Codec, ptx: int = 0) -> DeviceCodec:
+def device_codec(codec: Codec, ptx: int = 0) -> TritonCodec:
     """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. ValueError if there is none."""
-    if codec.device is None:
+    if codec.triton is None:
         raise ValueError(f"implementation='triton': codec {codec.name} has no Triton half")
-    device = codec.device()
+    device = codec.triton()
     return device if device.program is None or ptx >= device.program.capability else replace(device, program=None)
 
 
@@ -85,7 +85,7 @@ def _word_dtype(codes: torch.Tensor, word_bytes: int, stored: bool) -> torch.dty
 
 def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pages:
     """The views of one side, to read or to be `stored`. ValueError where its rows are not made of whole, aligned words."""
-    codes, meta, word_bytes = side.codes, side.meta, codec.device().word_bytes
+    codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
     word = _word_dtype(codes, word_bytes, stored)
     if codes.stride(3) != 1 or (meta is not None and meta.shape[3] > 1 and meta.stride(3) != 1):
         raise ValueError(f"cache strides {codes.stride()}: the bytes of a row, and its metadata, must lie one after the other")

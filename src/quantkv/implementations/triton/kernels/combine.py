@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .attend import LOG2E
-from .codecs import to_float8
+from .codes import to_float8
 from .tiles import load_matrix, map_product
 
 

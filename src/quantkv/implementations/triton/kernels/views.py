@@ -82,7 +82,7 @@ class _Constant:
 
 
 @dataclass(frozen=True)
-class DeviceCodec(_Constant):
+class TritonCodec(_Constant):
     """The Triton half of a codec.
 
     A row of D values is `D / planes` words; word w holds dimensions `planes w .. planes w + planes - 1`, one of each plane.
@@ -120,7 +120,7 @@ class DeviceCodec(_Constant):
 class RowPlan(_Constant):
     """How rows of one side are treated: the codec and what stands around it."""
 
-    codec: DeviceCodec
+    codec: TritonCodec
     head_size: int
     mapped: bool = False
     offset: bool = False

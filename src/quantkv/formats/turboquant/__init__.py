@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
-from ..packing import pack, planes_of, unpack
-from ..spec import RowLayout
-from .device import shipped_codec
-from .fp8 import plain_fp8
-from .int8 import quotient
+from ...format import Codec, Format, register
+from ...packing import pack, planes_of, unpack
+from ...spec import RowLayout
+from ..device import half_of
+from ..fp8 import plain_fp8
+from ..int8 import quotient
 
 # Positive half of the levels for N(0, 1). The reference solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails
 # to
@@ -61,7 +61,7 @@ def key_codec(bits: int) -> Codec:
         power_of_two=True,
         head_size_multiple=16,
         planes=planes_of(bits),
-        device=shipped_codec(f"TQ{bits}"),
+        triton=half_of(__name__, f"TQ{bits}"),
         device_table=table,
     )
 
@@ -87,7 +87,7 @@ def value_codec(bits: int) -> Codec:
         decode,
         head_size_multiple=16,
         planes=planes_of(bits),
-        device=shipped_codec(f"U{bits}"),
+        triton=half_of(__name__, f"U{bits}"),
     )
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
-from ..packing import pack, unpack
-from ..spec import RowLayout
-from .device import shipped_codec
-from .int8 import SMALLEST_SCALE, quotient
+from ...format import Codec, Format, register
+from ...packing import pack, unpack
+from ...spec import RowLayout
+from ..device import half_of
+from ..int8 import SMALLEST_SCALE, quotient
 
 ZERO_POINT_BITS = 0xF
 
@@ -34,12 +34,12 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
 INT4 = Codec(
     "int4",
     RowLayout(4, ("float32",)),
-    encode_ref=_encode,
-    decode_ref=_decode,
+    encode=_encode,
+    decode=_decode,
     map="rht",
     round_mapped=True,
     head_size_multiple=8,
     planes=2,
-    device=shipped_codec("INT4"),
+    triton=half_of(__name__, "INT4"),
 )
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
-from ..packing import pack, unpack
-from ..spec import RowLayout
-from .device import shipped_codec
-from .int8 import quotient
+from ...format import Codec, Format, register
+from ...packing import pack, unpack
+from ...spec import RowLayout
+from ..device import half_of
+from ..int8 import quotient
 
 BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as the reference rounds it
 CENTROIDS = (-1.5104, -0.4528, 0.4528, 1.5104)
@@ -44,13 +44,13 @@ def _decode(codes: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype):
 INT2 = Codec(
     "int2",
     RowLayout(2, ("float32",)),
-    encode_ref=_encode,
-    decode_ref=_decode,
+    encode=_encode,
+    decode=_decode,
     map="hadamard",
     round_mapped=True,
     head_size_multiple=8,
     power_of_two=True,
     planes=4,
-    device=shipped_codec("INT2"),
+    triton=half_of(__name__, "INT2"),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
-from ..spec import RowLayout
-from .device import shipped_codec
+from ...format import Codec, Format, register
+from ...spec import RowLayout
+from ..device import half_of
 
 SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
 
@@ -39,10 +39,10 @@ def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 INT8 = Codec(
     "int8",
     RowLayout(8, ("float32",)),
-    encode_ref=_encode,
-    decode_ref=decode_scaled,
+    encode=_encode,
+    decode=decode_scaled,
     code_dtype=torch.int8,
     head_size_multiple=2,
-    device=shipped_codec("INT8"),
+    triton=half_of(__name__, "INT8"),
 )
 register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

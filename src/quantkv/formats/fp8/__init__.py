@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
-from ..spec import RowLayout
-from .device import shipped_codec
-from .int8 import absmax_scale, decode_scaled
+from ...format import Codec, Format, register
+from ...spec import RowLayout
+from ..device import half_of
+from ..int8 import absmax_scale, decode_scaled
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -28,11 +28,11 @@ def plain_fp8(name: str, dtype: torch.dtype, device: str) -> Codec:
     return Codec(
         name,
         RowLayout(8),
-        encode_ref=lambda y: (cast(y, dtype), None),
-        decode_ref=lambda codes, meta, dtype: (codes, None, None),
+        encode=lambda y: (cast(y, dtype), None),
+        decode=lambda codes, meta, dtype: (codes, None, None),
         code_dtype=dtype,
         head_size_multiple=2,
-        device=shipped_codec(device),
+        triton=half_of(__name__, device),
     )
 
 
@@ -41,11 +41,11 @@ E5M2 = plain_fp8("fp8_e5m2", torch.float8_e5m2, "E5M2")
 FP8_TOKEN = Codec(
     "fp8_token",
     RowLayout(8, ("float32",)),
-    encode_ref=_encode_token,
-    decode_ref=decode_scaled,
+    encode=_encode_token,
+    decode=decode_scaled,
     code_dtype=torch.float8_e4m3fn,
     head_size_multiple=2,
-    device=shipped_codec("E4M3_TOKEN"),
+    triton=half_of(__name__, "E4M3_TOKEN"),
 )
 
 register(Format("fp8", E4M3, E4M3, "per tensor, e4m3"), "fp8_e4m3", "fp8_per_tensor")

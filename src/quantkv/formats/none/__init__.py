@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Codec, Format, register
-from ..spec import RowLayout
-from .device import shipped_codec
+from ...format import Codec, Format, register
+from ...spec import RowLayout
+from ..device import half_of
 
 
 def _plain(name: str, dtype: torch.dtype) -> Codec:
     return Codec(
         name,
         RowLayout(8 * dtype.itemsize),
-        encode_ref=lambda y: (y.to(dtype), None),
-        decode_ref=lambda codes, meta, dtype: (codes, None, None),
+        encode=lambda y: (y.to(dtype), None),
+        decode=lambda codes, meta, dtype: (codes, None, None),
         code_dtype=dtype,
-        device=shipped_codec(name.upper()),
+        triton=half_of(__name__, name.upper()),
     )
 
 

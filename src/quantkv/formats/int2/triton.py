@@ -1,0 +1,37 @@
+"""The Triton half of int2."""
+
+import triton
+import triton.language as tl
+
+from ...implementations.triton.kernels import ptx
+from ...implementations.triton.kernels.codes import pack_codes, sum_of_squares, unpack_codes
+from ...implementations.triton.kernels.views import TritonCodec
+
+
+@triton.jit
+def int2_encode(x, real, table, PLAN: tl.constexpr):
+    norm = tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12)
+    factor = tl.div_rn(tl.full(norm.shape, PLAN.head_size**0.5, tl.float32), norm)[:, None]
+    codes = ()
+    for p in tl.static_range(len(x)):
+        z = x[p] * factor
+        codes = codes + ((z >= -0.9816).to(tl.int32) + (z >= 0.0).to(tl.int32) + (z >= 0.9816).to(tl.int32),)
+    return pack_codes(codes, 2), (tl.div_rn(norm, tl.full(norm.shape, PLAN.head_size**1.5, tl.float32)),)
+
+
+@triton.jit
+def int2_unpack(words, table, PLAN: tl.constexpr):
+    """Levels +-0.4528 = 283 x 0.0016 and +-1.5104 = 944 x 0.0016: fp16 holds the integers exactly."""
+    codes = unpack_codes(words, PLAN)
+    planes = ()
+    for p in tl.static_range(8):
+        planes = planes + ((codes[p] * 661 - (codes[p] >> 1) * 95 - 944).to(tl.float16),)
+    return planes
+
+
+@triton.jit
+def int2_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    return (meta[0] * (PLAN.head_size * 0.0016),)
+
+
+INT2 = TritonCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=ptx.PAIRS)

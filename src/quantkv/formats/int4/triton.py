@@ -1,0 +1,32 @@
+"""The Triton half of int4."""
+
+import triton
+import triton.language as tl
+
+from ...implementations.triton.kernels import ptx
+from ...implementations.triton.kernels.codes import pack_codes, reciprocal, round_codes, row_range, uniform_unpack
+from ...implementations.triton.kernels.views import TritonCodec
+
+
+@triton.jit
+def int4_encode(x, real, table, PLAN: tl.constexpr):
+    low, high = row_range(x, real)
+    scale = tl.maximum(tl.div_rn(high - low, tl.full(low.shape, 15.0, tl.float32)), 1e-6)
+    zero_point = round_codes(tl.div_rn(-low, scale), 0, 15)
+    inverse = reciprocal(scale)[:, None]
+    shift = zero_point.to(tl.float32)[:, None]
+    codes = ()
+    for p in tl.static_range(len(x)):
+        codes = codes + (round_codes(x[p] * inverse + shift, 0, 15),)
+    stored = (scale.to(tl.int32, bitcast=True) & -16) | zero_point
+    return pack_codes(codes, 4), (stored.to(tl.float32, bitcast=True),)
+
+
+@triton.jit
+def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    bits = meta[0].to(tl.int32, bitcast=True)
+    scale = (bits & -16).to(tl.float32, bitcast=True)
+    return (scale, (8 - (bits & 15)).to(tl.float32) * scale)
+
+
+INT4 = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=ptx.NIBBLES)

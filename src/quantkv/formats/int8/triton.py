@@ -1,0 +1,24 @@
+"""The Triton half of 8-bit integers."""
+
+import triton
+import triton.language as tl
+
+from ...implementations.triton.kernels import ptx
+from ...implementations.triton.kernels.codes import absmax_scale, pack_codes, reciprocal, round_codes
+from ...implementations.triton.kernels.views import TritonCodec
+
+
+@triton.jit
+def int8_encode(x, real, table, PLAN: tl.constexpr):
+    scale = absmax_scale(x, 127.0)
+    inverse = reciprocal(scale)[:, None]
+    codes = (round_codes(x[0] * inverse, -128, 127) & 0xFF, round_codes(x[1] * inverse, -128, 127) & 0xFF)
+    return pack_codes(codes, 8), (scale,)
+
+
+@triton.jit
+def int8_unpack(words, table, PLAN: tl.constexpr):
+    return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
+
+
+INT8 = TritonCodec(2, int8_encode, int8_unpack, num_meta=1, program=ptx.BYTES)

@@ -1,0 +1,21 @@
+"""The Triton half of rows as given."""
+
+import triton
+import triton.language as tl
+
+from ...implementations.triton.kernels.views import TritonCodec
+
+
+@triton.jit
+def plain_encode(x, real, table, PLAN: tl.constexpr):
+    return x[0], ()
+
+
+@triton.jit
+def plain_unpack(words, table, PLAN: tl.constexpr):
+    return (words,)
+
+
+BF16 = TritonCodec(1, plain_encode, plain_unpack, operand=tl.bfloat16)
+FP16 = TritonCodec(1, plain_encode, plain_unpack)
+FP32 = TritonCodec(1, plain_encode, plain_unpack, word_bytes=4, operand=tl.float32)
