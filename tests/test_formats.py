@@ -107,7 +107,11 @@ def test_packing_is_the_bit_string(bits):
 
 @pytest.mark.parametrize("bits", [0, 9, 16, -1, 2.5])
 def test_widths_that_cannot_be_packed_are_refused(bits):
-    for call in (lambda: planes_of(bits), lambda: pack(torch.zeros(48, dtype=torch.uint8), bits), lambda: unpack(torch.zeros(48).byte(), bits)):
+    for call in (
+        lambda: planes_of(bits),
+        lambda: pack(torch.zeros(48, dtype=torch.uint8), bits),
+        lambda: unpack(torch.zeros(48).byte(), bits),
+    ):
         with pytest.raises(ValueError, match=f"bits={bits}"):
             call()
 

@@ -1,16 +1,21 @@
 """The Triton kernels against the reference: interpreted where there is no GPU, compiled where there is one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkv import LayerMaps, LinearMap, available_formats, get_format, ops
+from quantkv import Format, LayerMaps, LinearMap, available_formats, format, get_format, ops
 from quantkv.calls import Segment, Side
+from quantkv.formats import turboquant
 from quantkv.testing import Batch, check, relative_error
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+from quantkv.formats.turboquant import triton as uniform
+from quantkv.implementations.triton.kernels.views import TritonCodec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = {"implementation": "triton"}
@@ -199,6 +204,25 @@ def test_offsets_go_by_position_not_by_slot(name):
     table = b.block_table.t().contiguous().t()[:, 1:]  # any strides
     call = {"block_table": table, "seq_lens": b.seq_lens, "cu_seqlens_q": b.cu_seqlens_q, "return_lse": True}
     check(b, b.cache.attend(b.q, **call, key_start=start, key_range=read, **TRITON), key_range=read)
+
+
+WORDS = [(bits, size) for bits in range(1, 8) for size in range(1, 9) if 8 * size % bits == 0 and 8 * size // bits in (1, 2, 4, 8, 16)]
+
+
+@pytest.mark.parametrize("bits,word_bytes", WORDS, ids=lambda n: str(n))
+def test_words_of_any_size(bits, word_bytes, monkeypatch):
+    """The same bytes, cut into words of any number of bytes that holds a power of two of whole codes."""
+    half = TritonCodec(
+        8 * word_bytes // bits, uniform.uniform_encode, uniform.uniform_unpack, uniform.uniform_affine, word_bytes=word_bytes, num_meta=2
+    )
+    codec = replace(turboquant.value_codec(bits), name="any", triton=lambda: half)
+    monkeypatch.setitem(format._FORMATS, "any", Format("any", codec, codec))
+    b = batch("any", ((1, 3), (37, 21)))
+    check(b, b.attend(**TRITON))
+    expected = b.cache.buffer.clone()
+    b.cache.buffer.fill_(255)
+    b.cache.write(b.key, b.value, b.slots, **TRITON)
+    assert torch.equal(b.cache.buffer, expected)
 
 
 # ---- what must not matter

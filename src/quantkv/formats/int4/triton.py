@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels import ptx
 from ...implementations.triton.kernels.codes import pack_codes, reciprocal, round_codes, row_range, uniform_unpack
+from ...implementations.triton.kernels.ptx import NIBBLES
 from ...implementations.triton.kernels.views import TritonCodec
 
 
@@ -29,4 +29,4 @@ def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (scale, (8 - (bits & 15)).to(tl.float32) * scale)
 
 
-INT4 = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=ptx.NIBBLES)
+INT4 = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=NIBBLES)

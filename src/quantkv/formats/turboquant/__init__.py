@@ -31,6 +31,13 @@ def centroids(bits: int, head_size: int, dtype: torch.dtype = torch.float32) -> 
     return torch.cat([-half.flip(0), half]).to(dtype)
 
 
+def book_table(bits: int, head_size: int) -> torch.Tensor:
+    """The levels for N(0, 1), `2**bits`, then the midpoints between those for N(0, 1 / head_size). A kernel divides by the length of the
+    row that it decodes, so that the levels that it reads may be of any size."""
+    levels = centroids(bits, head_size)
+    return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
+
+
 def key_codec(bits: int) -> Codec:
     """Codes of the unit vector and its norm."""
 
@@ -47,11 +54,6 @@ def key_codec(bits: int) -> Codec:
         length = unit.square().sum((0, -1)).sqrt()[..., None]
         return unit, norm.to(dtype) / length, None
 
-    def table(head_size):
-        # The reader divides by the length of what it decodes, so that its levels may be of any size.
-        levels = centroids(bits, head_size)
-        return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
-
     return Codec(
         f"tq{bits}",
         RowLayout(bits, ("float16",)),
@@ -62,7 +64,6 @@ def key_codec(bits: int) -> Codec:
         head_size_multiple=16,
         planes=planes_of(bits),
         triton=half_of(__name__, f"TQ{bits}"),
-        device_table=table,
     )
 
 

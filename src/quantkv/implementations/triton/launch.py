@@ -17,7 +17,7 @@ from ...format import Codec, Format
 from ...maps import LayerMaps, LinearMap
 from .kernels.attend import attend_kernel
 from .kernels.combine import combine_kernel
-from .kernels.views import Batch, Extras, Features, Map, Pages, RowPlan, Rows, TritonCodec
+from .kernels.views import BatchView, Extras, Features, MapView, PagesView, RowPlan, RowsView, TritonCodec
 from .kernels.write import write_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,7 +57,7 @@ def device_codec(codec: Codec, ptx: int = 0) -> TritonCodec:
     return device if device.program is None or ptx >= device.program.capability else replace(device, program=None)
 
 
-def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: Pages, target: Target) -> RowPlan:
+def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: PagesView, target: Target) -> RowPlan:
     return RowPlan(
         device_codec(codec, target.ptx),
         head_size,
@@ -71,19 +71,22 @@ def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float,
 
 @lru_cache
 def _table(codec: Codec, head_size: int, device: torch.device) -> torch.Tensor | None:
-    return None if codec.device_table is None else codec.device_table(head_size).float().to(device)
+    numbers = codec.triton().table
+    return None if numbers is None else numbers(head_size).float().to(device)
 
 
 def _word_dtype(codes: torch.Tensor, word_bytes: int, stored: bool) -> torch.dtype:
-    """What a kernel sees a row's bytes as. Words of three bytes are stored byte by byte; they are read from triples of int32
-    where rows lie on and are made of such."""
-    if word_bytes == 3:
+    """What a kernel sees a row's bytes as: whole words, or bytes where no integer is as long as a word. Words of three bytes are read
+    from triples of int32 where rows lie on and are made of such."""
+    if codes.element_size() == word_bytes:
+        return codes.dtype
+    if word_bytes == 3 and not stored:
         places = (codes.data_ptr(), codes.storage_offset(), codes.shape[3], *codes.stride()[:3])
-        return torch.uint8 if stored or any(n % 4 for n in places) else torch.int32
-    return torch.int16 if codes.element_size() < word_bytes else codes.dtype
+        return torch.uint8 if any(n * codes.element_size() % 4 for n in places[1:]) or places[0] % 4 else torch.int32
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(word_bytes, torch.uint8)
 
 
-def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pages:
+def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> PagesView:
     """The views of one side, to read or to be `stored`. ValueError where its rows are not made of whole, aligned words."""
     codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
     word = _word_dtype(codes, word_bytes, stored)
@@ -97,7 +100,7 @@ def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pag
             f"in words of {word_bytes} bytes, to which they must be aligned"
         ) from error
     fields = (None, 0, 0, 0) if meta is None else (meta, *meta.stride()[:3])
-    return Pages(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
+    return PagesView(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
 
 
 def _matrix(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -114,9 +117,9 @@ def _dense(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _rows(t: torch.Tensor) -> Rows:
+def _rows(t: torch.Tensor) -> RowsView:
     t = t if t.stride(2) == 1 else t.contiguous()
-    return Rows(t, *t.stride()[:2])
+    return RowsView(t, *t.stride()[:2])
 
 
 # ---- write
@@ -140,7 +143,7 @@ def write(
     sides = ((fmt.k, key, maps.k, k), (fmt.v, value, maps.v, v))
     views = [pages(side, codec, rows.shape[2], stored=True) for codec, rows, _, side in sides]
     plans = [row_plan(codec, rows.shape[2], map_, side.scale, view, target) for (codec, rows, map_, side), view in zip(sides, views)]
-    kernel_maps = [Map() if m is None else Map(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
+    kernel_maps = [MapView() if m is None else MapView(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
     factors = [1.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v)]
     block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), maps.k is not None or maps.v is not None, target)
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
@@ -296,10 +299,10 @@ def attend(
     )
     first_split = 0
     for s, count in zip(segments, splits):
-        k_map, factor = Map(), 1.0
+        k_map, factor = MapView(), 1.0
         if s.maps.k is not None:
             operands = s.maps.k.operands
-            k_map, factor = Map(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
+            k_map, factor = MapView(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
         table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
         o = replace(options, key_start=s.key_start, key_range=s.key_range)
         k_pages, v_pages = pages(s.k, s.fmt.k, head_size), pages(s.v, s.fmt.v, head_size_v)
@@ -309,7 +312,7 @@ def attend(
             k_pages,
             v_pages,
             k_map,
-            Batch(_dense(cu_seqlens_q), _dense(seq_lens), table, table.stride(0)),
+            BatchView(_dense(cu_seqlens_q), _dense(seq_lens), table, table.stride(0)),
             _extras(o),
             num_seqs,
             first_split,
@@ -358,9 +361,9 @@ def combine(
     tokens, num_heads, splits, head_size = part.out.shape
     target, group = Target.of(out.device), num_heads // num_kv_heads
     rows = rows_per_program or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
-    kernel_map = Map()
+    kernel_map = MapView()
     if mapped_splits:
-        kernel_map, mapped_scale = Map(*_matrix(v_map.operands.output)), mapped_scale * v_map.operands.inverse_factor
+        kernel_map, mapped_scale = MapView(*_matrix(v_map.operands.output)), mapped_scale * v_map.operands.inverse_factor
     combine_kernel[(triton.cdiv(tokens * group, rows), num_kv_heads)](
         *part,
         _rows(out.view(torch.uint8) if options.output_scale is not None else out),

@@ -32,9 +32,10 @@ def write_rows(
     at = word_pointers(pages, page, slot, head, PLAN)
     stored = mask[:, None] & real[None, :]
     tl.store(at, words, mask=stored)
-    if PLAN.codec.word_bytes == 3:
-        tl.store(at + 1, words >> 8, mask=stored)
-        tl.store(at + 2, words >> 16, mask=stored)
+    if PLAN.codec.bytewise:
+        BYTES: tl.constexpr = PLAN.codec.word_bytes
+        for i in tl.static_range(1, BYTES):
+            tl.store(at + i, words >> 8 * i, mask=stored)
     if NUM_META > 0:
         at = meta_pointers(pages, page, slot, head)
         for i in tl.static_range(NUM_META):
