@@ -50,6 +50,6 @@ CONVERTED = Program(
     "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
     capability=89,
 )
-E4M3 = TritonCodec(2, e4m3_encode, e4m3_unpack, exponents=(8, 8), program=CONVERTED)
+E4M3 = TritonCodec(2, e4m3_encode, e4m3_unpack, exponents=(8, 8), program=CONVERTED, floats=True)
 E4M3_TOKEN = replace(E4M3, encode=e4m3_token_encode, num_meta=1)
-E5M2 = TritonCodec(2, e5m2_encode, e5m2_unpack)
+E5M2 = TritonCodec(2, e5m2_encode, e5m2_unpack, floats=True)

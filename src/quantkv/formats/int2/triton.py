@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels.codes import pack_codes, sum_of_squares, unpack_codes
+from ...implementations.triton.kernels.codes import LARGEST, pack_codes, saturate, sum_of_squares, unpack_codes
 from ...implementations.triton.kernels.ptx import Program, half2
 from ...implementations.triton.kernels.views import TritonCodec
 
 
 @triton.jit
 def int2_encode(x, real, table, PLAN: tl.constexpr):
-    norm = tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12)
+    norm = saturate(tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12), LARGEST)
     factor = tl.div_rn(tl.full(norm.shape, PLAN.head_size**0.5, tl.float32), norm)[:, None]
     codes = ()
     for p in tl.static_range(len(x)):

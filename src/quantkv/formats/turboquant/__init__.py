@@ -12,7 +12,7 @@ from ...packing import pack, planes_of, unpack
 from ...spec import RowLayout
 from ..device import half_of
 from ..fp8 import plain_fp8
-from ..int8 import quotient
+from ..int8 import LARGEST_HALF, quotient
 
 # Positive half of the levels for N(0, 1). The reference solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails
 # to
@@ -46,7 +46,7 @@ def key_codec(bits: int) -> Codec:
         levels = centroids(bits, y.shape[-1]).to(y.device)
         unit = (y / (norm + NORM_EPSILON)).contiguous()
         codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2, right=True)
-        return pack(codes, bits), norm.half()
+        return pack(codes, bits), norm.clamp_max(LARGEST_HALF).half()
 
     def decode(codes, norm, dtype):
         values = unpack(codes, bits)
@@ -75,7 +75,7 @@ def value_codec(bits: int) -> Codec:
         low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
         scale = quotient(high - low, top).clamp_min(1e-8)
         codes = torch.trunc((y - low) / scale + 0.5).clamp(0, top)
-        return pack(codes, bits), torch.cat([scale, low], -1).half()
+        return pack(codes, bits), torch.cat([scale, low], -1).clamp(-LARGEST_HALF, LARGEST_HALF).half()
 
     def decode(codes, meta, dtype):
         scale, low = meta.to(dtype).split(1, -1)

@@ -1,12 +1,22 @@
 """The Triton half of TurboQuant's keys and values."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels.codes import pack_codes, round_codes, row_range, sum_of_squares, uniform_unpack, unpack_codes
+from ...implementations.triton.kernels.codes import (
+    LARGEST_HALF,
+    pack_codes,
+    round_codes,
+    row_range,
+    saturate,
+    sum_of_squares,
+    uniform_unpack,
+    unpack_codes,
+)
 from ...implementations.triton.kernels.ptx import NIBBLES, Program, uniform
 from ...implementations.triton.kernels.views import TritonCodec
 from . import book_table
@@ -24,16 +34,16 @@ def book_encode(x, real, table, PLAN: tl.constexpr):
         for i in tl.static_range((1 << BITS) - 1):
             code += (unit >= tl.load(table + (1 << BITS) + i)).to(tl.int32)
         codes = codes + (code,)
-    return pack_codes(codes, BITS), (norm,)
+    return pack_codes(codes, BITS), (saturate(norm, LARGEST_HALF),)
 
 
 @triton.jit
-def book_magnitude(table, index, BITS: tl.constexpr):
+def book_magnitude(table, index, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """|level| by its index from the middle outwards, chosen bit by bit: selects are cheaper than gathers."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     levels = ()
     for i in tl.static_range(HALF):
-        levels = levels + (tl.load(table + HALF + i).to(tl.float16),)
+        levels = levels + (tl.load(table + HALF + i).to(DTYPE),)
     for bit in tl.static_range(BITS - 1):
         odd = ((index >> bit) & 1) != 0
         halved = ()
@@ -51,22 +61,32 @@ def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
         real = tl.arange(0, PLAN.width) < PLAN.columns
         squares = tl.where(real[:, None] if TURNED else real[None, :], squares, 0.0)
     if TURNED:  # as a product: then all that reads the planes has them in one layout, and they are decoded once
-        length = tl.max(tl.dot(tl.full([16, PLAN.width], 1.0, squares.dtype), squares), axis=0)
+        length = tl.max(tl.dot(tl.full([16, PLAN.width], 1.0, squares.dtype), squares, input_precision="ieee"), axis=0)
     else:
         length = tl.sum(squares.to(tl.float32), axis=1)
     return (meta[0] * tl.rsqrt(length),)
 
 
 @triton.jit
-def book_unpack(words, table, PLAN: tl.constexpr):
+def book_levels(words, table, PLAN: tl.constexpr, DTYPE: tl.constexpr):
     MIDDLE: tl.constexpr = (1 << (PLAN.bits - 1)) - 1
     codes = unpack_codes(words.to(tl.int32), PLAN)
     planes = ()
     for p in tl.static_range(len(codes)):
         upper = codes[p] > MIDDLE  # level[top - code] = -level[code]
-        magnitude = book_magnitude(table, (codes[p] ^ tl.where(upper, 0, MIDDLE)) & MIDDLE, PLAN.bits)
+        magnitude = book_magnitude(table, (codes[p] ^ tl.where(upper, 0, MIDDLE)) & MIDDLE, PLAN.bits, DTYPE)
         planes = planes + (tl.where(upper, magnitude, -magnitude),)
     return planes
+
+
+@triton.jit
+def book_unpack(words, table, PLAN: tl.constexpr):
+    return book_levels(words, table, PLAN, tl.float16)
+
+
+@triton.jit
+def book_unpack_exact(words, table, PLAN: tl.constexpr):
+    return book_levels(words, table, PLAN, tl.float32)
 
 
 @triton.jit
@@ -77,7 +97,7 @@ def uniform_encode(x, real, table, PLAN: tl.constexpr):
     codes = ()
     for p in tl.static_range(len(x)):
         codes = codes + (round_codes(tl.div_rn(x[p] - low[:, None], tl.broadcast_to(scale[:, None], x[p].shape)), 0, TOP),)
-    return pack_codes(codes, PLAN.bits), (scale, low)
+    return pack_codes(codes, PLAN.bits), (saturate(scale, LARGEST_HALF), saturate(low, LARGEST_HALF))
 
 
 @triton.jit
@@ -123,7 +143,8 @@ TRIPLETS = uniform(
     ("u", 3),
     ("u", 6),
 )
-TQ4 = TritonCodec(4, book_encode, book_unpack, book_affine, num_meta=1, table=partial(book_table, 4), program=book4())
-TQ3 = TritonCodec(8, book_encode, book_unpack, book_affine, word_bytes=3, num_meta=1, table=partial(book_table, 3), program=book3())
+BOOK = TritonCodec(4, book_encode, book_unpack, book_affine, num_meta=1, exact=(book_unpack_exact, tl.float32))
+TQ4 = replace(BOOK, table=partial(book_table, 4), program=book4())
+TQ3 = replace(BOOK, planes=8, word_bytes=3, table=partial(book_table, 3), program=book3())
 U4 = TritonCodec(4, uniform_encode, uniform_unpack, uniform_affine, num_meta=2, program=NIBBLES)
 U3 = TritonCodec(8, uniform_encode, uniform_unpack, uniform_affine, word_bytes=3, num_meta=2, program=TRIPLETS)

@@ -67,6 +67,7 @@ class TritonSteps(TorchSteps):
         head = 0 if inverse is None or inverse.shape[0] == 1 else inverse.stride(0)
         if offset is None:
             return MapView(inverse, head)
+        offset = offset if offset.stride(2) == 1 else offset.contiguous()
         return MapView(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
 
     def merge(self, a: Part, b: Part) -> Part:

@@ -69,7 +69,10 @@ def encode(
         if map_.offset is not None:
             y = y - map_.offset_rows(positions)
         # float64: the bytes must not depend on the order in which a BLAS adds.
-        y = apply_map(map_.forward64, y.double()).to(rows.dtype if codec.round_mapped else torch.float32).float()
+        y = apply_map(map_.forward64, y.double())
+        dtype = rows.dtype if codec.round_mapped else torch.float32
+        largest = torch.finfo(dtype).max  # a sum of finite numbers stays finite
+        y = y.clamp(-largest, largest).to(dtype).float()
     return codec.encode(y if scale == 1.0 else y / scale)
 
 

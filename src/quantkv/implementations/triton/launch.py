@@ -49,17 +49,23 @@ def _gpu_target(index: int) -> Target:
 # ---- what a side is compiled for, and its pages
 
 
-def device_codec(codec: Codec, ptx: int = 0) -> TritonCodec:
-    """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. ValueError if there is none."""
+def device_codec(codec: Codec, ptx: int = 0, exact: bool = False) -> TritonCodec:
+    """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. exact: planes are not rounded to 16 bits.
+    ValueError if there is none."""
     if codec.triton is None:
         raise ValueError(f"implementation='triton': codec {codec.name} has no Triton half")
     device = codec.triton()
+    if exact and device.exact is not None:
+        unpack, operand = device.exact
+        return replace(device, unpack=unpack, operand=operand, program=None, exponents=())
     return device if device.program is None or ptx >= device.program.capability else replace(device, program=None)
 
 
-def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: PagesView, target: Target) -> RowPlan:
+def row_plan(
+    codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: PagesView, target: Target, exact: bool = False
+) -> RowPlan:
     return RowPlan(
-        device_codec(codec, target.ptx),
+        device_codec(codec, target.ptx, exact),
         head_size,
         map_ is not None,
         map_ is not None and map_.offset is not None,
@@ -110,6 +116,7 @@ def _matrix(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _offset(offset: torch.Tensor | None) -> tuple:
     if offset is None:
         return ()
+    offset = offset if offset.stride(2) == 1 else offset.contiguous()
     return offset, offset.stride(0), 0 if offset.shape[1] == 1 else offset.stride(1), offset.shape[0]
 
 
@@ -275,7 +282,8 @@ def attend(
     group = num_heads // heads
     longest = max_query_len if max_query_len is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
     sides = [(side.codes, codec) for s in segments for side, codec in ((s.k, s.fmt.k), (s.v, s.fmt.v))]
-    wide = torch.float32 in (q.dtype, *(codes.dtype for codes, _ in sides))
+    exact = q.dtype == torch.float32
+    wide = exact or torch.float32 in [codes.dtype for codes, _ in sides]
     tiling = Tiling.of(
         group,
         1 if batch_invariant else longest,
@@ -323,8 +331,8 @@ def attend(
             PAGE=s.k.codes.shape[1],
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
-            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, k_pages, target),
-            V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, v_pages, target),
+            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, k_pages, target, exact),
+            V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, v_pages, target, exact),
             F=features(o, heads, single, tiling.block_m >= 64, one_block, SPLIT_TOKENS // tiling.block_n if batch_invariant else 0, target),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -369,7 +377,7 @@ def combine(
         _rows(out.view(torch.uint8) if options.output_scale is not None else out),
         lse,
         kernel_map,
-        options.sinks,
+        _dense(options.sinks),
         tokens * group,
         splits,
         mapped_splits,

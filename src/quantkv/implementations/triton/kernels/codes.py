@@ -3,6 +3,15 @@
 import triton
 import triton.language as tl
 
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
+LARGEST_HALF = tl.constexpr(65504.0)
+
+
+@triton.jit
+def saturate(x, LARGEST: tl.constexpr):
+    """x within +-LARGEST: what is stored of finite rows is finite. NaN stays NaN."""
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
 
 @triton.jit
 def round_codes(x, LOW: tl.constexpr, HIGH: tl.constexpr):

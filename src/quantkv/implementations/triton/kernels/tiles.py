@@ -51,11 +51,12 @@ def join_planes(planes):
 
 @triton.jit
 def join_operand(planes):
-    """`join_planes` of 16-bit planes. As integers: Triton 3.6 fuses the reshape into the dot's shared memory; it fails."""
+    """`join_planes` of numbers. As integers: Triton 3.6 fuses the reshape into the dot's shared memory; it fails."""
     if len(planes) > 1:
+        INTEGER: tl.constexpr = tl.int32 if planes[0].dtype == tl.float32 else tl.int16
         words = ()
         for p in tl.static_range(len(planes)):
-            words = words + (planes[p].to(tl.int16, bitcast=True),)
+            words = words + (planes[p].to(INTEGER, bitcast=True),)
         return join_planes(words).to(planes[0].dtype, bitcast=True)
     else:
         return planes[0]

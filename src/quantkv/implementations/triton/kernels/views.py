@@ -98,6 +98,8 @@ class TritonCodec(_Constant):
     num_meta: fields beside a row.
     table: head_size -> numbers (1-D) that encode and unpack find, in float32, at the pointer `table`; None: they take none.
     operand: dtype of the planes.
+    exact: (unpack, dtype) that give the planes to float32 queries where `operand` rounds them; None: it holds them exactly.
+    floats: planes may be inf or NaN.
     exponents: plane p comes out of `unpack` times `2**-exponents[p]`; all 0 if empty.
     program: a `ptx.Program` that does what `unpack` does to words of 2 to 4 bytes, for the GPUs that take it, or None.
     """
@@ -111,6 +113,8 @@ class TritonCodec(_Constant):
     operand: Any = tl.float16
     exponents: tuple[int, ...] = ()
     program: Program | None = None
+    exact: Any = None
+    floats: bool = False
     table: Any = field(default=None, compare=False)  # no kernel is compiled for it
 
     @property
