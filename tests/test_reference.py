@@ -4,10 +4,11 @@ must not matter."""
 import pytest
 import torch
 
+from direct import attend
 from oracle import attention
 from quantkv import AttentionOptions, PagedCache, get_format
-from quantkv.implementations import reference
 from quantkv.implementations.reference import plan
+from quantkv.implementations.reference.attend import merge
 from quantkv.maps import LayerMaps, LinearMap
 
 HK, GROUP, D = 2, 3, 16
@@ -185,7 +186,7 @@ def test_fp8_output_after_rotating_back():
 
 def test_float64_on_request():
     cache, q, batch, where = make("int4", d=64, d_v=64)
-    out, _ = reference.attend(q.double(), cache.k, cache.v, cache.format, **batch, scale=64**-0.5, dtype=torch.float64)
+    out, _ = attend(q, cache.k, cache.v, cache.format, **batch, scale=64**-0.5, dtype=torch.float64)
     want, _ = expected(cache, q, batch, where)
     assert (out - want).norm() < 2e-8 * want.norm()  # the float32 maps are exact
 
@@ -208,7 +209,7 @@ def test_merge_of_disjoint_keys():
     lens = batch["seq_lens"]
     cut = lens // 3
     parts = [cache.attend(q, **batch, key_range=torch.stack(r, 1), return_lse=True) for r in ((torch.zeros_like(cut), cut), (cut, lens))]
-    out, lse = reference.merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+    out, lse = merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
     assert close(out, whole) and torch.allclose(lse, whole_lse, atol=1e-5)
 
 
