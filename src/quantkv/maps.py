@@ -189,7 +189,7 @@ def _default_map(kind: str, head_size: int, device: str) -> LinearMap | None:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """The maps of one layer's K and V; None: rows are stored as they are. ValueError for a V map with an offset: attention adds none back."""
+    """The maps of one layer's K and V; None: rows are stored as they are. ValueError for a V map with an offset: none is added back."""
 
     k: LinearMap | None = None
     v: LinearMap | None = None
