@@ -240,6 +240,31 @@ def test_a_name_of_the_package_is_taken_before_it_was_asked_for():
     assert "name='int4': taken" in done.stderr
 
 
+@pytest.mark.parametrize("name,largest", [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
+def test_8_bit_floats_saturate(name, largest):
+    """What is too large, infinities too, becomes the largest number; NaN stays NaN. A cast alone gives NaN or infinities."""
+    x = torch.tensor([1e6, -1e6, torch.inf, -torch.inf, largest, -1.07 * largest, 0.9 * largest, torch.nan])
+    codec = get_format(name).k
+    back = codec.dequantize(*codec.encode(x.view(1, 1, -1))).flatten()
+    assert back[:6].tolist() == [largest, -largest, largest, -largest, largest, -largest]
+    assert abs(float(back[6]) / largest - 0.9) < 0.07 and back[7].isnan()
+
+
+def test_geometry_of_values_of_another_head_size():
+    """int8 keys of 128 and int4 values of 64, a float32 for each row: 132 + 36 bytes a token and head."""
+    spec = get_format("k8v4").cache_spec(4, 128, 64, block_size=16)
+    assert spec.bytes_per_token == 4 * (132 + 36)
+    assert spec.elements_per_token == 4 * (128 + 64)
+    assert spec.bits_per_element == 8 * (132 + 36) / 192
+    assert spec.compression == 16 * 192 / (8 * (132 + 36))
+
+
+def test_capacity_is_in_whole_pages():
+    spec = get_format("int4").cache_spec(2, 64, block_size=16)
+    for pages, rest, tokens in ((3, 0, 48), (3, 1, 48), (3, spec.block_bytes // 2, 48), (3, spec.block_bytes - 1, 48), (0, 7, 0)):
+        assert spec.capacity(pages * spec.block_bytes + rest) == tokens
+
+
 # ---- mapped rows
 
 
