@@ -11,7 +11,7 @@ from scipy.stats import norm as normal
 from quantkv import Format, available_formats, get_format, register
 from quantkv.format import unregister
 from quantkv.formats import int2, turboquant
-from quantkv.implementations.reference import encode
+from quantkv.implementations.reference.write import encode
 from quantkv.maps import LayerMaps, LinearMap, butterfly, hadamard, named_map, rht_signs
 from quantkv.packing import interleave, pack, unpack
 

@@ -6,10 +6,11 @@ import importlib.util
 import pytest
 import torch
 
+import direct
 from oracle import attention
 from quantkv import AttentionOptions, PagedCache, get_format, testing
-from quantkv.implementations import reference
 from quantkv.implementations.reference import plan
+from quantkv.implementations.reference.attend import merge
 from quantkv.maps import LayerMaps, LinearMap
 
 HK, GROUP, D = 2, 3, 16
@@ -233,7 +234,7 @@ def test_fp8_output_after_rotating_back():
 
 def test_float64_on_request():
     cache, q, batch, where = make("int4", d=64, d_v=64)
-    out, _ = reference.attend(q.double(), cache.k, cache.v, cache.format, **batch, scale=64**-0.5, dtype=torch.float64)
+    out, _ = direct.attend(q, cache.k, cache.v, cache.format, **batch, scale=64**-0.5, dtype=torch.float64)
     want, _ = expected(cache, q, batch, where)
     assert (out - want).norm() < 2e-8 * want.norm()  # the float32 maps are exact
 
@@ -256,7 +257,7 @@ def test_merge_of_disjoint_keys():
     lens = batch["seq_lens"]
     cut = lens // 3
     parts = [cache.attend(q, **batch, key_range=torch.stack(r, 1), return_lse=True) for r in ((torch.zeros_like(cut), cut), (cut, lens))]
-    out, lse = reference.merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+    out, lse = merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
     assert close(out, whole) and torch.allclose(lse, whole_lse, atol=1e-5)
 
 
@@ -265,11 +266,27 @@ def test_merge_of_nothing_is_nothing():
     outs, lses = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4)
     outs[:, 0], lses[:, 0] = 0, -torch.inf
     lses[1, 1] = -torch.inf  # a part without keys
-    out, lse = reference.merge(outs, lses)
+    out, lse = merge(outs, lses)
     assert (out[0] == 0).all() and (lse[0] == -torch.inf).all()
     weight = lses[[0, 2], 1].softmax(0)
     torch.testing.assert_close(out[1], (weight[..., None] * outs[[0, 2], 1]).sum(0))
     torch.testing.assert_close(lse[1], lses[[0, 2], 1].logsumexp(0))
+
+
+def test_segments_without_keys():
+    """Sequences of which one segment, the other, both or neither have keys that are seen."""
+    cache, q, batch, where = make()
+    table, nothing = batch.pop("block_table"), torch.zeros(4, 2, dtype=torch.int64)
+    first, second = nothing.clone(), nothing.clone()
+    first[0], first[1] = torch.tensor([0, 9]), torch.tensor([2, 11])
+    second[0] = torch.tensor([9, 15])
+    parts = [cache.segment(table, None, ranges) for ranges in (first, second)]
+    out, lse = direct.attend_segments(q, parts, **batch, scale=D**-0.5)
+    either = torch.stack([first[:, 0], torch.maximum(first, second)[:, 1]], 1)
+    want, want_lse = expected(cache, q, {**batch, "block_table": table}, where, per_seq=lambda s: {"key_range": either[s].tolist()})
+    assert (out[6:] == 0).all() and (lse[6:] == -torch.inf).all()  # sequences 2 and 3
+    assert (out.double() - want).norm() <= 3e-6 * want.norm()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_cache_that_starts_later():

@@ -38,9 +38,8 @@ def butterfly(rows: torch.Tensor) -> torch.Tensor:
     size = rows.shape[-1]
     source, target = rows.clone(memory_format=torch.contiguous_format), torch.empty_like(rows, memory_format=torch.contiguous_format)
     views = [(t[..., 0::2], t[..., 1::2], t[..., : size // 2], t[..., size // 2 :]) for t in (source, target)]
-    for stage in range(
-        size.bit_length() - 1
-    ):  # sums go to the front: each stage turns the bits of the index by one, all of them a whole turn
+    for stage in range(size.bit_length() - 1):
+        # Neighbours always stand side by side: a stage turns the bits of the index by one, and all stages turn them once around.
         even, odd = views[stage % 2][:2]
         sums, differences = views[1 - stage % 2][2:]
         torch.add(even, odd, out=sums)
@@ -125,6 +124,22 @@ class LinearMap:
             raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
         if self.operands is None:
             object.__setattr__(self, "operands", self._operands())
+
+    def check(self, head_size: int, num_kv_heads: int, side: str) -> None:
+        """ValueError unless the map fits rows of `head_size` of `num_kv_heads` heads. side: "k" or "v", for the message."""
+        for name in ("forward", "offset"):
+            t = getattr(self, name)
+            if t is not None and (t.shape[-1] != head_size or t.shape[-3 if name == "forward" else 1] not in (1, num_kv_heads)):
+                raise ValueError(
+                    f"maps.{side}.{name}.shape={tuple(t.shape)}: the cache has {num_kv_heads} kv heads of {head_size} "
+                    f"({'keys' if side == 'k' else 'values'})"
+                )
+
+    @cached_property
+    def traits(self) -> tuple:
+        """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
+        offset = None if self.offset is None else (self.offset.shape, self.offset.stride())
+        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], offset
 
     @cached_property
     def _forward64(self) -> torch.Tensor:
