@@ -265,6 +265,29 @@ def test_capacity_is_in_whole_pages():
         assert spec.capacity(pages * spec.block_bytes + rest) == tokens
 
 
+def loss(name, rows):
+    """Of the rows' norms, on average, in K codec `name`."""
+    errors = (round_trip(get_format(name).k, rows) - rows).norm(dim=-1) / rows.norm(dim=-1)
+    return errors.mean().item()
+
+
+@pytest.mark.parametrize("head_size,int2_,tq3,tq4", [(64, 0.93, 0.72, 0.36), (128, 0.98, 0.88, 0.48), (256, 1.01, 1.02, 0.63)])
+def test_known_limit_constant_rows(head_size, int2_, tq3, tq4):
+    """docs/formats.md has these figures. A rotation without signs puts the row into one coordinate: sqrt(D), where the last level is c."""
+    for row in (torch.full((1, 1, head_size), 0.75), hadamard(head_size)[37].float().view(1, 1, -1)):
+        for name, expected in (("int2", int2_), ("tq3", tq3), ("tq4", tq4)):
+            assert loss(name, row) == pytest.approx(expected, abs=0.008)
+        assert 0.07 < loss("int4", row) < 0.121
+        assert loss("int8", row) < 1e-3
+
+
+def test_known_limit_spikes():
+    spike = 100 * torch.eye(128)[:1].view(1, 1, -1)
+    assert loss("int4", spike) > 0.999 and loss("int2", spike) == pytest.approx(0.51, abs=0.005)
+    noisy = torch.randn(500, 2, 128, generator=torch.Generator().manual_seed(0)) + spike
+    assert loss("int4", noisy) == pytest.approx(0.4, abs=0.03)
+
+
 # ---- mapped rows
 
 

@@ -135,6 +135,8 @@ def test_sinks_count_once():
 def test_query_query_bias():
     bias = torch.randn(5, 4)
     check({"qq_bias": bias}, oracle={"qq_bias": bias})
+    bias[2, 1] = -torch.inf  # a branch of a tree that is not this query's
+    check({"qq_bias": bias}, oracle={"qq_bias": bias})
 
 
 def test_key_range():
