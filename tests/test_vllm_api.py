@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from direct import attend
+import direct
 from quantkv import vllm_api as backend
 from quantkv.calls import AttentionOptions, Side
 from quantkv.vllm_api import KVQuantMode as Mode
@@ -132,7 +132,7 @@ def test_options_mean_what_attention_options_say():
     )
     plain = read(head_size, *caches, mode=mode)
     for theirs, ours in cases:
-        expected, _ = attend(
+        expected, _ = direct.attend(
             g["query"],
             k,
             v,
