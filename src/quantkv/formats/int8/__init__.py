@@ -14,7 +14,7 @@ LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 def round_half_away(x: torch.Tensor) -> torch.Tensor:
-    """Nearest integer, halves away from zero: what the reference system's `(x +- 0.5).to(int)` gives."""
+    """Nearest integer, halves away from zero: what `(x +- 0.5).to(int)` gives in vLLM's kernels."""
     return torch.add(x, x.sign(), alpha=0.5).trunc_()
 
 
