@@ -28,10 +28,11 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from quantkv import PagedCache, get_format, ops
+from quantkv import PagedCache, get_format, implementations
 from quantkv.bench import rivals
 from quantkv.bench.run import device_name, versions
-from quantkv.calls import Segment
+from quantkv.cache import prepare_attend
+from quantkv.calls import AttendCall, Batch
 
 FORMATS = ("bf16", "int8", "int4", "tq4", "int2")
 FLASH3, QUANTKV = "FlashAttention-3", "quantkv"
@@ -111,6 +112,7 @@ class Batch:
         self.cu_seqlens_q = torch.arange(sequences + 1, device=device, dtype=torch.int32)
         self.seq_lens = torch.empty(sequences, device=device, dtype=torch.int32)
         self.tokens = torch.empty(sequences, device=device, dtype=torch.int64)
+        self.attend = prepare_attend(block_table=self.block_table, seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q, max_query_len=1)
         self.caches = [PagedCache(spec, sequences * pages, device) for _ in range(g.layers)]
         self.row_error = self._fill(generator)
         self.implementation = "" if reader == QUANTKV else reader  # what reads the pages
@@ -153,7 +155,7 @@ class Batch:
         batch = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens, "block_table": self.block_table}
         if self.reader == QUANTKV:
             self.implementation = self.implementation or self._chosen(q)
-            return cache.attend(q, **batch, max_query_len=1)
+            return self.attend(cache, q)
         out = torch.empty_like(q)
         rivals.flash3_over_pages(
             q, cache.k.codes, cache.v.codes, out, **batch, scale=q.shape[2] ** -0.5, max_query_len=1, max_keys=self.capacity
@@ -162,10 +164,8 @@ class Batch:
 
     def _chosen(self, q: torch.Tensor) -> str:
         """The implementation of quantkv that serves these queries."""
-        cache, out = self.caches[0], torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        segment = Segment(cache.k, cache.v, cache.format, self.block_table, cache.maps)
-        lengths = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens}
-        return ops.resolve("auto", q, [segment], out, **lengths, max_query_len=1)[0]
+        call = AttendCall(q, (self.caches[0].segment(self.block_table),), Batch(self.cu_seqlens_q, self.seq_lens, 1))
+        return implementations.resolve(call)[0]
 
 
 @dataclass

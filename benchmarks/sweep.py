@@ -1,4 +1,4 @@
-"""Is decode's time linear in tokens? Times around the batch at which every warp of the GPU has all that it may take (1,024 tiles of 16 tokens).
+"""Is decode linear in tokens? Times around the batch at which every warp has all that it may take, 1,024 tiles of 16 tokens.
 
     PYTHONPATH=src python benchmarks/sweep.py [--formats int4 int8] [--json FILE]
 
