@@ -97,7 +97,7 @@ class Model:
         return rms_norm(x, self.norm.shape, self.norm, 1e-5)
 
 
-class Batch:
+class Decoding:
     """Sequences at decode: a cache for each layer, pages in random order, and `step`, which a graph can capture."""
 
     def __init__(self, model: Model, format_name: str, reader: str, sequences: int, length: int, room: int) -> None:
@@ -192,7 +192,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def compare(batch: Batch, exact: Batch) -> tuple[float, float]:
+def compare(batch: Decoding, exact: Decoding) -> tuple[float, float]:
     """One step of two batches, each filled with the same rows -> the largest error of a layer's attention, both given what the exact
     one computed so far; and that of the logits where each goes on with its own."""
     errors, attention = [], exact.attention
@@ -213,10 +213,10 @@ def compare(batch: Batch, exact: Batch) -> tuple[float, float]:
 def measure(model: Model, stores: str, reader: str, sequences: int, length: int, steps: int, exact: tuple[str, str]) -> Row:
     """Check, then time. exact: format and reader of the cache to compare with. RuntimeError where the check fails."""
     device = model.norm.device
-    short = [Batch(model, *way, sequences, SHORT, 1) for way in ((stores, reader), exact)]
+    short = [Decoding(model, *way, sequences, SHORT, 1) for way in ((stores, reader), exact)]
     attention_error, logits_error = compare(*short)
     del short
-    batch = Batch(model, stores, reader, sequences, length, 2 * steps)
+    batch = Decoding(model, stores, reader, sequences, length, 2 * steps)
     # An error e of the keys changes a score, whose deviation is 1, by e; one of the values adds to it.
     if not attention_error <= 2 * batch.row_error + 0.01:
         raise RuntimeError(f"attention differs by {attention_error:.3g}, rows by {batch.row_error:.3g}")
@@ -238,7 +238,7 @@ def _clock(call: Callable) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def _replays(batch: Batch, steps: int) -> tuple[float, list[float]]:
+def _replays(batch: Decoding, steps: int) -> tuple[float, list[float]]:
     """Relative error of a captured step's logits, three steps in a row, and milliseconds of each of `steps` replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
