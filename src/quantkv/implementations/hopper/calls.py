@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...calls import AttentionOptions, Segment, Side
 from ...format import Codec, Format
-from ...formats.turboquant import centroids
+from ...formats.turboquant import book_table, centroids
 from ...maps import LayerMaps, LinearMap
 
 # The project's codecs, by name, as the kernel calls them.
@@ -239,7 +239,7 @@ def _hadamard(side: LinearMap):
 @cache
 def _midpoints(codec: Codec, head_size: int) -> tuple[float, ...]:
     """Between the levels above zero of a codebook."""
-    if codec.device_table is None:
+    if codec.name not in ("tq3", "tq4"):
         return ()
     levels = 1 << codec.row.code_bits
-    return tuple(codec.device_table(head_size)[levels + levels // 2 :].tolist())
+    return tuple(book_table(codec.row.code_bits, head_size)[levels + levels // 2 :].tolist())
