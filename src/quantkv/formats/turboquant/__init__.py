@@ -10,7 +10,7 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...spec import RowLayout
-from ..device import half_of
+from ..device import cuda_half, half_of
 from ..fp8 import plain_fp8
 from ..int8 import quotient
 
@@ -29,6 +29,15 @@ def centroids(bits: int, head_size: int, dtype: torch.dtype = torch.float32) -> 
     """Sorted levels `[2**bits]` of the quantizer of N(0, 1 / head_size)."""
     half = torch.tensor(LEVELS[bits], dtype=torch.float64, device="cpu") / head_size**0.5
     return torch.cat([-half.flip(0), half]).to(dtype)
+
+
+CODEBOOKS = {3: {"table_bytes": 1 << 13}, 4: {"table_bytes": 1 << 16, "warps": 8}}  # of `hopper.cuh`
+UNIFORM = {4: {"half": 4, "odd_unit": 16.0}}
+
+
+def _levels(head_size: int) -> dict[str, list[float]]:
+    """What `hopper.cuh` reads."""
+    return {f"LEVELS_{bits}": centroids(bits, head_size).tolist() for bits in LEVELS}
 
 
 def key_codec(bits: int) -> Codec:
@@ -62,6 +71,7 @@ def key_codec(bits: int) -> Codec:
         head_size_multiple=16,
         planes=planes_of(bits),
         triton=half_of(__name__, f"TQ{bits}"),
+        hopper=cuda_half(__file__, f"Codebook<{bits}>", values=False, numbers=_levels, **CODEBOOKS[bits]),
         device_table=table,
     )
 
@@ -88,10 +98,11 @@ def value_codec(bits: int) -> Codec:
         head_size_multiple=16,
         planes=planes_of(bits),
         triton=half_of(__name__, f"U{bits}"),
+        hopper=cuda_half(__file__, f"Uniform<{bits}>", numbers=_levels, **UNIFORM.get(bits, {})),
     )
 
 
-KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3")  # no scale, not even the layer's
+KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3", keys=True)  # no scale, not even the layer's
 KEY4, KEY3, VALUE4, VALUE3 = key_codec(4), key_codec(3), value_codec(4), value_codec(3)
 
 register(Format("tq_k8v4", KEY8, VALUE4, "e4m3 keys"), "turboquant_k8v4")
