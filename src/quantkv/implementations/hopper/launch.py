@@ -23,7 +23,7 @@ def arguments(name: str) -> type[ctypes.Structure]:
     """The struct of that name in arguments.cuh, where its fields are said once."""
     body = re.search(rf"^struct {name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL).group(1)
     fields = re.findall(r"^  (.+?)(\*?) (\w+);", body, re.MULTILINE)
-    assert len(fields) == body.count(";"), body
+    assert len(fields) == len(body.splitlines()), body
     return type(
         name, (ctypes.Structure,), {"_fields_": [(field, ctypes.c_void_p if star else C_TYPES[kind]) for kind, star, field in fields]}
     )
