@@ -9,7 +9,7 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...spec import RowLayout
-from ..device import half_of
+from ..device import cuda_half, half_of
 from ..fp8 import plain_fp8
 from ..int8 import LARGEST_HALF, quotient
 
@@ -33,6 +33,15 @@ def book_table(bits: int, head_size: int) -> torch.Tensor:
     row that it decodes, so that the levels that it reads may be of any size."""
     levels = centroids(bits, head_size)
     return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
+
+
+CODEBOOKS = {3: {"table_bytes": 1 << 13}, 4: {"table_bytes": 1 << 16, "warps": 8}}  # of `hopper.cuh`
+UNIFORM = {4: {"half": 4, "odd_unit": 16.0}}
+
+
+def _levels(head_size: int) -> dict[str, list[float]]:
+    """What `hopper.cuh` reads."""
+    return {f"LEVELS_{bits}": centroids(bits, head_size).tolist() for bits in LEVELS}
 
 
 def key_codec(bits: int) -> Codec:
@@ -61,6 +70,7 @@ def key_codec(bits: int) -> Codec:
         head_size_multiple=16,
         planes=planes_of(bits),
         triton=half_of(__name__, f"TQ{bits}"),
+        hopper=cuda_half(__file__, f"Codebook<{bits}>", values=False, numbers=_levels, **CODEBOOKS[bits]),
     )
 
 
@@ -86,10 +96,11 @@ def value_codec(bits: int) -> Codec:
         head_size_multiple=16,
         planes=planes_of(bits),
         triton=half_of(__name__, f"U{bits}"),
+        hopper=cuda_half(__file__, f"Uniform<{bits}>", numbers=_levels, **UNIFORM.get(bits, {})),
     )
 
 
-KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3")  # no scale, not even the layer's
+KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3", keys=True)  # no scale, not even the layer's
 KEY4, KEY3, VALUE4, VALUE3 = key_codec(4), key_codec(3), value_codec(4), value_codec(3)
 
 register(Format("tq_k8v4", KEY8, VALUE4, "e4m3 keys"), "turboquant_k8v4")
