@@ -7,14 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkv import Format, LayerMaps, LinearMap, available_formats, format, get_format, ops
-from quantkv.calls import Segment, Side
+import direct
+from quantkv import Format, LayerMaps, LinearMap, available_formats, format, get_format
+from quantkv.calls import AttentionOptions, Segment, Side
 from quantkv.formats import turboquant
 from quantkv.testing import Batch, check, relative_error
 
 pytest.importorskip("triton")
 
 from quantkv.formats.turboquant import triton as uniform
+from quantkv.implementations.triton import attend
 from quantkv.implementations.triton.kernels.views import TritonCodec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +88,7 @@ def test_golden_bytes(mode):
         codes = torch.zeros(8, 16, 2, codec.row.code_bytes(64) // codec.code_dtype.itemsize, dtype=codec.code_dtype)
         sides.append(Side(codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)))
     arguments = [golden[n].to(DEVICE) for n in ("key", "value", "slot_mapping")]
-    ops.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
+    direct.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
     if mode.startswith("turboquant"):
         slot = torch.cat([t for s in sides for t in (s.codes, s.meta.view(torch.uint8))], -1).cpu()
         expected = golden[f"{mode}.kv_cache"][..., : slot.shape[-1]]
@@ -263,71 +265,6 @@ def test_offsets_of_any_strides(layout):
     check(b, b.attend(**TRITON))
 
 
-# ---- numbers that are not finite
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e4])
-def test_a_query_does_not_disturb_others_of_its_tile(value):
-    """Also where it is finite, but so large that 16 bits held the others as zeros in its unit."""
-    b = batch("int4", ((5,), (60,)))
-    b.q[:] *= 2.0**-12
-    expected, expected_lse = b.attend(**TRITON)
-    b.q[2, 4] = value
-    out, lse = b.attend(**TRITON)
-    others = torch.ones(5, 6, dtype=torch.bool, device=DEVICE)
-    others[2, 4] = False
-    assert torch.equal(out[others], expected[others]) and torch.equal(lse[others], expected_lse[others])
-    assert bool(out[2, 4].isnan().all()) == (value != 3e4)
-
-
-@pytest.mark.parametrize("side", ["k", "v"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8", "fp8_e5m2", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "tq_k8v4"])
-def test_what_a_query_does_not_see_does_not_reach_it(name, value, side):
-    """0 x NaN: the last ten of twenty queries see a row that is not finite, the first ten are in the same tile and do not."""
-    b = batch(name, ((20,), (60,)))
-    expected, expected_lse = b.attend(**TRITON)
-    (b.key if side == "k" else b.value)[50] = value
-    b.cache.write(b.key, b.value, b.slots, **TRITON)
-    meta = (b.cache.k if side == "k" else b.cache.v).meta
-    if meta is not None:  # minima and maxima of a GPU pass over NaN
-        meta[b.slots[50] // 16, b.slots[50] % 16] = value
-    out, lse = b.attend(**TRITON)
-    torch.testing.assert_close(out[:10], expected[:10], rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(lse[:10], expected_lse[:10], rtol=2e-3, atol=2e-3)
-    if meta is not None or value != float("inf") or name in ("bf16", "fp16"):  # 8-bit floats saturate
-        assert not out[10:].isfinite().all(), "what is no number was lost"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_finite_rows_are_stored_as_finite_ones(format_name, dtype):
-    """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""
-    b = batch(format_name, ((4,), (20,)), dtype=dtype, head_size=128)
-    size = 2.0**15 if format_name == "fp16" else 65504.0 if dtype == torch.float16 else 2.0**66
-    b.key[10:] = b.value[10:] = size
-    b.key[11] *= torch.where(torch.arange(128, device=DEVICE) % 3 > 0, 1.0, -1.0).to(dtype)
-    for implementation in ("reference", "triton"):
-        b.cache.buffer.fill_(255)
-        b.cache.write(b.key, b.value, b.slots, implementation=implementation)
-        at = b.slots // 16, b.slots % 16
-        for side, codec in ((b.cache.k, b.cache.format.k), (b.cache.v, b.cache.format.v)):
-            codes = side.codes.view(torch.uint8)[at].view(side.codes.dtype)
-            meta = None if side.meta is None else side.meta[at]
-            assert meta is None or meta.isfinite().all()
-            assert codec.dequantize(codes, meta, torch.float64).isfinite().all()
-
-
-def test_a_large_row_does_not_hide_small_ones_from_earlier_queries():
-    """Values 65504 times larger, one token later: finite, and as saturating leaves them. The weights of earlier queries keep their bits."""
-    b = batch("int8", ((20,), (60,)))
-    b.value[50:] = 60000.0
-    b.value[:50] = b.value[:50] / 8
-    b.cache.write(b.key, b.value, b.slots, implementation="reference")
-    out, _ = b.attend(**TRITON)
-    expected, _ = b.oracle()
-    assert relative_error(out[:10], expected[:10]) <= 2e-3
-
-
 # ---- what must not matter
 
 
@@ -367,27 +304,14 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives():
 
 
 def test_splits_are_merged():
-    from quantkv.implementations.triton import launch
-
     b = batch("tq4", ((1, 2), (300, 700)), num_kv_heads=1)
-    out, lse = torch.empty_like(b.q), torch.empty(b.q.shape[:2], device=DEVICE)
-    options = ops.AttentionOptions(sinks=torch.ones(3, device=DEVICE))
-    c = b.cache
+    options = {"sinks": torch.ones(3, device=DEVICE)}
     for splits in (1, 5, 16):
-        launch.attend(
-            b.q,
-            [Segment(c.k, c.v, c.format, b.block_table, c.maps)],
-            out.fill_(float("nan")),
-            lse,
-            cu_seqlens_q=b.cu_seqlens_q,
-            seq_lens=b.seq_lens,
-            scale=c.spec.head_size**-0.5,
-            options=options,
-            max_query_len=2,
-            batch_invariant=False,
-            num_splits=splits,
-        )
-        check(b, (out, lse), sinks=options.sinks)
+        call = b.call(max_query_len=2, **options)
+        call.out.fill_(float("nan"))
+        plan = attend.Plan.of(call, num_splits=splits)
+        attend.launch_all(call, plan, plan.partials(call))
+        check(b, (call.out, call.lse), **options)
 
 
 def test_segments_of_a_sequence_in_several_caches():
@@ -404,9 +328,9 @@ def test_segments_of_a_sequence_in_several_caches():
         )
     ]
     call = {"cu_seqlens_q": exact.cu_seqlens_q, "seq_lens": exact.seq_lens, "scale": 0.125}
-    call["options"] = ops.AttentionOptions(sinks=torch.ones(6, device=DEVICE), window=60)
+    call["options"] = AttentionOptions(sinks=torch.ones(6, device=DEVICE), window=60)
     (out, lse), (expected, expected_lse) = (
-        ops.attend_segments(exact.q, segments, **call, implementation=i) for i in ("triton", "reference")
+        direct.attend_segments(exact.q, segments, **call, implementation=i) for i in ("triton", "reference")
     )
     assert relative_error(out, expected) <= 2e-3
     torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=0)
@@ -426,7 +350,7 @@ def test_foreign_layouts(name):
         view.view(torch.uint8).copy_(t.view(torch.uint8))
     c = b.cache
     call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": c.spec.head_size**-0.5}
-    out, _ = ops.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
+    out, _ = direct.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
     assert torch.equal(out, expected)
 
 
@@ -437,11 +361,11 @@ def test_what_cannot_run_is_refused_by_name(monkeypatch):
     b = batch("int8", DECODE)
     with pytest.raises(ValueError, match="implementation='cuda'"):
         b.attend(implementation="cuda")
-    codes = torch.zeros(2, 16, 2, 65, dtype=torch.int8, device=DEVICE)[..., 1:]
-    side = Side(codes, torch.zeros(2, 16, 2, 1, device=DEVICE))
+    codes = torch.zeros(16, 16, 2, 65, dtype=torch.int8, device=DEVICE)[..., 1:]
+    side = Side(codes, torch.zeros(16, 16, 2, 1, device=DEVICE))
     call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": 1.0}
     with pytest.raises(ValueError, match="words of 2 bytes"):
-        ops.attend(b.q, side, side, "int8", **call, **TRITON)
+        direct.attend(b.q, side, side, get_format("int8"), **call, **TRITON)
     if DEVICE == "cpu":
         monkeypatch.setattr("quantkv.implementations.triton.launch.INTERPRETED", False)
         with pytest.raises(ValueError, match=r"implementation='triton'.*need a GPU"):

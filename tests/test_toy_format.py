@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SUITES = ("test_formats.py", "test_cache.py", "test_reference.py", "test_kernels.py", "test_lessons.py")
+SUITES = ("test_formats.py", "test_cache.py", "test_reference.py", "test_kernels.py", "test_not_finite.py", "test_lessons.py")
 
 
 @pytest.mark.parametrize("plugin,name", [("toy_format", "toy"), ("five_bits", "five")])

@@ -35,7 +35,7 @@ class TritonSteps(TorchSteps):
         sizes = [t.shape[2] for t in scratch]
         views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
         plans = [
-            row_plan(codec, size, map_, side.scale, view, self.target)
+            row_plan(codec, size, map_, side.scale, view, self.target, exact=scratch[0].dtype == torch.float32)
             for codec, size, map_, side, view in zip(self.codecs, sizes, self.row_maps, self.sides, views)
         ]
         block = 64 if max(sizes) <= 128 else 32

@@ -36,7 +36,7 @@ def refusal(call: AttendCall) -> str | None:
     """Why `run` does not serve a call; None where it does."""
     if triton is None:
         return "the package triton is missing: pip install 'quantkv[triton]'"
-    return launch.refusal(call.q.device, [codec for s in call.segments for codec in (s.fmt.k, s.fmt.v)])
+    return launch.refusal(call.q.device, [pair for s in call.segments for pair in ((s.k, s.fmt.k), (s.v, s.fmt.v))])
 
 
 def run(call: AttendCall) -> None:
@@ -44,7 +44,7 @@ def run(call: AttendCall) -> None:
     if call.q.shape[0]:
         with launch.on_device(call.q.device):
             plan = Plan.of(call)
-            _launch(call, plan, plan.partials(call))
+            launch_all(call, plan, plan.partials(call))
 
 
 def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
@@ -59,7 +59,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
         with launch.on_device(device):
             if launches and all(made.again(tensors, device.index) for made, tensors in zip(launches, _tensors(call, plan))):
                 return
-            launches[:] = _launch(call, plan, part)
+            launches[:] = launch_all(call, plan, part)
 
     return serve
 
@@ -206,7 +206,7 @@ def _tensors(call: AttendCall, plan: Plan) -> list[tuple[torch.Tensor | None, ..
     return found
 
 
-def _launch(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Launch]:
+def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Launch]:
     """The launches of a call, made once."""
     *attends, (out, lse, matrix, sinks) = _tensors(call, plan)
     launches, first_split = [], 0

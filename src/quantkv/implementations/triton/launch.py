@@ -21,12 +21,24 @@ from .kernels.views import MapView, PagesView, RowPlan, RowsView, TritonCodec
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def refusal(device: torch.device, codecs: Sequence[Codec]) -> str | None:
-    """Why no kernel can run on this device or for these codecs; None where all can."""
+def refusal(device: torch.device, sides: Sequence[tuple[Side, Codec]], stored: bool = False) -> str | None:
+    """Why no kernel can run on this device, or read (write, if `stored`) these sides; None where all can."""
     if device.type != "cuda" and not INTERPRETED:
         return f"tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
-    absent = [codec.name for codec in codecs if codec.triton is None]
-    return f"codec {absent[0]} has no Triton half" if absent else None
+    for side, codec in sides:
+        if codec.triton is None:
+            return f"codec {codec.name} has no Triton half"
+        codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
+        if codes.stride(3) != 1 or (meta is not None and meta.shape[3] > 1 and meta.stride(3) != 1):
+            return f"cache strides {codes.stride()}: the bytes of a row, and its metadata, must lie one after the other"
+        try:
+            codes.view(word_dtype(codes, word_bytes, stored))
+        except RuntimeError:
+            return (
+                f"cache strides {codes.stride()}, storage offset {codes.storage_offset()}: {codec.name} rows are read "
+                f"in words of {word_bytes} bytes, to which they must be aligned"
+            )
+    return None
 
 
 class Target(NamedTuple):
@@ -95,18 +107,9 @@ def word_dtype(codes: torch.Tensor, word_bytes: int, stored: bool) -> torch.dtyp
 
 
 def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> PagesView:
-    """The views of one side, to read or to be `stored`. ValueError where its rows are not made of whole, aligned words."""
-    codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
-    word = word_dtype(codes, word_bytes, stored)
-    if codes.stride(3) != 1 or (meta is not None and meta.shape[3] > 1 and meta.stride(3) != 1):
-        raise ValueError(f"cache strides {codes.stride()}: the bytes of a row, and its metadata, must lie one after the other")
-    try:
-        words = codes.view(word)
-    except RuntimeError as error:
-        raise ValueError(
-            f"cache strides {codes.stride()}, storage offset {codes.storage_offset()}: {codec.name} rows are read "
-            f"in words of {word_bytes} bytes, to which they must be aligned"
-        ) from error
+    """The views of one side that `refusal` let pass, to read or to be `stored`."""
+    codes, meta = side.codes, side.meta
+    words = codes.view(word_dtype(codes, codec.triton().word_bytes, stored))
     fields = (None, 0, 0, 0) if meta is None else (meta, *meta.stride()[:3])
     return PagesView(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
 
@@ -142,6 +145,10 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device)
 
 
+def current_stream(device: int) -> int:
+    return triton.runtime.driver.active.get_current_stream(device)
+
+
 class Launch:
     """One launch of one kernel. The first goes through Triton, which binds, specializes and compiles. What it compiled is launched again
     with tensors of the same shapes and strides at other addresses, for a tenth of the time on the host.
@@ -165,6 +172,7 @@ class Launch:
                 self.flat.append(value)
                 self.spans.append((start, None))
         self.places = [starts[place] for place in places]
+        self.kept = [t for i, t in enumerate(self.flat) if isinstance(t, torch.Tensor) and i not in self.places]
         self.flat = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in self.flat]
         self.direct: Callable[..., None] | None = None
 
@@ -192,6 +200,5 @@ class Launch:
         if bits % 16 or any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)):
             return False
         arguments = [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.spans]
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        self.direct(*self.grid, stream, *self.fixed, None, None, *arguments)
+        self.direct(*self.grid, current_stream(device), *self.fixed, None, None, *arguments)
         return True

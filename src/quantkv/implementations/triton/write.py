@@ -27,7 +27,7 @@ def refusal(call: WriteCall) -> str | None:
     """Why `run` does not serve a call; None where it does."""
     if triton is None:
         return "the package triton is missing: pip install 'quantkv[triton]'"
-    return launch.refusal(call.key.device, (call.fmt.k, call.fmt.v))
+    return launch.refusal(call.key.device, ((call.k, call.fmt.k), (call.v, call.fmt.v)), stored=True)
 
 
 def run(call: WriteCall) -> None:
