@@ -4,10 +4,10 @@ does, every implementation refuses it by name."""
 from dataclasses import replace
 from pathlib import Path
 
-import new_option
 import pytest
 import torch
 
+import new_option
 from quantkv import implementations, ops
 from quantkv.testing import Batch, relative_error
 
