@@ -24,7 +24,7 @@ import torch
 
 from quantkv.bench import tables
 from quantkv.bench.contestants import Contestant, implementations, quantkv
-from quantkv.bench.engine import engine
+from quantkv.bench.vllm import engine
 from quantkv.bench.problem import Problem
 from quantkv.bench.rivals import load_flash3, rivals
 from quantkv.bench.run import Result, run

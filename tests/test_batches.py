@@ -42,7 +42,7 @@ def test_runs_are_the_whole(name):
 
 
 def test_a_run_of_another_layer():
-    b, call = mixed()
+    _, call = mixed()
     other, out = torch.randn_like(call.q), torch.full_like(call.out, torch.nan)
     layer = call.with_tensors(other, out, None, call.segments)
     for run in batches.pieces(call):
