@@ -108,6 +108,22 @@ class LinearMap:
         if self.operands is None:
             object.__setattr__(self, "operands", self._operands())
 
+    def check(self, head_size: int, num_kv_heads: int, side: str) -> None:
+        """ValueError unless the map fits rows of `head_size` of `num_kv_heads` heads. side: "k" or "v", for the message."""
+        for name in ("forward", "offset"):
+            t = getattr(self, name)
+            if t is not None and (t.shape[-1] != head_size or t.shape[-3 if name == "forward" else 1] not in (1, num_kv_heads)):
+                raise ValueError(
+                    f"maps.{side}.{name}.shape={tuple(t.shape)}: the cache has {num_kv_heads} kv heads of {head_size} "
+                    f"({'keys' if side == 'k' else 'values'})"
+                )
+
+    @cached_property
+    def traits(self) -> tuple:
+        """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
+        offset = None if self.offset is None else (self.offset.shape, self.offset.stride())
+        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], offset
+
     @cached_property
     def forward64(self) -> torch.Tensor:
         """A in float64, in which rows are mapped before they are encoded."""

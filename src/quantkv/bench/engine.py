@@ -11,7 +11,7 @@ import torch
 
 from ..calls import Side
 from ..formats import get_format
-from ..implementations.reference import dequantize
+from ..implementations.reference.write import dequantize
 from ..maps import LayerMaps, hadamard
 from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable

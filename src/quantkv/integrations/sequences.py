@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..calls import Memo
+from ..cache import PagedCache, prepare_attend, prepare_write
 from ..checks import refuse
 from ..page_table import PageTable
+from ..prepared import PreparedAttend, PreparedWrite
 
 
 class Kind(NamedTuple):
@@ -42,10 +43,24 @@ class Step(NamedTuple):
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     copies: torch.Tensor | None
-    memo: Memo
+    prepared: dict[Any, PreparedAttend | PreparedWrite]
 
     def to(self, device: torch.device) -> Step:
-        return Step(*(t if t is None else t.to(device) for t in self[:-1]), Memo())
+        return Step(*(t if t is None else t.to(device) for t in self[:-1]), {})
+
+    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`."""
+        if "write" not in self.prepared:
+            self.prepared["write"] = prepare_write(self.slots)
+        self.prepared["write"](cache, key, value)
+
+    def attend(self, cache: PagedCache, q: torch.Tensor, sinks: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        """Attention of a layer's `q [T, HQ, D]`. options: of `prepare_attend`; layers with the same ones share what is prepared."""
+        key = tuple(options.items())
+        if key not in self.prepared:
+            batch = {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
+            self.prepared[key] = prepare_attend(**batch, **options)
+        return self.prepared[key](cache, q, sinks=sinks)
 
 
 class Sequences:
@@ -86,7 +101,7 @@ class Sequences:
         sequence = torch.arange(batch_size).repeat_interleave(ends.diff())
         position = torch.arange(total) + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
-        step = Step(rows, slots, self._block_table, lengths, ends, torch.tensor(copies).T if copies else None, Memo())
+        step = Step(rows, slots, self._block_table, lengths, ends, torch.tensor(copies).T if copies else None, {})
         self._steps = {torch.device("cpu"): step}
 
     def _read(self, mask: torch.Tensor | None, batch_size: int, count: int) -> tuple[list[int], torch.Tensor | None]:

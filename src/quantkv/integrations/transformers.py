@@ -103,22 +103,13 @@ class QuantizedLayer(CacheLayerMixin):
         key, value = self._advance(batch_size, count, mask)
         step = self.sequences.step(query.device)
         key, value, q = (_tokens(t, step.rows) for t in (key, value, query))
-        self.pages.write(key, value, step.slots, memo=step.memo)
+        step.write(self.pages, key, value)
         pages = self.pages
         if first and self.fresh_prefill:
             plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
             pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
-            pages.write(key, value, step.slots, memo=step.memo)
-        out = pages.attend(
-            q,
-            block_table=step.block_table,
-            seq_lens=step.seq_lens,
-            cu_seqlens_q=step.cu_seqlens_q,
-            max_query_len=count,
-            memo=step.memo,
-            **self.sequences.kind.options,
-            **options,
-        )
+            step.write(pages, key, value)
+        out = step.attend(pages, q, max_query_len=count, **self.sequences.kind.options, **options)
         if step.rows is not None:
             out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
         return out.unflatten(0, (batch_size, count))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from .. import checks, ops
-from ..calls import AttentionOptions
+from ..calls import AttendCall, AttentionOptions, Batch, Segment
 from ..format import Format
 from ..formats import get_format
+from ..maps import LayerMaps
 from .modes import KVQuantMode
 from .registry import get_backend
 from .views import FP8_DTYPES, ContractError, cache_side, scale_value
@@ -81,19 +82,9 @@ def attend(
         prefix_ranges=mm_prefix_range,
         output_scale=None if output_scale is None else scale_value("output_scale", output_scale),
     )
-    ops.attend(
-        q,
-        k,
-        v,
-        fmt,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seqused_k,
-        block_table=block_table,
-        scale=softmax_scale,
-        options=options,
-        out=out,
-        max_query_len=max_seqlen_q,
-    )
+    maps = LayerMaps.of(fmt, q.shape[2], out.shape[2], device)
+    batch = Batch(cu_seqlens_q, seqused_k, max_seqlen_q)
+    ops.attend(AttendCall(q, (Segment(k, v, fmt, block_table, maps),), batch, softmax_scale, options, out))
 
 
 def per_tensor_format(mode: KVQuantMode, cache_dtype: torch.dtype) -> Format:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import checks, ops
-from ..calls import Side
+from ..calls import AttendCall, Batch, Segment, Side
 from ..format import Codec, Format
 from ..formats import get_format
 from ..formats.turboquant import LEVELS, centroids
@@ -221,7 +221,5 @@ def triton_turboquant_decode_attention(
         if transpose[1] is not maps and not torch.allclose(transpose[0], matrix, atol=1e-5):
             checks.refuse("PiT", f"{tuple(PiT.shape)} numbers", "the transpose of Pi is needed")
     one_each = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-    out, _ = ops.attend(
-        query, k, v, fmt, cu_seqlens_q=one_each, seq_lens=seq_lens, block_table=block_table, scale=scale, maps=maps, max_query_len=1
-    )
-    return out
+    maps = LayerMaps.of(fmt, head_size, head_size, device) if maps is None else maps
+    return ops.attend(AttendCall(query, (Segment(k, v, fmt, block_table, maps),), Batch(one_each, seq_lens, 1), scale))[0]

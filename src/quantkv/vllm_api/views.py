@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import checks, ops
-from ..calls import Side
+from ..calls import Side, WriteCall
 from ..format import Codec, Format
 from ..maps import LayerMaps
 
@@ -87,4 +87,6 @@ def store(
         checks.refuse("slot_mapping.shape", (tokens,), f"key and value have {key.shape[0]} and {value.shape[0]} rows")
     if k.codes.shape[:3] != v.codes.shape[:3]:
         checks.refuse("value_cache.shape", tuple(v.codes.shape), f"pages and heads as in key_cache, {tuple(k.codes.shape[:3])}")
-    ops.write(key[:tokens], value[:tokens], k, v, fmt, slot_mapping, maps=maps)
+    sizes = (fmt.k.head_size(k.codes), fmt.v.head_size(v.codes))
+    maps = LayerMaps.of(fmt, *sizes, device) if maps is None else maps
+    ops.write(WriteCall(key[:tokens], value[:tokens], k, v, fmt, slot_mapping, maps))
