@@ -69,6 +69,11 @@ class PagedCache:
         self.kind = (spec, buffer.shape, buffer.stride(), self.device, self.k.scale, self.v.scale, *traits)
         self.kind = _KINDS.setdefault(self.kind, self.kind)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffer = self.buffer  # a view of something larger would take all of that along
+        buffer = buffer if buffer.untyped_storage().nbytes() == buffer.nbytes else buffer.clone(memory_format=torch.contiguous_format)
+        return _restore, (type(self), self.spec, buffer, self.maps, self.k.scale, self.v.scale)
+
     @classmethod
     def wrap(cls, buffer: torch.Tensor, spec: CacheSpec, **options: Any) -> PagedCache:
         """A cache over memory that an engine owns: see `buffer`. Nothing is copied or cleared."""
@@ -170,6 +175,14 @@ class PagedCache:
 
 
 _KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by identity first, which is quick
+
+
+def _restore(kind: type[PagedCache], spec: CacheSpec, buffer: torch.Tensor, maps: LayerMaps, k_scale: float, v_scale: float) -> PagedCache:
+    """A cache from a pickle."""
+    cache = kind.wrap(buffer, spec, maps=maps, k_scale=k_scale, v_scale=v_scale)
+    if (cache.format.k.row, cache.format.v.row) != (spec.k, spec.v):
+        checks.refuse("spec", spec, f"format {spec.format!r} stores {cache.format.k.row} and {cache.format.v.row} here")
+    return cache
 
 
 def _options(given: dict[str, Any]) -> AttentionOptions:
