@@ -23,7 +23,7 @@ def tensor(
     """Check type, shape (None: any size), dtype and device (None: any)."""
     if not isinstance(t, torch.Tensor):
         refuse(argument, type(t).__name__, "a tensor is needed")
-    if t.ndim != len(shape) or any(want not in (None, got) for want, got in zip(shape, t.shape)):
+    if t.ndim != len(shape) or any(want is not None and want != got for want, got in zip(shape, t.shape)):
         refuse(f"{argument}.shape", tuple(t.shape), f"{tuple('any' if n is None else n for n in shape)} is needed")
     if t.dtype not in dtypes:
         refuse(f"{argument}.dtype", t.dtype, f"one of {', '.join(map(str, dtypes))} is needed")

@@ -53,7 +53,7 @@ class Codec(ByName):
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
-    round_mapped: the mapped row is rounded to the input's dtype first, as the reference system's bytes require.
+    round_mapped: the mapped row is rounded to the input's dtype first, as vLLM's bytes require.
     head_size_multiple, power_of_two: which head sizes the codec can take.
     triton: returns the Triton half, a `views.TritonCodec`; called when a kernel first needs it, so that importing a
         format imports no Triton. hopper: likewise its half in CUDA C++, a `codec.HopperCodec`. None: it has none.
@@ -112,10 +112,21 @@ class Format(ByName):
 
 _FORMATS: dict[str, Format] = {}
 _ALIASES: dict[str, str] = {}
+_built_in_are_loaded = False  # torch.compile cannot follow an import
+
+
+def _load_built_in() -> None:
+    """Let the formats that come with the package register themselves, whichever module is asked for a format first."""
+    global _built_in_are_loaded
+    if not _built_in_are_loaded:
+        importlib.import_module(f"{__package__}.formats")
+        _built_in_are_loaded = True
 
 
 def register(fmt: Format, *aliases: str) -> Format:
     """Make a format known by its name and by `aliases`. ValueError where a name is taken by another format."""
+    if not _built_in_are_loaded:  # then their names are taken; while they load, this does nothing
+        importlib.import_module(f"{__package__}.formats")
     for name in (fmt.name, *aliases):
         taken = _FORMATS.get(_ALIASES.get(name, name))
         if "/" in name or (taken is not None and taken != fmt):
@@ -134,19 +145,26 @@ def unregister(name: str) -> None:
 
 def available_formats() -> list[str]:
     """Names of the registered formats, aliases left out."""
+    _load_built_in()
     return list(_FORMATS)
 
 
 def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Format:
-    """The format of that name or alias; "A/B" pairs A's K with B's V.
+    """The format of that name or alias; "A/B" pairs A's K with B's V, two formats at most.
 
     dtype: what "none" and "auto" (keys and values as given) stand for: bfloat16, float16 or float32.
     ValueError, with the nearest name, for an unknown one.
     """
     if isinstance(name, Format):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"format={name!r}: a name such as int4, or a Format, is needed")
+    _load_built_in()
     if "/" in name:
-        k, v = (get_format(part, dtype) for part in name.split("/", 1))
+        parts = name.split("/")
+        if len(parts) > 2:
+            raise ValueError(f"format={name!r}: one format, or a pair K/V such as int8/int4")
+        k, v = (get_format(part, dtype) for part in parts)
         return k if k.name == v.name else Format(f"{k.name}/{v.name}", k.k, v.v)
     if name in ("none", "auto"):
         plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -163,6 +181,7 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
 
 def _known(kind: str, name: str) -> ByName | None:
     """The registered format or codec of that name. Pairs that are made when they are asked for, such as int8/int4, are known too."""
+    _load_built_in()
     if kind == Codec.__name__:
         return next((codec for fmt in _FORMATS.values() for codec in (fmt.k, fmt.v) if codec.name == name), None)
     try:
@@ -172,8 +191,7 @@ def _known(kind: str, name: str) -> ByName | None:
 
 
 def _restore(kind: str, name: str) -> ByName:
-    """What a pickle names; in a new process nothing has registered the formats that come with quantkv yet."""
-    importlib.import_module(".formats", __package__)
+    """What a pickle names."""
     found = _known(kind, name)
     if found is None:
         raise ValueError(f"{kind.lower()}={name!r} is unknown here: import what registers it before unpickling")

@@ -1,6 +1,5 @@
 """2 bits: Lloyd-Max codes of the rotated row `y = H_D x`, `n = sqrt(sum y^2 + 1e-12)`, `z = y sqrt(D) / n`. The stored float32
-is
-`n / D^1.5`, so that `y^ = D * stored * centroid`."""
+is `n / D^1.5`, so that `y^ = D * stored * centroid`."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from ...spec import RowLayout
 from ..device import half_of
 from ..int8 import quotient
 
-BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as the reference rounds it
+BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as vLLM rounds it
 CENTROIDS = (-1.5104, -0.4528, 0.4528, 1.5104)
 
 
 def _sum_of_squares(y: torch.Tensor) -> torch.Tensor:
-    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives the reference's bits: eight running sums,
+    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives vLLM's bits: eight running sums,
     a tree, the planes."""
     squares = (y * y).unflatten(-1, (-1, 4)).mT  # [..., plane, D / 4]
     width = min(8, squares.shape[-1])

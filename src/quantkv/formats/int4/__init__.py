@@ -1,7 +1,7 @@
 """4 bits, asymmetric, rotated: `scale = max((max - min) / 15, 1e-6)`, `zp = clamp(round(-min / scale), 0, 15)`,
 `y^ = (code - zp) * scale`. One float32 a row carries both: the zero point lies in the scale's low four mantissa bits.
 
-The zero point is an integer in 0..15, so a row that lies wholly on one side of zero saturates (DESIGN.md, known limits)."""
+The zero point is an integer in 0..15, so a row that lies wholly on one side of zero saturates (docs/formats.md, known limits)."""
 
 from __future__ import annotations
 

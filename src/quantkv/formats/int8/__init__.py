@@ -12,7 +12,7 @@ SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
 
 
 def round_half_away(x: torch.Tensor) -> torch.Tensor:
-    """Nearest integer, halves away from zero: what the reference system's `(x +- 0.5).to(int)` gives."""
+    """Nearest integer, halves away from zero: what `(x +- 0.5).to(int)` gives in vLLM's kernels."""
     return torch.add(x, x.sign(), alpha=0.5).trunc_()
 
 

@@ -1,7 +1,6 @@
 """The TurboQuant presets. Keys of 3 or 4 bits: Lloyd-Max codes of the unit vector after a normalised Hadamard and an fp16 norm;
 the reader scales the centroid vector back to unit length ("nc", norm correction). Values of 3 or 4 bits: uniform between the
-row's minimum and maximum, not rotated, with an fp16 scale and minimum. Source: TurboQuant (arXiv 2504.19874), as the reference
-engine stores it."""
+row's minimum and maximum, not rotated, with an fp16 scale and minimum. Source: TurboQuant (arXiv 2504.19874), as vLLM stores it."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ from ..device import half_of
 from ..fp8 import plain_fp8
 from ..int8 import quotient
 
-# Positive half of the levels for N(0, 1). The reference solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails
-# to
-# 10.5 sigma, 200 rounds); its levels are up to 0.08 % off the exact ones, and its bytes need them. tests/test_formats.py
-# derives both.
+# Positive half of the levels for N(0, 1). vLLM solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails to 10.5 sigma,
+# 200 rounds); its levels are up to 0.08 % off the exact ones, and its bytes need them. tests/test_formats.py derives both.
 LEVELS = {
     3: (0.2449835925, 0.7556454989, 1.3431800019, 2.1503495389),
     4: (0.1284276607, 0.3881377909, 0.6568799185, 0.9424482433, 1.2562575697, 1.6178817596, 2.0684471187, 2.7309222188),

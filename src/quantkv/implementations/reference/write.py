@@ -66,12 +66,11 @@ def encode(
     rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - offset) / scale)`. positions: int `[T]`, for an offset."""
-    y = rows.float()
+    y = rows.detach().float()
     if map_ is not None:
         if map_.offset is not None:
             y = y - map_.offset_rows(positions)
-        # float64: the bytes must not depend on the order in which a BLAS adds.
-        y = apply_map(map_.forward64, y.double()).to(rows.dtype if codec.round_mapped else torch.float32).float()
+        y = map_.apply(y, rows.dtype if codec.round_mapped else torch.float32).float()
     return codec.encode(y if scale == 1.0 else y / scale)
 
 
