@@ -131,7 +131,9 @@ def _attend_tile(read: Read, call: AttendCall, segment: Segment, options: Attent
     if maps.v is not None:
         result = result @ _for_heads(maps.v.inverse.to(dtype).mT)
     result = result.unflatten(2, groups)
-    if seen is not None:  # a query without a key
+    if options.qq_bias is not None:  # which may hide keys as well
+        result = result.masked_fill((score == -math.inf).all(-1)[..., None], 0)
+    elif seen is not None:  # a query without a key
         result = result.masked_fill(~seen.any(-1)[:, None, None, :, None], 0)
     tile.put(out, result.permute(0, 3, 1, 2, 4).flatten(2, 3))
     if lse is not None:
