@@ -31,6 +31,7 @@ ALLOWED = {
     "page_table": set(),
     "page_file": {"cache", "checks"},
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
+    "warmup": {"cache", "calls", "implementations"},
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing"},
     "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
     "integrations": {"calls", "page_table", "cache", "formats", "format", "spec", "maps", "checks", "prepared"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +19,9 @@ from .plan import Read, plan, positions
 from .scratch import Scratch
 from .write import as_integers
 
-HONOURED = frozenset(f.name for f in fields(AttentionOptions))
+MASKS = ("causal", "window", "chunk_lookback", "prefix_ranges", "clamp_prefix_to_window")  # `plan` says which keys they leave
+ADDED = ("softcap", "alibi_slopes", "alibi_sqrt", "qq_bias")
+HONOURED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant"))
 
 
 def refusal(call: AttendCall) -> str | None:
