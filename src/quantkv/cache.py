@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from . import checks, ops
+from . import checks, ops, page_file
 from .calls import AttendCall, AttentionOptions, Batch, Segment, Side, WriteCall
 from .format import Codec
 from .formats import get_format
@@ -18,8 +16,6 @@ from .implementations.reference.write import dequantize
 from .maps import LayerMaps
 from .prepared import PreparedAttend, PreparedWrite
 from .spec import CacheSpec
-
-FILE_FORMAT, FILE_VERSION = "quantkv-pages", 1
 
 
 class PagedCache:
@@ -72,6 +68,11 @@ class PagedCache:
         traits = (None if m is None else m.traits for m in (self.maps.k, self.maps.v))
         self.kind = (spec, buffer.shape, buffer.stride(), self.device, self.k.scale, self.v.scale, *traits)
         self.kind = _KINDS.setdefault(self.kind, self.kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffer = self.buffer  # a view of something larger would take all of that along
+        buffer = buffer if buffer.untyped_storage().nbytes() == buffer.nbytes else buffer.clone(memory_format=torch.contiguous_format)
+        return _restore, (type(self), self.spec, buffer, self.maps, self.k.scale, self.v.scale)
 
     @classmethod
     def wrap(cls, buffer: torch.Tensor, spec: CacheSpec, **options: Any) -> PagedCache:
@@ -164,60 +165,24 @@ class PagedCache:
             checks.in_range(name, t, 0, self.num_blocks)
         self.buffer[target] = self.buffer[source]
 
-    def _header(self) -> dict[str, str]:
-        return {
-            "format": FILE_FORMAT,
-            "version": str(FILE_VERSION),
-            "spec": json.dumps(self.spec.to_dict(), sort_keys=True),
-            "maps": self.maps.fingerprint(),
-            "scales": json.dumps([self.k.scale, self.v.scale]),
-        }
-
     def save(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Write pages (all if None) to a safetensors file with the format's name, its version and the geometry.
-
-        The file appears whole or not at all.
-        """
-        from safetensors.torch import save_file
-
-        index = torch.arange(self.num_blocks) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
-        checks.in_range("pages", index, 0, self.num_blocks)
-        folder = os.path.dirname(os.path.abspath(path))
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        os.close(handle)
-        try:
-            save_file({"pages": self.buffer[index.to(self.device)].cpu()}, temporary, metadata=self._header())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        """Write pages (all if None) to a page file; see `page_file.save`."""
+        page_file.save(self, path, pages)
 
     def load(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Read a file that `save` wrote into pages (0, 1, .. if None).
-
-        ValueError, with nothing changed, if its version, format, geometry, maps, scales or number of pages differ.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                header, names = file.metadata() or {}, list(file.keys())
-                stored = file.get_tensor("pages") if names == ["pages"] else None
-        except SafetensorError as error:
-            raise ValueError(f"path={os.fspath(path)!r}: no safetensors file ({error})") from error
-        for field, expected in self._header().items():
-            if header.get(field) != expected:
-                checks.refuse(f"{os.fspath(path)}: {field}", header.get(field), f"this cache needs {expected}")
-        if stored is None or stored.dtype != torch.uint8 or stored.shape[1:] != self.buffer.shape[1:]:
-            checks.refuse("path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed")
-        index = torch.arange(stored.shape[0]) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
-        if index.shape[0] != stored.shape[0]:
-            checks.refuse("pages", index.shape[0], f"the file holds {stored.shape[0]} pages")
-        checks.in_range("pages", index, 0, self.num_blocks)
-        self.buffer[index.to(self.device)] = stored.to(self.device)
+        """Read a page file into pages (0, 1, .. if None); see `page_file.load`."""
+        page_file.load(self, path, pages)
 
 
 _KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by identity first, which is quick
+
+
+def _restore(kind: type[PagedCache], spec: CacheSpec, buffer: torch.Tensor, maps: LayerMaps, k_scale: float, v_scale: float) -> PagedCache:
+    """A cache from a pickle."""
+    cache = kind.wrap(buffer, spec, maps=maps, k_scale=k_scale, v_scale=v_scale)
+    if (cache.format.k.row, cache.format.v.row) != (spec.k, spec.v):
+        checks.refuse("spec", spec, f"format {spec.format!r} stores {cache.format.k.row} and {cache.format.v.row} here")
+    return cache
 
 
 def _options(given: dict[str, Any]) -> AttentionOptions:
