@@ -47,6 +47,8 @@ class PagedCache:
         checks.number("v_scale", v_scale, 0, above=True, note="a positive number")
         self.spec, self.num_blocks = spec, num_blocks
         self.format = get_format(spec.format)
+        if (self.format.k.row, self.format.v.row) != (spec.k, spec.v):
+            checks.refuse("spec", spec, f"format {spec.format!r} stores {self.format.k.row} and {self.format.v.row} here")
         shape = (num_blocks, spec.num_kv_heads, spec.page_bytes)
         if buffer is None:
             buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -179,10 +181,7 @@ _KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by id
 
 def _restore(kind: type[PagedCache], spec: CacheSpec, buffer: torch.Tensor, maps: LayerMaps, k_scale: float, v_scale: float) -> PagedCache:
     """A cache from a pickle."""
-    cache = kind.wrap(buffer, spec, maps=maps, k_scale=k_scale, v_scale=v_scale)
-    if (cache.format.k.row, cache.format.v.row) != (spec.k, spec.v):
-        checks.refuse("spec", spec, f"format {spec.format!r} stores {cache.format.k.row} and {cache.format.v.row} here")
-    return cache
+    return kind.wrap(buffer, spec, maps=maps, k_scale=k_scale, v_scale=v_scale)
 
 
 def _options(given: dict[str, Any]) -> AttentionOptions:
