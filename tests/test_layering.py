@@ -33,6 +33,7 @@ ALLOWED = {
     "integrations": {"calls", "page_table", "cache", "formats", "format", "spec", "maps", "checks"},
     "bench": {"calls", "cache", "formats", "maps", "ops", "implementations", "reference", "dense", ""},
     "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
+    "__main__": {"cli"},
 }
 
 
