@@ -5,8 +5,8 @@ import torch
 
 from direct import attend, write
 from quantkv import CacheSpec, PagedCache, get_format
-from quantkv.cache import prepare_attend, prepare_write
 from quantkv.calls import Side
+from quantkv.prepared import prepare_attend, prepare_write
 
 
 def cache_of(name="int4", pages=6, d=64, d_v=None, **kwargs):

@@ -14,7 +14,6 @@ from .format import Codec
 from .formats import get_format
 from .implementations.reference.write import dequantize
 from .maps import LayerMaps
-from .prepared import PreparedAttend, PreparedWrite
 from .spec import CacheSpec
 
 
@@ -141,10 +140,10 @@ class PagedCache:
         `[T, HQ]` float32. max_query_len, max_seq_len, lengths: promises, see `Batch`. key_start, key_range: see `Segment`.
         implementation: see `ops.attend`. options: fields of `AttentionOptions`.
         """
-        batch = _batch(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
+        batch = Batch.of(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         segments = (self.segment(block_table, key_start, key_range),)
-        call = AttendCall(q, segments, batch, scale, _options(options), out, lse)
+        call = AttendCall(q, segments, batch, scale, AttentionOptions.of(options), out, lse)
         ops.attend(call, implementation)
         return (call.out, lse) if return_lse else call.out
 
@@ -182,45 +181,3 @@ _KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by id
 def _restore(kind: type[PagedCache], spec: CacheSpec, buffer: torch.Tensor, maps: LayerMaps, k_scale: float, v_scale: float) -> PagedCache:
     """A cache from a pickle."""
     return kind.wrap(buffer, spec, maps=maps, k_scale=k_scale, v_scale=v_scale)
-
-
-def _options(given: dict[str, Any]) -> AttentionOptions:
-    unknown = given.keys() - AttentionOptions.__dataclass_fields__.keys()
-    if unknown:
-        checks.refuse("options", sorted(unknown), f"allowed: {', '.join(AttentionOptions.__dataclass_fields__)}")
-    return AttentionOptions(**given)
-
-
-def _batch(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths) -> Batch:
-    """The batch of a call; without cu_seqlens_q one query a sequence."""
-    checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES)
-    num_seqs = seq_lens.shape[0]
-    if cu_seqlens_q is None:
-        if isinstance(q, torch.Tensor) and q.ndim and q.shape[0] != num_seqs:
-            checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
-        cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=seq_lens.device, dtype=torch.int32), 1
-    return Batch(cu_seqlens_q, seq_lens, max_query_len, max_seq_len, None if lengths is None else tuple(map(tuple, lengths)))
-
-
-def prepare_attend(
-    *,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    scale: float | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    lengths: Sequence[tuple[int, int]] | None = None,
-    key_start: torch.Tensor | None = None,
-    key_range: torch.Tensor | None = None,
-    implementation: str = "auto",
-    **options: Any,
-) -> PreparedAttend:
-    """A call of `PagedCache.attend` for all layers of a step: `attend(cache, q)` serves each. Arguments as there."""
-    batch = _batch(None, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
-    return PreparedAttend(batch, block_table, scale, _options(options), key_start, key_range, implementation)
-
-
-def prepare_write(slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, *, implementation: str = "auto") -> PreparedWrite:
-    """A call of `PagedCache.write` for all layers of a step: `write(cache, key, value)` serves each. Arguments as there."""
-    return PreparedWrite(slot_mapping, positions, implementation)

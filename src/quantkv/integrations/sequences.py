@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache import PagedCache, prepare_attend, prepare_write
+from ..cache import PagedCache
 from ..checks import refuse
 from ..page_table import PageTable
-from ..prepared import PreparedAttend, PreparedWrite
+from ..prepared import PreparedAttend, PreparedWrite, prepare_attend, prepare_write
 
 
 class Kind(NamedTuple):
