@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 import torch
-from quantkv.implementations.hopper.attend import scratch_bytes
 
 from quantkv import PagedCache, get_format
 from quantkv.bench.rivals import flash3_over_pages, load_flash3
-from quantkv.cache import prepare_attend, prepare_write
 from quantkv.calls import AttendCall, Batch
+from quantkv.implementations.hopper.attend import scratch_bytes
+from quantkv.prepared import prepare_attend, prepare_write
 
 HEADS, KV_HEADS, SIZE, BATCH, LENGTH = 32, 8, 128, 8, 256
 CALLS = 200
@@ -45,6 +45,7 @@ def host_us(call) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="a folder with FlashAttention-3, as `quantkv bench` takes it")
+    parser.add_argument("--implementations", nargs="+", default=["hopper", "triton"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     on_gpu = {"device": "cuda"}
@@ -64,7 +65,7 @@ def main() -> None:
         out, options = torch.empty_like(q), {"scale": SIZE**-0.5, "max_query_len": 1, "max_keys": LENGTH}
         rest = {"cu_seqlens_q": starts, "seq_lens": lens, "block_table": table, **options}
         found["FlashAttention-3's operator"] = host_us(lambda: flash3_over_pages(q, *plain, out, **rest))
-    for implementation in ("hopper", "triton"):
+    for implementation in args.implementations:
         attend, write = prepare_attend(**batch, implementation=implementation), prepare_write(slots, implementation=implementation)
         found[f"attend, {implementation}, prepared"] = host_us(lambda attend=attend: attend(cache, q))
         found[f"attend, {implementation}, eager"] = host_us(lambda i=implementation: cache.attend(q, **batch, implementation=i))

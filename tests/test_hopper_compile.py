@@ -9,7 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("cuda.core")
-from quantkv import available_formats, get_format
+from quantkv import available_formats, get_format, register
+from quantkv.format import unregister
 from quantkv.implementations.hopper import decode as hopper
 from quantkv.implementations.hopper import nvrtc, operands, write
 from quantkv.implementations.hopper.nvrtc import compile_cubin
@@ -175,7 +176,7 @@ def test_an_edit_of_a_snippet_compiles_anew(tmp_path, monkeypatch):
 
 
 DECODE_NUMBERS = ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "KEY_HALF", "KEY_ODD_UNIT", "KEY_TABLE_BYTES", "TILE"]
-DECODE_NUMBERS += ["WARP_BYTES", "PIECE_BYTES", "BARRIER_BYTES"]
+DECODE_NUMBERS += ["WARP_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES"]
 
 
 @pytest.mark.parametrize("name", DECODE_NUMBERS)
@@ -188,7 +189,7 @@ def test_a_number_that_differs_between_host_and_device_does_not_compile(name):
         compile_cubin("decode.cu", macros | {name: 2 * macros[name] + 2}, (HALVES[n].source for n in ("int4", "int2")))
 
 
-@pytest.mark.parametrize("name", ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "CHUNK"])
+@pytest.mark.parametrize("name", ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "CHUNK", "ARGUMENT_BYTES"])
 def test_a_number_of_a_write_that_differs_does_not_compile(name):
     macros = write_config("int4", "int2").macros()
     with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
@@ -207,3 +208,35 @@ def test_several_threads_compile_at_once():
 def test_values_with_a_bias_are_keys_too(codec):
     config(codec, codec).cubin()
     config(codec, codec, key_map="MATRIX", key_offset=True).cubin()
+
+
+@pytest.fixture
+def five_bits():
+    """A format of 5 bits, made outside the package, for as long as a test runs."""
+    import five_bits
+
+    yield register(five_bits.FIVE_BITS)
+    unregister("five_bits")
+
+
+@pytest.mark.parametrize("other", [None, "int4", "tq3"])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_a_format_outside_the_package_compiles(head_size, other, five_bits, tmp_path):
+    """For reads, as keys and as values, and for writes; nothing is held in local memory."""
+    key, value = five_bits.k, five_bits.v if other is None else CODECS["u3" if other == "tq3" else other]
+    for pair in {(key, value), (value, key)}:
+        size = page_bytes(*pair, head_size, 16)
+        cubin = tmp_path / "decode.cubin"
+        cubin.write_bytes(hopper.choose(*pair, head_size, 4, 8, 16, size, True, 4, False).cubin())
+        assert not [name for name in step(cubin) if name.startswith(("LDL", "STL"))]
+        cubin.write_bytes(write.WriteConfig(*pair, head_size, 16, True, True).cubin())
+        assert not {"LDL", "STL"} & set(opcodes(cubin))
+
+
+def test_its_rows_read_back(five_bits):
+    """Half a step away at most, and rounded to fp16."""
+    rows = torch.randn(50, 3, 128, generator=torch.Generator().manual_seed(0))
+    codes, meta = five_bits.k.encode(rows)
+    assert codes.shape == (50, 3, 80)
+    step = (rows.amax(-1, keepdim=True) - rows.amin(-1, keepdim=True)) / 31
+    assert ((five_bits.k.dequantize(codes, meta) - rows).abs() <= 0.52 * step + 2e-3).all()

@@ -1,13 +1,13 @@
-"""The worked example of docs/extending.md: a new option for each head touches calls.py and the implementation that honours it. Until one
+"""The worked example of docs/extending.md: a new option for each head touches options.py and the implementation that honours it. Until one
 does, every implementation refuses it by name."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import new_option
 import pytest
 import torch
 
+import new_option
 from quantkv import implementations, ops
 from quantkv.testing import Batch, relative_error
 

@@ -12,11 +12,11 @@ from ...calls import AttendCall
 from . import launch
 from .decode import COMBINE_COLUMNS, COMBINE_WARPS, TILE, DecodeConfig, choose
 from .launch import Kernel, Launch
-from .operands import KernelMap, KernelOffsets, kind, map_of, offsets_of
+from .operands import NO_MAP, kind, map_of, offsets_of
 from .records import pages_of, unsuitable
 
 HONOURED = frozenset({"window", "softcap", "sinks"})
-MAX_QUERIES = 8  # of a sequence
+QUERIES = range(9)  # of a sequence
 LOG2E = math.log2(math.e)
 SINK_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in arguments.cuh
 
@@ -39,8 +39,8 @@ def _unsupported(call: AttendCall) -> str | None:
             return f"format {fmt.name}: {name} of {codec.name} have no code for Hopper"
     if k.scale != 1.0 or v.scale != 1.0:
         return f"per-tensor scales {k.scale}, {v.scale}: 1 is needed"
-    if batch.max_query_len is None or not 1 <= batch.max_query_len <= MAX_QUERIES:
-        return f"max_query_len={batch.max_query_len}: 1 to {MAX_QUERIES} queries a sequence must be promised"
+    if not batch.max_query_len or batch.max_query_len not in QUERIES:
+        return f"max_query_len={batch.max_query_len}: 1 to {QUERIES[-1]} queries a sequence must be promised"
     D, HQ, HK, block_size = q.shape[2], q.shape[1], k.codes.shape[2], k.codes.shape[1]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q.dtype {q.dtype}: bfloat16 or float16"
@@ -165,12 +165,11 @@ def _layer(call: AttendCall) -> Hashable:
 
 def _shape(call: AttendCall) -> Hashable:
     """Equal for calls that one `Prepared` serves."""
-    q, segment, batch, out = call.q, call.segments[0], call.batch, call.options
-    sinks = None if out.sinks is None else (out.sinks.dtype, out.sinks.stride())
+    q, segment, batch, options = call.q, call.segments[0], call.batch, call.options
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, segment.k.base.stride(), segment.k.codes.shape[1:3]),
         (segment.block_table.shape, segment.block_table.stride(0), batch.num_seqs, batch.max_query_len, _capacity(call)),
-        (call.scale, out.window, out.softcap, sinks, call.lse is None, _layer(call)),
+        (call.scale, options.window, options.softcap, options.sinks is None, _layer(call)),
     )
 
 
@@ -180,9 +179,7 @@ class Prepared:
     def __init__(self, call: AttendCall):
         self.index = launch.device_index(call.q.device)
         self.plan = plan = Plan(call, launch.multiprocessors(self.index))
-        self.layer, self.maps = _layer(call), None
-        self.key_half = plan.config.key_half
-        self.sinks = None
+        self.key_half, self.layer = plan.config.key_half, _layer(call)
         segment, options = call.segments[0], call.options
         self.scale = call.scale * LOG2E * (2 / options.softcap if options.softcap else 1.0)
         self.arguments = launch.arguments("AttendArguments")(
@@ -197,8 +194,7 @@ class Prepared:
             all_columns=plan.columns,
             softcap=options.softcap * LOG2E,
         )
-        if options.sinks is not None:
-            self.arguments.sinks_stride, self.arguments.sinks_type = options.sinks.stride(0), SINK_TYPES[options.sinks.dtype]
+        self._take_maps(call)
         decode, *combine = _kernels(plan.config, self.index)
         self.decode = Launch(decode, plan.decode_grid, self.arguments)
         self.combine = Launch(combine[plan.few], plan.combine_grid, self.arguments)
@@ -213,27 +209,29 @@ class Prepared:
 
     def _launch(self, call: AttendCall) -> None:
         segment, batch, a = call.segments[0], call.batch, self.arguments
-        sinks, lse = call.options.sinks, call.lse
+        maps, sinks, lse, q = segment.maps, call.options.sinks, call.lse, call.q.data_ptr()
+        if q % 16:
+            raise ValueError(f"q at address {q}: rows begin at multiples of 16 bytes, as those of the call that was prepared")
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         with launch.LOCK:
-            if segment.maps is not self.maps:
-                if _layer(call) != self.layer:
-                    raise ValueError("segments: maps of another kind, or another format, than the call that was prepared")
+            if maps.k is not self.maps.k or maps.v is not self.maps.v:
                 self._take_maps(call)
-            a.q, a.out, a.lse = call.q.data_ptr(), call.out.data_ptr(), None if lse is None else lse.data_ptr()
+            a.q, a.out, a.lse = q, call.out.data_ptr(), None if lse is None else lse.data_ptr()
             a.pages, a.block_table = segment.k.base.data_ptr(), segment.block_table.data_ptr()
             a.seq_lens, a.cu_queries = batch.seq_lens.data_ptr(), batch.cu_seqlens_q.data_ptr()
-            a.sinks = None if sinks is None else sinks.data_ptr()
-            held = launch.scratch(self.plan.scratch_bytes, self.index, stream)
-            a.pieces = held.data_ptr()
+            if sinks is not None:
+                a.sinks, a.sinks_stride, a.sinks_type = sinks.data_ptr(), sinks.stride(0), SINK_TYPES[sinks.dtype]
+            scratch = launch.scratch(self.plan.scratch_bytes, self.index, stream)
+            a.pieces = scratch.data_ptr()
             self.decode(stream)
             self.combine(stream)
 
     def _take_maps(self, call: AttendCall) -> None:
+        if _layer(call) != self.layer:
+            raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
         maps, a = call.segments[0].maps, self.arguments
-        key_map = map_of(maps.k, self.key_half) or KernelMap("NO_MAP", None, 1.0)
-        value_map = map_of(maps.v, None) or KernelMap("NO_MAP", None, 1.0)
-        offsets: KernelOffsets | None = offsets_of(maps.k, self.key_half)
+        key_map, value_map = map_of(maps.k, self.key_half) or NO_MAP, map_of(maps.v, None) or NO_MAP
+        offsets = offsets_of(maps.k, self.key_half)
         a.key_map, a.key_map_stride, a.scale = key_map.address, key_map.head_stride, self.scale * key_map.gain
         a.value_map, a.value_map_stride, a.value_gain = value_map.address, value_map.head_stride, value_map.gain
         if offsets is not None:

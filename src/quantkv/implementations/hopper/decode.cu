@@ -7,13 +7,14 @@
 //
 // Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET VALUE_MAP
 // QUERY_BF16 SOFTCAP; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
-// PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES
+// ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "combine.cuh"
 #include "query_mapper.cuh"
 #include "softmax.cuh"
 
 constexpr int MAX_TILES = 1024;  // of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
+static_assert(sizeof(AttendArguments) == ARGUMENT_BYTES, "Python fills in another struct");
 static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
 constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
 

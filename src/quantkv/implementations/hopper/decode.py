@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ctypes import sizeof
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...format import Codec
 from .codec import HopperCodec
+from .launch import arguments
 from .nvrtc import compile_cubin
 from .records import page_bytes, row_macros
 
@@ -107,7 +109,7 @@ class DecodeConfig:
             SOFTCAP=int(self.softcap), COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, TILE=TILE, WARP_BYTES=self.warp_bytes,
             BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS,
-            COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
+            COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS, ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
 
     def cubin(self) -> bytes:

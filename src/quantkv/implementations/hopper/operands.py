@@ -29,7 +29,7 @@ def kept(tensor: torch.Tensor, use: Hashable, make: Callable[[], T]) -> T:
 class KernelMap:
     """A linear map as the kernels read it, times `gain`."""
 
-    kind: str  # HADAMARD, MATRIX
+    kind: str  # NO_MAP, HADAMARD, MATRIX
     data: torch.Tensor | None
     gain: float
 
@@ -47,12 +47,15 @@ class KernelMap:
         return KernelMap("MATRIX", *tiles(matrix[:, dims.to(matrix.device)], key))
 
     @property
-    def address(self) -> int:
-        return 0 if self.data is None else self.data.data_ptr()
+    def address(self) -> int | None:
+        return None if self.data is None else self.data.data_ptr()
 
     @property
     def head_stride(self) -> int:
         return self.data.stride(0) if self.data is not None and self.data.shape[0] > 1 else 0
+
+
+NO_MAP = KernelMap("NO_MAP", None, 1.0)
 
 
 @dataclass(frozen=True)

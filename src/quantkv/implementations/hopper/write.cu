@@ -7,10 +7,11 @@
 //
 // Compile-time, from write.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE
 // BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED
-// VALUE_SCALED KEY_SHIFTED ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK.
+// VALUE_SCALED KEY_SHIFTED ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
 #include "arguments.cuh"
 #include "hadamard.cuh"
 
+static_assert(sizeof(WriteArguments) == ARGUMENT_BYTES, "Python fills in another struct");
 static_assert(CHUNK == 8, "16-bit numbers of one load");
 constexpr int RESIDENT = D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from ctypes import sizeof
 from dataclasses import dataclass
 from functools import cache
 
@@ -90,6 +91,7 @@ class WriteConfig:
             VALUE_ROUNDED=int(self.value.round_mapped), KEY_SCALED=int(self.key_scaled), VALUE_SCALED=int(self.value_scaled),
             KEY_SHIFTED=int(self.key_shifted), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots),
             POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
+            ARGUMENT_BYTES=sizeof(launch.arguments("WriteArguments")),
         )  # fmt: skip
 
     def cubin(self) -> bytes:
@@ -204,8 +206,9 @@ class Prepared:
 
     def __init__(self, call: WriteCall):
         self.index = launch.device_index(call.key.device)
-        self.layer, self.maps, self.scales = _layer(call), None, None
-        config, pages = configuration(call), call.k.base
+        self.layer = _layer(call)
+        self.config = config = configuration(call)
+        pages = call.k.base
         tokens, heads, _ = call.key.shape
         self.arguments = launch.arguments("WriteArguments")(
             key_token=call.key.stride(0),
@@ -216,7 +219,7 @@ class Prepared:
             head_stride=pages.stride(1),
             tokens=tokens,
         )
-        self.codecs = config.key, config.value
+        self._take_layer(call)
         self.launch = Launch(_kernel(config, self.index), (2 * -(-tokens // (8 * config.warps)), heads, 1), self.arguments)
 
     def __call__(self, call: WriteCall) -> None:
@@ -228,19 +231,20 @@ class Prepared:
         self._launch(call)
 
     def _launch(self, call: WriteCall) -> None:
-        a = self.arguments
+        a, maps, key, value = self.arguments, call.maps, call.key.data_ptr(), call.value.data_ptr()
+        if key % 16 or value % 16:
+            raise ValueError(f"key, value at addresses {key}, {value}: rows begin at multiples of 16 bytes, as in the prepared call")
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         with launch.LOCK:
-            if call.maps is not self.maps or (call.k.scale, call.v.scale) != self.scales:
+            if maps.k is not self.maps.k or maps.v is not self.maps.v or (call.k.scale, call.v.scale) != self.scales:
                 self._take_layer(call)
-            a.key, a.value, a.pages = call.key.data_ptr(), call.value.data_ptr(), call.k.base.data_ptr()
-            a.slots = call.slot_mapping.data_ptr()
+            a.key, a.value, a.pages, a.slots = key, value, call.k.base.data_ptr(), call.slot_mapping.data_ptr()
             a.positions = None if call.positions is None else call.positions.data_ptr()
             self.launch(stream)
 
     def _take_layer(self, call: WriteCall) -> None:
         if _layer(call) != self.layer:
-            raise ValueError("maps, scales: compiled for others, or for another format, than those of the call that was prepared")
+            raise ValueError("maps, scales: of another kind, or another format, than in the call that was prepared")
         maps, a = call.maps, self.arguments
         key_map, value_map = hadamard_of(maps.k), hadamard_of(maps.v)
         a.key_signs, a.value_signs, a.key_scale, a.value_scale = key_map.address, value_map.address, call.k.scale, call.v.scale
