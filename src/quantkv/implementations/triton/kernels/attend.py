@@ -125,8 +125,7 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
     too."""
     weight = prob
     if len(affine) > 0:
-        largest_scale = tl.max(tl.where(tl.abs(affine[0]) < float("inf"), affine[0], 0.0), axis=0)
-        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(largest_scale))
+        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(tl.max(affine[0], axis=0)))
         weight = prob * (affine[0] * (1 / new_unit))[None, :]
         if len(affine) > 1:
             shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
@@ -186,6 +185,7 @@ def attend_kernel(
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
     V_PLANES: tl.constexpr = V.codec.planes
     V_WIDTH: tl.constexpr = V.width
+    PRECISION: tl.constexpr = F.precision
     HEADS: tl.constexpr = F.num_kv_heads
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
@@ -217,7 +217,7 @@ def attend_kernel(
 
     position = (context + query)[:, None]
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
-    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, F.precision)
+    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
     q_operand = (join_planes(q_planes),) if F.joined else q_planes
     factor = scale * (1.0 if NATURAL else LOG2E)
     score_unit = tl.full([BLOCK_M], 1.0, tl.float32) if NATURAL else q_unit
@@ -246,7 +246,7 @@ def attend_kernel(
             operand = (tl.trans(join_operand(planes)),)
         else:
             operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
-        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, F.precision)
+        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
         if K.offset:
             score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
         if NATURAL:
@@ -263,7 +263,7 @@ def attend_kernel(
             shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
         if F.joined:
             operand = (join_operand(operand),)
-        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, F.precision)
+        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
 
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)
