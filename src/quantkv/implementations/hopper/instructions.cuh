@@ -83,6 +83,11 @@ DI void load_transposed(u32 at, u32& a, u32& b, u32& c, u32& d) {
 }
 
 // Global memory: 16 bytes to shared memory, of which the first `bytes` are copied and the rest become zero.
+DI const u8* advance(const u8* p, u32 n, u32 step) {  // p + n step, as one instruction
+  const u8* r;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(r) : "r"(n), "r"(step), "l"(p));
+  return r;
+}
 template <class T> DI void prefetch(const T* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 DI void copy16_if(bool p, u32 to, const u8* from, int bytes) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}" ::"r"((int)p), "r"(to),
