@@ -7,6 +7,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+import five_bits  # noqa: F401  a format outside the package
 from quantkv import PagedCache, get_format, ops
 from quantkv.calls import Segment
 from quantkv.implementations.dense import triton_steps as prefill

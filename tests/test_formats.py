@@ -13,7 +13,7 @@ from quantkv.format import unregister
 from quantkv.formats import int2, turboquant
 from quantkv.implementations.reference.write import encode
 from quantkv.maps import LayerMaps, LinearMap, butterfly, hadamard, named_map, rht_signs
-from quantkv.packing import interleave, pack, unpack
+from quantkv.packing import interleave, pack, planes_of, unpack
 
 # Mean squared error of an element of Gaussian rows of 128. Rotated or not makes no difference to them: 4, 3 and 2 bits are
 # FORMATS'
@@ -91,14 +91,38 @@ def test_awkward_rows_stay_finite(codec, row):
         assert back.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_packing_is_the_bit_string(bits):
-    values = torch.randint(0, 2**bits, (7, 2, 48), dtype=torch.uint8)
+    """Against Python's integers, bit by bit: code i of a row stands at bit `bits * i` of its bytes."""
+    values = torch.randint(0, 2**bits, (7, 2, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    values[0], values[1] = 2**bits - 1, 0
     codes = pack(values, bits)
-    assert codes.shape == (7, 2, 48 * bits // 8)
-    assert torch.equal(interleave(unpack(codes, bits)), values)
-    row = sum(int(x) << (bits * i) for i, x in enumerate(values[3, 1]))
-    assert row.to_bytes(codes.shape[-1], "little") == bytes(codes[3, 1].tolist())
+    assert codes.shape == (7, 2, 48 * bits // 8) and codes.dtype == torch.uint8
+    for row, packed in zip(values.flatten(0, 1).tolist(), codes.flatten(0, 1).tolist()):
+        string = sum(code << bits * i for i, code in enumerate(row))
+        assert string.to_bytes(len(packed), "little") == bytes(packed)
+    planes = unpack(codes, bits)
+    assert planes.shape[0] == planes_of(bits)
+    assert torch.equal(planes[-1], values[..., planes_of(bits) - 1 :: planes_of(bits)])
+    assert torch.equal(interleave(planes), values)
+
+
+@pytest.mark.parametrize("bits", [0, 9, 16, -1, 2.5])
+def test_widths_that_cannot_be_packed_are_refused(bits):
+    for call in (
+        lambda: planes_of(bits),
+        lambda: pack(torch.zeros(48, dtype=torch.uint8), bits),
+        lambda: unpack(torch.zeros(48).byte(), bits),
+    ):
+        with pytest.raises(ValueError, match=f"bits={bits}"):
+            call()
+
+
+def test_rows_that_are_no_whole_words_are_refused():
+    with pytest.raises(ValueError, match=r"values.shape=\(2, 12\): .* multiples of 8"):
+        pack(torch.zeros(2, 12, dtype=torch.uint8), 5)
+    with pytest.raises(ValueError, match=r"codes.shape=\(2, 12\): .* multiples of 5 bytes"):
+        unpack(torch.zeros(2, 12, dtype=torch.uint8), 5)
 
 
 def lloyd_max_exact(levels):

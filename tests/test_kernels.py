@@ -1,16 +1,21 @@
 """The Triton kernels against the reference: interpreted where there is no GPU, compiled where there is one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkv import LayerMaps, LinearMap, available_formats, get_format, ops
+from quantkv import Format, LayerMaps, LinearMap, available_formats, format, get_format, ops
 from quantkv.calls import Segment, Side
+from quantkv.formats import turboquant
 from quantkv.testing import Batch, check, relative_error
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+from quantkv.formats.turboquant import triton as uniform
+from quantkv.implementations.triton.kernels.views import TritonCodec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = {"implementation": "triton"}
@@ -199,6 +204,128 @@ def test_offsets_go_by_position_not_by_slot(name):
     table = b.block_table.t().contiguous().t()[:, 1:]  # any strides
     call = {"block_table": table, "seq_lens": b.seq_lens, "cu_seqlens_q": b.cu_seqlens_q, "return_lse": True}
     check(b, b.cache.attend(b.q, **call, key_start=start, key_range=read, **TRITON), key_range=read)
+
+
+WORDS = [(bits, size) for bits in range(1, 8) for size in range(1, 9) if 8 * size % bits == 0 and 8 * size // bits in (1, 2, 4, 8, 16)]
+
+
+@pytest.mark.parametrize("bits,word_bytes", WORDS, ids=lambda n: str(n))
+def test_words_of_any_size(bits, word_bytes, monkeypatch):
+    """The same bytes, cut into words of any number of bytes that holds a power of two of whole codes."""
+    half = TritonCodec(
+        8 * word_bytes // bits, uniform.uniform_encode, uniform.uniform_unpack, uniform.uniform_affine, word_bytes=word_bytes, num_meta=2
+    )
+    codec = replace(turboquant.value_codec(bits), name="any", triton=lambda: half)
+    monkeypatch.setitem(format._FORMATS, "any", Format("any", codec, codec))
+    b = batch("any", ((1, 3), (37, 21)))
+    check(b, b.attend(**TRITON))
+    expected = b.cache.buffer.clone()
+    b.cache.buffer.fill_(255)
+    b.cache.write(b.key, b.value, b.slots, **TRITON)
+    assert torch.equal(b.cache.buffer, expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16", "tq_k8v4"])
+def test_softcap_of_keys_without_metadata(name):
+    b = batch(name, RAGGED)
+    check(b, b.attend(**TRITON, softcap=0.5), softcap=0.5)
+    assert relative_error(b.attend(**TRITON)[0], b.oracle(softcap=0.5)[0]) > 0.05
+
+
+@pytest.mark.parametrize("name", ["tq3", "tq4", "tq4/tq3", "int4/int2"])
+@pytest.mark.parametrize("group", [3, 64])
+def test_float32_queries_meet_float32_levels(name, group):
+    b = batch(name, ((1, 3), (37, 40)), dtype=torch.float32, group=group, num_kv_heads=1)
+    check(b, b.attend(**TRITON))
+
+
+@pytest.mark.parametrize("stride", [0, 2])
+@pytest.mark.parametrize("option", ["sinks", "alibi_slopes"])
+def test_strided_options(option, stride):
+    """Every second number of a tensor, or one number for all heads."""
+    numbers = torch.linspace(0.1, 2, 12, device=DEVICE)
+    b = batch("int8", ((1, 3), (40, 33)))
+    given = numbers[3:4].expand(6) if stride == 0 else numbers[::2]
+    assert given.stride() == (stride,)
+    check(b, b.attend(**TRITON, **{option: given}), **{option: given})
+
+
+@pytest.mark.parametrize("layout", ["last axis strided", "expanded"])
+def test_offsets_of_any_strides(layout):
+    table = torch.randn(3, 1, 128, generator=torch.Generator().manual_seed(0)) * 2
+    offset = table[..., ::2] if layout == "last axis strided" else table[..., :1].expand(3, 1, 64)
+    eye = torch.eye(64)[None]
+    b = batch("int8", ((2,), (150,)), maps=LayerMaps(LinearMap(eye, eye, offset), None))
+    expected = b.cache.buffer.clone()
+    b.cache.buffer.fill_(255)
+    b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
+    assert torch.equal(b.cache.buffer, expected)
+    check(b, b.attend(**TRITON))
+
+
+# ---- numbers that are not finite
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e4])
+def test_a_query_does_not_disturb_others_of_its_tile(value):
+    """Also where it is finite, but so large that 16 bits held the others as zeros in its unit."""
+    b = batch("int4", ((5,), (60,)))
+    b.q[:] *= 2.0**-12
+    expected, expected_lse = b.attend(**TRITON)
+    b.q[2, 4] = value
+    out, lse = b.attend(**TRITON)
+    others = torch.ones(5, 6, dtype=torch.bool, device=DEVICE)
+    others[2, 4] = False
+    assert torch.equal(out[others], expected[others]) and torch.equal(lse[others], expected_lse[others])
+    assert bool(out[2, 4].isnan().all()) == (value != 3e4)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8", "fp8_e5m2", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "tq_k8v4"])
+def test_what_a_query_does_not_see_does_not_reach_it(name, value, side):
+    """0 x NaN: the last ten of twenty queries see a row that is not finite, the first ten are in the same tile and do not."""
+    b = batch(name, ((20,), (60,)))
+    expected, expected_lse = b.attend(**TRITON)
+    (b.key if side == "k" else b.value)[50] = value
+    b.cache.write(b.key, b.value, b.slots, **TRITON)
+    meta = (b.cache.k if side == "k" else b.cache.v).meta
+    if meta is not None:  # minima and maxima of a GPU pass over NaN
+        meta[b.slots[50] // 16, b.slots[50] % 16] = value
+    out, lse = b.attend(**TRITON)
+    torch.testing.assert_close(out[:10], expected[:10], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse[:10], expected_lse[:10], rtol=2e-3, atol=2e-3)
+    if meta is not None or value != float("inf") or name in ("bf16", "fp16"):  # 8-bit floats saturate
+        assert not out[10:].isfinite().all(), "what is no number was lost"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_finite_rows_are_stored_as_finite_ones(format_name, dtype):
+    """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""
+    b = batch(format_name, ((4,), (20,)), dtype=dtype, head_size=128)
+    size = 2.0**15 if format_name == "fp16" else 65504.0 if dtype == torch.float16 else 2.0**66
+    b.key[10:] = b.value[10:] = size
+    b.key[11] *= torch.where(torch.arange(128, device=DEVICE) % 3 > 0, 1.0, -1.0).to(dtype)
+    for implementation in ("reference", "triton"):
+        b.cache.buffer.fill_(255)
+        b.cache.write(b.key, b.value, b.slots, implementation=implementation)
+        at = b.slots // 16, b.slots % 16
+        for side, codec in ((b.cache.k, b.cache.format.k), (b.cache.v, b.cache.format.v)):
+            codes = side.codes.view(torch.uint8)[at].view(side.codes.dtype)
+            meta = None if side.meta is None else side.meta[at]
+            assert meta is None or meta.isfinite().all()
+            assert codec.dequantize(codes, meta, torch.float64).isfinite().all()
+
+
+def test_a_large_row_does_not_hide_small_ones_from_earlier_queries():
+    """Values 65504 times larger, one token later: finite, and as saturating leaves them. The weights of earlier queries keep their bits."""
+    b = batch("int8", ((20,), (60,)))
+    b.value[50:] = 60000.0
+    b.value[:50] = b.value[:50] / 8
+    b.cache.write(b.key, b.value, b.slots, implementation="reference")
+    out, _ = b.attend(**TRITON)
+    expected, _ = b.oracle()
+    assert relative_error(out[:10], expected[:10]) <= 2e-3
 
 
 # ---- what must not matter

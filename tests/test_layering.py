@@ -14,25 +14,30 @@ FILES = sorted(ROOT.rglob("*.py"))
 ALLOWED = {
     "spec": set(),
     "packing": set(),
-    "format": {"spec", "packing"},
+    "format": {"spec", "packing", "formats"},
     "formats": {"format", "spec", "packing", "triton", "hopper"},
     "maps": {"format"},
-    "calls": {"format", "maps"},
-    "checks": {"calls"},
-    "reference": {"calls", "format", "maps", "packing"},
-    "triton": {"calls", "format", "maps"},
+    "checks": set(),
+    "reads": {"calls"},
+    "calls": {"checks", "format", "maps", "reads"},
+    "reference": {"calls", "format", "maps", "packing", "reads"},
+    "triton": {"calls", "format", "maps", "reads"},
     "dense": {"calls", "format", "maps", "reference", "triton"},
     "hopper": {"calls", "format", "maps"},
     "implementations": {"calls", "reference", "triton", "dense", "hopper"},
     "flat": {"calls", "format", "maps"},
-    "ops": {"flat", "calls", "format", "formats", "maps", "checks", "implementations", "reference", "triton", "dense", "hopper"},
-    "page_table": set(),
-    "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "implementations", "reference"},
+    "ops": {"flat", "calls", "format", "maps", "implementations"},
+    "prepared": {"calls", "cache", "checks", "ops"},
+    "page_table": {"checks"},
+    "page_file": {"checks", "spec"},
+    "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
+    "warmup": {"cache", "calls", "implementations"},
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing"},
-    "testing": {"calls", "format", "formats", "maps", "cache", "spec", "ops", "implementations", "reference"},
-    "integrations": {"calls", "page_table", "cache", "formats", "format", "spec", "maps", "checks"},
-    "bench": {"calls", "cache", "formats", "maps", "ops", "implementations", "reference", "dense", ""},
+    "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
+    "integrations": {"calls", "page_table", "cache", "formats", "format", "spec", "maps", "checks", "prepared"},
+    "bench": {"calls", "cache", "formats", "maps", "implementations", "reference", "dense", ""},
     "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
+    "__main__": {"cli"},
 }
 
 
@@ -41,7 +46,7 @@ def room(path: Path) -> str:
 
 
 def _room(parts: Sequence[str]) -> str:
-    inner = parts[0] == "implementations" and len(parts) > 1 and parts[1] != "__init__"
+    inner = len(parts) > 1 and parts[0] == "implementations" and (ROOT / "implementations" / parts[1]).is_dir()
     return parts[1] if inner else parts[0] if parts else ""
 
 

@@ -19,7 +19,14 @@ _HOME = {
     "AttentionOptions": "calls",
     "LayerMaps": "maps",
     "LinearMap": "maps",
+    "Batch": "calls",
+    "Segment": "calls",
+    "AttendCall": "calls",
+    "WriteCall": "calls",
     "PagedCache": "cache",
+    "prepare_attend": "cache",
+    "prepare_write": "cache",
+    "warm_up": "warmup",
 }
 __all__ = ["__version__", *_HOME]
 

@@ -39,7 +39,7 @@ class Side(NamedTuple):
         return self._replace(base=base, layout=tuple(n for t in views for n in (*t.shape, *t.stride(), t.storage_offset())))
 
 
-def _tensor(*shape: str | None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Any:
+def option_tensor(*shape: str | int | None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Any:
     """An option that is a tensor or None. shape: letters of a call's axes, None for any size."""
     return field(default=None, metadata={"shape": shape, "dtypes": dtypes})
 
@@ -68,11 +68,11 @@ class AttentionOptions:
     window: int = 0
     chunk_lookback: int = -1
     softcap: float = 0.0
-    sinks: torch.Tensor | None = _tensor("HQ")
-    alibi_slopes: torch.Tensor | None = _tensor("HQ")
+    sinks: torch.Tensor | None = option_tensor("HQ")
+    alibi_slopes: torch.Tensor | None = option_tensor("HQ")
     alibi_sqrt: bool = False
-    qq_bias: torch.Tensor | None = _tensor(None, None)
-    prefix_ranges: torch.Tensor | None = _tensor("S", None, 2, dtypes=checks.INDEX_DTYPES)
+    qq_bias: torch.Tensor | None = option_tensor(None, None)
+    prefix_ranges: torch.Tensor | None = option_tensor("S", None, 2, dtypes=checks.INDEX_DTYPES)
     clamp_prefix_to_window: bool = False
     output_scale: float | None = None
     batch_invariant: bool = False

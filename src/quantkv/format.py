@@ -39,7 +39,6 @@ class Codec:
     head_size_multiple, power_of_two: which head sizes the codec can take.
     triton: returns the Triton half, a `views.TritonCodec`; called when a kernel first needs it, so that importing a
         format imports no Triton. hopper: likewise its half in CUDA C++, a `codec.HopperCodec`. None: it has none.
-    device_table: head_size -> numbers that the Triton half reads, 1-D; None: it reads none.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Codec:
     planes: int = 1
     triton: Callable[[], Any] | None = None
     hopper: Callable[[], Any] | None = None
-    device_table: Callable[[int], torch.Tensor] | None = None
 
     def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
         """Raise ValueError if a row of `head_size` elements cannot be encoded."""

@@ -155,17 +155,20 @@ class LinearMap:
         return signs if self.forward.shape[0] == 1 and bool((signs.abs() == 1).all()) and torch.equal(a, h * signs) else None
 
     def apply(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`A x` of rows x `[T, HK, D]` float32, rounded to `dtype`: what is encoded. Its bits depend on no BLAS.
+        """`A x` of rows x `[T, HK, D]` float32, rounded to `dtype`: what is encoded. Its bits depend on no BLAS. Sums that are too large
+        become the largest number of `dtype`: of finite rows nothing that is not finite is stored.
 
         A Hadamard matrix of +-1 is a butterfly in float32, any other matrix a product in float64.
         """
         signs = self._block_signs
         if signs is not None:
             size = signs.shape[0]
-            return butterfly((rows * signs).unflatten(-1, (-1, size & -size))).flatten(-2).to(dtype)
-        matrix, wide = self._forward64, rows.double()
-        mapped = wide @ matrix[0].mT if matrix.shape[0] == 1 else (wide.transpose(0, 1) @ matrix.mT).transpose(0, 1)
-        return mapped.to(dtype)
+            mapped = butterfly((rows * signs).unflatten(-1, (-1, size & -size))).flatten(-2)
+        else:
+            matrix, wide = self._forward64, rows.double()
+            mapped = wide @ matrix[0].mT if matrix.shape[0] == 1 else (wide.transpose(0, 1) @ matrix.mT).transpose(0, 1)
+        largest = torch.finfo(dtype).max
+        return mapped.clamp(-largest, largest).to(dtype)
 
     def _operands(self) -> MapOperands:
         (forward, forward_factor), (inverse, inverse_factor) = _signs(self.forward), _signs(self.inverse)

@@ -32,15 +32,27 @@ def module(name: str, kind: str) -> ModuleType:
 
 def refusal(name: str, call: Call) -> str | None:
     """Why an implementation cannot serve `call`, in words; None where it can."""
-    if isinstance(call, WriteCall):
-        if name in READS_ONLY:
-            return f"writes are by {', '.join(n for n in NAMES if n not in READS_ONLY)}"
-        return module(name, "write").refusal(call)
-    missing = sorted(set(call.options.given()) - module(name, "attend").HONOURED)
-    if missing:
-        willing = [n for n in NAMES if n != name and module(n, "attend").HONOURED.issuperset(missing)]
-        return f"{', '.join(missing)}: not honoured; {', '.join(willing) or 'no other'} would"
-    return module(name, "attend").refusal(call)
+    if isinstance(call, WriteCall) and name in READS_ONLY:
+        return f"writes are by {', '.join(n for n in NAMES if n not in READS_ONLY)}"
+    try:
+        serving = module(name, kind(call))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("quantkv"):
+            raise
+        return f"the package {error.name} is missing: pip install 'quantkv[{name}]'"
+    if isinstance(call, AttendCall):
+        missing = sorted(set(call.options.given()) - serving.HONOURED)
+        if missing:
+            willing = [n for n in NAMES if n != name and _honours(n, missing)]
+            return f"{', '.join(missing)}: not honoured; {', '.join(willing) or 'no other'} would"
+    return serving.refusal(call)
+
+
+def _honours(name: str, options: list[str]) -> bool:
+    try:
+        return module(name, "attend").HONOURED.issuperset(options)
+    except ModuleNotFoundError:
+        return False
 
 
 def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, str]]:

@@ -38,9 +38,14 @@ class Run:
 def cut(call: AttendCall) -> list[Run]:
     """The runs of a call on a GPU whose lengths the host knows: sequences that decode or verify, those with a long prompt, and what is in
     between, as they stand one after the other. Anything else is one run."""
-    lengths = call.batch.lengths
-    if lengths is None or call.q.device.type != "cuda" or len(lengths) < 2:
+    if call.batch.lengths is None or call.q.device.type != "cuda" or call.options.batch_invariant:
         return [Run(call)]
+    return pieces(call)
+
+
+def pieces(call: AttendCall) -> list[Run]:
+    """`cut`, wherever the tensors are."""
+    lengths = call.batch.lengths
     kinds = [_kind(queries) for queries, _ in lengths]
     ends, runs = 0, []
     for name, group in groupby(range(len(lengths)), key=kinds.__getitem__):
@@ -51,7 +56,7 @@ def cut(call: AttendCall) -> list[Run]:
             tokens = slice(ends, ends + sum(queries for queries, _ in lengths[seqs]))
             ends = tokens.stop
             runs.append((seqs, tokens))
-    if len(runs) == 1:
+    if len(runs) < 2:
         return [Run(call)]
     return [Run(_part(call, seqs, tokens), tokens) for seqs, tokens in runs if tokens.start < tokens.stop]
 

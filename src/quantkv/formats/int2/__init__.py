@@ -9,7 +9,7 @@ from ...format import Codec, Format, register
 from ...packing import pack, unpack
 from ...spec import RowLayout
 from ..device import cuda_half, half_of
-from ..int8 import quotient
+from ..int8 import LARGEST, quotient
 
 BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as vLLM rounds it
 CENTROIDS = (-1.5104, -0.4528, 0.4528, 1.5104)
@@ -28,7 +28,8 @@ def _sum_of_squares(y: torch.Tensor) -> torch.Tensor:
 
 def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     head_size = y.shape[-1]
-    norm = (_sum_of_squares(y) + 1e-12).double().sqrt().float()  # torch's float32 sqrt is not correctly rounded on every CPU
+    squares = (_sum_of_squares(y) + 1e-12).double()
+    norm = squares.sqrt().float().clamp_max(LARGEST)  # torch's float32 sqrt is not correctly rounded on every CPU
     z = y * (y.new_tensor(head_size**0.5) / norm)
     codes = torch.bucketize(z.contiguous(), y.new_tensor(BOUNDARIES), right=True)
     return pack(codes, 2), quotient(norm, head_size**1.5)

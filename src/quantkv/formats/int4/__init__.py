@@ -11,14 +11,14 @@ from ...format import Codec, Format, register
 from ...packing import pack, unpack
 from ...spec import RowLayout
 from ..device import cuda_half, half_of
-from ..int8 import SMALLEST_SCALE, quotient
+from ..int8 import LARGEST, SMALLEST_SCALE, quotient
 
 ZERO_POINT_BITS = 0xF
 
 
 def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = y.aminmax(dim=-1, keepdim=True)
-    scale = quotient(high - low, 15.0).clamp_min(SMALLEST_SCALE)
+    scale = quotient(high - low, 15.0).clamp(SMALLEST_SCALE, LARGEST)
     zero_point = (0.5 - low / scale).clamp_(0, 15).int()  # truncation of what is not negative: halves go up
     codes = (y * scale.reciprocal()).add_(zero_point).add_(0.5).clamp_(0, 15).int()
     stored = (scale.view(torch.int32) & ~ZERO_POINT_BITS) | zero_point

@@ -9,6 +9,8 @@ from ...spec import RowLayout
 from ..device import cuda_half, half_of
 
 SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
+LARGEST = torch.finfo(torch.float32).max  # what is stored of finite rows is finite, and so is attention over it
+LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 def round_half_away(x: torch.Tensor) -> torch.Tensor:

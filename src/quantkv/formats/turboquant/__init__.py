@@ -11,7 +11,7 @@ from ...packing import pack, planes_of, unpack
 from ...spec import RowLayout
 from ..device import cuda_half, half_of
 from ..fp8 import plain_fp8
-from ..int8 import quotient
+from ..int8 import LARGEST_HALF, quotient
 
 # Positive half of the levels for N(0, 1). vLLM solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails to 10.5 sigma,
 # 200 rounds); its levels are up to 0.08 % off the exact ones, and its bytes need them. tests/test_formats.py derives both.
@@ -26,6 +26,13 @@ def centroids(bits: int, head_size: int, dtype: torch.dtype = torch.float32) -> 
     """Sorted levels `[2**bits]` of the quantizer of N(0, 1 / head_size)."""
     half = torch.tensor(LEVELS[bits], dtype=torch.float64, device="cpu") / head_size**0.5
     return torch.cat([-half.flip(0), half]).to(dtype)
+
+
+def book_table(bits: int, head_size: int) -> torch.Tensor:
+    """The levels for N(0, 1), `2**bits`, then the midpoints between those for N(0, 1 / head_size). A kernel divides by the length of the
+    row that it decodes, so that the levels that it reads may be of any size."""
+    levels = centroids(bits, head_size)
+    return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
 
 
 CODEBOOKS = {3: {"table_bytes": 1 << 13}, 4: {"table_bytes": 1 << 16, "warps": 8}}  # of `hopper.cuh`
@@ -45,18 +52,13 @@ def key_codec(bits: int) -> Codec:
         levels = centroids(bits, y.shape[-1]).to(y.device)
         unit = (y / (norm + NORM_EPSILON)).contiguous()
         codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2, right=True)
-        return pack(codes, bits), norm.half()
+        return pack(codes, bits), norm.clamp_max(LARGEST_HALF).half()
 
     def decode(codes, norm, dtype):
         values = unpack(codes, bits)
         unit = centroids(bits, values.shape[0] * values.shape[-1], dtype).to(codes.device)[values.int()]
         length = unit.square().sum((0, -1)).sqrt()[..., None]
         return unit, norm.to(dtype) / length, None
-
-    def table(head_size):
-        # The reader divides by the length of what it decodes, so that its levels may be of any size.
-        levels = centroids(bits, head_size)
-        return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
 
     return Codec(
         f"tq{bits}",
@@ -69,7 +71,6 @@ def key_codec(bits: int) -> Codec:
         planes=planes_of(bits),
         triton=half_of(__name__, f"TQ{bits}"),
         hopper=cuda_half(__file__, f"Codebook<{bits}>", values=False, numbers=_levels, **CODEBOOKS[bits]),
-        device_table=table,
     )
 
 
@@ -81,7 +82,7 @@ def value_codec(bits: int) -> Codec:
         low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
         scale = quotient(high - low, top).clamp_min(1e-8)
         codes = torch.trunc((y - low) / scale + 0.5).clamp(0, top)
-        return pack(codes, bits), torch.cat([scale, low], -1).half()
+        return pack(codes, bits), torch.cat([scale, low], -1).clamp(-LARGEST_HALF, LARGEST_HALF).half()
 
     def decode(codes, meta, dtype):
         scale, low = meta.to(dtype).split(1, -1)

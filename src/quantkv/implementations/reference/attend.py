@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +19,9 @@ from .plan import Read, plan, positions
 from .scratch import Scratch
 from .write import as_integers
 
-HONOURED = frozenset(f.name for f in fields(AttentionOptions))
+MASKS = ("causal", "window", "chunk_lookback", "prefix_ranges", "clamp_prefix_to_window")  # `plan` says which keys they leave
+ADDED = ("softcap", "alibi_slopes", "alibi_sqrt", "qq_bias")
+HONOURED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant"))
 
 
 def refusal(call: AttendCall) -> str | None:
@@ -131,7 +133,9 @@ def _attend_tile(read: Read, call: AttendCall, segment: Segment, options: Attent
     if maps.v is not None:
         result = result @ _for_heads(maps.v.inverse.to(dtype).mT)
     result = result.unflatten(2, groups)
-    if seen is not None:  # a query without a key
+    if options.qq_bias is not None:  # which may hide keys as well
+        result = result.masked_fill((score == -math.inf).all(-1)[..., None], 0)
+    elif seen is not None:  # a query without a key
         result = result.masked_fill(~seen.any(-1)[:, None, None, :, None], 0)
     tile.put(out, result.permute(0, 3, 1, 2, 4).flatten(2, 3))
     if lse is not None:

@@ -17,7 +17,7 @@ from ...format import Codec, Format
 from ...maps import LayerMaps, LinearMap
 from .kernels.attend import attend_kernel
 from .kernels.combine import combine_kernel
-from .kernels.views import Batch, Extras, Features, Map, Pages, RowPlan, Rows, TritonCodec
+from .kernels.views import BatchView, Extras, Features, MapView, PagesView, RowPlan, RowsView, TritonCodec
 from .kernels.write import write_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,17 +49,23 @@ def _gpu_target(index: int) -> Target:
 # ---- what a side is compiled for, and its pages
 
 
-def device_codec(codec: Codec, ptx: int = 0) -> TritonCodec:
-    """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. ValueError if there is none."""
+def device_codec(codec: Codec, ptx: int = 0, exact: bool = False) -> TritonCodec:
+    """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. exact: planes are not rounded to 16 bits.
+    ValueError if there is none."""
     if codec.triton is None:
         raise ValueError(f"implementation='triton': codec {codec.name} has no Triton half")
     device = codec.triton()
+    if exact and device.exact is not None:
+        unpack, operand = device.exact
+        return replace(device, unpack=unpack, operand=operand, program=None, exponents=())
     return device if device.program is None or ptx >= device.program.capability else replace(device, program=None)
 
 
-def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: Pages, target: Target) -> RowPlan:
+def row_plan(
+    codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: PagesView, target: Target, exact: bool = False
+) -> RowPlan:
     return RowPlan(
-        device_codec(codec, target.ptx),
+        device_codec(codec, target.ptx, exact),
         head_size,
         map_ is not None,
         map_ is not None and map_.offset is not None,
@@ -71,19 +77,22 @@ def row_plan(codec: Codec, head_size: int, map_: LinearMap | None, scale: float,
 
 @lru_cache
 def _table(codec: Codec, head_size: int, device: torch.device) -> torch.Tensor | None:
-    return None if codec.device_table is None else codec.device_table(head_size).float().to(device)
+    numbers = codec.triton().table
+    return None if numbers is None else numbers(head_size).float().to(device)
 
 
 def _word_dtype(codes: torch.Tensor, word_bytes: int, stored: bool) -> torch.dtype:
-    """What a kernel sees a row's bytes as. Words of three bytes are stored byte by byte; they are read from triples of int32
-    where rows lie on and are made of such."""
-    if word_bytes == 3:
+    """What a kernel sees a row's bytes as: whole words, or bytes where no integer is as long as a word. Words of three bytes are read
+    from triples of int32 where rows lie on and are made of such."""
+    if codes.element_size() == word_bytes:
+        return codes.dtype
+    if word_bytes == 3 and not stored:
         places = (codes.data_ptr(), codes.storage_offset(), codes.shape[3], *codes.stride()[:3])
-        return torch.uint8 if stored or any(n % 4 for n in places) else torch.int32
-    return torch.int16 if codes.element_size() < word_bytes else codes.dtype
+        return torch.uint8 if any(n * codes.element_size() % 4 for n in places[1:]) or places[0] % 4 else torch.int32
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(word_bytes, torch.uint8)
 
 
-def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pages:
+def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> PagesView:
     """The views of one side, to read or to be `stored`. ValueError where its rows are not made of whole, aligned words."""
     codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
     word = _word_dtype(codes, word_bytes, stored)
@@ -97,7 +106,7 @@ def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pag
             f"in words of {word_bytes} bytes, to which they must be aligned"
         ) from error
     fields = (None, 0, 0, 0) if meta is None else (meta, *meta.stride()[:3])
-    return Pages(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
+    return PagesView(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
 
 
 def _matrix(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -107,6 +116,7 @@ def _matrix(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _offset(offset: torch.Tensor | None) -> tuple:
     if offset is None:
         return ()
+    offset = offset if offset.stride(2) == 1 else offset.contiguous()
     return offset, offset.stride(0), 0 if offset.shape[1] == 1 else offset.stride(1), offset.shape[0]
 
 
@@ -114,9 +124,9 @@ def _dense(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _rows(t: torch.Tensor) -> Rows:
+def _rows(t: torch.Tensor) -> RowsView:
     t = t if t.stride(2) == 1 else t.contiguous()
-    return Rows(t, *t.stride()[:2])
+    return RowsView(t, *t.stride()[:2])
 
 
 # ---- write
@@ -140,7 +150,7 @@ def write(
     sides = ((fmt.k, key, maps.k, k), (fmt.v, value, maps.v, v))
     views = [pages(side, codec, rows.shape[2], stored=True) for codec, rows, _, side in sides]
     plans = [row_plan(codec, rows.shape[2], map_, side.scale, view, target) for (codec, rows, map_, side), view in zip(sides, views)]
-    kernel_maps = [Map() if m is None else Map(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
+    kernel_maps = [MapView() if m is None else MapView(*_matrix(m.operands.forward), *_offset(m.offset)) for m in (maps.k, maps.v)]
     factors = [1.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v)]
     block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), maps.k is not None or maps.v is not None, target)
     write_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
@@ -272,7 +282,8 @@ def attend(
     group = num_heads // heads
     longest = max_query_len if max_query_len is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
     sides = [(side.codes, codec) for s in segments for side, codec in ((s.k, s.fmt.k), (s.v, s.fmt.v))]
-    wide = torch.float32 in (q.dtype, *(codes.dtype for codes, _ in sides))
+    exact = q.dtype == torch.float32
+    wide = exact or torch.float32 in [codes.dtype for codes, _ in sides]
     tiling = Tiling.of(
         group,
         1 if batch_invariant else longest,
@@ -296,10 +307,10 @@ def attend(
     )
     first_split = 0
     for s, count in zip(segments, splits):
-        k_map, factor = Map(), 1.0
+        k_map, factor = MapView(), 1.0
         if s.maps.k is not None:
             operands = s.maps.k.operands
-            k_map, factor = Map(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
+            k_map, factor = MapView(*_matrix(operands.query), *_offset(operands.mapped_offset)), operands.inverse_factor
         table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
         o = replace(options, key_start=s.key_start, key_range=s.key_range)
         k_pages, v_pages = pages(s.k, s.fmt.k, head_size), pages(s.v, s.fmt.v, head_size_v)
@@ -309,7 +320,7 @@ def attend(
             k_pages,
             v_pages,
             k_map,
-            Batch(_dense(cu_seqlens_q), _dense(seq_lens), table, table.stride(0)),
+            BatchView(_dense(cu_seqlens_q), _dense(seq_lens), table, table.stride(0)),
             _extras(o),
             num_seqs,
             first_split,
@@ -320,8 +331,8 @@ def attend(
             PAGE=s.k.codes.shape[1],
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
-            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, k_pages, target),
-            V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, v_pages, target),
+            K=row_plan(s.fmt.k, head_size, s.maps.k, s.k.scale, k_pages, target, exact),
+            V=row_plan(s.fmt.v, head_size_v, s.maps.v, s.v.scale, v_pages, target, exact),
             F=features(o, heads, single, tiling.block_m >= 64, one_block, SPLIT_TOKENS // tiling.block_n if batch_invariant else 0, target),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -358,15 +369,15 @@ def combine(
     tokens, num_heads, splits, head_size = part.out.shape
     target, group = Target.of(out.device), num_heads // num_kv_heads
     rows = rows_per_program or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
-    kernel_map = Map()
+    kernel_map = MapView()
     if mapped_splits:
-        kernel_map, mapped_scale = Map(*_matrix(v_map.operands.output)), mapped_scale * v_map.operands.inverse_factor
+        kernel_map, mapped_scale = MapView(*_matrix(v_map.operands.output)), mapped_scale * v_map.operands.inverse_factor
     combine_kernel[(triton.cdiv(tokens * group, rows), num_kv_heads)](
         *part,
         _rows(out.view(torch.uint8) if options.output_scale is not None else out),
         lse,
         kernel_map,
-        options.sinks,
+        _dense(options.sinks),
         tokens * group,
         splits,
         mapped_splits,
