@@ -27,6 +27,10 @@ DI u16 half1(float x) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
 DI u16 bfloat1(float x) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r; }
 DI u32 max_half2(u32 a, u32 b) { u32 r; asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 min_half2(u32 a, u32 b) { u32 r; asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI u32 saturate_half2(u32 x) {  // infinities become the largest numbers; NaN stays NaN
+  asm("{.reg .b32 y; min.NaN.f16x2 y, %0, %1; max.NaN.f16x2 %0, y, %2;}" : "+r"(x) : "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+  return x;
+}
 DI u32 max_bfloat2(u32 a, u32 b) { u32 r; asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 min_bfloat2(u32 a, u32 b) { u32 r; asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
