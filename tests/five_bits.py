@@ -59,8 +59,8 @@ def hopper():
     return HopperCodec(Path(__file__).with_suffix(".cuh"), "FiveBits")
 
 
-FIVE = Codec(
-    "five",
+CODEC = Codec(
+    "five_bits",
     RowLayout(5, ("float16", "float16")),
     encode,
     decode,
@@ -69,4 +69,4 @@ FIVE = Codec(
     triton=lambda: DEVICE,
     hopper=hopper,
 )
-register(Format("five", FIVE, FIVE, "5 bits between minimum and maximum"), "five_per_token_head")
+FIVE_BITS = register(Format("five_bits", CODEC, CODEC, "between minimum and maximum"))

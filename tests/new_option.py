@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantkv.calls import AttentionOptions, option_tensor
 from quantkv.implementations.reference import attend as reference
+from quantkv.options import AttentionOptions, option_tensor
 
 
 @dataclass(frozen=True)
 class Options(AttentionOptions):
-    """1. calls.py: the field, with its axes. Checks, operators and the cut of a mixed batch are loops over fields."""
+    """1. options.py: the field, with its axes. Checks, operators and the cut of a mixed batch are loops over fields."""
 
     head_gain: torch.Tensor | None = option_tensor("HQ")
 

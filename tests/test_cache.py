@@ -5,8 +5,8 @@ import torch
 
 from direct import attend, write
 from quantkv import CacheSpec, PagedCache, get_format
-from quantkv.cache import prepare_attend, prepare_write
 from quantkv.calls import Side
+from quantkv.prepared import prepare_attend, prepare_write
 
 
 def cache_of(name="int4", pages=6, d=64, d_v=None, **kwargs):
@@ -166,50 +166,6 @@ def test_per_tensor_scales():
     cache.write(x, x / 8, torch.tensor([0]))
     k, v = cache.dequantize(torch.tensor([0]))
     assert (k / 500 - 1).abs().max() < 0.04 and (v / 62.5 - 1).abs().max() < 0.04
-
-
-# ---- files
-
-
-def test_save_and_load(tmp_path, format_name):
-    cache, other = cache_of(format_name), cache_of(format_name, pages=9)
-    cache.write(rows(40), rows(40, seed=1), torch.arange(40))
-    cache.save(tmp_path / "pages.safetensors", pages=[2, 0])
-    other.load(tmp_path / "pages.safetensors", pages=[7, 8])
-    assert torch.equal(other.buffer[7], cache.buffer[2]) and torch.equal(other.buffer[8], cache.buffer[0])
-
-
-@pytest.mark.parametrize("other,field", [(dict(name="int8"), "spec"), (dict(d=128), "spec"), (dict(k_scale=2.0), "scales")])
-def test_load_refuses_another_cache(tmp_path, other, field):
-    cache_of().save(tmp_path / "pages.safetensors")
-    cache = cache_of(**other)
-    cache.buffer.fill_(3)
-    with pytest.raises(ValueError, match=field):
-        cache.load(tmp_path / "pages.safetensors")
-    assert (cache.buffer == 3).all()
-
-
-def test_load_refuses_another_version(tmp_path, monkeypatch):
-    cache_of().save(tmp_path / "pages.safetensors")
-    monkeypatch.setattr("quantkv.cache.FILE_VERSION", 2)
-    with pytest.raises(ValueError, match="version=1: this cache needs 2"):
-        cache_of().load(tmp_path / "pages.safetensors")
-
-
-def test_load_refuses_what_is_no_page_file(tmp_path):
-    (tmp_path / "junk").write_bytes(b"\x00" * 64)
-    with pytest.raises(ValueError, match="no safetensors file"):
-        cache_of().load(tmp_path / "junk")
-
-
-def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        cache_of().save(tmp_path / "pages.safetensors")
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- refusals: the argument, its value, what is allowed; nothing stored is lost

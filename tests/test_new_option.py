@@ -1,4 +1,4 @@
-"""The worked example of docs/extending.md: a new option for each head touches calls.py and the implementation that honours it. Until one
+"""The worked example of docs/extending.md: a new option for each head touches options.py and the implementation that honours it. Until one
 does, every implementation refuses it by name."""
 
 from dataclasses import replace

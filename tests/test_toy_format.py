@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 SUITES = ("test_formats.py", "test_cache.py", "test_reference.py", "test_kernels.py", "test_lessons.py")
 
 
-@pytest.mark.parametrize("plugin,name", [("toy_format", "toy"), ("five_bits", "five")])
+@pytest.mark.parametrize("plugin,name", [("toy_format", "toy"), ("five_bits", "five_bits")])
 def test_registry_tests_pass_for_a_format_outside_the_package(plugin, name):
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-k", f"{name} and not nearest", *(str(HERE / s) for s in SUITES)]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=300, check=False)

@@ -16,7 +16,7 @@ _HOME = {
     "register": "format",
     "available_formats": "formats",
     "get_format": "formats",
-    "AttentionOptions": "calls",
+    "AttentionOptions": "options",
     "LayerMaps": "maps",
     "LinearMap": "maps",
     "Batch": "calls",
@@ -24,8 +24,8 @@ _HOME = {
     "AttendCall": "calls",
     "WriteCall": "calls",
     "PagedCache": "cache",
-    "prepare_attend": "cache",
-    "prepare_write": "cache",
+    "prepare_attend": "prepared",
+    "prepare_write": "prepared",
     "warm_up": "warmup",
 }
 __all__ = ["__version__", *_HOME]

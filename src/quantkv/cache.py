@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from . import checks, ops
+from . import checks, ops, page_file
 from .calls import AttendCall, AttentionOptions, Batch, Segment, Side, WriteCall
 from .format import Codec
 from .formats import get_format
 from .implementations.reference.write import dequantize
 from .maps import LayerMaps
-from .prepared import PreparedAttend, PreparedWrite
 from .spec import CacheSpec
-
-FILE_FORMAT, FILE_VERSION = "quantkv-pages", 1
 
 
 class PagedCache:
@@ -51,6 +46,8 @@ class PagedCache:
         checks.number("v_scale", v_scale, 0, above=True, note="a positive number")
         self.spec, self.num_blocks = spec, num_blocks
         self.format = get_format(spec.format)
+        if (self.format.k.row, self.format.v.row) != (spec.k, spec.v):
+            checks.refuse("spec", spec, f"format {spec.format!r} stores {self.format.k.row} and {self.format.v.row} here")
         shape = (num_blocks, spec.num_kv_heads, spec.page_bytes)
         if buffer is None:
             buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -72,6 +69,11 @@ class PagedCache:
         traits = (None if m is None else m.traits for m in (self.maps.k, self.maps.v))
         self.kind = (spec, buffer.shape, buffer.stride(), self.device, self.k.scale, self.v.scale, *traits)
         self.kind = _KINDS.setdefault(self.kind, self.kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffer = self.buffer  # a view of something larger would take all of that along
+        buffer = buffer if buffer.untyped_storage().nbytes() == buffer.nbytes else buffer.clone(memory_format=torch.contiguous_format)
+        return _restore, (type(self), self.spec, buffer, self.maps, self.k.scale, self.v.scale)
 
     @classmethod
     def wrap(cls, buffer: torch.Tensor, spec: CacheSpec, **options: Any) -> PagedCache:
@@ -138,10 +140,10 @@ class PagedCache:
         `[T, HQ]` float32. max_query_len, max_seq_len, lengths: promises, see `Batch`. key_start, key_range: see `Segment`.
         implementation: see `ops.attend`. options: fields of `AttentionOptions`.
         """
-        batch = _batch(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
+        batch = Batch.of(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         segments = (self.segment(block_table, key_start, key_range),)
-        call = AttendCall(q, segments, batch, scale, _options(options), out, lse)
+        call = AttendCall(q, segments, batch, scale, AttentionOptions.of(options), out, lse)
         ops.attend(call, implementation)
         return (call.out, lse) if return_lse else call.out
 
@@ -164,99 +166,18 @@ class PagedCache:
             checks.in_range(name, t, 0, self.num_blocks)
         self.buffer[target] = self.buffer[source]
 
-    def _header(self) -> dict[str, str]:
-        return {
-            "format": FILE_FORMAT,
-            "version": str(FILE_VERSION),
-            "spec": json.dumps(self.spec.to_dict(), sort_keys=True),
-            "maps": self.maps.fingerprint(),
-            "scales": json.dumps([self.k.scale, self.v.scale]),
-        }
-
     def save(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Write pages (all if None) to a safetensors file with the format's name, its version and the geometry.
-
-        The file appears whole or not at all.
-        """
-        from safetensors.torch import save_file
-
-        index = torch.arange(self.num_blocks) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
-        checks.in_range("pages", index, 0, self.num_blocks)
-        folder = os.path.dirname(os.path.abspath(path))
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        os.close(handle)
-        try:
-            save_file({"pages": self.buffer[index.to(self.device)].cpu()}, temporary, metadata=self._header())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        """Write pages (all if None) to a page file; see `page_file.save`."""
+        page_file.save(self, path, pages)
 
     def load(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Read a file that `save` wrote into pages (0, 1, .. if None).
-
-        ValueError, with nothing changed, if its version, format, geometry, maps, scales or number of pages differ.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                header, names = file.metadata() or {}, list(file.keys())
-                stored = file.get_tensor("pages") if names == ["pages"] else None
-        except SafetensorError as error:
-            raise ValueError(f"path={os.fspath(path)!r}: no safetensors file ({error})") from error
-        for field, expected in self._header().items():
-            if header.get(field) != expected:
-                checks.refuse(f"{os.fspath(path)}: {field}", header.get(field), f"this cache needs {expected}")
-        if stored is None or stored.dtype != torch.uint8 or stored.shape[1:] != self.buffer.shape[1:]:
-            checks.refuse("path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed")
-        index = torch.arange(stored.shape[0]) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
-        if index.shape[0] != stored.shape[0]:
-            checks.refuse("pages", index.shape[0], f"the file holds {stored.shape[0]} pages")
-        checks.in_range("pages", index, 0, self.num_blocks)
-        self.buffer[index.to(self.device)] = stored.to(self.device)
+        """Read a page file into pages (0, 1, .. if None); see `page_file.load`."""
+        page_file.load(self, path, pages)
 
 
 _KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by identity first, which is quick
 
 
-def _options(given: dict[str, Any]) -> AttentionOptions:
-    unknown = given.keys() - AttentionOptions.__dataclass_fields__.keys()
-    if unknown:
-        checks.refuse("options", sorted(unknown), f"allowed: {', '.join(AttentionOptions.__dataclass_fields__)}")
-    return AttentionOptions(**given)
-
-
-def _batch(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths) -> Batch:
-    """The batch of a call; without cu_seqlens_q one query a sequence."""
-    checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES)
-    num_seqs = seq_lens.shape[0]
-    if cu_seqlens_q is None:
-        if isinstance(q, torch.Tensor) and q.ndim and q.shape[0] != num_seqs:
-            checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
-        cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=seq_lens.device, dtype=torch.int32), 1
-    return Batch(cu_seqlens_q, seq_lens, max_query_len, max_seq_len, None if lengths is None else tuple(map(tuple, lengths)))
-
-
-def prepare_attend(
-    *,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    scale: float | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    lengths: Sequence[tuple[int, int]] | None = None,
-    key_start: torch.Tensor | None = None,
-    key_range: torch.Tensor | None = None,
-    implementation: str = "auto",
-    **options: Any,
-) -> PreparedAttend:
-    """A call of `PagedCache.attend` for all layers of a step: `attend(cache, q)` serves each. Arguments as there."""
-    batch = _batch(None, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
-    return PreparedAttend(batch, block_table, scale, _options(options), key_start, key_range, implementation)
-
-
-def prepare_write(slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, *, implementation: str = "auto") -> PreparedWrite:
-    """A call of `PagedCache.write` for all layers of a step: `write(cache, key, value)` serves each. Arguments as there."""
-    return PreparedWrite(slot_mapping, positions, implementation)
+def _restore(kind: type[PagedCache], spec: CacheSpec, buffer: torch.Tensor, maps: LayerMaps, k_scale: float, v_scale: float) -> PagedCache:
+    """A cache from a pickle."""
+    return kind.wrap(buffer, spec, maps=maps, k_scale=k_scale, v_scale=v_scale)

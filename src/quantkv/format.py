@@ -20,8 +20,26 @@ from .spec import CacheSpec, RowLayout
 Meta = torch.Tensor | None
 
 
+class ByName:
+    """What the registry knows is pickled by its name, as functions are; a copy is the thing itself, which never changes."""
+
+    name: str
+
+    def __reduce__(self) -> tuple[Callable, tuple[str, str]]:
+        kind = type(self).__name__
+        if _known(kind, self.name) != self:
+            raise ValueError(f"{kind.lower()}={self.name!r}: a pickle names a registered one; quantkv.register its format first")
+        return _restore, (kind, self.name)
+
+    def __copy__(self) -> ByName:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByName:
+        return self
+
+
 @dataclass(frozen=True)
-class Codec:
+class Codec(ByName):
     """One side, K or V, of a format.
 
     name: short name, unique.
@@ -74,7 +92,7 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(ByName):
     """What a user names: a codec for K and one for V."""
 
     name: str
@@ -157,3 +175,22 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(_FORMATS)}, none, or K/V such as int8/int4")
     return _FORMATS[name]
+
+
+def _known(kind: str, name: str) -> ByName | None:
+    """The registered format or codec of that name. Pairs that are made when they are asked for, such as int8/int4, are known too."""
+    _load_built_in()
+    if kind == Codec.__name__:
+        return next((codec for fmt in _FORMATS.values() for codec in (fmt.k, fmt.v) if codec.name == name), None)
+    try:
+        return get_format(name)
+    except ValueError:
+        return None
+
+
+def _restore(kind: str, name: str) -> ByName:
+    """What a pickle names."""
+    found = _known(kind, name)
+    if found is None:
+        raise ValueError(f"{kind.lower()}={name!r} is unknown here: import what registers it before unpickling")
+    return found

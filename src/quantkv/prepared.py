@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import checks, ops
-from .calls import AttendCall, AttentionOptions, Batch, WriteCall
-
-if TYPE_CHECKING:
-    from .cache import PagedCache
+from .cache import PagedCache
+from .calls import AttendCall, Batch, WriteCall
+from .options import AttentionOptions
 
 PER_LAYER = ("sinks", "alibi_slopes", "qq_bias")  # options that may differ from layer to layer
 
@@ -106,3 +106,27 @@ class PreparedAttend:
         self._prepared[shape] = call, launch
         launch(call)
         return call.out, call.lse
+
+
+def prepare_attend(
+    *,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    scale: float | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    key_start: torch.Tensor | None = None,
+    key_range: torch.Tensor | None = None,
+    implementation: str = "auto",
+    **options: Any,
+) -> PreparedAttend:
+    """A call of `PagedCache.attend` for all layers of a step: `attend(cache, q)` serves each. Arguments as there."""
+    batch = Batch.of(None, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
+    return PreparedAttend(batch, block_table, scale, AttentionOptions.of(options), key_start, key_range, implementation)
+
+
+def prepare_write(slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, *, implementation: str = "auto") -> PreparedWrite:
+    """A call of `PagedCache.write` for all layers of a step: `write(cache, key, value)` serves each. Arguments as there."""
+    return PreparedWrite(slot_mapping, positions, implementation)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from .calls import AttentionOptions
+from .options import AttentionOptions
 
 
 def window_size(options: AttentionOptions) -> tuple[int, int]:

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from . import implementations
-from .cache import PagedCache, prepare_attend
+from .cache import PagedCache
 from .calls import AttendCall, WriteCall
 from .implementations import Call
+from .prepared import prepare_attend
 
 
 def warm_up(

@@ -5,51 +5,13 @@ import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import quantkv
 from quantkv.cli import eval as eval_module
 from quantkv.cli import generate, models, plot, text
-
-TEXT = "The quick brown fox jumps over the lazy dog. " * 20
-
-
-class NoisyCache(DynamicCache):
-    """Stores keys and values with an error that grows as the format's bits shrink."""
-
-    def __init__(self, model, name):
-        super().__init__(config=model.config)
-        config = model.config
-        self.spec = quantkv.get_format(name).cache_spec(config.num_key_value_heads, config.head_dim)
-        self.noise = 0.0 if name == "fp32" else 2.0**-self.spec.bits_per_element
-        self.random = torch.Generator().manual_seed(0)
-        self.specs = [self.spec] * config.num_hidden_layers
-        self.nbytes = 0
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        keys = keys + self.noise * torch.randn(keys.shape, generator=self.random)
-        keys, values = super().update(keys, values, layer_idx, *args, **kwargs)
-        self.nbytes = keys.shape[2] * len(self.layers) * self.spec.bytes_per_token
-        return keys, values
-
-
-@pytest.fixture
-def noisy(monkeypatch):
-    keywords = {"make_cache": NoisyCache, "attention": lambda model: nullcontext()}
-    for module, function in ((eval_module, "evaluate"), (generate, "run")):
-        original = getattr(module, function)
-        monkeypatch.setattr(module, function, lambda *a, _f=original, **k: _f(*a, **{**keywords, **k}))
-
-
-@pytest.fixture
-def text_file(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text(TEXT)
-    return file
 
 
 def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_path):
@@ -74,8 +36,8 @@ def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_p
     assert code == 0, err
     assert all(word in out for word in ("int4", "int8", "fp32", "exact", "128 tokens in contexts of 64", model_dir.name))
     values = json.loads(files[0].read_text())
-    assert set(values) == {"schema", "model", "text", "context", "tokens", "chunk", "reference", "formats", "versions"}
-    assert (values["context"], values["tokens"], values["text"]) == (64, 128, "text.txt")
+    assert set(values) == {"schema", "complete", "model", "text", "context", "tokens", "chunk", "reference", "formats", "versions"}
+    assert (values["complete"], values["context"], values["tokens"], values["text"]) == (True, 64, 128, "text.txt")
     assert [f["format"] for f in values["formats"]] == ["fp32", "int8", "int4"]  # largest first
     exact, int8, int4 = values["formats"]
     assert set(int8) == {
@@ -98,18 +60,18 @@ def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_p
     assert ElementTree.parse(files[1]).getroot().tag.endswith("svg")
 
 
-def test_perplexity_is_transformers_own_loss(noisy, model_dir):
+def test_perplexity_is_transformers_own_loss(noisy, model_dir, text_file):
     loaded = models.load(str(model_dir))
-    contexts = text.cut(text.Text("", TEXT), loaded.tokenizer, 50, 100)
+    contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 50, 100)
     result = eval_module.evaluate(loaded.model, contexts, ["fp32"])
     with torch.no_grad():
         losses = [loaded.model(ids[None], labels=ids[None]).loss.item() for ids in contexts]
     assert result.perplexity == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
 
 
-def test_chunks_change_nothing_for_an_exact_cache(noisy, model_dir):
+def test_chunks_change_nothing_for_an_exact_cache(noisy, model_dir, text_file):
     loaded = models.load(str(model_dir))
-    contexts = text.cut(text.Text("", TEXT), loaded.tokenizer, 50, 100)
+    contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 50, 100)
     whole, cut = (eval_module.evaluate(loaded.model, contexts, ["fp32"], chunk=n).formats[0] for n in (None, 7))
     assert cut.comparison.perplexity == pytest.approx(whole.comparison.perplexity, rel=1e-5)
     assert abs(cut.comparison.kl) < 1e-6

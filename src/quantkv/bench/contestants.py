@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache import PagedCache, prepare_attend, prepare_write
+from ..cache import PagedCache
 from ..calls import AttendCall
 from ..formats import get_format
 from ..implementations import refusal
 from ..implementations.dense import backends
 from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
+from ..prepared import prepare_attend, prepare_write
 from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
 

@@ -86,33 +86,41 @@ class Result:
         self.rows = [row for row in older.rows if row.shape not in measured] + self.rows
 
 
-def run(
-    shapes: Iterable[Shape],
-    contestants: Iterable[Contestant],
-    device: torch.device,
-    on_row: Callable[[Row], None] = lambda row: None,
-    takes_part: Callable[[Shape, Contestant], bool] = lambda shape, contestant: True,
-) -> Result:
-    """Every contestant that serves a shape's kind and takes part there, on the same inputs. on_row: called with each row as soon
-    as it is there."""
-    contestants = list(contestants)
-    result = Result(
+def empty(device: torch.device) -> Result:
+    """A result without rows, with what stays the same for all of them."""
+    return Result(
         device=device_name(device),
         ceiling_gbps=timing.read_ceiling_gbps(device) if device.type == "cuda" else None,
         l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else None,
         date=datetime.date.today().isoformat(),
         versions=versions(),
     )
+
+
+def run(
+    shapes: Iterable[Shape],
+    contestants: Iterable[Contestant],
+    device: torch.device,
+    on_row: Callable[[Row], None] = lambda row: None,
+    takes_part: Callable[[Shape, Contestant], bool] = lambda shape, contestant: True,
+    result: Result | None = None,
+) -> Result:
+    """Every contestant that serves a shape's kind and takes part there, on the same inputs. on_row: called with each row as soon
+    as it is there. result: takes the rows, those of an interrupted run too; `empty(device)` if None."""
+    contestants = list(contestants)
+    result = result or empty(device)
     for shape in shapes:
         problem = Problem(shape, device)
         rows = []
-        for contestant in contestants:
-            if shape.kind in contestant.kinds and takes_part(shape, contestant):
-                row = _measure(problem, contestant, result.ceiling_gbps)
-                rows.append(row)
-                on_row(row)
-        _compare(rows)
-        result.rows += rows
+        try:
+            for contestant in contestants:
+                if shape.kind in contestant.kinds and takes_part(shape, contestant):
+                    row = _measure(problem, contestant, result.ceiling_gbps)
+                    rows.append(row)
+                    on_row(row)
+        finally:
+            _compare(rows)
+            result.rows += rows
         del problem
         _free(device)  # once a shape: it takes longer than many a measurement
     return result

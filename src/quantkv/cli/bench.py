@@ -59,6 +59,7 @@ def bench_command(
     """Time quantkv's kernels and every rival side by side, each only after its answer was checked against float64."""
     from . import report
     from .common import formats_of, print_table
+    from .interrupt import Interrupted
 
     report.check_output("--json", json_file)
     report.check_output("--plot", plot_file, (".png", ".svg"))
@@ -79,9 +80,15 @@ def bench_command(
     if where.type == "cpu":
         errors.print("no GPU: this times the PyTorch reference, which is made to be right, not fast", style="yellow")
     from ..bench import tables
-    from ..bench.run import run
+    from ..bench.run import empty, run
 
-    result = run(chosen, contestants, where, on_row=lambda row: errors.print(_progress(row), style=STYLES.get(row.status)))
+    result, complete = empty(where), True
+    try:
+        run(chosen, contestants, where, on_row=lambda row: errors.print(_progress(row), style=STYLES.get(row.status)), result=result)
+    except KeyboardInterrupt:
+        if not result.rows:
+            raise
+        complete = False
     Console(highlight=False).print(tables.subtitle(result), style="dim", soft_wrap=True)
     for table in _tables(result):
         print_table(table)
@@ -93,6 +100,8 @@ def bench_command(
 
         plot.draw(plot_file, result)
         errors.print(f"plot: {plot_file}", style="dim")
+    if not complete:
+        raise Interrupted(f"the {len(result.rows)} rows above were finished")
     wrong = [row for row in result.rows if row.status == "wrong" and row.ours]
     if wrong:
         raise ValueError(f"{wrong[0].name} {wrong[0].stores} at {wrong[0].shape}: {wrong[0].reason}")

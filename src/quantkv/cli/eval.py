@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -43,7 +44,10 @@ class FormatResult:
 
 @dataclass
 class Result:
-    """A run of `evaluate`: the exact cache's figures and every format's, largest first."""
+    """A run of `evaluate`: the exact cache's figures and every format's, largest first.
+
+    complete: False where the run was interrupted; `tokens` and `formats` are then what was finished.
+    """
 
     context: int
     tokens: int
@@ -52,9 +56,11 @@ class Result:
     perplexity: float
     seconds: float
     formats: list[FormatResult]
+    complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "complete": self.complete,
             "context": self.context,
             "tokens": self.tokens,
             "chunk": self.chunk,
@@ -125,34 +131,59 @@ def evaluate(
     on_step: called with a format's name (or "exact") and the number of passes done, before each pass over a context.
 
     Contexts are the outer loop, so only one context's exact logits are held: `[context, vocabulary]`.
+    After Ctrl-C it returns what was finished, with all figures over the same tokens: the contexts that every format is
+    through, or the formats that are through the first. KeyboardInterrupt where there is nothing yet.
     """
-    results = [FormatResult(name) for name in formats]
-    exact_seconds, step = 0.0, 0
-    for ids in contexts.to(model.device):
+    finished = None
+    try:
+        for state in _finished(model, contexts.to(model.device), formats, chunk, make_cache, attention, on_step):
+            finished = state
+    except KeyboardInterrupt:
+        if finished is None:
+            raise
+    done, exact_seconds, results = finished
+    results.sort(key=lambda r: (-r.bytes_per_token, r.comparison.kl))
+    return Result(
+        contexts.shape[1],
+        done * contexts.shape[1],
+        chunk,
+        str(model.dtype).removeprefix("torch."),
+        results[0].comparison.reference_perplexity,
+        exact_seconds,
+        results,
+        complete=done == len(contexts) and len(results) == len(formats),
+    )
+
+
+def _finished(
+    model: Any,
+    contexts: torch.Tensor,
+    formats: Sequence[str],
+    chunk: int | None,
+    make_cache: Callable[[Any, str], Any],
+    attention: Callable[[Any], AbstractContextManager[None]],
+    on_step: Callable[[str, int], None],
+) -> Iterator[tuple[int, float, list[FormatResult]]]:
+    """Contexts done, the exact cache's seconds, and the formats' results, each time that all of these are over the same tokens."""
+    exact_seconds, step, results = 0.0, 0, [FormatResult(name) for name in formats]
+    for index, ids in enumerate(contexts):
         on_step("exact", step)
         exact, seconds = _logits(model, ids, None, None)
-        exact_seconds, step = exact_seconds + seconds, step + 1
+        exact_seconds, step, before, results = exact_seconds + seconds, step + 1, results, []
         with attention(model):
-            for result in results:
+            for result in copy.deepcopy(before):
                 on_step(result.format, step)
                 cache = make_cache(model, result.format)
                 logits, seconds = _logits(model, ids, cache, chunk)
                 result.seconds += seconds
                 result.comparison.add(exact, logits, ids)
                 measure(cache, result)
+                results.append(result)
                 step += 1
+                if index == 0 or len(results) == len(formats):
+                    yield index + 1, exact_seconds, list(results)
         del exact
     on_step("", step)
-    results.sort(key=lambda r: (-r.bytes_per_token, r.comparison.kl))
-    return Result(
-        contexts.shape[1],
-        contexts.numel(),
-        chunk,
-        str(model.dtype).removeprefix("torch."),
-        results[0].comparison.reference_perplexity,
-        exact_seconds,
-        results,
-    )
 
 
 def _logits(model: Any, ids: torch.Tensor, cache: Any, chunk: int | None) -> tuple[torch.Tensor, float]:

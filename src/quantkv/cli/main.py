@@ -1,20 +1,19 @@
-"""The commands. Bad input ends in one red line on stderr and exit code 2."""
+"""The commands. They raise for bad input, `Interrupted` with what is left to say after Ctrl-C; `app` makes one line of it."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from . import bench
 from .common import formats_of, print_table
+from .interrupt import Interrupted
 
-BAD_INPUT = 2
 DTYPES = ("float32", "bfloat16", "float16")
 
 commands = typer.Typer(
@@ -79,6 +78,9 @@ def eval_command(
 
     chosen = texts.load(text, tokens)
     loaded = _load(model, device, dtype, errors)
+    from . import models
+
+    models.check_positions(loaded, f"--context {context}", context)
     contexts = texts.cut(chosen, loaded.tokenizer, context, tokens)
     if contexts.numel() < tokens // context * context:
         errors.print(f"--text {chosen.name}: only {contexts.numel():,} tokens in whole contexts", style="yellow", markup=False)
@@ -113,6 +115,10 @@ def eval_command(
 
         plot.draw(plot_file, result, loaded.name, chosen.name)
         errors.print(f"plot: {plot_file}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    if not result.complete:
+        raise Interrupted(
+            f"the figures are over {result.tokens:,} of {contexts.numel():,} tokens, of {len(result.formats)} of {len(names)} formats"
+        )
 
 
 @commands.command("generate")
@@ -132,9 +138,11 @@ def generate_command(
 
     errors = Console(file=sys.stderr)  # by name: a conversion silences sys.stderr, not the spinner
     loaded = _load(model, device, dtype, errors)
-    from . import generate
+    from . import generate, models
 
     ids = generate.encode(loaded.tokenizer, prompt, raw)
+    fed = len(ids) + max_new_tokens - 1  # the last token is not read
+    models.check_positions(loaded, f"--max-new-tokens {max_new_tokens} after a PROMPT of {len(ids):,} tokens", fed, len(ids) - 1)
     out = Console(highlight=False)
 
     def write(text: str) -> None:
@@ -194,33 +202,3 @@ def _load(model: str | None, device: str, dtype: str, console: Any) -> Any:
         from . import models
 
         return models.load(model, device, getattr(torch, dtype))
-
-
-def app(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0, 2 for bad input, 130 where it was interrupted. $QUANTKV_TRACEBACK=1 shows why."""
-    try:
-        code = commands(args=args, prog_name="quantkv", standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
-    except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        if os.environ.get("QUANTKV_TRACEBACK"):
-            raise
-        if isinstance(error, ImportError):
-            _fail(f"{error}; the command line needs: pip install 'quantkv[cli]'")
-        _fail(str(error))
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # typer's own errors, whichever package it takes them from
-            raise
-        if not error.format_message():  # no command given: typer has shown the help
-            sys.exit(BAD_INPUT)
-        _fail(error.format_message())
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int = BAD_INPUT) -> NoReturn:
-    from rich.console import Console
-    from rich.text import Text
-
-    line = " ".join(message.split())
-    Console(stderr=True).print(Text(f"error: {line}", style="red"), soft_wrap=True)
-    sys.exit(code)

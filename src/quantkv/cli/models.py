@@ -13,7 +13,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,14 @@ def convert(gguf: Path, target: Path) -> None:
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"--model {gguf}: reading GGUF needs the package {package}: pip install gguf accelerate")
+    from gguf import GGUFReader
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    with _reading(f"--model {gguf}", gguf):
+        GGUFReader(gguf)  # refuses a file that ends before what its header announces
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bars have no switch
-        AutoTokenizer.from_pretrained(**source).save_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        model, tokenizer = _from_pretrained(f"--model {gguf}", gguf.parent, torch.float32, gguf_file=gguf.name)
+    tokenizer.save_pretrained(target)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now
     model.config.save_pretrained(target)
@@ -91,6 +92,40 @@ def convert(gguf: Path, target: Path) -> None:
             weights[name] = tensor.contiguous()
         seen.add(address)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _reading(argument: str, file: Path | None = None) -> Iterator[None]:
+    """What fails inside is the argument's fault: ValueError that names it, and the file if that cannot be whole.
+
+    Readers of damaged files fail with errors of any type: an index, a struct, tokenizers' bare Exception.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if file is not None:
+            reason = f"{file.name}, {file.stat().st_size:,} bytes, is cut short or damaged; allowed: a complete file ({reason})"
+        raise ValueError(f"{argument}: {reason}") from error
+
+
+def _from_pretrained(argument: str, folder: Path, dtype: torch.dtype, **source: str) -> tuple[Any, Any]:
+    """The model and the tokenizer in a folder. ValueError if they cannot be read, or if weights are missing."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _reading(argument):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **source
+        )
+    with _reading(f"{argument}: its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **source)
+    if missing := sorted(found["missing_keys"]):  # transformers would take random numbers for them
+        raise ValueError(f"{argument}: {len(missing)} of the model's tensors are not in its files, the first is {missing[0]}")
+    for name, stored, needed in sorted(found["mismatched_keys"]):  # nor here; its own error has no names
+        raise ValueError(f"{argument}: {name} is {list(stored)} in its files, {list(needed)} after its config")
+    return model, tokenizer
 
 
 def converted(gguf: Path, convert: Callable[[Path, Path], None] = convert) -> Path:
@@ -146,6 +181,25 @@ def check_supported(model: Any, argument: str) -> None:
         )
 
 
+def positions(model: Any) -> int | None:
+    """How many tokens the model has positions for, after its config; None if that sets no bound."""
+    config = model.config.get_text_config()
+    known = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if known and rope.get("rope_type") in ("linear", "dynamic", "yarn"):  # configs of the other types count the stretched positions
+        known = max(known, int((rope.get("original_max_position_embeddings") or known) * rope.get("factor", 1)))
+    return known
+
+
+def check_positions(loaded: Loaded, argument: str, needed: int, taken: int = 0) -> None:
+    """ValueError if the model has fewer than `needed` positions; `taken` of them are not the argument's."""
+    known = positions(loaded.model)
+    if known is None or needed <= known:
+        return
+    allowed = f"at most {known - taken:,}" if known > taken else "a shorter PROMPT"
+    raise ValueError(f"{argument}: {loaded.name} has {known:,} positions, {needed:,} are needed; allowed: {allowed}")
+
+
 def _folder(source: str | None) -> tuple[Path, str]:
     """The transformers directory for `--model source`, and the model's name."""
     if source is None:
@@ -169,7 +223,7 @@ def load(source: str | None = None, device: str = "cpu", dtype: torch.dtype = to
 
     FileNotFoundError or ValueError, naming the argument, for what is missing or not supported.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors import safe_open
     from transformers.utils import logging
 
     _check_device(device)
@@ -177,11 +231,10 @@ def load(source: str | None = None, device: str = "cpu", dtype: torch.dtype = to
     logging.disable_progress_bar()
     folder, name = _folder(source)
     argument = f"--model {source or folder}"
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{argument}: {error}") from error
+    for file in sorted(folder.glob("*.safetensors")):
+        with _reading(argument, file), safe_open(file, "pt"):
+            pass
+    model, tokenizer = _from_pretrained(argument, folder, dtype)
     check_supported(model, argument)
     return Loaded(model.to(device).eval(), tokenizer, name)
 

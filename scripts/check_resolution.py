@@ -1,0 +1,55 @@
+"""Run by check_resolution.sh, which brings uv and tomli."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+LINUX = "x86_64-manylinux_2_28"
+TARGETS = [*((LINUX, python) for python in PYTHONS), ("aarch64-manylinux_2_28", "3.12"), ("aarch64-apple-darwin", "3.12")]
+SHOWN = ("torch", "triton", "transformers")
+
+
+def resolve(platform: str, python: str, *arguments: str, requirements: str = "") -> list[dict[str, Any]]:
+    """The chosen packages, as pylock.toml lists them. Only wheels: nothing may need a compiler. RuntimeError with uv's reasons."""
+    command = ["uv", "pip", "compile", "--quiet", "--format", "pylock.toml", "--only-binary", ":all:", "--no-header"]
+    command += ["--python-platform", platform, "--python-version", python, *arguments]
+    environment = {"MACOSX_DEPLOYMENT_TARGET": "14.0", **os.environ}  # the oldest that torch's wheels are for
+    found = subprocess.run(command, capture_output=True, text=True, input=requirements, env=environment)
+    if found.returncode:
+        raise RuntimeError(found.stderr.strip())
+    return tomli.loads(found.stdout).get("packages", [])
+
+
+def main() -> int:
+    setup = Path("scripts/setup.sh").read_text(encoding="utf-8")
+    said = float(re.search(r'^download="([0-9.]+) GB"', setup, re.MULTILINE)[1])
+    data = shlex.split(re.search(r"^install --no-deps (.*)$", setup, re.MULTILINE)[1], comments=True)
+    failed = False
+    for platform, python in TARGETS:
+        target = f"{platform} Python {python}"
+        try:
+            packages = resolve(platform, python, "--extra", "dev", "--constraint", "constraints.txt", "pyproject.toml")
+            packages += resolve(platform, python, "--no-deps", "-", requirements="\n".join(data))
+        except RuntimeError as error:
+            print(f"{target}: FAILED\n{error}", flush=True)
+            failed = True
+            continue
+        versions = {package["name"]: package["version"] for package in packages}
+        size = sum(max((wheel["size"] for wheel in package.get("wheels", ())), default=0) for package in packages) / 1e9
+        chosen = ", ".join(f"{name} {versions[name]}" for name in SHOWN if name in versions)
+        print(f"{target}: {chosen}; {len(packages)} packages, {size:.1f} GB", flush=True)
+        if platform == LINUX and abs(size - said) > 0.1 * said:
+            print(f"FAILED: scripts/setup.sh announces {said} GB")
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

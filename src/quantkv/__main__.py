@@ -1,0 +1,3 @@
+from quantkv.cli import app
+
+app()

@@ -1,3 +1,0 @@
-from .main import app
-
-app()

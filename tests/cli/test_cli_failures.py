@@ -1,0 +1,150 @@
+"""What is missing, cut short or too long: one line on stderr, exit code 2."""
+
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+
+from quantkv.cli import models
+
+WITHOUT = "import runpy, sys; sys.modules[sys.argv.pop(1)] = None; runpy.run_module('quantkv', run_name='__main__', alter_sys=True)"
+
+
+@pytest.fixture
+def copied(model_dir, tmp_path):
+    """A copy of the model's folder, to damage."""
+    return shutil.copytree(model_dir, tmp_path / "model")
+
+
+@pytest.fixture
+def fails(run):
+    """Run the command line, which must refuse: its one line on stderr."""
+
+    def fails(*args):
+        code, out, err = run(*args)
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, err
+        return err
+
+    return fails
+
+
+def test_module_runs():
+    found = subprocess.run([sys.executable, "-m", "quantkv", "--help"], capture_output=True, text=True, check=True)
+    assert "eval" in found.stdout and "generate" in found.stdout and "bench" in found.stdout
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "transformers"])
+def test_without_the_extra(package, model_dir):
+    args = ["generate", "Hello", "--model", str(model_dir)]
+    found = subprocess.run([sys.executable, "-c", WITHOUT, package, *args], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == f"error: the package {package} is not installed; the command line needs: pip install 'quantkv[cli]'\n"
+
+
+@pytest.mark.parametrize("package", ["filelock", "gguf"])
+def test_without_what_gguf_needs(fails, gguf, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    err = fails("generate", "Hello", "--model", gguf)
+    assert package in err and "pip install" in err
+
+
+def test_gguf_is_converted_and_generates(run, gguf):
+    code, out, err = run("generate", "Hello", "--model", gguf, "--kv", "int8", "--max-new-tokens", 2)
+    assert code == 0, err
+    assert "7 tokens" in err.replace("5 + 2", "7") and "int8 cache" in out
+
+
+def test_gguf_cut_anywhere(fails, gguf, tmp_path):
+    """In the counts, names and values of the header, before, in and at the end of the tensors."""
+    whole, header = gguf.read_bytes(), GGUFReader(gguf).data_offset
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(4, header, 41), header - 1, *range(header, len(whole), 4099), len(whole) - 4, len(whole) - 1]:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(ValueError) as refused:
+            models.converted(cut)
+        assert f"--model {cut}: cut.gguf, {size:,} bytes, is cut short or damaged; allowed: a complete file" in str(refused.value)
+    assert "cut short" in fails("generate", "Hello", "--model", cut)
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 100, 428348, -1])
+def test_safetensors_cut_anywhere(fails, copied, size):
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    err = fails("generate", "Hello", "--model", copied)
+    assert f"--model {copied}: model.safetensors, {file.stat().st_size:,} bytes, is cut short or damaged" in err
+
+
+def test_weights_that_are_not_there(fails, copied):
+    """transformers fills them with random numbers."""
+    file, name = copied / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(file)
+    kept = weights.pop(name)
+    save_file(weights, file, metadata={"format": "pt"})
+    assert f"--model {copied}: 1 of the model's tensors are not in its files, the first is {name}" in fails(
+        "generate", "Hello", "--model", copied
+    )
+    save_file({**weights, name: kept[:3, :5].contiguous()}, file, metadata={"format": "pt"})
+    assert f"--model {copied}: {name} is [3, 5] in its files, [64, 128] after its config" in fails("generate", "Hello", "--model", copied)
+
+
+def test_tokenizer_cut(fails, copied):
+    (copied / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+    assert f"--model {copied}: its tokenizer: " in fails("generate", "Hello", "--model", copied)
+
+
+@pytest.fixture
+def short_model(copied):
+    """The model with 32 positions."""
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    return copied
+
+
+def test_contexts_longer_than_the_model(run, fails, noisy, short_model, text_file):
+    args = ("eval", "--model", short_model, "--text", text_file, "--formats", "int8", "--tokens", 64, "--context")
+    err = fails(*args, 33)
+    assert "--context 33: model has 32 positions, 33 are needed; allowed: at most 32" in err
+    assert run(*args, 32)[0] == 0
+
+
+def test_texts_longer_than_the_model(run, fails, noisy, short_model):
+    args = ("generate", "Hello", "--model", short_model, "--max-new-tokens")
+    err = fails(*args, 29)
+    assert "--max-new-tokens 29 after a PROMPT of 5 tokens: model has 32 positions, 33 are needed; allowed: at most 28" in err
+    assert run(*args, 28)[0] == 0
+    assert "a shorter PROMPT" in fails("generate", "Hello" * 7, "--model", short_model)
+
+
+@pytest.mark.parametrize(
+    "config, positions",
+    [
+        ({}, None),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 16384),
+        ({"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 131072, "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 131072),
+    ],
+)
+def test_positions(config, positions):
+    text = SimpleNamespace(**config)
+    assert models.positions(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))) == positions
