@@ -29,3 +29,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`format_name` runs over the registry: a new format is tested without a test edit."""
     if "format_name" in metafunc.fixturenames:
         metafunc.parametrize("format_name", quantkv.available_formats())
+
+
+@pytest.fixture
+def five():
+    """A format of 5 bits, made outside the package, for as long as a test runs."""
+    known = "five" in quantkv.available_formats()
+    import five_bits
+
+    if "five" not in quantkv.available_formats():
+        quantkv.register(quantkv.Format("five", five_bits.FIVE, five_bits.FIVE))
+    yield quantkv.get_format("five")
+    if not known:
+        quantkv.format.unregister("five")

@@ -6,8 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, implementations, register
-from quantkv.format import unregister
+from quantkv import LayerMaps, LinearMap, implementations
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper import launch
 from quantkv.implementations.hopper.records import pages_of
@@ -139,16 +138,10 @@ def test_sinks_of_any_strides_and_dtype(make):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "tq3/five_bits"])
-def test_a_format_outside_the_package(name):
-    import five_bits
-
-    register(five_bits.FIVE_BITS)
-    try:
-        run(batch(name))
-        run(batch(name, (2, 4, 1, 3), head_size=256), window=500, softcap=20.0)
-    finally:
-        unregister("five_bits")
+@pytest.mark.parametrize("name", ["five", "five/int4", "tq3/five"])
+def test_a_format_outside_the_package(name, five):
+    run(batch(name))
+    run(batch(name, (2, 4, 1, 3), head_size=256), window=500, softcap=20.0)
 
 
 @hopper_only

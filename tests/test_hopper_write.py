@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format, register
+from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
 from quantkv.calls import WriteCall
-from quantkv.format import unregister
 from quantkv.implementations.hopper import write as hopper
 from quantkv.implementations.hopper.write import CHUNK, Hadamard
 from quantkv.maps import default_map, rht_signs
@@ -218,12 +217,6 @@ def test_the_maps_of_the_formats_are_hadamard(name):
 
 @hopper_only
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "int8/five_bits"])
-def test_bytes_of_a_format_outside_the_package(name, head_size):
-    import five_bits
-
-    register(five_bits.FIVE_BITS)
-    try:
-        test_bytes(name, head_size, torch.bfloat16)
-    finally:
-        unregister("five_bits")
+@pytest.mark.parametrize("name", ["five", "five/int4", "int8/five"])
+def test_bytes_of_a_format_outside_the_package(name, head_size, five):
+    test_bytes(name, head_size, torch.bfloat16)
