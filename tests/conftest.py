@@ -38,7 +38,7 @@ def five():
     import five_bits
 
     if "five" not in quantkv.available_formats():
-        quantkv.register(quantkv.Format("five", five_bits.FIVE, five_bits.FIVE))
+        quantkv.register(quantkv.Format("five", five_bits.FIVE_BITS, five_bits.FIVE_BITS))
     yield quantkv.get_format("five")
     if not known:
-        quantkv.format.unregister("five")
+        quantkv.format.unregister("five_bits")

@@ -138,7 +138,7 @@ def test_sinks_of_any_strides_and_dtype(make):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["five", "five/int4", "tq3/five"])
+@pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "tq3/five_bits"])
 def test_a_format_outside_the_package(name, five):
     run(batch(name))
     run(batch(name, (2, 4, 1, 3), head_size=256), window=500, softcap=20.0)

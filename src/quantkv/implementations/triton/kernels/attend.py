@@ -185,6 +185,7 @@ def attend_kernel(
     V_PLANES: tl.constexpr = V.codec.planes
     V_WIDTH: tl.constexpr = V.width
     HEADS: tl.constexpr = F.num_kv_heads
+    PRECISION: tl.constexpr = F.precision
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
 
@@ -215,7 +216,7 @@ def attend_kernel(
 
     position = (context + query)[:, None]
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
-    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, F.precision)
+    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
     q_operand = (join_planes(q_planes),) if F.joined else q_planes
     factor = scale * (1.0 if NATURAL else LOG2E)
     score_unit = tl.full([BLOCK_M], 1.0, tl.float32) if NATURAL else q_unit
@@ -244,7 +245,7 @@ def attend_kernel(
             operand = (tl.trans(join_operand(planes)),)
         else:
             operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
-        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, F.precision)
+        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
         if K.offset:
             score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
         if NATURAL:
@@ -261,7 +262,7 @@ def attend_kernel(
             shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
         if F.joined:
             operand = (join_operand(operand),)
-        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, F.precision)
+        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
 
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)
