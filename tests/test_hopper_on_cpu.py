@@ -22,7 +22,7 @@ def attend(monkeypatch, folder, name, queries=DECODE, lens=LENS, multiprocessors
     check(b, (call.out, call.lse), **(options or {}))
 
 
-@pytest.mark.parametrize("name", ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five", "five/int8"])
+@pytest.mark.parametrize("name", ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8"])
 def test_decode(name, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name)
 
@@ -30,7 +30,7 @@ def test_decode(name, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "queries, options", [(DECODE, {}), (VERIFY, {"window": 200}), (WIDE, {"softcap": 25.0})], ids=["one", "few", "wide"]
 )
-@pytest.mark.parametrize("name", ["int4", "five/tq3"])
+@pytest.mark.parametrize("name", ["int4", "five_bits/tq3"])
 def test_stretches(name, queries, options, monkeypatch, tmp_path):
     """A run of more tiles than an accumulator may take, many times over."""
     attend(monkeypatch, tmp_path, name, queries, multiprocessors=1, max_tiles=3, options=options)
@@ -55,7 +55,7 @@ def test_sinks_of_any_strides_and_dtype(make, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, "int4", options={"sinks": make(torch.linspace(-2, 2, 8))})
 
 
-@pytest.mark.parametrize("name", ["int4", "tq4", "five"])
+@pytest.mark.parametrize("name", ["int4", "tq4", "five_bits"])
 def test_matrices_and_offsets(name, monkeypatch, tmp_path):
     generator = torch.Generator().manual_seed(1)
     sides = []
@@ -66,7 +66,7 @@ def test_matrices_and_offsets(name, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name, VERIFY, maps=LayerMaps(*sides), max_tiles=4, options={"window": 300, "softcap": 30.0})
 
 
-WRITTEN = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "five", "five/int4"]
+WRITTEN = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "five_bits", "five_bits/int4"]
 
 
 @pytest.mark.parametrize("head_size, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
@@ -103,7 +103,7 @@ def write(caches, monkeypatch, folder, dtype, positions=None):
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float16, 65504.0), (torch.bfloat16, 2.0**66)], ids=str)
-@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five"])
+@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits"])
 def test_finite_rows_are_stored_as_finite_ones(name, dtype, size, monkeypatch, tmp_path):
     """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""
     cache = PagedCache(get_format(name).cache_spec(2, 128), 2)

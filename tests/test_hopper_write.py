@@ -217,6 +217,6 @@ def test_the_maps_of_the_formats_are_hadamard(name):
 
 @hopper_only
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("name", ["five", "five/int4", "int8/five"])
+@pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "int8/five_bits"])
 def test_bytes_of_a_format_outside_the_package(name, head_size, five):
     test_bytes(name, head_size, torch.bfloat16)
