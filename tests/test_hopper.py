@@ -311,6 +311,6 @@ def test_arguments_are_read_from_the_header():
     """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
     attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
     assert len(attend._fields_) == 31 and len(write._fields_) == 20
-    for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 116), ("value_gain", 176)):
+    for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
         assert getattr(attend, name).offset == offset
     assert ctypes.sizeof(attend) == 184 and ctypes.sizeof(write) == 8 * 16 + 4 * 4
