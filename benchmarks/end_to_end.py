@@ -28,10 +28,11 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from quantkv import PagedCache, get_format, ops
+from quantkv import PagedCache, get_format, implementations
 from quantkv.bench import rivals
 from quantkv.bench.run import device_name, versions
-from quantkv.calls import Segment
+from quantkv.calls import AttendCall, Batch
+from quantkv.prepared import prepare_attend
 
 FORMATS = ("bf16", "int8", "int4", "tq4", "int2")
 FLASH3, QUANTKV = "FlashAttention-3", "quantkv"
@@ -96,7 +97,7 @@ class Model:
         return rms_norm(x, self.norm.shape, self.norm, 1e-5)
 
 
-class Batch:
+class Decoding:
     """Sequences at decode: a cache for each layer, pages in random order, and `step`, which a graph can capture."""
 
     def __init__(self, model: Model, format_name: str, reader: str, sequences: int, length: int, room: int) -> None:
@@ -111,6 +112,7 @@ class Batch:
         self.cu_seqlens_q = torch.arange(sequences + 1, device=device, dtype=torch.int32)
         self.seq_lens = torch.empty(sequences, device=device, dtype=torch.int32)
         self.tokens = torch.empty(sequences, device=device, dtype=torch.int64)
+        self.attend = prepare_attend(block_table=self.block_table, seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q, max_query_len=1)
         self.caches = [PagedCache(spec, sequences * pages, device) for _ in range(g.layers)]
         self.row_error = self._fill(generator)
         self.implementation = "" if reader == QUANTKV else reader  # what reads the pages
@@ -153,7 +155,7 @@ class Batch:
         batch = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens, "block_table": self.block_table}
         if self.reader == QUANTKV:
             self.implementation = self.implementation or self._chosen(q)
-            return cache.attend(q, **batch, max_query_len=1)
+            return self.attend(cache, q)
         out = torch.empty_like(q)
         rivals.flash3_over_pages(
             q, cache.k.codes, cache.v.codes, out, **batch, scale=q.shape[2] ** -0.5, max_query_len=1, max_keys=self.capacity
@@ -162,10 +164,8 @@ class Batch:
 
     def _chosen(self, q: torch.Tensor) -> str:
         """The implementation of quantkv that serves these queries."""
-        cache, out = self.caches[0], torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        segment = Segment(cache.k, cache.v, cache.format, self.block_table, cache.maps)
-        lengths = {"cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens}
-        return ops.resolve("auto", q, [segment], out, **lengths, max_query_len=1)[0]
+        call = AttendCall(q, (self.caches[0].segment(self.block_table),), Batch(self.cu_seqlens_q, self.seq_lens, 1))
+        return implementations.resolve(call)[0]
 
 
 @dataclass
@@ -192,7 +192,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def compare(batch: Batch, exact: Batch) -> tuple[float, float]:
+def compare(batch: Decoding, exact: Decoding) -> tuple[float, float]:
     """One step of two batches, each filled with the same rows -> the largest error of a layer's attention, both given what the exact
     one computed so far; and that of the logits where each goes on with its own."""
     errors, attention = [], exact.attention
@@ -213,10 +213,10 @@ def compare(batch: Batch, exact: Batch) -> tuple[float, float]:
 def measure(model: Model, stores: str, reader: str, sequences: int, length: int, steps: int, exact: tuple[str, str]) -> Row:
     """Check, then time. exact: format and reader of the cache to compare with. RuntimeError where the check fails."""
     device = model.norm.device
-    short = [Batch(model, *way, sequences, SHORT, 1) for way in ((stores, reader), exact)]
+    short = [Decoding(model, *way, sequences, SHORT, 1) for way in ((stores, reader), exact)]
     attention_error, logits_error = compare(*short)
     del short
-    batch = Batch(model, stores, reader, sequences, length, 2 * steps)
+    batch = Decoding(model, stores, reader, sequences, length, 2 * steps)
     # An error e of the keys changes a score, whose deviation is 1, by e; one of the values adds to it.
     if not attention_error <= 2 * batch.row_error + 0.01:
         raise RuntimeError(f"attention differs by {attention_error:.3g}, rows by {batch.row_error:.3g}")
@@ -238,7 +238,7 @@ def _clock(call: Callable) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def _replays(batch: Batch, steps: int) -> tuple[float, list[float]]:
+def _replays(batch: Decoding, steps: int) -> tuple[float, list[float]]:
     """Relative error of a captured step's logits, three steps in a row, and milliseconds of each of `steps` replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

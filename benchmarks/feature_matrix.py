@@ -17,13 +17,15 @@ import json
 import platform
 import sys
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from quantkv import AttentionOptions, PagedCache, available_formats, get_format, ops
-from quantkv.implementations import reference
+from quantkv.calls import AttendCall, Batch
+from quantkv.implementations.reference.attend import compute
 from quantkv.maps import LayerMaps, LinearMap
 
 ROOT = Path(__file__).parent.parent
@@ -86,29 +88,25 @@ def case(name: str, sizes: tuple[int, int], implementation: str, device: str) ->
         torch.randn(*shape, generator=generator).bfloat16().to(device)
         for shape in ((len(slots), HK, d), (len(slots), HK, d_v), (sum(queries), HK * GROUP, d))
     )
-    batch = dict(
-        cu_seqlens_q=torch.tensor([0, *queries], device=device).cumsum(0, dtype=torch.int32),
-        seq_lens=torch.tensor(lens, device=device, dtype=torch.int32),
-        block_table=table.int().to(device),
-        scale=d**-0.5,
-    )
+    table, starts = table.int().to(device), torch.tensor([0, *queries], device=device).cumsum(0, dtype=torch.int32)
+    batch = Batch(starts, torch.tensor(lens, device=device, dtype=torch.int32))
     for feature in FEATURES:
         maps = random_maps(d, d_v) if feature == "map and offset" else None
         cache = PagedCache(spec, sum(pages) + 3, device, maps=maps)
         cache.buffer.fill_(0xFF)  # NaN in every float that nothing writes
         # The reference writes, so that every implementation reads the same bytes.
-        reference.write(key, value, cache.k, cache.v, fmt, slots, cache.maps, positions)
+        cache.write(key, value, slots, positions, implementation="reference")
         options = options_of(feature, device)
-        want = reference.attend(q, cache.k, cache.v, fmt, **batch, options=without_fp8(options), maps=cache.maps, dtype=torch.float64)[0]
-        low = eager(q, cache, slots, positions, batch, options)
+        want = exactly(q, cache, batch, table, without_fp8(options))
+        low = eager(q, cache, slots, positions, batch, table, options)
         try:
-            out, _ = ops.attend(q, cache.k, cache.v, fmt, **batch, options=options, maps=cache.maps, implementation=implementation)
+            out, _ = ops.attend(AttendCall(q, (cache.segment(table),), batch, options=options), implementation)
         except ValueError as error:
             results.append(dict(format=name, sizes=sizes, feature=feature, refused=str(error)))
             continue
         out = out.double() * (options.output_scale or 1.0)
         entry = dict(format=name, sizes=sizes, feature=feature, error={}, budget={})
-        for request, a, b in zip(REQUESTS, batch["cu_seqlens_q"].tolist(), batch["cu_seqlens_q"][1:].tolist()):
+        for request, a, b in zip(REQUESTS, starts.tolist(), starts[1:].tolist()):
             size = want[a:b].norm()
             entry["error"][request] = ((out[a:b] - want[a:b]).norm() / size).item()
             entry["budget"][request] = 2 * ((low[a:b] - want[a:b]).norm() / size).item()
@@ -117,17 +115,22 @@ def case(name: str, sizes: tuple[int, int], implementation: str, device: str) ->
 
 
 def without_fp8(options: AttentionOptions) -> AttentionOptions:
-    return AttentionOptions(**{**{f: getattr(options, f) for f in options.__dataclass_fields__}, "output_scale": None})
+    return replace(options, output_scale=None)
 
 
-def eager(q, cache, slots, positions, batch, options):
+def exactly(q, cache: PagedCache, batch: Batch, table: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Attention in float64."""
+    return compute(AttendCall(q, (cache.segment(table),), batch, options=options), torch.float64)[0]
+
+
+def eager(q, cache, slots, positions, batch, table, options):
     """The same attention over 16-bit copies of the dequantized rows, with the roundings of an eager 16-bit implementation."""
     keys, values = (t.bfloat16().float() for t in cache.dequantize(slots, positions))
     plain = get_format("fp32")
     exact = PagedCache(plain.cache_spec(HK, keys.shape[2], values.shape[2], BLOCK), cache.num_blocks, cache.device)
-    exact.write(keys, values, slots)
+    exact.write(keys, values, slots, implementation="reference")
     # Probabilities that are rounded change the output by as much as rounding it does.
-    out = reference.attend(q, exact.k, exact.v, plain, **batch, options=without_fp8(options), maps=LayerMaps(), dtype=torch.float64)[0]
+    out = exactly(q, exact, batch, table, without_fp8(options))
     noise = torch.finfo(torch.bfloat16).eps / 2
     out = out * (1 + noise * (2 * torch.rand(out.shape, generator=torch.Generator().manual_seed(1)).to(out) - 1))
     if options.output_scale is None:

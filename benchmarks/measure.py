@@ -24,11 +24,11 @@ import torch
 
 from quantkv.bench import tables
 from quantkv.bench.contestants import Contestant, implementations, quantkv
-from quantkv.bench.engine import engine
 from quantkv.bench.problem import Problem
 from quantkv.bench.rivals import load_flash3, rivals
 from quantkv.bench.run import Result, run
 from quantkv.bench.shapes import Shape, shapes
+from quantkv.bench.vllm import engine
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = ("bf16", "int8", "fp8_token", "int4", "int2", "k8v4", "tq_k8v4", "tq4", "tq3")

@@ -1,10 +1,8 @@
-"""One small run of every kernel in every format, for a checker to watch:
+"""One small run of every kernel in every format, for a checker to watch (benchmarks/sanitize.sh runs all of compute-sanitizer's over it):
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no python benchmarks/small_run.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python benchmarks/small_run.py --implementation hopper dense
+    PYTHONPATH=src python benchmarks/small_run.py [--implementation triton hopper dense] [--formats ...]
 
-Run it once without the checker first: that compiles the kernels. (API errors: the CUDA binding asks for entry points that a driver may
-lack.) Exit code 1 if a result differs from the reference's.
+Exit code 1 if a result differs from the reference's.
 """
 
 import argparse
@@ -12,8 +10,9 @@ import sys
 
 import torch
 
-from quantkv import AttentionOptions, PagedCache, available_formats, get_format, ops
-from quantkv.implementations import reference
+from quantkv import PagedCache, available_formats, get_format, implementations, ops
+from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
+from quantkv.implementations.reference.attend import compute
 
 PAIRS = ["tq4/int8", "int4/tq3", "fp8_token/int2"]
 
@@ -33,9 +32,8 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         table[s, :count], order = order[:count], order[count:]
     positions = [torch.arange(n, device=device) for n in lens]
     slots = torch.cat([table[s, p // 16] * 16 + p % 16 for s, p in enumerate(positions)])
-    write = (rows(len(slots), 2), rows(len(slots), 2), cache.k, cache.v, cache.format, slots)
-    if taken(ops.write, *write, implementation=implementation) is None:
-        ops.write(*write)
+    write = WriteCall(rows(len(slots), 2), rows(len(slots), 2), cache.k, cache.v, cache.format, slots, cache.maps)
+    ops.write(write, implementation if implementations.refusal(implementation, write) is None else "auto")
     worst = []
     masks = AttentionOptions(window=30, softcap=20.0, sinks=torch.linspace(-1, 1, 8, device=device))
     decode, ragged, prompt = [1, 1, 1], [1, 9, 3], [300]
@@ -43,31 +41,18 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         (0, decode, AttentionOptions()),
         (0, ragged, AttentionOptions()),
         (0, ragged, masks),
+        (0, [1, 8, 3], masks),
         (3, prompt, AttentionOptions()),
     ):
         q, chosen = rows(sum(counts), 8), slice(first, first + len(counts))
-        batch = dict(
-            cu_seqlens_q=torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32),
-            seq_lens=torch.tensor(lens[chosen], device=device, dtype=torch.int32),
-            block_table=table[chosen].int(),
-            scale=head_size**-0.5,
-            options=options,
-        )
-        got = taken(ops.attend, q, cache.k, cache.v, cache.format, implementation=implementation, max_query_len=max(counts), **batch)
-        if got is not None:
-            want, _ = reference.attend(q, cache.k, cache.v, cache.format, dtype=torch.float64, **batch)
-            worst.append(((got[0].double() - want).norm() / want.norm()).item())
+        starts = torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32)
+        batch = Batch(starts, torch.tensor(lens[chosen], device=device, dtype=torch.int32), max(counts))
+        call = AttendCall(q, (cache.segment(table[chosen].int()),), batch, options=options)
+        if implementations.refusal(implementation, call) is None:
+            got, _ = ops.attend(call, implementation)
+            want, _ = compute(call, torch.float64)
+            worst.append(((got.double() - want).norm() / want.norm()).item())
     return max(worst, default=None)
-
-
-def taken(call, *arguments, **options):
-    """What the call returns, a tuple at least; None where the implementation refuses it."""
-    try:
-        return call(*arguments, **options) or ()
-    except ValueError as error:
-        if f"implementation={options['implementation']!r}" not in str(error):
-            raise
-        return None
 
 
 def main() -> int:

@@ -21,13 +21,13 @@ from quantkv.bench import plot, tables
 from quantkv.bench.run import Result
 
 BLOCK = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-FLASH3, ENGINE = ("FlashAttention-3", "bf16"), "engine Triton"
+FLASH3, ENGINE = ("FlashAttention-3", "bf16"), "vLLM Triton"
 SUMMARY = ("B8xL32768", "B64xL8192", "L131072", "B128xL1024", "B64xL8192xQ4")
 
 
 @dataclass(frozen=True)
 class Target:
-    """unit: "share" of the read ceiling; "faster" than FlashAttention-3 bf16; "engine": faster than the engine's Triton kernel of
+    """unit: "share" of the read ceiling; "faster" than FlashAttention-3 bf16; "engine": faster than vLLM's Triton kernel of
     that format, where the aim is 2 us above the memory's floor; "us" and "times" that of the format without maps of its own, where
     less is better. stores: the formats, each of which must reach it."""
 
@@ -134,7 +134,7 @@ def targets(result: Result) -> str:
         "share": "of the read ceiling",
         "faster": "times FlashAttention-3 bf16's speed",
         "us": "time",
-        "engine": "times the engine's speed",
+        "engine": "times vLLM's speed",
         "times": "time, of that under the Hadamard map",
     }
     for t in TARGETS:

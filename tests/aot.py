@@ -7,11 +7,12 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from quantkv import PagedCache, get_format, ops
-from quantkv.calls import Segment
+import five_bits  # noqa: F401  a format outside the package
+from quantkv import PagedCache, get_format
+from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.dense import triton_steps as prefill
 from quantkv.implementations.dense.steps import Part
-from quantkv.implementations.triton import launch
+from quantkv.implementations.triton import attend, launch, write
 
 TARGETS = {
     "sm80": (GPUTarget("cuda", 80, 32), launch.Target(80, "tf32x3", 108)),
@@ -20,7 +21,7 @@ TARGETS = {
     "sm100": (GPUTarget("cuda", 100, 32), launch.Target(100, "tf32x3", 148)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), launch.Target(0, "ieee", 304)),
 }
-KERNELS = {launch: ("write_kernel", "attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
+KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
 
 
 class Compiler:
@@ -42,7 +43,7 @@ class Compiler:
         self.compiled.append((kernel.__name__, result.metadata.shared))
 
 
-def every_option(num_seqs, heads):
+def every_option(num_seqs, heads, queries):
     sinks = torch.zeros(heads)
     return {
         "causal": torch.zeros(num_seqs, dtype=torch.bool),
@@ -50,7 +51,7 @@ def every_option(num_seqs, heads):
         "softcap": 10.0,
         "sinks": sinks,
         "alibi_slopes": sinks,
-        "qq_bias": torch.zeros(8, 8),
+        "qq_bias": torch.zeros(queries, 8),
         "prefix_ranges": torch.zeros(num_seqs, 2, 2, dtype=torch.int32),
         "output_scale": 0.5,
     }
@@ -80,21 +81,14 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
         cache = PagedCache(fmt.cache_spec(8, head_size), 64)
         rows = torch.zeros(64, 8, head_size, dtype=dtype)
         slots = torch.zeros(64, dtype=torch.int64)
-        launch.write(rows, rows, cache.k, cache.v, fmt, slots, cache.maps, slots)
+        write.run(WriteCall(rows, rows, cache.k, cache.v, fmt, slots, cache.maps, slots))
         for length in query_lens:
             q = torch.zeros(4 * length, 32, head_size, dtype=dtype)
-            launch.attend(
-                q,
-                [Segment(cache.k, cache.v, fmt, torch.zeros(4, 64, dtype=torch.int32), cache.maps)],
-                torch.empty_like(q, dtype=torch.float8_e4m3fn if options else None),
-                torch.empty(q.shape[:2]),
-                cu_seqlens_q=torch.arange(5, dtype=torch.int32) * length,
-                seq_lens=torch.full((4,), 1024, dtype=torch.int32),
-                scale=1.0,
-                options=ops.AttentionOptions(**(every_option(4, 32) if options else {})),
-                max_query_len=length,
-                batch_invariant=False,
-            )
+            batch = Batch(torch.arange(5, dtype=torch.int32) * length, torch.full((4,), 1024, dtype=torch.int32), length)
+            table = torch.zeros(4, 64, dtype=torch.int32)
+            chosen = AttentionOptions(**(every_option(4, 32, length) if options else {}))
+            lse = torch.empty(q.shape[:2]) if options else None
+            attend.run(AttendCall(q, (cache.segment(table),), batch, 1.0, chosen, None, lse))
         if not options:
             compile_steps(cache, rows)
     finally:

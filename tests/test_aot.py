@@ -34,6 +34,7 @@ def run(*task):
 
 
 CASES = [(name, arch, 128, (1,)) for name in one_format_for_each_codec() for arch in ARCHES]
+CASES += [("five_bits", arch, 128, (1, 512)) for arch in ("sm80", "sm90", "gfx942")]  # words of five bytes
 CASES += [(name, arch, 128, (512,)) for name in ("bf16", "int4") for arch in ARCHES]
 CASES += [(name, arch, 128, (4,), True) for name in ("int4", "fp8") for arch in ("sm80", "sm90", "gfx942")]
 CASES += [(name, "sm90", size, (1, 64)) for name in ("int4", "bf16") for size in (80, 256, 512)]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from direct import attend, write
 from quantkv import CacheSpec, PagedCache, get_format
-from quantkv.calls import Memo, Side
-from quantkv.implementations.reference import attend, write
+from quantkv.calls import Side
+from quantkv.prepared import prepare_attend, prepare_write
 
 
 def cache_of(name="int4", pages=6, d=64, d_v=None, **kwargs):
@@ -167,50 +168,6 @@ def test_per_tensor_scales():
     assert (k / 500 - 1).abs().max() < 0.04 and (v / 62.5 - 1).abs().max() < 0.04
 
 
-# ---- files
-
-
-def test_save_and_load(tmp_path, format_name):
-    cache, other = cache_of(format_name), cache_of(format_name, pages=9)
-    cache.write(rows(40), rows(40, seed=1), torch.arange(40))
-    cache.save(tmp_path / "pages.safetensors", pages=[2, 0])
-    other.load(tmp_path / "pages.safetensors", pages=[7, 8])
-    assert torch.equal(other.buffer[7], cache.buffer[2]) and torch.equal(other.buffer[8], cache.buffer[0])
-
-
-@pytest.mark.parametrize("other,field", [(dict(name="int8"), "spec"), (dict(d=128), "spec"), (dict(k_scale=2.0), "scales")])
-def test_load_refuses_another_cache(tmp_path, other, field):
-    cache_of().save(tmp_path / "pages.safetensors")
-    cache = cache_of(**other)
-    cache.buffer.fill_(3)
-    with pytest.raises(ValueError, match=field):
-        cache.load(tmp_path / "pages.safetensors")
-    assert (cache.buffer == 3).all()
-
-
-def test_load_refuses_another_version(tmp_path, monkeypatch):
-    cache_of().save(tmp_path / "pages.safetensors")
-    monkeypatch.setattr("quantkv.cache.FILE_VERSION", 2)
-    with pytest.raises(ValueError, match="version=1: this cache needs 2"):
-        cache_of().load(tmp_path / "pages.safetensors")
-
-
-def test_load_refuses_what_is_no_page_file(tmp_path):
-    (tmp_path / "junk").write_bytes(b"\x00" * 64)
-    with pytest.raises(ValueError, match="no safetensors file"):
-        cache_of().load(tmp_path / "junk")
-
-
-def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        cache_of().save(tmp_path / "pages.safetensors")
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- refusals: the argument, its value, what is allowed; nothing stored is lost
 
 WRITE = dict(key=rows(4), value=rows(4), slot_mapping=torch.arange(4))
@@ -253,7 +210,7 @@ ATTEND = dict(
         ({"cu_seqlens_q": None}, "cu_seqlens_q=None: 3 queries for 2 sequences"),
         ({"cu_seqlens_q": torch.tensor([0, 2, 2])}, r"cu_seqlens_q=\[0, 2, 2\]"),
         ({"cu_seqlens_q": torch.tensor([0, 4, 3])}, r"cu_seqlens_q=\[0, 4, 3\]"),
-        ({"seq_lens": torch.tensor([20, 40])}, r"block_table\.shape\[1\]=2: the longest sequence needs 3"),
+        ({"seq_lens": torch.tensor([20, 40])}, r"block_table\.shape\[1\]=2: the keys up to position 40 need 3 pages"),
         ({"seq_lens": torch.tensor([20, 0])}, r"seq_lens=\[20, 0\]"),
         ({"block_table": torch.tensor([[0, 6], [2, 3]])}, r"block_table=0\.\.6"),
         ({"block_table": torch.tensor([[0, -1], [2, 3]])}, r"block_table=-1\.\."),
@@ -286,20 +243,31 @@ def test_constructor_refuses():
         cache_of().copy_pages(torch.tensor([0]), torch.tensor([6]))
 
 
-def test_layers_that_share_a_memo_give_the_same_bits(format_name):
+def test_prepared_calls_shared_by_layers_give_the_same_bits(format_name):
     """A forward pass of two layers with different contents, a padded batch and a skipped token."""
     batch = dict(block_table=torch.tensor([[3, 1], [4, 5]]), seq_lens=torch.tensor([20, 17]))
-    slots, memo = torch.tensor([3 * 16, -1, 4 * 16 + 5]), Memo()
-    for layer in range(2):
+    slots = torch.tensor([3 * 16, -1, 4 * 16 + 5])
+    write, attend = prepare_write(slots), prepare_attend(**batch, window=9)
+    for layer in range(3):
         alone, shared = cache_of(format_name), cache_of(format_name)
-        for cache, options in ((alone, {}), (shared, {"memo": memo})):
+        for cache in (alone, shared):
             for t in (cache.k.codes, cache.v.codes):
                 t.view(torch.uint8).copy_(torch.arange(t.view(torch.uint8).numel()).view(t.view(torch.uint8).shape) % 50)
-            cache.write(rows(3, seed=layer), rows(3, seed=layer + 2), slots, **options)
+        key, value = rows(3, seed=layer), rows(3, seed=layer + 2)
+        alone.write(key, value, slots)
+        write(shared, key, value)
         q = rows(2, seed=layer + 4).repeat(1, 2, 1)
+        sinks = torch.full((q.shape[1],), float(layer))
         assert torch.equal(alone.buffer, shared.buffer)
-        out = alone.attend(q, **batch)
-        assert torch.equal(out, shared.attend(q, **batch, memo=memo))
-        assert torch.equal(out, alone.attend(q, **batch, return_lse=True)[0])
+        for options in ({}, {"sinks": sinks}):
+            out, lse = alone.attend(q, **batch, window=9, return_lse=True, **options)
+            for given in (None, torch.empty_like(out)):
+                got, got_lse = attend(shared, q, out=given, return_lse=True, **options)
+                assert torch.equal(out, got) and torch.equal(lse, got_lse) and (given is None or got is given)
+    assert len(attend._prepared) == 4 and len(write._prepared) == 1  # nothing was worked out again for a later layer
     with pytest.raises(ValueError, match="slot_mapping"):
-        cache_of(format_name, pages=2).write(rows(3), rows(3), slots, memo=memo)
+        write(cache_of(format_name, pages=2), key, value)
+    with pytest.raises(ValueError, match=r"sinks\.shape=\(1,\)"):
+        attend(shared, q, sinks=torch.zeros(1))
+    with pytest.raises(ValueError, match="softcap"):
+        attend(shared, q, softcap=torch.ones(1))

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import direct
 import quantkv
-from quantkv import AttentionOptions, LayerMaps, LinearMap
+from quantkv import LayerMaps, LinearMap
 from quantkv.bench import rivals
+from quantkv.calls import AttendCall, Batch, Segment
 from quantkv.formats import get_format
-from quantkv.implementations import reference
+from quantkv.implementations import refusal
 from quantkv.implementations.dense import attend as prefill
 from quantkv.implementations.dense import backends as dense
 
@@ -54,10 +56,18 @@ def batch(format_name, head_size=HEAD_SIZE, lengths=LENGTHS, maps=None, dtype=to
     return cache, q.to(dtype), arguments
 
 
+def serve(q, k, v, fmt, *, block_table, maps, out=None, lengths=None, cu_seqlens_q, seq_lens, scale, **how):
+    """By the dense path, whatever it would choose."""
+    segment = Segment(k, v, fmt, block_table, maps)
+    call = direct.attend_call(q, [segment], cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale, out=out, lengths=lengths)
+    prefill.serve(call, **how)
+    return call.out, call.lse
+
+
 def compare(cache, q, arguments, bound, **how):
     sides = (cache.k, cache.v, cache.format)
-    out, lse = prefill.attend(q, *sides, **arguments, backend="math", **how)
-    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    out, lse = serve(q, *sides, **arguments, backend="math", **how)
+    expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     assert (out - expected).norm() <= bound * expected.norm()
     assert (lse - sums).abs().max() <= bound * sums.abs().max()
@@ -110,9 +120,9 @@ def test_on_a_gpu(backend, dtype, monkeypatch):
     monkeypatch.setattr(dense, "PLANNED", 256)
     cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
     sides = (cache.k, cache.v, cache.format)
-    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)
     for scratch_bytes in (prefill.SCRATCH_BYTES, 1):  # whole sequences, and slices of a planned size
-        out, lse = prefill.attend(q, *sides, **arguments, backend=backend, scratch_bytes=scratch_bytes)
+        out, lse = serve(q, *sides, **arguments, backend=backend, scratch_bytes=scratch_bytes)
         assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
         assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
 
@@ -162,26 +172,26 @@ def test_fp16_scratch_stays_in_range():
     maps = LayerMaps(LinearMap(eye * 4096, eye / 4096), LinearMap(eye * 4096, eye / 4096))
     cache, q, arguments = batch("int8", maps=maps, dtype=torch.float16)
     cache2, _, arguments2 = batch("int8", dtype=torch.float16)
-    out, lse = prefill.attend(q, cache.k, cache.v, cache.format, **arguments)
-    plain, _ = prefill.attend(q, cache2.k, cache2.v, cache2.format, **arguments2)
+    out, lse = serve(q, cache.k, cache.v, cache.format, **arguments)
+    plain, _ = serve(q, cache2.k, cache2.v, cache2.format, **arguments2)
     assert torch.isfinite(out).all() and torch.isfinite(lse).all()
     assert (out - plain).norm() <= 4 * torch.finfo(torch.float16).eps * plain.norm()
 
 
 def test_lengths_from_the_host():
-    """The same bits as with those of the device, which are not looked at."""
+    """Known lengths are not read from the device, and a prepared call reads them once."""
+    assert Batch(None, None, lengths=LENGTHS).host_lengths() == LENGTHS
     cache, q, arguments = batch("int4", dtype=DENSE)
     sides = (cache.k, cache.v, cache.format)
-    expected = prefill.attend(q, *sides, **arguments)
-    arguments |= {"cu_seqlens_q": None, "seq_lens": None}
-    for got, want in zip(prefill.attend(q, *sides, **arguments, lengths=LENGTHS), expected):
+    expected = serve(q, *sides, **arguments)
+    for got, want in zip(serve(q, *sides, **arguments, lengths=LENGTHS), expected):
         assert torch.equal(got, want)
 
 
 def test_writes_into_out():
     cache, q, arguments = batch("int4", dtype=DENSE)
     target = torch.full_like(q, math.nan)
-    out, _ = prefill.attend(q, cache.k, cache.v, cache.format, **arguments, out=target)
+    out, _ = serve(q, cache.k, cache.v, cache.format, **arguments, out=target)
     assert out is target and torch.isfinite(target).all()
 
 
@@ -189,53 +199,28 @@ def test_rows_without_a_backend_are_refused(monkeypatch):
     monkeypatch.setattr(dense, "choose", lambda *args: None)
     cache, q, arguments = batch("int4")
     with pytest.raises(ValueError, match=r"q: no dense backend for torch\.float32 rows of 64 and 64"):
-        prefill.attend(q, cache.k, cache.v, cache.format, **arguments)
+        serve(q, cache.k, cache.v, cache.format, **arguments)
 
 
 def test_the_rule():
     cache, q, _ = batch("int4", lengths=((prefill.MIN_QUERIES, prefill.MIN_QUERIES),), dtype=DENSE)
 
-    def why(q=q, seqs=1, options=AttentionOptions(), **more):
-        return prefill.refusal(q, cache.v, cache.format, seqs, options, **more)
+    def why(q=q, seqs=1, lengths=None):
+        ends = torch.linspace(0, len(q), seqs + 1, device=DEVICE).int()
+        tables = torch.zeros(seqs, 64, dtype=torch.int32, device=DEVICE)
+        if lengths:
+            ends = torch.tensor([0, *(n for n, _ in lengths)], device=DEVICE).cumsum(0).int()
+        lens = torch.tensor([n for _, n in lengths], device=DEVICE) if lengths else ends.diff().long()
+        batch = Batch(ends, lens, lengths=lengths)
+        call = AttendCall(q, (cache.segment(tables),), batch)
+        return refusal("dense", call)
 
     assert why() is None
     assert "fewer" in why(q[1:]) and "fewer" in why(seqs=2)
-    assert "sequences" in why(seqs=prefill.MAX_SEQUENCES + 1)
-    assert "batch_invariant" in why(batch_invariant=True)
+    assert "sequences" in why(q.repeat(9, 1, 1), seqs=prefill.MAX_SEQUENCES + 1)
     n = prefill.MIN_QUERIES
-    assert why(q.repeat(2, 1, 1), 2, lengths=[(n, n), (n, n + 9)]) is None
-    assert "fewer" in why(q.repeat(2, 1, 1), 2, lengths=[(n - 1, n), (n + 1, n + 9)])
-    for name, value in {
-        "causal": torch.ones(1, dtype=torch.bool),
-        "window": 8,
-        "chunk_lookback": 0,
-        "softcap": 1.0,
-        "sinks": torch.zeros(4),
-        "alibi_slopes": torch.zeros(4),
-        "alibi_sqrt": True,
-        "qq_bias": torch.zeros(1, 1),
-        "output_scale": 1.0,
-        "prefix_ranges": torch.zeros(1, 1, 2),
-        "clamp_prefix_to_window": True,
-        "key_start": torch.zeros(1),
-        "key_range": torch.zeros(1, 2),
-    }.items():
-        assert name in why(options=AttentionOptions(**{name: value}))
-    assert set(AttentionOptions.__dataclass_fields__) == {
-        "causal",
-        "window",
-        "chunk_lookback",
-        "softcap",
-        "sinks",
-        "alibi_slopes",
-        "alibi_sqrt",
-        "qq_bias",
-        "prefix_ranges",
-        "clamp_prefix_to_window",
-        "output_scale",
-        "key_start",
-        "key_range",
-    }, "a new option: does the dense path serve it?"
+    assert why(q.repeat(2, 1, 1), 2, lengths=((n, n), (n, n + 9))) is None
+    assert "fewer" in why(q.repeat(2, 1, 1), 2, lengths=((n - 1, n), (n + 1, n + 9)))
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -286,8 +271,8 @@ def test_flash_attention_3(flash3, monkeypatch):
     """Where it is installed it is chosen on Hopper, and sees a chunk and its context in one call."""
     cache, q, arguments = batch("int4")
     sides = (cache.k, cache.v, cache.format)
-    out, lse = prefill.attend(q, *sides, **arguments, backend="flash3")
-    expected, sums = reference.attend(q, *sides, **arguments, dtype=torch.float64)
+    out, lse = serve(q, *sides, **arguments, backend="flash3")
+    expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)
     assert (out - expected).norm() <= FLOAT32 * expected.norm() and (lse - sums).abs().max() <= FLOAT32 * sums.abs().max()
     assert flash3 == [((1, m, 2 * HEADS, HEAD_SIZE), (1, n, HEADS, HEAD_SIZE), True) for m, n in LENGTHS]
 

@@ -1,6 +1,8 @@
 """What every codec promises, for every format in the registry; the levels of the codebooks; names."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ from scipy.stats import norm as normal
 from quantkv import Format, available_formats, get_format, register
 from quantkv.format import unregister
 from quantkv.formats import int2, turboquant
-from quantkv.implementations.reference import encode
-from quantkv.maps import LayerMaps, LinearMap, hadamard, named_map
-from quantkv.packing import interleave, pack, unpack
+from quantkv.implementations.reference.write import encode
+from quantkv.maps import LayerMaps, LinearMap, butterfly, hadamard, named_map, rht_signs
+from quantkv.packing import interleave, pack, planes_of, unpack
 
 # Mean squared error of an element of Gaussian rows of 128. Rotated or not makes no difference to them: 4, 3 and 2 bits are
 # FORMATS'
@@ -89,14 +91,38 @@ def test_awkward_rows_stay_finite(codec, row):
         assert back.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_packing_is_the_bit_string(bits):
-    values = torch.randint(0, 2**bits, (7, 2, 48), dtype=torch.uint8)
+    """Against Python's integers, bit by bit: code i of a row stands at bit `bits * i` of its bytes."""
+    values = torch.randint(0, 2**bits, (7, 2, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    values[0], values[1] = 2**bits - 1, 0
     codes = pack(values, bits)
-    assert codes.shape == (7, 2, 48 * bits // 8)
-    assert torch.equal(interleave(unpack(codes, bits)), values)
-    row = sum(int(x) << (bits * i) for i, x in enumerate(values[3, 1]))
-    assert row.to_bytes(codes.shape[-1], "little") == bytes(codes[3, 1].tolist())
+    assert codes.shape == (7, 2, 48 * bits // 8) and codes.dtype == torch.uint8
+    for row, packed in zip(values.flatten(0, 1).tolist(), codes.flatten(0, 1).tolist()):
+        string = sum(code << bits * i for i, code in enumerate(row))
+        assert string.to_bytes(len(packed), "little") == bytes(packed)
+    planes = unpack(codes, bits)
+    assert planes.shape[0] == planes_of(bits)
+    assert torch.equal(planes[-1], values[..., planes_of(bits) - 1 :: planes_of(bits)])
+    assert torch.equal(interleave(planes), values)
+
+
+@pytest.mark.parametrize("bits", [0, 9, 16, -1, 2.5])
+def test_widths_that_cannot_be_packed_are_refused(bits):
+    for call in (
+        lambda: planes_of(bits),
+        lambda: pack(torch.zeros(48, dtype=torch.uint8), bits),
+        lambda: unpack(torch.zeros(48).byte(), bits),
+    ):
+        with pytest.raises(ValueError, match=f"bits={bits}"):
+            call()
+
+
+def test_rows_that_are_no_whole_words_are_refused():
+    with pytest.raises(ValueError, match=r"values.shape=\(2, 12\): .* multiples of 8"):
+        pack(torch.zeros(2, 12, dtype=torch.uint8), 5)
+    with pytest.raises(ValueError, match=r"codes.shape=\(2, 12\): .* multiples of 5 bytes"):
+        unpack(torch.zeros(2, 12, dtype=torch.uint8), 5)
 
 
 def lloyd_max_exact(levels):
@@ -108,8 +134,8 @@ def lloyd_max_exact(levels):
     return c
 
 
-def lloyd_max_as_the_reference(levels):
-    """The reference's numerical solution: trapezoids, 200 a cell, tails to 10.5 sigma, at most 200 rounds."""
+def lloyd_max_as_vllm(levels):
+    """vLLM's numerical solution: trapezoids, 200 a cell, tails to 10.5 sigma, at most 200 rounds."""
     c = 3.5 * ((2 * torch.arange(levels, dtype=torch.float64) + 1) / levels - 1)
     for _ in range(200):
         edges = torch.cat([torch.tensor([-10.5]), (c[1:] + c[:-1]) / 2, torch.tensor([10.5])])
@@ -126,7 +152,7 @@ def lloyd_max_as_the_reference(levels):
 def test_turboquant_levels(bits):
     half = 2 ** (bits - 1)
     shipped = torch.tensor(turboquant.LEVELS[bits], dtype=torch.float64)
-    solved = lloyd_max_as_the_reference(2 * half)
+    solved = lloyd_max_as_vllm(2 * half)
     assert ((solved - solved.flip(0))[half:] / 2 - shipped).abs().max() < 1e-9
     assert (shipped / torch.tensor(lloyd_max_exact(2 * half)[half:].copy()) - 1).abs().max() < 8e-4
 
@@ -202,3 +228,143 @@ def test_register_refuses_a_taken_name():
 def test_head_size_a_format_cannot_take(name, head_size):
     with pytest.raises(ValueError, match=f"head_size={head_size}: {name}"):
         get_format(name).cache_spec(2, head_size)
+
+
+@pytest.mark.parametrize("typed", ["int4/int8/int4", "int4/int8/", "a/b/c/d"])
+def test_a_pair_has_two_formats(typed):
+    with pytest.raises(ValueError, match=f"format='{typed}': one format, or a pair K/V"):
+        get_format(typed)
+
+
+@pytest.mark.parametrize("typed", [None, 4, ["int4"]])
+def test_a_format_is_named_by_a_string(typed):
+    with pytest.raises(ValueError, match="a name such as int4, or a Format, is needed"):
+        get_format(typed)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from quantkv import ops; print(ops.get_format('int4').name)",
+        "from quantkv.format import get_format; print(get_format('int4/int8').k.name)",
+        "from quantkv.format import available_formats; print(*[n for n in available_formats() if n == 'int4'])",
+        "import toy_format; from quantkv import get_format; print(get_format('int4').name)",
+    ],
+)
+def test_the_registry_is_full_whoever_asks_first(statement):
+    assert subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True).stdout.split() == ["int4"]
+
+
+def test_a_name_of_the_package_is_taken_before_it_was_asked_for():
+    code = (
+        "from quantkv.spec import RowLayout; from quantkv.format import Codec, Format, register;"
+        "c = Codec('mine', RowLayout(8), None, None); register(Format('int4', c, c))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "name='int4': taken" in done.stderr
+
+
+@pytest.mark.parametrize("name,largest", [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
+def test_8_bit_floats_saturate(name, largest):
+    """What is too large, infinities too, becomes the largest number; NaN stays NaN. A cast alone gives NaN or infinities."""
+    x = torch.tensor([1e6, -1e6, torch.inf, -torch.inf, largest, -1.07 * largest, 0.9 * largest, torch.nan])
+    codec = get_format(name).k
+    back = codec.dequantize(*codec.encode(x.view(1, 1, -1))).flatten()
+    assert back[:6].tolist() == [largest, -largest, largest, -largest, largest, -largest]
+    assert abs(float(back[6]) / largest - 0.9) < 0.07 and back[7].isnan()
+
+
+def test_geometry_of_values_of_another_head_size():
+    """int8 keys of 128 and int4 values of 64, a float32 for each row: 132 + 36 bytes a token and head."""
+    spec = get_format("k8v4").cache_spec(4, 128, 64, block_size=16)
+    assert spec.bytes_per_token == 4 * (132 + 36)
+    assert spec.elements_per_token == 4 * (128 + 64)
+    assert spec.bits_per_element == 8 * (132 + 36) / 192
+    assert spec.compression == 16 * 192 / (8 * (132 + 36))
+
+
+def test_capacity_is_in_whole_pages():
+    spec = get_format("int4").cache_spec(2, 64, block_size=16)
+    for pages, rest, tokens in ((3, 0, 48), (3, 1, 48), (3, spec.block_bytes // 2, 48), (3, spec.block_bytes - 1, 48), (0, 7, 0)):
+        assert spec.capacity(pages * spec.block_bytes + rest) == tokens
+
+
+def loss(name, rows):
+    """Of the rows' norms, on average, in K codec `name`."""
+    errors = (round_trip(get_format(name).k, rows) - rows).norm(dim=-1) / rows.norm(dim=-1)
+    return errors.mean().item()
+
+
+@pytest.mark.parametrize("head_size,int2_,tq3,tq4", [(64, 0.93, 0.72, 0.36), (128, 0.98, 0.88, 0.48), (256, 1.01, 1.02, 0.63)])
+def test_known_limit_constant_rows(head_size, int2_, tq3, tq4):
+    """docs/formats.md has these figures. A rotation without signs puts the row into one coordinate: sqrt(D), where the last level is c."""
+    for row in (torch.full((1, 1, head_size), 0.75), hadamard(head_size)[37].float().view(1, 1, -1)):
+        for name, expected in (("int2", int2_), ("tq3", tq3), ("tq4", tq4)):
+            assert loss(name, row) == pytest.approx(expected, abs=0.008)
+        assert 0.07 < loss("int4", row) < 0.121
+        assert loss("int8", row) < 1e-3
+
+
+def test_known_limit_spikes():
+    spike = 100 * torch.eye(128)[:1].view(1, 1, -1)
+    assert loss("int4", spike) > 0.999 and loss("int2", spike) == pytest.approx(0.51, abs=0.005)
+    noisy = torch.randn(500, 2, 128, generator=torch.Generator().manual_seed(0)) + spike
+    assert loss("int4", noisy) == pytest.approx(0.4, abs=0.03)
+
+
+# ---- mapped rows
+
+
+def by_halves(x):
+    """`H x`: the transforms of both halves, added and subtracted. Written another way than `butterfly`, with the same additions."""
+    if x.shape[-1] == 1:
+        return x
+    a, b = (by_halves(t) for t in x.chunk(2, -1))
+    return torch.cat([a + b, a - b], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name,head_size", [("int2", 64), ("int2", 128), ("int2", 256), ("int4", 64), ("int4", 80), ("int4", 128)])
+def test_rotated_bits_are_those_of_the_float32_butterfly(name, head_size, dtype):
+    """vLLM's rotation on a CPU: additions in float32 at distances 1, 2, 4, ...; an exact sum has other bits."""
+    codec, block = get_format(name).k, head_size & -head_size
+    rows = torch.randn(1000, 2, head_size, generator=torch.Generator().manual_seed(2))
+    rows[..., 1] *= 8
+    rows = rows.to(dtype)
+    flipped = rows.float().unflatten(-1, (-1, block)) * (rht_signs(block).float() if name == "int4" else 1)
+
+    def bits(y):
+        codes, meta = codec.encode(y.flatten(-2).to(dtype).float())
+        return torch.cat([codes, meta.view(torch.uint8)], -1)
+
+    codes, meta = encode(rows, codec, LayerMaps.of(get_format(name), head_size, head_size).k)
+    assert torch.equal(torch.cat([codes, meta.view(torch.uint8)], -1), bits(by_halves(flipped)))
+    exact = bits(flipped.double() @ hadamard(block))
+    if dtype == torch.float32:
+        assert not torch.equal(exact, bits(by_halves(flipped)))  # the test can tell them apart
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64])
+def test_butterfly_is_the_hadamard_matrix(size):
+    x = torch.randint(-9, 9, (3, 2, size)).double()
+    assert torch.equal(butterfly(x), x @ hadamard(size))
+    assert torch.equal(butterfly(x.transpose(0, 1)), x.transpose(0, 1) @ hadamard(size))
+
+
+def test_any_other_map_is_a_product_in_float64_rounded_once():
+    """A product in float32, or one rounded to float32 on its way to bfloat16, gives other rows."""
+    g = torch.Generator().manual_seed(4)
+    a = torch.eye(64) + 0.3 * torch.randn(2, 64, 64, generator=g)
+    rows = torch.randn(500, 2, 64, generator=g)
+    want = torch.einsum("hij,thj->thi", a.double(), rows.double())
+    map_ = LinearMap(a, torch.linalg.inv(a))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(map_.apply(rows, dtype), want.to(dtype))
+    halved = LinearMap(hadamard(64).float()[None] / 2, hadamard(64).float()[None] / 32)
+    assert torch.equal(halved.apply(rows, torch.float32), (rows.double() @ hadamard(64) / 2).float())
+
+
+def test_values_have_no_offset():
+    eye = torch.eye(16)[None]
+    with pytest.raises(ValueError, match=r"v\.offset: shape \(3, 1, 16\); None is needed"):
+        LayerMaps(v=LinearMap(eye, eye, torch.zeros(3, 1, 16)))

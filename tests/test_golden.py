@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from direct import attend, write
 from quantkv import AttentionOptions, get_format
 from quantkv.calls import Side
-from quantkv.implementations.reference import attend, write
 
 DATA = Path(__file__).parent / "data"
 SEPARATE = ("none", "fp8_per_tensor", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "int2_per_token_head")

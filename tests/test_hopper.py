@@ -1,13 +1,15 @@
 """The Hopper decode kernel through ops, on a Hopper GPU; and, anywhere, the rule that says when it runs."""
 
+import ctypes
 import dataclasses
 
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, ops
-from quantkv.calls import AttentionOptions, Segment
-from quantkv.implementations.hopper import calls as hopper
+from quantkv import LayerMaps, LinearMap, implementations
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper import launch
+from quantkv.implementations.hopper.records import pages_of
 from quantkv.maps import hadamard, named_map
 from quantkv.testing import Batch, check
 
@@ -24,9 +26,9 @@ def batch(name, queries=(1, 1, 1, 1), **arguments):
 
 
 def run(b, **options):
-    result = b.attend(**HOPPER, max_query_len=int(b.cu_seqlens_q.diff().max()), **options)
+    most = int(b.cu_seqlens_q.diff().max())
+    result, again = (b.attend(**HOPPER, max_query_len=most, **options) for _ in range(2))
     check(b, result, **options)
-    again = b.attend(**HOPPER, max_query_len=int(b.cu_seqlens_q.diff().max()), **options)
     assert all(torch.equal(x, y) for x, y in zip(result, again)), "two runs of one input differ"
 
 
@@ -128,11 +130,74 @@ def test_key_offsets(name, heads, buckets):
 
 
 @hopper_only
+@pytest.mark.parametrize(
+    "make", [lambda t: t.repeat_interleave(3)[::3], lambda t: t[:1].expand(32), torch.Tensor.bfloat16, torch.Tensor.half]
+)
+def test_sinks_of_any_strides_and_dtype(make):
+    run(batch("int4"), sinks=make(torch.linspace(-2, 2, 32, device="cuda")))
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "tq3/five_bits"])
+def test_a_format_outside_the_package(name, five):
+    run(batch(name))
+    run(batch(name, (2, 4, 1, 3), head_size=256), window=500, softcap=20.0)
+
+
+@hopper_only
+def test_queries_of_any_strides():
+    """Each head followed by what is not to be read."""
+    b = batch("int4", (2, 4, 1, 3))
+    wider = torch.cat([b.q, torch.full_like(b.q, float("nan"))], 2)
+    run(dataclasses.replace(b, q=wider[:, :, : b.q.shape[2]]))
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["int4", "int8", "tq3"])
+def test_long_runs_within_a_sequence(name, monkeypatch):
+    """More than 1,024 tiles for each warp: its accumulator begins anew, and again, with what it held kept beside it."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda index: 1)
+    b = Batch.make(name, (1, 2), (500_000, 100), head_size=128, num_kv_heads=1, group=2, dtype=torch.bfloat16, device="cuda")
+    call = b.call(max_query_len=2)
+    plan = hopper.Plan(call, 1)
+    assert plan.resident * 1024 * 16 * 2 < 500_000
+    hopper.run(call)
+    check(b, (call.out, call.lse))
+
+
+@hopper_only
+def test_prepared_launches_serve_every_layer():
+    """Other caches, queries, outputs, maps of one kind and sinks; whatever runs in between."""
+    signs = 1.0 - 2.0 * (torch.rand(128, generator=torch.Generator().manual_seed(3)) < 0.5)
+    a = hadamard(128).float() * signs
+    other = LayerMaps(LinearMap(a[None], a.mT[None].contiguous() / 128))
+    layers = [batch("int4"), batch("int4", seed=5), batch("int4", maps=other, seed=6)]
+    sinks = [torch.linspace(-2, 2, 32, device="cuda") * i for i in range(3)]
+    first = layers[0].call(max_query_len=1, sinks=sinks[0])
+    serve = hopper.prepare(first)
+    for b, sink in zip(layers, sinks):
+        call = b.call(max_query_len=1, sinks=sink)
+        batch("int8").attend(**HOPPER, max_query_len=1)  # in the same scratch
+        layer = first.with_tensors(call.q, call.out, None, call.segments, call.options)
+        serve(dataclasses.replace(layer, batch=call.batch))
+        alone = b.attend(**HOPPER, max_query_len=1, sinks=sink)
+        assert torch.equal(call.out, alone[0])
+        check(b, alone, sinks=sink)
+
+
+@hopper_only
+@pytest.mark.parametrize("max_seq_len", [1300, 4096])
+def test_a_promise_of_lengths(max_seq_len):
+    run(batch("int4"), max_seq_len=max_seq_len)
+
+
+@hopper_only
 @pytest.mark.parametrize("lens", [(0, 1, 15, 16, 17), (9000,), tuple(range(0, 600, 9))], ids=["tiny", "one", "many"])
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_lengths(lens, kv_heads):
     """Runs of warps that begin, lie and end in one sequence, or pass over several, empty ones among them."""
-    b = Batch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16, device="cuda")
+    queries = tuple(min(n, 1) for n in lens)
+    b = Batch.make("int4", queries, lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16, device="cuda")
     run(b)
 
 
@@ -153,10 +218,8 @@ def test_captured_graph_follows_the_lengths():
 @hopper_only
 def test_auto_takes_it_and_says_why_not():
     b = batch("int4")
-    segment = Segment(b.cache.k, b.cache.v, b.cache.format, b.block_table, b.cache.maps)
-    call = dict(cu_seqlens_q=b.cu_seqlens_q, seq_lens=b.seq_lens, max_query_len=1)
-    assert ops.resolve("auto", b.q, [segment], b.q, **call) == ("hopper", {})
-    name, reasons = ops.resolve("auto", b.q, [segment], b.q, **call, options=AttentionOptions(alibi_slopes=torch.ones(32, device="cuda")))
+    assert implementations.resolve(b.call(max_query_len=1)) == ("hopper", {})
+    name, reasons = implementations.resolve(b.call(max_query_len=1, alibi_slopes=torch.ones(32, device="cuda")))
     assert name == "triton" and "alibi_slopes" in reasons["hopper"]
 
 
@@ -184,10 +247,70 @@ def test_pages_of_records_are_recognised(name, served):
     """The rule's view of a cache: its buffer where both sides are records in it, and nothing else."""
     b = Batch.make(name, (1,), (20,), head_size=128)
     k, v = b.cache.k, b.cache.v
-    assert hopper._pages(k, v) is b.cache.buffer
-    assert hopper._pages(k._replace(base=None), v) is None
+    assert pages_of(k, v) is b.cache.buffer
+    assert pages_of(k._replace(base=None), v) is None
     single = Batch.make(name, (1,), (20,), head_size=128, num_kv_heads=1).cache
-    assert hopper._pages(single.k, single.v) is single.buffer
+    assert pages_of(single.k, single.v) is single.buffer
     moved = k._replace(codes=k.codes[:, 1:])
-    assert hopper._pages(moved, v) is None
-    assert (b.cache.format.k.name in hopper.KEYS and b.cache.format.v.name in hopper.VALUES) == served
+    assert pages_of(moved, v) is None
+    assert (hopper._unsupported(b.call(max_query_len=1)) is None) == served
+
+
+def test_what_the_rule_refuses():
+    """On any Hopper GPU: by shapes, types and what is asked for."""
+    b = Batch.make("int4", (1, 2), (20, 30), head_size=128, dtype=torch.bfloat16)
+    assert hopper._unsupported(b.call(max_query_len=2)) is None
+    assert "max_query_len=None" in hopper._unsupported(b.call())
+    assert "max_query_len=9" in hopper._unsupported(b.call(max_query_len=9))
+    assert "key_range" in hopper._unsupported(b.call(max_query_len=2, key_range=torch.tensor([[0, 5], [0, 5]])))
+    assert "key_start" in hopper._unsupported(b.call(max_query_len=2, key_start=torch.zeros(2, dtype=torch.int32)))
+    assert "float32" in hopper._unsupported(dataclasses.replace(b, q=b.q.float()).call(max_query_len=2))
+    shifted = torch.zeros(b.q.numel() + 1, dtype=b.q.dtype)[1:].view(b.q.shape)
+    assert "16 bytes" in hopper._unsupported(dataclasses.replace(b, q=shifted).call(max_query_len=2))
+    wide = dataclasses.replace(b, block_table=b.block_table.long())
+    assert "block_table" in hopper._unsupported(wide.call(max_query_len=2))
+    sliced = dataclasses.replace(b, block_table=torch.cat([b.block_table, b.block_table], 1)[:, : b.block_table.shape[1]])
+    assert hopper._unsupported(sliced.call(max_query_len=2)) is None
+    scaled = b.call(max_query_len=2)
+    segment = scaled.segments[0]
+    other = scaled.with_tensors(scaled.q, scaled.out, None, (segment._replace(k=segment.k._replace(scale=2.0)),))
+    assert "scales" in hopper._unsupported(other)
+
+
+def plan_of(lens, max_seq_len=None, name="int4", width=None, **shape):
+    """How a batch is cut on 132 multiprocessors. One page stands for all."""
+    b = Batch.make(name, (1,), (16,), **{"head_size": 128, "num_kv_heads": 8, "group": 4, "dtype": torch.bfloat16, **shape})
+    width = -(-max(lens) // 16) if width is None else width
+    table = torch.zeros(1, 1, dtype=torch.int32).expand(len(lens), width).contiguous()
+    table[:, 1:] = -1
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32)
+    q = b.q.expand(len(lens), -1, -1).contiguous()
+    few = dataclasses.replace(b, q=q, cu_seqlens_q=starts, seq_lens=torch.ones(len(lens), dtype=torch.int32), block_table=table)
+    return hopper.Plan(few.call(max_query_len=1, max_seq_len=max_seq_len), 132)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "tq4"])
+@pytest.mark.parametrize("sequences, length", [(392, 8192), (400, 8192), (800, 8192), (98, 32768), (100, 32768), (1, 1 << 20)])
+def test_no_more_blocks_than_are_resident(name, sequences, length):
+    """However much there is to read: a block more would wait for all others, and double the time."""
+    plan = plan_of((length,) * sequences, name=name)
+    assert plan.decode_grid[0] * plan.decode_grid[1] <= 132 * plan.config.blocks_per_sm
+    assert plan.resident == plan.decode_grid[0] * plan.config.warps
+
+
+def test_scratch_follows_the_batch_and_not_the_block_table():
+    most = 4 << 20
+    wide = plan_of((1024,) * 256, width=131072 // 16)
+    assert wide.scratch_bytes <= most
+    assert plan_of((1024,) * 256, 1024, width=131072 // 16).scratch_bytes <= wide.scratch_bytes
+    assert plan_of((64,) * 2, 64, width=131072 // 16).scratch_bytes < 300_000
+    assert plan_of((64,) * 2, width=131072 // 16).scratch_bytes < most
+
+
+def test_arguments_are_read_from_the_header():
+    """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
+    attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
+    assert len(attend._fields_) == 31 and len(write._fields_) == 20
+    for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
+        assert getattr(attend, name).offset == offset
+    assert ctypes.sizeof(attend) == 184 and ctypes.sizeof(write) == 8 * 16 + 4 * 4

@@ -1,6 +1,8 @@
 """The Hopper kernels compile for every format without a GPU, and a warp's step stays within its instruction budget."""
 
 import itertools
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -9,18 +11,23 @@ import torch
 pytest.importorskip("cuda.core")
 from quantkv import available_formats, get_format
 from quantkv.implementations.hopper import decode as hopper
-from quantkv.implementations.hopper import write
-from quantkv.implementations.hopper.calls import WRITTEN
+from quantkv.implementations.hopper import nvrtc, operands, write
 from quantkv.implementations.hopper.nvrtc import compile_cubin
-from quantkv.implementations.hopper.records import ROWS, page_bytes
+from quantkv.implementations.hopper.records import page_bytes
 from quantkv.implementations.hopper.sass import opcodes, step
+
+FORMATS = [get_format(name) for name in available_formats()]
+CODECS = {codec.name: codec for fmt in FORMATS for codec in (fmt.k, fmt.v)}
+HALVES = {name: codec.hopper() for name, codec in CODECS.items() if codec.hopper is not None}
+KEYS, VALUES = ([name for name, half in HALVES.items() if getattr(half, use)] for use in ("keys", "values"))
 
 # Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16 and
 # 32, of several. A few more than the compilers of CUDA 13.0 and 13.5 make.
 BUDGET = {
-    ("int8", "int8", 4): 250, ("fp8", "fp8", 4): 235, ("int8", "int4", 4): 222, ("int4", "int4", 4): 212, ("int2", "int2", 4): 218,
-    ("e4m3", "affine4", 4): 220, ("codebook4", "affine4", 4): 275, ("codebook3", "affine4", 4): 315, ("codebook3", "affine3", 4): 340,
-    ("int4", "int2", 4): 224, ("int2", "affine4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 32): 400, ("int2", "int2", 32): 380,
+    ("int8", "int8", 4): 250, ("fp8_token", "fp8_token", 4): 235, ("int8", "int4", 4): 222, ("int4", "int4", 4): 212,
+    ("int2", "int2", 4): 218,
+    ("tq8", "u4", 4): 220, ("tq4", "u4", 4): 275, ("tq3", "u4", 4): 315, ("tq3", "u3", 4): 340,
+    ("int4", "int2", 4): 224, ("int2", "u4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 32): 400, ("int2", "int2", 32): 380,
 }  # fmt: skip
 
 
@@ -30,12 +37,13 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def config(key, value, head_size=128, columns=4, **kwargs):
+    key, value = CODECS[key], CODECS[value]
     size = page_bytes(key, value, head_size, 16)
     return hopper.choose(key, value, head_size, 4, 8, 16, size, True, columns, False, **kwargs)
 
 
 def build(chosen):
-    return compile_cubin("decode.cu", chosen.macros())
+    return chosen.cubin()
 
 
 @pytest.mark.parametrize("key, value, columns", BUDGET)
@@ -54,7 +62,7 @@ def test_other_shapes_compile(head_size, columns):
     build(config("int4", "int4", head_size, columns))
 
 
-@pytest.mark.parametrize("key", ["int4", "codebook3"])
+@pytest.mark.parametrize("key", ["int4", "tq3"])
 @pytest.mark.parametrize("key_map, value_map, key_offset", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
 def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path):
     chosen = config(key, "int4", key_map=key_map, value_map=value_map, key_offset=key_offset)
@@ -67,9 +75,9 @@ def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path
 
 def test_every_configuration_has_a_ring():
     """At least a tile on its way beyond those of a step, in the shared memory that there is."""
-    shapes = itertools.product(hopper.KEYS, hopper.VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
+    shapes = itertools.product(KEYS, VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
     for key, value, head_size, columns, key_map, key_offset in shapes:
-        if head_size > 64 or 3 not in (ROWS[key].bits, ROWS[value].bits):
+        if head_size > 64 or 3 not in (CODECS[key].row.code_bits, CODECS[value].row.code_bits):
             chosen = config(key, value, head_size, columns, key_map=key_map, key_offset=key_offset)
             assert chosen.stages >= chosen.tiles_per_step + 1, chosen
             assert chosen.blocks_per_sm * (chosen.shared_bytes + 1024) <= 228 * 1024, chosen
@@ -77,12 +85,12 @@ def test_every_configuration_has_a_ring():
 
 def test_the_order_of_a_matrix():
     """Each entry of a key map is once where the kernel's loads look for it, and each row of offsets in its group."""
-    for key in ("int4", "int8", "codebook3"):
+    for key in (HALVES[name] for name in ("int4", "int8", "tq3")):
         matrix = torch.arange(128 * 128.0).view(1, 128, 128) % 2039  # exact in fp16
-        made = hopper.Map.matrix(matrix, key)
+        made = operands.KernelMap.matrix(matrix, key)
         assert torch.equal((made.data * made.gain).flatten().sort().values.float(), matrix.flatten().sort().values)
         table = torch.arange(37.0).view(37, 1, 1).expand(37, 1, 128)
-        rows = hopper.Offsets.of(table, key)
+        rows = operands.KernelOffsets.of(table, key)
         assert rows.data.shape == (1, 4, 4, 2, 8, 4, 8) and rows.groups == 4
         read = (rows.data * rows.gain)[0].permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2).float()  # [64, D]
         assert torch.equal(read.amin(1), torch.arange(64.0).clamp_max(36))
@@ -98,56 +106,118 @@ def test_a_compiled_kernel_is_kept(monkeypatch):
 
 def test_page_bytes():
     """Those of the cache, for every format that a kernel takes."""
-    taken = [f for f in map(get_format, available_formats()) if {f.k.name, f.v.name} <= WRITTEN.keys()]
+    taken = [fmt for fmt in FORMATS if {fmt.k.name, fmt.v.name} <= HALVES.keys()]
     assert len(taken) >= 14
     for fmt in taken:
-        assert page_bytes(WRITTEN[fmt.k.name], WRITTEN[fmt.v.name], 128, 16) == fmt.cache_spec(8, 128, block_size=16).page_bytes
+        assert page_bytes(fmt.k, fmt.v, 128, 16) == fmt.cache_spec(8, 128, block_size=16).page_bytes
 
 
 # instructions that a warp issues to write 8 rows of 128 dimensions: both sides where they differ, what is rarely taken included
 WRITE_BUDGET = {
-    ("bf16", "bf16"): 170, ("e4m3", "e4m3"): 200, ("e5m2", "e5m2"): 200, ("fp8", "fp8"): 260,
-    ("int8", "int8"): 370, ("int4", "int4"): 530, ("int2", "int2"): 580, ("int8", "int4"): 830, ("e4m3", "affine4"): 590,
-    ("codebook4", "affine4"): 1340, ("codebook3", "affine4"): 1130, ("codebook3", "affine3"): 1140,
+    ("bf16", "bf16"): 170, ("fp8_e4m3", "fp8_e4m3"): 200, ("fp8_e5m2", "fp8_e5m2"): 200, ("fp8_token", "fp8_token"): 260,
+    ("int8", "int8"): 370, ("int4", "int4"): 530, ("int2", "int2"): 580, ("int8", "int4"): 830, ("tq8", "u4"): 590,
+    ("tq4", "u4"): 1340, ("tq3", "u4"): 1130, ("tq3", "u3"): 1140,
 }  # fmt: skip
-MAPPED = {"int4": 1.0, "int2": 1.0, "codebook4": 128**-0.5, "codebook3": 128**-0.5}
+MAPPED = {"int4": 1.0, "int2": 1.0, "tq4": 128**-0.5, "tq3": 128**-0.5}
 
 
 def write_config(key, value, head_size=128, bf16=True, wide_slots=True):
-    midpoints = tuple(0.02 * i + 0.01 for i in range(7 if key == "codebook4" else 3 if key == "codebook3" else 0))
-    return write.Config(key, value, head_size, 16, bf16, wide_slots, MAPPED.get(key, 0.0), MAPPED.get(value, 0.0), midpoints=midpoints)
+    mapped = MAPPED.get(key, 0.0), MAPPED.get(value, 0.0)
+    return write.WriteConfig(CODECS[key], CODECS[value], head_size, 16, bf16, wide_slots, *mapped)
 
 
 @pytest.mark.parametrize("key, value", WRITE_BUDGET)
 def test_a_write_fits_its_budget_and_its_registers(key, value, tmp_path):
     cubin = tmp_path / "write.cubin"
-    cubin.write_bytes(compile_cubin("write.cu", write_config(key, value).macros()))
+    cubin.write_bytes(write_config(key, value).cubin())
     names = opcodes(cubin)
     assert not {"LDL", "STL"} & set(names), "registers are spilled"
     assert 100 < len(names) <= WRITE_BUDGET[key, value]
 
 
 @pytest.mark.parametrize("head_size", [64, 256])
-@pytest.mark.parametrize("key, value", [("int4", "int4"), ("codebook3", "affine3"), ("int2", "fp8")])
+@pytest.mark.parametrize("key, value", [("int4", "int4"), ("tq3", "u3"), ("int2", "fp8_token")])
 def test_writes_of_other_head_sizes_compile(key, value, head_size):
-    compile_cubin("write.cu", write_config(key, value, head_size, bf16=False, wide_slots=False).macros())
+    write_config(key, value, head_size, bf16=False, wide_slots=False).cubin()
 
 
 def test_a_write_with_offsets_and_scales_compiles():
-    compile_cubin("write.cu", replace(write_config("int4", "e4m3"), key_shifted=True, value_scaled=True).macros())
+    replace(write_config("int4", "fp8_e4m3"), key_shifted=True, value_scaled=True).cubin()
 
 
 def test_an_edit_of_one_kernel_leaves_the_others_cubin(tmp_path, monkeypatch):
     """A cubin is kept by the text of what its source includes, and by nothing else."""
-    from quantkv.implementations.hopper import nvrtc
-
     for path in nvrtc.SOURCE.glob("*.cu*"):
         (tmp_path / path.name).write_text(path.read_text())
     monkeypatch.setattr(nvrtc, "SOURCE", tmp_path)
-    of_write, of_decode = write_config("bf16", "bf16").macros(), config("int8", "int8").macros()
-    compile_cubin("write.cu", of_write), compile_cubin("decode.cu", of_decode)
-    (tmp_path / "encode.cuh").write_text((tmp_path / "encode.cuh").read_text() + "// edited")
+    of_write, of_decode = write_config("bf16", "bf16"), config("int8", "int8")
+    of_write.cubin(), of_decode.cubin()
+    (tmp_path / "rows.cuh").write_text((tmp_path / "rows.cuh").read_text() + "// edited")
     monkeypatch.setattr("cuda.core.Program", None)  # compiling again would fail
-    compile_cubin("decode.cu", of_decode)
+    of_decode.cubin()
     with pytest.raises(TypeError):
-        compile_cubin("write.cu", of_write)
+        of_write.cubin()
+
+
+def test_an_edit_of_a_snippet_compiles_anew(tmp_path, monkeypatch):
+    """Wherever the snippet lies; one that moves as it is does not."""
+    half = HALVES["int8"]
+    moved = replace(half, source=tmp_path / "elsewhere.cuh")
+    shutil.copy(half.source, moved.source)
+    codec = replace(CODECS["int8"], hopper=lambda: moved)
+    chosen = replace(config("int8", "int8"), key=codec, value=codec)
+    first = chosen.cubin()
+    monkeypatch.setattr("cuda.core.Program", None)  # compiling again would fail
+    assert config("int8", "int8").cubin() == first
+    moved.source.write_text(moved.source.read_text() + "// edited")
+    with pytest.raises(TypeError):
+        chosen.cubin()
+
+
+DECODE_NUMBERS = ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "KEY_HALF", "KEY_ODD_UNIT", "KEY_TABLE_BYTES", "TILE"]
+DECODE_NUMBERS += ["WARP_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES"]
+
+
+@pytest.mark.parametrize("name", DECODE_NUMBERS)
+def test_a_number_that_differs_between_host_and_device_does_not_compile(name):
+    """Of those that both count with; any other is a macro that the device takes from the host."""
+    chosen = config("int4", "int2")
+    macros = chosen.macros()
+    assert name in macros
+    with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
+        compile_cubin("decode.cu", macros | {name: 2 * macros[name] + 2}, (HALVES[n].source for n in ("int4", "int2")))
+
+
+@pytest.mark.parametrize("name", ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "CHUNK", "ARGUMENT_BYTES"])
+def test_a_number_of_a_write_that_differs_does_not_compile(name):
+    macros = write_config("int4", "int2").macros()
+    with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
+        compile_cubin("write.cu", macros | {name: 2 * macros[name]}, (HALVES[n].source for n in ("int4", "int2")))
+
+
+def test_several_threads_compile_at_once():
+    """What a server does before its first request."""
+    configs = [config("int8", "int8"), config("int4", "int4"), write_config("int8", "int8"), write_config("int4", "int4")]
+    with ThreadPoolExecutor(4) as pool:
+        cubins = list(pool.map(lambda c: c.cubin(), configs))
+    assert len(set(cubins)) == 4
+
+
+@pytest.mark.parametrize("codec", ["u4", "u3"])
+def test_values_with_a_bias_are_keys_too(codec):
+    config(codec, codec).cubin()
+    config(codec, codec, key_map="MATRIX", key_offset=True).cubin()
+
+
+@pytest.mark.parametrize("other", [None, "int4", "tq3"])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_a_format_outside_the_package_compiles(head_size, other, five, tmp_path):
+    """For reads, as keys and as values, and for writes; nothing is held in local memory."""
+    key, value = five.k, five.v if other is None else CODECS["u3" if other == "tq3" else other]
+    for pair in {(key, value), (value, key)}:
+        size = page_bytes(*pair, head_size, 16)
+        cubin = tmp_path / "decode.cubin"
+        cubin.write_bytes(hopper.choose(*pair, head_size, 4, 8, 16, size, True, 4, False).cubin())
+        assert not [name for name in step(cubin) if name.startswith(("LDL", "STL"))]
+        cubin.write_bytes(write.WriteConfig(*pair, head_size, 16, True, True).cubin())
+        assert not {"LDL", "STL"} & set(opcodes(cubin))

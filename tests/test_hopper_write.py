@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format, ops
-from quantkv.implementations.hopper import calls as hopper
+from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
+from quantkv.calls import WriteCall
+from quantkv.implementations.hopper import write as hopper
 from quantkv.implementations.hopper.write import CHUNK, Hadamard
 from quantkv.maps import default_map, rht_signs
 from quantkv.testing import POISON, rows
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
-FORMATS = [name for name in available_formats() if {get_format(name).k.name, get_format(name).v.name} <= hopper.WRITTEN.keys()]
+PAIRS = {name: (get_format(name).k.hopper, get_format(name).v.hopper) for name in available_formats()}
+FORMATS = [name for name, pair in PAIRS.items() if None not in pair]
 # Share of bytes that may differ: a sum that rounds otherwise moves a code across a boundary, or the last bit of a scale.
 ROTATED = 1e-4
 
@@ -117,18 +119,36 @@ def test_auto_takes_it_and_triton_serves_the_rest():
     _, cache = caches("int4", 128, 2)
     key = torch.randn(4, 8, 128, device="cuda").bfloat16()
     slots = torch.arange(4, device="cuda")
-    call = (key, key, cache.k, cache.v, cache.format, slots)
-    assert hopper.write(*call, cache.maps) is None
+    cache.write(key, key, slots, implementation="hopper")
     expected = cache.buffer.clone()
     cache.buffer.fill_(POISON)
-    ops.write(*call, maps=cache.maps)
-    assert torch.equal(cache.buffer[0, :, : 4 * 64], expected[0, :, : 4 * 64])
-    ops.write(key.float(), key.float(), *call[2:], maps=cache.maps)  # float32 rows: by Triton
+    cache.write(key, key, slots)
+    assert torch.equal(cache.buffer, expected)
+    cache.write(key.float(), key.float(), slots)  # float32 rows: by Triton
     with pytest.raises(ValueError, match="implementation='hopper': key of"):
-        ops.write(key.float(), key.float(), *call[2:], maps=cache.maps, implementation="hopper")
+        cache.write(key.float(), key.float(), slots, implementation="hopper")
     by_auto = cache.buffer.clone()
-    ops.write(key.float(), key.float(), *call[2:], maps=cache.maps, implementation="triton")
+    cache.write(key.float(), key.float(), slots, implementation="triton")
     assert torch.equal(cache.buffer, by_auto)
+
+
+@hopper_only
+def test_prepared_launches_serve_every_layer():
+    """Other caches, rows, maps of one kind and scales; what was compiled for another kind is refused."""
+    for name, scales in (("int4", (1.0, 1.0)), ("fp8", (0.37, 2.5))):
+        serve = None
+        for layer, scale in enumerate(scales):
+            expected, cache = caches(name, 128, 2, scale=scale)
+            key, value = rows(20, 8, 128, torch.bfloat16, layer), rows(20, 8, 128, torch.bfloat16, layer + 7)
+            slots = torch.arange(20)
+            expected.write(key, value, slots)
+            call = WriteCall(key.cuda(), value.cuda(), cache.k, cache.v, cache.format, slots.cuda(), cache.maps)
+            serve = serve or hopper.prepare(call)
+            serve(call)
+            assert_same(cache, expected)
+    other = call.with_tensors(call.key, call.value, call.k._replace(scale=1.0), call.v, call.maps)
+    with pytest.raises(ValueError, match="scales: of another kind"):
+        serve(other)
 
 
 @hopper_only
@@ -149,22 +169,22 @@ def test_a_captured_graph_writes_where_the_slots_say(name):
     assert_same(cache, expected)
 
 
-def refusal(name, monkeypatch, maps=None, **shape):
-    monkeypatch.setattr(hopper, "_elsewhere", lambda device: None)
+def refusal(name, maps=None, **shape):
     shape = {"tokens": 4, "heads": 2, "head_size": 128, "dtype": torch.bfloat16, **shape}
     cache = PagedCache(get_format(name).cache_spec(shape["heads"], shape["head_size"], shape.get("head_size_v")), 1, maps=maps)
     make = lambda size: torch.randn(shape["tokens"], shape["heads"], size).to(shape["dtype"])
     key, value = make(shape["head_size"]), make(shape.get("head_size_v", shape["head_size"]))
-    return hopper.write(key, value, cache.k, cache.v, cache.format, torch.arange(4), cache.maps)
+    return hopper._unsupported(WriteCall(key, value, cache.k, cache.v, cache.format, torch.arange(4), cache.maps))
 
 
-def test_what_the_rule_refuses(monkeypatch):
+def test_what_the_rule_refuses():
     matrix = torch.linalg.qr(torch.randn(1, 128, 128))[0].contiguous()
-    assert "Hadamard" in refusal("int4", monkeypatch, maps=LayerMaps(k=LinearMap(matrix, matrix.mT.contiguous())))
-    assert "float32" in refusal("int8", monkeypatch, dtype=torch.float32)
-    assert "one shape, head size" in refusal("int8", monkeypatch, head_size=80)
-    assert "one shape, head size" in refusal("int8", monkeypatch, head_size=128, head_size_v=64)
-    assert "codecs are" in refusal("fp32", monkeypatch)
+    assert refusal("int4") is None
+    assert "Hadamard" in refusal("int4", maps=LayerMaps(k=LinearMap(matrix, matrix.mT.contiguous())))
+    assert "float32" in refusal("int8", dtype=torch.float32)
+    assert "one shape, head size" in refusal("int8", head_size=80)
+    assert "one shape, head size" in refusal("int8", head_size=128, head_size_v=64)
+    assert "no code for Hopper" in refusal("fp32")
 
 
 def test_elsewhere_it_is_refused_by_name():
@@ -190,6 +210,13 @@ def test_signs_as_the_lanes_read_them(head_size):
 @pytest.mark.parametrize("name", ["int4", "int2", "tq3"])
 def test_the_maps_of_the_formats_are_hadamard(name):
     codec = get_format(name).k
-    found = hopper._hadamard(default_map(codec, 128))
+    found = hopper.hadamard_of(default_map(codec, 128))
     assert found.factor == default_map(codec, 128).forward.abs().max()
     assert (found.signs is None) == (name != "int4")
+
+
+@hopper_only
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "int8/five_bits"])
+def test_bytes_of_a_format_outside_the_package(name, head_size, five):
+    test_bytes(name, head_size, torch.bfloat16)

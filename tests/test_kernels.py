@@ -1,16 +1,23 @@
 """The Triton kernels against the reference: interpreted where there is no GPU, compiled where there is one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkv import LayerMaps, LinearMap, available_formats, get_format, ops
-from quantkv.calls import Segment, Side
+import direct
+from quantkv import Format, LayerMaps, LinearMap, available_formats, format, get_format
+from quantkv.calls import AttentionOptions, Segment, Side
+from quantkv.formats import turboquant
 from quantkv.testing import Batch, check, relative_error
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+from quantkv.formats.turboquant import triton as uniform
+from quantkv.implementations.triton import attend
+from quantkv.implementations.triton.kernels.views import TritonCodec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = {"implementation": "triton"}
@@ -81,7 +88,7 @@ def test_golden_bytes(mode):
         codes = torch.zeros(8, 16, 2, codec.row.code_bytes(64) // codec.code_dtype.itemsize, dtype=codec.code_dtype)
         sides.append(Side(codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)))
     arguments = [golden[n].to(DEVICE) for n in ("key", "value", "slot_mapping")]
-    ops.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
+    direct.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
     if mode.startswith("turboquant"):
         slot = torch.cat([t for s in sides for t in (s.codes, s.meta.view(torch.uint8))], -1).cpu()
         expected = golden[f"{mode}.kv_cache"][..., : slot.shape[-1]]
@@ -201,6 +208,63 @@ def test_offsets_go_by_position_not_by_slot(name):
     check(b, b.cache.attend(b.q, **call, key_start=start, key_range=read, **TRITON), key_range=read)
 
 
+WORDS = [(bits, size) for bits in range(1, 8) for size in range(1, 9) if 8 * size % bits == 0 and 8 * size // bits in (1, 2, 4, 8, 16)]
+
+
+@pytest.mark.parametrize("bits,word_bytes", WORDS, ids=lambda n: str(n))
+def test_words_of_any_size(bits, word_bytes, monkeypatch):
+    """The same bytes, cut into words of any number of bytes that holds a power of two of whole codes."""
+    half = TritonCodec(
+        8 * word_bytes // bits, uniform.uniform_encode, uniform.uniform_unpack, uniform.uniform_affine, word_bytes=word_bytes, num_meta=2
+    )
+    codec = replace(turboquant.value_codec(bits), name="any", triton=lambda: half)
+    monkeypatch.setitem(format._FORMATS, "any", Format("any", codec, codec))
+    b = batch("any", ((1, 3), (37, 21)))
+    check(b, b.attend(**TRITON))
+    expected = b.cache.buffer.clone()
+    b.cache.buffer.fill_(255)
+    b.cache.write(b.key, b.value, b.slots, **TRITON)
+    assert torch.equal(b.cache.buffer, expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16", "tq_k8v4"])
+def test_softcap_of_keys_without_metadata(name):
+    b = batch(name, RAGGED)
+    check(b, b.attend(**TRITON, softcap=0.5), softcap=0.5)
+    assert relative_error(b.attend(**TRITON)[0], b.oracle(softcap=0.5)[0]) > 0.05
+
+
+@pytest.mark.parametrize("name", ["tq3", "tq4", "tq4/tq3", "int4/int2"])
+@pytest.mark.parametrize("group", [3, 64])
+def test_float32_queries_meet_float32_levels(name, group):
+    b = batch(name, ((1, 3), (37, 40)), dtype=torch.float32, group=group, num_kv_heads=1)
+    check(b, b.attend(**TRITON))
+
+
+@pytest.mark.parametrize("stride", [0, 2])
+@pytest.mark.parametrize("option", ["sinks", "alibi_slopes"])
+def test_strided_options(option, stride):
+    """Every second number of a tensor, or one number for all heads."""
+    numbers = torch.linspace(0.1, 2, 12, device=DEVICE)
+    b = batch("int8", ((1, 3), (40, 33)))
+    given = numbers[3:4].expand(6) if stride == 0 else numbers[::2]
+    assert given.stride() == (stride,)
+    check(b, b.attend(**TRITON, **{option: given}), **{option: given})
+
+
+@pytest.mark.parametrize("layout", ["last axis strided", "expanded"])
+def test_offsets_of_any_strides(layout):
+    table = torch.randn(3, 1, 128, generator=torch.Generator().manual_seed(0)) * 2
+    offset = table[..., ::2] if layout == "last axis strided" else table[..., :1].expand(3, 1, 64)
+    eye = torch.eye(64)[None]
+    b = batch("int8", ((2,), (150,)), maps=LayerMaps(LinearMap(eye, eye, offset), None))
+    expected = b.cache.buffer.clone()
+    b.cache.buffer.fill_(255)
+    b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
+    assert torch.equal(b.cache.buffer, expected)
+    check(b, b.attend(**TRITON))
+
+
 # ---- what must not matter
 
 
@@ -240,27 +304,14 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives():
 
 
 def test_splits_are_merged():
-    from quantkv.implementations.triton import launch
-
     b = batch("tq4", ((1, 2), (300, 700)), num_kv_heads=1)
-    out, lse = torch.empty_like(b.q), torch.empty(b.q.shape[:2], device=DEVICE)
-    options = ops.AttentionOptions(sinks=torch.ones(3, device=DEVICE))
-    c = b.cache
+    options = {"sinks": torch.ones(3, device=DEVICE)}
     for splits in (1, 5, 16):
-        launch.attend(
-            b.q,
-            [Segment(c.k, c.v, c.format, b.block_table, c.maps)],
-            out.fill_(float("nan")),
-            lse,
-            cu_seqlens_q=b.cu_seqlens_q,
-            seq_lens=b.seq_lens,
-            scale=c.spec.head_size**-0.5,
-            options=options,
-            max_query_len=2,
-            batch_invariant=False,
-            num_splits=splits,
-        )
-        check(b, (out, lse), sinks=options.sinks)
+        call = b.call(max_query_len=2, **options)
+        call.out.fill_(float("nan"))
+        plan = attend.Plan.of(call, num_splits=splits)
+        attend.launch_all(call, plan, plan.partials(call))
+        check(b, (call.out, call.lse), **options)
 
 
 def test_segments_of_a_sequence_in_several_caches():
@@ -277,9 +328,9 @@ def test_segments_of_a_sequence_in_several_caches():
         )
     ]
     call = {"cu_seqlens_q": exact.cu_seqlens_q, "seq_lens": exact.seq_lens, "scale": 0.125}
-    call["options"] = ops.AttentionOptions(sinks=torch.ones(6, device=DEVICE), window=60)
+    call["options"] = AttentionOptions(sinks=torch.ones(6, device=DEVICE), window=60)
     (out, lse), (expected, expected_lse) = (
-        ops.attend_segments(exact.q, segments, **call, implementation=i) for i in ("triton", "reference")
+        direct.attend_segments(exact.q, segments, **call, implementation=i) for i in ("triton", "reference")
     )
     assert relative_error(out, expected) <= 2e-3
     torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=0)
@@ -299,7 +350,7 @@ def test_foreign_layouts(name):
         view.view(torch.uint8).copy_(t.view(torch.uint8))
     c = b.cache
     call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": c.spec.head_size**-0.5}
-    out, _ = ops.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
+    out, _ = direct.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
     assert torch.equal(out, expected)
 
 
@@ -310,11 +361,11 @@ def test_what_cannot_run_is_refused_by_name(monkeypatch):
     b = batch("int8", DECODE)
     with pytest.raises(ValueError, match="implementation='cuda'"):
         b.attend(implementation="cuda")
-    codes = torch.zeros(2, 16, 2, 65, dtype=torch.int8, device=DEVICE)[..., 1:]
-    side = Side(codes, torch.zeros(2, 16, 2, 1, device=DEVICE))
+    codes = torch.zeros(16, 16, 2, 65, dtype=torch.int8, device=DEVICE)[..., 1:]
+    side = Side(codes, torch.zeros(16, 16, 2, 1, device=DEVICE))
     call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": 1.0}
     with pytest.raises(ValueError, match="words of 2 bytes"):
-        ops.attend(b.q, side, side, "int8", **call, **TRITON)
+        direct.attend(b.q, side, side, get_format("int8"), **call, **TRITON)
     if DEVICE == "cpu":
         monkeypatch.setattr("quantkv.implementations.triton.launch.INTERPRETED", False)
         with pytest.raises(ValueError, match=r"implementation='triton'.*need a GPU"):

@@ -14,24 +14,29 @@ FILES = sorted(ROOT.rglob("*.py"))
 ALLOWED = {
     "spec": set(),
     "packing": set(),
-    "format": {"spec", "packing"},
-    "formats": {"format", "spec", "packing", "triton"},
+    "format": {"spec", "packing", "formats"},
+    "formats": {"format", "spec", "packing", "triton", "hopper"},
     "maps": {"format"},
-    "calls": {"format", "maps"},
-    "checks": {"calls"},
-    "reference": {"calls", "format", "maps", "packing"},
-    "triton": {"calls", "format", "maps"},
+    "checks": set(),
+    "options": {"checks"},
+    "reads": {"options"},
+    "calls": {"checks", "format", "maps", "options", "reads"},
+    "reference": {"calls", "format", "maps", "packing", "reads"},
+    "triton": {"calls", "format", "maps", "reads"},
     "dense": {"calls", "format", "maps", "reference", "triton"},
-    "hopper": {"calls", "format", "formats", "maps"},
+    "hopper": {"calls", "format", "maps"},
     "implementations": {"calls", "reference", "triton", "dense", "hopper"},
     "flat": {"calls", "format", "maps"},
-    "ops": {"flat", "calls", "format", "formats", "maps", "checks", "implementations", "reference", "triton", "dense", "hopper"},
+    "ops": {"flat", "calls", "format", "maps", "implementations"},
+    "prepared": {"calls", "cache", "checks", "ops", "options"},
     "page_table": set(),
-    "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "implementations", "reference"},
+    "page_file": {"cache", "checks"},
+    "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
+    "warmup": {"cache", "calls", "implementations", "prepared"},
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing"},
-    "testing": {"calls", "format", "formats", "maps", "cache", "spec", "ops", "implementations", "reference"},
-    "integrations": {"calls", "page_table", "cache", "formats", "format", "spec", "maps", "checks"},
-    "bench": {"calls", "cache", "formats", "maps", "ops", "implementations", "reference", "dense", ""},
+    "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
+    "integrations": {"calls", "page_table", "cache", "formats", "format", "spec", "maps", "checks", "prepared"},
+    "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
     "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
     "__main__": {"cli"},
 }
@@ -42,7 +47,7 @@ def room(path: Path) -> str:
 
 
 def _room(parts: Sequence[str]) -> str:
-    inner = parts[0] == "implementations" and len(parts) > 1 and parts[1] != "__init__"
+    inner = len(parts) > 1 and parts[0] == "implementations" and (ROOT / "implementations" / parts[1]).is_dir()
     return parts[1] if inner else parts[0] if parts else ""
 
 

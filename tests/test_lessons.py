@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from quantkv import PagedCache, get_format, ops
+from direct import attend, write
+from quantkv import PagedCache, get_format
 from quantkv.calls import Side
 from quantkv.testing import Batch, check, relative_error
 
@@ -72,9 +73,9 @@ def test_layers_of_one_buffer_do_not_touch_each_other(name, implementation):
         return layers.view(torch.uint8).flatten().view(t.dtype).as_strided(t.shape, (layers.stride(0) // size, *t.stride()[1:]), offset)
 
     k, v = (Side(view(s.codes.view(torch.uint8)).view(s.codes.dtype), view(s.meta)) for s in (c.k, c.v))
-    ops.write(b.key, b.value, k, v, c.format, b.slots, maps=c.maps, implementation=implementation)
+    write(b.key, b.value, k, v, c.format, b.slots, maps=c.maps, implementation=implementation)
     assert bool((layers[:, [0, 2]] == 0xFF).all()) and not bool((layers[:, 1] == 0xFF).all())
-    out, _ = ops.attend(b.q, k, v, c.format, **call(b), maps=c.maps, implementation=implementation)
+    out, _ = attend(b.q, k, v, c.format, **call(b), maps=c.maps, implementation=implementation)
     assert relative_error(out, expected) <= 1e-2
 
 

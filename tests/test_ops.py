@@ -3,27 +3,16 @@
 import pytest
 import torch
 
-from quantkv import PagedCache, get_format, maps, ops
+from quantkv import PagedCache, get_format, maps
 from quantkv.testing import Batch, check, relative_error
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def decode_step(cache, key, value, q, slots, seq_lens, block_table, cu_seqlens_q):
-    ops.write(key, value, cache.k, cache.v, cache.format, slots, maps=cache.maps)
-    out, lse = ops.attend(
-        q * 2,
-        cache.k,
-        cache.v,
-        cache.format,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        scale=0.125,
-        maps=cache.maps,
-        max_query_len=1,
-    )
+def decode_step(cache, key, value, q, slots, batch):
+    cache.write(key, value, slots)
+    out, lse = cache.attend(q * 2, max_query_len=1, return_lse=True, **batch)
     return out + 1, lse
 
 
@@ -50,7 +39,8 @@ def test_compiles_into_one_graph(name):
     for i in range(3):
         key, value = torch.randn(2, 2, 2, 64, device=DEVICE).bfloat16()
         q = torch.randn(2, 4, 64, device=DEVICE).bfloat16()
-        arguments = (key, value, q, torch.tensor([i, 64 + i], device=DEVICE), torch.full((2,), i + 1, device=DEVICE), table, starts)
+        batch = {"block_table": table, "seq_lens": torch.full((2,), i + 1, device=DEVICE), "cu_seqlens_q": starts}
+        arguments = (key, value, q, torch.tensor([i, 64 + i], device=DEVICE), batch)
         (out, lse), (expected, expected_lse) = step(compiled, *arguments), decode_step(eager, *arguments)
         assert torch.equal(out, expected)
         assert torch.equal(lse, expected_lse)

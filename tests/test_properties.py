@@ -1,7 +1,8 @@
 """Properties over random shapes, strides, dtypes and formats."""
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantkv import PagedCache, available_formats, get_format
@@ -73,3 +74,20 @@ def test_a_single_token_returns_its_decoded_value(pair, seed):
     out = cache.attend(torch.randn(1, 4, 64, generator=g), block_table=torch.tensor([[0]]), seq_lens=torch.tensor([1]))
     _, value = cache.dequantize(torch.tensor([0]))
     assert torch.allclose(out, value.expand(1, 4, 64), atol=1e-5 * float(value.abs().max()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(available_formats()), st.integers(-3, 40))
+@example("int4", 23)  # the last slot
+@example("int4", 24)  # one beyond it
+def test_a_slot_is_stored_skipped_or_refused(name, slot):
+    cache = PagedCache(get_format(name).cache_spec(1, 64, block_size=8), 3)
+    row = torch.ones(1, 1, 64)
+    if slot >= 24:
+        with pytest.raises(ValueError, match=f"slot_mapping={slot}: slots end at 23"):
+            cache.write(row, row, torch.tensor([slot]))
+    else:
+        cache.write(row, row, torch.tensor([slot]))
+    changed = [t.view(torch.uint8).any(-1).flatten().nonzero().flatten().tolist() for t in (cache.k.codes, cache.v.codes)]
+    assert all(slots in ([slot], []) if 0 <= slot < 24 else slots == [] for slots in changed)
+    assert cache.buffer.any() == (0 <= slot < 24)

@@ -1,13 +1,16 @@
 """The reference against attention written out key by key in Python floats, for every option, and against itself where order
 must not matter."""
 
+import importlib.util
+
 import pytest
 import torch
 
+import direct
 from oracle import attention
-from quantkv import AttentionOptions, PagedCache, get_format
-from quantkv.implementations import reference
+from quantkv import AttentionOptions, PagedCache, get_format, testing
 from quantkv.implementations.reference import plan
+from quantkv.implementations.reference.attend import merge
 from quantkv.maps import LayerMaps, LinearMap
 
 HK, GROUP, D = 2, 3, 16
@@ -100,6 +103,18 @@ def test_masks(name):
     check(options, per_seq=lambda s: {} if ranges is None else {"prefix_ranges": ranges[s].tolist()})
 
 
+@pytest.mark.parametrize("window,lookback", [(8, 0), (12, 1)])
+def test_prefix_ranges_in_chunks(window, lookback):
+    """Clamped: a range reaches back as far as the chunks do, ahead as far as it goes."""
+    options = {"prefix_ranges": RANGES, "window": window, "chunk_lookback": lookback, "clamp_prefix_to_window": True}
+    check(options, per_seq=lambda s: {"prefix_ranges": RANGES[s].tolist()})
+    if importlib.util.find_spec("triton"):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        batch = testing.Batch.make("int8", QUERIES, KEYS, block_size=8, device=device)
+        options["prefix_ranges"] = RANGES.int().to(device)
+        testing.check(batch, batch.attend(**options, implementation="triton"), **options)
+
+
 def test_causal_for_each_sequence():
     causal = torch.tensor([False, True, False, True])
     check({"causal": causal}, per_seq=lambda s: {"causal": bool(causal[s])})
@@ -120,11 +135,47 @@ def test_sinks_count_once():
 def test_query_query_bias():
     bias = torch.randn(5, 4)
     check({"qq_bias": bias}, oracle={"qq_bias": bias})
+    bias[2, 1] = -torch.inf  # a branch of a tree that is not this query's
+    check({"qq_bias": bias}, oracle={"qq_bias": bias})
 
 
 def test_key_range():
     ranges = torch.tensor([[3, 17], [10, 11], [2, 2], [0, 9]])
     check({"key_range": ranges}, per_seq=lambda s: {"key_range": ranges[s].tolist()})
+
+
+@pytest.mark.parametrize("keys,queries", [((21, 21), (1, 1)), ((30,), (1,)), ((24, 24, 24), (1, 1, 1))])
+def test_key_range_of_decode_with_equal_lengths(keys, queries):
+    """One query a sequence and as many keys everywhere: nothing but the range masks."""
+    ranges = torch.tensor([[3, 17], [0, 21], [20, 24]])[: len(keys)]
+    check({"key_range": ranges}, per_seq=lambda s: {"key_range": ranges[s].tolist()}, keys=keys, queries=queries)
+
+
+LONG = 700  # queries and keys: with 16 heads too many scores for one tile of the reference, without a change to its limit
+
+
+@pytest.mark.parametrize("name", ["not causal", "not causal for one", "causal", "prefix range", "window not causal"])
+def test_prompts_of_several_tiles(name):
+    """A tile of the first queries looks at all the keys that they see, which may stand behind the last of them."""
+    g = torch.Generator().manual_seed(1)
+    cache = PagedCache(get_format("fp32").cache_spec(16, 8), -(-LONG // 16))
+    k, v, q = torch.randn(3, LONG, 16, 8, generator=g)
+    cache.write(k, v, torch.arange(LONG))
+    at = torch.arange(LONG)
+    behind, inside = at[None] <= at[:, None], (at >= 5) & (at <= 690)
+    options, seen = {
+        "not causal": ({"causal": False}, torch.ones_like(behind)),
+        "not causal for one": ({"causal": torch.tensor([False])}, torch.ones_like(behind)),
+        "causal": ({}, behind),
+        "prefix range": ({"prefix_ranges": torch.tensor([[[5, 690]]])}, behind | (inside & inside[:, None])),
+        "window not causal": ({"causal": False, "window": 300}, (at[None] - at[:, None]).abs() < 300),
+    }[name]
+    out = cache.attend(
+        q, block_table=torch.arange(cache.num_blocks)[None], seq_lens=torch.tensor([LONG]), cu_seqlens_q=torch.tensor([0, LONG]), **options
+    )
+    heads = [t.transpose(0, 1).double() for t in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen).transpose(0, 1)
+    assert (out.double() - want).norm() <= 3e-6 * want.norm()
 
 
 def test_options_together():
@@ -185,7 +236,7 @@ def test_fp8_output_after_rotating_back():
 
 def test_float64_on_request():
     cache, q, batch, where = make("int4", d=64, d_v=64)
-    out, _ = reference.attend(q.double(), cache.k, cache.v, cache.format, **batch, scale=64**-0.5, dtype=torch.float64)
+    out, _ = direct.attend(q, cache.k, cache.v, cache.format, **batch, scale=64**-0.5, dtype=torch.float64)
     want, _ = expected(cache, q, batch, where)
     assert (out - want).norm() < 2e-8 * want.norm()  # the float32 maps are exact
 
@@ -208,8 +259,36 @@ def test_merge_of_disjoint_keys():
     lens = batch["seq_lens"]
     cut = lens // 3
     parts = [cache.attend(q, **batch, key_range=torch.stack(r, 1), return_lse=True) for r in ((torch.zeros_like(cut), cut), (cut, lens))]
-    out, lse = reference.merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+    out, lse = merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
     assert close(out, whole) and torch.allclose(lse, whole_lse, atol=1e-5)
+
+
+def test_merge_of_nothing_is_nothing():
+    """A query without a key in any part: its output is 0, its log-sum-exp -inf, and its neighbour's are untouched."""
+    outs, lses = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4)
+    outs[:, 0], lses[:, 0] = 0, -torch.inf
+    lses[1, 1] = -torch.inf  # a part without keys
+    out, lse = merge(outs, lses)
+    assert (out[0] == 0).all() and (lse[0] == -torch.inf).all()
+    weight = lses[[0, 2], 1].softmax(0)
+    torch.testing.assert_close(out[1], (weight[..., None] * outs[[0, 2], 1]).sum(0))
+    torch.testing.assert_close(lse[1], lses[[0, 2], 1].logsumexp(0))
+
+
+def test_segments_without_keys():
+    """Sequences of which one segment, the other, both or neither have keys that are seen."""
+    cache, q, batch, where = make()
+    table, nothing = batch.pop("block_table"), torch.zeros(4, 2, dtype=torch.int64)
+    first, second = nothing.clone(), nothing.clone()
+    first[0], first[1] = torch.tensor([0, 9]), torch.tensor([2, 11])
+    second[0] = torch.tensor([9, 15])
+    parts = [cache.segment(table, None, ranges) for ranges in (first, second)]
+    out, lse = direct.attend_segments(q, parts, **batch, scale=D**-0.5)
+    either = torch.stack([first[:, 0], torch.maximum(first, second)[:, 1]], 1)
+    want, want_lse = expected(cache, q, {**batch, "block_table": table}, where, per_seq=lambda s: {"key_range": either[s].tolist()})
+    assert (out[6:] == 0).all() and (lse[6:] == -torch.inf).all()  # sequences 2 and 3
+    assert (out.double() - want).norm() <= 3e-6 * want.norm()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_cache_that_starts_later():

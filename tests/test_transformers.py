@@ -1,5 +1,8 @@
 """The transformers cache and attention: equal to transformers' own where nothing is quantized, and consistent with itself where it is."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from quantkv import available_formats, get_format  # noqa: E402
-from quantkv.integrations.sequences import Kind, Sequences  # noqa: E402
+from quantkv.integrations.sequences import Kind, Progress, Sequences, Step  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
 
 VOCABULARY = 128
@@ -380,6 +383,231 @@ def test_a_pass_that_failed_leaves_an_error_not_a_wrong_answer(llama):
     refused(RuntimeError, "reset", llama, ids[:, :1], past_key_values=cache)
     cache.reset()
     logits(llama, cache, ids, mask, [0])
+
+
+# ---- what was refused changed nothing; what failed is refused until reset
+
+
+def state(cache):
+    """Everything that a call could change, but for bytes of pages that no sequence holds."""
+    progress = cache.progress
+    tables = [copy.deepcopy(None if s.table is None else vars(s.table)) for s in progress.kinds]
+    layers = [(layer.seen, layer.is_initialized, stored(layer).tolist() if layer.is_initialized else None) for layer in cache.layers]
+    return progress.seen, progress.padding, progress.holes, progress.failed, tables, layers, cache.batch_size
+
+
+def holes_in(ids):
+    mask = torch.ones_like(ids)
+    mask[1, 3:6] = 0
+    return mask
+
+
+@pytest.fixture(scope="module")
+def gemma2():
+    """One layer with a window of 20, one without."""
+    return use_quantkv_attention(tiny("gemma2"))
+
+
+@pytest.mark.parametrize("name, changes", [("gemma2", {}), ("llama4", {"no_rope_layers": [0, 1]})])
+def test_a_refused_mask_changes_nothing(name, changes):
+    """Whichever comes first, the layer with a window (gemma2) or the one without (llama4): both are asked before one advances."""
+    model = use_quantkv_attention(tiny(name, **changes))
+    ids, mask = prompts([24, 17])
+    cache = QuantizedCache(model.config, "int8")
+    fresh = state(cache)
+    refused(ValueError, "on the left", model, ids, attention_mask=holes_in(ids), past_key_values=cache)
+    assert state(cache) == fresh and cache.get_seq_length() == 0
+    first = logits(model, cache, ids[:, :20], mask[:, :20], [0])
+    before = state(cache)
+    wrong = mask.clone()
+    wrong[1, 22] = 0
+    refused(ValueError, "on the left", model, ids[:, 20:], attention_mask=wrong, past_key_values=cache)
+    refused(ValueError, "must say where", model, ids[:, 20:], past_key_values=cache)
+    changed = prompts([24, 12])[1]
+    refused(ValueError, "masked now", model, ids[:, 20:], attention_mask=changed, past_key_values=cache)
+    refused(ValueError, "holds 2 sequences", model, ids[:1, 20:], attention_mask=mask[:1], past_key_values=cache)
+    assert state(cache) == before
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        rest = model(ids[:, 20:], attention_mask=mask, position_ids=positions[:, 20:], past_key_values=cache).logits
+    expected = logits(model, QuantizedCache(model.config, "int8"), ids, mask, [0, 20])
+    assert torch.equal(torch.cat([first, rest], 1), expected)
+
+
+def test_a_refused_first_call_fixes_nothing(llama):
+    """Neither the batch size nor the sizes of heads nor the dtype."""
+    cache = QuantizedCache(llama.config, "none")
+    layer = cache.layers[0]
+    query, key = torch.zeros(4, 8, 9, 32), torch.zeros(4, 8, 9, 32)
+    for options, match in (
+        ({"sinks": torch.zeros(3)}, r"sinks\.shape"),
+        ({"softcap": -1.0}, r"softcap=-1\.0"),
+        ({"softcap": float("nan")}, "softcap=nan"),
+        ({"scale": float("inf")}, "scaling=inf"),
+    ):
+        layer.update(key, key)
+        with pytest.raises(ValueError, match=match):
+            layer.attend(query, None, **{"scale": None, **options})
+    for q, k, v, match in (
+        (query[:, :5], key, key, r"query\.shape\[1\]=5"),
+        (query[..., :16], key, key, r"query\.shape"),
+        (query, key, key[:, :4], r"value\.shape"),
+        (query, key, key.half(), r"value\.dtype"),
+        (query[:2], key, key, r"key\.shape"),
+    ):
+        layer.update(k, v)
+        with pytest.raises(ValueError, match=match):
+            layer.attend(q, None, scale=None)
+    layer.update(key, key)
+    with pytest.raises(ValueError, match=r"attention_mask\.shape=\(4, 8\)"):
+        layer.attend(query, torch.ones(4, 8), scale=None)
+    assert cache.batch_size == -1 and not layer.is_initialized
+    ids, mask = prompts([9, 4, 7])
+    assert torch.equal(logits(llama, cache, ids, mask, [0]), logits(llama, QuantizedCache(llama.config, "none"), ids, mask, [0]))
+
+
+def test_layers_of_one_pass_have_one_mask():
+    progress = Progress()
+    kinds = Sequences(Kind(), 16, progress), Sequences(Kind(20), 16, progress)
+    layers = [QuantizedLayer("int8", kind, None, False, 0) for kind in kinds]
+    rows, mask = torch.zeros(2, 2, 9, 64), prompts([9, 4])[1].bool()
+    layers[0].update(rows, rows)
+    layers[0].attend(rows, mask, scale=None)
+    for other in (None, prompts([9, 5])[1].bool()):
+        layers[1].update(rows, rows)
+        with pytest.raises(ValueError, match="attention_mask=changed"):
+            layers[1].attend(rows, other, scale=None)
+    with pytest.raises(ValueError, match="tokens=2 x 3"):
+        layers[1].update(rows[:, :, :3], rows[:, :, :3])
+        layers[1].attend(rows[:, :, :3], mask[:, :3], scale=None)
+    layers[1].update(rows, rows)
+    layers[1].attend(rows, mask.clone(), scale=None)
+    assert progress.seen == 9 and [kind.table.lengths for kind in kinds] == [[9, 4], [9, 4]]
+
+
+def test_a_crop_that_one_kind_of_layers_refuses_cuts_none(gemma2):
+    ids, mask = prompts([60, 60])
+    cache = QuantizedCache(gemma2.config, "int8")
+    logits(gemma2, cache, ids[:, :50], mask[:, :50], range(50))
+    before = state(cache)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-30)
+    for wrong in (3, -1.5, True):
+        with pytest.raises(ValueError, match="tokens_to_remove"):
+            cache.crop(wrong)
+    assert state(cache) == before
+    with torch.no_grad():
+        rest = gemma2(ids[:, 50:], attention_mask=mask, past_key_values=cache).logits
+    expected = logits(gemma2, QuantizedCache(gemma2.config, "int8"), ids, mask, [*range(50), 50])[:, 50:]
+    assert torch.equal(rest, expected)
+
+
+def test_unknown_sequences_are_refused(gemma2):
+    ids, mask = prompts([20, 9])
+    cache = QuantizedCache(gemma2.config, "int8")
+    logits(gemma2, cache, ids, mask, [0])
+    before = state(cache)
+    for call, match in (
+        (lambda: cache.reorder_cache(torch.tensor([1, 2])), "indices=2"),
+        (lambda: cache.reorder_cache(torch.tensor([0, -1])), "indices=-1"),
+        (lambda: cache.reorder_cache(torch.tensor([0.0, 1.0])), r"indices=0\.0"),
+        (lambda: cache.batch_select_indices(torch.tensor([2])), r"indices=\[2\]"),
+        (lambda: cache.batch_select_indices(torch.tensor([True, False, True])), "indices="),
+        (lambda: cache.batch_repeat_interleave(0), "repeats=0"),
+        (lambda: cache.batch_repeat_interleave(1.0), r"repeats=1\.0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+        assert state(cache) == before
+
+
+def fail_in(place, model, cache, monkeypatch, **inputs):
+    """A forward pass that fails before the attention of layer 1, or inside that of layer `place`."""
+    with monkeypatch.context() as patch:
+        if place == "between":
+            patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
+        else:
+            patch.setattr(Step, "attend", failing(cache.layers[place].pages))
+        refused((ZeroDivisionError, KeyboardInterrupt), None, model, past_key_values=cache, **inputs)
+
+
+def failing(pages):
+    attend = Step.attend
+
+    def call(step, cache, *args, **kwargs):
+        if cache is pages:
+            raise KeyboardInterrupt
+        return attend(step, cache, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("place", ["between", 0, 1])
+def test_after_a_pass_that_failed_everything_is_refused_until_reset(gemma2, monkeypatch, place):
+    """The layers are of two kinds, which do not hear of each other but by their progress."""
+    ids, mask = prompts([30, 22])
+    cache = QuantizedCache(gemma2.config, "int8")
+    logits(gemma2, cache, ids[:, :20], mask[:, :20], [0])
+    fail_in(place, gemma2, cache, monkeypatch, input_ids=ids[:, 20:21], attention_mask=mask[:, :21])
+    refused(RuntimeError, "reset", gemma2, ids[:, 21:22], attention_mask=mask[:, :22], past_key_values=cache)
+    refused(RuntimeError, "reset", gemma2, ids[:, 20:21], attention_mask=mask[:, :21], past_key_values=cache)
+    for call in (
+        lambda: cache.crop(-1),
+        lambda: cache.crop(0),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([0])),
+    ):
+        with pytest.raises(RuntimeError, match="reset"):
+            call()
+    again = pickle.loads(pickle.dumps(cache))
+    assert again.progress.failed
+    refused(RuntimeError, "reset", gemma2, ids[:, 20:21], attention_mask=mask[:, :21], past_key_values=again)
+    cache.reset()
+    expected = logits(gemma2, QuantizedCache(gemma2.config, "int8"), ids, mask, [0, 25])
+    assert torch.equal(logits(gemma2, cache, ids, mask, [0, 25]), expected)
+
+
+def test_a_pass_that_leaves_a_layer_out_is_refused_in_the_next(gemma2):
+    ids, mask = prompts([12])
+    cache = QuantizedCache(gemma2.config, "int8")
+    layers = gemma2.model.layers
+    gemma2.config.num_hidden_layers, gemma2.model.layers = 1, layers[:1]
+    try:
+        logits(gemma2, cache, ids, mask, [0])
+    finally:
+        gemma2.config.num_hidden_layers, gemma2.model.layers = 2, layers
+    refused(RuntimeError, "skipped layers", gemma2, ids[:, :1], past_key_values=cache)
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("fmt", ["none", "int4", ["int8/tq4", "k4v2"]])
+def test_a_copy_goes_on_like_the_cache_and_without_it(gemma2, fmt, duplicate):
+    """A prompt read once, then continued in two ways."""
+    ids, mask = prompts([40, 29])
+    positions = (mask.cumsum(-1) - 1).clamp_min(0).repeat_interleave(2, 0)
+
+    def begun():
+        cache = QuantizedCache(gemma2.config, fmt)
+        logits(gemma2, cache, ids[:, :30], mask[:, :30], [0])
+        cache.batch_repeat_interleave(2)  # pages that are shared when the copy is made
+        return cache
+
+    @torch.no_grad()
+    def go_on(cache, tail):
+        options = {"attention_mask": mask.repeat_interleave(2, 0), "position_ids": positions[:, 30:], "past_key_values": cache}
+        return gemma2(tail.repeat_interleave(2, 0)[:, 30:], **options).logits
+
+    cache = begun()
+    again = duplicate(cache)
+    assert state(again) == state(cache) and again.specs == cache.specs and again.nbytes == cache.nbytes
+    other = go_on(again, ids.roll(7, 1))
+    expected = go_on(begun(), ids)
+    assert torch.equal(go_on(cache, ids), expected) and not torch.allclose(other, expected, rtol=0.01)
+    assert torch.equal(other, go_on(begun(), ids.roll(7, 1)))
 
 
 # ---- a real model

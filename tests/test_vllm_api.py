@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+import direct
 from quantkv import vllm_api as backend
 from quantkv.calls import AttentionOptions, Side
-from quantkv.implementations import reference
 from quantkv.vllm_api import KVQuantMode as Mode
 from quantkv.vllm_api import get_backend
 from vllm_api_calls import (
@@ -132,7 +132,7 @@ def test_options_mean_what_attention_options_say():
     )
     plain = read(head_size, *caches, mode=mode)
     for theirs, ours in cases:
-        expected, _ = reference.attend(
+        expected, _ = direct.attend(
             g["query"],
             k,
             v,

@@ -1,4 +1,4 @@
-"""The reference system's contract: modes, registry, signatures, errors and warnings."""
+"""vLLM's contract: modes, registry, signatures, errors and warnings."""
 
 import inspect
 import sys
@@ -16,7 +16,7 @@ from vllm_api_calls import BLOCK_SIZE, BLOCKS, DEVICE, HEADS, OUTPUT_BOUND, as_b
 pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def test_modes_are_numbered_as_in_the_reference_system():
+def test_modes_are_numbered_as_in_vllm():
     assert [m.name for m in sorted(Mode)] == [
         "NONE",
         "FP8_PER_TENSOR",
@@ -126,7 +126,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_have_the_reference_names_and_order(name):
+def test_arguments_have_the_names_of_vllm_and_order(name):
     """Engines pass the leading ones by position."""
     assert list(inspect.signature(getattr(backend, name)).parameters) == SIGNATURES[name].split()
 
@@ -289,6 +289,6 @@ def test_bad_writes_are_refused_by_name():
     with pytest.raises(ValueError, match=r"key_cache\.dtype"):
         flash("bfloat16", rows)
     with pytest.raises(ValueError, match="k_scale"):
-        flash("fp8", rows.to(torch.float8_e4m3fn), torch.ones(2))
+        flash("fp8", rows.to(torch.float8_e4m3fn), torch.tensor([1.0, 2.0]))
     with pytest.raises(ValueError, match="k_scale"):
         flash("fp8", rows.to(torch.float8_e4m3fn), 0.0)

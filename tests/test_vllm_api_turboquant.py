@@ -1,4 +1,4 @@
-"""TurboQuant and the transforms by the reference system's names."""
+"""TurboQuant and the transforms by vLLM's names."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_turboquant_presets(preset, key, value, slot):
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_centroids_are_the_fixed_point_of_lloyd_max(bits):
-    """Each level is its cell's mean under N(0, 1 / d), within the reference's own 0.1 %."""
+    """Each level is its cell's mean under N(0, 1 / d), within vLLM's own 0.1 %."""
     levels = backend.get_centroids(64, bits).double().to(DEVICE) * 8
     edges = torch.cat([torch.tensor([-torch.inf]), (levels[:-1] + levels[1:]) / 2, torch.tensor([torch.inf])])
     density = torch.exp(-(edges**2) / 2) / (2 * torch.pi) ** 0.5

@@ -1,4 +1,4 @@
-"""The golden rows and queries through the reference system's names, for the tests of `quantkv.vllm_api`."""
+"""The golden rows and queries through vLLM's names, for the tests of `quantkv.vllm_api`."""
 
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ DATA = Path(__file__).parent / "data"
 PER_TOKEN_HEAD = [mode for mode in Mode if mode.is_per_token_head]
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 CODE_DTYPES = {Mode.INT8_PER_TOKEN_HEAD: torch.int8, Mode.FP8_PER_TOKEN_HEAD: torch.float8_e4m3fn}
-OUTPUT_BOUND = {"per_token_head": 1e-5, "turboquant": 1e-3}  # relative, as the reference system's documents give them
+OUTPUT_BOUND = {"per_token_head": 1e-5, "turboquant": 1e-3}  # relative, as vLLM's documents give them
 BLOCKS, BLOCK_SIZE, HEADS = 8, 16, 2
 
 

@@ -16,10 +16,17 @@ _HOME = {
     "register": "format",
     "available_formats": "formats",
     "get_format": "formats",
-    "AttentionOptions": "calls",
+    "AttentionOptions": "options",
     "LayerMaps": "maps",
     "LinearMap": "maps",
+    "Batch": "calls",
+    "Segment": "calls",
+    "AttendCall": "calls",
+    "WriteCall": "calls",
     "PagedCache": "cache",
+    "prepare_attend": "prepared",
+    "prepare_write": "prepared",
+    "warm_up": "warmup",
 }
 __all__ = ["__version__", *_HOME]
 

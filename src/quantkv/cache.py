@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from . import checks, ops
-from .calls import AttentionOptions, Memo, Side
+from . import checks, ops, page_file
+from .calls import AttendCall, AttentionOptions, Batch, Segment, Side, WriteCall
 from .format import Codec
 from .formats import get_format
-from .implementations import reference
+from .implementations.reference.write import dequantize
 from .maps import LayerMaps
 from .spec import CacheSpec
-
-FILE_FORMAT, FILE_VERSION = "quantkv-pages", 1
 
 
 class PagedCache:
     """K and V of one layer in `num_blocks` pages of `spec.block_size` tokens.
 
     One uint8 buffer `[num_blocks, HK, page_bytes]` holds everything; `k` and `v` are strided views of it. Nothing about a
-    token is
-    stored elsewhere, so that pages can be copied, shared and saved by their bytes.
+    token is stored elsewhere, so that pages can be copied, shared and saved by their bytes.
 
+    buffer: memory to use instead of a new one, which an engine owns: uint8 `[num_blocks, HK, page_bytes]`, its last axis dense, its
+        strides and its address multiples of 16 bytes.
     maps: linear maps of this layer in place of those that the format asks for.
     k_scale, v_scale: per-tensor scales; rows are divided by them before they are encoded.
     Errors: ValueError, before anything is written, naming the argument, its value and what is allowed.
@@ -40,25 +36,49 @@ class PagedCache:
         num_blocks: int,
         device: torch.device | str = "cpu",
         *,
+        buffer: torch.Tensor | None = None,
         maps: LayerMaps | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        if num_blocks < 1:
-            checks.refuse("num_blocks", num_blocks, "at least one page is needed")
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if not scale > 0:
-                checks.refuse(name, scale, "a positive number is needed")
+        checks.integer("num_blocks", num_blocks, 1, "at least one page")
+        checks.number("k_scale", k_scale, 0, above=True, note="a positive number")
+        checks.number("v_scale", v_scale, 0, above=True, note="a positive number")
         self.spec, self.num_blocks = spec, num_blocks
         self.format = get_format(spec.format)
-        self.buffer = torch.zeros(num_blocks, spec.num_kv_heads, spec.page_bytes, dtype=torch.uint8, device=device)
-        self.device = self.buffer.device
+        if (self.format.k.row, self.format.v.row) != (spec.k, spec.v):
+            checks.refuse("spec", spec, f"format {spec.format!r} stores {self.format.k.row} and {self.format.v.row} here")
+        shape = (num_blocks, spec.num_kv_heads, spec.page_bytes)
+        if buffer is None:
+            buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
+        checks.tensor("buffer", buffer, shape, (torch.uint8,))
+        if buffer.stride(2) != 1 or buffer.stride(0) % 16 or buffer.stride(1) % 16 or buffer.data_ptr() % 16:
+            allowed = "a dense last axis and multiples of 16 bytes are needed, at an address that is one"
+            checks.refuse("buffer.stride()", buffer.stride(), allowed)
+        self.buffer, self.device = buffer, buffer.device
         given = LayerMaps() if maps is None else maps
         default = LayerMaps.of(self.format, spec.head_size, spec.head_size_v, self.device)
         self.maps = LayerMaps(*(d if g is None else g.to(self.device) for g, d in ((given.k, default.k), (given.v, default.v))))
+        for side, map_, head_size in (("k", self.maps.k, spec.head_size), ("v", self.maps.v, spec.head_size_v)):
+            if map_ is not None:
+                map_.check(head_size, spec.num_kv_heads, side)
         codes_k, codes_v, meta_k, meta_v = spec.sections
-        self.k = self._side(self.format.k, codes_k, meta_k, k_scale)
-        self.v = self._side(self.format.v, codes_v, meta_v, v_scale)
+        self.k = self._side(self.format.k, codes_k, meta_k, float(k_scale))
+        self.v = self._side(self.format.v, codes_v, meta_v, float(v_scale))
+        # What caches have in common that one prepared call serves: everything but their numbers and addresses.
+        traits = (None if m is None else m.traits for m in (self.maps.k, self.maps.v))
+        self.kind = (spec, buffer.shape, buffer.stride(), self.device, self.k.scale, self.v.scale, *traits)
+        self.kind = _KINDS.setdefault(self.kind, self.kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffer = self.buffer  # a view of something larger would take all of that along
+        buffer = buffer if buffer.untyped_storage().nbytes() == buffer.nbytes else buffer.clone(memory_format=torch.contiguous_format)
+        return _restore, (type(self), self.spec, buffer, self.maps, self.k.scale, self.v.scale)
+
+    @classmethod
+    def wrap(cls, buffer: torch.Tensor, spec: CacheSpec, **options: Any) -> PagedCache:
+        """A cache over memory that an engine owns: see `buffer`. Nothing is copied or cleared."""
+        return cls(spec, buffer.shape[0] if isinstance(buffer, torch.Tensor) and buffer.ndim else 0, buffer=buffer, **options)
 
     def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:
         def view(section: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -74,6 +94,10 @@ class PagedCache:
         """Bytes of the buffer: everything that grows with the number of tokens."""
         return self.buffer.nbytes
 
+    def segment(self, block_table: torch.Tensor, key_start: torch.Tensor | None = None, key_range: torch.Tensor | None = None) -> Segment:
+        """The keys of every sequence that lie in this cache: see `Segment`."""
+        return Segment(self.k, self.v, self.format, block_table, self.maps, key_start, key_range)
+
     def write(
         self,
         key: torch.Tensor,
@@ -82,36 +106,13 @@ class PagedCache:
         positions: torch.Tensor | None = None,
         *,
         implementation: str = "auto",
-        memo: Memo | None = None,
     ) -> None:
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) in slots `slot_mapping [T]`.
 
         Slot s is token `s % block_size` of page `s // block_size`; a negative slot skips its token. positions: int `[T]`,
-        needed where the keys' map has an offset. implementation: see `ops.write`. memo: see `Memo`.
+        needed where the keys' map has an offset. implementation: see `ops.write`.
         """
-        s, tokens = self.spec, key.shape[0]
-        checks.tensor("key", key, (None, s.num_kv_heads, s.head_size), checks.ROW_DTYPES, self.device)
-        checks.tensor("value", value, (tokens, s.num_kv_heads, s.head_size_v), (key.dtype,), self.device)
-        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, self.device)
-        if positions is not None:
-            checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, self.device)
-        memo = Memo() if memo is None else memo
-        if self.device.type == "cpu" and tokens:
-            largest = memo.once("largest slot", lambda: int(slot_mapping.max()))
-            if largest >= self.num_blocks * s.block_size:
-                checks.refuse("slot_mapping", largest, f"slots end at {self.num_blocks * s.block_size - 1}")
-        ops.write(
-            key,
-            value,
-            self.k,
-            self.v,
-            self.format,
-            slot_mapping,
-            maps=self.maps,
-            positions=positions,
-            implementation=implementation,
-            memo=memo,
-        )
+        ops.write(WriteCall(key, value, self.k, self.v, self.format, slot_mapping, self.maps, positions), implementation)
 
     def attend(
         self,
@@ -121,89 +122,30 @@ class PagedCache:
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor | None = None,
         scale: float | None = None,
+        out: torch.Tensor | None = None,
         return_lse: bool = False,
         max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        lengths: Sequence[tuple[int, int]] | None = None,
+        key_start: torch.Tensor | None = None,
+        key_range: torch.Tensor | None = None,
         implementation: str = "auto",
-        batch_invariant: bool = False,
-        memo: Memo | None = None,
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of `q [T, HQ, D]` over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
+        """Attention of `q [T, HQ, D]`, any strides, over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
 
         block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
         cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
-        scale: of the scores, `D ** -0.5` if None. return_lse: also the log-sum-exp `[T, HQ]` float32.
-        max_query_len, implementation, batch_invariant: see `ops.attend`. memo: see `Memo`. options: fields of
-        `AttentionOptions`.
+        scale: of the scores, `D ** -0.5` if None. out: put there instead of into a new tensor. return_lse: also the log-sum-exp
+        `[T, HQ]` float32. max_query_len, max_seq_len, lengths: promises, see `Batch`. key_start, key_range: see `Segment`.
+        implementation: see `ops.attend`. options: fields of `AttentionOptions`.
         """
-        s, num_seqs = self.spec, seq_lens.shape[0]
-        checks.tensor("q", q, (None, None, s.head_size), checks.ROW_DTYPES, self.device)
-        if q.shape[1] % s.num_kv_heads:
-            checks.refuse("q.shape[1]", q.shape[1], f"a multiple of the {s.num_kv_heads} kv heads is needed")
-        if cu_seqlens_q is None:
-            if q.shape[0] != num_seqs:
-                checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
-            cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32), 1
-        unknown = options.keys() - AttentionOptions.__dataclass_fields__.keys()
-        if unknown:
-            checks.refuse("options", sorted(unknown), f"allowed: {', '.join(AttentionOptions.__dataclass_fields__)}")
-        opts = AttentionOptions(**options)
-        memo = Memo() if memo is None else memo
-        check = lambda: self._check_batch(q.shape[:2], cu_seqlens_q, seq_lens, block_table, opts)
-        memo.once(("batch fits", q.shape[:2], self.num_blocks, s.block_size), check)
-        out, lse = ops.attend(
-            q,
-            self.k,
-            self.v,
-            self.format,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            scale=s.head_size**-0.5 if scale is None else scale,
-            options=opts,
-            maps=self.maps,
-            max_query_len=max_query_len,
-            implementation=implementation,
-            batch_invariant=batch_invariant,
-            memo=memo,
-            return_lse=return_lse,
-        )
-        return (out, lse) if return_lse else out
-
-    def _check_batch(
-        self,
-        queries: tuple[int, int],
-        cu_seqlens_q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        opts: AttentionOptions,
-    ) -> None:
-        """On a CPU also what reads tensors: lengths fit the table, and the pages that are read exist."""
-        num_tokens, num_heads = queries
-        num_seqs = seq_lens.shape[0]
-        checks.tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), checks.INDEX_DTYPES, self.device)
-        checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES, self.device)
-        checks.tensor("block_table", block_table, (num_seqs, None), checks.INDEX_DTYPES, self.device)
-        checks.options(opts, num_seqs, num_heads, self.device)
-        if self.device.type != "cpu":
-            return
-        starts, lengths, size = cu_seqlens_q.tolist(), seq_lens.tolist(), self.spec.block_size
-        counts = [b - a for a, b in itertools.pairwise(starts)]
-        if starts[0] != 0 or starts[-1] != num_tokens or min(counts, default=0) < 0:
-            checks.refuse("cu_seqlens_q", starts, f"it rises from 0 to the {num_tokens} queries")
-        if any(length < count for length, count in zip(lengths, counts)):
-            checks.refuse("seq_lens", lengths, f"a sequence holds at least its queries, {counts}")
-        begins = [0] * len(lengths) if opts.key_start is None else opts.key_start.tolist()
-        pages = [-(-(length - begin) // size) for length, begin in zip(lengths, begins)]
-        if max(pages, default=0) > block_table.shape[1]:
-            checks.refuse("block_table.shape[1]", block_table.shape[1], f"the longest sequence needs {max(pages)} pages")
-        # A sliding window lets an engine give pages back: what lies wholly behind every query's window is not looked at.
-        window = opts.window if opts.prefix_ranges is None else 0
-        oldest = [length - count - window - begin if window else 0 for length, count, begin in zip(lengths, counts, begins)]
-        for row, first, last in zip(block_table, oldest, pages):
-            checks.in_range(
-                "block_table", row[max(first, 0) // size : max(last, 0)], 0, self.num_blocks, f" (the cache has {self.num_blocks} pages)"
-            )
+        batch = Batch.of(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        segments = (self.segment(block_table, key_start, key_range),)
+        call = AttendCall(q, segments, batch, scale, AttentionOptions.of(options), out, lse)
+        ops.attend(call, implementation)
+        return (call.out, lse) if return_lse else call.out
 
     def dequantize(
         self, slots: torch.Tensor, positions: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -214,7 +156,7 @@ class PagedCache:
         if positions is None and self.maps.k is not None and self.maps.k.offset is not None:
             checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
         sides = ((self.k, self.format.k, self.maps.k), (self.v, self.format.v, self.maps.v))
-        return tuple(reference.dequantize(*side, slots, positions, dtype) for side in sides)
+        return tuple(dequantize(*side, slots, positions, dtype) for side in sides)
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy pages `source [N]` onto pages `target [N]`, every byte of every head: a shared prefix that is about to be
@@ -224,54 +166,18 @@ class PagedCache:
             checks.in_range(name, t, 0, self.num_blocks)
         self.buffer[target] = self.buffer[source]
 
-    def _header(self) -> dict[str, str]:
-        return {
-            "format": FILE_FORMAT,
-            "version": str(FILE_VERSION),
-            "spec": json.dumps(self.spec.to_dict(), sort_keys=True),
-            "maps": self.maps.fingerprint(),
-            "scales": json.dumps([self.k.scale, self.v.scale]),
-        }
-
     def save(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Write pages (all if None) to a safetensors file with the format's name, its version and the geometry.
-
-        The file appears whole or not at all.
-        """
-        from safetensors.torch import save_file
-
-        index = torch.arange(self.num_blocks) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
-        checks.in_range("pages", index, 0, self.num_blocks)
-        folder = os.path.dirname(os.path.abspath(path))
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        os.close(handle)
-        try:
-            save_file({"pages": self.buffer[index.to(self.device)].cpu()}, temporary, metadata=self._header())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        """Write pages (all if None) to a page file; see `page_file.save`."""
+        page_file.save(self, path, pages)
 
     def load(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Read a file that `save` wrote into pages (0, 1, .. if None).
+        """Read a page file into pages (0, 1, .. if None); see `page_file.load`."""
+        page_file.load(self, path, pages)
 
-        ValueError, with nothing changed, if its version, format, geometry, maps, scales or number of pages differ.
-        """
-        from safetensors import SafetensorError, safe_open
 
-        try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                header, names = file.metadata() or {}, list(file.keys())
-                stored = file.get_tensor("pages") if names == ["pages"] else None
-        except SafetensorError as error:
-            raise ValueError(f"path={os.fspath(path)!r}: no safetensors file ({error})") from error
-        for field, expected in self._header().items():
-            if header.get(field) != expected:
-                checks.refuse(f"{os.fspath(path)}: {field}", header.get(field), f"this cache needs {expected}")
-        if stored is None or stored.dtype != torch.uint8 or stored.shape[1:] != self.buffer.shape[1:]:
-            checks.refuse("path", repr(os.fspath(path)), f"a tensor 'pages' of {tuple(self.buffer.shape[1:])} bytes a page is needed")
-        index = torch.arange(stored.shape[0]) if pages is None else torch.as_tensor(pages, dtype=torch.int64)
-        if index.shape[0] != stored.shape[0]:
-            checks.refuse("pages", index.shape[0], f"the file holds {stored.shape[0]} pages")
-        checks.in_range("pages", index, 0, self.num_blocks)
-        self.buffer[index.to(self.device)] = stored.to(self.device)
+_KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by identity first, which is quick
+
+
+def _restore(kind: type[PagedCache], spec: CacheSpec, buffer: torch.Tensor, maps: LayerMaps, k_scale: float, v_scale: float) -> PagedCache:
+    """A cache from a pickle."""
+    return kind.wrap(buffer, spec, maps=maps, k_scale=k_scale, v_scale=v_scale)

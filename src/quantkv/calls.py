@@ -1,16 +1,19 @@
-"""What write and attend are given: a cache's sides, the options of attention, the segments of a sequence."""
+"""What write and attend are given: one frozen description of a call, checked once, where it is made."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
+from . import checks
 from .format import Format
 from .maps import LayerMaps
+from .options import AttentionOptions
+from .reads import key_intervals
 
 
 class Side(NamedTuple):
@@ -19,7 +22,7 @@ class Side(NamedTuple):
     codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
     meta: `[num_blocks, block_size, HK, fields]` float32 or float16, None for a codec without metadata.
     scale: per-tensor scale, a float: rows are divided by it before they are encoded.
-    base, layout: `in_storage_of` fills them in, for what needs the one buffer that a side is a view of: the Hopper kernel, and
+    base, layout: `in_storage_of` fills them in, for what needs the one buffer that a side is a view of: the Hopper kernels, and
         torch.compile, which cannot follow writes to views of one storage that differ in dtype.
     """
 
@@ -35,64 +38,14 @@ class Side(NamedTuple):
         return self._replace(base=base, layout=tuple(n for t in views for n in (*t.shape, *t.stride(), t.storage_offset())))
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """Every option of attention; the defaults are plain causal attention. Sequence s has L keys and n queries; query i
-    stands at position `L - n + i`.
-
-    causal: a bool, or bool `[S]`: key j <= position.
-    window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window.
-    chunk_lookback: >= 0: instead of the window, `position // size - j // size <= chunk_lookback` with
-        `size = window // (chunk_lookback + 1)`.
-    softcap: > 0: `softcap * tanh(score / softcap)`.
-    sinks: float `[HQ]`: one more term `exp(sink)` in the denominator.
-    alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
-    qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call.
-    prefix_ranges: int `[S, R, 2]`, inclusive: query and key inside one range see each other, whatever the mask says;
-        unused where start >= end. clamp_prefix_to_window: not further back than the window.
-    output_scale: the output is `clamp(out / output_scale, -448, 448)` as float8_e4m3fn.
-    key_start: int `[S]`: position of the key in the first slot; 0 if None.
-    key_range: int `[S, 2]`: only positions from start to before end are read; all below L if None.
-    """
-
-    causal: bool | torch.Tensor = True
-    window: int = 0
-    chunk_lookback: int = -1
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    alibi_sqrt: bool = False
-    qq_bias: torch.Tensor | None = None
-    prefix_ranges: torch.Tensor | None = None
-    clamp_prefix_to_window: bool = False
-    output_scale: float | None = None
-    key_start: torch.Tensor | None = None
-    key_range: torch.Tensor | None = None
-
-
-class Memo(dict):
-    """What the layers of one forward pass have in common, worked out for the first of them.
-
-    Make one for each forward pass: all calls that share it have the same slots, block table, lengths and options; only sinks,
-    alibi_slopes, qq_bias and softcap may differ.
-    """
-
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        if key not in self:
-            self[key] = make()
-        return self[key]
-
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialized memory that the next call hands out again: fresh pages cost more than what is written to them."""
-        size = math.prod(shape)
-        held = self.get((dtype, device))
-        if held is None or len(held) < size:
-            held = self[dtype, device] = torch.empty(size, dtype=dtype, device=device)
-        return held[:size].view(shape)
-
-
 class Segment(NamedTuple):
-    """Some of the keys of every sequence, in one cache: `key_start` and `key_range` (as in `AttentionOptions`) say which."""
+    """Some of the keys of every sequence, in one cache.
+
+    block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
+    maps: the layer's linear maps.
+    key_start: int `[S]`: position of the key in the first slot; 0 if None.
+    key_range: int `[S, 2]`: only positions from start to before end are read; all below the sequence's length if None.
+    """
 
     k: Side
     v: Side
@@ -101,3 +54,245 @@ class Segment(NamedTuple):
     maps: LayerMaps
     key_start: torch.Tensor | None = None
     key_range: torch.Tensor | None = None
+
+    @property
+    def head_size_v(self) -> int:
+        return self.fmt.v.head_size(self.v.codes)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Which queries belong to which sequence, and how many keys each has.
+
+    cu_seqlens_q: int `[S + 1]`, where each sequence's queries start. seq_lens: int `[S]`, keys, the new ones included.
+    max_query_len, max_seq_len: no sequence has more queries, more keys; promises that make kernels faster and scratch smaller,
+        not checked on a GPU. None: nothing is promised.
+    lengths: `(queries, keys)` of each sequence where the host knows them: nothing waits for the device then, and a mixed batch is cut
+        into runs that are served each by what suits it. They are those on the device, to the token. None: they are not known.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
+    lengths: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None and self.lengths:
+            for name, column in (("max_query_len", 0), ("max_seq_len", 1)):
+                longest = max(pair[column] for pair in self.lengths)
+                promised = getattr(self, name)
+                if promised is not None and promised < longest:
+                    checks.refuse(name, promised, f"lengths name a sequence of {longest}")
+                object.__setattr__(self, name, longest)
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        lengths: Sequence[tuple[int, int]] | None = None,
+    ) -> Batch:
+        """A batch; without cu_seqlens_q one query a sequence. q: the queries, where they are known."""
+        checks.tensor("seq_lens", seq_lens, (None,), checks.INDEX_DTYPES)
+        if cu_seqlens_q is None:
+            num_seqs = seq_lens.shape[0]
+            if isinstance(q, torch.Tensor) and q.ndim and q.shape[0] != num_seqs:
+                checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
+            cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=seq_lens.device, dtype=torch.int32), 1
+        return cls(cu_seqlens_q, seq_lens, max_query_len, max_seq_len, None if lengths is None else tuple(map(tuple, lengths)))
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    def host_lengths(self) -> tuple[tuple[int, int], ...]:
+        """`(queries, keys)` of each sequence; read from the device, which the host waits for, unless they are known."""
+        if self.lengths is not None:
+            return self.lengths
+        read = torch.cat([self.cu_seqlens_q.diff(), self.seq_lens]).tolist()
+        return tuple(zip(read, read[self.num_seqs :]))
+
+    def check(self, tokens: int, device: torch.device) -> None:
+        checks.tensor("seq_lens", self.seq_lens, (None,), checks.INDEX_DTYPES, device)
+        checks.tensor("cu_seqlens_q", self.cu_seqlens_q, (self.num_seqs + 1,), checks.INDEX_DTYPES, device)
+        for name in ("max_query_len", "max_seq_len"):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), 0, "None or a number of tokens")
+        if self.lengths is not None and len(self.lengths) != self.num_seqs:
+            checks.refuse("lengths", f"{len(self.lengths)} pairs", f"one for each of {self.num_seqs} sequences is needed")
+        if self.lengths is not None and sum(queries for queries, _ in self.lengths) != tokens:
+            checks.refuse("lengths", list(self.lengths), f"their queries are the {tokens} of q")
+
+
+@dataclass(frozen=True, eq=False)
+class AttendCall:
+    """One call of attention: `softmax(scale * q . k^) . v^` over the pages of each sequence.
+
+    q: `[T, HQ, D]` bf16, fp16 or fp32, the queries of all sequences one after the other; any strides.
+    segments: the keys of a sequence lie in one cache or, disjoint, in several: exact first and latest tokens, say, the others
+        quantized. All have the same kv heads and head sizes; those with a V map share it and its per-tensor scale, as do those without.
+    batch, options: see there; None: plain causal attention. scale: of the scores; `D ** -0.5` if None.
+    out: `[T, HQ, D_V]` of q's dtype, float8_e4m3fn with an output scale, its last axis dense; made if None.
+    lse: `[T, HQ]` float32, filled with the natural log-sum-exp, sinks included, -inf where a query has no key; None: it is not asked for.
+    ValueError, before anything runs, naming the argument, its value and what is allowed.
+    """
+
+    q: torch.Tensor
+    segments: tuple[Segment, ...]
+    batch: Batch
+    scale: float | None = None
+    options: AttentionOptions | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        checks.tensor("q", self.q, (None, None, None), checks.ROW_DTYPES)
+        if self.options is None:  # no default of the field: torch.compile follows none that is an object
+            object.__setattr__(self, "options", AttentionOptions())
+        if not isinstance(self.segments, tuple) or not self.segments:
+            checks.refuse("segments", self.segments, "a tuple of at least one is needed")
+        tokens, num_heads, head_size = self.q.shape
+        first, device, num_seqs = self.segments[0], self.q.device, self.batch.num_seqs
+        heads, head_size_v = first.k.codes.shape[2], first.head_size_v
+        if num_heads % heads:
+            checks.refuse("q.shape[1]", num_heads, f"a multiple of the {heads} kv heads is needed")
+        self.batch.check(tokens, device)
+        self.options.check({"S": num_seqs, "HQ": num_heads}, device)
+        for segment in self.segments:
+            _check_segment(segment, heads, (head_size, head_size_v), num_seqs, device)
+        _check_shared(self.segments)
+        if self.scale is None:
+            object.__setattr__(self, "scale", head_size**-0.5)
+        checks.number("scale", self.scale)
+        shape, scaled = (tokens, num_heads, head_size_v), self.options.output_scale is not None
+        if self.out is None:
+            object.__setattr__(self, "out", self.q.new_empty(shape, dtype=torch.float8_e4m3fn if scaled else self.q.dtype))
+        dtypes = (torch.float8_e4m3fn,) if scaled else checks.ROW_DTYPES
+        checks.tensor("out", self.out, shape, dtypes, device)
+        if self.out.stride(2) != 1 and head_size_v > 1:
+            checks.refuse("out.stride()", self.out.stride(), "a dense last axis is needed")
+        if self.lse is not None:
+            checks.tensor("lse", self.lse, (tokens, num_heads), (torch.float32,), device)
+        if device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_values()
+        elif self.options.qq_bias is not None and self.batch.max_query_len is not None:
+            self._check_bias(self.batch.max_query_len)
+
+    def with_tensors(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        segments: tuple[Segment, ...],
+        options: AttentionOptions | None = None,
+    ) -> AttendCall:
+        """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
+        call = object.__new__(AttendCall)
+        call.__dict__.update(self.__dict__, q=q, out=out, lse=lse, segments=segments, options=options or self.options)
+        return call
+
+    def _check_values(self) -> None:
+        """What reads tensors, on a CPU: lengths fit their promises, and every page that is read exists."""
+        starts = self.batch.cu_seqlens_q.tolist()
+        counts = [end - start for start, end in pairwise(starts)]
+        tokens, lengths = self.q.shape[0], self.batch.seq_lens.tolist()
+        if starts[0] != 0 or starts[-1] != tokens or min(counts, default=0) < 0:
+            checks.refuse("cu_seqlens_q", starts, f"it rises from 0 to the {tokens} queries")
+        if any(length < count for length, count in zip(lengths, counts)):
+            checks.refuse("seq_lens", lengths, f"a sequence holds at least its queries, {counts}")
+        for name, values in (("max_query_len", counts), ("max_seq_len", lengths)):
+            promised = getattr(self.batch, name)
+            if promised is not None and max(values, default=0) > promised:
+                checks.refuse(name, promised, f"a sequence has {max(values)}")
+        if self.batch.lengths is not None and list(self.batch.lengths) != list(zip(counts, lengths)):
+            checks.refuse("lengths", list(self.batch.lengths), f"cu_seqlens_q and seq_lens say {list(zip(counts, lengths))}")
+        if self.options.qq_bias is not None:
+            self._check_bias(max(counts, default=0))
+        for segment in self.segments:
+            size, num_pages, table = segment.k.codes.shape[1], segment.k.codes.shape[0], segment.block_table
+            needed = key_intervals(self.options, counts, lengths, segment.key_range)
+            begins = [0] * len(lengths) if segment.key_start is None else segment.key_start.tolist()
+            for row, intervals, begin in zip(table, needed, begins):
+                for low, high in intervals:
+                    first, last = max(low - begin, 0) // size, -(-max(high - begin, 0) // size)
+                    if last > table.shape[1]:
+                        checks.refuse("block_table.shape[1]", table.shape[1], f"the keys up to position {high} need {last} pages")
+                    checks.in_range("block_table", row[first:last], 0, num_pages, f" (the cache has {num_pages} pages)")
+
+    def _check_bias(self, queries: int) -> None:
+        if self.options.qq_bias.shape[0] < queries:
+            checks.refuse("qq_bias.shape[0]", self.options.qq_bias.shape[0], f"a row for each of {queries} queries is needed")
+
+
+def _check_segment(s: Segment, heads: int, sizes: tuple[int, int], num_seqs: int, device: torch.device) -> None:
+    for name, side, codec, map_, size in zip("kv", (s.k, s.v), (s.fmt.k, s.fmt.v), (s.maps.k, s.maps.v), sizes):
+        codec.check_head_size(size)
+        checks.tensor(f"{name}.codes", side.codes, (None, s.k.codes.shape[1], heads, None), (codec.code_dtype,), device)
+        if codec.head_size(side.codes) != size:
+            named = "q.shape[2]" if name == "k" else "head_size_v"
+            checks.refuse(named, size, f"the cache holds {'keys' if name == 'k' else 'values'} of {codec.head_size(side.codes)}")
+        if codec.row.meta:
+            dtypes = (getattr(torch, codec.row.meta[0]),)
+            checks.tensor(f"{name}.meta", side.meta, (*side.codes.shape[:3], len(codec.row.meta)), dtypes, device)
+        if map_ is not None:
+            map_.check(size, heads, name)
+    checks.tensor("block_table", s.block_table, (num_seqs, None), checks.INDEX_DTYPES, device)
+    for name, t, shape in (("key_start", s.key_start, (num_seqs,)), ("key_range", s.key_range, (num_seqs, 2))):
+        if t is not None:
+            checks.tensor(name, t, shape, checks.INDEX_DTYPES, device)
+
+
+def _check_shared(segments: tuple[Segment, ...]) -> None:
+    mapped = {(id(s.maps.v), s.v.scale) for s in segments if s.maps.v is not None}
+    if len(mapped) > 1 or len({s.v.scale for s in segments if s.maps.v is None}) > 1:
+        raise ValueError("segments: those with a V map must share it and its scale, those without a V map the scale")
+
+
+@dataclass(frozen=True, eq=False)
+class WriteCall:
+    """One write: `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) into slots `slot_mapping [T]` of a cache.
+
+    Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
+    maps: the layer's linear maps. positions: int `[T]`, needed where the keys' map has an offset.
+    ValueError, before anything is written, naming the argument, its value and what is allowed.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    k: Side
+    v: Side
+    fmt: Format
+    slot_mapping: torch.Tensor
+    maps: LayerMaps
+    positions: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        device, (num_pages, size, heads) = self.k.codes.device, self.k.codes.shape[:3]
+        tokens = len(self.key) if isinstance(self.key, torch.Tensor) and self.key.ndim else None
+        sizes = self.fmt.k.head_size(self.k.codes), self.fmt.v.head_size(self.v.codes)
+        checks.tensor("key", self.key, (None, heads, sizes[0]), checks.ROW_DTYPES, device)
+        checks.tensor("value", self.value, (tokens, heads, sizes[1]), (self.key.dtype,), device)
+        checks.tensor("slot_mapping", self.slot_mapping, (tokens,), checks.INDEX_DTYPES, device)
+        for name, map_, head_size in (("k", self.maps.k, sizes[0]), ("v", self.maps.v, sizes[1])):
+            if map_ is not None:
+                map_.check(head_size, heads, name)
+        if self.positions is not None:
+            checks.tensor("positions", self.positions, (tokens,), checks.INDEX_DTYPES, device)
+        elif self.maps.k is not None and self.maps.k.offset is not None:
+            checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
+        if device.type == "cpu" and tokens and not torch.compiler.is_compiling():
+            largest = int(self.slot_mapping.max())
+            if largest >= num_pages * size:
+                checks.refuse("slot_mapping", largest, f"slots end at {num_pages * size - 1}")
+            if self.positions is not None and int(self.positions.min()) < 0:
+                checks.refuse("positions", int(self.positions.min()), "positions count from 0")
+
+    def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, maps: LayerMaps) -> WriteCall:
+        """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
+        call = object.__new__(WriteCall)
+        call.__dict__.update(self.__dict__, key=key, value=value, k=k, v=v, maps=maps)
+        return call

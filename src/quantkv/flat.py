@@ -1,8 +1,11 @@
-"""Calls as tensors, numbers and strings, which is what a `torch.library` operator takes, and back."""
+"""Calls as tensors, numbers and strings, which is what a `torch.library` operator takes, and back: loops over their fields."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -10,7 +13,7 @@ from .calls import AttentionOptions, Segment, Side
 from .format import Format, get_format
 from .maps import LayerMaps
 
-OPTION_TENSORS = ("sinks", "alibi_slopes", "qq_bias", "prefix_ranges")
+Caches = tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[torch.Tensor | None], list[float], str]
 
 
 def flatten_cache(k: Side, v: Side) -> tuple[list[torch.Tensor], list[int]]:
@@ -34,7 +37,7 @@ def unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format,
     return tuple(side.in_storage_of(base) if layout else side for side in sides)
 
 
-def flatten_segments(segments: Sequence[Segment]):
+def flatten_segments(segments: Sequence[Segment]) -> Caches:
     caches, layouts, tables, maps, factors = [], [], [], [], []
     for s in segments:
         tensors, layout = flatten_cache(s.k, s.v)
@@ -47,25 +50,27 @@ def flatten_segments(segments: Sequence[Segment]):
     return caches, layouts, tables, maps, factors, ";".join([s.fmt.name for s in segments])
 
 
-def unflatten_segments(caches, layouts, tables, maps, factors, formats) -> list[Segment]:
-    segments = []
-    for i, name in enumerate(formats.split(";")):
+def unflatten_segments(caches, layouts, tables, maps, factors, formats) -> tuple[Segment, ...]:
+    segments, names = [], formats.split(";")
+    num_maps, num_factors = len(maps) // len(names), len(factors) // len(names)
+    for i, name in enumerate(names):
         (num_tensors, num_ints), layouts = layouts[:2], layouts[2:]
-        fmt, table, numbers = get_format(name), tables[3 * i : 3 * i + 3], factors[6 * i : 6 * i + 6]
-        k, v = unflatten_cache(caches[:num_tensors], layouts[:num_ints], fmt, numbers[4:])
+        fmt, table, numbers = get_format(name), tables[3 * i : 3 * i + 3], factors[num_factors * i : num_factors * (i + 1)]
+        k, v = unflatten_cache(caches[:num_tensors], layouts[:num_ints], fmt, numbers[-2:])
         caches, layouts = caches[num_tensors:], layouts[num_ints:]
-        segments.append(Segment(k, v, fmt, table[0], LayerMaps.unflatten(maps[16 * i : 16 * i + 16], numbers[:4]), *table[1:]))
-    return segments
+        layer = LayerMaps.unflatten(maps[num_maps * i : num_maps * (i + 1)], numbers[:-2])
+        segments.append(Segment(k, v, fmt, table[0], layer, *table[1:]))
+    return tuple(segments)
 
 
-def flatten_options(o: AttentionOptions):
-    causal = None if isinstance(o.causal, bool) else o.causal
-    tensors = [causal, *[getattr(o, name) for name in OPTION_TENSORS]]
-    return (
-        tensors,
-        [o.causal is True, o.alibi_sqrt, o.clamp_prefix_to_window],
-        o.window,
-        o.chunk_lookback,
-        float(o.softcap),
-        o.output_scale,
-    )
+def flatten_options(options: AttentionOptions) -> tuple[list[torch.Tensor | None], str]:
+    """A place for each field, None where it holds no tensor; and the others, by name."""
+    values = [getattr(options, f.name) for f in fields(options)]
+    tensors = [value if isinstance(value, torch.Tensor) else None for value in values]
+    others = [f"'{f.name}': {value!r}" for f, value in zip(fields(options), values) if not isinstance(value, torch.Tensor)]
+    return tensors, "{" + ", ".join(others) + "}"
+
+
+def unflatten_options(tensors: list[torch.Tensor | None], others: str) -> AttentionOptions:
+    given: dict[str, Any] = {f.name: t for f, t in zip(fields(AttentionOptions), tensors) if t is not None}
+    return AttentionOptions(**given, **ast.literal_eval(others))

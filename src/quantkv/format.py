@@ -7,6 +7,7 @@ with one for V. Every row reads back as `scale * operand + bias`, which is all t
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,26 @@ from .spec import CacheSpec, RowLayout
 Meta = torch.Tensor | None
 
 
+class ByName:
+    """What the registry knows is pickled by its name, as functions are; a copy is the thing itself, which never changes."""
+
+    name: str
+
+    def __reduce__(self) -> tuple[Callable, tuple[str, str]]:
+        kind = type(self).__name__
+        if _known(kind, self.name) != self:
+            raise ValueError(f"{kind.lower()}={self.name!r}: a pickle names a registered one; quantkv.register its format first")
+        return _restore, (kind, self.name)
+
+    def __copy__(self) -> ByName:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByName:
+        return self
+
+
 @dataclass(frozen=True)
-class Codec:
+class Codec(ByName):
     """One side, K or V, of a format.
 
     name: short name, unique.
@@ -34,11 +53,10 @@ class Codec:
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
-    round_mapped: the mapped row is rounded to the input's dtype first, as the reference system's bytes require.
+    round_mapped: the mapped row is rounded to the input's dtype first, as vLLM's bytes require.
     head_size_multiple, power_of_two: which head sizes the codec can take.
     triton: returns the Triton half, a `views.TritonCodec`; called when a kernel first needs it, so that importing a
         format imports no Triton. hopper: likewise its half in CUDA C++, a `codec.HopperCodec`. None: it has none.
-    device_table: head_size -> numbers that the Triton half reads, 1-D; None: it reads none.
     """
 
     name: str
@@ -53,7 +71,6 @@ class Codec:
     planes: int = 1
     triton: Callable[[], Any] | None = None
     hopper: Callable[[], Any] | None = None
-    device_table: Callable[[int], torch.Tensor] | None = None
 
     def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
         """Raise ValueError if a row of `head_size` elements cannot be encoded."""
@@ -75,7 +92,7 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(ByName):
     """What a user names: a codec for K and one for V."""
 
     name: str
@@ -93,10 +110,21 @@ class Format:
 
 _FORMATS: dict[str, Format] = {}
 _ALIASES: dict[str, str] = {}
+_built_in_are_loaded = False  # torch.compile cannot follow an import
+
+
+def _load_built_in() -> None:
+    """Let the formats that come with the package register themselves, whichever module is asked for a format first."""
+    global _built_in_are_loaded
+    if not _built_in_are_loaded:
+        importlib.import_module(f"{__package__}.formats")
+        _built_in_are_loaded = True
 
 
 def register(fmt: Format, *aliases: str) -> Format:
     """Make a format known by its name and by `aliases`. ValueError where a name is taken by another format."""
+    if not _built_in_are_loaded:  # then their names are taken; while they load, this does nothing
+        importlib.import_module(f"{__package__}.formats")
     for name in (fmt.name, *aliases):
         taken = _FORMATS.get(_ALIASES.get(name, name))
         if "/" in name or (taken is not None and taken != fmt):
@@ -115,19 +143,26 @@ def unregister(name: str) -> None:
 
 def available_formats() -> list[str]:
     """Names of the registered formats, aliases left out."""
+    _load_built_in()
     return list(_FORMATS)
 
 
 def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Format:
-    """The format of that name or alias; "A/B" pairs A's K with B's V.
+    """The format of that name or alias; "A/B" pairs A's K with B's V, two formats at most.
 
     dtype: what "none" and "auto" (keys and values as given) stand for: bfloat16, float16 or float32.
     ValueError, with the nearest name, for an unknown one.
     """
     if isinstance(name, Format):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"format={name!r}: a name such as int4, or a Format, is needed")
+    _load_built_in()
     if "/" in name:
-        k, v = (get_format(part, dtype) for part in name.split("/", 1))
+        parts = name.split("/")
+        if len(parts) > 2:
+            raise ValueError(f"format={name!r}: one format, or a pair K/V such as int8/int4")
+        k, v = (get_format(part, dtype) for part in parts)
         return k if k.name == v.name else Format(f"{k.name}/{v.name}", k.k, v.v)
     if name in ("none", "auto"):
         plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -140,3 +175,22 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(_FORMATS)}, none, or K/V such as int8/int4")
     return _FORMATS[name]
+
+
+def _known(kind: str, name: str) -> ByName | None:
+    """The registered format or codec of that name. Pairs that are made when they are asked for, such as int8/int4, are known too."""
+    _load_built_in()
+    if kind == Codec.__name__:
+        return next((codec for fmt in _FORMATS.values() for codec in (fmt.k, fmt.v) if codec.name == name), None)
+    try:
+        return get_format(name)
+    except ValueError:
+        return None
+
+
+def _restore(kind: str, name: str) -> ByName:
+    """What a pickle names."""
+    found = _known(kind, name)
+    if found is None:
+        raise ValueError(f"{kind.lower()}={name!r} is unknown here: import what registers it before unpickling")
+    return found

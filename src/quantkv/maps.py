@@ -1,8 +1,7 @@
 """Linear maps that rows go through before they are encoded, as data: `y = A (k - off[position // 64])`.
 
 Attention needs only the inverse: `q . k = (A^-T q) . y + q . off`, and the output over values is mapped back by `A_v^-1`.
-Nothing that
-reads a map may assume that it is a Hadamard matrix.
+Nothing that reads a map may assume that it is a Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -30,8 +29,26 @@ def hadamard(size: int) -> torch.Tensor:
     return h
 
 
+def butterfly(rows: torch.Tensor) -> torch.Tensor:
+    """`H x` of rows x `[..., D]`, unnormalised, D a power of two, in their dtype and without gradients.
+
+    Every stage adds and subtracts neighbours at a distance of 1, 2, 4, ... in this order, as vLLM does on a CPU: the bits of float32
+    rows are vLLM's, and no BLAS has a say in them.
+    """
+    size = rows.shape[-1]
+    source, target = rows.clone(memory_format=torch.contiguous_format), torch.empty_like(rows, memory_format=torch.contiguous_format)
+    views = [(t[..., 0::2], t[..., 1::2], t[..., : size // 2], t[..., size // 2 :]) for t in (source, target)]
+    for stage in range(size.bit_length() - 1):
+        # Neighbours always stand side by side: a stage turns the bits of the index by one, and all stages turn them once around.
+        even, odd = views[stage % 2][:2]
+        sums, differences = views[1 - stage % 2][2:]
+        torch.add(even, odd, out=sums)
+        torch.sub(even, odd, out=differences)
+    return target if size.bit_length() % 2 == 0 else source
+
+
 def rht_signs(size: int) -> torch.Tensor:
-    """The reference system's fixed vector of +-1 `[size]` float64."""
+    """vLLM's fixed vector of +-1 `[size]` float64."""
     generator = torch.Generator("cpu")
     generator.manual_seed(RHT_SEED)
     return 2 * torch.bernoulli(torch.full((size,), 0.5, device="cpu"), generator=generator).double() - 1
@@ -108,10 +125,50 @@ class LinearMap:
         if self.operands is None:
             object.__setattr__(self, "operands", self._operands())
 
+    def check(self, head_size: int, num_kv_heads: int, side: str) -> None:
+        """ValueError unless the map fits rows of `head_size` of `num_kv_heads` heads. side: "k" or "v", for the message."""
+        for name in ("forward", "offset"):
+            t = getattr(self, name)
+            if t is not None and (t.shape[-1] != head_size or t.shape[-3 if name == "forward" else 1] not in (1, num_kv_heads)):
+                raise ValueError(
+                    f"maps.{side}.{name}.shape={tuple(t.shape)}: the cache has {num_kv_heads} kv heads of {head_size} "
+                    f"({'keys' if side == 'k' else 'values'})"
+                )
+
     @cached_property
-    def forward64(self) -> torch.Tensor:
-        """A in float64, in which rows are mapped before they are encoded."""
+    def traits(self) -> tuple:
+        """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
+        offset = None if self.offset is None else (self.offset.shape, self.offset.stride())
+        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], offset
+
+    @cached_property
+    def _forward64(self) -> torch.Tensor:
         return self.forward.double()
+
+    @cached_property
+    def _block_signs(self) -> torch.Tensor | None:
+        """The signs s `[D]` where A is `H diag(s)` for all heads, H unnormalised Hadamard matrices in blocks (the map of int2 and int4)."""
+        size = self.forward.shape[-1]
+        block, a = size & -size, self.forward[0]
+        signs = torch.cat([a[i, i : i + block] for i in range(0, size, block)])  # H's first row is all ones
+        h = torch.block_diag(*[hadamard(block).float()] * (size // block)).to(a.device)
+        return signs if self.forward.shape[0] == 1 and bool((signs.abs() == 1).all()) and torch.equal(a, h * signs) else None
+
+    def apply(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`A x` of rows x `[T, HK, D]` float32, rounded to `dtype`: what is encoded. Its bits depend on no BLAS. Sums that are too large
+        become the largest number of `dtype`: of finite rows nothing that is not finite is stored.
+
+        A Hadamard matrix of +-1 is a butterfly in float32, any other matrix a product in float64.
+        """
+        signs = self._block_signs
+        if signs is not None:
+            size = signs.shape[0]
+            mapped = butterfly((rows * signs).unflatten(-1, (-1, size & -size))).flatten(-2)
+        else:
+            matrix, wide = self._forward64, rows.double()
+            mapped = wide @ matrix[0].mT if matrix.shape[0] == 1 else (wide.transpose(0, 1) @ matrix.mT).transpose(0, 1)
+        largest = torch.finfo(dtype).max
+        return mapped.clamp(-largest, largest).to(dtype)
 
     def _operands(self) -> MapOperands:
         (forward, forward_factor), (inverse, inverse_factor) = _signs(self.forward), _signs(self.inverse)
@@ -150,10 +207,14 @@ def _default_map(kind: str, head_size: int, device: str) -> LinearMap | None:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """The maps of one layer's K and V; None: rows are stored as they are."""
+    """The maps of one layer's K and V; None: rows are stored as they are. ValueError for a V map with an offset: none is added back."""
 
     k: LinearMap | None = None
     v: LinearMap | None = None
+
+    def __post_init__(self) -> None:
+        if self.v is not None and self.v.offset is not None:
+            raise ValueError(f"v.offset: shape {tuple(self.v.offset.shape)}; None is needed: only keys have offsets")
 
     @classmethod
     def of(cls, fmt: Format, head_size: int, head_size_v: int, device: torch.device | str = "cpu") -> LayerMaps:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 
 class PageTable:
@@ -12,12 +14,13 @@ class PageTable:
     rows: for each sequence, its pages in order; `RELEASED` where one was given back (behind a sliding window).
     lengths: tokens of each sequence.
     num_pages: pages that a cache must have so far, used or free.
+    Errors: ValueError naming the argument, its value and what is allowed, before anything changes.
     """
 
     RELEASED = -1
 
     def __init__(self, block_size: int, num_sequences: int = 0) -> None:
-        self.block_size = block_size
+        self.block_size, num_sequences = _integer("block_size", block_size, 1), _integer("num_sequences", num_sequences)
         self.rows: list[list[int]] = [[] for _ in range(num_sequences)]
         self.lengths = [0] * num_sequences
         self.num_pages = 0
@@ -31,6 +34,7 @@ class PageTable:
 
     def append(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Lengthen sequence i by `counts[i]` tokens -> pages `(source, target)` to copy before anything is written."""
+        counts = self._each("counts", counts)
         copies = []
         for i, count in enumerate(counts):
             row = self.rows[i]
@@ -45,6 +49,7 @@ class PageTable:
 
     def select(self, indices: Sequence[int]) -> None:
         """Make the batch that of the sequences `indices`; one that occurs twice shares its pages. Nothing is copied yet."""
+        indices = [_integer("indices", i, 0, len(self.rows) - 1) for i in _items("indices", indices)]
         rows = [list(self.rows[i]) for i in indices]
         lengths = [self.lengths[i] for i in indices]
         for row in rows:
@@ -54,7 +59,11 @@ class PageTable:
         self.rows, self.lengths = rows, lengths
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Shorten sequence i to `lengths[i]` tokens."""
+        """Shorten sequence i to `lengths[i]` tokens. Where they end inside a page, that page must still be held."""
+        lengths = self._each("lengths", lengths, self.lengths)
+        for row, length in zip(self.rows, lengths):
+            if length % self.block_size and row[length // self.block_size] == self.RELEASED:
+                _refuse("lengths", lengths, f"the page of token {length - 1} was given back")
         for i, length in enumerate(lengths):
             keep = -(-length // self.block_size)
             self._drop(self.rows[i][keep:])
@@ -63,7 +72,7 @@ class PageTable:
 
     def release(self, positions: Sequence[int]) -> None:
         """Give back the pages of sequence i that lie wholly before `positions[i]`."""
-        for row, position in zip(self.rows, positions):
+        for row, position in zip(self.rows, self._each("positions", positions, self.lengths)):
             for column in range(min(position // self.block_size, len(row)) - 1, -1, -1):
                 if row[column] == self.RELEASED:
                     break  # what lies further back went earlier
@@ -72,7 +81,16 @@ class PageTable:
 
     def holds(self, i: int, position: int) -> bool:
         """Whether sequence i still has everything from `position` on."""
+        i = _integer("i", i, 0, len(self.rows) - 1)
+        position = _integer("position", position, 0, self.lengths[i])
         return self.RELEASED not in self.rows[i][position // self.block_size :]
+
+    def _each(self, argument: str, values: Sequence[int], most: Sequence[int] | None = None) -> list[int]:
+        """One integer for each sequence, from 0 to most[i] (None: to any)."""
+        values = _items(argument, values)
+        if len(values) != len(self.rows):
+            _refuse(argument, values, f"one for each of the {len(self.rows)} sequences is needed")
+        return [_integer(argument, value, 0, high) for value, high in zip(values, most or [None] * len(values))]
 
     def _take(self) -> int:
         if self._free:
@@ -90,3 +108,24 @@ class PageTable:
             if not self._references[page]:
                 del self._references[page]
                 self._free.append(page)
+
+
+def _items(argument: str, values: Iterable[int]) -> list[int]:
+    try:
+        return list(values)
+    except TypeError:
+        _refuse(argument, repr(values), "a sequence of integers is needed")
+
+
+def _integer(argument: str, value: int, least: int = 0, most: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        _refuse(argument, repr(value), "an integer is needed")
+    if number < least or (most is not None and number > most):
+        _refuse(argument, number, f"{least} or more is needed" if most is None else f"values lie in {least}..{most}")
+    return number
+
+
+def _refuse(argument: str, value: object, allowed: str) -> NoReturn:
+    raise ValueError(f"{argument}={value}: {allowed}")

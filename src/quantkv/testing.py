@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from . import calls
 from .cache import PagedCache
-from .calls import AttentionOptions, Side
+from .calls import AttendCall, AttentionOptions, Segment, Side
 from .formats import get_format
-from .implementations import reference
+from .implementations.reference.attend import compute
 from .maps import LayerMaps
 
 POISON = 0xFF  # NaN in every float format
@@ -94,25 +96,29 @@ class Batch:
             self.q, block_table=self.block_table, seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q, return_lse=True, **arguments
         )
 
-    def oracle(self, dtype: torch.dtype = torch.float64, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(self, device: torch.device | str | None = None, **arguments: Any) -> AttendCall:
+        """The call of `attend`, its tensors on `device` (None: where they are), for whoever serves it by hand."""
+
+        def move(t):
+            return t.to(device) if isinstance(t, torch.Tensor) and device is not None else t
+
+        c, arguments = self.cache, {name: move(t) for name, t in arguments.items()}
+        sides = (s._replace(codes=move(s.codes), meta=move(s.meta)) for s in (c.k, c.v))
+        if device is not None:
+            sides = (Side(*s[:3]) for s in sides)
+        maps = c.maps if device is None else LayerMaps(*(m if m is None else m.to(device) for m in (c.maps.k, c.maps.v)))
+        ranges = [arguments.pop(name, None) for name in ("key_start", "key_range")]
+        promises = {name: arguments.pop(name) for name in ("max_query_len", "max_seq_len", "lengths") if name in arguments}
+        segment = Segment(*sides, c.format, move(self.block_table), maps, *ranges)
+        batch = calls.Batch(move(self.cu_seqlens_q), move(self.seq_lens), **promises)
+        q = move(self.q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        return AttendCall(q, (segment,), batch, None, AttentionOptions(**arguments), None, lse)
+
+    def oracle(self, dtype: torch.dtype = torch.float64, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the *dequantized* cache in `dtype`, on the CPU: out and log-sum-exp. So no quantization error can hide
         a kernel's."""
-        c = self.cache
-        sides = [Side(s.codes.cpu(), None if s.meta is None else s.meta.cpu(), s.scale) for s in (c.k, c.v)]
-        maps = LayerMaps(*(m if m is None else m.to("cpu") for m in (c.maps.k, c.maps.v)))
-        options = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
-        return reference.attend(
-            self.q.cpu(),
-            *sides,
-            c.format,
-            cu_seqlens_q=self.cu_seqlens_q.cpu(),
-            seq_lens=self.seq_lens.cpu(),
-            block_table=self.block_table.cpu(),
-            scale=c.spec.head_size**-0.5,
-            options=AttentionOptions(**options),
-            maps=maps,
-            dtype=dtype,
-        )
+        return compute(self.call("cpu", **arguments), dtype)
 
 
 # Kernels multiply in 16 bits (8 bits of mantissa in a bfloat16 cache, 11 elsewhere) and add in float32. Relative error of the

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from ..cache import PagedCache
-from ..calls import AttentionOptions
+from ..calls import AttendCall
 from ..formats import get_format
-from ..implementations import reference
+from ..implementations import refusal
+from ..implementations.dense import backends
 from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
+from ..prepared import prepare_attend, prepare_write
 from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
 
@@ -60,14 +62,12 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
         cache, rows = filled(problem, format_name)
     else:  # the implementations of a format read the same pages
         cache, rows = problem.kept(format_name, lambda: filled(problem, format_name))
-    sides = (cache.k, cache.v, cache.format)
     key, value, slots, positions = (t[problem.new] for t in (problem.key, problem.value, problem.slots, problem.positions))
     written_bytes = len(slots) * (2 * s.HK * s.D * key.element_size() + int(cache.spec.bytes_per_token))
-    if implementation == "reference":
-        write = lambda: reference.write(key, value, *sides, slots, cache.maps, positions)
-    else:
-        writer = "auto" if implementation == "hopper" and s.kind == "step" else implementation  # maps may be what Triton alone writes
-        write = lambda: _ops().write(key, value, *sides, slots, maps=cache.maps, positions=positions, implementation=writer)
+    # In a step, maps may be what Triton alone writes.
+    writer = "auto" if implementation == "hopper" and s.kind == "step" else implementation
+    prepared = prepare_write(slots, positions, implementation=writer)
+    write = lambda: prepared(cache, key, value)
     if s.kind == "write":
         cache.buffer.fill_(0xFF)  # a row that is not written stays NaN, or full codes
         return Entry(write, rows, written_bytes, implementation != "reference")
@@ -75,7 +75,7 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
     entry = _reader(problem, implementation, cache, rows)
     if s.kind != "step":
         return entry
-    reference.write(-key, -value, *sides, slots, cache.maps, positions)  # what is not written before it is read shows
+    cache.write(-key, -value, slots, positions, implementation="reference")  # what is not written before it is read shows
 
     def step():
         write()
@@ -86,28 +86,18 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
 
 def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: RowsOf) -> Entry:
     """Attention over a filled cache."""
-    s, fmt = problem.shape, cache.format
-    sides = (cache.k, cache.v, fmt)
-    options = AttentionOptions(window=s.W)
+    s = problem.shape
     batch = {n: getattr(problem, n) for n in ("cu_seqlens_q", "seq_lens", "block_table", "scale")}
+    promises = {"max_query_len": s.Q} if implementation != "dense" else {"lengths": [(s.Q, s.L)] * s.B}  # as an engine knows them
     nbytes = int(s.tokens_read * cache.spec.bytes_per_token)
-    if implementation == "reference":
-        call = lambda: reference.attend(problem.q, *sides, **batch, options=options, maps=cache.maps)[0]
-        return Entry(call, rows, nbytes, False)
+    attend = prepare_attend(**batch, **promises, window=s.W, implementation=implementation)
+    out, note = torch.empty_like(problem.q), ""
     if implementation == "dense":
-        from ..implementations.dense import attend as prefill
-
-        lengths = [(s.Q, s.L)] * s.B  # as an engine knows them
-        if why := prefill.refusal(problem.q, cache.v, fmt, s.B, options, lengths=lengths):
+        call = AttendCall(problem.q, (cache.segment(problem.block_table),), attend.batch, problem.scale, attend.options, out)
+        if why := refusal("dense", call):
             raise Unavailable(why)
-        backend = prefill.dense.choose(problem.device, problem.q.dtype, s.D, s.D)
-        call = lambda: prefill.attend(problem.q, *sides, **batch, maps=cache.maps, lengths=lengths, backend=backend)[0]
-        return Entry(call, rows, nbytes, note=backend)
-    out = torch.empty_like(problem.q)
-    call = lambda: _ops().attend(
-        problem.q, *sides, **batch, options=options, maps=cache.maps, out=out, max_query_len=s.Q, implementation=implementation
-    )[0]
-    return Entry(call, rows, nbytes)
+        note = backends.choose(problem.device, problem.q.dtype, s.D, s.D)
+    return Entry(lambda: attend(cache, problem.q, out=out), rows, nbytes, implementation != "reference", note=note)
 
 
 def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
@@ -136,9 +126,7 @@ def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
     """`empty`, then all tokens that a query sees by the reference: reading is measured and checked on bytes that no kernel wrote."""
     cache, rows = empty(problem, format_name)
     for part in problem.seen.split(FILLED_AT_ONCE):
-        reference.write(
-            problem.key[part], problem.value[part], cache.k, cache.v, cache.format, problem.slots[part], cache.maps, problem.positions[part]
-        )
+        cache.write(problem.key[part], problem.value[part], problem.slots[part], problem.positions[part], implementation="reference")
     return cache, rows
 
 
@@ -147,12 +135,6 @@ def rightly_written(problem: Problem, stores: str):
     if stores in ("bf16", "fp16"):
         return problem.plain_rows(get_format(stores).k.code_dtype)
     return filled(problem, stores)[1]
-
-
-def _ops():
-    from .. import ops
-
-    return ops
 
 
 def implementations(device: torch.device) -> list[str]:

@@ -39,7 +39,7 @@ def rivals(peers: Path | None = None) -> list[Contestant]:
         found.append(_rival("FlashInfer", stores, _flashinfer, dtype))
         found.append(_rival("XQA", stores, _xqa, dtype, ("decode",)))
     if peers:
-        from .engine import engine
+        from .vllm import engine
 
         found += engine(peers)
     return found
@@ -210,7 +210,7 @@ def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
 
     if s.kind != "step":
         return call, ""
-    from .engine import write_16_bit  # what the engine writes its pages with
+    from .vllm import write_16_bit  # what the engine writes its pages with
 
     write = write_16_bit(problem, peers, (k, v))
     new = [t[problem.new] for t in (problem.key, problem.value, problem.slots)]
@@ -219,7 +219,7 @@ def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
         write(*new)
         return call()
 
-    return step, "and the engine's write"
+    return step, "and vLLM's write"
 
 
 def _flash4(problem: Problem, dtype: torch.dtype):

@@ -1,12 +1,26 @@
-"""Where the device halves of the codecs in this package are: modules beside each family, imported when a kernel first needs them."""
+"""Where the device halves of the codecs in this package are: files beside each family, loaded when a kernel first needs them."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 
 def half_of(family: str, name: str, device: str = "triton") -> Callable[[], Any]:
     """For `Codec.triton`: `name` in the module `device` of package `family`."""
     return lambda: getattr(importlib.import_module(f"{family}.{device}"), name)
+
+
+def cuda_half(file: str, type: str, **arguments: Any) -> Callable[[], Any]:
+    """For `Codec.hopper`: the struct `type` of `hopper.cuh` beside `file`; further arguments as of `HopperCodec`."""
+
+    @cache
+    def load():
+        from ..implementations.hopper.codec import HopperCodec
+
+        return HopperCodec(Path(file).with_name("hopper.cuh"), type, **arguments)
+
+    return load

@@ -1,1 +1,73 @@
-"""What can serve a call of write or attend, by the names that users type: reference, triton, dense, hopper."""
+"""What can serve a call, by the names that users type: hopper, dense, triton, reference. The one place that chooses.
+
+Each is a folder with a module for reads, `attend`, and one for writes, `write` (dense only reads), which have
+
+    HONOURED                    the names of the options that it honours (reads only); any other that is given is refused here
+    refusal(call) -> str | None why it cannot serve the call, in words; it reads no tensor of an accelerator
+    run(call)                   serves it, into the call's tensors
+    prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from ..calls import AttendCall, WriteCall
+
+NAMES = ("hopper", "dense", "triton", "reference")  # the order in which "auto" tries them
+READS_ONLY = ("dense",)
+Call = AttendCall | WriteCall
+
+
+def kind(call: Call) -> str:
+    """ "attend" or "write": the module that serves it."""
+    return "attend" if isinstance(call, AttendCall) else "write"
+
+
+def module(name: str, kind: str) -> ModuleType:
+    """The module of an implementation that serves calls of this kind."""
+    return importlib.import_module(f"{__name__}.{name}.{kind}")
+
+
+def refusal(name: str, call: Call) -> str | None:
+    """Why an implementation cannot serve `call`, in words; None where it can."""
+    if isinstance(call, WriteCall) and name in READS_ONLY:
+        return f"writes are by {', '.join(n for n in NAMES if n not in READS_ONLY)}"
+    try:
+        serving = module(name, kind(call))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("quantkv"):
+            raise
+        return f"the package {error.name} is missing: pip install 'quantkv[{name}]'"
+    if isinstance(call, AttendCall):
+        missing = sorted(set(call.options.given()) - serving.HONOURED)
+        if missing:
+            willing = [n for n in NAMES if n != name and _honours(n, missing)]
+            return f"{', '.join(missing)}: not honoured; {', '.join(willing) or 'no other'} would"
+    return serving.refusal(call)
+
+
+def _honours(name: str, options: list[str]) -> bool:
+    try:
+        return module(name, "attend").HONOURED.issuperset(options)
+    except ModuleNotFoundError:
+        return False
+
+
+def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, str]]:
+    """The implementation that serves `call`, and why each one that was tried before it does not.
+
+    "auto" tries all of them on a GPU, and elsewhere takes the reference. ValueError where an explicit choice cannot serve the call:
+    it never becomes another one.
+    """
+    if implementation not in ("auto", *NAMES):
+        raise ValueError(f"implementation={implementation!r}: one of auto, {', '.join(NAMES)}")
+    device = call.q.device if isinstance(call, AttendCall) else call.key.device
+    refusals = {}
+    for name in (implementation,) if implementation != "auto" else NAMES if device.type == "cuda" else ("reference",):
+        reason = refusal(name, call)
+        if reason is None:
+            return name, refusals
+        refusals[name] = reason
+    raise ValueError(f"implementation={implementation!r}: {'; '.join(refusals.values())}")

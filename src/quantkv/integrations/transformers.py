@@ -10,6 +10,7 @@ and attends to the pages. Tested with transformers 5.17 to 5.23.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache import PagedCache
-from ..checks import refuse
+from ..calls import AttentionOptions
+from ..checks import ROW_DTYPES, integer, number, refuse, tensor
 from ..format import Format
 from ..formats import get_format
 from ..spec import CacheSpec
-from .sequences import Kind, Sequences
+from .sequences import Kind, Progress, Sequences
 
 ATTENTION = "quantkv"
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
@@ -69,6 +71,7 @@ class QuantizedLayer(CacheLayerMixin):
         super().__init__()
         self.requested, self.dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
         self.sequences, self.is_sliding, self.seen = sequences, sequences.kind.window > 0, 0
+        sequences.progress.num_layers += 1
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -84,66 +87,80 @@ class QuantizedLayer(CacheLayerMixin):
         self.record_past = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        fmt = get_format(self.requested, self.dtype or key_states.dtype)
-        spec = fmt.cache_spec(key_states.shape[1], key_states.shape[3], value_states.shape[3], self.sequences.block_size)
-        self.pages = _pages(spec, max(spec.num_blocks(self.num_tokens) * key_states.shape[0], 1), key_states.device)
+        self.pages = self._new_pages(key_states, value_states)
         self.is_initialized = True
+
+    def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
+        """Pages for rows such as key and value, `[S, HK, N, D]`."""
+        fmt = get_format(self.requested, self.dtype or key.dtype)
+        spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
+        return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
-        if self.pages is None:
-            self.lazy_initialization(key_states, value_states)
         self._new = key_states, value_states
         return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding."""
+        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding.
+
+        A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
+        """
+        if self._new is None or self._new[0].shape[2] != query.shape[2]:
+            raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
+        (key, value), self._new, progress = self._new, None, self.sequences.progress
+        pages = self._new_pages(key, value) if self.pages is None else self.pages
+        self._check(pages, query, key, value, **options)
+        progress.enter(self.seen, query.shape[0], query.shape[2], mask)
+        self.pages, self.is_initialized = pages, True
+        try:
+            self._make_room()
+            out = self._attend(query, key, value, **options)
+        except BaseException:
+            progress.failed = True
+            raise
+        self.seen = progress.leave()
+        return out
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         batch_size, _, count, _ = query.shape
         first = self.seen == 0
-        key, value = self._advance(batch_size, count, mask)
         step = self.sequences.step(query.device)
         key, value, q = (_tokens(t, step.rows) for t in (key, value, query))
-        self.pages.write(key, value, step.slots, memo=step.memo)
+        step.write(self.pages, key, value)
         pages = self.pages
         if first and self.fresh_prefill:
             plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
             pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
-            pages.write(key, value, step.slots, memo=step.memo)
-        out = pages.attend(
-            q,
-            block_table=step.block_table,
-            seq_lens=step.seq_lens,
-            cu_seqlens_q=step.cu_seqlens_q,
-            max_query_len=count,
-            memo=step.memo,
-            **self.sequences.kind.options,
-            **options,
-        )
+            step.write(pages, key, value)
+        out = step.attend(pages, q, max_query_len=count, **self.sequences.kind.options, **options)
         if step.rows is not None:
             out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
         return out.unflatten(0, (batch_size, count))
 
-    def _advance(self, batch_size: int, count: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Join the forward pass under way, or begin the next. Returns the new keys and values."""
-        if self._new is None or self._new[0].shape[2] != count:
-            raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
-        (key, value), self._new = self._new, None
-        if self.seen == self.sequences.seen:
-            self.sequences.begin(batch_size, count, mask)
-        elif self.seen + count != self.sequences.seen:
-            raise RuntimeError(
-                f"cache: this layer holds {self.seen} tokens, others {self.sequences.seen}; a forward pass that skipped "
-                "layers or failed leaves a cache that must be reset"
-            )
-        self.seen = self.sequences.seen
-        needed, step = self.sequences.table.num_pages, self.sequences.step(key.device)
+    def _check(
+        self, pages: PagedCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, **options: Any
+    ) -> None:
+        """Refuse what write and attend would, before anything advances."""
+        spec, batch_size, count = pages.spec, query.shape[0], query.shape[2]
+        tensor("key", key, (batch_size, spec.num_kv_heads, count, spec.head_size), ROW_DTYPES, pages.device)
+        tensor("value", value, (batch_size, spec.num_kv_heads, count, spec.head_size_v), (key.dtype,), pages.device)
+        tensor("query", query, (None, None, None, spec.head_size), ROW_DTYPES, pages.device)
+        if query.shape[1] % spec.num_kv_heads:
+            refuse("query.shape[1]", query.shape[1], f"a multiple of the {spec.num_kv_heads} kv heads is needed")
+        AttentionOptions(**self.sequences.kind.options, **options).check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
+        if scale is not None:
+            number("scaling", scale)
+
+    def _make_room(self) -> None:
+        """Pages for the tokens of the forward pass under way, and copies of those that are shared no longer."""
+        needed, step = self.sequences.table.num_pages, self.sequences.step(self.pages.device)
         if needed > self.pages.num_blocks:
             old = self.pages
-            self.pages = _pages(old.spec, max(needed, int(old.num_blocks * GROWTH)), key.device)
+            self.pages = _pages(old.spec, max(needed, int(old.num_blocks * GROWTH)), old.device)
             self.pages.buffer[: old.num_blocks] = old.buffer
         if step.copies is not None:
             self.pages.copy_pages(*step.copies)
-        return key, value
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -198,7 +215,8 @@ class QuantizedCache(Cache):
             refuse("format", f"{len(formats)} formats", f"the model has {len(kinds)} layers")
         for name in formats:
             get_format(name, dtype or torch.bfloat16)
-        self.sequences = {kind: Sequences(kind, block_size) for kind in kinds}
+        self.progress = Progress()
+        self.sequences = {kind: Sequences(kind, block_size, self.progress) for kind in dict.fromkeys(kinds)}
         super().__init__(
             layers=[QuantizedLayer(name, self.sequences[kind], dtype, fresh_prefill, num_tokens) for name, kind in zip(formats, kinds)]
         )
@@ -234,40 +252,41 @@ class QuantizedCache(Cache):
     @property
     def batch_size(self) -> int:
         """Sequences in the cache, -1 before the first forward pass."""
-        table = next(iter(self.sequences.values())).table
-        return -1 if table is None else len(table.rows)
+        return self.progress.batch_size
 
     def reset(self) -> None:
-        for sequences in self.sequences.values():
-            sequences.reset()
+        self.progress.reset()
         self._sync()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers; 0 removes none)."""
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor in some versions
-        if tokens_to_remove > 0:
-            refuse("tokens_to_remove", tokens_to_remove, "a negative number is needed, -n removes n tokens")
-        for sequences in self.sequences.values():
-            sequences.crop(-tokens_to_remove)
+        try:
+            count = -operator.index(tokens_to_remove)  # assisted decoding passes a tensor in some versions
+        except TypeError:
+            count = -1
+        if count < 0:
+            refuse("tokens_to_remove", tokens_to_remove, "a negative integer is needed, -n removes n tokens")
+        self.progress.crop(count)
         self._sync()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes a copy of sequence `beam_idx[i]`. Pages are shared, and copied when one of them is written to."""
-        self._select(beam_idx.tolist())
+        self.progress.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select([i for i in range(self.batch_size) for _ in range(repeats)])
+        integer("repeats", repeats, 1, "a positive integer")
+        self.progress.select([i for i in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select(torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist())
-
-    def _select(self, indices: list[int]) -> None:
-        for sequences in self.sequences.values():
-            sequences.select(indices)
+        try:
+            chosen = torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist()
+        except IndexError as error:
+            raise ValueError(f"indices={indices.tolist()}: the cache holds {self.batch_size} sequences ({error})") from error
+        self.progress.select(chosen)
 
     def _sync(self) -> None:
         for layer in self.layers:
-            layer.seen, layer._new = layer.sequences.seen, None
+            layer.seen, layer._new = self.progress.seen, None
 
 
 def _layer_kinds(config: PreTrainedConfig) -> list[Kind]:

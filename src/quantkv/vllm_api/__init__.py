@@ -1,4 +1,4 @@
-"""The reference system's names, signatures, warnings and errors over the project's ops, for engines that call it by those names.
+"""vLLM's names, signatures, warnings and errors over the project's ops, for engines that call vLLM's quantized attention by those names.
 
 Backends register themselves when `get_backend` first asks for their mode; importing this package imports none of them.
 """

@@ -1,22 +1,27 @@
-"""The reference system's one read entry point, for every mode."""
+"""vLLM's one read entry point, for every mode."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from .. import checks, ops
-from ..calls import AttentionOptions
+from ..calls import AttendCall, AttentionOptions, Batch, Segment
 from ..format import Format
 from ..formats import get_format
+from ..maps import LayerMaps
 from .modes import KVQuantMode
 from .registry import get_backend
-from .views import FP8_DTYPES, ContractError, cache_side, scale_value
+from .views import FP8_DTYPES, ContractError, cache_side, need_tensors, need_tensors_or_none, scale_value
 
 Scale = float | torch.Tensor
 
 
 def window_tokens(window_size: tuple[int, int]) -> int:
     """Tokens of the sliding window that `(left, right)` stands for; 0: none."""
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        checks.refuse("window_size", window_size, "a pair (left, right) is needed")
     left, right = window_size
     if (left, right) == (-1, -1):
         return 0
@@ -54,6 +59,8 @@ def attend(
     v_scale: float = 1.0,
 ) -> None:
     """`unified_attention` over caches in `fmt`. max_seqlen_k, an upper bound, is not needed: lengths are read from seqused_k."""
+    need_tensors(q=q, k_cache=k_cache, v_cache=v_cache, out=out, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, block_table=block_table)
+    need_tensors_or_none(sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, mm_prefix_range=mm_prefix_range)
     num_seqs, device = seqused_k.shape[0], k_cache.device
     checks.tensor("q", q, (None, None, None), checks.ROW_DTYPES, device)
     out_dtypes = checks.ROW_DTYPES if output_scale is None else (torch.float8_e4m3fn,)
@@ -81,19 +88,9 @@ def attend(
         prefix_ranges=mm_prefix_range,
         output_scale=None if output_scale is None else scale_value("output_scale", output_scale),
     )
-    ops.attend(
-        q,
-        k,
-        v,
-        fmt,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seqused_k,
-        block_table=block_table,
-        scale=softmax_scale,
-        options=options,
-        out=out,
-        max_query_len=max_seqlen_q,
-    )
+    maps = LayerMaps.of(fmt, q.shape[2], out.shape[2], device)
+    batch = Batch(cu_seqlens_q, seqused_k, max_seqlen_q)
+    ops.attend(AttendCall(q, (Segment(k, v, fmt, block_table, maps),), batch, softmax_scale, options, out))
 
 
 def per_tensor_format(mode: KVQuantMode, cache_dtype: torch.dtype) -> Format:
@@ -146,13 +143,13 @@ def unified_attention(
     cu_seqlens_q: int `[S + 1]`; seqused_k: int `[S]`, keys of each sequence; block_table: int `[S, pages]`.
     max_seqlen_q: longest query; max_seqlen_k: bound on the keys, not needed.
     causal: a bool, or bool `[S]`. window_size: `(w - 1, 0)` for a window of w tokens, `(-1, -1)` for none. softcap: 0 for none.
-    q_descale: None. k_descale, v_descale: scale of an 8-bit float cache with one for the tensor; other caches have none,
-        and then these are not read.
-    seq_threshold_3D .. softmax_segm_expsum: scratch of the reference system's split over keys; the ops bring their own.
+    q_descale: None. k_descale, v_descale: scale of an 8-bit float cache with one for the tensor, a number or a tensor of any shape
+        that holds one and no other; other caches have none, and then these are not read.
+    seq_threshold_3D .. softmax_segm_expsum: scratch of vLLM's split over keys; the ops bring their own.
     alibi_slopes, sinks: float `[HQ]`. qq_bias: float `[Q, Q]`. mm_prefix_range: int `[S, R, 2]`, inclusive.
     output_scale: `out` is float8_e4m3fn and holds `clamp(result / output_scale, -448, 448)`.
     k_scale_cache, v_scale_cache: float32 `[num_blocks, block_size, HK]` in the modes with a scale for each (token, head).
-    ValueError: an argument that cannot be honoured, by its name.
+    ValueError: an argument that cannot be honoured, by its name, before anything runs. Lists are not taken for tensors.
     """
     if q_descale is not None:
         checks.refuse("q_descale", q_descale, "None: queries are bf16, fp16 or fp32 and have no scale")
@@ -174,6 +171,7 @@ def unified_attention(
         k_scale_cache=k_scale_cache,
         v_scale_cache=v_scale_cache,
     )
+    need_tensors(k=k, v=v)
     mode = KVQuantMode(kv_quant_mode)
     if mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         fmt = per_tensor_format(mode, k.dtype)

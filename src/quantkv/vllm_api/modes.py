@@ -1,10 +1,10 @@
-"""The reference system's name for each cache mode."""
+"""vLLM's name for each cache mode."""
 
 from enum import IntEnum
 
 
 class KVQuantMode(IntEnum):
-    """How a layer's cache stores keys and values. The numbers are the reference system's where it gives the mode one.
+    """How a layer's cache stores keys and values. The numbers are vLLM's where it gives the mode one.
 
     NVFP4 is a name that engines know and that has no backend here: `get_backend` refuses it until one is registered.
     """

@@ -8,7 +8,7 @@ from ..formats import get_format
 from .base import QuantKVBackend
 from .modes import KVQuantMode
 from .registry import register
-from .views import ContractError, cache_side, store
+from .views import ContractError, cache_side, need_tensors, store
 
 
 class PerTokenHeadBackend(QuantKVBackend):
@@ -34,6 +34,7 @@ class PerTokenHeadBackend(QuantKVBackend):
         """
         if k_scale_cache is None or v_scale_cache is None:
             raise ContractError(f"{self.mode.name} requires k_scale_cache / v_scale_cache")
+        need_tensors(key=key, value=value)
         k = cache_side("key_cache", key_cache, self.format.k, key.shape[-1], k_scale_cache)
         v = cache_side("value_cache", value_cache, self.format.v, value.shape[-1], v_scale_cache)
         store(key, value, k, v, self.format, slot_mapping)

@@ -1,4 +1,4 @@
-"""The reference system's write entry points."""
+"""vLLM's write entry points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..formats import get_format
 from .attention import Scale
 from .modes import KVQuantMode
 from .registry import get_backend
-from .views import ContractError, cache_side, scale_value, store
+from .views import ContractError, cache_side, need_tensors, scale_value, store
 
 _AS_GIVEN = ("auto", "bfloat16", "float16", "float32")
 _FP8 = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
@@ -45,6 +45,7 @@ def triton_reshape_and_cache_flash(
     kv_cache_dtype: "auto" (the cache's dtype), "bfloat16", "float16", "float32", "fp8" or "fp8_e4m3", "fp8_e5m2".
     k_scale, v_scale: a number or a tensor of one. Read for 8-bit floats only; rows as given have no scale.
     """
+    need_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     fmt = _format(kv_cache_dtype, key_cache)
     scales = [scale_value(name, s) if kv_cache_dtype in _FP8 else 1.0 for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
     k = cache_side("key_cache", key_cache, fmt.k, key.shape[-1], scale=scales[0])
@@ -62,6 +63,7 @@ def triton_reshape_and_cache_flash_diffkv(
     v_scale: Scale,
 ) -> None:
     """`triton_reshape_and_cache_flash` into one combined cache `[num_blocks, block_size, HK, D + D_V]`, keys first."""
+    need_tensors(key=key, value=value, kv_cache=kv_cache)
     head_size, head_size_v = key.shape[-1], value.shape[-1]
     checks.tensor("kv_cache", kv_cache, (None, None, None, head_size + head_size_v), (kv_cache.dtype,), kv_cache.device)
     triton_reshape_and_cache_flash(
@@ -83,6 +85,7 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 
     Without a mode, which is deprecated, a float8_e4m3fn cache means FP8 and any other INT8: INT4 and INT2 cannot be told apart.
     """
+    need_tensors(key_cache=key_cache)
     if kv_quant_mode is None:
         warnings.warn(
             "triton_reshape_and_cache_flash_per_token_head_quant: calling without `kv_quant_mode` is deprecated and "

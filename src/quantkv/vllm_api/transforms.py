@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..maps import hadamard, rht_signs
+from ..maps import butterfly, hadamard, rht_signs
 
 
 @lru_cache(maxsize=16)
@@ -32,19 +32,13 @@ def fast_hadamard_transform(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"x.dtype={x.dtype}: floating point is needed")
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return x @ _matrix(size, x.dtype, str(x.device))
-    y = x if x.dtype == torch.float64 else x.float()
-    half = 1
-    while half < size:
-        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)
-        y = torch.stack((a + b, a - b), -2).flatten(-3)
-        half *= 2
-    return y.to(x.dtype) if size > 1 else x.clone()
+    return butterfly(x if x.dtype == torch.float64 else x.float()).to(x.dtype)
 
 
 def single_rht(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     """The randomized Hadamard transform `H (d * x)`, or its transpose `d * (H x)`, along the last axis.
 
-    d: the reference system's fixed signs. Where D is no power of two, each block of b elements, b the largest power of two
+    d: vLLM's fixed signs. Where D is no power of two, each block of b elements, b the largest power of two
     that divides D, by itself. `single_rht(single_rht(x), inverse=True) = b x`.
     """
     size = x.shape[-1]

@@ -1,4 +1,4 @@
-"""TurboQuant by the reference system's names: one slot `key bytes | value bytes` for each (token, head)."""
+"""TurboQuant by vLLM's names: one slot `key bytes | value bytes` for each (token, head)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from .. import checks, ops
-from ..calls import Side
+from ..calls import AttendCall, Batch, Segment, Side
 from ..format import Codec, Format
 from ..formats import get_format
 from ..formats.turboquant import LEVELS, centroids
 from ..maps import LayerMaps, LinearMap, named_map
-from .views import ReadOnce, store
+from .views import ReadOnce, need_tensors, store
 
 # (key bits, value bits) -> format; 8 bits are e4m3
 _FORMATS = {(8, 4): "tq_k8v4", (4, 4): "tq4", (3, 4): "tq_k3v4", (3, 3): "tq3", (4, 3): "tq4/tq3", (8, 3): "tq_k8v4/tq3"}
@@ -166,6 +166,7 @@ def triton_turboquant_store(
     levels of `get_centroids`; other tables are refused. Neither is read with key_fp8.
     mse_bits: 3 or 4. key_packed_size: offset of the value in the slot. value_quant_bits: 3 or 4.
     """
+    need_tensors(key=key, value=value, kv_cache=kv_cache)
     fmt, head_size = _format(mse_bits, value_quant_bits, key_fp8), key.shape[-1]
     if value.shape[-1] != head_size:
         checks.refuse("value.shape[-1]", value.shape[-1], f"a slot holds a key and a value of one head size, {head_size}")
@@ -202,9 +203,10 @@ def triton_turboquant_decode_attention(
     block_table: int `[S, pages]`; seq_lens: int `[S]`. The other arguments as in `triton_turboquant_store`, and
     Pi: transpose of PiT, which may be left out. centroids: `get_centroids(D, mse_bits)`.
     norm_correction: keys of 3 or 4 bits are always read with it; False is refused for them.
-    mid_o_buf, output_buf, lse_buf, buf_holder: scratch of the reference system; the ops bring their own, and choose the number
+    mid_o_buf, output_buf, lse_buf, buf_holder: scratch of vLLM's kernels; the ops bring their own, and choose the number
     of splits.
     """
+    need_tensors(query=query, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
     fmt, num_seqs, device = _format(mse_bits, value_quant_bits, key_fp8), seq_lens.shape[0], kv_cache.device
     checks.tensor("query", query, (num_seqs, None, None), checks.ROW_DTYPES, device)
     checks.tensor("seq_lens", seq_lens, (num_seqs,), checks.INDEX_DTYPES, device)
@@ -221,7 +223,5 @@ def triton_turboquant_decode_attention(
         if transpose[1] is not maps and not torch.allclose(transpose[0], matrix, atol=1e-5):
             checks.refuse("PiT", f"{tuple(PiT.shape)} numbers", "the transpose of Pi is needed")
     one_each = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-    out, _ = ops.attend(
-        query, k, v, fmt, cu_seqlens_q=one_each, seq_lens=seq_lens, block_table=block_table, scale=scale, maps=maps, max_query_len=1
-    )
-    return out
+    maps = LayerMaps.of(fmt, head_size, head_size, device) if maps is None else maps
+    return ops.attend(AttendCall(query, (Segment(k, v, fmt, block_table, maps),), Batch(one_each, seq_lens, 1), scale))[0]

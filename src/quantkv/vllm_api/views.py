@@ -1,15 +1,17 @@
-"""From the reference system's arguments to what the ops take: caches as strided sides, small tensors as numbers."""
+"""From vLLM's arguments to what the ops take: caches as strided sides, small tensors as numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import checks, ops
-from ..calls import Side
+from ..calls import Side, WriteCall
 from ..format import Codec, Format
 from ..maps import LayerMaps
 
@@ -17,7 +19,7 @@ FP8_DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 
 
 class ContractError(AssertionError, ValueError):
-    """What the reference system asserts: can be caught as either, and is raised under `python -O` too."""
+    """What vLLM asserts: can be caught as either, and is raised under `python -O` too."""
 
 
 class ReadOnce:
@@ -39,19 +41,34 @@ class ReadOnce:
         return known[args][1]
 
 
-_item = ReadOnce(lambda t: float(t.reshape(-1)[0]))
+_bounds = ReadOnce(lambda t: tuple(float(x) for x in t.aminmax()))
 
 
 def scale_value(argument: str, scale: float | torch.Tensor) -> float:
-    """A per-tensor scale as a number: a float, a tensor of one element, or one such expanded to any shape."""
+    """A per-tensor scale as a number: a positive number, or a tensor of any shape that holds one and no other."""
     if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1 and (any(scale.stride()) or not scale.numel()):
-            checks.refuse(f"{argument}.shape", tuple(scale.shape), "one scale for the whole tensor is needed")
-        base = scale._base  # an expanded view is a new object at every call
-        scale = _item(scale if base is None or base.numel() != 1 else base)
-    if not isinstance(scale, (int, float)) or not scale > 0:
+        if scale.dtype == torch.bool or scale.dtype.is_complex or not scale.numel():
+            checks.refuse(argument, f"{tuple(scale.shape)} of {scale.dtype}", "a positive number, or a tensor of one, is needed")
+        base = scale._base  # an expanded view is a new object at every call, what it is a view of is not
+        low, high = _bounds(scale if base is None or base.numel() != 1 else base)
+        if low != high:
+            checks.refuse(argument, f"{low}..{high}", "one scale for the whole tensor is needed")
+        scale = low
+    if not isinstance(scale, Real) or not 0 < scale < math.inf:
         checks.refuse(argument, scale, "a positive number, or a tensor of one, is needed")
     return float(scale)
+
+
+def need_tensors(**arguments: object) -> None:
+    """ValueError naming the first argument that is no tensor: lists are not taken for them."""
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            checks.refuse(name, type(value).__name__, "a tensor is needed")
+
+
+def need_tensors_or_none(**arguments: object) -> None:
+    """`need_tensors` of those that are not None."""
+    need_tensors(**{name: value for name, value in arguments.items() if value is not None})
 
 
 def cache_side(
@@ -61,6 +78,8 @@ def cache_side(
 
     scale_cache: float32 `[num_blocks, block_size, HK]` for a codec with metadata, None for one without.
     """
+    need_tensors(**{argument: cache})
+    need_tensors_or_none(**{f"scale cache of {argument}": scale_cache})
     codec.check_head_size(head_size)
     width = codec.row.code_bytes(head_size) // codec.code_dtype.itemsize
     dtypes = (codec.code_dtype, torch.uint8) if codec.code_dtype.itemsize == 1 else (codec.code_dtype,)
@@ -79,6 +98,7 @@ def store(
     key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor, maps: LayerMaps | None = None
 ) -> None:
     """Write `key [N, HK, D]` and `value [N, HK, D_V]` to `slot_mapping [T]`; rows beyond T are an engine's padding."""
+    need_tensors(slot_mapping=slot_mapping)
     device, heads, tokens = k.codes.device, k.codes.shape[2], slot_mapping.shape[0]
     checks.tensor("key", key, (None, heads, None), checks.ROW_DTYPES, device)
     checks.tensor("value", value, (None, heads, None), (key.dtype,), device)
@@ -87,4 +107,6 @@ def store(
         checks.refuse("slot_mapping.shape", (tokens,), f"key and value have {key.shape[0]} and {value.shape[0]} rows")
     if k.codes.shape[:3] != v.codes.shape[:3]:
         checks.refuse("value_cache.shape", tuple(v.codes.shape), f"pages and heads as in key_cache, {tuple(k.codes.shape[:3])}")
-    ops.write(key[:tokens], value[:tokens], k, v, fmt, slot_mapping, maps=maps)
+    sizes = (fmt.k.head_size(k.codes), fmt.v.head_size(v.codes))
+    maps = LayerMaps.of(fmt, *sizes, device) if maps is None else maps
+    ops.write(WriteCall(key[:tokens], value[:tokens], k, v, fmt, slot_mapping, maps))

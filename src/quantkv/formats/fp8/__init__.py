@@ -8,7 +8,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import half_of
+from ..device import cuda_half, half_of
 from ..int8 import absmax_scale, decode_scaled
 
 
@@ -23,8 +23,8 @@ def _encode_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return cast(y * (1.0 / scale), torch.float8_e4m3fn), scale
 
 
-def plain_fp8(name: str, dtype: torch.dtype, device: str) -> Codec:
-    """Codes are the numbers themselves: nothing is stored beside them."""
+def plain_fp8(name: str, dtype: torch.dtype, device: str, keys: bool = False) -> Codec:
+    """Codes are the numbers themselves: nothing is stored beside them. keys: the Hopper kernel reads them as keys."""
     return Codec(
         name,
         RowLayout(8),
@@ -33,6 +33,7 @@ def plain_fp8(name: str, dtype: torch.dtype, device: str) -> Codec:
         code_dtype=dtype,
         head_size_multiple=2,
         triton=half_of(__name__, device),
+        hopper=cuda_half(__file__, device, keys=keys, values=False),
     )
 
 
@@ -46,6 +47,7 @@ FP8_TOKEN = Codec(
     code_dtype=torch.float8_e4m3fn,
     head_size_multiple=2,
     triton=half_of(__name__, "E4M3_TOKEN"),
+    hopper=cuda_half(__file__, "E4M3Token"),
 )
 
 register(Format("fp8", E4M3, E4M3, "per tensor, e4m3"), "fp8_e4m3", "fp8_per_tensor")

@@ -5,8 +5,8 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels import ptx
 from ...implementations.triton.kernels.codes import absmax_scale, pack_codes, reciprocal, to_float8
+from ...implementations.triton.kernels.ptx import Program
 from ...implementations.triton.kernels.views import TritonCodec
 
 
@@ -45,6 +45,11 @@ def e5m2_unpack(words, table, PLAN: tl.constexpr):
     return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True))
 
 
-E4M3 = TritonCodec(2, e4m3_encode, e4m3_unpack, exponents=(8, 8), program=ptx.E4M3)
+CONVERTED = Program(
+    "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $2, 0, 0x3120; mov.b32 {lo, hi}, t;"
+    "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
+    capability=89,
+)
+E4M3 = TritonCodec(2, e4m3_encode, e4m3_unpack, exponents=(8, 8), program=CONVERTED, floats=True)
 E4M3_TOKEN = replace(E4M3, encode=e4m3_token_encode, num_meta=1)
-E5M2 = TritonCodec(2, e5m2_encode, e5m2_unpack)
+E5M2 = TritonCodec(2, e5m2_encode, e5m2_unpack, floats=True)

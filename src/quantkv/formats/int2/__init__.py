@@ -1,6 +1,5 @@
 """2 bits: Lloyd-Max codes of the rotated row `y = H_D x`, `n = sqrt(sum y^2 + 1e-12)`, `z = y sqrt(D) / n`. The stored float32
-is
-`n / D^1.5`, so that `y^ = D * stored * centroid`."""
+is `n / D^1.5`, so that `y^ = D * stored * centroid`."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, unpack
 from ...spec import RowLayout
-from ..device import half_of
-from ..int8 import quotient
+from ..device import cuda_half, half_of
+from ..int8 import LARGEST, quotient
 
-BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as the reference rounds it
+BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as vLLM rounds it
 CENTROIDS = (-1.5104, -0.4528, 0.4528, 1.5104)
 
 
 def _sum_of_squares(y: torch.Tensor) -> torch.Tensor:
-    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives the reference's bits: eight running sums,
+    """`[..., D]` -> `[..., 1]`, plane by plane in the order of additions that gives vLLM's bits: eight running sums,
     a tree, the planes."""
     squares = (y * y).unflatten(-1, (-1, 4)).mT  # [..., plane, D / 4]
     width = min(8, squares.shape[-1])
@@ -29,7 +28,8 @@ def _sum_of_squares(y: torch.Tensor) -> torch.Tensor:
 
 def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     head_size = y.shape[-1]
-    norm = (_sum_of_squares(y) + 1e-12).double().sqrt().float()  # torch's float32 sqrt is not correctly rounded on every CPU
+    squares = (_sum_of_squares(y) + 1e-12).double()
+    norm = squares.sqrt().float().clamp_max(LARGEST)  # torch's float32 sqrt is not correctly rounded on every CPU
     z = y * (y.new_tensor(head_size**0.5) / norm)
     codes = torch.bucketize(z.contiguous(), y.new_tensor(BOUNDARIES), right=True)
     return pack(codes, 2), quotient(norm, head_size**1.5)
@@ -52,5 +52,6 @@ INT2 = Codec(
     power_of_two=True,
     planes=4,
     triton=half_of(__name__, "INT2"),
+    hopper=cuda_half(__file__, "Int2", table_bytes=1 << 16),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

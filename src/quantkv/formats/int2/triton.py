@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels import ptx
-from ...implementations.triton.kernels.codes import pack_codes, sum_of_squares, unpack_codes
+from ...implementations.triton.kernels.codes import LARGEST, pack_codes, saturate, sum_of_squares, unpack_codes
+from ...implementations.triton.kernels.ptx import Program, half2
 from ...implementations.triton.kernels.views import TritonCodec
 
 
 @triton.jit
 def int2_encode(x, real, table, PLAN: tl.constexpr):
-    norm = tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12)
+    norm = saturate(tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12), LARGEST)
     factor = tl.div_rn(tl.full(norm.shape, PLAN.head_size**0.5, tl.float32), norm)[:, None]
     codes = ()
     for p in tl.static_range(len(x)):
@@ -34,4 +34,15 @@ def int2_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (meta[0] * (PLAN.head_size * 0.0016),)
 
 
-INT2 = TritonCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=ptx.PAIRS)
+def pairs() -> Program:
+    """int2's levels, 661 low bit + 1227 high bit - 944, from each bit masked in place."""
+    steps = []
+    for p in range(8):
+        word, low = ("$8", 2 * p) if p < 5 else ("t", 2 * p - 10)
+        for b, level, total in ((low, 661, "c"), (low + 1, 1227, f"${p}")):
+            mask, factor = f"0x{0x10001 << b:08x}", half2(level / 2**b)
+            steps.append(f"and.b32 a, {word}, {mask}; mov.b32 b, {factor}; fma.rn.f16x2 ${p}, a, b, {total};")
+    return Program(f"{{ .reg .b32 t, a, b, c; mov.b32 c, {half2(-944 * 2.0**-24)}; shr.b32 t, $8, 10; {''.join(steps)} }}", (24,) * 8)
+
+
+INT2 = TritonCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=pairs())

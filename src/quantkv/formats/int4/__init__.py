@@ -1,7 +1,7 @@
 """4 bits, asymmetric, rotated: `scale = max((max - min) / 15, 1e-6)`, `zp = clamp(round(-min / scale), 0, 15)`,
 `y^ = (code - zp) * scale`. One float32 a row carries both: the zero point lies in the scale's low four mantissa bits.
 
-The zero point is an integer in 0..15, so a row that lies wholly on one side of zero saturates (DESIGN.md, known limits)."""
+The zero point is an integer in 0..15, so a row that lies wholly on one side of zero saturates (docs/formats.md, known limits)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, unpack
 from ...spec import RowLayout
-from ..device import half_of
-from ..int8 import SMALLEST_SCALE, quotient
+from ..device import cuda_half, half_of
+from ..int8 import LARGEST, SMALLEST_SCALE, quotient
 
 ZERO_POINT_BITS = 0xF
 
 
 def _encode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = y.aminmax(dim=-1, keepdim=True)
-    scale = quotient(high - low, 15.0).clamp_min(SMALLEST_SCALE)
+    scale = quotient(high - low, 15.0).clamp(SMALLEST_SCALE, LARGEST)
     zero_point = (0.5 - low / scale).clamp_(0, 15).int()  # truncation of what is not negative: halves go up
     codes = (y * scale.reciprocal()).add_(zero_point).add_(0.5).clamp_(0, 15).int()
     stored = (scale.view(torch.int32) & ~ZERO_POINT_BITS) | zero_point
@@ -41,5 +41,6 @@ INT4 = Codec(
     head_size_multiple=8,
     planes=2,
     triton=half_of(__name__, "INT4"),
+    hopper=cuda_half(__file__, "Int4", half=4, odd_unit=16.0),
 )
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

@@ -3,15 +3,15 @@
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels import ptx
-from ...implementations.triton.kernels.codes import pack_codes, reciprocal, round_codes, row_range, uniform_unpack
+from ...implementations.triton.kernels.codes import LARGEST, pack_codes, reciprocal, round_codes, row_range, saturate, uniform_unpack
+from ...implementations.triton.kernels.ptx import NIBBLES
 from ...implementations.triton.kernels.views import TritonCodec
 
 
 @triton.jit
 def int4_encode(x, real, table, PLAN: tl.constexpr):
     low, high = row_range(x, real)
-    scale = tl.maximum(tl.div_rn(high - low, tl.full(low.shape, 15.0, tl.float32)), 1e-6)
+    scale = saturate(tl.maximum(tl.div_rn(high - low, tl.full(low.shape, 15.0, tl.float32)), 1e-6), LARGEST)
     zero_point = round_codes(tl.div_rn(-low, scale), 0, 15)
     inverse = reciprocal(scale)[:, None]
     shift = zero_point.to(tl.float32)[:, None]
@@ -29,4 +29,4 @@ def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (scale, (8 - (bits & 15)).to(tl.float32) * scale)
 
 
-INT4 = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=ptx.NIBBLES)
+INT4 = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=NIBBLES)

@@ -6,13 +6,15 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import half_of
+from ..device import cuda_half, half_of
 
 SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
+LARGEST = torch.finfo(torch.float32).max  # what is stored of finite rows is finite, and so is attention over it
+LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 def round_half_away(x: torch.Tensor) -> torch.Tensor:
-    """Nearest integer, halves away from zero: what the reference system's `(x +- 0.5).to(int)` gives."""
+    """Nearest integer, halves away from zero: what `(x +- 0.5).to(int)` gives in vLLM's kernels."""
     return torch.add(x, x.sign(), alpha=0.5).trunc_()
 
 
@@ -44,5 +46,6 @@ INT8 = Codec(
     code_dtype=torch.int8,
     head_size_multiple=2,
     triton=half_of(__name__, "INT8"),
+    hopper=cuda_half(__file__, "Int8", half=2),
 )
 register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels import ptx
 from ...implementations.triton.kernels.codes import absmax_scale, pack_codes, reciprocal, round_codes
+from ...implementations.triton.kernels.ptx import Program
 from ...implementations.triton.kernels.views import TritonCodec
 
 
@@ -21,4 +21,8 @@ def int8_unpack(words, table, PLAN: tl.constexpr):
     return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
 
 
-INT8 = TritonCodec(2, int8_encode, int8_unpack, num_meta=1, program=ptx.BYTES)
+BYTES = Program(  # byte b + 128 under the exponent of 1024 is the fp16 number 1152 + b
+    "{ .reg .b32 t, a, b, c; mov.b32 c, 0x64806480; lop3.b32 a, $2, 0x00ff00ff, c, 0x6a; shr.b32 t, $2, 8;"
+    "lop3.b32 b, t, 0x00ff00ff, c, 0x6a; mov.b32 c, 0xe480e480; add.f16x2 $0, a, c; add.f16x2 $1, b, c; }"
+)
+INT8 = TritonCodec(2, int8_encode, int8_unpack, num_meta=1, program=BYTES)

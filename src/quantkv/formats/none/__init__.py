@@ -6,7 +6,12 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import half_of
+from ..device import cuda_half, half_of
+
+CUDA_HALVES = {
+    dtype: cuda_half(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>", keys=False, values=False)
+    for dtype in (torch.bfloat16, torch.float16)
+}
 
 
 def _plain(name: str, dtype: torch.dtype) -> Codec:
@@ -17,6 +22,7 @@ def _plain(name: str, dtype: torch.dtype) -> Codec:
         decode=lambda codes, meta, dtype: (codes, None, None),
         code_dtype=dtype,
         triton=half_of(__name__, name.upper()),
+        hopper=CUDA_HALVES.get(dtype),
     )
 
 

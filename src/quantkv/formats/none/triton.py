@@ -16,6 +16,6 @@ def plain_unpack(words, table, PLAN: tl.constexpr):
     return (words,)
 
 
-BF16 = TritonCodec(1, plain_encode, plain_unpack, operand=tl.bfloat16)
-FP16 = TritonCodec(1, plain_encode, plain_unpack)
-FP32 = TritonCodec(1, plain_encode, plain_unpack, word_bytes=4, operand=tl.float32)
+BF16 = TritonCodec(1, plain_encode, plain_unpack, operand=tl.bfloat16, floats=True)
+FP16 = TritonCodec(1, plain_encode, plain_unpack, floats=True)
+FP32 = TritonCodec(1, plain_encode, plain_unpack, word_bytes=4, operand=tl.float32, floats=True)

@@ -1,7 +1,6 @@
 """The TurboQuant presets. Keys of 3 or 4 bits: Lloyd-Max codes of the unit vector after a normalised Hadamard and an fp16 norm;
 the reader scales the centroid vector back to unit length ("nc", norm correction). Values of 3 or 4 bits: uniform between the
-row's minimum and maximum, not rotated, with an fp16 scale and minimum. Source: TurboQuant (arXiv 2504.19874), as the reference
-engine stores it."""
+row's minimum and maximum, not rotated, with an fp16 scale and minimum. Source: TurboQuant (arXiv 2504.19874), as vLLM stores it."""
 
 from __future__ import annotations
 
@@ -10,14 +9,12 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...spec import RowLayout
-from ..device import half_of
+from ..device import cuda_half, half_of
 from ..fp8 import plain_fp8
-from ..int8 import quotient
+from ..int8 import LARGEST_HALF, quotient
 
-# Positive half of the levels for N(0, 1). The reference solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails
-# to
-# 10.5 sigma, 200 rounds); its levels are up to 0.08 % off the exact ones, and its bytes need them. tests/test_formats.py
-# derives both.
+# Positive half of the levels for N(0, 1). vLLM solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails to 10.5 sigma,
+# 200 rounds); its levels are up to 0.08 % off the exact ones, and its bytes need them. tests/test_formats.py derives both.
 LEVELS = {
     3: (0.2449835925, 0.7556454989, 1.3431800019, 2.1503495389),
     4: (0.1284276607, 0.3881377909, 0.6568799185, 0.9424482433, 1.2562575697, 1.6178817596, 2.0684471187, 2.7309222188),
@@ -31,6 +28,22 @@ def centroids(bits: int, head_size: int, dtype: torch.dtype = torch.float32) -> 
     return torch.cat([-half.flip(0), half]).to(dtype)
 
 
+def book_table(bits: int, head_size: int) -> torch.Tensor:
+    """The levels for N(0, 1), `2**bits`, then the midpoints between those for N(0, 1 / head_size). A kernel divides by the length of the
+    row that it decodes, so that the levels that it reads may be of any size."""
+    levels = centroids(bits, head_size)
+    return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
+
+
+CODEBOOKS = {3: {"table_bytes": 1 << 13}, 4: {"table_bytes": 1 << 16, "warps": 8}}  # of `hopper.cuh`
+UNIFORM = {4: {"half": 4, "odd_unit": 16.0}}
+
+
+def _levels(head_size: int) -> dict[str, list[float]]:
+    """What `hopper.cuh` reads."""
+    return {f"LEVELS_{bits}": centroids(bits, head_size).tolist() for bits in LEVELS}
+
+
 def key_codec(bits: int) -> Codec:
     """Codes of the unit vector and its norm."""
 
@@ -39,18 +52,13 @@ def key_codec(bits: int) -> Codec:
         levels = centroids(bits, y.shape[-1]).to(y.device)
         unit = (y / (norm + NORM_EPSILON)).contiguous()
         codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2, right=True)
-        return pack(codes, bits), norm.half()
+        return pack(codes, bits), norm.clamp_max(LARGEST_HALF).half()
 
     def decode(codes, norm, dtype):
         values = unpack(codes, bits)
         unit = centroids(bits, values.shape[0] * values.shape[-1], dtype).to(codes.device)[values.int()]
         length = unit.square().sum((0, -1)).sqrt()[..., None]
         return unit, norm.to(dtype) / length, None
-
-    def table(head_size):
-        # The reader divides by the length of what it decodes, so that its levels may be of any size.
-        levels = centroids(bits, head_size)
-        return torch.cat([centroids(bits, 1), (levels[:-1] + levels[1:]) / 2])
 
     return Codec(
         f"tq{bits}",
@@ -62,7 +70,7 @@ def key_codec(bits: int) -> Codec:
         head_size_multiple=16,
         planes=planes_of(bits),
         triton=half_of(__name__, f"TQ{bits}"),
-        device_table=table,
+        hopper=cuda_half(__file__, f"Codebook<{bits}>", values=False, numbers=_levels, **CODEBOOKS[bits]),
     )
 
 
@@ -74,7 +82,7 @@ def value_codec(bits: int) -> Codec:
         low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
         scale = quotient(high - low, top).clamp_min(1e-8)
         codes = torch.trunc((y - low) / scale + 0.5).clamp(0, top)
-        return pack(codes, bits), torch.cat([scale, low], -1).half()
+        return pack(codes, bits), torch.cat([scale, low], -1).clamp(-LARGEST_HALF, LARGEST_HALF).half()
 
     def decode(codes, meta, dtype):
         scale, low = meta.to(dtype).split(1, -1)
@@ -88,10 +96,11 @@ def value_codec(bits: int) -> Codec:
         head_size_multiple=16,
         planes=planes_of(bits),
         triton=half_of(__name__, f"U{bits}"),
+        hopper=cuda_half(__file__, f"Uniform<{bits}>", numbers=_levels, **UNIFORM.get(bits, {})),
     )
 
 
-KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3")  # no scale, not even the layer's
+KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3", keys=True)  # no scale, not even the layer's
 KEY4, KEY3, VALUE4, VALUE3 = key_codec(4), key_codec(3), value_codec(4), value_codec(3)
 
 register(Format("tq_k8v4", KEY8, VALUE4, "e4m3 keys"), "turboquant_k8v4")

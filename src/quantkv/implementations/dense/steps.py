@@ -11,7 +11,8 @@ import torch
 from ...calls import Side
 from ...format import Format
 from ...maps import LayerMaps, LinearMap
-from .. import reference
+from ..reference.attend import merge
+from ..reference.write import apply_map, dequantize
 
 
 class Part(NamedTuple):
@@ -51,15 +52,15 @@ class TorchSteps:
             size = side.codes.shape[1]
             position = torch.arange(first, first + count, device=pages.device)
             slots = pages[position // size].long() * size + position % size
-            rows = reference.dequantize(side, codec, row_map if self.back else None, slots, position)
+            rows = dequantize(side, codec, row_map if self.back else None, slots, position)
             if map_ is not None and map_.offset is not None:
-                rows = rows + reference.apply_map(map_.forward, map_.offset_rows(position).expand_as(rows))
+                rows = rows + apply_map(map_.forward, map_.offset_rows(position).expand_as(rows))
             target[:, :count] = rows.transpose(0, 1) / gain(map_)
             target[:, count:] = 0
 
     def merge(self, a: Part, b: Part) -> Part:
         """Attention over the union of two key sets."""
-        return Part(*reference.merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
+        return Part(*merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
 
     def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge with the last part (total: None where it is the only one), map back, store."""
@@ -72,4 +73,4 @@ class TorchSteps:
         """`matrix[h] @ rows[t, g]` for the query heads g of kv head h, in float32."""
         if matrix.shape[0] > 1:
             matrix = matrix.repeat_interleave(rows.shape[1] // self.heads, 0)
-        return reference.apply_map(matrix, rows.float())
+        return apply_map(matrix, rows.float())

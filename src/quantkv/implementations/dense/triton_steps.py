@@ -8,7 +8,7 @@ import triton
 from ...calls import Side
 from ...format import Format
 from ...maps import LayerMaps
-from ..triton.kernels.views import Map, Rows
+from ..triton.kernels.views import MapView, RowsView
 from ..triton.launch import Target, pages, row_plan
 from .kernels import fold_kernel, gather_kernel
 from .steps import Part, TorchSteps, gain
@@ -35,7 +35,7 @@ class TritonSteps(TorchSteps):
         sizes = [t.shape[2] for t in scratch]
         views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
         plans = [
-            row_plan(codec, size, map_, side.scale, view, self.target)
+            row_plan(codec, size, map_, side.scale, view, self.target, exact=scratch[0].dtype == torch.float32)
             for codec, size, map_, side, view in zip(self.codecs, sizes, self.row_maps, self.sides, views)
         ]
         block = 64 if max(sizes) <= 128 else 32
@@ -56,18 +56,19 @@ class TritonSteps(TorchSteps):
             BACK=self.back,
         )
 
-    def _row_map(self, side: int) -> Map:
+    def _row_map(self, side: int) -> MapView:
         """What `gather_kernel` does to a side's rows after it decoded them."""
         map_ = self.row_maps[side]
         if map_ is None:
-            return Map()
+            return MapView()
         inverse, offset = map_.operands.output, map_.offset
         if not self.back:
             inverse, offset = None, None if offset is None else map_.operands.mapped_offset / self.gains[side]
         head = 0 if inverse is None or inverse.shape[0] == 1 else inverse.stride(0)
         if offset is None:
-            return Map(inverse, head)
-        return Map(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
+            return MapView(inverse, head)
+        offset = offset if offset.stride(2) == 1 else offset.contiguous()
+        return MapView(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
 
     def merge(self, a: Part, b: Part) -> Part:
         merged = Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
@@ -90,7 +91,7 @@ class TritonSteps(TorchSteps):
         tokens, num_heads, head_size = a.out.shape
         group, width = num_heads // self.heads, max(16, triton.next_power_of_2(head_size))
         block = 64 if width <= 128 else 16
-        map_ = Map() if matrix is None else Map(matrix, 0 if matrix.shape[0] == 1 else matrix.stride(0))
+        map_ = MapView() if matrix is None else MapView(matrix, 0 if matrix.shape[0] == 1 else matrix.stride(0))
         sums = (None, None, None) if b is None else (_rows(p.lse) for p in (a, b, out))
         fold_kernel[(triton.cdiv(tokens * group, block), self.heads)](
             _rows(a.out),
@@ -111,8 +112,8 @@ class TritonSteps(TorchSteps):
         )
 
 
-def _rows(t: torch.Tensor) -> Rows:
+def _rows(t: torch.Tensor) -> RowsView:
     """Rows `[T, heads, D]` whose elements lie one after the other, or numbers `[T, heads]`."""
     if t.ndim == 3 and t.stride(2) != 1:
         raise ValueError(f"rows of strides {t.stride()}: the elements of a row must lie one after the other")
-    return Rows(t, *t.stride()[:2])
+    return RowsView(t, *t.stride()[:2])

@@ -1,4 +1,4 @@
-"""CUDA C++ at run time: compiles a source file of this folder by NVRTC, keeps the cubin, launches its kernels."""
+"""CUDA C++ at run time: compiles a source file of this folder, with the snippets of two codecs, by NVRTC, and keeps the cubin."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-
-import torch
 
 SOURCE = Path(__file__).parent
 
 
-def compile_cubin(source: str, macros: dict[str, object], arch: str = "sm_90a") -> bytes:
-    """The cubin of `source`, a file beside this one, under `macros`; kept in the folder for compiled kernels. Needs no GPU."""
+def compile_cubin(source: str, macros: dict[str, object], snippets: Iterable[Path] = (), arch: str = "sm_90a") -> bytes:
+    """The cubin of `source`, a file beside this one, under `macros`, after the snippets; kept in the folder for compiled kernels.
+
+    Needs no GPU, and may run in several threads at once.
+    """
     from cuda.bindings import nvrtc
     from cuda.core import Program, ProgramOptions
 
+    main, snippets = SOURCE / source, list(dict.fromkeys(snippets))
+    files = [SOURCE / "encode.cuh", *snippets, main]
+    text = "".join(path.read_text() for file in files for path in _sources(file))
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    text = "".join(path.read_text() for path in _sources(SOURCE / source))
     version = ".".join(str(n) for n in nvrtc.nvrtcVersion()[1:])
     file = cache_folder() / f"{hashlib.sha256(f'{arch} {version} {source} {defines}{text}'.encode()).hexdigest()[:32]}.cubin"
     if file.exists():
         return file.read_bytes()
-    options = ProgramOptions(std="c++17", arch=arch, include_path=str(SOURCE), device_as_default_execution_space=True)
-    code = bytes(Program(defines + (SOURCE / source).read_text(), "c++", options).compile("cubin").code)
+    folders = dict.fromkeys(str(path.parent) for path in [main, *snippets])
+    options = ProgramOptions(std="c++17", arch=arch, include_path=list(folders), device_as_default_execution_space=True)
+    includes = "".join(f'#include "{path}"\n' for path in files[:-1])
+    code = bytes(Program(f'{defines}{includes}#line 1 "{source}"\n{main.read_text()}', "c++", options).compile("cubin").code)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
         part.write(code)
@@ -34,45 +40,13 @@ def compile_cubin(source: str, macros: dict[str, object], arch: str = "sm_90a") 
 
 
 def _sources(path: Path) -> list[Path]:
-    """The file and what it includes, in turn."""
+    """The file and what it includes, in turn: beside it, or here."""
     included = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
-    return [path, *(file for name in included for file in _sources(path.parent / name))]
+    beside = ((path.parent / name if (path.parent / name).exists() else SOURCE / name) for name in included)
+    return [path, *(file for found in beside for file in _sources(found))]
 
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: `$QUANTKV_CACHE`, else the user's cache folder."""
     root = os.environ.get("QUANTKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkv"
     return Path(root) / "kernels"
-
-
-class Kernel:
-    """A loaded kernel, launched so that it may start while the previous one in the stream drains."""
-
-    def __init__(self, module, name: str, threads: int, shared_bytes: int, device: int):
-        from cuda.bindings import driver
-
-        self.driver, self.threads, self.shared_bytes = driver, threads, shared_bytes
-        self.kernel = module.get_kernel(name)  # keeps the module alive
-        handle = driver.CUkernel(int(self.kernel.handle))
-        if shared_bytes > 48 * 1024:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self.check(driver.cuKernelSetAttribute(attribute, shared_bytes, handle, driver.CUdevice(device)))
-        self.function = driver.CUfunction(int(self.kernel.handle))
-        overlap = driver.CUlaunchAttribute()
-        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        overlap.value.programmaticStreamSerializationAllowed = 1
-        self.overlap = overlap
-
-    @staticmethod
-    def check(result):
-        if int(result[0]):
-            raise RuntimeError(f"CUDA driver: {result[0]!r}")
-
-    def __call__(self, grid: tuple[int, int, int], args: list[tuple[object, type]]):
-        config = self.driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes, config.hStream = self.shared_bytes, torch.cuda.current_stream().cuda_stream
-        config.attrs, config.numAttrs = [self.overlap], 1
-        values, types = zip(*args)
-        self.check(self.driver.cuLaunchKernelEx(config, self.function, (values, types), 0))

@@ -1,46 +1,52 @@
-"""The record of one page and kv head, K codes | V codes | K meta | V meta, by the names that the kernels give to codecs."""
+"""The record of one page and kv head, K codes | V codes | K meta | V meta, as the kernels address it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-
-class Row(NamedTuple):
-    """Bits of a code, and bytes of metadata beside a row."""
-
-    bits: int
-    meta_bytes: int = 0
+from ...calls import Side
+from ...format import Codec
 
 
-ROWS = {
-    "bf16": Row(16),
-    "fp16": Row(16),
-    "e4m3": Row(8),
-    "e5m2": Row(8),
-    "fp8": Row(8, 4),
-    "int8": Row(8, 4),
-    "int4": Row(4, 4),
-    "int2": Row(2, 4),
-    "codebook4": Row(4, 2),
-    "codebook3": Row(3, 2),
-    "affine4": Row(4, 4),
-    "affine3": Row(3, 4),
-}
-
-
-def page_bytes(key: str, value: str, head_size: int, block_size: int) -> int:
+def page_bytes(key: Codec, value: Codec, head_size: int, block_size: int) -> int:
     """Bytes of a record of `block_size` tokens."""
-    k, v = ROWS[key], ROWS[value]
-    return block_size * (head_size * (k.bits + v.bits) // 8 + k.meta_bytes + v.meta_bytes)
+    return block_size * sum(codec.row.code_bytes(head_size) + codec.row.meta_bytes for codec in (key, value))
 
 
-def unsuitable(pages: torch.Tensor, key: str, value: str, kv_heads: int, head_size: int, block_size: int) -> str | None:
+def row_macros(key: Codec, value: Codec, head_size: int) -> dict[str, object]:
+    """What both kernels are told of the codecs and their rows."""
+    macros: dict[str, object] = {"HEAD_SIZE": head_size}
+    for name, codec in (("KEY", key), ("VALUE", value)):
+        half = codec.hopper()
+        macros |= {name: half.type, f"{name}_BITS": codec.row.code_bits, f"{name}_META_BYTES": codec.row.meta_bytes}
+        macros |= half.macros(head_size)
+    return macros
+
+
+def pages_of(k: Side, v: Side) -> torch.Tensor | None:
+    """The buffer of page records that both sides are views of, or None."""
+    base = k.base
+    if base is None or base is not v.base or base.ndim != 3 or base.dtype != torch.uint8:
+        return None
+    offset = base.data_ptr()
+    for t in (k.codes, v.codes, k.meta, v.meta):
+        if t is None:
+            continue
+        size, width = t.shape[1], t.shape[3]
+        row = width * t.element_size()
+        wanted = (base.stride(0), row, base.stride(1), t.element_size())
+        steps = [(have * t.element_size(), want) for n, have, want in zip(t.shape, t.stride(), wanted) if n > 1]
+        if t.data_ptr() != offset or any(have != want for have, want in steps):  # an axis of one has any stride
+            return None
+        offset += size * row
+    return base
+
+
+def unsuitable(pages: torch.Tensor, key: Codec, value: Codec, head_size: int, block_size: int) -> str | None:
     """Why `pages`, of three axes, are no records that the kernels can address, in words; None where they are."""
     size = page_bytes(key, value, head_size, block_size)
-    if pages.dtype != torch.uint8 or pages.shape[1:] != (kv_heads, size) or pages.stride(2) != 1:
-        return f"pages {pages.dtype} {tuple(pages.shape)}: uint8 [num_blocks, {kv_heads}, {size}], last dimension contiguous"
+    if pages.shape[2] != size or pages.stride(2) != 1:
+        return f"pages {tuple(pages.shape)}, strides {pages.stride()}: records of {size} bytes, last dimension contiguous"
     if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16:
         return f"pages strides {pages.stride()}: multiples of 16 bytes, at an address that is one"
     return None

@@ -1,35 +1,25 @@
-"""Rows into page records on Hopper: compiles write.cu for one configuration at a time, and launches it."""
+"""Writes on Hopper: rows into page records, of one call or of all that share its shape."""
 
 from __future__ import annotations
 
-import ctypes
-import math
+from collections.abc import Hashable
+from ctypes import sizeof
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from .nvrtc import Kernel, compile_cubin
-from .records import unsuitable
+from ...calls import WriteCall
+from ...format import Codec
+from ...maps import LinearMap
+from . import launch
+from .codec import literal
+from .launch import Kernel, Launch
+from .nvrtc import compile_cubin
+from .operands import kept
+from .records import pages_of, row_macros, unsuitable
 
-CHUNK = 8  # as in write.cu
-
-
-# The types in encode.cuh.
-CODECS = {
-    "bf16": "Plain16<true>",
-    "fp16": "Plain16<false>",
-    "e4m3": "Float8<true>",
-    "e5m2": "Float8<false>",
-    "fp8": "E4M3Token",
-    "int8": "Int8",
-    "int4": "Int4",
-    "int2": "Int2",
-    "codebook4": "Codebook<4>",
-    "codebook3": "Codebook<3>",
-    "affine4": "Uniform<4>",
-    "affine3": "Uniform<3>",
-}
+CHUNK = 8  # numbers of one load
 
 
 @dataclass(frozen=True)
@@ -41,7 +31,7 @@ class Hadamard:
 
     @staticmethod
     def of(factor: float, signs: torch.Tensor) -> Hadamard:
-        """`signs` [D] of +-1, into the words that the four lanes of a row read: see `hadamard` in write.cu."""
+        """`signs` [D] of +-1, into the words that the four lanes of a row read: see `hadamard` in hadamard.cuh."""
         if bool((signs > 0).all()):
             return Hadamard(factor, None)
         D = signs.shape[0]
@@ -52,13 +42,30 @@ class Hadamard:
             words[:, i] = (pairs[:, 16 * i : 16 * i + 16] << bit[16 * i : 16 * i + 16]).sum((1, 2))
         return Hadamard(factor, (words - (words >> 31 << 32)).int().to(signs.device))  # as signed words
 
+    @property
+    def address(self) -> int | None:
+        return None if self.signs is None else self.signs.data_ptr()
+
+
+NONE = Hadamard(0.0, None)
+
+
+def hadamard_of(map_: LinearMap | None) -> Hadamard | None:
+    """The map as the kernel takes it, `NONE` for no map; None where it is no Hadamard matrix."""
+    if map_ is None:
+        return NONE
+    signs, factor = map_.operands.signs, map_.operands.forward_factor
+    if signs is None or map_.operands.forward.dtype != torch.bfloat16:
+        return None
+    return kept(signs, factor, lambda: Hadamard.of(factor, signs))
+
 
 @dataclass(frozen=True)
-class Config:
-    """What one compiled kernel is made for. midpoints: those of a codebook above zero."""
+class WriteConfig:
+    """What one compiled kernel is made for. key_factor, value_factor: of the maps; 0: none."""
 
-    key: str
-    value: str
+    key: Codec
+    value: Codec
     head_size: int
     block_size: int
     bf16: bool
@@ -69,7 +76,6 @@ class Config:
     value_scaled: bool = False
     key_shifted: bool = False
     wide_positions: bool = False
-    midpoints: tuple[float, ...] = ()
     warps: int = 4
 
     @property
@@ -80,128 +86,173 @@ class Config:
 
     def macros(self) -> dict[str, object]:
         return dict(
-            HEAD_SIZE=self.head_size, BLOCK_SIZE=self.block_size, KEY=CODECS[self.key], VALUE=CODECS[self.value],
-            KEY_FACTOR=_literal(self.key_factor), VALUE_FACTOR=_literal(self.value_factor), KEY_SCALED=int(self.key_scaled),
-            VALUE_SCALED=int(self.value_scaled), KEY_SHIFTED=int(self.key_shifted), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16),
-            SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps,
-            ROOT_D=repr(math.sqrt(self.head_size)), MIDPOINT_LIST=", ".join(map(_literal, self.midpoints)) or "0.f",
+            **row_macros(self.key, self.value, self.head_size), BLOCK_SIZE=self.block_size, KEY_FACTOR=literal(self.key_factor),
+            VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),
+            VALUE_ROUNDED=int(self.value.round_mapped), KEY_SCALED=int(self.key_scaled), VALUE_SCALED=int(self.value_scaled),
+            KEY_SHIFTED=int(self.key_shifted), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots),
+            POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
+            ARGUMENT_BYTES=sizeof(launch.arguments("WriteArguments")),
         )  # fmt: skip
+
+    def cubin(self) -> bytes:
+        """Compiled, once."""
+        return compile_cubin("write.cu", self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
 
 
 def _integer(wide: bool) -> str:
     return "long long" if wide else "int"
 
 
-def _literal(x: float) -> str:
-    return f"{x.hex()}f"
+def refusal(call: WriteCall) -> str | None:
+    """Why the kernel cannot serve this call; None where it can. Looks at shapes and types only, never at what tensors hold."""
+    return launch.elsewhere(call.key.device) or _unsupported(call)
 
 
-@cache
-def kernel(config: Config, device: int) -> Kernel:
-    from cuda.core import ObjectCode
-
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()
-        module = ObjectCode.from_cubin(compile_cubin("write.cu", config.macros()))
-        return Kernel(module, "write_kernel", 32 * config.warps, 0, device)
-
-
-def unsupported(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    key_codec: str,
-    value_codec: str,
-    block_size: int,
-    positions: torch.Tensor | None = None,
-) -> str | None:
-    """Why `write` cannot take these arguments, tensors on a GPU of compute capability 9.0, in words; None where it can."""
+def _unsupported(call: WriteCall) -> str | None:
+    """Why no Hopper GPU can serve it."""
+    key, value, fmt, block_size = call.key, call.value, call.fmt, call.k.codes.shape[1]
+    for codec in (fmt.k, fmt.v):
+        if codec.hopper is None or not codec.hopper().written:
+            return f"format {fmt.name}: rows of {codec.name} have no code for Hopper"
     D = key.shape[2]
-    if key_codec not in CODECS or value_codec not in CODECS:
-        return f"codecs {key_codec}, {value_codec}: {', '.join(CODECS)}"
-    if key.dtype not in (torch.bfloat16, torch.float16) or value.dtype != key.dtype:
-        return f"key of {key.dtype}, value of {value.dtype}: both bfloat16 or both float16"
+    if key.dtype not in (torch.bfloat16, torch.float16):
+        return f"key of {key.dtype}: bfloat16 or float16"
     if D not in (64, 128, 256) or value.shape != key.shape:
         return f"key {tuple(key.shape)}, value {tuple(value.shape)}: one shape, head size 64, 128 or 256"
+    if not 1 <= block_size <= 1024 or block_size % 8:
+        return f"block_size {block_size}: a multiple of 8 up to 1024"
     for name, rows in (("key", key), ("value", value)):
         if rows.stride(2) != 1 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.data_ptr() % 16:
             return f"{name} strides {rows.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
-    for name, t in (("slot_mapping", slots), ("positions", positions)):
-        if t is not None and (t.dtype not in (torch.int32, torch.int64) or not t.is_contiguous()):
-            return f"{name} of {t.dtype}, strides {t.stride()}: contiguous int32 or int64"
-    if not 1 <= block_size <= 1024 or block_size % 8:
-        return f"block_size {block_size}: a multiple of 8 up to 1024"
-    return unsuitable(pages, key_codec, value_codec, key.shape[1], D, block_size)
+    for name, t in (("slot_mapping", call.slot_mapping), ("positions", call.positions)):
+        if t is not None and not t.is_contiguous():
+            return f"{name} strides {t.stride()}: contiguous"
+    pages = pages_of(call.k, call.v)
+    if pages is None:
+        return "the cache is no buffer of page records [num_blocks, HK, page_bytes]"
+    if reason := unsuitable(pages, fmt.k, fmt.v, D, block_size):
+        return reason
+    if hadamard_of(call.maps.k) is None or hadamard_of(call.maps.v) is None:
+        return "maps: a Hadamard matrix of the head size, or none"
+    return None
 
 
-def write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    key_codec: str,
-    value_codec: str,
-    block_size: int,
-    *,
-    key_map: Hadamard | None = None,
-    value_map: Hadamard | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-    key_offset: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    midpoints: tuple[float, ...] = (),
-    warps: int | None = None,
-) -> None:
-    """Encode `key` and `value` [T, HK, D], bf16 or fp16, into the slots `slots` [T] of page records.
+def run(call: WriteCall) -> None:
+    """Serve `call`. The first call of a shape compiles its kernel."""
+    key = _shape(call)
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        if len(_PREPARED) >= 512:
+            _PREPARED.clear()
+        prepared = _PREPARED[key] = Prepared(call)
+    prepared(call)
 
-    pages: uint8 [num_blocks, HK, page_bytes] (records.py). Slot s is token `s % block_size` of page `s // block_size`;
-    tokens with a negative slot are skipped. Rows go through their map, then are divided by the per-tensor scale. key_offset
-    [buckets, HK or 1, D] float32: a mapped key at position p is less row p // 64 of it, or the last; positions [T]. midpoints:
-    between the levels above zero of codebook keys. warps: of a block, instead of what suits the size. Nothing is checked
-    here: `unsupported` says what the kernel takes.
-    """
-    T, HK, D = key.shape
-    if T == 0:
-        return
-    if warps is None:
-        warps = 1 if T * HK <= 2048 else 2  # one block for each SM as long as there are few
-    shifted = key_offset is not None
-    factors = [0.0 if m is None else m.factor for m in (key_map, value_map)]
-    config = Config(
-        key_codec,
-        value_codec,
+
+def prepare(call: WriteCall) -> Prepared:
+    """What launches calls of this shape. The first of a shape compiles its kernel."""
+    return Prepared(call)
+
+
+def compile_for(call: WriteCall) -> None:
+    """Compile what `call` needs, and launch nothing. May run in several threads at once."""
+    configuration(call).cubin()
+
+
+def configuration(call: WriteCall) -> WriteConfig:
+    """What a kernel that serves `call` is compiled for."""
+    key_factor, value_factor, key_scaled, value_scaled, shifted, *_ = _layer(call)
+    tokens, heads, D = call.key.shape
+    return WriteConfig(
+        call.fmt.k,
+        call.fmt.v,
         D,
-        block_size,
-        key.dtype == torch.bfloat16,
-        slots.dtype == torch.int64,
-        *factors,
-        key_scale != 1.0,
-        value_scale != 1.0,
+        call.k.codes.shape[1],
+        call.key.dtype == torch.bfloat16,
+        call.slot_mapping.dtype == torch.int64,
+        key_factor,
+        value_factor,
+        key_scaled,
+        value_scaled,
         shifted,
-        shifted and positions.dtype == torch.int64,
-        midpoints,
-        warps,
+        shifted and call.positions.dtype == torch.int64,
+        1 if tokens * heads <= 2048 else 2,  # warps of a block: one block for each SM as long as there are few
     )
-    pointer = lambda t: (0 if t is None else t.data_ptr(), ctypes.c_void_p)
-    maps = [pointer(None if m is None else m.signs) for m in (key_map, value_map)]
-    offset = (0, 0, 0) if not shifted else (D * key_offset.shape[1], D if key_offset.shape[1] > 1 else 0, key_offset.shape[0])
-    strides = [(n, ctypes.c_longlong) for n in (*key.stride()[:2], *value.stride()[:2], *pages.stride()[:2], *offset[:2])]
-    scales = [(scale, ctypes.c_float) for scale in (key_scale, value_scale)]
-    with torch.cuda.device(key.device):
-        kernel(config, key.device.index or 0)(
-            (2 * -(-T // (8 * warps)), HK, 1),
-            [
-                pointer(key),
-                pointer(value),
-                pointer(pages),
-                pointer(slots),
-                *maps,
-                pointer(key_offset),
-                pointer(positions if shifted else None),
-                *strides,
-                (offset[2], ctypes.c_int),
-                (T, ctypes.c_int),
-                *scales,
-            ],
+
+
+@cache
+def _kernel(config: WriteConfig, index: int) -> Kernel:
+    return Kernel(launch.load(config.cubin(), index), "write_kernel", 32 * config.warps, 0, index)
+
+
+def _layer(call: WriteCall) -> tuple:
+    """What may differ between layers, and is compiled for."""
+    maps, fmt = call.maps, call.fmt
+    shifted = maps.k is not None and maps.k.offset is not None
+    factors = (0.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v))
+    return (*factors, call.k.scale != 1.0, call.v.scale != 1.0, shifted, id(fmt.k), id(fmt.v))  # codecs that a configuration keeps alive
+
+
+def _shape(call: WriteCall) -> Hashable:
+    """Equal for calls that one `Prepared` serves."""
+    key, value, positions = call.key, call.value, call.positions
+    return (
+        (key.shape, key.stride(), value.stride(), key.dtype, key.device, call.k.base.stride(), call.k.codes.shape[1]),
+        (call.slot_mapping.dtype, None if positions is None else positions.dtype, _layer(call)),
+    )
+
+
+class Prepared:
+    """Launches calls of one shape. What differs from layer to layer is filled in: addresses, scales, signs and offsets of maps."""
+
+    def __init__(self, call: WriteCall):
+        self.index = launch.device_index(call.key.device)
+        self.layer = _layer(call)
+        self.config = config = configuration(call)
+        pages = call.k.base
+        tokens, heads, _ = call.key.shape
+        self.arguments = launch.arguments("WriteArguments")(
+            key_token=call.key.stride(0),
+            key_head=call.key.stride(1),
+            value_token=call.value.stride(0),
+            value_head=call.value.stride(1),
+            page_stride=pages.stride(0),
+            head_stride=pages.stride(1),
+            tokens=tokens,
         )
+        self._take_layer(call)
+        self.launch = Launch(_kernel(config, self.index), (2 * -(-tokens // (8 * config.warps)), heads, 1), self.arguments)
+
+    def __call__(self, call: WriteCall) -> None:
+        if self.arguments.tokens == 0:
+            return
+        if launch.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self._launch(call)
+        self._launch(call)
+
+    def _launch(self, call: WriteCall) -> None:
+        a, maps, key, value = self.arguments, call.maps, call.key.data_ptr(), call.value.data_ptr()
+        if key % 16 or value % 16:
+            raise ValueError(f"key, value at addresses {key}, {value}: rows begin at multiples of 16 bytes, as in the prepared call")
+        stream = launch.current_stream(self.index)
+        with launch.LOCK:
+            if maps.k is not self.maps.k or maps.v is not self.maps.v or (call.k.scale, call.v.scale) != self.scales:
+                self._take_layer(call)
+            a.key, a.value, a.pages, a.slots = key, value, call.k.base.data_ptr(), call.slot_mapping.data_ptr()
+            a.positions = None if call.positions is None else call.positions.data_ptr()
+            self.launch(stream)
+
+    def _take_layer(self, call: WriteCall) -> None:
+        if _layer(call) != self.layer:
+            raise ValueError("maps, scales: of another kind, or another format, than in the call that was prepared")
+        maps, a = call.maps, self.arguments
+        key_map, value_map = hadamard_of(maps.k), hadamard_of(maps.v)
+        a.key_signs, a.value_signs, a.key_scale, a.value_scale = key_map.address, value_map.address, call.k.scale, call.v.scale
+        if maps.k is not None and maps.k.offset is not None:
+            offset = maps.k.operands.mapped_offset  # [buckets, HK or 1, D] float32, contiguous
+            a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
+            a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0
+        self.maps, self.scales, self.operands = maps, (call.k.scale, call.v.scale), (key_map, value_map)  # alive as long as used
+
+
+_PREPARED: dict[Hashable, Prepared] = {}

@@ -7,121 +7,165 @@ queries, bounds memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from ...calls import AttentionOptions, Memo, Segment, Side
-from ...format import Codec, Format
-from ...maps import LayerMaps
+from ...calls import AttendCall, AttentionOptions, Segment, Side
+from ...format import Codec
 from ...packing import interleave
-from .plan import Tile, plan, positions
+from .plan import Read, plan, positions
+from .scratch import Scratch
 from .write import as_integers
 
+MASKS = ("causal", "window", "chunk_lookback", "prefix_ranges", "clamp_prefix_to_window")  # `plan` says which keys they leave
+ADDED = ("softcap", "alibi_slopes", "alibi_sqrt", "qq_bias")
+HONOURED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant"))
 
-def attend(
-    q: torch.Tensor,
-    k: Side,
-    v: Side,
-    fmt: Format,
-    *,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    options: AttentionOptions = AttentionOptions(),
-    maps: LayerMaps | None = None,
-    dtype: torch.dtype = torch.float32,
-    memo: Memo | None = None,
-    return_lse: bool = True,
+
+def refusal(call: AttendCall) -> str | None:
+    """Always None: the reference serves every call, anywhere."""
+    return None
+
+
+def run(call: AttendCall) -> None:
+    """Serve `call`, into its out and lse."""
+    prepare(call)(call)
+
+
+def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
+    """What serves every call of the same batch and options: for decode, the tiles and the pages are worked out once."""
+    scratch = Scratch()
+    if call.q.shape[0] == call.batch.num_seqs:  # the masks of a prompt are too large to keep
+        kept = [list(plan(call, segment)) for segment in call.segments]
+    else:
+        kept = None
+
+    def launch(call: AttendCall) -> None:
+        out, lse = compute(call, reads=kept, scratch=scratch)
+        call.out.copy_(out)
+        if call.lse is not None:
+            call.lse.copy_(lse)
+
+    return launch
+
+
+def compute(
+    call: AttendCall, dtype: torch.dtype = torch.float32, reads: list[list[Read]] | None = None, scratch: Scratch | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`softmax(scale * q . k^) . v^` over the pages of each sequence: out `[T, HQ, D_V]`, log-sum-exp `[T, HQ]`.
+    """out `[T, HQ, D_V]` of `dtype`, in which everything is computed, float8_e4m3fn with an output scale; log-sum-exp `[T, HQ]` of `dtype`,
+    None where the call asks for none. reads: what `plan` gives for each segment, where it is known."""
+    scratch = Scratch() if scratch is None else scratch
+    options, merged = call.options, len(call.segments) > 1
+    plain = replace(options, sinks=None) if merged else options
+    results = []
+    for i, segment in enumerate(call.segments):
+        tiles = plan(call, segment) if reads is None else reads[i]
+        results.append(_attend_segment(call, segment, plain, tiles, scratch, dtype, merged or call.lse is not None))
+    out, lse = results[0]
+    if merged:
+        outs, lses = (torch.stack(x) for x in zip(*results))
+        if options.sinks is not None:  # a segment whose one value is zero
+            outs = torch.cat([outs, torch.zeros_like(outs[:1])])
+            lses = torch.cat([lses, options.sinks.to(dtype).expand_as(lses[:1])])
+        out, lse = merge(outs, lses)
+    if options.output_scale is not None:
+        out = (out / options.output_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return out, lse
 
-    q: `[T, HQ, D]`, the queries of all sequences one after the other.
-    cu_seqlens_q: int `[S + 1]`, where each sequence's queries start. seq_lens: int `[S]`, keys, the new ones included.
-    block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
-    dtype: in which to compute. out is of it, or float8_e4m3fn with an output scale; log-sum-exp is natural, sinks included,
-    -inf where a query has no key. return_lse: None in its place if False, which costs less. memo: see there.
-    """
-    head_size_v = fmt.v.head_size(v.codes)
-    if maps is None:
-        maps = LayerMaps.of(fmt, q.shape[-1], head_size_v, q.device)
-    out = q.new_zeros(q.shape[0], q.shape[1], head_size_v, dtype=dtype)
+
+def _attend_segment(call, segment: Segment, options: AttentionOptions, reads, scratch: Scratch, dtype, return_lse: bool):
+    """out and log-sum-exp over the keys of one segment."""
+    q = call.q
+    out = q.new_zeros(q.shape[0], q.shape[1], segment.head_size_v, dtype=dtype)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype) if return_lse else None
-    memo = Memo() if memo is None else memo
-    reads = plan(q, k, cu_seqlens_q, seq_lens, block_table, options)
-    if q.shape[0] == seq_lens.shape[0]:  # decode; the masks of a prompt are too large to keep
-        reads = memo.once(("plan", q.shape, k.codes.shape[1:3]), lambda: list(reads))
-    for tile, seen, used, pages in reads:
-        _attend_tile(tile, seen, used, pages, q, k, v, fmt, scale, options, maps, memo, out, lse)
-    return out if options.output_scale is None else _to_float8(out, options.output_scale), lse
+    if return_lse and options.sinks is not None:  # what a query without a key has
+        lse[:] = options.sinks
+    for read in reads:
+        _attend_tile(read, call, segment, options, scratch, out, lse)
+    return out, lse
 
 
-def _to_float8(out: torch.Tensor, scale: float) -> torch.Tensor:
-    return (out / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def _gather(side: Side, codec: Codec, pages: torch.Tensor | slice, n: int, used: torch.Tensor | None, dtype: torch.dtype, memo: Memo):
+def _gather(side: Side, codec: Codec, read: Read, dtype: torch.dtype, scratch: Scratch):
     """Operand `[S, HK, N, D]` or its planes, in memory that the next call overwrites, scale and bias `[S, HK, 1, N]` (or None)
-    of the first n keys in the pages that `plan` named.
+    of the keys that a tile reads.
 
-    Slots that are not `used [S, pages, block_size]` (None: all are) read as zero bytes: what they hold, NaN perhaps, must not
-    reach a product."""
+    Slots that no query uses read as zero bytes: what they hold, NaN perhaps, must not reach a product."""
+    used, n = read.used, read.tile.num_keys
 
     def rows(t):  # [num_blocks, block_size, HK, X] -> [S, HK, pages, block_size, X]
-        t = t[None, pages] if isinstance(pages, slice) else t[pages]  # neighbours need no gather
+        t = t[None, read.pages] if isinstance(read.pages, slice) else t[read.pages]  # neighbours need no gather
         t = t.permute(0, 3, 1, 2, 4)
         return t if used is None else t.masked_fill(~used[:, None, :, :, None], 0)
 
     codes = rows(as_integers(side.codes)).view(side.codes.dtype)
     operand, *affine = codec.decode(codes, None if side.meta is None else rows(side.meta), dtype)
     if operand.dtype != dtype:
-        operand = memo.scratch(operand.shape, dtype, operand.device).copy_(operand)
+        operand = scratch.take(operand.shape, dtype, operand.device).copy_(operand)
     return operand.flatten(-3, -2)[..., :n, :], *(t if t is None else t.flatten(2)[:, :, None, :n] for t in affine)
 
 
-def _attend_tile(
-    tile: Tile, seen, used, pages, q, k: Side, v: Side, fmt: Format, scale, options: AttentionOptions, maps: LayerMaps, memo: Memo, out, lse
-) -> None:
-    """One tile of `attend`, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N
-    keys."""
+def _attend_tile(read: Read, call: AttendCall, segment: Segment, options: AttentionOptions, scratch: Scratch, out, lse) -> None:
+    """One tile, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N keys."""
+    (k, v, fmt), tile, seen, maps = segment[:3], read.tile, read.seen, segment.maps
     dtype, heads = out.dtype, k.codes.shape[2]
-    rows = tile.take(q).to(dtype)
+    rows = tile.take(call.q).to(dtype)
     rows = rows.view(*rows.shape[:2], heads, -1, rows.shape[3]).permute(0, 2, 3, 1, 4)  # [S, H, G, M, D]
     groups, rows = rows.shape[2:4], rows.flatten(2, 3)
     mapped = rows if maps.k is None else rows @ _for_heads(maps.k.inverse.to(dtype))
-    mapped = mapped * (scale * k.scale)
-    operand, k_scale, k_bias = _gather(k, fmt.k, pages, tile.num_keys, used, dtype, memo)
+    mapped = mapped * (call.scale * k.scale)
+    operand, k_scale, k_bias = _gather(k, fmt.k, read, dtype, scratch)
     score = _dot_keys(mapped, operand, fmt.k.planes)  # [S, H, G * M, N]
     if k_scale is not None:
         score *= k_scale
     if k_bias is not None:
         score.addcmul_(mapped.sum(-1, keepdim=True), k_bias)
     score = score.unflatten(2, groups)
-    _add_by_position(score, rows, scale, tile, options, maps)
+    _add_by_position(score, rows, call.scale, read, options, segment)
     if seen is not None:
         score.masked_fill_(~seen[:, None, None], -math.inf)
 
     weight, total = _softmax(score, options.sinks, lse is not None)
-    weight = weight.flatten(2, 3)
-    operand, v_scale, v_bias = _gather(v, fmt.v, pages, tile.num_keys, used, dtype, memo)
-    shift = None if v_bias is None else (weight * v_bias).sum(-1, keepdim=True)
-    if v_scale is not None:
-        weight *= v_scale
-    result = _sum_values(weight, operand, fmt.v.planes)  # [S, H, G * M, D_V]
-    if shift is not None:
-        result += shift
+    result = _weighted_values(weight.flatten(2, 3), groups, segment, read, scratch)
     if v.scale != 1:
         result *= v.scale
     if maps.v is not None:
         result = result @ _for_heads(maps.v.inverse.to(dtype).mT)
     result = result.unflatten(2, groups)
-    if seen is not None:  # a query without a key
+    if options.qq_bias is not None:  # which may hide keys as well
+        result = result.masked_fill((score == -math.inf).all(-1)[..., None], 0)
+    elif seen is not None:  # a query without a key
         result = result.masked_fill(~seen.any(-1)[:, None, None, :, None], 0)
     tile.put(out, result.permute(0, 3, 1, 2, 4).flatten(2, 3))
     if lse is not None:
         tile.put(lse, total.permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def _weighted_values(weight: torch.Tensor, groups: tuple[int, int], segment: Segment, read: Read, scratch: Scratch) -> torch.Tensor:
+    """The values summed with `weight [S, H, G * M, N]`: `[S, H, G * M, D_V]`, in V's mapped space."""
+    planes = segment.fmt.v.planes
+    operand, scale, bias = _gather(segment.v, segment.fmt.v, read, weight.dtype, scratch)
+
+    def total(weight, operand, scale, bias):
+        shift = None if bias is None else (weight * bias).sum(-1, keepdim=True)
+        result = (weight if scale is None else weight * scale) @ operand
+        result = result if planes == 1 else interleave(result)
+        return result if shift is None else result + shift
+
+    result = total(weight, operand, scale, bias)
+    if read.seen is not None and len(read.tile.queries) > 1 and not bool(result.isfinite().all()):
+        # A row that is not finite may reach only the queries that see it: zero times it is not zero.
+        finite = operand.isfinite().all(-1)
+        broken = ~(finite if planes == 1 else finite.all(0))  # [S, H, N]
+        for t in (scale, bias):
+            if t is not None:
+                broken = broken | ~t[:, :, 0].isfinite()
+        clean = [t if t is None else t.masked_fill(broken[:, :, None], 0) for t in (scale, bias)]
+        alone = total(weight, operand.masked_fill(broken[..., None], 0), *clean)
+        sees = (read.seen[:, None] & broken[:, :, None]).any(-1)  # [S, H, M]
+        result = torch.where(sees[:, :, None, :, None].expand(-1, -1, groups[0], -1, -1).flatten(2, 3), result, alone)
+    return result
 
 
 def _for_heads(matrix: torch.Tensor) -> torch.Tensor:
@@ -136,12 +180,6 @@ def _dot_keys(rows: torch.Tensor, operand: torch.Tensor, planes: int) -> torch.T
     return (rows.unflatten(-1, (-1, planes)).movedim(-1, 0) @ operand.mT).sum(0)
 
 
-def _sum_values(weight: torch.Tensor, operand: torch.Tensor, planes: int) -> torch.Tensor:
-    """Sums of the values with `weight [S, H, R, N]`: `[S, H, R, D_V]`."""
-    result = weight @ operand
-    return result if planes == 1 else interleave(result)
-
-
 def _softmax(score: torch.Tensor, sinks: torch.Tensor | None, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weights of `score [S, H, G, M, N]`, NaN for a query without a key, and log-sum-exp `[S, H, G, M]` if asked for."""
     weight = score.softmax(-1)
@@ -154,15 +192,18 @@ def _softmax(score: torch.Tensor, sinks: torch.Tensor | None, return_lse: bool) 
     return weight, lse
 
 
-def _add_by_position(score: torch.Tensor, rows: torch.Tensor, scale: float, tile: Tile, options: AttentionOptions, maps: LayerMaps) -> None:
+def _add_by_position(
+    score: torch.Tensor, rows: torch.Tensor, scale: float, read: Read, options: AttentionOptions, segment: Segment
+) -> None:
     """What is added to `score [S, H, G, M, N]`, in place, by where query and key stand: offset, then after the softcap ALiBi, bias."""
-    dtype, heads = score.dtype, score.shape[1]
-    offset = None if maps.k is None else maps.k.offset
+    dtype, heads, tile = score.dtype, score.shape[1], read.tile
+    map_ = segment.maps.k
+    offset = None if map_ is None else map_.offset
     if offset is not None or options.alibi_slopes is not None or options.qq_bias is not None:
-        query, key = positions(tile, options, score.device)
+        query, key = positions(tile, segment, score.device)
         since_context = key - tile.column(tile.contexts, score.device)
     if offset is not None:
-        by_key = maps.k.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
+        by_key = map_.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
         score += ((rows * scale) @ by_key).unflatten(2, score.shape[2:4])
     if options.softcap > 0:
         score.div_(options.softcap).tanh_().mul_(options.softcap)
@@ -172,58 +213,14 @@ def _add_by_position(score: torch.Tensor, rows: torch.Tensor, scale: float, tile
         score += slope * (-behind.sqrt() if options.alibi_sqrt else since_context.to(dtype))[:, None, None]
     if options.qq_bias is not None:
         size = options.qq_bias.shape
-        index = torch.arange(tile.queries.start, tile.queries.stop, device=score.device).clamp_max(size[0] - 1)
-        bias = options.qq_bias.to(dtype)[index[:, None], since_context.clamp(0, size[1] - 1)]
-        score += torch.where((since_context >= 0) & (since_context < size[1]), bias, 0)[:, None, None]
-
-
-def attend_segments(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    *,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    options: AttentionOptions = AttentionOptions(),
-    dtype: torch.dtype = torch.float32,
-    memo: Memo | None = None,
-    return_lse: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attend` over the keys of all segments, which are disjoint."""
-    if len(segments) == 1:
-        s = segments[0]
-        if s.key_start is not options.key_start or s.key_range is not options.key_range:
-            options = replace(options, key_start=s.key_start, key_range=s.key_range)
-        return attend(
-            q,
-            s.k,
-            s.v,
-            s.fmt,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            block_table=s.block_table,
-            scale=scale,
-            options=options,
-            maps=s.maps,
-            dtype=dtype,
-            memo=memo,
-            return_lse=return_lse,
-        )
-    plain = replace(options, sinks=None, output_scale=None)
-    results = [
-        attend_segments(q, [s], cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale, options=plain, dtype=dtype) for s in segments
-    ]
-    outs, lses = (torch.stack(x) for x in zip(*results))
-    if options.sinks is not None:  # a segment whose one value is zero
-        outs = torch.cat([outs, torch.zeros_like(outs[:1])])
-        lses = torch.cat([lses, options.sinks.to(lses.dtype).expand_as(lses[:1])])
-    out, lse = merge(outs, lses)
-    return out if options.output_scale is None else _to_float8(out, options.output_scale), lse
+        index = torch.arange(tile.queries.start, tile.queries.stop, device=score.device)[:, None]
+        inside = (since_context >= 0) & (since_context < size[1]) & (index < size[0])
+        bias = options.qq_bias.to(dtype)[index.clamp_max(size[0] - 1), since_context.clamp(0, size[1] - 1)]
+        score += torch.where(inside, bias, 0)[:, None, None]
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint key sets: `sum_i exp(lse_i - lse) out_i`. outs `[N, T, HQ, D]`, lses `[N, T,
-    HQ]`."""
+    """Attention over the union of disjoint key sets: `sum_i exp(lse_i - lse) out_i`. outs `[N, T, HQ, D]`, lses `[N, T, HQ]`."""
     lse = torch.logsumexp(lses, 0)
     weight = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0))
     return (weight[..., None].to(outs.dtype) * outs).sum(0), lse

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...calls import AttentionOptions
+from ...calls import AttendCall, AttentionOptions, Segment
+from ...reads import window_size
 
 TILE_ELEMENTS = 1 << 20  # scores of a tile of attend: temporaries that stay in a processor's cache
 
@@ -26,7 +27,7 @@ class Tile(NamedTuple):
 
     def take(self, q: torch.Tensor) -> torch.Tensor:
         """The tile's rows of `q [T, HQ, D]`: `[S, M, HQ, D]`."""
-        return q[self.token].view(-1, len(self.queries), *q.shape[1:]) if self.real is None else q[self.token]
+        return q[self.token].unflatten(0, (-1, len(self.queries))) if self.real is None else q[self.token]
 
     def put(self, out: torch.Tensor, rows: torch.Tensor) -> None:
         """Write `rows [S, M, ..]` to their places in `out [T, ..]`."""
@@ -40,13 +41,25 @@ class Tile(NamedTuple):
         return torch.tensor(values, device=device)[:, None, None]
 
 
-def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[Tile]:
+class Read(NamedTuple):
+    """A tile and what it reads of one segment."""
+
+    tile: Tile
+    seen: torch.Tensor | None  # [S, M, N] which keys each query sees; None: all
+    used: torch.Tensor | None  # [S, pages, block_size] slots that any query sees; None: all
+    pages: torch.Tensor | slice  # what to index the pages with
+
+
+def _tiles(call: AttendCall, segment: Segment) -> Iterator[Tile]:
     """Cut the batch so that neither the scores nor the gathered rows of a tile pass TILE_ELEMENTS."""
-    starts, lens = cu_seqlens_q.tolist(), seq_lens.tolist()
-    first_key = [0] * len(lens) if options.key_start is None else options.key_start.tolist()
-    slots = [max(n - f, 0) for n, f in zip(lens, first_key)]
-    heads, width = q.shape[1], k.codes.shape[2] * q.shape[2]
-    unmasked = isinstance(options.causal, bool) and not options.window and options.prefix_ranges is options.key_range is None
+    q, options, batch = call.q, call.options, call.batch
+    starts, lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    first_key = [0] * len(lens) if segment.key_start is None else segment.key_start.tolist()
+    past_key = lens if segment.key_range is None else segment.key_range[:, 1].tolist()
+    slots = [max(min(n, past) - first, 0) for n, past, first in zip(lens, past_key, first_key)]
+    heads, width = q.shape[1], segment.k.codes.shape[2] * q.shape[2]
+    unmasked = isinstance(options.causal, bool) and not options.window and options.prefix_ranges is segment.key_range is None
+    behind = options.causal is True and options.prefix_ranges is None  # no query sees past its own position
     s = 0
     while s < len(lens):
         e, most_keys, most_q = s, 0, 0
@@ -59,7 +72,6 @@ def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[Tile]:
         counts = [starts[i + 1] - starts[i] for i in range(s, e)]
         even = min(counts) == most_q  # then q's rows of these sequences form a rectangle
         whole = unmasked and even and most_q == 1 and min(slots[s:e]) == most_keys
-        behind = options.causal is True and options.prefix_ranges is None  # no query sees past its own position
         contexts = [length - count for length, count in zip(lens[s:e], counts)]
         for first in range(0, most_q, step):
             queries = range(first, min(first + step, most_q))
@@ -67,37 +79,39 @@ def _tiles(q, k, cu_seqlens_q, seq_lens, options) -> Iterator[Tile]:
                 token, real = slice(starts[s] + first, starts[e] - (most_q - queries.stop)), None
             else:
                 index = torch.arange(first, queries.stop, device=q.device)
-                token = (cu_seqlens_q[s:e, None].long() + index).clamp_max(q.shape[0] - 1)
+                token = (batch.cu_seqlens_q[s:e, None].long() + index).clamp_max(q.shape[0] - 1)
                 real = index < torch.tensor(counts, device=q.device)[:, None]
             later = [max(count - queries.stop, 0) if behind else 0 for count in counts]
-            keys = max(have - ahead for have, ahead in zip(slots[s:e], later))
-            yield Tile(slice(s, e), queries, contexts, lens[s:e], token, real, max(keys, 1), whole)
+            seen_until = (min(n - ahead, past) - low for n, ahead, past, low in zip(lens[s:e], later, past_key[s:e], first_key[s:e]))
+            keys = max(0, *seen_until)
+            if keys:  # without a key there is nothing to read, and out and lse say so already
+                yield Tile(slice(s, e), queries, contexts, lens[s:e], token, real, keys, whole)
         s = e
 
 
-def positions(tile: Tile, options: AttentionOptions, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(tile: Tile, segment: Segment, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the queries `[S, M, 1]` and of the keys `[S or 1, 1, N]`."""
     index = torch.arange(tile.queries.start, tile.queries.stop, device=device)
     key = torch.arange(tile.num_keys, device=device)[None, None, :]
-    if options.key_start is not None:
-        key = key + options.key_start[tile.seqs, None, None].long()
+    if segment.key_start is not None:
+        key = key + segment.key_start[tile.seqs, None, None].long()
     return tile.column(tile.contexts, device) + index[None, :, None], key
 
 
-def visible_keys(tile: Tile, options: AttentionOptions, device: torch.device) -> torch.Tensor:
+def visible_keys(tile: Tile, options: AttentionOptions, segment: Segment, device: torch.device) -> torch.Tensor:
     """Which keys each query sees: bool `[S, M, N]`."""
-    query, key = positions(tile, options, device)
+    query, key = positions(tile, segment, device)
     distance = query - key
     causal = options.causal if isinstance(options.causal, bool) else options.causal[tile.seqs, None, None]
     past = (distance >= 0) | (not causal if isinstance(causal, bool) else ~causal)
     seen, back = past, torch.ones_like(past)
-    if options.chunk_lookback >= 0:
-        size = options.window // (options.chunk_lookback + 1)
-        back = query // size - key // size <= options.chunk_lookback
+    window, chunk = window_size(options)
+    if chunk:
+        back = query // chunk - key // chunk <= options.chunk_lookback
         seen = seen & back
-    elif options.window > 0:
-        back = distance < options.window
-        seen = seen & back & (-distance < options.window)  # the second is implied where causal
+    elif window:
+        back = distance < window
+        seen = seen & back & (-distance < window)  # the second is implied where causal
     if options.prefix_ranges is not None:
         start, end = options.prefix_ranges[tile.seqs].long()[:, None, None, :, :].unbind(-1)
         q_, k_ = query[..., None], key[..., None]
@@ -106,8 +120,8 @@ def visible_keys(tile: Tile, options: AttentionOptions, device: torch.device) ->
     seen = seen & (key < tile.column(tile.seq_lens, device))
     if tile.real is not None:
         seen = seen & tile.real[:, :, None]
-    if options.key_range is not None:
-        low, high = options.key_range[tile.seqs].long()[:, None, None, :].unbind(-1)
+    if segment.key_range is not None:
+        low, high = segment.key_range[tile.seqs].long()[:, None, None, :].unbind(-1)
         seen = seen & (key >= low) & (key < high)
     return seen
 
@@ -117,7 +131,7 @@ def _pages(tile: Tile, block_table: torch.Tensor, block_size: int, used: torch.T
     count = -(-tile.num_keys // block_size)
     table = block_table[tile.seqs, :count].long()
     if used is not None:
-        table = table * used.any(-1)
+        table = torch.nn.functional.pad(table, (0, count - table.shape[1])) * used.any(-1)
     if len(tile.seq_lens) == 1:
         run = table[0].tolist()
         if run == list(range(run[0], run[0] + count)):
@@ -125,13 +139,12 @@ def _pages(tile: Tile, block_table: torch.Tensor, block_size: int, used: torch.T
     return table
 
 
-def plan(q, k, cu_seqlens_q, seq_lens, block_table, options) -> Iterator[tuple]:
-    """Each tile, which keys its queries see, `[S, M, N]`, which slots any query sees, `[S, pages, block_size]` (None: all), and
-    what to index the pages with."""
-    for tile in _tiles(q, k, cu_seqlens_q, seq_lens, options):
-        size = k.codes.shape[1]
+def plan(call: AttendCall, segment: Segment) -> Iterator[Read]:
+    """What is read of a segment, tile by tile."""
+    for tile in _tiles(call, segment):
+        size = segment.k.codes.shape[1]
         seen = used = None
         if not tile.whole:
-            seen = visible_keys(tile, options, q.device)
+            seen = visible_keys(tile, call.options, segment, call.q.device)
             used = torch.nn.functional.pad(seen.any(1), (0, -tile.num_keys % size)).unflatten(1, (-1, size))
-        yield tile, seen, used, _pages(tile, block_table, size, used)
+        yield Read(tile, seen, used, _pages(tile, segment.block_table, size, used))

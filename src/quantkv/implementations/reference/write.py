@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
-from ...calls import Memo, Side
-from ...format import Codec, Format
-from ...maps import LayerMaps, LinearMap
+from ...calls import Side, WriteCall
+from ...format import Codec
+from ...maps import LinearMap
+
+Places = tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
 
 
-def as_integers(t: torch.Tensor) -> torch.Tensor:
-    """The same storage as integers: 8-bit floats cannot be indexed or masked everywhere."""
-    return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.is_floating_point() else t
+def refusal(call: WriteCall) -> str | None:
+    """Always None: the reference serves every call, anywhere."""
+    return None
 
 
-def write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k: Side,
-    v: Side,
-    fmt: Format,
-    slot_mapping: torch.Tensor,
-    maps: LayerMaps | None = None,
-    positions: torch.Tensor | None = None,
-    memo: Memo | None = None,
-) -> None:
-    """Encode `key [T, HK, D]` and `value [T, HK, D_V]`, any strides, into the slots `slot_mapping [T]`.
+def run(call: WriteCall) -> None:
+    """Serve `call`."""
+    prepare(call)(call)
 
-    Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
-    positions: int `[T]`, needed where the keys' map has an offset. memo: see there.
-    """
-    if maps is None:
-        maps = LayerMaps.of(fmt, key.shape[-1], value.shape[-1], key.device)
-    block_size = k.codes.shape[1]
-    kept, at = (Memo() if memo is None else memo).once(("places", block_size), lambda: _places(slot_mapping, block_size))
+
+def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
+    """What serves every call with the same slots: where rows go is worked out once."""
+    places = _places(call.slot_mapping, call.k.codes.shape[1])
+    return lambda call: _write(call, places)
+
+
+def _write(call: WriteCall, places: Places) -> None:
+    (kept, at), (key, value), positions = places, (call.key, call.value), call.positions
     if kept is not None:
         key, value = key[kept], value[kept]
         positions = None if positions is None else positions[kept]
+    k, v, fmt, maps = call.k, call.v, call.fmt, call.maps
     if fmt.k is fmt.v and maps.k is maps.v and positions is None and k.scale == v.scale and key.shape == value.shape:
         both = encode(torch.cat((key, value)), fmt.k, maps.k, None, k.scale)  # rows are encoded one by one: half the calls
         encoded = zip(*(itertools.repeat(None, 2) if t is None else t.chunk(2) for t in both))
@@ -50,7 +47,7 @@ def write(
             side.meta[at] = meta
 
 
-def _places(slot_mapping: torch.Tensor, block_size: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]:
+def _places(slot_mapping: torch.Tensor, block_size: int) -> Places:
     """Which tokens are stored (None: all), and their pages and places there."""
     kept = slot_mapping >= 0
     if bool(kept.all()):
@@ -60,16 +57,20 @@ def _places(slot_mapping: torch.Tensor, block_size: int) -> tuple[torch.Tensor |
     return kept, (slot_mapping // block_size, slot_mapping % block_size)
 
 
+def as_integers(t: torch.Tensor) -> torch.Tensor:
+    """The same storage as integers: 8-bit floats cannot be indexed or masked everywhere."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.is_floating_point() else t
+
+
 def encode(
     rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - offset) / scale)`."""
-    y = rows.float()
+    """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - offset) / scale)`. positions: int `[T]`, for an offset."""
+    y = rows.detach().float()
     if map_ is not None:
         if map_.offset is not None:
             y = y - map_.offset_rows(positions)
-        # float64: the bytes must not depend on the order in which a BLAS adds.
-        y = apply_map(map_.forward64, y.double()).to(rows.dtype if codec.round_mapped else torch.float32).float()
+        y = map_.apply(y, rows.dtype if codec.round_mapped else torch.float32).float()
     return codec.encode(y if scale == 1.0 else y / scale)
 
 
@@ -87,7 +88,7 @@ def dequantize(
     positions: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + offset`. positions as in `write`."""
+    """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + offset`. positions: int `[T]`, for an offset."""
     block_size = side.codes.shape[1]
     at = (slots // block_size, slots % block_size)
     codes = as_integers(side.codes)[at].view(side.codes.dtype)

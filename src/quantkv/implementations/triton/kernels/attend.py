@@ -17,31 +17,40 @@ def power_of_two_below(x):
 
 @triton.jit
 def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISION: tl.constexpr):
-    """q mapped, as planes in the dtype of K's operand; its sum `[M]` and what the planes were divided by.
+    """q mapped, as planes in the dtype of K's operand; its sum and what the planes were divided by, each `[M]`.
 
-    The tile is brought to magnitudes near 2^10, where fp16 holds a plane that is to meet an operand 2^-24 small."""
+    Each row is brought to magnitudes near 2^10, where fp16 holds a plane that is to meet an operand 2^-24 small."""
     P: tl.constexpr = K.codec.planes
     F32: tl.constexpr = q.ptr.dtype.element_ty == tl.float32
     DTYPE: tl.constexpr = tl.float32 if F32 else K.codec.operand
     FACTORS: tl.constexpr = K.factors
     at = q.ptr + token * q.stride_token + head * q.stride_head
     loaded = load_rows(at, row_mask, map, kv_head, token, K, False, PRECISION)
-    largest = tl.full([], 2.0**-100, tl.float32)  # a query of zeros has a unit too
+    largest = tl.full([token.shape[0]], 2.0**-100, tl.float32)  # a query of zeros has a unit too
     for p in tl.static_range(P):
-        largest = tl.maximum(largest, tl.max(tl.abs(loaded[p]).to(tl.float32)))
+        largest = tl.maximum(largest, tl.max(tl.abs(loaded[p]).to(tl.float32), axis=1))
     unit = power_of_two_below(largest) * (1 / 1024)
     planes = ()
     total = tl.zeros([token.shape[0]], tl.float32)
     for p in tl.static_range(P):
-        plane = (loaded[p].to(tl.float32) * ((FACTORS[p] / FACTORS[0]) / unit)).to(DTYPE)
+        plane = (loaded[p].to(tl.float32) * ((FACTORS[p] / FACTORS[0]) / unit)[:, None]).to(DTYPE)
         total += tl.sum(plane.to(tl.float32), axis=1) * (FACTORS[0] / FACTORS[p])
         planes = planes + (plane,)
     return planes, total, unit
 
 
 @triton.jit
+def load_page(table, start, index, used, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the slots `index [N]` from start on: one, or `[N]` where a tile is no part of a page."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + start // PAGE).to(tl.int64)
+    else:
+        return tl.load(table + index // PAGE, mask=used, other=0).to(tl.int64)
+
+
+@triton.jit
 def key_score(q_operand, q_sum, operand, affine, factor, K: tl.constexpr, PRECISION: tl.constexpr):
-    """factor * q . (scale code + bias): `[M, N]`."""
+    """factor * q . (scale code + bias), in the units of q's rows: `[M, N]`."""
     FACTORS: tl.constexpr = K.factors
     score = tl.zeros([q_operand[0].shape[0], operand[0].shape[1]], tl.float32)
     for p in tl.static_range(len(operand)):
@@ -72,21 +81,50 @@ def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.const
 
 
 @triton.jit
-def softmax_step(score, row_max):
-    """prob `[M, N]` relative to the new maximum `[M]`, and the decay of what was added before."""
-    new_max = tl.maximum(row_max, tl.max(score, axis=1))
+def natural_score(score, query, key, context, slope, row_mask, extras, F: tl.constexpr):
+    """What options do to scores that are not in base 2 yet; then they are."""
+    if F.softcap > 0:
+        score = F.softcap * (2 * tl.sigmoid(score * (2 / F.softcap)) - 1)
+    return LOG2E * bias_score(score, query, key, context, slope, row_mask, extras, F)
+
+
+@triton.jit
+def softmax_step(score, unit, row_max):
+    """prob `[M, N]` of score in units `[M]`, powers of two, relative to the new maximum `[M]`; the decay of what was added before."""
+    new_max = tl.maximum(row_max, tl.max(score, axis=1) * unit)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    return tl.exp2(score - base[:, None]), tl.exp2(row_max - base), new_max
+    return tl.exp2(score * unit[:, None] - base[:, None]), tl.exp2(row_max - base), new_max
+
+
+@triton.jit
+def confine(planes, affine, V: tl.constexpr):
+    """planes and affine, zeros where a row holds an inf or a NaN; and NaN for each such row, `[N]`, 0 for others. A weight of 0 would not
+    keep it from the queries that do not see the row."""
+    bad = tl.zeros([planes[0].shape[0]], tl.float32)
+    confined = planes
+    if V.codec.floats:
+        confined = ()
+        for p in tl.static_range(len(planes)):
+            finite = tl.abs(planes[p]) < float("inf")
+            confined = confined + (tl.where(finite, planes[p], 0.0).to(planes[p].dtype),)
+            bad = tl.maximum(bad, tl.max(tl.where(finite, 0.0, 1.0), axis=1))
+    for i in tl.static_range(len(affine)):
+        bad = tl.where(tl.abs(affine[i]) < float("inf"), bad, 1.0)
+    finite_affine = ()
+    for i in tl.static_range(len(affine)):
+        finite_affine = finite_affine + (tl.where(bad > 0, 0.0, affine[i]),)
+    return confined, finite_affine, tl.where(bad > 0, float("nan"), 0.0)
 
 
 @triton.jit
 def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """acc (in units of `unit`) and shift, decayed, plus prob . (scale code) and prob . bias.
 
-    The unit follows the largest scale, in powers of two, so that fp16 weights neither overflow nor vanish."""
+    The unit follows the largest scale, in powers of two. It keeps weights below 2^14, so that fp16 holds those of rows 2^28 times smaller
+    too."""
     weight = prob
     if len(affine) > 0:
-        new_unit = tl.maximum(unit, 2 * power_of_two_below(tl.max(affine[0], axis=0)))
+        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(tl.max(affine[0], axis=0)))
         weight = prob * (affine[0] * (1 / new_unit))[None, :]
         if len(affine) > 1:
             shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
@@ -142,10 +180,12 @@ def attend_kernel(
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
     V_CODEC: tl.constexpr = V.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
+    MASKED: tl.constexpr = F.prefix or BLOCK_Q != 1  # not every query sees all the keys of a tile that are used
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
     V_PLANES: tl.constexpr = V.codec.planes
     V_WIDTH: tl.constexpr = V.width
     HEADS: tl.constexpr = F.num_kv_heads
+    PRECISION: tl.constexpr = F.precision
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
 
@@ -176,9 +216,10 @@ def attend_kernel(
 
     position = (context + query)[:, None]
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
-    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, F.precision)
+    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
     q_operand = (join_planes(q_planes),) if F.joined else q_planes
-    factor = scale * q_unit * (1.0 if NATURAL else LOG2E)
+    factor = scale * (1.0 if NATURAL else LOG2E)
+    score_unit = tl.full([BLOCK_M], 1.0, tl.float32) if NATURAL else q_unit
     slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32)[:, None] if F.alibi > 0 else 0.0
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -193,39 +234,35 @@ def attend_kernel(
         key = index + first_slot
         used = (index >= low) & (index < high)
         seen = used[None, :]
-        if F.prefix or BLOCK_Q != 1:  # what one query sees, but for prefix ranges, is what lies between low and high
+        if MASKED:  # what one query sees, but for prefix ranges, is what lies between low and high
             seen = visible(position, key[None, :], seen, seq, extras, F)
         if F.prefix:  # the keys that some query sees are no interval
             used = tl.max(seen.to(tl.int32), axis=0) > 0
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table + start // PAGE).to(tl.int64)
-        else:
-            page = tl.load(table + index // PAGE, mask=used, other=0).to(tl.int64)
-        slot = index % PAGE
-
-        words, meta = load_cached(k_pages, page, slot, head, used, K)
+        page = load_page(table, start, index, used, PAGE, BLOCK_N)
+        words, meta = load_cached(k_pages, page, index % PAGE, head, used, K)
         if F.joined:
             planes, affine = decode(words, meta, k_pages.table, K, False)
             operand = (tl.trans(join_operand(planes)),)
         else:
             operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
-        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, F.precision)
+        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
         if K.offset:
             score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
-        if F.softcap > 0:
-            score = F.softcap * (2 * tl.sigmoid(score * (2 / F.softcap)) - 1)
         if NATURAL:
-            score = LOG2E * bias_score(score, position, key[None, :], context, slope, row_mask[:, None], extras, F)
+            score = natural_score(score * q_unit[:, None], position, key[None, :], context, slope, row_mask[:, None], extras, F)
         score = tl.where(seen, score, float("-inf"))
 
-        prob, decay, row_max = softmax_step(score, row_max)
+        prob, decay, row_max = softmax_step(score, score_unit, row_max)
         row_sum = row_sum * decay + tl.sum(prob, axis=1)
 
-        words, meta = load_cached(v_pages, page, slot, head, used, V)
+        words, meta = load_cached(v_pages, page, index % PAGE, head, used, V)
         operand, affine = decode(words, meta, v_pages.table, V, False)
+        if MASKED:
+            operand, affine, bad = confine(operand, affine, V)
+            shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
         if F.joined:
             operand = (join_operand(operand),)
-        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, F.precision)
+        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
 
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)

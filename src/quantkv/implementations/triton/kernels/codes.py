@@ -3,6 +3,15 @@
 import triton
 import triton.language as tl
 
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
+LARGEST_HALF = tl.constexpr(65504.0)
+
+
+@triton.jit
+def saturate(x, LARGEST: tl.constexpr):
+    """x within +-LARGEST: what is stored of finite rows is finite. NaN stays NaN."""
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
 
 @triton.jit
 def round_codes(x, LOW: tl.constexpr, HIGH: tl.constexpr):
@@ -44,9 +53,11 @@ def sum_of_squares(x):
 
 @triton.jit
 def pack_codes(codes, BITS: tl.constexpr):
-    word = codes[0]
+    """Words of codes int32 given as planes: int32, or int64 where it takes more bits."""
+    DTYPE: tl.constexpr = tl.int32 if BITS * len(codes) <= 32 else tl.int64
+    word = codes[0].to(DTYPE)
     for p in tl.static_range(1, len(codes)):
-        word |= codes[p] << (BITS * p)
+        word |= codes[p].to(DTYPE) << (BITS * p)
     return word
 
 
@@ -54,9 +65,13 @@ def pack_codes(codes, BITS: tl.constexpr):
 def unpack_codes(words, PLAN: tl.constexpr):
     BITS: tl.constexpr = PLAN.bits
     P: tl.constexpr = PLAN.codec.planes
+    WORD: tl.constexpr = words.dtype.primitive_bitwidth
+    DTYPE: tl.constexpr = tl.int16 if WORD <= 16 else tl.int32  # signed, and no wider than it must be
+    if WORD == 8:
+        words = words.to(tl.int16)
     codes = ()
     for p in tl.static_range(P):
-        codes = codes + ((words >> (BITS * p)) & ((1 << BITS) - 1),)
+        codes = codes + (((words >> (BITS * p)) & ((1 << BITS) - 1)).to(DTYPE),)
     return codes
 
 

@@ -62,7 +62,7 @@ def combine_kernel(
     PRECISION: tl.constexpr,
 ):
     """Grid (blocks of ROWS rows, kv heads); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`,
-    lse `[T, HQ, splits]` base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included.
+    lse `[T, HQ, splits]` base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included (ptr None: not asked for).
 
     The first mapped_splits splits go through the map, times mapped_factor; the others are multiplied by plain_factor."""
     head = tl.program_id(1).to(tl.int64)
@@ -107,4 +107,6 @@ def combine_kernel(
         if out.ptr.dtype.element_ty == tl.uint8:  # float8 e4m3
             result = to_float8(tl.div_rn(result, tl.full(result.shape, 0.0, tl.float32) + output_scale), 3, 7, 448.0)
         tl.store(at, result, mask=stored)
-    tl.store(out_lse + row, (base + tl.log2(total)) / LOG2E, mask=row_mask)
+    if out_lse.ptr is not None:
+        at = out_lse.ptr + token * out_lse.stride_token + q_head * out_lse.stride_head
+        tl.store(at, (base + tl.log2(total)) / LOG2E, mask=row_mask)

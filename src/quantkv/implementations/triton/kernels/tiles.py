@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-HALVES = tl.constexpr({n: (tl.float16,) * n for n in (2, 4, 8)})  # what inline PTX returns
+HALVES = tl.constexpr({n: (tl.float16,) * n for n in (1, 2, 4, 8, 16)})  # what inline PTX returns
+PAIRINGS = tl.constexpr({1: 0, 2: 1, 4: 2, 8: 3, 16: 4})  # how often planes are joined by pairs
 
 
 @triton.jit
@@ -20,9 +21,9 @@ def split_pairs(planes):
 @triton.jit
 def split_planes(x, P: tl.constexpr):
     """`[R, D]` -> tuple of P `[R, D / P]`; plane p holds columns p, p + P, .."""
-    LEVELS: tl.constexpr = 3 if P == 8 else P // 2
+    COUNT: tl.constexpr = PAIRINGS[P]
     planes = (x,)
-    for _ in tl.static_range(LEVELS):
+    for _ in tl.static_range(COUNT):
         planes = split_pairs(planes)
     return planes
 
@@ -42,19 +43,20 @@ def join_pairs(planes):
 def join_planes(planes):
     """Reverses `split_planes`."""
     P: tl.constexpr = len(planes)
-    LEVELS: tl.constexpr = 3 if P == 8 else P // 2
-    for _ in tl.static_range(LEVELS):
+    COUNT: tl.constexpr = PAIRINGS[P]
+    for _ in tl.static_range(COUNT):
         planes = join_pairs(planes)
     return planes[0]
 
 
 @triton.jit
 def join_operand(planes):
-    """`join_planes` of 16-bit planes. As integers: Triton 3.6 fuses the reshape into the dot's shared memory; it fails."""
+    """`join_planes` of numbers. As integers: Triton 3.6 fuses the reshape into the dot's shared memory; it fails."""
     if len(planes) > 1:
+        INTEGER: tl.constexpr = tl.int32 if planes[0].dtype == tl.float32 else tl.int16
         words = ()
         for p in tl.static_range(len(planes)):
-            words = words + (planes[p].to(tl.int16, bitcast=True),)
+            words = words + (planes[p].to(INTEGER, bitcast=True),)
         return join_planes(words).to(planes[0].dtype, bitcast=True)
     else:
         return planes[0]
@@ -118,7 +120,7 @@ def word_pointers(pages, page, slot, head, PLAN: tl.constexpr):
     """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page`, `[N]` or one."""
     ALIGN: tl.constexpr = PLAN.align
     base = tl.multiple_of(page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, ALIGN)
-    STEP: tl.constexpr = 3 if PLAN.codec.word_bytes == 3 else 1
+    STEP: tl.constexpr = PLAN.codec.word_bytes if PLAN.codec.bytewise else 1
     return pages.words + base[:, None] + STEP * tl.arange(0, PLAN.width)[None, :]
 
 
@@ -128,29 +130,34 @@ def meta_pointers(pages, page, slot, head):
 
 
 @triton.jit
-def load_words3(pages, base, mask, PLAN: tl.constexpr):
-    """Words of three bytes `[N, W]` in int32, whose highest byte may hold anything: four from three int32, which can be copied to
-    shared memory ahead of time, or, where rows are not aligned to them, byte by byte."""
-    WORDS: tl.constexpr = 4 if pages.words.dtype.element_ty == tl.int32 else 1
-    word = WORDS * tl.arange(0, PLAN.width // WORDS)[None, :]
-    at = pages.words + base[:, None] + 3 * (word // WORDS)
+def load_bytes(pages, base, mask, PLAN: tl.constexpr):
+    """Words `[N, W]` as long as no integer is. Of three bytes: in int32 whose highest byte may hold anything, four from three int32,
+    which can be copied to shared memory ahead of time, where rows are aligned to them. Else byte by byte."""
+    BYTES: tl.constexpr = PLAN.codec.word_bytes
+    QUADS: tl.constexpr = pages.words.dtype.element_ty == tl.int32
+    word = tl.arange(0, PLAN.width // 4)[None, :] * 4 if QUADS else tl.arange(0, PLAN.width)[None, :]
+    at = pages.words + base[:, None] + (word // 4 * 3 if QUADS else word * BYTES)
     real = mask[:, None] & (word < PLAN.columns)
-    a = tl.load(at, mask=real, other=0).to(tl.uint32)
-    b = tl.load(at + 1, mask=real, other=0).to(tl.uint32)
-    c = tl.load(at + 2, mask=real, other=0).to(tl.uint32)
-    if WORDS == 1:
-        return (a | (b << 8) | (c << 16)).to(tl.int32)
-    else:
+    if QUADS:
+        a = tl.load(at, mask=real, other=0).to(tl.uint32)
+        b = tl.load(at + 1, mask=real, other=0).to(tl.uint32)
+        c = tl.load(at + 2, mask=real, other=0).to(tl.uint32)
         words = tl.join(tl.join(a, (b >> 16) | (c << 16)), tl.join((a >> 24) | (b << 8), c >> 8))
         return tl.reshape(words, [base.shape[0], PLAN.width]).to(tl.int32, bitcast=True)
+    else:
+        DTYPE: tl.constexpr = tl.int32 if BYTES == 3 else tl.int64
+        words = tl.load(at, mask=real, other=0).to(DTYPE)
+        for i in tl.static_range(1, BYTES):
+            words |= tl.load(at + i, mask=real, other=0).to(DTYPE) << 8 * i
+        return words
 
 
 @triton.jit
 def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
     """words `[N, W]` and metadata, a tuple of `[N]` float32. What is masked reads as zero bits: an unwritten slot may hold NaN."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
-    if PLAN.codec.word_bytes == 3:
-        words = load_words3(pages, page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, mask, PLAN)
+    if PLAN.codec.bytewise:
+        words = load_bytes(pages, page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, mask, PLAN)
     else:
         real = mask[:, None]
         if PLAN.width != PLAN.columns:
@@ -170,7 +177,7 @@ def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     CODEC: tl.constexpr = PLAN.codec
     P: tl.constexpr = PLAN.codec.planes
     PTX: tl.constexpr = PLAN.codec.ptx
-    REGISTERS: tl.constexpr = "=&r," * P + ("r,r" if PLAN.codec.word_bytes == 3 else "r")
+    REGISTERS: tl.constexpr = "=&r," * P + PLAN.codec.registers
     if PTX != "":
         halves = tl.inline_asm_elementwise(PTX, REGISTERS, [words], HALVES[P], is_pure=True, pack=2)
         planes = ()

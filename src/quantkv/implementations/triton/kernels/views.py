@@ -5,7 +5,7 @@ Triton specialises integers inside a NamedTuple, so only what outlives a step is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from .ptx import Program
 
 
-class Rows(NamedTuple):
+class RowsView(NamedTuple):
     """`[T, heads, D]`. Strides in elements."""
 
     ptr: Any
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     stride_head: Any
 
 
-class Pages(NamedTuple):
+class PagesView(NamedTuple):
     """K or V of a paged cache, as words and metadata of its rows."""
 
     words: Any  # [num_blocks, block_size, HK, words]
@@ -36,7 +36,7 @@ class Pages(NamedTuple):
     table: Any  # the codec's numbers, float32, or None
 
 
-class Map(NamedTuple):
+class MapView(NamedTuple):
     """`y = matrix (x - offset[position // 64])` for each kv head."""
 
     matrix: Any = None  # [HK or 1, D, D]: y[out] = sum_in matrix[out, in] x[in]
@@ -47,7 +47,7 @@ class Map(NamedTuple):
     num_buckets: Any = 0
 
 
-class Batch(NamedTuple):
+class BatchView(NamedTuple):
     """Which sequence each query belongs to, and where the sequence's keys are."""
 
     query_start: Any  # [S + 1]
@@ -77,7 +77,7 @@ class _Constant:
 
     @property
     def cache_key(self) -> str:
-        values = [getattr(self, f.name) for f in fields(self)]
+        values = [getattr(self, f.name) for f in fields(self) if f.compare]
         return "|".join(str(getattr(v, "cache_key", v)) for v in values)
 
 
@@ -94,11 +94,14 @@ class TritonCodec(_Constant):
         Planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
     affine: (planes, meta, PLAN, TURNED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TURNED,
         stand for. meta: a tuple of `[N]` float32. None: it is the metadata as it is.
-    word_bytes: bytes of a word; of 3, an int32 holds it, whose highest byte may hold anything.
+    word_bytes: bytes of a word, which an integer of 8, 16, 32 or 64 bits holds; of 3 bytes an int32 whose highest byte may hold anything.
     num_meta: fields beside a row.
+    table: head_size -> numbers (1-D) that encode and unpack find, in float32, at the pointer `table`; None: they take none.
     operand: dtype of the planes.
+    exact: (unpack, dtype) that give the planes to float32 queries where `operand` rounds them; None: it holds them exactly.
+    floats: planes may be inf or NaN.
     exponents: plane p comes out of `unpack` times `2**-exponents[p]`; all 0 if empty.
-    program: a `ptx.Program` that does what `unpack` does, for the GPUs that take it, or None.
+    program: a `ptx.Program` that does what `unpack` does to words of 2 to 4 bytes, for the GPUs that take it, or None.
     """
 
     planes: int
@@ -110,10 +113,23 @@ class TritonCodec(_Constant):
     operand: Any = tl.float16
     exponents: tuple[int, ...] = ()
     program: Program | None = None
+    exact: Any = None
+    floats: bool = False
+    table: Any = field(default=None, compare=False)  # no kernel is compiled for it
 
     @property
     def ptx(self) -> str:
         return "" if self.program is None else self.program.text
+
+    @property
+    def registers(self) -> str:
+        """What holds two words, as inline PTX names it."""
+        return "r" if self.word_bytes <= 2 else "r,r"
+
+    @property
+    def bytewise(self) -> bool:
+        """Whether words are stored byte by byte, and read so unless they can be read from longer ones."""
+        return self.word_bytes not in (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .codes import LARGEST, LARGEST_HALF, saturate
 from .tiles import load_rows, meta_pointers, word_pointers
 
 
@@ -15,15 +16,16 @@ def write_rows(
     CODEC: tl.constexpr = PLAN.codec
     P: tl.constexpr = PLAN.codec.planes
     NUM_META: tl.constexpr = PLAN.codec.num_meta
+    DTYPE: tl.constexpr = rows.ptr.dtype.element_ty
     at = rows.ptr + token * rows.stride_token + head * rows.stride_head
     loaded = load_rows(at, given, map, head, position, PLAN, PLAN.offset, PRECISION)
     x = ()
     for p in tl.static_range(P):
         plane = loaded[p].to(tl.float32)
         if PLAN.mapped:
-            plane *= factor
+            plane = saturate(plane * factor, LARGEST_HALF if PLAN.rounded and tl.float16 == DTYPE else LARGEST)
             if PLAN.rounded:
-                plane = plane.to(rows.ptr.dtype.element_ty).to(tl.float32)
+                plane = plane.to(DTYPE).to(tl.float32)
         if PLAN.scaled:
             plane = tl.div_rn(plane, tl.zeros(plane.shape, tl.float32) + scale)
         x = x + (plane,)
@@ -32,9 +34,10 @@ def write_rows(
     at = word_pointers(pages, page, slot, head, PLAN)
     stored = mask[:, None] & real[None, :]
     tl.store(at, words, mask=stored)
-    if PLAN.codec.word_bytes == 3:
-        tl.store(at + 1, words >> 8, mask=stored)
-        tl.store(at + 2, words >> 16, mask=stored)
+    if PLAN.codec.bytewise:
+        BYTES: tl.constexpr = PLAN.codec.word_bytes
+        for i in tl.static_range(1, BYTES):
+            tl.store(at + i, words >> 8 * i, mask=stored)
     if NUM_META > 0:
         at = meta_pointers(pages, page, slot, head)
         for i in tl.static_range(NUM_META):

@@ -11,12 +11,12 @@ import torch
 
 from ..calls import Side
 from ..formats import get_format
-from ..implementations.reference import dequantize
+from ..implementations.reference.write import dequantize
 from ..maps import LayerMaps, hadamard
 from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
 
-NAME, OPS = "engine Triton", "vllm.v1.attention.ops."
+NAME, OPS = "vLLM Triton", "vllm.v1.attention.ops."
 WRITER = OPS + "triton_reshape_and_cache_flash"
 # our name -> their mode, dtype of the codes, bytes of an element
 PER_TOKEN_HEAD = {
@@ -26,7 +26,7 @@ PER_TOKEN_HEAD = {
     "int4": ("INT4_PER_TOKEN_HEAD", torch.uint8, 0.5),
 }
 TURBOQUANT = {"tq_k8v4": "turboquant_k8v4", "tq4": "turboquant_4bit_nc", "tq3": "turboquant_3bit_nc"}
-SEGMENTS = 16  # splits of a decode, the engine's own choice
+SEGMENTS = 16  # splits of a decode, vLLM's own choice
 WRITTEN_AT_ONCE = 1 << 16
 
 
@@ -58,7 +58,7 @@ def _import(problem: Problem, peers: Path, module: str):
 
 
 def _rows(stores: str, head_size: int, device: torch.device, k: Side, v: Side):
-    """What the engine's cache holds, by this package's formats: the bytes are the same."""
+    """What vLLM's cache holds, by this package's formats: the bytes are the same."""
     fmt = get_format(stores)
     maps = LayerMaps.of(fmt, head_size, head_size, device)
     sides = ((k, fmt.k, maps.k), (v, fmt.v, maps.v))

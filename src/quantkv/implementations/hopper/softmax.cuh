@@ -1,12 +1,16 @@
 // Scores, softmax and the weighted sum of values: what a warp does with a tile.
+#pragma once
+#include "pieces.cuh"
 #include "query.cuh"
 
-DI float key_scale(u32 meta, float squares) {
-  return KEY::META == Meta::none ? 1.f : KEY::META == Meta::norm ? low(meta) * inverse_root(squares) : as_float(meta);
-}
-DI float zero_point(u32 meta) { return (float)(meta & 15u); }
-constexpr bool ZERO_POINTS = VALUE::META == Meta::scale_zero;
+constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;
 constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
+constexpr bool ADDED = KEY_OFFSET || KEY::BIASED;  // a score is more than a product
+static_assert(!ZERO_POINTS || V_META == 4, "where zero points are");
+DI float zero_point(u32 meta) { return (float)(meta & 15u); }
+DI float key_scale(u32 meta, float squares) {
+  return K_META == 0 ? 1.f : KEY::NORMALISED ? KEY::scale(meta) * inverse_root(squares) : KEY::scale(meta);
+}
 
 // The running softmax of a warp, base 2. m and l are per column (of this lane's tokens only: l). o, bias and mass carry the
 // factor v_norm, a power of two that keeps p * scale within fp16 whatever the values' scales are.
@@ -87,8 +91,7 @@ struct Softmax {
     for (int n = 0; n < N; n++) {
       const u32(&ka)[K_WORDS] = keys[n][0], (&kb)[K_WORDS] = keys[n][1], (&meta)[2] = metas[n];
       u32 squares[2] = {};
-      const float z0 = KEY::META == Meta::scale_zero ? -zero_point(meta[0]) : -KEY::ZERO;
-      const float z1 = KEY::META == Meta::scale_zero ? -zero_point(meta[1]) : -KEY::ZERO;
+      const float z0 = KEY::ZERO_POINTS ? -zero_point(meta[0]) : -KEY::ZERO, z1 = KEY::ZERO_POINTS ? -zero_point(meta[1]) : -KEY::ZERO;
 #pragma unroll
       for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -99,7 +102,7 @@ struct Softmax {
         const uint2 a = key_pairs<KEY>(ka, kb, 2 * w, at.table), a8 = key_pairs<KEY>(ka, kb, 2 * w + 1, at.table);
         u32 b[2 * NT];
         q.step(w, b);
-        if constexpr (KEY::META == Meta::norm) {
+        if constexpr (KEY::NORMALISED) {
           squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])), squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
         }
 #pragma unroll
@@ -107,19 +110,21 @@ struct Softmax {
       }
       if (NT == 1) for (int i = 0; i < 4; i++) s[n][0][i] += odd[i];
       float norms[4] = {};  // squared: of the row in 0 and 1, of the row 8 further in 2 and 3
-      if constexpr (KEY::META == Meta::norm) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
+      if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
       const float f[2] = {key_scale(meta[0], norms[0]) * scale, key_scale(meta[1], norms[2]) * scale};
+      const float z[2] = {KEY::bias(meta[0]) * scale, KEY::bias(meta[1]) * scale};
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
-        u32 offset[2] = {};
+        u32 offset[2] = {};  // what is added to the scores of a column, of both rows
         if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           float y = s[n][nt][i], o = as_float(offset[i & 1]);
+          if (KEY::BIASED) o = fmaf(z[i / 2], q.sum[nt][i & 1], KEY_OFFSET ? o : 0.f);
           if (SOFTCAP) {  // scale brings the score to 2 log2(e) / softcap, so y = softcap log2(e) tanh(score / softcap)
-            y = softcap - 2.f * softcap * inverse(1.f + pow2(KEY_OFFSET ? fmaf(y, f[i / 2], o) : y * f[i / 2])) - m[nt][i & 1];
+            y = softcap - 2.f * softcap * inverse(1.f + pow2(ADDED ? fmaf(y, f[i / 2], o) : y * f[i / 2])) - m[nt][i & 1];
           } else {
-            y = fmaf(y, f[i / 2], KEY_OFFSET ? o - m[nt][i & 1] : -m[nt][i & 1]);
+            y = fmaf(y, f[i / 2], ADDED ? o - m[nt][i & 1] : -m[nt][i & 1]);
           }
           s[n][nt][i] = y;
         }
@@ -149,13 +154,10 @@ struct Softmax {
     for (int n = 0; n < N; n++) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        u32 meta = 0x3f800000u;
+        u32 meta = 0;
         if constexpr (V_META > 0) load_shared<V_META>(tile[n] + TILE_VM + (at.token + 8 * r) * V_META, &meta);
-        if constexpr (VALUE::META == Meta::scale_min) {
-          v_scale[n][r] = low(meta), v_bias[n][r] = fmaf(v_scale[n][r], VALUE::CENTRE, high(meta));
-        } else {
-          v_scale[n][r] = as_float(meta);
-        }
+        v_scale[n][r] = V_META > 0 ? VALUE::scale(meta) : 1.f;
+        if constexpr (VALUE::BIASED) v_bias[n][r] = fmaf(v_scale[n][r], VALUE::CENTRE, VALUE::bias(meta));
         if constexpr (ZERO_POINTS) {
           u32 two[2];
           load_shared<8>(tile[n] + TILE_VM + at.pair + 8 * r * V_META, two);
@@ -200,7 +202,7 @@ struct Softmax {
         for (int r = 0; r < 2; r++) {
           float p0 = e[n][nt][2 * r], p1 = e[n][nt][2 * r + 1], u = v_scale[n][r] * v_norm;
           l[nt][0] += p0, l[nt][1] += p1;
-          if constexpr (VALUE::META == Meta::scale_min) {
+          if constexpr (VALUE::BIASED) {
             bias[nt][0] = fmaf(p0, v_bias[n][r] * v_norm, bias[nt][0]), bias[nt][1] = fmaf(p1, v_bias[n][r] * v_norm, bias[nt][1]);
           }
           p[nt][r] = transpose(half2(p0 * u, p1 * u));
@@ -228,24 +230,44 @@ struct Softmax {
     }
   }
 
-  // to [columns, PIECE], in shared or global memory; columns beyond `columns` are not written.
-  DI void write(float* to, int columns, float gain) {
+  // The result so far to `to` [columns, PIECE], in shared or global memory; columns beyond `columns` are not written. held: what
+  // earlier tiles of the same sequence came to, in the same form and possibly at the same place, or null.
+  DI void write(u32* to, int columns, const u32* held) {
     if (CENTRED_LATER) centre();
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const auto place = [&](int j) { return (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };  // of dimension j of this lane and the next
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
+        const auto value = [&](int j) -> float& { return o[nt][j / 2][e + j % 2 * 2]; };
         const float sum = sum_over_tokens(l[nt][e]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
-        const float z = VALUE::META == Meta::scale_min ? sum_over_tokens(bias[nt][e]) * r : 0.f;
-        int column = nt * 8 + 2 * c + e;
-        if (column >= columns) continue;
-        if (g == 0) to[column * PIECE + D] = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity();
-        auto value = [&](int j) { return fmaf(o[nt][j / 2][e + j % 2 * 2], gain / VALUE::unit(j) * r, z); };
+        const float z = VALUE::BIASED ? sum_over_tokens(bias[nt][e]) * r : 0.f;
+        const int column = nt * 8 + 2 * c + e;
+        const bool there = column < columns;
+        float lse = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity(), top = 0.f;
 #pragma unroll
-        for (int j = 0; j < D / 8; j += 2) {
-          *(float2*)(to + column * PIECE + j / RUN * RUN * 8 + g * RUN + j % RUN) = make_float2(value(j), value(j + 1));
+        for (int j = 0; j < D / 8; j++) value(j) = fmaf(value(j), VALUE::GAIN / VALUE::unit(j) * r, z);
+        if (held && there) {
+          const u32* old = held + column * PIECE;
+          const float before = as_float(old[LSE]), both = fmaxf(before, lse), base = both == minus_infinity() ? 0.f : both;
+          const float x = pow2(before - base), y = pow2(lse - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
+          const float u = x * share * as_float(old[FACTOR]), w = y * share;
+#pragma unroll
+          for (int j = 0; j < D / 8; j += 2) {
+            const u32 pair = old[place(j)];
+            value(j) = fmaf(low(pair), u, value(j) * w), value(j + 1) = fmaf(high(pair), u, value(j + 1) * w);
+          }
+          lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
         }
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) top = fmaxf(top, fabsf(value(j)));
+        const float factor = piece_factor(max_over_tokens(top)), shrink = inverse_power(factor);
+        __syncwarp();  // what is held has been read
+        if (!there) continue;
+        if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
+#pragma unroll
+        for (int j = 0; j < D / 8; j += 2) to[column * PIECE + place(j)] = half2(value(j) * shrink, value(j + 1) * shrink);
       }
   }
 };

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# compute-sanitizer over every kernel of quantkv's: memcheck, racecheck (every hazard), synccheck, initcheck. Needs a GPU and CUDA's tools.
+# Prints a line for each tool: the reports that name a kernel of ours, which must be 0, and those of others (cuDNN's attention, which
+# "dense" calls). Arguments go to small_run.py. Exit code 1 where a kernel of ours is reported or a result is wrong.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1
+OURS='(decode|combine|combine_one|write|attend|gather|fold)_kernel'
+log=${OUT:-$(mktemp -d)}/sanitize.log
+run() { python benchmarks/small_run.py --implementation hopper triton dense "$@"; }
+run "$@" >"$log.warm" 2>&1 || { tail -20 "$log.warm"; exit 1; } # compiles the kernels, which are kept
+failed=0
+for tool in memcheck racecheck synccheck initcheck; do
+  more=(); [ $tool = racecheck ] && more=(--racecheck-report all)
+  # API errors: the CUDA binding asks for entry points that a driver may lack.
+  timeout "${SECONDS_EACH:-240}" compute-sanitizer --tool $tool --report-api-errors no "${more[@]}" \
+    python benchmarks/small_run.py --implementation hopper triton dense "$@" >"$log.$tool" 2>&1
+  status=$?
+  reports=$(grep -cE '^========= (Invalid|Error:|Warning:|Info:|Barrier|Uninitialized|Program hit|Race)' "$log.$tool")
+  ours=$(grep -E '^=========.* (in|at) ' "$log.$tool" | grep -cE "$OURS")
+  echo "$tool: exit $status, $reports reports, $ours name a kernel of ours; $(grep -E 'SUMMARY' "$log.$tool" | tail -1)"
+  [ "$ours" = 0 ] && [ $status = 0 ] || failed=1
+done
+exit $failed

@@ -1,0 +1,87 @@
+"""A batch of several kinds of sequences, cut into runs that one implementation serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+
+import torch
+
+from ..calls import AttendCall, AttentionOptions, Batch
+from . import NAMES, module
+
+PER_SEQUENCE = [f.name for f in fields(AttentionOptions) if "S" in f.metadata.get("shape", ())]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring sequences of a call, as a call of their own.
+
+    tokens: their queries; None: the run is the whole call."""
+
+    call: AttendCall
+    tokens: slice | None = None
+
+    def of(self, call: AttendCall) -> AttendCall:
+        """The same run of another call of the same shape: of another layer."""
+        if self.tokens is None:
+            return call
+        segments = tuple(
+            s._replace(block_table=own.block_table, key_start=own.key_start, key_range=own.key_range)
+            for s, own in zip(call.segments, self.call.segments)
+        )
+        shared = {name: getattr(self.call.options, name) for name in PER_SEQUENCE}
+        options = call.options if call.options is self.call.options else replace(call.options, **shared)
+        return self.call.with_tensors(*_rows(call, self.tokens), segments, options)
+
+
+def cut(call: AttendCall) -> list[Run]:
+    """The runs of a call on a GPU whose lengths the host knows: sequences that decode or verify, those with a long prompt, and what is in
+    between, as they stand one after the other. Anything else is one run."""
+    if call.batch.lengths is None or call.q.device.type != "cuda" or call.options.batch_invariant:
+        return [Run(call)]
+    return pieces(call)
+
+
+def pieces(call: AttendCall) -> list[Run]:
+    """`cut`, wherever the tensors are."""
+    lengths = call.batch.lengths
+    kinds = [_kind(queries) for queries, _ in lengths]
+    ends, runs = 0, []
+    for name, group in groupby(range(len(lengths)), key=kinds.__getitem__):
+        members = list(group)
+        most = getattr(module(name, "attend"), "MAX_SEQUENCES", len(members))
+        for first in range(0, len(members), most):
+            seqs = slice(members[first], members[min(first + most, len(members)) - 1] + 1)
+            tokens = slice(ends, ends + sum(queries for queries, _ in lengths[seqs]))
+            ends = tokens.stop
+            runs.append((seqs, tokens))
+    if len(runs) < 2:
+        return [Run(call)]
+    return [Run(_part(call, seqs, tokens), tokens) for seqs, tokens in runs if tokens.start < tokens.stop]
+
+
+def _kind(queries: int) -> str:
+    """The implementation that is made for sequences of so many queries."""
+    return next(name for name in NAMES if queries in getattr(module(name, "attend"), "QUERIES", range(1 << 62)))
+
+
+def _rows(call: AttendCall, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return call.q[tokens], call.out[tokens], None if call.lse is None else call.lse[tokens]
+
+
+def _part(call: AttendCall, seqs: slice, tokens: slice) -> AttendCall:
+    batch = call.batch
+    starts = batch.cu_seqlens_q[seqs.start : seqs.stop + 1] - batch.cu_seqlens_q[seqs.start]
+    part = Batch(starts, batch.seq_lens[seqs], lengths=batch.lengths[seqs])
+
+    def sliced(t):
+        return None if t is None else t[seqs]
+
+    segments = tuple(
+        s._replace(block_table=sliced(s.block_table), key_start=sliced(s.key_start), key_range=sliced(s.key_range)) for s in call.segments
+    )
+    given = {name: getattr(call.options, name) for name in PER_SEQUENCE}
+    options = replace(call.options, **{name: sliced(t) for name, t in given.items() if isinstance(t, torch.Tensor)})
+    q, out, lse = _rows(call, tokens)
+    return AttendCall(q, segments, part, call.scale, options, out, lse)

@@ -1,0 +1,64 @@
+// What the kernels are launched with: one struct each, which Python reads here (arguments.py) and fills in.
+#pragma once
+#include "instructions.cuh"
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };  // what sinks may be
+
+// Strides of q and sinks in elements, of pages in bytes, of the others in their elements. Null: there is none.
+struct AttendArguments {
+  const u16* q;
+  u16* out;
+  float* lse;
+  const u8* pages;
+  const int* block_table;
+  const int* seq_lens;
+  const int* cu_queries;
+  const u16* key_map;     // signs of a Hadamard matrix, or the tiles of a matrix for each head
+  const u16* value_map;
+  const u16* key_offset;  // tiles of 16 rows
+  const u8* sinks;
+  u32* pieces;            // [resident + KV_HEADS * sequences, all_columns, PIECE]
+  i64 q_token;
+  i64 q_head;
+  i64 page_stride;
+  int table_width;
+  int table_stride;
+  int key_map_stride;
+  int value_map_stride;
+  int offset_stride;
+  int offset_groups;
+  int sinks_stride;
+  int sinks_type;
+  int sequences;
+  int window;
+  int resident;
+  int all_columns;
+  float scale;            // of scores, base 2; over softcap / 2 where there is one
+  float softcap;          // base 2
+  float offset_gain;
+  float value_gain;
+};
+
+// A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and heads in bytes.
+struct WriteArguments {
+  const u16* key;
+  const u16* value;
+  u8* pages;
+  const u8* slots;
+  const u32* key_signs;
+  const u32* value_signs;
+  const float* key_offset;
+  const u8* positions;
+  i64 key_token;
+  i64 key_head;
+  i64 value_token;
+  i64 value_head;
+  i64 page_stride;
+  i64 head_stride;
+  i64 offset_bucket;
+  i64 offset_head;
+  int buckets;
+  int tokens;
+  float key_scale;
+  float value_scale;
+};

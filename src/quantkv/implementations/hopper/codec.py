@@ -1,0 +1,43 @@
+"""The half of a codec in CUDA C++: where it is, and what the host must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class HopperCodec:
+    """A codec for the Hopper kernels. The snippet is included after `encode.cuh`, which says, with `unpack.cuh`, what the struct has.
+
+    source: file of the snippet. type: name of the struct in it.
+    keys, values, written: what it has code for.
+    half: the two dimensions of a key that share a register are so far apart (`HALF`).
+    odd_unit: odd registers of a key are worth so much more than even ones (`ODD_UNIT`).
+    table_bytes: of the table in shared memory that keys are read by.
+    warps: of a block that reads its keys, at most: fewer have more registers.
+    numbers: head size -> numbers that the snippet reads as a list, by the macro's name.
+    `half`, `odd_unit` and `table_bytes` stand in the snippet too: kernels compile only where both say the same.
+    """
+
+    source: Path
+    type: str
+    keys: bool = True
+    values: bool = True
+    written: bool = True
+    half: int = 1
+    odd_unit: float = 1.0
+    table_bytes: int = 0
+    warps: int = 12
+    numbers: Callable[[int], Mapping[str, Sequence[float]]] | None = None
+
+    def macros(self, head_size: int) -> dict[str, str]:
+        """The snippet's numbers as macros."""
+        numbers = {} if self.numbers is None else self.numbers(head_size)
+        return {name: ", ".join(map(literal, values)) for name, values in numbers.items()}
+
+
+def literal(x: float) -> str:
+    """x as a C++ float, to the bit."""
+    return f"{float(x).hex()}f"

@@ -1,0 +1,137 @@
+"""Compiled kernels on a device: loaded once, and launched with as little Python as it takes."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import threading
+from functools import cache
+
+import torch
+
+from .nvrtc import SOURCE
+
+C_TYPES = {"int": ctypes.c_int, "u32": ctypes.c_uint, "i64": ctypes.c_longlong, "float": ctypes.c_float}
+
+# Held while a launch's arguments are filled in and its kernels, which share scratch, enter the stream.
+LOCK = threading.Lock()
+
+
+@cache
+def arguments(name: str) -> type[ctypes.Structure]:
+    """The struct of that name in arguments.cuh, where its fields are said once."""
+    body = re.search(rf"^struct {name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL).group(1)
+    fields = re.findall(r"^  (.+?)(\*?) (\w+);", body, re.MULTILINE)
+    assert len(fields) == len(body.splitlines()), body
+    return type(
+        name, (ctypes.Structure,), {"_fields_": [(field, ctypes.c_void_p if star else C_TYPES[kind]) for kind, star, field in fields]}
+    )
+
+
+@cache
+def missing() -> str | None:
+    """Why no kernel can be compiled here."""
+    for name in ("cuda.core", "cuda.bindings"):
+        if importlib.util.find_spec(name.split(".")[0]) is None or importlib.util.find_spec(name) is None:
+            return f"the package {name} is missing: pip install 'quantkv[hopper]'"
+    return None
+
+
+@cache
+def is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def elsewhere(device: torch.device) -> str | None:
+    """Why nothing can run on this device; None on a Hopper GPU."""
+    if device.type != "cuda" or not is_hopper(device_index(device)):
+        return f"tensors are on {device}: a Hopper GPU is needed"
+    return missing()
+
+
+# What torch.cuda has, without what it checks at every call: a microsecond each.
+def current_device() -> int:
+    return torch._C._cuda_getDevice()
+
+
+def current_stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def device_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+class Kernel:
+    """A loaded kernel."""
+
+    def __init__(self, module, name: str, threads: int, shared_bytes: int, index: int):
+        from cuda.bindings import driver
+
+        self.threads, self.shared_bytes = threads, shared_bytes
+        self.kernel = module.get_kernel(name)  # keeps the module alive
+        handle = driver.CUkernel(int(self.kernel.handle))
+        if shared_bytes > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuKernelSetAttribute(attribute, shared_bytes, handle, driver.CUdevice(index)))
+        self.function = driver.CUfunction(int(self.kernel.handle))
+
+
+def load(cubin: bytes, index: int):
+    """The module, in the context of a device."""
+    from cuda.core import ObjectCode
+
+    with torch.cuda.device(index):
+        torch.cuda.current_stream()
+        return ObjectCode.from_cubin(cubin)
+
+
+class Launch:
+    """A kernel with its grid, over one struct of arguments: it may start while the previous kernel of the stream drains."""
+
+    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure):
+        from cuda.bindings import driver
+
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes, config.hStream = kernel.shared_bytes, driver.CUstream(0)
+        config.attrs, config.numAttrs = [overlap], 1
+        self.kernel, self.config, self.function, self.stream = kernel, config, kernel.function, 0
+        self.launch, self.make_stream = driver.cuLaunchKernelEx, driver.CUstream
+        self.arguments, self.pointers = arguments, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        self.address = ctypes.addressof(self.pointers)
+
+    def __call__(self, stream: int) -> None:
+        if stream != self.stream:
+            self.config.hStream, self.stream = self.make_stream(stream), stream
+        result = self.launch(self.config, self.function, self.address, 0)
+        if result[0]:
+            check(result)
+
+
+def check(result) -> None:
+    if int(result[0]):
+        raise RuntimeError(f"CUDA driver: {result[0]!r}")
+
+
+_SCRATCH: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def scratch(size: int, index: int, stream: int) -> torch.Tensor:
+    """At least `size` bytes that every launch on a stream uses in its turn. A graph being captured gets its own, from its pool."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
+    held = _SCRATCH.get((index, stream))
+    if held is None or held.numel() < size:
+        held = _SCRATCH[index, stream] = torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
+    return held

@@ -1,0 +1,47 @@
+// Pieces of a result: of some of the keys of a sequence, of one kv head. A piece has, for each column, D outputs in fp16, to be
+// multiplied by a power of two, and their base-2 log-sum-exp.
+#pragma once
+#include "lanes.cuh"
+
+constexpr int PIECE = D / 2 + 4, LSE = D / 2, FACTOR = D / 2 + 1;  // words of a column, and where in them
+static_assert(4 * PIECE == PIECE_BYTES, "pieces are of another size in Python");
+
+// The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
+DI float piece_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
+DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
+
+// One piece out of those of `count` warps, from address `pieces` on; this warp, the index-th of them, merges its share.
+DI void merge_pieces(const u8* pieces, int count, int index, int columns, u32* to) {
+  for (int i = index * 32 + threadIdx.x % 32; i < columns * (D / 4); i += count * 32) {
+    const int column = i / (D / 4), at = i % (D / 4) * 2;
+    auto piece = [&](int w) { return (const u32*)(pieces + w * WARP_BYTES) + column * PIECE; };
+    float top = minus_infinity(), sum = 0.f, factor = 0.f;
+#pragma unroll 4
+    for (int w = 0; w < count; w++) top = fmaxf(top, as_float(piece(w)[LSE])), factor = fmaxf(factor, as_float(piece(w)[FACTOR]));
+    const float base = top == minus_infinity() ? 0.f : top, shrink = inverse_power(factor);
+    float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+    for (int w = 0; w < count; w++) {
+      const float weight = pow2(as_float(piece(w)[LSE]) - base), y = weight * (as_float(piece(w)[FACTOR]) * shrink);
+      const uint2 x = *(const uint2*)(piece(w) + at);
+      sum += weight, acc.x += y * low(x.x), acc.y += y * high(x.x), acc.z += y * low(x.y), acc.w += y * high(x.y);
+    }
+    const float r = sum > 0.f ? inverse(sum) : 0.f;
+    *(uint2*)(to + column * PIECE + at) = make_uint2(half2(acc.x * r, acc.y * r), half2(acc.z * r, acc.w * r));
+    if (at == 0) to[column * PIECE + LSE] = as_bits(top + (sum > 0.f ? lg2(sum) : 0.f)), to[column * PIECE + FACTOR] = as_bits(factor);
+  }
+}
+
+// Where the pieces of a sequence and kv head lie: one for each block in which the run of some warp ended in it, in the row of
+// the first such warp, and one for the warp, if any, that went on to the next sequence, in row `workers + pair`.
+struct Pieces {
+  int first, blocks, count, other;
+  DI Pieces(const Cut& cut, int begin, int tiles, int pair) : first(0), blocks(0), count(0), other(cut.workers + pair) {
+    if (tiles == 0) return;
+    first = cut.worker_of(begin);
+    const int last = cut.worker_of(begin + tiles - 1);
+    const bool went_on = cut.begin(last + 1) > begin + tiles;
+    blocks = last - went_on < first ? 0 : (last - went_on) / WARPS - first / WARPS + 1, count = blocks + went_on;
+  }
+  DI int row(int i) const { return i == blocks ? other : i == 0 ? first : (first / WARPS + i) * WARPS; }
+};

@@ -1,0 +1,76 @@
+// Queries mapped by a matrix.
+#pragma once
+#include "query.cuh"
+
+// A block's warps together map by a matrix the queries with which each of them begins, `begun_in` (pairs, -1: none): each
+// warp some tiles of all of them. What begin() reads is asked for before the tiles, behind which it would queue.
+struct QueryMapper {
+  static constexpr int EARLY = 2;  // distinct pairs that begin() reads
+  const Queries& q;
+  const u16* matrices;
+  int stride;
+  const Sequences& sequences;
+  int column0;
+  MatrixRows rows;
+  u32 words[EARLY][NT][D / 8];
+
+  DI QueryMapper(const Queries& q, const u16* matrices, int stride, const Sequences& sequences, int column0)
+      : q(q), matrices(matrices), stride(stride), sequences(sequences), column0(column0) {}
+  static DI u32 slot(int warp) { return shared_address(shared) + KEY::TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; }
+  static DI int next(const int* begun_in, int w) {  // the next warp that begins with another pair than warp w
+    const int pair = begun_in[w];
+    while (++w < WARPS && begun_in[w] == pair) {}
+    return w < WARPS && begun_in[w] >= 0 ? w : WARPS;
+  }
+  DI int head(int pair) const { return pair / sequences.count; }
+  DI MatrixRows tile(int pair, int t) const { return MatrixRows(matrices + (i64)head(pair) * stride, t); }
+  DI void read(u32 (&words)[NT][D / 8], int pair) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) Query::fetch(words[nt], q, nullptr, sequences, pair % sequences.count, head(pair), column0 + nt * 8);
+  }
+  DI void map(const u32 (&words)[NT][D / 8], int t, u32 to) const {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      u32 x[D / 8], b0, b1;
+      float y[4] = {};
+      Query::arrange(x, words[nt]);
+      rows.multiply(y, x);
+      Query::operands(b0, b1, y, t);
+      store_shared(to + ((nt * (D / 16) + t) * 32 + threadIdx.x % 32) * 8, b0, b1);
+    }
+  }
+
+  DI void begin(const int* begun_in) {
+    const int warp = threadIdx.x / 32;
+    if (warp >= D / 16) return;
+    rows = tile(begun_in[0], warp);
+    int w = 0;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      if (w < WARPS) read(words[i], begun_in[w]), w = next(begun_in, w);
+    }
+  }
+  DI void finish(const int* begun_in) {
+    for (int t = threadIdx.x / 32, first = t; t < D / 16; t += WARPS) {
+      int held = head(begun_in[0]), i = 0;
+      if (t > first) rows = tile(begun_in[0], t);
+      for (int w = 0; w < WARPS; w = next(begun_in, w), i++) {
+        if (head(begun_in[w]) != held) rows = tile(begun_in[w], t), held = head(begun_in[w]);
+        if (t > first || i >= EARLY) read(words[EARLY - 1], begun_in[w]);
+        if (t == first && i == 0) map(words[0], t, slot(w)); else map(words[EARLY - 1], t, slot(w));
+      }
+    }
+  }
+  // Where the mapped query of a pair is: a pair with which none of the warps begins, this one maps alone.
+  DI u32 mapped(const int* begun_in, int pair) {
+    for (int w = 0; w < WARPS; w++)
+      if (begun_in[w] == pair) return slot(w);
+    const u32 own = slot(threadIdx.x / 32) + QUERY_BYTES;
+    read(words[0], pair);
+    __syncwarp();
+#pragma unroll 1
+    for (int t = 0; t < D / 16; t++) rows = tile(pair, t), map(words[0], t, own);
+    __syncwarp();
+    return own;
+  }
+};

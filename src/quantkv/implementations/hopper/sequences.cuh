@@ -1,0 +1,56 @@
+// Which warp reads which tiles.
+#pragma once
+#include "record.cuh"
+
+constexpr int PER_PAGE = BLOCK_SIZE / TILE;  // a tile: TILE tokens of one kv head
+static_assert(TILE == 16, "rows of an mma");
+
+// All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both kernels
+// derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change.
+struct Sequences {
+  const int *lens, *cu_queries;
+  int count, window;
+  DI int queries(int s) const { return cu_queries[s + 1] - cu_queries[s]; }
+  DI int first_query(int s) const { return cu_queries[s]; }
+  DI int first_tile(int s) const { return window > 0 ? max(0, lens[s] - queries(s) - window + 1) / TILE : 0; }
+  DI int last_tile(int s) const { return (lens[s] + TILE - 1) / TILE; }
+  DI int tiles(int s) const { return s < count ? last_tile(s) - first_tile(s) : 0; }
+  DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
+    int all = 0, some = 0;
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      int n = tiles(i);
+      all += n, some += i < s ? n : 0;
+    }
+    before = __reduce_add_sync(~0u, some);
+    return __reduce_add_sync(~0u, all);
+  }
+  DI int holding(int tile, int& start) const {  // the sequence that has a tile of the head's; start: the place of its first one
+    int lane = threadIdx.x % 32;
+    start = 0;
+    for (int s0 = 0;; s0 += 32) {
+      int n = tiles(s0 + lane), end = n;
+      for (int k = 1; k < 32; k <<= 1) { int up = __shfl_up_sync(~0u, end, k); if (lane >= k) end += up; }
+      u32 past = __ballot_sync(~0u, start + end > tile);
+      if (past) {
+        int hit = __ffs(past) - 1;
+        start += __shfl_sync(~0u, end - n, hit);
+        return s0 + hit;
+      }
+      start += __shfl_sync(~0u, end, 31);
+    }
+  }
+};
+
+// No more workers than warps that are resident: one more would wait for another to end, and double the time.
+struct Cut {
+  int workers, quota, extra;
+  DI Cut(int tiles, int resident) {
+    workers = min(resident, tiles);
+    quota = workers ? tiles / workers : 0, extra = workers ? tiles % workers : 0;
+  }
+  DI int begin(int worker) const { return worker * quota + min(worker, extra); }
+  DI int worker_of(int tile) const {
+    int large = extra * (quota + 1);
+    return tile < large ? tile / (quota + 1) : extra + (tile - large) / quota;
+  }
+};

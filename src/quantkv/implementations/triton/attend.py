@@ -1,0 +1,312 @@
+"""Attention by the Triton kernels: a launch for each segment, and one that merges them. Nothing here reads a tensor: splits come from
+shapes and promises, and what a split reads from the lengths on the device, so that a captured graph stays right when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+from ...calls import AttendCall, AttentionOptions, Segment
+
+try:
+    import triton
+except ImportError:  # `refusal` says so
+    triton = None
+else:
+    from . import launch
+    from .kernels.attend import attend_kernel
+    from .kernels.combine import combine_kernel
+    from .kernels.views import BatchView, Extras, Features, MapView, RowsView
+    from .launch import Target
+
+HONOURED = frozenset(f.name for f in fields(AttentionOptions))
+SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
+ATTEND_PLACES = (
+    "q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.offset",
+    "batch.query_start", "batch.seq_lens", "batch.block_table", "extras.causal", "extras.alibi_slopes", "extras.qq_bias",
+    "extras.prefix_ranges", "extras.key_start", "extras.key_range",
+)  # fmt: skip
+COMBINE_PLACES = ("out.ptr", "out_lse.ptr", "v_map.matrix", "sinks")
+
+
+def refusal(call: AttendCall) -> str | None:
+    """Why `run` does not serve a call; None where it does."""
+    if triton is None:
+        return "the package triton is missing: pip install 'quantkv[triton]'"
+    return launch.refusal(call.q.device, [pair for s in call.segments for pair in ((s.k, s.fmt.k), (s.v, s.fmt.v))])
+
+
+def run(call: AttendCall) -> None:
+    """Serve `call`, into its out and lse."""
+    if call.q.shape[0]:
+        with launch.on_device(call.q.device):
+            plan = Plan.of(call)
+            launch_all(call, plan, plan.partials(call))
+
+
+def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
+    """What serves every call of the same shape. Its scratch memory lives as long as it: a captured graph needs it kept."""
+    if call.q.shape[0] == 0:
+        return run
+    device, plan = call.q.device, Plan.of(call)
+    part = plan.partials(call)
+    launches: list[launch.Launch] = []
+
+    def serve(call: AttendCall) -> None:
+        with launch.on_device(device):
+            if launches and all(made.again(tensors, device.index) for made, tensors in zip(launches, _tensors(call, plan))):
+                return
+            launches[:] = launch_all(call, plan, part)
+
+    return serve
+
+
+# ---- how the work is cut
+
+
+class Tiling(NamedTuple):
+    """How attend cuts its work."""
+
+    block_m: int  # rows of a tile: queries x heads of a group
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, group: int, max_query_len: int, head_size: int, row_bytes: int, wide: bool) -> Tiling:
+        """head_size, row_bytes: the larger of K's and V's. wide: dots are in float32, which takes small tiles. The numbers were
+        measured on an H200 at head size 128."""
+        rows = triton.next_power_of_2(group * max_query_len)
+        if wide:
+            return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2)
+        block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, rows))
+        warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
+        block_n, stages = 64 if head_size <= 128 else 32, 3
+        if block_m == 16 and head_size <= 128:  # decode: as many bytes in flight as registers and shared memory allow
+            if row_bytes > 128:
+                warps = 2
+            else:
+                block_n, stages = 32, 5
+        return cls(block_m, block_n, min(warps, 8), stages)
+
+
+def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:
+    """Splits of the keys that fill the GPU once, each with work for at least four tiles."""
+    programs = target.processors * max(8 // tiling.num_warps, 1)
+    return max(1, min(programs // tiles, max_keys // (4 * tiling.block_n)))
+
+
+class Partials(NamedTuple):
+    """What attend leaves for combine: normalised outputs in V's mapped space and their base-2 log-sum-exp."""
+
+    out: torch.Tensor  # [T, HQ, splits, D_V] float32
+    lse: torch.Tensor  # [T, HQ, splits] float32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What calls of the same shape share.
+
+    order: segments in the order in which they are merged, those with a V map first. splits: of the keys of each.
+    one_block: no sequence has more queries than a tile. exact: queries are float32."""
+
+    target: Target
+    tiling: Tiling
+    group: int
+    blocks: int
+    order: list[int]
+    splits: list[int]
+    single: bool
+    one_block: bool
+    exact: bool
+
+    @classmethod
+    def of(cls, call: AttendCall, num_splits: int | None = None) -> Plan:
+        """num_splits: of each segment, instead of the choice made here."""
+        batch, first, invariant = call.batch, call.segments[0], call.options.batch_invariant
+        target = Target.of(call.q.device)
+        tokens, num_heads, head_size = call.q.shape
+        heads, num_seqs, promised = first.k.codes.shape[2], batch.num_seqs, batch.max_query_len
+        group = num_heads // heads
+        longest = promised if promised is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
+        codes = [side.codes for s in call.segments for side in (s.k, s.v)]
+        exact = call.q.dtype == torch.float32
+        tiling = Tiling.of(
+            group,
+            1 if invariant else longest,
+            max(head_size, first.head_size_v),
+            max(c.shape[3] * c.element_size() for c in codes),
+            exact or torch.float32 in [c.dtype for c in codes],
+        )
+        single = promised == 1
+        block_q = 1 if single else tiling.block_m // group
+        one_block = (promised is not None or num_seqs == 1) and longest <= block_q
+        blocks = num_seqs if one_block else tokens // block_q + num_seqs
+        order = sorted(range(len(call.segments)), key=lambda i: call.segments[i].maps.v is None)
+        splits = []
+        for i in order:
+            s = call.segments[i]
+            keys = s.block_table.shape[1] * s.k.codes.shape[1]
+            if batch.max_seq_len is not None:
+                keys = min(keys, batch.max_seq_len)
+            chosen = triton.cdiv(keys, SPLIT_TOKENS) if invariant else num_splits or split_count(blocks * heads, keys, tiling, target)
+            splits.append(max(chosen, 1))
+        return cls(target, tiling, group, blocks, order, splits, single, one_block, exact)
+
+    def partials(self, call: AttendCall) -> Partials:
+        tokens, num_heads = call.q.shape[:2]
+        shape = (tokens, num_heads, sum(self.splits))
+        return Partials(*(call.q.new_empty(s, dtype=torch.float32) for s in ((*shape, call.out.shape[2]), shape)))
+
+    def features(self, call: AttendCall, s: Segment) -> Features:
+        o = call.options
+        chunk = o.window // (o.chunk_lookback + 1) if o.chunk_lookback >= 0 else 0
+        return Features(
+            s.k.codes.shape[2],
+            causal=int(o.causal) if isinstance(o.causal, bool) else 2,
+            window=0 if chunk else o.window,
+            chunk=chunk,
+            chunk_lookback=o.chunk_lookback if chunk else 0,
+            softcap=float(o.softcap),
+            alibi=0 if o.alibi_slopes is None else 1 + o.alibi_sqrt,
+            qq_bias=o.qq_bias is not None,
+            prefix=o.prefix_ranges is not None,
+            prefix_clamped=o.clamp_prefix_to_window,
+            key_start=s.key_start is not None,
+            key_range=s.key_range is not None,
+            single=self.single,
+            joined=self.tiling.block_m >= 64,
+            one_block=self.one_block,
+            split_tiles=SPLIT_TOKENS // self.tiling.block_n if o.batch_invariant else 0,
+            precision=self.target.precision,
+        )
+
+
+# ---- launches
+
+
+def _tensors(call: AttendCall, plan: Plan) -> list[tuple[torch.Tensor | None, ...]]:
+    """What stands at ATTEND_PLACES, for each segment in order, and at COMBINE_PLACES."""
+    o, batch, q, dense = call.options, call.batch, launch.dense_rows(call.q), launch.dense
+    causal = None if isinstance(o.causal, bool) else dense(o.causal).view(torch.uint8)
+    found = []
+    for i in plan.order:
+        s = call.segments[i]
+        operands = None if s.maps.k is None else s.maps.k.operands
+        key_map = (None, None) if operands is None else (operands.query, operands.mapped_offset)
+        table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
+        of_batch = (dense(batch.cu_seqlens_q), dense(batch.seq_lens), table)
+        extras = (causal, dense(o.alibi_slopes), dense(o.qq_bias), dense(o.prefix_ranges), dense(s.key_start), dense(s.key_range))
+        found.append((q, s.k.codes, s.k.meta, s.v.codes, s.v.meta, *key_map, *of_batch, *extras))
+    v_map = call.segments[plan.order[0]].maps.v
+    found.append((call.out, call.lse, None if v_map is None else v_map.operands.output, dense(o.sinks)))
+    return found
+
+
+def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Launch]:
+    """The launches of a call, made once."""
+    *attends, (out, lse, matrix, sinks) = _tensors(call, plan)
+    launches, first_split = [], 0
+    for i, count, tensors in zip(plan.order, plan.splits, attends):
+        launches.append(_attend_launch(call, plan, part, call.segments[i], tensors, first_split, count))
+        first_split += count
+    segments = [call.segments[i] for i in plan.order]
+    mapped_splits = sum(count for s, count in zip(segments, plan.splits) if s.maps.v is not None)
+    factor = 1.0 if matrix is None else segments[0].v.scale * segments[0].maps.v.operands.inverse_factor
+    rows = 1 if call.options.batch_invariant else None
+    heads, scale = segments[0].k.codes.shape[2], call.options.output_scale
+    launches.append(
+        combine_launch(part, out, lse, heads, matrix, mapped_splits, factor, segments[-1].v.scale, sinks, scale, rows, plan.target)
+    )
+    for made in launches:
+        made()
+    return launches
+
+
+def _attend_launch(call: AttendCall, plan: Plan, part: Partials, s: Segment, tensors, first_split: int, count: int) -> launch.Launch:
+    q, *_, matrix, offset, query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors
+    tiling, sizes = plan.tiling, (call.q.shape[2], s.head_size_v)
+    views = [launch.pages(side, codec, size) for side, codec, size in zip((s.k, s.v), (s.fmt.k, s.fmt.v), sizes)]
+    plans = [
+        launch.row_plan(codec, size, map_, side.scale, view, plan.target, plan.exact)
+        for codec, size, map_, side, view in zip((s.fmt.k, s.fmt.v), sizes, (s.maps.k, s.maps.v), (s.k, s.v), views)
+    ]
+    arguments = {
+        "q": launch.rows_view(q),
+        "part": part.out,
+        "lse": part.lse,
+        "k_pages": views[0],
+        "v_pages": views[1],
+        "k_map": launch.map_view(matrix, offset),
+        "batch": BatchView(query_start, seq_lens, table, table.stride(0)),
+        "extras": Extras(
+            causal,
+            slopes,
+            bias,
+            *((0, 0, 0) if bias is None else (bias.shape[1], *bias.shape)),
+            ranges,
+            0 if ranges is None else ranges.shape[1],
+            key_start,
+            key_range,
+        ),
+        "num_seqs": call.batch.num_seqs,
+        "first_split": first_split,
+        "all_splits": part.lse.shape[2],
+        "scale": call.scale * (1.0 if s.maps.k is None else s.maps.k.operands.inverse_factor),
+        "k_scale": s.k.scale,
+        "GROUP": plan.group,
+        "PAGE": s.k.codes.shape[1],
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "K": plans[0],
+        "V": plans[1],
+        "F": plan.features(call, s),
+    }
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    return launch.Launch(attend_kernel, (plan.blocks * s.k.codes.shape[2], count), arguments, options, ATTEND_PLACES)
+
+
+def combine_launch(
+    part: Partials,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    num_kv_heads: int,
+    matrix: torch.Tensor | None,
+    mapped_splits: int,
+    mapped_factor: float,
+    plain_factor: float,
+    sinks: torch.Tensor | None,
+    output_scale: float | None,
+    rows: int | None,
+    target: Target,
+) -> launch.Launch:
+    """Merges partials into out and lse: the first mapped_splits of them through the matrix, times mapped_factor, the others times
+    plain_factor. rows: of a program; None: by the number of rows."""
+    tokens, num_heads, splits, head_size = part.out.shape
+    group = num_heads // num_kv_heads
+    rows = rows or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
+    arguments = {
+        "part": part.out,
+        "lse": part.lse,
+        "out": launch.rows_view(out if output_scale is None else out.view(torch.uint8)),
+        "out_lse": RowsView(None, 0, 0) if lse is None else launch.rows_view(lse),
+        "v_map": MapView() if matrix is None else launch.map_view(matrix),
+        "sinks": sinks,
+        "num_rows": tokens * group,
+        "splits": splits,
+        "mapped_splits": mapped_splits,
+        "mapped_factor": mapped_factor,
+        "plain_factor": plain_factor,
+        "output_scale": output_scale or 1.0,
+        "GROUP": group,
+        "D": head_size,
+        "WIDTH": max(16, triton.next_power_of_2(head_size)),
+        "ROWS": rows,
+        "MAPPED": mapped_splits > 0,
+        "PLAIN": mapped_splits < splits,
+        "PRECISION": target.precision,
+    }
+    return launch.Launch(combine_kernel, (triton.cdiv(tokens * group, rows), num_kv_heads), arguments, {"num_warps": 4}, COMBINE_PLACES)

@@ -1,0 +1,84 @@
+"""Every option of attention, and how each is checked: a field is all that an option is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from . import checks
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+BOOLS = (torch.bool,)
+
+
+def option_tensor(*shape: str | int | None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Any:
+    """An option that is a tensor or None. shape: letters of a call's axes, None for any size."""
+    return field(default=None, metadata={"shape": shape, "dtypes": dtypes})
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Every option of attention; the defaults are plain causal attention. Sequence s has L keys and n queries; query i
+    stands at position `L - n + i`. docs/attention.md has the exact meaning of each.
+
+    causal: a bool, or bool `[S]`: key j <= position.
+    window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window.
+    chunk_lookback: >= 0: instead of the window, `position // size - j // size <= chunk_lookback` with
+        `size = window // (chunk_lookback + 1)`.
+    softcap: > 0: `softcap * tanh(score / softcap)`.
+    sinks: float `[HQ]`: one more term `exp(sink)` in the denominator.
+    alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
+    qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call; a row for every query.
+    prefix_ranges: int `[S, R, 2]`, inclusive: query and key inside one range see each other, whatever the mask says;
+        unused where start >= end. clamp_prefix_to_window: not further back than the window.
+    output_scale: the output is `clamp(out / output_scale, -448, 448)` as float8_e4m3fn.
+    batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch. On a GPU it takes scratch
+        memory: a float32 output for every 1,024 positions that the block table has room for.
+    """
+
+    causal: bool | torch.Tensor = field(default=True, metadata={"shape": ("S",), "dtypes": BOOLS})
+    window: int = 0
+    chunk_lookback: int = -1
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = option_tensor("HQ")
+    alibi_slopes: torch.Tensor | None = option_tensor("HQ")
+    alibi_sqrt: bool = False
+    qq_bias: torch.Tensor | None = option_tensor(None, None)
+    prefix_ranges: torch.Tensor | None = option_tensor("S", None, 2, dtypes=checks.INDEX_DTYPES)
+    clamp_prefix_to_window: bool = False
+    output_scale: float | None = None
+    batch_invariant: bool = False
+
+    def given(self) -> list[str]:
+        """Names of the options that are not at their defaults."""
+        values = ((f, getattr(self, f.name)) for f in fields(self))
+        return [f.name for f, value in values if value is not f.default and (isinstance(value, torch.Tensor) or value != f.default)]
+
+    def check(self, axes: dict[str, int], device: torch.device) -> None:
+        """ValueError for what no implementation could honour. axes: sizes of S and HQ."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if "shape" in f.metadata and value is not None and not isinstance(value, bool):
+                checks.tensor(f.name, value, [axes.get(n, n) for n in f.metadata["shape"]], f.metadata["dtypes"], device)
+            elif isinstance(f.default, bool) and not isinstance(value, bool):
+                checks.refuse(f.name, value, "True or False is needed")
+        checks.integer("window", self.window, 0, "0 (none) or a number of tokens")
+        checks.integer("chunk_lookback", self.chunk_lookback, -1, "-1 (none) or more")
+        checks.number("softcap", self.softcap, 0, note="0 (none) or a positive number")
+        if self.chunk_lookback >= 0 and self.window < self.chunk_lookback + 1:
+            allowed = f"chunk_lookback={self.chunk_lookback} needs a window of at least {self.chunk_lookback + 1} tokens"
+            checks.refuse("window", self.window, allowed)
+        if self.alibi_sqrt and self.alibi_slopes is None:
+            checks.refuse("alibi_sqrt", True, "alibi_slopes are needed with it")
+        if self.output_scale is not None:
+            checks.number("output_scale", self.output_scale, 0, above=True, note="a positive number")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> AttentionOptions:
+        """Options by name. ValueError for a name that is none."""
+        unknown = given.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            checks.refuse("options", sorted(unknown), f"allowed: {', '.join(cls.__dataclass_fields__)}")
+        return cls(**given)

@@ -1,0 +1,133 @@
+"""Calls prepared once for each batch and shared by the layers of a step: each layer then only launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import checks, ops
+from .cache import PagedCache
+from .calls import AttendCall, Batch, WriteCall
+from .options import AttentionOptions
+
+PER_LAYER = ("sinks", "alibi_slopes", "qq_bias")  # options that may differ from layer to layer
+
+
+def _same(name: str, t: torch.Tensor, like: torch.Tensor) -> None:
+    checks.tensor(name, t, like.shape, (like.dtype,), like.device)
+
+
+class PreparedWrite:
+    """A write into the same slots of one cache after the other: `write(cache, key, value)`.
+
+    The first call for a kind of cache and of rows (shape, dtype, strides) is checked and prepared; later ones only launch. On a GPU slots
+    and positions are read when it runs, so their tensors may be filled anew for the next step; on a CPU they must keep their values.
+    """
+
+    def __init__(self, slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, implementation: str = "auto") -> None:
+        self.slot_mapping, self.positions, self.implementation = slot_mapping, positions, implementation
+        self._prepared: dict[Any, tuple[WriteCall, ops.Launch]] = {}
+
+    def __call__(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store `key [T, HK, D]` and `value [T, HK, D_V]`."""
+        aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
+        shape = (cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
+        known = self._prepared.get(shape)
+        if known is None:
+            call = WriteCall(key, value, cache.k, cache.v, cache.format, self.slot_mapping, cache.maps, self.positions)
+            known = self._prepared[shape] = call, ops.prepare(call, self.implementation)
+        else:
+            call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
+        known[1](call)
+
+
+class PreparedAttend:
+    """Attention of one batch over one cache after the other: `out = attend(cache, q)`.
+
+    Batch, block table and options are those it was made with. The first call for a kind of cache and of queries is checked, an
+    implementation is chosen, its grid, scratch memory and arguments are worked out; a later one costs little more than its launches.
+    On a GPU block table and lengths are read when it runs, so their tensors may be filled anew for the next step; on a CPU they must
+    keep their values.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        block_table: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions = AttentionOptions(),
+        key_start: torch.Tensor | None = None,
+        key_range: torch.Tensor | None = None,
+        implementation: str = "auto",
+    ) -> None:
+        self.batch, self.block_table, self.scale, self.options = batch, block_table, scale, options
+        self.ranges, self.implementation = (key_start, key_range), implementation
+        self._prepared: dict[Any, tuple[AttendCall, ops.Launch]] = {}
+
+    def __call__(
+        self,
+        cache: PagedCache,
+        q: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        **options: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of `q [T, HQ, D]`, any strides, over the pages of `cache` -> `[T, HQ, D_V]` of q's dtype, put into out where it is
+        given; with return_lse also the log-sum-exp `[T, HQ]` float32. options: this layer's sinks, alibi_slopes or qq_bias."""
+        given = tuple(name for name, t in options.items() if t is not None)
+        target = None if out is None else (out.stride(), out.dtype)
+        shape = (cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
+        known = self._prepared.get(shape)
+        if known is None:
+            out, lse = self._first(shape, cache, q, out, return_lse, {name: options[name] for name in given})
+        else:
+            first, launch = known
+            out = torch.empty_strided(first.out.shape, first.out.stride(), dtype=first.out.dtype, device=q.device) if out is None else out
+            if out.shape != first.out.shape:
+                checks.refuse("out.shape", tuple(out.shape), f"{tuple(first.out.shape)} is needed")
+            lse = torch.empty_like(first.lse) if return_lse else None
+            for name in given:
+                _same(name, options[name], getattr(first.options, name))
+            layer = replace(first.options, **{name: options[name] for name in given}) if given else first.options
+            launch(first.with_tensors(q, out, lse, (cache.segment(self.block_table, *self.ranges),), layer))
+        return (out, lse) if return_lse else out
+
+    def _first(self, shape, cache: PagedCache, q, out, return_lse: bool, given: dict[str, torch.Tensor]):
+        unknown = given.keys() - set(PER_LAYER)
+        if unknown:
+            checks.refuse("options", sorted(unknown), f"those of a layer are {', '.join(PER_LAYER)}")
+        options = replace(self.options, **given) if given else self.options
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        call = AttendCall(q, (cache.segment(self.block_table, *self.ranges),), self.batch, self.scale, options, out, lse)
+        launch = ops.prepare(call, self.implementation)
+        self._prepared[shape] = call, launch
+        launch(call)
+        return call.out, call.lse
+
+
+def prepare_attend(
+    *,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    scale: float | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    key_start: torch.Tensor | None = None,
+    key_range: torch.Tensor | None = None,
+    implementation: str = "auto",
+    **options: Any,
+) -> PreparedAttend:
+    """A call of `PagedCache.attend` for all layers of a step: `attend(cache, q)` serves each. Arguments as there."""
+    batch = Batch.of(None, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
+    return PreparedAttend(batch, block_table, scale, AttentionOptions.of(options), key_start, key_range, implementation)
+
+
+def prepare_write(slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, *, implementation: str = "auto") -> PreparedWrite:
+    """A call of `PagedCache.write` for all layers of a step: `write(cache, key, value)` serves each. Arguments as there."""
+    return PreparedWrite(slot_mapping, positions, implementation)

@@ -1,0 +1,65 @@
+"""A mixed batch, cut into runs: each has one kind of sequences, and together they are the whole."""
+
+import pytest
+import torch
+
+from quantkv import ops
+from quantkv.implementations import batches
+from quantkv.implementations.dense import attend as prefill
+from quantkv.testing import Batch, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LONG = prefill.MIN_QUERIES
+QUERIES = (1, 1, 4, 40, LONG, LONG + 9, 1, 0)
+KEYS = (30, 7, 20, 60, LONG + 3, LONG + 9, 16, 5)
+HEADS = 4
+
+
+def mixed(**options):
+    b = Batch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
+    return b, b.call(lengths=tuple(zip(QUERIES, KEYS)), **options)
+
+
+OPTIONS = {
+    "plain": lambda: {},
+    "window and softcap": lambda: {"window": 12, "softcap": 3.0, "sinks": torch.linspace(-1, 1, HEADS, device=DEVICE)},
+    "of each sequence": lambda: {"causal": torch.tensor([True, False] * 4, device=DEVICE)},
+    "ranges": lambda: {"key_range": torch.tensor([[2, n] for n in KEYS], device=DEVICE)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_runs_are_the_whole(name):
+    b, call = mixed(**OPTIONS[name]())
+    runs = batches.pieces(call)
+    assert [run.tokens.stop - run.tokens.start for run in runs] == [6, 40, 2 * LONG + 9, 1]
+    assert [run.call.batch.max_query_len for run in runs] == [4, 40, LONG + 9, 1]
+    for run in runs:
+        ops.attend(run.call, "reference")
+    expected, lse = b.oracle(**OPTIONS[name]())
+    assert relative_error(call.out, expected) < 2e-3
+    assert (call.lse.cpu() - lse).nan_to_num(0).abs().max() < 1e-2
+
+
+def test_a_run_of_another_layer():
+    _, call = mixed()
+    other, out = torch.randn_like(call.q), torch.full_like(call.out, torch.nan)
+    layer = call.with_tensors(other, out, None, call.segments)
+    for run in batches.pieces(call):
+        ops.prepare(run.call, "reference")(run.of(layer))
+    whole = call.with_tensors(other, torch.empty_like(out), None, call.segments)
+    ops.attend(whole, "reference")
+    assert relative_error(out, whole.out) < 1e-3
+
+
+def test_many_long_sequences_go_a_few_at_a_time():
+    count = prefill.MAX_SEQUENCES + 3
+    b = Batch.make("int8", (LONG,) * count, (LONG,) * count, head_size=16, num_kv_heads=1, group=1)
+    runs = batches.pieces(b.call(lengths=((LONG, LONG),) * count))
+    assert [run.call.batch.num_seqs for run in runs] == [prefill.MAX_SEQUENCES, 3]
+
+
+def test_a_batch_of_one_kind_is_not_cut():
+    b = Batch.make("int8", (1, 2), (9, 9))
+    call = b.call(lengths=((1, 9), (2, 9)))
+    assert [run.call for run in batches.pieces(call)] == [call]

@@ -1,0 +1,47 @@
+"""The worked example of docs/extending.md: a new option for each head touches options.py and the implementation that honours it. Until one
+does, every implementation refuses it by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import new_option
+from quantkv import implementations, ops
+from quantkv.testing import Batch, relative_error
+
+HERE = Path(__file__).parent
+
+
+def call(gain):
+    batch = Batch.make("int8", (3, 1), (20, 9), num_kv_heads=2, group=2, dtype=torch.float32)
+    return replace(batch.call(), options=new_option.Options(head_gain=gain))
+
+
+@pytest.mark.parametrize("implementation", implementations.NAMES)
+def test_refused_by_name_until_it_is_honoured(implementation):
+    with pytest.raises(ValueError, match="head_gain: not honoured; no other would"):
+        ops.attend(call(torch.ones(4)), implementation)
+
+
+def test_checked_like_every_other():
+    with pytest.raises(ValueError, match=r"head_gain\.shape=\(3,\): \(4,\) is needed"):
+        call(torch.ones(3))
+
+
+def test_honoured_by_the_reference(monkeypatch):
+    gain = torch.tensor([1.0, 2.0, -1.0, 0.5])
+    plain, _ = ops.attend(replace(call(gain), options=new_option.AttentionOptions(), out=None))
+    monkeypatch.setattr(new_option.reference, "HONOURED", new_option.HONOURED)
+    monkeypatch.setattr(new_option.reference, "compute", new_option.compute)
+    out, _ = ops.attend(call(gain))
+    assert relative_error(out, plain * gain[:, None]) < 1e-6
+    with pytest.raises(ValueError, match="head_gain: not honoured; reference would"):
+        ops.attend(call(gain), "dense")
+
+
+def test_the_documentation_shows_these_files():
+    text = (HERE.parent / "docs" / "extending.md").read_text()
+    for name in ("new_option.py", "five_bits.py", "five_bits.cuh"):
+        assert (HERE / name).read_text().strip() in text, f"docs/extending.md does not show tests/{name} as it is"

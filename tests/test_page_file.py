@@ -1,0 +1,337 @@
+"""Page files: what is read back, what is refused, and what a save that is killed leaves behind."""
+
+import json
+import os
+import random
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from quantkv import LayerMaps, LinearMap, PagedCache, get_format, page_file
+
+
+def cache_of(name="int4", pages=6, d=64, **kwargs):
+    return PagedCache(get_format(name).cache_spec(2, d), pages, **kwargs)
+
+
+def filled(name="int4", pages=6, **kwargs):
+    cache = cache_of(name, pages, **kwargs)
+    cache.buffer.random_(generator=torch.Generator().manual_seed(0))
+    return cache
+
+
+def untouched(**kwargs):
+    cache = cache_of(**kwargs)
+    cache.buffer.fill_(3)
+    return cache
+
+
+def refused(cache, path, match, pages=None):
+    with pytest.raises(ValueError, match=match):
+        cache.load(path, pages)
+    assert (cache.buffer == 3).all()
+
+
+def rewritten(path, change):
+    """The file with its metadata and tensors changed in place."""
+    with safe_open(path, framework="pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    change(header, tensors)
+    save_file(tensors, path, metadata=header)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "pages.safetensors"
+
+
+def test_save_and_load(path, format_name):
+    cache, other = filled(format_name), cache_of(format_name, 9)
+    cache.save(path, pages=[2, 0])
+    other.load(path, pages=torch.tensor([7, 8]))
+    assert torch.equal(other.buffer[7], cache.buffer[2]) and torch.equal(other.buffer[8], cache.buffer[0])
+    assert not other.buffer[:7].any()
+    cache.save(str(path))  # all pages, over the older file
+    other.load(path)
+    assert torch.equal(other.buffer[:6], cache.buffer)
+
+
+def test_a_cache_larger_than_a_chunk_is_saved_whole(path, monkeypatch):
+    monkeypatch.setattr(page_file, "CHUNK_BYTES", 2 * cache_of().spec.block_bytes + 1)
+    cache, other = filled(pages=7), cache_of(pages=7)
+    cache.save(path)
+    other.load(path)
+    assert torch.equal(other.buffer, cache.buffer)
+
+
+def test_no_pages_are_a_file_too(path):
+    filled().save(path, pages=[])
+    refused(untouched(), path, "pages=1: .*holds 0 pages", pages=[0])
+    cache = untouched()
+    cache.load(path)
+    assert (cache.buffer == 3).all()
+
+
+def test_other_readers_of_safetensors_can_read_it(path):
+    cache = filled()
+    cache.save(path)
+    with safe_open(path, framework="pt") as file:
+        assert torch.equal(file.get_tensor("pages"), cache.buffer)
+        assert file.metadata()["version"] == "2" and json.loads(file.metadata()["spec"])["format"] == "int4"
+
+
+# ---- what is damaged or foreign is refused, and nothing is changed
+
+
+def test_every_flipped_bit_is_refused(path):
+    filled(pages=3).save(path)
+    whole, choose, cache = path.read_bytes(), random.Random(0), untouched(pages=3)
+    payload = int.from_bytes(whole[:8], "little") + 8
+    with safe_open(path, framework="pt") as file:
+        page_bytes = file.get_tensor("pages")[0].numel()
+    for trial in range(400):  # half of them in the pages and their checksums, half anywhere in the header
+        at = choose.randrange(payload, len(whole)) if trial % 2 else choose.randrange(payload)
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << choose.randrange(8)
+        path.write_bytes(flipped)
+        in_pages = trial % 2 and at < payload + 3 * page_bytes
+        refused(cache, path, f"page={(at - payload) // page_bytes}: damaged" if in_pages else "pages.safetensors")
+    path.write_bytes(whole)
+    cache.load(path)
+
+
+def test_pages_that_changed_places_are_refused(path):
+    filled().save(path)
+    rewritten(path, lambda header, tensors: tensors.update(pages=tensors["pages"].flip(0)))
+    refused(untouched(), path, "page=0: damaged")
+
+
+@pytest.mark.parametrize("cut", [0, 7, 40, 900, -1])
+def test_a_file_cut_short_is_refused(path, cut):
+    filled().save(path)
+    path.write_bytes(path.read_bytes()[:cut])
+    refused(untouched(), path, "pages.safetensors.*no safetensors file")
+
+
+@pytest.mark.parametrize("other, field", [(dict(name="int8"), "spec"), (dict(d=128), "spec"), (dict(k_scale=2.0), "scales")])
+def test_another_cache_is_refused(path, other, field):
+    filled().save(path)
+    refused(untouched(**other), path, f"pages.safetensors: {field}=.*this cache needs")
+
+
+def test_other_maps_are_refused(path):
+    turn = torch.eye(64).roll(1, 0)[None]
+    filled("int8", maps=LayerMaps(k=LinearMap(turn, turn.mT))).save(path)
+    refused(untouched(name="int8"), path, "pages.safetensors: maps=")
+
+
+@pytest.mark.parametrize("field", ["format", "version", "spec", "maps", "scales"])
+def test_a_header_without_a_field_is_refused(path, field):
+    filled().save(path)
+    rewritten(path, lambda header, tensors: header.pop(field))
+    refused(untouched(), path, f"pages.safetensors: {field}=None: this cache needs")
+
+
+def test_version_1_is_refused(path):
+    filled().save(path)
+    rewritten(path, lambda header, tensors: (header.update(version="1"), tensors.pop("checksums")))
+    refused(untouched(), path, "version=1: this cache needs 2")
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda t: t.pop("checksums"), "a tensor 'checksums' of 6"),
+        (lambda t: t.update(checksums=t["checksums"][:-1].clone()), "a tensor 'checksums' of 6"),
+        (lambda t: t.update(checksums=t["checksums"].int()), "a tensor 'checksums' of 6"),
+        (lambda t: t.pop("pages"), "a tensor 'pages'"),
+        (lambda t: t.update(pages=t["pages"].view(torch.int8)), "a tensor 'pages'"),
+        (lambda t: t.update(pages=t["pages"][:, :1].clone()), "a tensor 'pages'"),
+    ],
+)
+def test_other_tensors_are_refused(path, change, match):
+    filled().save(path)
+    rewritten(path, lambda header, tensors: change(tensors))
+    refused(untouched(), path, match)
+
+
+def test_numbers_in_a_header_are_compared_as_numbers(path):
+    filled("fp8", k_scale=1, v_scale=2).save(path)
+    other = cache_of("fp8", k_scale=1.0, v_scale=2.0)
+    other.load(path)
+    assert torch.equal(other.buffer, filled("fp8").buffer)
+    rewritten(path, lambda header, tensors: header.update(scales="[1, 2]"))
+    other.load(path)
+
+
+@pytest.mark.parametrize(
+    "pages, match",
+    [
+        ([0, 1.0], "pages=.*integers"),
+        (torch.tensor([0.0, 1.0]), "pages=.*integers"),
+        ([0, True], "pages=.*integers"),
+        (torch.tensor([True, False]), "pages=.*integers"),
+        ("01", "pages=.*integers"),
+        (1, "pages=.*integers"),
+        ([4, 4], "pages=4: repeated"),
+        ([0, 6], r"pages=6: values lie in 0\.\.5"),
+        ([-1, 0], r"pages=-1: values lie in 0\.\.5"),
+    ],
+)
+def test_page_numbers_are_distinct_pages_of_the_cache(path, pages, match):
+    filled().save(path, pages=[0, 1])
+    before = path.read_bytes()
+    refused(untouched(), path, match, pages)
+    with pytest.raises(ValueError, match=match):
+        filled().save(path, pages)
+    assert path.read_bytes() == before
+
+
+def test_the_number_of_pages_must_fit(path):
+    filled().save(path)
+    refused(untouched(), path, "pages=2: .*holds 6 pages", pages=[0, 1])
+    refused(untouched(pages=4), path, "pages=6: the cache has 4")
+
+
+def test_what_the_system_refuses_names_the_path(path, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"pages\.safetensors"):
+        cache_of().load(path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        cache_of().save(tmp_path / "nowhere" / "pages.safetensors")
+    with pytest.raises(IsADirectoryError, match=tmp_path.name):
+        cache_of().load(tmp_path)
+    path.mkdir()
+    with pytest.raises(IsADirectoryError, match=r"pages\.safetensors"):
+        cache_of().save(path)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+# ---- a file appears whole or not at all
+
+
+@pytest.fixture(params=["unnamed", "named"])
+def temporary(request, monkeypatch):
+    """Both ways to write a file: without a name until it is whole, and, where a system has no such files, under one of ours."""
+    if request.param == "named":
+        monkeypatch.setattr(page_file, "_unnamed", lambda folder: None)
+    elif page_file._unnamed(os.getcwd()) is None:
+        pytest.skip("this file system has no files without a name")
+    return request.param
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_the_mode_follows_the_umask(path, temporary, umask):
+    before = os.umask(umask)
+    try:
+        for _ in range(2):  # a new file, and one that takes another's place
+            filled().save(path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+            path.chmod(0o600)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("step", ["fsync", "_checksums", "link", "replace"])
+def test_a_save_that_fails_changes_nothing(path, tmp_path, monkeypatch, temporary, step, older):
+    if step == {"unnamed": "replace", "named": "link"}[temporary] and not (older and temporary == "unnamed"):
+        pytest.skip("this way to write a file does not come to that step")
+    if older:
+        path.write_bytes(b"older")
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(page_file if step == "_checksums" else os, step, fail)
+    with pytest.raises(OSError, match="disk full"):
+        filled().save(path)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == ([(path.name, b"older")] if older else [])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_bytes_are_on_the_disk_before_the_name_is(path, monkeypatch, temporary, older):
+    if older:
+        filled().save(path)
+    steps = []
+
+    def recorded(name, function):
+        def call(*args, **kwargs):
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)
+            steps.append("fsync of the folder" if is_folder else name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "link", "replace"):
+        monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
+    filled().save(path)
+    naming = {"named": ["replace"], "unnamed": ["link", "link", "replace"] if older else ["link"]}[temporary]
+    assert steps == ["fsync", *naming, "fsync of the folder"]
+
+
+KILLER = """
+import os, random, signal, sys, time
+import torch
+from quantkv import PagedCache, get_format, page_file
+
+path, way = sys.argv[1:]
+torch.set_num_threads(1)  # a process that has threads of its own is not to be forked
+if way == "named":
+    page_file._unnamed = lambda folder: None
+choose = random.Random(0)
+cache = PagedCache(get_format("int4").cache_spec(2, 64), 400)
+for trial in range(40):
+    cache.buffer.fill_(trial)
+    ready, tell = os.pipe()
+    saver = os.fork()
+    if saver == 0:
+        os.write(tell, b"!")
+        while True:
+            cache.save(path)
+    os.read(ready, 1)
+    time.sleep(choose.uniform(0, 0.03))
+    os.kill(saver, signal.SIGKILL)
+    os.waitpid(saver, 0)
+    strays = [name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path)]
+    assert all(page_file.TEMPORARY.fullmatch(name) for name in strays), strays
+    whole = PagedCache(cache.spec, 400)
+    if os.path.exists(path):
+        whole.load(path)
+        assert whole.buffer.unique().tolist() in ([trial], [trial - 1]), (trial, whole.buffer.unique())
+    cache.save(path)
+    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
+    if trial % 2:
+        os.unlink(path)  # half of the savers find no older file
+    print(len(strays))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes that it forks")
+def test_a_save_that_is_killed_leaves_a_whole_file_and_nothing_that_stays(path, temporary):
+    """Killed at 40 moments while it saves again and again: the file is whole each time, and the next save leaves it alone there."""
+    command, env = [sys.executable, "-c", KILLER, str(path), temporary], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    strays = [int(line) for line in done.stdout.split()]
+    assert len(strays) == 40
+    if temporary == "named":
+        assert any(strays)  # else nothing was there to clean up
+    else:
+        assert sum(strays) <= 2  # only the moment between link and rename, where an older file is replaced
+
+
+def test_a_temporary_file_of_a_living_process_is_left_alone(path, tmp_path, monkeypatch):
+    descriptor, name = page_file._named(str(tmp_path))
+    (tmp_path / ".quantkv-notes.tmp").write_text("not ours")
+    try:
+        filled().save(path)
+        assert os.path.exists(name)
+    finally:
+        os.close(descriptor)
+    filled().save(path)
+    assert sorted(os.listdir(tmp_path)) == [".quantkv-notes.tmp", path.name]

@@ -1,0 +1,267 @@
+"""How the Triton kernels are launched: what merges partials, what is launched again at other addresses, and without Triton."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quantkv import PagedCache
+from quantkv.calls import WriteCall
+from quantkv.maps import LayerMaps, LinearMap
+from quantkv.testing import Batch, check, relative_error
+
+pytest.importorskip("triton")
+
+from quantkv.implementations.triton import attend, launch, write
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def batch(name, shape, **arguments):
+    return Batch.make(name, *shape, **{"device": DEVICE, "dtype": torch.float16, **arguments})
+
+
+# ---- combine
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("mapped", [0, 2, 5])
+def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
+    """Splits without keys left NaN where their output would be; a row of such splits only is 0, and its log-sum-exp the sink alone."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, heads, splits, size = 5, 4, 5, 96
+    parts = torch.randn(tokens, heads, splits, size, generator=generator, dtype=torch.float64)
+    sums = torch.randn(tokens, heads, splits, generator=generator, dtype=torch.float64) * 3
+    sums[torch.rand(sums.shape, generator=generator) < 0.4] = -math.inf
+    sums[1], sums[2, :, :2], sums[3, :, 2:] = -math.inf, -math.inf, -math.inf  # none; none that are mapped; none that are not
+    sums[4, 0] = sums[4, 0] + 300.0  # far above the sinks
+    sink = torch.randn(heads, generator=generator, dtype=torch.float64) if sinks else None
+    matrix = torch.randn(2, size, size, generator=generator)
+    weights, values = torch.exp2(sums), parts.clone()
+    for h in range(heads):
+        values[:, h, :mapped] = 0.5 * parts[:, h, :mapped] @ matrix[h // 2].double().T
+    values[:, :, mapped:] *= 3.0
+    total = weights.sum(-1) + (torch.exp(sink) if sinks else 0)
+    expected = ((weights[..., None] * values).sum(2) / total[..., None]).nan_to_num(0.0)
+    expected_lse = total.log()
+
+    parts[sums == -math.inf] = math.nan
+    part = attend.Partials(*(t.float().to(DEVICE) for t in (parts, sums)))
+    out = torch.full((tokens, heads, size), math.nan, device=DEVICE)
+    lse = torch.full((heads, tokens), math.nan, device=DEVICE).T  # strided
+    sink = None if sink is None else sink.float().to(DEVICE)
+    target = launch.Target.of(out.device)
+    attend.combine_launch(part, out, lse, 2, matrix.to(DEVICE), mapped, 0.5, 3.0, sink, None, rows, target)()
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+    assert bool((out[1] == 0).all()) and (sinks or bool((lse[1] == -math.inf).all()))
+    before = out.clone()
+    attend.combine_launch(part, out.fill_(math.nan), None, 2, matrix.to(DEVICE), mapped, 0.5, 3.0, sink, None, rows, target)()
+    assert torch.equal(out, before)
+
+
+# ---- slots that nothing wrote
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "tq_k8v4"])
+@pytest.mark.parametrize("shape", [((1,), (37,)), ((5,), (37,))], ids=["decode", "chunk"])
+def test_what_lies_beyond_a_sequence_is_not_looked_at(name, shape, block_size):
+    """Tiles of 32 keys reach beyond key 37, into slots of 0xFF, zeros, or the largest numbers, and into page 0, which nothing wrote: no bit
+    depends on them."""
+    b = batch(name, shape, block_size=block_size, dtype=torch.bfloat16 if name == "bf16" else torch.float16)
+    cache = PagedCache(b.cache.spec, b.cache.num_blocks + 1, DEVICE)
+    table = (b.block_table + 1).clamp(min=0)  # beyond the last page a table may hold anything: here page 0
+    at = b.slots // block_size, b.slots % block_size
+    call = {"block_table": table, "seq_lens": b.seq_lens, "cu_seqlens_q": b.cu_seqlens_q, "max_query_len": shape[0][0]}
+    results = []
+    for poison in (0x00, 0xFF, 0x7B, 0x7F):
+        cache.buffer.fill_(poison)
+        for side, source in ((cache.k, b.cache.k), (cache.v, b.cache.v)):
+            side.codes.view(torch.uint8)[at[0] + 1, at[1]] = source.codes.view(torch.uint8)[at]
+            if side.meta is not None:
+                side.meta[at[0] + 1, at[1]] = source.meta[at]
+        results.append(cache.attend(b.q, **call, implementation="triton", return_lse=True))
+    assert relative_error(results[0][0], b.oracle()[0]) <= 6e-3
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+# ---- launching again
+
+
+class Recorder:
+    """Stands in for a kernel and for what Triton compiles of it, and writes down what is launched."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, kernel, log):
+        self.kernel, self.log = kernel, log
+
+    def __getitem__(self, grid):
+        def launched(**arguments):
+            names = [p for p in self.kernel.arg_names if p in arguments]
+            assert names == list(self.kernel.arg_names), "in the order of the kernel's own"
+            self.log.append((grid, addresses([arguments[n] for n in names])))
+            return self
+
+        return launched
+
+    def run(self, *arguments):
+        *grid, stream, function, metadata, _, enter, leave = arguments[:9]
+        assert (stream, function, metadata, enter, leave) == ("stream", "function", "metadata", None, None)
+        self.log.append((tuple(grid), addresses(arguments[9:])))
+
+
+def addresses(values):
+    """What a launcher makes of arguments: addresses for tensors, tuples for views."""
+    return [tuple(addresses(v)) if isinstance(v, tuple) else v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    log = []
+    for module, kernels in ((attend, ("attend_kernel", "combine_kernel")), (write, ("write_kernel",))):
+        for name in kernels:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), log))
+    monkeypatch.setattr(launch, "current_stream", lambda device: "stream")
+    return log
+
+
+def aligned(shape, like, shift=0):
+    """An uninitialized tensor at a multiple of 16 bytes, and `shift` elements."""
+    memory = torch.empty(math.prod(shape) + 64 + shift, dtype=like.dtype, device=like.device)
+    first = (-memory.data_ptr() % 64) // memory.element_size() + shift
+    return memory[first : first + math.prod(shape)].view(shape)
+
+
+def another(b, name, shape, **options):
+    """The same batch of another layer: every tensor that may lie elsewhere does."""
+    eye = torch.eye(64)[None]
+    maps = [LinearMap(eye * n, eye / n, aligned((3, 1, 64), eye).fill_(n) if n == 3 else None) for n in (3, 5)]
+    other = batch(name, shape, maps=LayerMaps(*maps) if name == "int8" else None)
+    return other.call().with_tensors(
+        aligned(b.q.shape, b.q),
+        aligned(b.q.shape, b.q),
+        aligned(b.q.shape[:2], torch.empty(0, device=DEVICE)),
+        (other.cache.segment(b.block_table),),
+        b.call(**options).options,
+    )
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "tq3", "fp8", "bf16"])
+def test_what_is_prepared_launches_the_same_at_other_addresses(name, recorded, monkeypatch):
+    shape = ((1, 1), (40, 33))
+    b = batch(name, shape)
+    first = another(b, name, shape, sinks=aligned((6,), torch.empty(0)), alibi_slopes=aligned((6,), torch.empty(0)))
+    monkeypatch.setattr(attend.Plan, "partials", lambda plan, call, part=attend.Plan.of(first).partials(first): part)
+    serve = attend.prepare(first)
+    serve(first)
+    for _ in range(2):
+        call = another(b, name, shape, sinks=aligned((6,), torch.empty(0)), alibi_slopes=aligned((6,), torch.empty(0)))
+        object.__setattr__(call, "batch", first.batch)
+        recorded.clear()
+        serve(call)
+        again = recorded.copy()
+        recorded.clear()
+        attend.run(call)
+        assert again == recorded and len(again) == 2
+        assert again[0][1][0][0] == call.q.data_ptr()
+
+
+def test_what_is_not_aligned_goes_through_triton(recorded):
+    """The kernel was compiled for addresses that are multiples of 16 bytes."""
+    b = batch("int4", ((1, 1), (40, 33)))
+    call = another(b, "int4", ((1, 1), (40, 33)))
+    serve = attend.prepare(call)
+    serve(call)
+    made = []
+    stock, attend.launch_all = attend.launch_all, lambda *a: made.append(a) or stock(*a)
+    try:
+        serve(call)
+        assert not made
+        serve(call.with_tensors(aligned(b.q.shape, b.q, shift=1), call.out, call.lse, call.segments))
+        assert len(made) == 1
+    finally:
+        attend.launch_all = stock
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_a_prepared_write_launches_the_same_at_other_addresses(name, recorded):
+    calls = []
+    for _ in range(3):
+        b = batch(name, ((1,), (40,)))
+        key, value = (aligned(t.shape, t) for t in (b.key, b.value))
+        slots = aligned(b.slots.shape, b.slots).copy_(b.slots)
+        calls.append(WriteCall(key, value, b.cache.k, b.cache.v, b.cache.format, slots, b.cache.maps))
+    serve = write.prepare(calls[0])
+    for call in calls:
+        recorded.clear()
+        serve(call)
+        again = recorded.copy()
+        recorded.clear()
+        write.run(call)
+        assert again == recorded and len(again) == 1
+
+
+def test_what_is_prepared_gives_what_a_call_gives():
+    """In the interpreter every launch goes through Triton; on a GPU the second does not."""
+    b = batch("int4", ((3, 12), (40, 33)))
+    call = b.call(max_query_len=12, sinks=torch.ones(6, device=DEVICE))
+    serve = attend.prepare(call)
+    for _ in range(3):
+        b.q.copy_(torch.randn_like(b.q))
+        call.out.fill_(math.nan)
+        serve(call)
+        check(b, (call.out, call.lse), sinks=call.options.sinks)
+    expected = call.out.clone()
+    b.cache.buffer[:] = b.cache.buffer.clone()
+    attend.run(call)
+    assert torch.equal(call.out, expected)
+
+
+def test_splits_follow_the_promise_not_the_table():
+    """A table with room for 131,072 tokens, of sequences that are promised to have 1,024: scratch for 1,024."""
+    b = batch("int4", ((1, 1), (90, 33)))
+    table = torch.zeros(2, 8192, dtype=torch.int32, device=DEVICE)
+    table[:, : b.block_table.shape[1]] = b.block_table
+    object.__setattr__(b, "block_table", table)
+    for invariant in (False, True):
+        wide = attend.Plan.of(b.call(batch_invariant=invariant))
+        narrow = attend.Plan.of(b.call(batch_invariant=invariant, max_seq_len=1024))
+        assert sum(narrow.splits) * 2 <= sum(wide.splits)
+        check(b, b.attend(implementation="triton", batch_invariant=invariant, max_seq_len=1024))
+
+
+def test_without_triton_a_call_is_refused_by_name():
+    code = """
+import sys
+sys.modules["triton"] = None
+from quantkv import implementations
+from quantkv.testing import Batch
+call = Batch.make("int8", [1], [5]).call()
+print(implementations.refusal("triton", call), len(implementations.module("triton", "attend").HONOURED))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("the package triton is missing: pip install 'quantkv[triton]'")
+
+
+def test_word_dtype():
+    codes = torch.zeros(4, 16, 2, 24, dtype=torch.uint8)
+    wanted = {
+        1: torch.uint8,
+        2: torch.int16,
+        3: torch.int32,
+        4: torch.int32,
+        5: torch.uint8,
+        6: torch.uint8,
+        7: torch.uint8,
+        8: torch.int64,
+    }
+    assert {n: launch.word_dtype(codes, n, stored=False) for n in wanted} == wanted
+    assert launch.word_dtype(codes, 3, stored=True) == torch.uint8
+    assert launch.word_dtype(codes.float(), 4, stored=False) == torch.float32
+    assert launch.word_dtype(codes.view(torch.int8), 2, stored=True) == torch.int16
