@@ -49,6 +49,26 @@ def test_what_a_query_does_not_see_does_not_reach_it(name, value, side):
         assert not out[10:].isfinite().all(), "what is no number was lost"
 
 
+@pytest.mark.parametrize("options", [{"window": 6}, {"window": 12, "chunk_lookback": 1}, {"causal": False, "window": 6}], ids=str)
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_what_lies_outside_a_window_does_not_reach_a_query(name, options):
+    b = batch(name, ((20,), (60,)))  # queries at positions 40 to 59
+    expected, _ = b.attend(**TRITON, **options)
+    b.value[45] = float("nan")
+    b.cache.write(b.key, b.value, b.slots, **TRITON)
+    if b.cache.v.meta is not None:
+        b.cache.v.meta[b.slots[45] // 16, b.slots[45] % 16] = float("nan")
+    out, _ = b.attend(**TRITON, **options)
+    sees = out.isnan().all(-1).all(-1).cpu()
+    position = torch.arange(40, 60)
+    if "chunk_lookback" in options:
+        seen = (position >= 45) & (position // 6 - 45 // 6 <= 1)
+    else:
+        seen = (position - 45 < 6) & ((position >= 45) if options.get("causal", True) else (45 - position < 6))
+    assert torch.equal(sees, seen)
+    torch.testing.assert_close(out[~sees], expected[~sees], rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_finite_rows_are_stored_as_finite_ones(format_name, dtype):
     """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""

@@ -10,8 +10,8 @@ from quantkv.implementations.triton.kernels.views import TritonCodec
 
 
 def encode(y):
-    scale = torch.exp2(torch.ceil(torch.log2(y.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 127)))
-    return (y / scale).round().to(torch.int8), scale.half()
+    scale = torch.exp2(torch.ceil(torch.log2(y.abs().amax(-1, keepdim=True).clamp(1e-4, 4e6) / 127)))  # up to fp16's 2^15
+    return (y / scale).round().clamp(-127, 127).to(torch.int8), scale.half()
 
 
 def decode(codes, scale, dtype):
@@ -21,11 +21,11 @@ def decode(codes, scale, dtype):
 @triton.jit
 def toy_encode(x, real, table, PLAN: tl.constexpr):
     largest = tl.max(tl.maximum(tl.abs(x[0]), tl.abs(x[1])), axis=1)
-    scale = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-4) / 127)))
+    scale = tl.exp2(tl.ceil(tl.log2(tl.clamp(largest, 1e-4, 4e6) / 127)))
     word = tl.zeros(x[0].shape, tl.int32)
     for p in tl.static_range(2):
         nearest = (x[p] / scale[:, None] + 12582912.0) - 12582912.0  # 1.5 x 2^23: what is left is rounded to an integer
-        word |= (nearest.to(tl.int32) & 0xFF) << (8 * p)
+        word |= (tl.clamp(nearest, -127.0, 127.0).to(tl.int32) & 0xFF) << (8 * p)
     return word, (scale,)
 
 

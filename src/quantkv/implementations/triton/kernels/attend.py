@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .masks import bias_score, find_sequence, key_bounds, split_bounds, visible
+from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, visible
 from .tiles import decode, join_operand, join_planes, load_cached, load_rows, offset_row, split_planes
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -97,19 +97,20 @@ def softmax_step(score, unit, row_max):
 
 
 @triton.jit
-def confine(planes, affine, V: tl.constexpr):
-    """planes and affine, zeros where a row holds an inf or a NaN; and NaN for each such row, `[N]`, 0 for others. A weight of 0 would not
-    keep it from the queries that do not see the row."""
+def confine(planes, affine, shown, V: tl.constexpr):
+    """planes and affine, zeros where a row that is not shown to all queries, `[N]`, holds an inf or a NaN; and NaN for each such row, 0 for
+    others. A weight of 0 would not keep it from the queries that do not see the row."""
     bad = tl.zeros([planes[0].shape[0]], tl.float32)
     confined = planes
     if V.codec.floats:
         confined = ()
         for p in tl.static_range(len(planes)):
             finite = tl.abs(planes[p]) < float("inf")
-            confined = confined + (tl.where(finite, planes[p], 0.0).to(planes[p].dtype),)
+            confined = confined + (tl.where(finite | shown[:, None], planes[p], 0.0).to(planes[p].dtype),)
             bad = tl.maximum(bad, tl.max(tl.where(finite, 0.0, 1.0), axis=1))
     for i in tl.static_range(len(affine)):
         bad = tl.where(tl.abs(affine[i]) < float("inf"), bad, 1.0)
+    bad = tl.where(shown, 0.0, bad)
     finite_affine = ()
     for i in tl.static_range(len(affine)):
         finite_affine = finite_affine + (tl.where(bad > 0, 0.0, affine[i]),)
@@ -124,7 +125,8 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
     too."""
     weight = prob
     if len(affine) > 0:
-        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(tl.max(affine[0], axis=0)))
+        largest_scale = tl.max(tl.where(tl.abs(affine[0]) < float("inf"), affine[0], 0.0), axis=0)
+        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(largest_scale))
         weight = prob * (affine[0] * (1 / new_unit))[None, :]
         if len(affine) > 1:
             shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
@@ -258,7 +260,7 @@ def attend_kernel(
         words, meta = load_cached(v_pages, page, index % PAGE, head, used, V)
         operand, affine = decode(words, meta, v_pages.table, V, False)
         if MASKED:
-            operand, affine, bad = confine(operand, affine, V)
+            operand, affine, bad = confine(operand, affine, seen_by_all(key, context + q_low, context + last, F), V)
             shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
         if F.joined:
             operand = (join_operand(operand),)

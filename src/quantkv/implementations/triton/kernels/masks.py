@@ -95,6 +95,18 @@ def visible(query, key, key_mask, seq, extras, F: tl.constexpr):
 
 
 @triton.jit
+def seen_by_all(key, first, last, F: tl.constexpr):
+    """Which keys `[N]` all queries at positions first .. last see; False also where that is not so easily said."""
+    if F.causal == 1 and F.chunk == 0 and not F.prefix:
+        seen = key <= first
+        if F.window > 0:
+            seen = seen & (last - key < F.window)
+        return seen
+    else:
+        return key != key
+
+
+@triton.jit
 def bias_score(score, query, key, context, slope, row_mask, extras, F: tl.constexpr):
     """ALiBi and the bias between queries. query `[M, 1]`, key `[1, N]` positions."""
     if F.alibi == 1:
