@@ -88,7 +88,7 @@ def test_key_offsets(name, heads):
         slots, positions = torch.randperm(128)[:100], torch.randint(0, 300, (100,), dtype=dtype)
         expected.write(key, value, slots, positions)
         cache.write(key.cuda(), value.cuda(), slots.cuda(), positions.cuda(), implementation="hopper")
-        # The offset is taken off before the map in the reference and after it here: float32 sums that differ by 2^-21 of their size round to
+        # The offset is taken off before the map in the reference and after it here: sums that differ by 2^-21 of their size round to
         # another bfloat16 in one of 2^12 numbers, and each moves two bytes of its row's scale.
         assert_same(cache, expected, 4 + 2 * 2**-12 * key.numel())
 
