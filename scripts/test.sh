@@ -5,4 +5,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the two workers share the cores; numpy's BLAS and child processes too
 exec .venv/bin/python -m pytest -n 2 "$@"

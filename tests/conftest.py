@@ -29,3 +29,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`format_name` runs over the registry: a new format is tested without a test edit."""
     if "format_name" in metafunc.fixturenames:
         metafunc.parametrize("format_name", quantkv.available_formats())
+
+
+@pytest.fixture
+def five():
+    """A format of 5 bits, made outside the package, for as long as a test runs."""
+    known = "five_bits" in quantkv.available_formats()
+    from five_bits import FIVE_BITS
+
+    yield quantkv.register(FIVE_BITS)
+    if not known:
+        quantkv.format.unregister("five_bits")

@@ -11,6 +11,6 @@ struct FiveBits : Fields<5> {
 #pragma unroll
     for (int e = 0; e < E; e++) code[e] = floor_code(fminf(__fadd_rn(quotient(row.x[e] - least, scale, inverse), 0.5f), 31.f));
     pack<BITS, FLOOR_BASE>(code, words);
-    return half2(scale, least);
+    return half2(saturate(scale, LARGEST_HALF), saturate(least, LARGEST_HALF));
   }
 };

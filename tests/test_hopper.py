@@ -6,8 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, implementations, register
-from quantkv.format import unregister
+from quantkv import LayerMaps, LinearMap, implementations
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper import launch
 from quantkv.implementations.hopper.records import pages_of
@@ -140,15 +139,9 @@ def test_sinks_of_any_strides_and_dtype(make):
 
 @hopper_only
 @pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "tq3/five_bits"])
-def test_a_format_outside_the_package(name):
-    import five_bits
-
-    register(five_bits.FIVE_BITS)
-    try:
-        run(batch(name))
-        run(batch(name, (2, 4, 1, 3), head_size=256), window=500, softcap=20.0)
-    finally:
-        unregister("five_bits")
+def test_a_format_outside_the_package(name, five):
+    run(batch(name))
+    run(batch(name, (2, 4, 1, 3), head_size=256), window=500, softcap=20.0)
 
 
 @hopper_only
@@ -318,6 +311,6 @@ def test_arguments_are_read_from_the_header():
     """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
     attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
     assert len(attend._fields_) == 31 and len(write._fields_) == 20
-    for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 116), ("value_gain", 176)):
+    for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
         assert getattr(attend, name).offset == offset
     assert ctypes.sizeof(attend) == 184 and ctypes.sizeof(write) == 8 * 16 + 4 * 4

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format, register
+from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
 from quantkv.calls import WriteCall
-from quantkv.format import unregister
 from quantkv.implementations.hopper import write as hopper
 from quantkv.implementations.hopper.write import CHUNK, Hadamard
 from quantkv.maps import default_map, rht_signs
@@ -28,12 +27,12 @@ def caches(name, head_size, blocks, heads=8, block_size=16, scale=1.0):
     return found
 
 
-def assert_same(cache, expected):
-    """Every byte, those that nothing wrote included, but for the share that rotation may move."""
+def assert_same(cache, expected, moved=4):
+    """Every byte, those that nothing wrote included, but for the share that rotation may move, and `moved` more."""
     got = cache.buffer.cpu()
     for (offset, size), codec in zip(cache.spec.sections, (cache.format.k, cache.format.v) * 2):
         ours, right = (t[:, :, offset : offset + size] for t in (got, expected.buffer))
-        assert (ours != right).sum() <= (4 + ROTATED * right.numel() if codec.map != "none" else 0)
+        assert (ours != right).sum() <= (moved + ROTATED * right.numel() if codec.map != "none" else 0)
 
 
 @hopper_only
@@ -89,7 +88,9 @@ def test_key_offsets(name, heads):
         slots, positions = torch.randperm(128)[:100], torch.randint(0, 300, (100,), dtype=dtype)
         expected.write(key, value, slots, positions)
         cache.write(key.cuda(), value.cuda(), slots.cuda(), positions.cuda(), implementation="hopper")
-        assert_same(cache, expected)
+        # The offset is taken off before the map in the reference and after it here: sums that differ by 2^-21 of their size round to
+        # another bfloat16 in one of 2^12 numbers, and each moves two bytes of its row's scale.
+        assert_same(cache, expected, 4 + 2 * 2**-12 * key.numel())
 
 
 @hopper_only
@@ -219,11 +220,5 @@ def test_the_maps_of_the_formats_are_hadamard(name):
 @hopper_only
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("name", ["five_bits", "five_bits/int4", "int8/five_bits"])
-def test_bytes_of_a_format_outside_the_package(name, head_size):
-    import five_bits
-
-    register(five_bits.FIVE_BITS)
-    try:
-        test_bytes(name, head_size, torch.bfloat16)
-    finally:
-        unregister("five_bits")
+def test_bytes_of_a_format_outside_the_package(name, head_size, five):
+    test_bytes(name, head_size, torch.bfloat16)

@@ -256,13 +256,17 @@ def test_strided_options(option, stride):
 def test_offsets_of_any_strides(layout):
     table = torch.randn(3, 1, 128, generator=torch.Generator().manual_seed(0)) * 2
     offset = table[..., ::2] if layout == "last axis strided" else table[..., :1].expand(3, 1, 64)
-    eye = torch.eye(64)[None]
-    b = batch("int8", ((2,), (150,)), maps=LayerMaps(LinearMap(eye, eye, offset), None))
-    expected = b.cache.buffer.clone()
-    b.cache.buffer.fill_(255)
-    b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
-    assert torch.equal(b.cache.buffer, expected)
-    check(b, b.attend(**TRITON))
+    eye, written = torch.eye(64)[None], []
+    for given in (offset, offset.contiguous()):
+        b = batch("int8", ((2,), (150,)), maps=LayerMaps(LinearMap(eye, eye, given), None))
+        check(b, b.attend(**TRITON))
+        by_reference = b.cache.buffer.clone()
+        b.cache.buffer.fill_(255)
+        b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
+        written.append(b.cache.buffer.clone())
+    assert torch.equal(*written)
+    # On a GPU a row that is mapped may round to another code, and its scale to another last bit.
+    assert (written[0] != by_reference).float().mean() <= (0 if DEVICE == "cpu" else 0.004)
 
 
 # ---- what must not matter

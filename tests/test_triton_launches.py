@@ -123,6 +123,8 @@ def addresses(values):
 
 @pytest.fixture
 def recorded(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("launches are recorded here, not made")
     log = []
     for module, kernels in ((attend, ("attend_kernel", "combine_kernel")), (write, ("write_kernel",))):
         for name in kernels:

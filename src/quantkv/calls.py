@@ -135,7 +135,7 @@ class AttendCall:
     q: `[T, HQ, D]` bf16, fp16 or fp32, the queries of all sequences one after the other; any strides.
     segments: the keys of a sequence lie in one cache or, disjoint, in several: exact first and latest tokens, say, the others
         quantized. All have the same kv heads and head sizes; those with a V map share it and its per-tensor scale, as do those without.
-    batch, options: see there. scale: of the scores; `D ** -0.5` if None.
+    batch, options: see there; None: plain causal attention. scale: of the scores; `D ** -0.5` if None.
     out: `[T, HQ, D_V]` of q's dtype, float8_e4m3fn with an output scale, its last axis dense; made if None.
     lse: `[T, HQ]` float32, filled with the natural log-sum-exp, sinks included, -inf where a query has no key; None: it is not asked for.
     ValueError, before anything runs, naming the argument, its value and what is allowed.
@@ -145,12 +145,14 @@ class AttendCall:
     segments: tuple[Segment, ...]
     batch: Batch
     scale: float | None = None
-    options: AttentionOptions = AttentionOptions()
+    options: AttentionOptions | None = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         checks.tensor("q", self.q, (None, None, None), checks.ROW_DTYPES)
+        if self.options is None:  # no default of the field: torch.compile follows none that is an object
+            object.__setattr__(self, "options", AttentionOptions())
         if not isinstance(self.segments, tuple) or not self.segments:
             checks.refuse("segments", self.segments, "a tuple of at least one is needed")
         tokens, num_heads, head_size = self.q.shape

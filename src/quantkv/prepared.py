@@ -33,7 +33,8 @@ class PreparedWrite:
 
     def __call__(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `key [T, HK, D]` and `value [T, HK, D_V]`."""
-        shape = (cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device)
+        aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
+        shape = (cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
         known = self._prepared.get(shape)
         if known is None:
             call = WriteCall(key, value, cache.k, cache.v, cache.format, self.slot_mapping, cache.maps, self.positions)
@@ -79,7 +80,7 @@ class PreparedAttend:
         given; with return_lse also the log-sum-exp `[T, HQ]` float32. options: this layer's sinks, alibi_slopes or qq_bias."""
         given = tuple(name for name, t in options.items() if t is not None)
         target = None if out is None else (out.stride(), out.dtype)
-        shape = (cache.kind, q.shape, q.stride(), q.dtype, q.device, target, return_lse, given)
+        shape = (cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
         known = self._prepared.get(shape)
         if known is None:
             out, lse = self._first(shape, cache, q, out, return_lse, {name: options[name] for name in given})

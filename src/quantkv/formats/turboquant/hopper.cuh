@@ -40,7 +40,7 @@ template <int B> struct Codebook : ReadBy<Table<1 << 2 * B, 1, B == 4 ? 256 : 12
       code[e] = as_bits(__fadd_rd(copysignf(reached, row.x[e]), 8388608.f + HALVES));  // a half is lost on both sides
     }
     pack<BITS, FLOOR_BASE>(code, words);
-    return half2(norm, 0.f);
+    return half2(saturate(norm, LARGEST_HALF), 0.f);
   }
 };
 
@@ -59,6 +59,6 @@ template <int B> struct Uniform : Fields<B> {
     for (int e = 0; e < E; e++)  // halves are common where 16-bit rows have few mantissa bits: the quotient must be exact
       code[e] = floor_code(fminf(__fadd_rn(quotient(row.x[e] - least, scale, inverse), 0.5f), TOP));
     pack<BITS, FLOOR_BASE>(code, words);
-    return half2(scale, least);
+    return half2(saturate(scale, LARGEST_HALF), saturate(least, LARGEST_HALF));
   }
 };

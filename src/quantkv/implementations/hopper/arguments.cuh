@@ -20,7 +20,7 @@ struct AttendArguments {
   u32* pieces;            // [resident + KV_HEADS * sequences, all_columns, PIECE]
   i64 q_token;
   i64 q_head;
-  u32 page_stride;
+  i64 page_stride;
   int table_width;
   int table_stride;
   int key_map_stride;

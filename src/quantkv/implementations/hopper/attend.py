@@ -202,7 +202,7 @@ class Prepared:
     def __call__(self, call: AttendCall) -> None:
         if call.q.shape[0] == 0:
             return
-        if torch._C._cuda_getDevice() != self.index:
+        if launch.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self._launch(call)
         self._launch(call)
@@ -212,7 +212,7 @@ class Prepared:
         maps, sinks, lse, q = segment.maps, call.options.sinks, call.lse, call.q.data_ptr()
         if q % 16:
             raise ValueError(f"q at address {q}: rows begin at multiples of 16 bytes, as those of the call that was prepared")
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = launch.current_stream(self.index)
         with launch.LOCK:
             if maps.k is not self.maps.k or maps.v is not self.maps.v:
                 self._take_maps(call)

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   int s = sequences.holding(begin - head * line, start), tile = sequences.first_tile(s) + begin - head * line - start;
   u32 ring = shared_address(shared) + KEY::TABLE_BYTES + warp * WARP_BYTES;
   keep(ring);
-  Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, a.page_stride, head, s, tile, left,
+  Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left,
                 ring + UNUSED_AT);
   QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, column0);
   if constexpr (KEY_MAP == MATRIX) {

@@ -14,6 +14,10 @@ constexpr double root_of(int n) {  // of a power of two
   return n == 2 ? root * 1.4142135623730951 : root;
 }
 
+// What is stored of finite rows is finite. NaN stays NaN.
+constexpr float LARGEST = 3.4028234663852886e38f, LARGEST_HALF = 65504.f;
+DI float saturate(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
+
 // Correctly rounded but for a few in 2^24, where nothing over- or underflows: what surrounds a row is worked out in every lane, and
 // the instructions that handle every case take ten times as many. An infinite a gives NaN.
 DI float reciprocal(float b) {

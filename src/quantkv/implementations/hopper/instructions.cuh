@@ -27,6 +27,10 @@ DI u16 half1(float x) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
 DI u16 bfloat1(float x) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r; }
 DI u32 max_half2(u32 a, u32 b) { u32 r; asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 min_half2(u32 a, u32 b) { u32 r; asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI u32 saturate_half2(u32 x) {  // infinities become the largest numbers; NaN stays NaN
+  asm("{.reg .b32 y; min.NaN.f16x2 y, %0, %1; max.NaN.f16x2 %0, y, %2;}" : "+r"(x) : "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+  return x;
+}
 DI u32 max_bfloat2(u32 a, u32 b) { u32 r; asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 min_bfloat2(u32 a, u32 b) { u32 r; asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
@@ -83,6 +87,11 @@ DI void load_transposed(u32 at, u32& a, u32& b, u32& c, u32& d) {
 }
 
 // Global memory: 16 bytes to shared memory, of which the first `bytes` are copied and the rest become zero.
+DI const u8* advance(const u8* p, u32 n, u32 step) {  // p + n step, as one instruction
+  const u8* r;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(r) : "r"(n), "r"(step), "l"(p));
+  return r;
+}
 template <class T> DI void prefetch(const T* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 DI void copy16_if(bool p, u32 to, const u8* from, int bytes) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}" ::"r"((int)p), "r"(to),

@@ -62,7 +62,7 @@ struct Loader {
   }
   DI void copy(u32 slot, int valid) {  // the next tile, of which the first `valid` tokens were written
     const int sub = next_tile % PER_PAGE;
-    const u8* record = records + (unsigned long long)(u32)__shfl_sync(~0u, ids, next_tile / PER_PAGE) * page_stride;
+    const u8* record = records + (u64)(u32)__shfl_sync(~0u, ids, next_tile / PER_PAGE) * page_stride;
     rows<K_ROW>(record + sub * TILE * K_ROW, slot, k_to, valid);
     rows<V_ROW>(record + PAGE_V + sub * TILE * V_ROW, slot + TILE_V, v_to, valid);
     // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Those beyond read the last again, to a place of their own,

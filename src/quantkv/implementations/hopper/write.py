@@ -225,7 +225,7 @@ class Prepared:
     def __call__(self, call: WriteCall) -> None:
         if self.arguments.tokens == 0:
             return
-        if torch._C._cuda_getDevice() != self.index:
+        if launch.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self._launch(call)
         self._launch(call)
@@ -234,7 +234,7 @@ class Prepared:
         a, maps, key, value = self.arguments, call.maps, call.key.data_ptr(), call.value.data_ptr()
         if key % 16 or value % 16:
             raise ValueError(f"key, value at addresses {key}, {value}: rows begin at multiples of 16 bytes, as in the prepared call")
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = launch.current_stream(self.index)
         with launch.LOCK:
             if maps.k is not self.maps.k or maps.v is not self.maps.v or (call.k.scale, call.v.scale) != self.scales:
                 self._take_layer(call)

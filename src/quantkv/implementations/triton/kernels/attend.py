@@ -187,6 +187,7 @@ def attend_kernel(
     V_WIDTH: tl.constexpr = V.width
     PRECISION: tl.constexpr = F.precision
     HEADS: tl.constexpr = F.num_kv_heads
+    PRECISION: tl.constexpr = F.precision
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
 

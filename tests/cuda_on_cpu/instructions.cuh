@@ -1,0 +1,268 @@
+// Stands in for the package's instructions.cuh where its kernels run on a CPU: every thread of a block is a fiber, a warp's
+// instructions meet at an exchange of 32 lanes, asynchronous copies arrive as late as they may. Shared memory begins full of 0xff,
+// and an address outside it, or one that is not aligned, ends the process.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+#define DI inline __attribute__((always_inline))
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static
+#define threadIdx cpu_thread
+#define blockIdx cpu_block
+#define shared cpu_shared
+
+struct Index { int x, y, z; };
+struct Copy { u32 to; const u8* from; int bytes; };
+struct Fiber {
+  ucontext_t context;
+  int thread;
+  bool done;
+  std::vector<std::vector<Copy>> groups;
+  std::vector<Copy> open;
+};
+struct Warp { int arrived = 0, phase = 0; u64 slot[2][32][8]; };
+static Fiber* cpu_fiber;
+static Index cpu_thread, cpu_block;
+static u8* cpu_shared;
+static size_t cpu_shared_size;
+static Warp* cpu_warps;
+static ucontext_t cpu_scheduler;
+static int cpu_arrived, cpu_phase, cpu_alive;
+
+[[noreturn]] inline void cpu_fail(const char* what, u32 at) { fprintf(stderr, "%s: %u\n", what, at), abort(); }
+inline void cpu_yield() { Fiber* mine = cpu_fiber; swapcontext(&mine->context, &cpu_scheduler); }
+inline int cpu_lane() { return cpu_fiber->thread % 32; }
+struct Lanes { const u64 (*slot)[8]; u64 operator()(int lane, int i = 0) const { return slot[lane & 31][i]; } };
+inline Lanes cpu_exchange(const u64* values, int count) {  // what every lane of the warp gave, once all have
+  Warp& warp = cpu_warps[cpu_fiber->thread / 32];
+  const int phase = warp.phase;
+  for (int i = 0; i < count; i++) warp.slot[phase & 1][cpu_lane()][i] = values[i];
+  if (++warp.arrived == 32) warp.arrived = 0, warp.phase++;
+  while (warp.phase == phase) cpu_yield();
+  return {warp.slot[phase & 1]};
+}
+inline Lanes cpu_exchange(u64 value) { return cpu_exchange(&value, 1); }
+inline void __syncwarp() { cpu_exchange(0); }
+inline void cpu_leave() { if (cpu_arrived && cpu_arrived >= cpu_alive) cpu_arrived = 0, cpu_phase++; }
+inline void __syncthreads() {
+  const int phase = cpu_phase;
+  cpu_arrived++, cpu_leave();
+  while (cpu_phase == phase) cpu_yield();
+}
+
+// ---- what CUDA C++ has
+template <class T> T cpu_from(Lanes lanes, int lane) { T x; const u64 bits = lanes(lane); memcpy(&x, &bits, sizeof(T)); return x; }
+template <class T> Lanes cpu_give(T x) { u64 bits = 0; memcpy(&bits, &x, sizeof(T)); return cpu_exchange(bits); }
+template <class T> T __shfl_sync(u32, T x, int lane) { return cpu_from<T>(cpu_give(x), lane); }
+template <class T> T __shfl_xor_sync(u32, T x, int k) { return cpu_from<T>(cpu_give(x), cpu_lane() ^ k); }
+template <class T> T __shfl_up_sync(u32, T x, int k) { return cpu_from<T>(cpu_give(x), cpu_lane() < k ? cpu_lane() : cpu_lane() - k); }
+template <class T> T __shfl_down_sync(u32, T x, int k) { return cpu_from<T>(cpu_give(x), cpu_lane() + k > 31 ? cpu_lane() : cpu_lane() + k); }
+inline u32 __ballot_sync(u32, bool p) {
+  const Lanes lanes = cpu_exchange(p);
+  u32 all = 0;
+  for (int i = 0; i < 32; i++) all |= (u32)lanes(i) << i;
+  return all;
+}
+inline bool __any_sync(u32 mask, bool p) { return __ballot_sync(mask, p) != 0; }
+inline int __reduce_add_sync(u32, int x) {
+  const Lanes lanes = cpu_exchange((u32)x);
+  int sum = 0;
+  for (int i = 0; i < 32; i++) sum += (int)lanes(i);
+  return sum;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 x = a | (u64)b << 32;
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) r |= (u32)(x >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
+inline u32 __funnelshift_r(u32 low, u32 high, u32 n) { return (u32)((low | (u64)high << 32) >> (n & 31)); }
+inline u32 __float_as_uint(float x) { u32 r; memcpy(&r, &x, 4); return r; }
+inline float __uint_as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
+inline float __saturatef(float x) { return x >= 1.f ? 1.f : x > 0.f ? x : 0.f; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float cpu_round_down(double x) { const float f = (float)x; return (double)f > x ? std::nextafterf(f, -INFINITY) : f; }
+inline float __fadd_rd(float a, float b) { return cpu_round_down((double)a + b); }
+inline float __fmaf_rd(float a, float b, float c) { return cpu_round_down((double)a * b + c); }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline int __float2int_rz(float x) { return (int)x; }
+inline void __trap() { cpu_fail("trap", 0); }
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <class A, class B, class T = std::common_type_t<A, B>> constexpr T min(A a, B b) { return (T)a < (T)b ? (T)a : (T)b; }
+template <class A, class B, class T = std::common_type_t<A, B>> constexpr T max(A a, B b) { return (T)a > (T)b ? (T)a : (T)b; }
+
+// ---- what instructions.cuh has
+template <class T> DI void keep(T&) {}
+DI float as_float(u32 x) { return __uint_as_float(x); }
+DI u32 as_bits(float x) { return __float_as_uint(x); }
+DI float minus_infinity() { return as_float(0xff800000u); }
+DI u32 prmt(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+inline float cpu_of_half(u16 bits) { _Float16 x; memcpy(&x, &bits, 2); return (float)x; }
+inline u16 cpu_half(double x) { const _Float16 h = (_Float16)x; u16 bits; memcpy(&bits, &h, 2); return bits; }
+inline float cpu_of_bfloat(u16 bits) { return as_float((u32)bits << 16); }
+DI u16 half1(float x) { return cpu_half(x); }
+DI u16 bfloat1(float x) {
+  const u32 u = as_bits(x);
+  return (u & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+DI u32 half2(float x, float y) { return half1(x) | (u32)half1(y) << 16; }
+DI u32 bfloat2(float x, float y) { return bfloat1(x) | (u32)bfloat1(y) << 16; }
+DI float low(u32 h) { return cpu_of_half(h & 0xffff); }
+DI float high(u32 h) { return cpu_of_half(h >> 16); }
+DI u32 add2(u32 a, u32 b) { return half2(low(a) + low(b), high(a) + high(b)); }
+DI u32 fma2(u32 a, u32 b, u32 c) {
+  return cpu_half((double)low(a) * low(b) + low(c)) | (u32)cpu_half((double)high(a) * high(b) + high(c)) << 16;
+}
+DI u32 max_half2(u32 a, u32 b) { return half2(fmaxf(low(a), low(b)), fmaxf(high(a), high(b))); }
+DI u32 min_half2(u32 a, u32 b) { return half2(fminf(low(a), low(b)), fminf(high(a), high(b))); }
+inline u32 cpu_saturate(u32 h) { return (h & 0x7fff) == 0x7c00 ? (h & 0x8000) | 0x7bff : h; }
+DI u32 saturate_half2(u32 x) { return cpu_saturate(x & 0xffff) | cpu_saturate(x >> 16) << 16; }
+DI u32 max_bfloat2(u32 a, u32 b) {
+  return bfloat2(fmaxf(cpu_of_bfloat(a), cpu_of_bfloat(b)), fmaxf(cpu_of_bfloat(a >> 16), cpu_of_bfloat(b >> 16)));
+}
+DI u32 min_bfloat2(u32 a, u32 b) {
+  return bfloat2(fminf(cpu_of_bfloat(a), cpu_of_bfloat(b)), fminf(cpu_of_bfloat(a >> 16), cpu_of_bfloat(b >> 16)));
+}
+inline float cpu_of_e4m3(u8 x) {
+  const int e = x >> 3 & 15, m = x & 7;
+  const float size = (x & 127) == 127 ? NAN : e ? std::ldexp(1.f + m / 8.f, e - 7) : std::ldexp(m / 8.f, -6);
+  return x & 128 ? -size : size;
+}
+inline u8 cpu_float8(float x, int mantissa, int bias, float largest) {
+  if (x != x) return 0x7f;
+  const u8 sign = std::signbit(x) ? 128 : 0;
+  const float size = std::fmin(std::fabs(x), largest);
+  if (size == 0) return sign;
+  int e;
+  std::frexp(size, &e);
+  e = max(e - 1, 1 - bias);
+  return sign | ((int)std::nearbyint(std::ldexp(size, mantissa - e)) + ((e + bias - 1) << mantissa));
+}
+DI u32 half2_of_e4m3(u32 x) { return half2(cpu_of_e4m3(x & 255), cpu_of_e4m3(x >> 8 & 255)); }
+DI u32 e4m3x2(float x, float y) { return cpu_float8(x, 3, 7, 448) | (u32)cpu_float8(y, 3, 7, 448) << 8; }
+DI u32 e5m2x2(float x, float y) { return cpu_float8(x, 2, 15, 57344) | (u32)cpu_float8(y, 2, 15, 57344) << 8; }
+DI float pow2(float x) { return exp2f(x); }
+DI float lg2(float x) { return log2f(x); }
+DI float inverse(float x) { return 1.f / x; }
+DI float inverse_root(float x) { return 1.f / std::sqrt(x); }
+
+template <class F> inline void cpu_mma(float (&c)[4], const u64 (&registers)[6], F number) {
+  const Lanes lanes = cpu_exchange(registers, 6);
+  const int g = cpu_lane() / 4, column0 = cpu_lane() % 4 * 2;
+  for (int i = 0; i < 4; i++) {
+    double sum = 0;
+    for (int k = 0; k < 16; k++) {
+      const int column = column0 + i % 2, quarter = k % 8 / 2, shift = k % 2 * 16;
+      sum += (double)number(lanes(g * 4 + quarter, k / 8 * 2 + i / 2) >> shift) * number(lanes(column * 4 + quarter, 4 + k / 8) >> shift);
+    }
+    c[i] = (float)(c[i] + sum);
+  }
+}
+inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_half); }
+inline void mma_bfloat(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_bfloat); }
+inline u32 transpose(u32 x) {
+  const Lanes lanes = cpu_exchange(x);
+  const int row = cpu_lane() / 4, column = cpu_lane() % 4 * 2;
+  const auto element = [&](int r) { return (u32)lanes(r * 4 + row / 2) >> row % 2 * 16 & 0xffff; };
+  return element(column) | element(column + 1) << 16;
+}
+
+DI u32 shared_address(const void* p) { return (u32)((const u8*)p - cpu_shared) + 1024; }
+inline u8* cpu_at(u32 a, int bytes) {
+  if (a < 1024 || a % bytes || a + bytes > cpu_shared_size + 1024) cpu_fail("shared address", a);
+  return cpu_shared + (a - 1024);
+}
+template <int BYTES> DI void load_shared(u32 a, u32* w) {
+  if (BYTES == 2) w[0] = 0;
+  memcpy(w, cpu_at(a, BYTES), BYTES);
+}
+DI void store_shared(u32 a, u32 x, u32 y) { const u32 words[] = {x, y}; memcpy(cpu_at(a, 8), words, 8); }
+DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 words[] = {x, y, z, w}; memcpy(cpu_at(a, 16), words, 16); }
+template <u32 BASE> DI u32 load_constant(u32 at) { u32 x; memcpy(&x, cpu_at(at + BASE, 4), 4); return x; }
+template <u32 BASE> DI uint2 load_constants(u32 at) { uint2 x; memcpy(&x, cpu_at(at + BASE, 8), 8); return x; }
+inline u32 cpu_load_transposed(const Lanes& lanes, int matrix) {
+  const int row = cpu_lane() / 4, column = cpu_lane() % 4 * 2;
+  const auto element = [&](int r) { u16 x; memcpy(&x, cpu_at((u32)lanes(8 * matrix + r), 16) + 2 * row, 2); return (u32)x; };
+  return element(column) | element(column + 1) << 16;
+}
+inline void load_transposed(u32 at, u32& a, u32& b) {
+  const Lanes lanes = cpu_exchange(at);
+  a = cpu_load_transposed(lanes, 0), b = cpu_load_transposed(lanes, 1);
+}
+inline void load_transposed(u32 at, u32& a, u32& b, u32& c, u32& d) {
+  const Lanes lanes = cpu_exchange(at);
+  a = cpu_load_transposed(lanes, 0), b = cpu_load_transposed(lanes, 1), c = cpu_load_transposed(lanes, 2), d = cpu_load_transposed(lanes, 3);
+}
+
+DI const u8* advance(const u8* p, u32 n, u32 step) { return p + (u64)n * step; }
+template <class T> DI void prefetch(const T*) {}
+inline void copy16_if(bool p, u32 to, const u8* from, int bytes) {
+  if (p) cpu_at(to, 16), cpu_fiber->open.push_back({to, from, bytes});
+}
+inline void commit_copies() { cpu_fiber->groups.push_back(cpu_fiber->open), cpu_fiber->open.clear(); }
+template <int N> inline void wait_for_all_copies_but() {
+  auto& groups = cpu_fiber->groups;
+  for (; groups.size() > N; groups.erase(groups.begin()))
+    for (const Copy& copy : groups[0]) {
+      if ((uintptr_t)copy.from % 16) cpu_fail("source of a copy", copy.to);
+      memset(cpu_at(copy.to, 16), 0, 16), memcpy(cpu_at(copy.to, 16), copy.from, copy.bytes);
+    }
+}
+DI void wait_for_previous_kernel() {}
+DI void launch_next_kernel() {}
+
+// ---- a launch: one block after the other
+static void (*cpu_kernel)();
+static void cpu_enter() {
+  cpu_kernel();
+  cpu_fiber->done = true, cpu_alive--, cpu_leave();
+  swapcontext(&cpu_fiber->context, &cpu_scheduler);
+}
+static void cpu_launch(void (*kernel)(), int grid_x, int grid_y, int grid_z, int threads, size_t shared_bytes) {
+  constexpr size_t STACK = 192 * 1024;
+  std::vector<u8> memory(shared_bytes + 128);
+  std::vector<char> stacks(STACK * threads);
+  std::vector<Fiber> fibers(threads);
+  cpu_kernel = kernel, cpu_shared_size = shared_bytes, cpu_shared = (u8*)(((uintptr_t)memory.data() + 127) / 128 * 128);
+  for (int i = 0; i < grid_x * grid_y * grid_z; i++) {
+    std::vector<Warp> warps((threads + 31) / 32);
+    cpu_warps = warps.data(), cpu_block = {i % grid_x, i / grid_x % grid_y, i / grid_x / grid_y};
+    cpu_arrived = cpu_phase = 0, cpu_alive = threads;
+    memset(cpu_shared, 0xff, shared_bytes);
+    for (int t = 0; t < threads; t++) {
+      Fiber& fiber = fibers[t];
+      fiber.thread = t, fiber.done = false, fiber.groups.clear(), fiber.open.clear();
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = stacks.data() + STACK * t, fiber.context.uc_stack.ss_size = STACK;
+      makecontext(&fiber.context, cpu_enter, 0);
+    }
+    while (cpu_alive > 0)
+      for (int t = 0; t < threads; t++)
+        if (!fibers[t].done) cpu_fiber = &fibers[t], cpu_thread = {t, 0, 0}, swapcontext(&cpu_scheduler, &fibers[t].context);
+  }
+}

@@ -1,0 +1,92 @@
+"""Runs the Hopper kernels on a CPU: the CUDA sources compiled by g++, over cuda_on_cpu/instructions.cuh in place of the package's."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from quantkv.calls import AttendCall, WriteCall
+from quantkv.implementations.hopper import attend, launch, nvrtc, write
+from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
+
+AVAILABLE = shutil.which("g++") is not None
+HEADER = Path(__file__).parent / "cuda_on_cpu" / "instructions.cuh"
+KERNELS = {"decode.cu": ("Attend", ["decode_kernel", "combine_kernel", "combine_one_kernel"]), "write.cu": ("Write", ["write_kernel"])}
+
+
+def compile_library(folder: Path, source: str, macros: dict[str, object], snippets: Iterable[Path], max_tiles: int) -> ctypes.CDLL:
+    """The kernels of `source` as functions `run_NAME(grid, threads, shared bytes, arguments)`, under another MAX_TILES."""
+    arguments, names = KERNELS[source]
+    sources = folder / "sources"
+    if not sources.exists():
+        sources.mkdir(parents=True)
+        for path in nvrtc.SOURCE.glob("*.cu*"):
+            shutil.copy(path, sources)
+        shutil.copy(HEADER, sources)
+    lines = [f"#define {name} {value}" for name, value in macros.items()] + ['#include "encode.cuh"']
+    lines += [f'#include "{path}"' for path in dict.fromkeys(snippets)]
+    lines.append((sources / source).read_text().replace("MAX_TILES = 1024", f"MAX_TILES = {max_tiles}"))
+    for name in names:
+        lines.append(f"static {arguments}Arguments given_{name};")
+        lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, {arguments}Arguments* a) {{')
+        lines.append(f"  given_{name} = *a, cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes);\n}}")
+    file = folder / f"{len(list(folder.iterdir()))}.cpp"
+    file.write_text("\n".join(lines))
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-gnu-unique", f"-I{sources}"]
+    done = subprocess.run(["g++", *flags, "-o", str(file.with_suffix(".so")), str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(file.with_suffix(".so")))
+
+
+class Launch:
+    """In place of launch.Launch."""
+
+    def __init__(self, kernel, grid, arguments):
+        self.kernel, self.grid, self.arguments = kernel, grid, arguments
+
+    def __call__(self, stream):
+        k = self.kernel
+        k.run(*self.grid, k.threads, ctypes.c_long(k.shared_bytes), ctypes.byref(self.arguments))
+
+
+class Device:
+    """A stand-in for a Hopper GPU of so many multiprocessors, while a test runs."""
+
+    def __init__(self, monkeypatch, folder: Path, multiprocessors: int = 2, max_tiles: int = 1024):
+        self.folder, self.max_tiles, self.scratch = folder, max_tiles, None
+        monkeypatch.setattr(attend, "_kernels", self._decode_kernels)
+        monkeypatch.setattr(write, "_kernel", self._write_kernel)
+        for module in (attend, write):
+            monkeypatch.setattr(module, "Launch", Launch)
+        monkeypatch.setattr(launch, "current_device", lambda: 0)
+        monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+        monkeypatch.setattr(launch, "multiprocessors", lambda index: multiprocessors)
+        monkeypatch.setattr(launch, "device_index", lambda device: 0)
+        monkeypatch.setattr(launch, "scratch", self._scratch)
+
+    def _scratch(self, size, index, stream):
+        self.size, self.scratch = size, torch.full((size + 4096,), 0xFF, dtype=torch.uint8)
+        return self.scratch
+
+    def _library(self, source, config):
+        snippets = (codec.hopper().source for codec in (config.key, config.value))
+        return compile_library(self.folder, source, config.macros(), snippets, self.max_tiles)
+
+    def _decode_kernels(self, config, index):
+        library = self._library("decode.cu", config)
+        sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_COLUMNS * config.combined, 0), (32 * COMBINE_WARPS, 0)
+        names = KERNELS["decode.cu"][1]
+        return [SimpleNamespace(run=library[f"run_{name}"], threads=n, shared_bytes=b) for name, (n, b) in zip(names, sizes)]
+
+    def _write_kernel(self, config, index):
+        return SimpleNamespace(run=self._library("write.cu", config)["run_write_kernel"], threads=32 * config.warps, shared_bytes=0)
+
+    def serve(self, call: AttendCall | WriteCall) -> None:
+        module = attend if isinstance(call, AttendCall) else write
+        assert module._unsupported(call) is None, module._unsupported(call)
+        module.prepare(call)(call)
+        assert self.scratch is None or bool((self.scratch[self.size :] == 0xFF).all()), "scratch is overrun"

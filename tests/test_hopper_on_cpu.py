@@ -1,0 +1,118 @@
+"""The Hopper kernels, their sources run on a CPU: what they compute, before a GPU sees them."""
+
+import pytest
+import torch
+
+from hopper_on_cpu import AVAILABLE, Device
+from quantkv import LayerMaps, LinearMap, PagedCache, get_format
+from quantkv.calls import WriteCall
+from quantkv.maps import default_map
+from quantkv.testing import POISON, Batch, check, rows
+
+pytestmark = [pytest.mark.skipif(not AVAILABLE, reason="needs g++"), pytest.mark.usefixtures("five")]
+LENS = (300, 33, 1, 500)
+DECODE, VERIFY, WIDE = (1, 1, 1, 1), (2, 4, 1, 3), (8, 8, 1, 8)
+
+
+def attend(monkeypatch, folder, name, queries=DECODE, lens=LENS, multiprocessors=2, max_tiles=1024, options=None, **shape):
+    device = Device(monkeypatch, folder, multiprocessors, max_tiles)
+    b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
+    call = b.call(max_query_len=max(queries), **(options or {}))
+    device.serve(call)
+    check(b, (call.out, call.lse), **(options or {}))
+
+
+@pytest.mark.parametrize("name", ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8"])
+def test_decode(name, monkeypatch, tmp_path):
+    attend(monkeypatch, tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "queries, options", [(DECODE, {}), (VERIFY, {"window": 200}), (WIDE, {"softcap": 25.0})], ids=["one", "few", "wide"]
+)
+@pytest.mark.parametrize("name", ["int4", "five_bits/tq3"])
+def test_stretches(name, queries, options, monkeypatch, tmp_path):
+    """A run of more tiles than an accumulator may take, many times over."""
+    attend(monkeypatch, tmp_path, name, queries, multiprocessors=1, max_tiles=3, options=options)
+
+
+def test_sequences_that_warps_pass_over(monkeypatch, tmp_path):
+    attend(monkeypatch, tmp_path, "int4", (1,) * 40, tuple(range(1, 400, 10)), multiprocessors=1, max_tiles=2, num_kv_heads=3)
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(head_size=64), dict(head_size=256), dict(group=16), dict(num_kv_heads=3, group=6), dict(block_size=64)]
+)
+def test_shapes(shape, monkeypatch, tmp_path):
+    attend(monkeypatch, tmp_path, "int4", multiprocessors=1, max_tiles=6, **shape)
+
+
+SINKS = [lambda t: t.repeat_interleave(3)[::3], lambda t: t[:1].half().expand(8), torch.Tensor.bfloat16]
+
+
+@pytest.mark.parametrize("make", SINKS)
+def test_sinks_of_any_strides_and_dtype(make, monkeypatch, tmp_path):
+    attend(monkeypatch, tmp_path, "int4", options={"sinks": make(torch.linspace(-2, 2, 8))})
+
+
+@pytest.mark.parametrize("name", ["int4", "tq4", "five_bits"])
+def test_matrices_and_offsets(name, monkeypatch, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    sides = []
+    for offset in (torch.randn(5, 2, 128, generator=generator), None):
+        a = torch.linalg.qr(torch.randn(2, 128, 128, generator=generator, dtype=torch.float64))[0]
+        a = a * (1 + torch.rand(2, 1, 128, generator=generator))
+        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
+    attend(monkeypatch, tmp_path, name, VERIFY, maps=LayerMaps(*sides), max_tiles=4, options={"window": 300, "softcap": 30.0})
+
+
+WRITTEN = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "five_bits", "five_bits/int4"]
+
+
+@pytest.mark.parametrize("head_size, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_bytes(name, head_size, dtype, monkeypatch, tmp_path):
+    """The specification's, all of them, but for what the order of a norm's additions may move."""
+    scale = 0.37 if name == "fp8" else 1.0
+    caches = [PagedCache(get_format(name).cache_spec(2, head_size), 5, k_scale=scale, v_scale=scale) for _ in range(2)]
+    write(caches, monkeypatch, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_bytes_with_offsets(heads, monkeypatch, tmp_path):
+    plain = default_map(get_format("int4").k, 128)
+    offset = 4 * torch.randn(3, heads, 128, generator=torch.Generator().manual_seed(0))
+    maps = LayerMaps(k=LinearMap(plain.forward, plain.inverse, offset))
+    caches = [PagedCache(get_format("int4").cache_spec(2, 128), 5, maps=maps) for _ in range(2)]
+    write(caches, monkeypatch, tmp_path, torch.bfloat16, torch.arange(45) * 6)
+
+
+def write(caches, monkeypatch, folder, dtype, positions=None):
+    expected, cache = caches
+    heads, head_size = cache.spec.num_kv_heads, cache.spec.head_size
+    key, value = rows(45, heads, head_size, dtype), rows(45, heads, head_size, dtype, 1)
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(3))[:45]
+    slots[[7, 20]] = torch.tensor([-1, -5])
+    for c in caches:
+        c.buffer.fill_(POISON)
+    expected.write(key, value, slots, positions, implementation="reference")
+    call = WriteCall(key, value, cache.k, cache.v, cache.format, slots, cache.maps, positions)
+    Device(monkeypatch, folder).serve(call)
+    rotated = 1e-4 * cache.buffer.numel() if cache.format.k.map != "none" else 0  # the order of a sum's additions moves few codes
+    assert (cache.buffer != expected.buffer).sum() <= rotated
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.float16, 65504.0), (torch.bfloat16, 2.0**66)], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits"])
+def test_finite_rows_are_stored_as_finite_ones(name, dtype, size, monkeypatch, tmp_path):
+    """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""
+    cache = PagedCache(get_format(name).cache_spec(2, 128), 2)
+    key = rows(20, 2, 128, dtype)
+    key[10:] = size
+    key[11] *= torch.where(torch.arange(128) % 3 > 0, 1.0, -1.0).to(dtype)
+    slots = torch.arange(20)
+    call = WriteCall(key, key, cache.k, cache.v, cache.format, slots, cache.maps)
+    Device(monkeypatch, tmp_path).serve(call)
+    for side, codec in ((cache.k, cache.format.k), (cache.v, cache.format.v)):
+        codes, meta = (t.flatten(0, 1)[:20] for t in (side.codes, side.meta))
+        assert meta.isfinite().all() and codec.dequantize(codes, meta, torch.float64).isfinite().all()
