@@ -185,7 +185,6 @@ def attend_kernel(
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
     V_PLANES: tl.constexpr = V.codec.planes
     V_WIDTH: tl.constexpr = V.width
-    PRECISION: tl.constexpr = F.precision
     HEADS: tl.constexpr = F.num_kv_heads
     PRECISION: tl.constexpr = F.precision
     head = (tl.program_id(0) % HEADS).to(tl.int64)
