@@ -11,13 +11,16 @@ run() { python benchmarks/small_run.py --implementation hopper triton dense "$@"
 run "$@" >"$log.warm" 2>&1 || { tail -20 "$log.warm"; exit 1; } # compiles the kernels, which are kept
 failed=0
 for tool in memcheck racecheck synccheck initcheck; do
-  more=(); [ $tool = racecheck ] && more=(--racecheck-report all)
+  more=(--print-limit 100000); [ $tool = racecheck ] && more+=(--racecheck-report all)
+  # What cuDNN stores by bulk copies, initcheck does not see: "dense", which reads it, would be reported.
+  who="hopper triton dense"; [ $tool = initcheck ] && who="hopper triton"
   # API errors: the CUDA binding asks for entry points that a driver may lack.
+  # shellcheck disable=SC2086
   timeout "${SECONDS_EACH:-240}" compute-sanitizer --tool $tool --report-api-errors no "${more[@]}" \
-    python benchmarks/small_run.py --implementation hopper triton dense "$@" >"$log.$tool" 2>&1
+    python benchmarks/small_run.py --implementation $who "$@" >"$log.$tool" 2>&1
   status=$?
   reports=$(grep -cE '^========= (Invalid|Error:|Warning:|Info:|Barrier|Uninitialized|Program hit|Race)' "$log.$tool")
-  ours=$(grep -E '^=========.* (in|at) ' "$log.$tool" | grep -cE "$OURS")
+  ours=$(grep -E '^=========.* (in|at|by) ' "$log.$tool" | grep -cE "$OURS")
   echo "$tool: exit $status, $reports reports, $ours name a kernel of ours; $(grep -E 'SUMMARY' "$log.$tool" | tail -1)"
   [ "$ours" = 0 ] && [ $status = 0 ] || failed=1
 done

@@ -260,10 +260,18 @@ struct Softmax {
           }
           lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
         }
+        // No output is larger than weights, of at most 16 / v_norm, times a code; a bias may be, and then the largest output is looked for.
+        float factor = piece_factor(32.f / v_norm);
+        if (VALUE::BIASED) {
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) top = fmaxf(top, fabsf(value(j)));
-        const float factor = piece_factor(max_over_tokens(top)), shrink = inverse_power(factor);
-        __syncwarp();  // what is held has been read
+          for (int j = 0; j < D / 8; j++) top = fmaxf(top, fabsf(value(j)));
+          factor = piece_factor(max_over_tokens(top));
+        }
+        if (held) {
+          if (!VALUE::BIASED && there) factor = fmaxf(factor, as_float(held[column * PIECE + FACTOR]));
+          __syncwarp();  // what is held has been read
+        }
+        const float shrink = inverse_power(factor);
         if (!there) continue;
         if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
 #pragma unroll

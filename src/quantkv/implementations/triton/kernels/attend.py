@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, visible
+from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, visible, whole_tiles
 from .tiles import decode, join_operand, join_planes, load_cached, load_rows, offset_row, split_planes
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -214,7 +214,6 @@ def attend_kernel(
     if begin >= end:
         tl.store(lse + out_row, float("-inf"), mask=row_mask)
         return
-
     position = (context + query)[:, None]
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
     q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
@@ -229,41 +228,42 @@ def attend_kernel(
     acc = ()
     for _ in tl.static_range(1 if F.joined else V_PLANES):
         acc = acc + (tl.zeros([BLOCK_M, V_WIDTH * V_PLANES if F.joined else V_WIDTH], tl.float32),)
+    whole = whole_tiles(begin, end, context + q_low - first_slot, BLOCK_N, F) if MASKED else end
+    for masked in tl.static_range(2 if MASKED else 1):  # tiles that every query sees whole need no mask, and come first
+        for start in tl.range((whole if masked else begin) * BLOCK_N, (end if masked else whole) * BLOCK_N, BLOCK_N):
+            index = start + tl.arange(0, BLOCK_N)
+            key = index + first_slot
+            used = (index >= low) & (index < high)
+            seen = used[None, :]
+            if masked:  # what one query sees, but for prefix ranges, is what lies between low and high
+                seen = visible(position, key[None, :], seen, seq, extras, F)
+            if F.prefix:  # the keys that some query sees are no interval
+                used = tl.max(seen.to(tl.int32), axis=0) > 0
+            page = load_page(table, start, index, used, PAGE, BLOCK_N)
+            words, meta = load_cached(k_pages, page, index % PAGE, head, used, K)
+            if F.joined:
+                planes, affine = decode(words, meta, k_pages.table, K, False)
+                operand = (tl.trans(join_operand(planes)),)
+            else:
+                operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
+            score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
+            if K.offset:
+                score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
+            if NATURAL:
+                score = natural_score(score * q_unit[:, None], position, key[None, :], context, slope, row_mask[:, None], extras, F)
+            score = tl.where(seen, score, float("-inf"))
 
-    for start in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
-        index = start + tl.arange(0, BLOCK_N)
-        key = index + first_slot
-        used = (index >= low) & (index < high)
-        seen = used[None, :]
-        if MASKED:  # what one query sees, but for prefix ranges, is what lies between low and high
-            seen = visible(position, key[None, :], seen, seq, extras, F)
-        if F.prefix:  # the keys that some query sees are no interval
-            used = tl.max(seen.to(tl.int32), axis=0) > 0
-        page = load_page(table, start, index, used, PAGE, BLOCK_N)
-        words, meta = load_cached(k_pages, page, index % PAGE, head, used, K)
-        if F.joined:
-            planes, affine = decode(words, meta, k_pages.table, K, False)
-            operand = (tl.trans(join_operand(planes)),)
-        else:
-            operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
-        score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
-        if K.offset:
-            score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
-        if NATURAL:
-            score = natural_score(score * q_unit[:, None], position, key[None, :], context, slope, row_mask[:, None], extras, F)
-        score = tl.where(seen, score, float("-inf"))
+            prob, decay, row_max = softmax_step(score, score_unit, row_max)
+            row_sum = row_sum * decay + tl.sum(prob, axis=1)
 
-        prob, decay, row_max = softmax_step(score, score_unit, row_max)
-        row_sum = row_sum * decay + tl.sum(prob, axis=1)
-
-        words, meta = load_cached(v_pages, page, index % PAGE, head, used, V)
-        operand, affine = decode(words, meta, v_pages.table, V, False)
-        if MASKED:
-            operand, affine, bad = confine(operand, affine, seen_by_all(key, context + q_low, context + last, F), V)
-            shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
-        if F.joined:
-            operand = (join_operand(operand),)
-        acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
+            words, meta = load_cached(v_pages, page, index % PAGE, head, used, V)
+            operand, affine = decode(words, meta, v_pages.table, V, False)
+            if masked:
+                operand, affine, bad = confine(operand, affine, seen_by_all(key, context + q_low, context + last, F), V)
+                shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
+            if F.joined:
+                operand = (join_operand(operand),)
+            acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
 
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)

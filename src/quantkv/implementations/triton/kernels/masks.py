@@ -67,6 +67,15 @@ def split_bounds(low, high, split, BLOCK_N: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def whole_tiles(begin, end, first, BLOCK_N: tl.constexpr, F: tl.constexpr):
+    """Where the tiles end that all queries see, but for what lies outside of a range: those up to slot `first`, the first query's own."""
+    if F.causal == 1 and F.window == 0 and F.chunk == 0 and not F.prefix:
+        return tl.minimum(tl.maximum((first + 1) // BLOCK_N, begin), end)
+    else:
+        return begin
+
+
+@triton.jit
 def visible(query, key, key_mask, seq, extras, F: tl.constexpr):
     """Which keys each query sees, by position: query `[M, 1]`, key `[1, N]` -> bool `[M, N]`."""
     distance = query - key
