@@ -267,6 +267,14 @@ def test_prepared_calls_shared_by_layers_give_the_same_bits(format_name):
     assert len(attend._prepared) == 4 and len(write._prepared) == 1  # nothing was worked out again for a later layer
     with pytest.raises(ValueError, match="slot_mapping"):
         write(cache_of(format_name, pages=2), key, value)
+    # The next step: other numbers in the same tensors.
+    slots.copy_(torch.tensor([4 * 16 + 6, 7, -1])), batch["seq_lens"].copy_(torch.tensor([21, 9]))
+    alone.write(key, value, slots), write(shared, key, value)
+    assert torch.equal(alone.buffer, shared.buffer) and torch.equal(alone.attend(q, **batch, window=9), attend(shared, q))
+    batch["block_table"][0] = 99
+    with pytest.raises(ValueError, match="block_table=99"):
+        attend(shared, q)
+    batch["block_table"][0] = 3
     with pytest.raises(ValueError, match=r"sinks\.shape=\(1,\)"):
         attend(shared, q, sinks=torch.zeros(1))
     with pytest.raises(ValueError, match="softcap"):

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,7 +253,9 @@ def test_a_format_is_named_by_a_string(typed):
     ],
 )
 def test_the_registry_is_full_whoever_asks_first(statement):
-    assert subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True).stdout.split() == ["int4"]
+    here = Path(__file__).parent  # where toy_format is
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True, cwd=here)
+    assert done.stdout.split() == ["int4"]
 
 
 def test_a_name_of_the_package_is_taken_before_it_was_asked_for():

@@ -178,7 +178,7 @@ class AttendCall:
         if self.lse is not None:
             checks.tensor("lse", self.lse, (tokens, num_heads), (torch.float32,), device)
         if device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_values()
+            self.check_values()
         elif self.options.qq_bias is not None and self.batch.max_query_len is not None:
             self._check_bias(self.batch.max_query_len)
 
@@ -195,7 +195,7 @@ class AttendCall:
         call.__dict__.update(self.__dict__, q=q, out=out, lse=lse, segments=segments, options=options or self.options)
         return call
 
-    def _check_values(self) -> None:
+    def check_values(self) -> None:
         """What reads tensors, on a CPU: lengths fit their promises, and every page that is read exists."""
         starts = self.batch.cu_seqlens_q.tolist()
         counts = [end - start for start, end in pairwise(starts)]
@@ -271,7 +271,7 @@ class WriteCall:
     positions: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        device, (num_pages, size, heads) = self.k.codes.device, self.k.codes.shape[:3]
+        device, heads = self.k.codes.device, self.k.codes.shape[2]
         tokens = len(self.key) if isinstance(self.key, torch.Tensor) and self.key.ndim else None
         sizes = self.fmt.k.head_size(self.k.codes), self.fmt.v.head_size(self.v.codes)
         checks.tensor("key", self.key, (None, heads, sizes[0]), checks.ROW_DTYPES, device)
@@ -284,12 +284,19 @@ class WriteCall:
             checks.tensor("positions", self.positions, (tokens,), checks.INDEX_DTYPES, device)
         elif self.maps.k is not None and self.maps.k.offset is not None:
             checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
-        if device.type == "cpu" and tokens and not torch.compiler.is_compiling():
-            largest = int(self.slot_mapping.max())
-            if largest >= num_pages * size:
-                checks.refuse("slot_mapping", largest, f"slots end at {num_pages * size - 1}")
-            if self.positions is not None and int(self.positions.min()) < 0:
-                checks.refuse("positions", int(self.positions.min()), "positions count from 0")
+        if device.type == "cpu" and not torch.compiler.is_compiling():
+            self.check_values()
+
+    def check_values(self) -> None:
+        """What reads tensors, on a CPU: the slots exist."""
+        if not len(self.slot_mapping):
+            return
+        num_pages, size = self.k.codes.shape[:2]
+        largest = int(self.slot_mapping.max())
+        if largest >= num_pages * size:
+            checks.refuse("slot_mapping", largest, f"slots end at {num_pages * size - 1}")
+        if self.positions is not None and int(self.positions.min()) < 0:
+            checks.refuse("positions", int(self.positions.min()), "positions count from 0")
 
     def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, maps: LayerMaps) -> WriteCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""

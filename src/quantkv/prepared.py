@@ -23,8 +23,8 @@ def _same(name: str, t: torch.Tensor, like: torch.Tensor) -> None:
 class PreparedWrite:
     """A write into the same slots of one cache after the other: `write(cache, key, value)`.
 
-    The first call for a kind of cache and of rows (shape, dtype, strides) is checked and prepared; later ones only launch. On a GPU slots
-    and positions are read when it runs, so their tensors may be filled anew for the next step; on a CPU they must keep their values.
+    The first call for a kind of cache and of rows (shape, dtype, strides) is checked and prepared; later ones only launch. Slots and
+    positions are read when it runs, so their tensors may be filled anew for the next step.
     """
 
     def __init__(self, slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, implementation: str = "auto") -> None:
@@ -49,8 +49,7 @@ class PreparedAttend:
 
     Batch, block table and options are those it was made with. The first call for a kind of cache and of queries is checked, an
     implementation is chosen, its grid, scratch memory and arguments are worked out; a later one costs little more than its launches.
-    On a GPU block table and lengths are read when it runs, so their tensors may be filled anew for the next step; on a CPU they must
-    keep their values.
+    Block table and lengths are read when it runs, so their tensors may be filled anew for the next step.
     """
 
     def __init__(

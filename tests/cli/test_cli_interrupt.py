@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -111,15 +112,21 @@ def test_rows_of_bench_are_kept(run, tmp_path, monkeypatch):
     assert run(*args)[0] == 130
 
 
+def interruptible(*args, **how):
+    """A Python process to which Ctrl-C means what it means in a terminal: what runs in the background ignores it."""
+    to_default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, preexec_fn=to_default, **how)
+
+
 def test_signal_during_an_import(tmp_path):
     (tmp_path / "typer.py").write_text(IMPORT)
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    found = subprocess.run([sys.executable, "-m", "quantkv"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    found = interruptible("-m", "quantkv", env={**os.environ, "PYTHONPATH": path})
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")
 
 
 def test_signal_during_an_evaluation(model_dir, text_file):
     args = ("eval", "--model", model_dir, "--text", text_file, "--formats", "int8,int4", "--context", 64, "--tokens", 64)
-    found = subprocess.run([sys.executable, "-c", EVALUATION, *map(str, args)], capture_output=True, text=True)
+    found = interruptible("-c", EVALUATION, *map(str, args))
     assert found.returncode == 130 and "int8" in found.stdout and "int4" not in found.stdout
     assert found.stderr.strip() == "interrupted: the figures are over 64 of 64 tokens, of 1 of 2 formats"

@@ -25,9 +25,17 @@ def run(call: WriteCall) -> None:
 
 
 def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
-    """What serves every call with the same slots: where rows go is worked out once."""
-    places = _places(call.slot_mapping, call.k.codes.shape[1])
-    return lambda call: _write(call, places)
+    """What serves every call with the same slots: where rows go is worked out once, and anew where the slots are others."""
+    known, places = call.slot_mapping.clone(), _places(call.slot_mapping, call.k.codes.shape[1])
+
+    def launch(call: WriteCall) -> None:
+        nonlocal known, places
+        if not torch.equal(known, call.slot_mapping):
+            call.check_values()
+            known, places = call.slot_mapping.clone(), _places(call.slot_mapping, call.k.codes.shape[1])
+        _write(call, places)
+
+    return launch
 
 
 def _write(call: WriteCall, places: Places) -> None:
