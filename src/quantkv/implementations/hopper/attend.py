@@ -72,13 +72,7 @@ def _unsupported(call: AttendCall) -> str | None:
 
 def run(call: AttendCall) -> None:
     """Serve `call`. The first call of a shape compiles its kernel."""
-    key = _shape(call)
-    prepared = _PREPARED.get(key)
-    if prepared is None:
-        if len(_PREPARED) >= 512:
-            _PREPARED.clear()
-        prepared = _PREPARED[key] = Prepared(call)
-    prepared(call)
+    _PREPARED.serve(call)
 
 
 def prepare(call: AttendCall) -> Prepared:
@@ -240,4 +234,4 @@ class Prepared:
         self.maps, self.operands = maps, (key_map, value_map, offsets)  # alive while their addresses are here
 
 
-_PREPARED: dict[Hashable, Prepared] = {}
+_PREPARED = launch.ByShape(_shape, Prepared)

@@ -6,7 +6,9 @@ import ctypes
 import importlib.util
 import re
 import threading
+from collections.abc import Callable, Hashable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -117,6 +119,27 @@ class Launch:
         result = self.launch(self.config, self.function, self.address, 0)
         if result[0]:
             check(result)
+
+
+class ByShape:
+    """What was prepared for calls of each shape, so that eager calls take the path of prepared ones.
+
+    shape: a call's, equal for those that what `prepare` returns serves."""
+
+    MOST = 512  # shapes; more than a model has, and then all are forgotten
+
+    def __init__(self, shape: Callable[[Any], Hashable], prepare: Callable[[Any], Callable[[Any], None]]):
+        self.shape, self.prepare = shape, prepare
+        self.prepared: dict[Hashable, Callable[[Any], None]] = {}
+
+    def serve(self, call: Any) -> None:
+        shape = self.shape(call)
+        launch = self.prepared.get(shape)
+        if launch is None:
+            if len(self.prepared) >= self.MOST:
+                self.prepared.clear()
+            launch = self.prepared[shape] = self.prepare(call)
+        launch(call)
 
 
 def check(result) -> None:

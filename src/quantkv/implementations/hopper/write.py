@@ -139,13 +139,7 @@ def _unsupported(call: WriteCall) -> str | None:
 
 def run(call: WriteCall) -> None:
     """Serve `call`. The first call of a shape compiles its kernel."""
-    key = _shape(call)
-    prepared = _PREPARED.get(key)
-    if prepared is None:
-        if len(_PREPARED) >= 512:
-            _PREPARED.clear()
-        prepared = _PREPARED[key] = Prepared(call)
-    prepared(call)
+    _PREPARED.serve(call)
 
 
 def prepare(call: WriteCall) -> Prepared:
@@ -255,4 +249,4 @@ class Prepared:
         self.maps, self.scales, self.operands = maps, (call.k.scale, call.v.scale), (key_map, value_map)  # alive as long as used
 
 
-_PREPARED: dict[Hashable, Prepared] = {}
+_PREPARED = launch.ByShape(_shape, Prepared)

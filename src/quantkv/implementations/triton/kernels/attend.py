@@ -125,7 +125,8 @@ def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexp
     too."""
     weight = prob
     if len(affine) > 0:
-        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(tl.max(affine[0], axis=0)))
+        largest_scale = tl.max(tl.where(tl.abs(affine[0]) < float("inf"), affine[0], 0.0), axis=0)
+        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(largest_scale))
         weight = prob * (affine[0] * (1 / new_unit))[None, :]
         if len(affine) > 1:
             shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
