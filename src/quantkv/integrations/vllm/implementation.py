@@ -27,6 +27,7 @@ from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_byte
 from .metadata import Metadata
 
 logger = init_logger("vllm.quantkv")
+PROMPTS = (12, 24, 64, 512)  # queries of a sequence: one of each kind that another kernel serves
 
 
 @cache
@@ -152,7 +153,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         steps = sorted({1, verified})
         return {
             **warm_up(cache, self.num_heads, query_lens=steps, batch_sizes=(1, scheduler.max_num_seqs), write_sizes=tokens, **common),
-            **warm_up(cache, self.num_heads, query_lens=(64, 512), batch_sizes=(1,), write_sizes=(), **common),
+            **warm_up(cache, self.num_heads, query_lens=PROMPTS, batch_sizes=(1,), write_sizes=(), **common),
         }
 
     def _tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
