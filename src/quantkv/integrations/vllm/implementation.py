@@ -106,6 +106,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         layer = next(layer for layer in layers.values() if getattr(layer, "impl", None) is self)
         owner = self.kv_sharing_target_layer_name or layer.layer_name
         self.head_size_v = layer.head_size_v
+        self.clamp_images = bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
         if self.policy is None or self.kv_cache_dtype in UNQUANTIZED:
             self.format = format_of(self.kv_cache_dtype, self.dtype)
         else:
@@ -204,6 +205,6 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")
         pages, count = self._pages(kv_cache), attn_metadata.num_tokens
         calls[attn_metadata.kind] += 1
-        attend = attn_metadata.attend(self.scale, self.options)
+        attend = attn_metadata.attend(self.scale, self.options, self.clamp_images)
         attend(pages, query[:count], out=output[:count], **self._per_layer)
         return output
