@@ -44,6 +44,8 @@ def write_policy(folder: Path, geometry: dict) -> str:
             forward = torch.linalg.qr(torch.randn(heads, HEAD_SIZE, HEAD_SIZE, generator=generator))[0].contiguous()
             maps[f"layers.{i}.{side}.forward"], maps[f"layers.{i}.{side}.inverse"] = forward, forward.mT.contiguous()
         maps[f"layers.{i}.k.offset"] = 0.5 * torch.randn(8, heads, HEAD_SIZE, generator=generator)
+    folder = folder / "policy"  # vLLM reads every file of weights beside the model's
+    folder.mkdir(exist_ok=True)
     save_file(maps, folder / "maps.safetensors")
     path = folder / "policy.json"
     path.write_text(json.dumps({"policy_version": 1, "format": "int8", "maps": "maps.safetensors"}))
