@@ -294,7 +294,7 @@ def test_ranges_reach_back_as_far_as_the_window_or_further(clamped, lookback):
 
 
 def test_arguments_that_change_no_result():
-    """use_td, an order of loads; chunks and clamping without a window; scratch."""
+    """use_td, an order of loads; chunks and clamping without a window; scratch; flags as numbers, as vLLM makes them."""
     g, stored = golden(64), write(Mode.INT8_PER_TOKEN_HEAD, 64)
     ranges = {"mm_prefix_range": torch.tensor([[[18, 36]], [[2, 30]]], dtype=torch.int32)}
     for plain, same in (
@@ -303,6 +303,7 @@ def test_arguments_that_change_no_result():
         ({}, {"rswa_prefix_lens": None, "rswa_window": None}),
         ({}, {"seq_threshold_3D": 8, "num_par_softmax_segments": 16, "softmax_segm_max": torch.empty(0)}),
         (ranges, {**ranges, "mm_prefix_clamp_sliding_window": True}),
+        ({"causal": torch.tensor([False, True])}, {"causal": torch.tensor([0, 1], dtype=torch.int32)}),
     ):
         expected = read(64, *stored, mode=Mode.INT8_PER_TOKEN_HEAD, **plain)
         assert torch.equal(read(64, *stored, mode=Mode.INT8_PER_TOKEN_HEAD, **same), expected)

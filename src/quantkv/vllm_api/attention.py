@@ -113,6 +113,8 @@ def attend(
         checks.refuse("q.shape[1]", q.shape[1], f"a multiple of the {k_cache.shape[2]} kv heads is needed")
     if mm_prefix_range is not None and (mm_prefix_range.ndim != 3 or mm_prefix_range.shape[::2] != (num_seqs, 2)):
         raise ContractError(f"Unsupported mm_prefix_range shape: {tuple(mm_prefix_range.shape)}; ({num_seqs}, any, 2) is needed")
+    if isinstance(causal, torch.Tensor) and causal.dtype in checks.INDEX_DTYPES:
+        causal = causal != 0
     window = window_tokens(window_size)
     beside_prefix = reference_window(rswa_prefix_lens, rswa_window, window, causal)
     options = AttentionOptions(
@@ -194,8 +196,8 @@ def unified_attention(
         where each (token, head) has a scale.
     cu_seqlens_q: int `[S + 1]`; seqused_k: int `[S]`, keys of each sequence; block_table: int `[S, pages]`.
     max_seqlen_q: longest query; max_seqlen_k: bound on the keys, not needed.
-    causal: a bool, or bool `[S]`. window_size: `(w - 1, 0)` for a window of w tokens, `(-1, -1)` for none; chunk_lookback: as in
-        `AttentionOptions`, in force with a window. softcap: 0 for none.
+    causal: a bool, or bool or int `[S]`, 0: not. window_size: `(w - 1, 0)` for a window of w tokens, `(-1, -1)` for none;
+        chunk_lookback: as in `AttentionOptions`, in force with a window. softcap: 0 for none.
     k_descale, v_descale: scale of an 8-bit float cache with one for the tensor: a number, a tensor of any shape that holds one and no
         other, or `[S, HK]`, one for each sequence and kv head. Other caches have none, and then these are not read.
     seq_threshold_3D .. softmax_segm_expsum: scratch of vLLM's split over keys; the ops bring their own. use_td: how vLLM's kernel loads
