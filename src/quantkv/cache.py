@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -166,13 +166,13 @@ class PagedCache:
             checks.in_range(name, t, 0, self.num_blocks)
         self.buffer[target] = self.buffer[source]
 
-    def save(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Write pages (all if None) to a page file; see `page_file.save`."""
-        page_file.save(self, path, pages)
+    def save(self, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
+        """Write pages (all if None) to a page file, by its path or open for writing; see `page_file.save`."""
+        page_file.save(self, file, pages)
 
-    def load(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
+    def load(self, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
         """Read a page file into pages (0, 1, .. if None); see `page_file.load`."""
-        page_file.load(self, path, pages)
+        page_file.load(self, file, pages)
 
 
 _KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by identity first, which is quick
