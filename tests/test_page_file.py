@@ -128,7 +128,7 @@ def test_every_flipped_bit_is_refused(path, part, following, way):
 
 @pytest.mark.parametrize("way", ["path", "stream"])
 def test_a_file_cut_anywhere_is_refused(path, way):
-    whole, begins, cache = tiny_file()
+    whole, _, cache = tiny_file()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         file = path if way == "path" else io.BytesIO(whole[:size])

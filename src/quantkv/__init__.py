@@ -24,6 +24,8 @@ _HOME = {
     "AttendCall": "calls",
     "WriteCall": "calls",
     "PagedCache": "cache",
+    "PageViews": "page_views",
+    "copy_pages_between": "page_views",
     "prepare_attend": "prepared",
     "prepare_write": "prepared",
     "warm_up": "warmup",

@@ -77,7 +77,15 @@ class PagedCache:
 
     @classmethod
     def wrap(cls, buffer: torch.Tensor, spec: CacheSpec, **options: Any) -> PagedCache:
-        """A cache over memory that an engine owns: see `buffer`. Nothing is copied or cleared."""
+        """A cache over memory that an engine owns: see `buffer`. Nothing is copied or cleared.
+
+        A buffer of four axes is a layer's tensor as vLLM shapes it, `[num_blocks, HK, block_size, page_bytes / block_size]` of any dtype,
+        in a layout that leaves a head's page one run of bytes: vLLM's LBHNC, BLHNC, BHLNC and LHBNC.
+        """
+        if isinstance(buffer, torch.Tensor) and buffer.ndim == 4:
+            if buffer.stride(3) != 1 or buffer.stride(2) != buffer.shape[3]:
+                checks.refuse("buffer.stride()", buffer.stride(), "a head's page must be one run of bytes")
+            buffer = buffer.view(torch.uint8).flatten(2)
         return cls(spec, buffer.shape[0] if isinstance(buffer, torch.Tensor) and buffer.ndim else 0, buffer=buffer, **options)
 
     def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:
