@@ -72,6 +72,11 @@ class Codec(ByName):
     triton: Callable[[], Any] | None = None
     hopper: Callable[[], Any] | None = None
 
+    @property
+    def scaled_per_tensor(self) -> bool:
+        """Whether rows are divided by a scale of the layer, which a checkpoint may bring: 8-bit codes with nothing beside them."""
+        return self.row.code_bits == 8 and not self.row.meta
+
     def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
         """Raise ValueError if a row of `head_size` elements cannot be encoded."""
         if head_size < 1 or head_size % self.head_size_multiple:

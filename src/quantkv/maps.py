@@ -181,6 +181,15 @@ class LinearMap:
             forward.contiguous(), query, inverse.contiguous(), mapped, _hadamard_signs(query), forward_factor, inverse_factor
         )
 
+    def heads(self, start: int, stop: int) -> LinearMap:
+        """The map of kv heads start to before stop: of a rank that holds these. Itself where all heads share one."""
+
+        def part(t: torch.Tensor | None, axis: int) -> torch.Tensor | None:
+            return t if t is None or t.shape[axis] == 1 else t.narrow(axis, start, stop - start)
+
+        own = part(self.forward, 0), part(self.inverse, 0), part(self.offset, 1)
+        return self if all(a is b for a, b in zip(own, (self.forward, self.inverse, self.offset))) else LinearMap(*own)
+
     def to(self, device: torch.device | str) -> LinearMap:
         def move(values):
             return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
@@ -220,6 +229,10 @@ class LayerMaps:
     def of(cls, fmt: Format, head_size: int, head_size_v: int, device: torch.device | str = "cpu") -> LayerMaps:
         """What the format asks for."""
         return cls(default_map(fmt.k, head_size, device), default_map(fmt.v, head_size_v, device))
+
+    def heads(self, start: int, stop: int) -> LayerMaps:
+        """The maps of kv heads start to before stop."""
+        return LayerMaps(*(side if side is None else side.heads(start, stop) for side in (self.k, self.v)))
 
     def flatten(self) -> tuple[list[torch.Tensor | None], list[float]]:
         """Tensors and numbers, for an operator, which takes no dataclasses. `unflatten` reverses it."""

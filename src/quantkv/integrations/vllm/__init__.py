@@ -1,0 +1,54 @@
+"""quantkv's formats in an unmodified vLLM: `vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype quantkv_int4`.
+
+vLLM finds `register` by its entry point (`vllm.general_plugins`) and calls it in the engine and in every worker before a
+configuration is checked. Nothing here imports vLLM until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+
+from ...format import available_formats
+
+PREFIX = "quantkv_"  # of the names that --kv-cache-dtype takes: quantkv_int4, quantkv_k8v4, ..
+POLICY = PREFIX + "policy"  # formats by layer, from the file that --additional-config names
+POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
+BACKEND = f"{__name__}.backend.QuantKVBackend"
+TESTED = ("0.33.",)
+ANY_VERSION = "QUANTKV_VLLM_ANY_VERSION"  # =1 registers with a version of vLLM that was not tested
+
+served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
+calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
+
+
+def names() -> dict[str, str]:
+    """What --kv-cache-dtype takes -> the format. "none" and those of layers by a policy are formats at 16 bits or as the file says."""
+    return {PREFIX + name: name for name in (*available_formats(), "none")}
+
+
+def register() -> None:
+    """Make quantkv's types and its attention backend known to vLLM. A version of vLLM that was not tested gets one line in the log,
+    and nothing is registered: vLLM then refuses the types by name. May be called again."""
+    import vllm
+
+    if not vllm.__version__.startswith(TESTED) and os.environ.get(ANY_VERSION) != "1":
+        tested = ", ".join(version + "x" for version in TESTED)
+        logging.getLogger("vllm.quantkv").warning(
+            "quantkv: not tested with vLLM %s (tested: %s), so its types are not registered; %s=1 does so anyway",
+            vllm.__version__,
+            tested,
+            ANY_VERSION,
+        )
+        return
+    import torch
+    from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    for name in (*names(), POLICY):
+        if not is_known_kv_cache_dtype(name):
+            traits = {"name": name, "torch_dtype": lambda self: torch.uint8, "quant_mode": lambda self: KVQuantMode.CUSTOM}
+            register_kv_cache_dtype(name)(type("QuantKVType", (), traits))

@@ -1,0 +1,120 @@
+"""What vLLM asks of an attention backend: which types, head sizes and layouts it takes, and how many bytes a token has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from ...format import Format
+from ...formats import get_format
+from ...spec import CacheSpec
+from . import POLICY, PREFIX
+
+UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
+BLOCK_SIZES = [16, 32, 64, 128]  # of the Hopper kernels
+
+
+def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:
+    """The format of a vLLM type name; dtype: what the model computes in. ValueError for one that is none."""
+    return get_format("none" if kv_cache_dtype in UNQUANTIZED else kv_cache_dtype.removeprefix(PREFIX), dtype)
+
+
+def token_bytes(spec: CacheSpec) -> int:
+    """Bytes of a token of one kv head, K and V and metadata. ValueError where a page is not that many bytes a token."""
+    size, rest = divmod(spec.page_bytes, spec.block_size)
+    if rest:
+        raise ValueError(f"block_size={spec.block_size}: a page of {spec.page_bytes} bytes is no whole number of bytes a token")
+    return size
+
+
+class QuantKVBackend(AttentionBackend):
+    """Pages of quantkv as vLLM's logical view `[B, H, N, C]`: C is the bytes of one token of one kv head, so that N * C bytes are one
+    page record, and B and H keep whatever strides the layout has."""
+
+    forward_includes_kv_cache_update = False  # vLLM calls do_kv_cache_update before forward
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    format: ClassVar[Format | None] = None  # of a layer's own backend, see `backend_of`
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls():
+        from .implementation import QuantKVImpl
+
+        return QuantKVImpl
+
+    @staticmethod
+    def get_builder_cls():
+        from .metadata import QuantKVBuilder
+
+        return QuantKVBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return BLOCK_SIZES
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in UNQUANTIZED or kv_cache_dtype.startswith(PREFIX)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
+    ) -> str | None:
+        if kv_cache_dtype == POLICY:  # its formats are checked when the first layer is made
+            return None
+        try:
+            token_bytes(format_of(kv_cache_dtype or "auto", dtype).cache_spec(1, head_size, block_size=block_size or BLOCK_SIZES[0]))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # a mixed batch is cut by the lengths that the host knows
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        """Those in which the N * C bytes of a head's page are one run."""
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC
+
+    @classmethod
+    def customize_spec(cls, spec):
+        """The bytes of a token where a layer's are quantkv's; a layer at 16 bits has just those of its record."""
+        if spec.dtype != torch.uint8 or spec.state_content_bytes is not None:
+            return spec
+        fmt = cls.format
+        if fmt is None:  # before the layers have theirs
+            fmt = format_of(get_current_vllm_config().cache_config.cache_dtype, torch.bfloat16)
+        return replace(spec, state_content_bytes=token_bytes(fmt.cache_spec(1, spec.head_size, spec.head_size_v)))
+
+
+@cache
+def backend_of(fmt: Format) -> type[QuantKVBackend]:
+    """The backend of layers in one format: what vLLM asks for a layer's bytes says neither which layer nor which type it is."""
+    name = f"{QuantKVBackend.__name__}[{fmt.name}]"
+    return type(name, (QuantKVBackend,), {"format": fmt, "__module__": QuantKVBackend.__module__, "__qualname__": name})

@@ -1,0 +1,196 @@
+"""Attention of one layer in vLLM: rows into its pages, and attention over them."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from ...cache import PagedCache
+from ...calls import AttentionOptions
+from ...format import Format
+from ...implementations.dense.attend import SCRATCH_BYTES
+from ...maps import LayerMaps
+from ...policy import Policy
+from ...warmup import warm_up
+from . import POLICY, POLICY_OPTION, calls
+from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_bytes
+from .metadata import Metadata
+
+logger = init_logger("vllm.quantkv")
+
+
+@cache
+def read_policy(path: str) -> Policy:
+    return Policy.load(path)
+
+
+def policy_of(config: Any) -> Policy | None:
+    """The policy that a vLLM configuration asks for. ValueError where it names a file and another type, or this type and no file."""
+    given = config.additional_config if isinstance(config.additional_config, dict) else {}
+    path, asked = given.get(POLICY_OPTION), config.cache_config.cache_dtype == POLICY
+    if asked != (path is not None):
+        needed = f"--kv-cache-dtype {POLICY} and --additional-config '{{\"{POLICY_OPTION}\": FILE}}' need each other"
+        raise ValueError(f"kv_cache_dtype={config.cache_config.cache_dtype!r}, {POLICY_OPTION}={path!r}: {needed}")
+    return read_policy(path) if asked else None
+
+
+class QuantKVImpl(AttentionImpl[Metadata]):
+    """One layer's attention. Its format, its maps and its scales are known once the weights are loaded.
+
+    format: of its pages. maps: for the kv heads of this rank. kind: equal for layers that the same kernels serve.
+    """
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+        use_alibi_sqrt=False,
+        **unknown,
+    ):
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"quantkv: attn_type={attn_type!r}; decoders only")
+        given = [name for name, value in unknown.items() if value is not None and value is not False]
+        if given:
+            raise NotImplementedError(f"quantkv: attention arguments {given} are not supported")
+        if self.total_cp_world_size > 1:
+            raise NotImplementedError("quantkv: context parallelism is not supported")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.config, self.dtype, self.head_size_v = get_current_vllm_config(), torch.get_default_dtype(), head_size
+        self.policy = policy_of(self.config)
+        if self.policy is not None:
+            self._check_policy()
+        self.format: Format | None = None
+        self.maps, self.scales = LayerMaps(), (1.0, 1.0)
+        self.sinks, self.slopes = sinks, None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.options = AttentionOptions(
+            window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
+        )
+        self._per_layer: dict[str, Any] = {}  # sinks and slopes, on the device
+        self._cache: tuple[Any, PagedCache | None] = (lambda: None, None)
+        try:
+            import vllm.vllm_flash_attn  # noqa: F401  loads FlashAttention-3's operators, which dense attention then uses
+        except Exception as error:
+            logger.debug("quantkv: no FlashAttention here: %s", error)
+
+    def _check_policy(self) -> None:
+        """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
+        self.policy.check(self.config.model_config.get_total_num_hidden_layers())
+        for name in {self.policy.format, *self.policy.layers.values()}:
+            token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take what only the layer knows: its number, the size of its values, scales from a checkpoint."""
+        layers = self.config.compilation_config.static_forward_context
+        layer = next(layer for layer in layers.values() if getattr(layer, "impl", None) is self)
+        owner = self.kv_sharing_target_layer_name or layer.layer_name
+        self.head_size_v = layer.head_size_v
+        if self.policy is None or self.kv_cache_dtype in UNQUANTIZED:
+            self.format = format_of(self.kv_cache_dtype, self.dtype)
+        else:
+            number = extract_layer_index(owner)
+            self.format = self.policy.of(number, self.dtype)
+            self.maps = self._of_this_rank(self.policy.maps.get(number, LayerMaps()))
+        scales = getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
+        self.scales = tuple(s if codec.scaled_per_tensor else 1.0 for s, codec in zip(scales, (self.format.k, self.format.v)))
+        self.kind = (self.format.name, self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v, self.options)
+        self.kind += (self.maps.k is None, self.maps.v is None, self.sinks is None, self.slopes is None)
+        if self.kv_cache_dtype not in UNQUANTIZED:
+            layer.attn_backend = backend_of(self.format)
+
+    def _of_this_rank(self, maps: LayerMaps) -> LayerMaps:
+        """The maps of the kv heads that this rank of a tensor-parallel group holds."""
+        sides = []
+        for side, head_size in ((maps.k, self.head_size), (maps.v, self.head_size_v)):
+            if side is not None:
+                ranks = self.config.parallel_config.tensor_parallel_size
+                total = max(side.forward.shape[0], 1 if side.offset is None else side.offset.shape[1])
+                start = get_tensor_model_parallel_rank() * total // ranks  # fewer heads than ranks: several hold the same
+                side = side.heads(start, start + self.num_kv_heads) if total > 1 else side
+                side.check(head_size, self.num_kv_heads, "k" if side is maps.k else "v")
+            sides.append(side)
+        return LayerMaps(*sides)
+
+    def _page_spec(self, block_size: int):
+        return self.format.cache_spec(self.num_kv_heads, self.head_size, self.head_size_v, block_size)
+
+    def _over(self, buffer: torch.Tensor, block_size: int) -> PagedCache:
+        k_scale, v_scale = self.scales
+        return PagedCache.wrap(buffer, self._page_spec(block_size), maps=self.maps, k_scale=k_scale, v_scale=v_scale)
+
+    def warm_up(self, device: torch.device, block_size: int, verified: int) -> dict[str, str]:
+        """Compile what this layer's calls need, and say who serves them. verified: queries of a sequence that verifies."""
+        if device.type != "cuda":
+            return {"all": "reference"}
+        kernel_block = next(size for size in BLOCK_SIZES if block_size % size == 0)
+        spec = self._page_spec(kernel_block)
+        cache = self._over(torch.zeros(1, spec.num_kv_heads, spec.page_bytes, dtype=torch.uint8, device=device), kernel_block)
+        scheduler = self.config.scheduler_config
+        common = {"dtype": self.dtype, "max_seq_len": self.config.model_config.max_model_len, "window": self.options.window}
+        common |= {name: getattr(self.options, name) for name in ("softcap", "alibi_sqrt", "batch_invariant")} | self._tensors(device)
+        tokens = (1, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        steps = sorted({1, verified})
+        return {
+            **warm_up(cache, self.num_heads, query_lens=steps, batch_sizes=(1, scheduler.max_num_seqs), write_sizes=tokens, **common),
+            **warm_up(cache, self.num_heads, query_lens=(64, 512), batch_sizes=(1,), write_sizes=(), **common),
+        }
+
+    def _tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """This layer's sinks and slopes."""
+        given = {"sinks": self.sinks, "alibi_slopes": self.slopes}
+        return {name: t.detach().to(device) for name, t in given.items() if t is not None}
+
+    def _pages(self, kv_cache: torch.Tensor) -> PagedCache:
+        """vLLM's tensor as a cache. Kept while it is the same: profiling binds a small one first, waking up a new one."""
+        held, pages = self._cache
+        if held() is not kv_cache:
+            pages = self._over(kv_cache, kv_cache.shape[2])
+            self._cache = weakref.ref(kv_cache), pages
+            self._per_layer = self._tensors(kv_cache.device)
+        return pages
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        """Store `key [T, HK, D]` and `value [T, HK, D_V]` in the slots `slot_mapping`; rows beyond these are padding."""
+        if kv_cache.numel() == 0:
+            return
+        step = get_forward_context().attn_metadata
+        step = step[0] if isinstance(step, list) else step
+        step = step[layer.layer_name] if isinstance(step, dict) else step
+        pages, count = self._pages(kv_cache), slot_mapping.shape[0]
+        calls["write"] += 1
+        offset = pages.maps.k is not None and pages.maps.k.offset is not None
+        step.write(slot_mapping, offset)(pages, key[:count], value[:count])
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
+        """Attention of `query [T, HQ, D]` into `output [T, HQ, D_V]`."""
+        if attn_metadata is None:  # profiling: claim the scratch that attention will take, so that it is left free
+            if query.is_cuda:
+                torch.empty(SCRATCH_BYTES + 8 * query.numel(), dtype=torch.uint8, device=query.device)
+            return output.fill_(0)
+        if output_scale is not None:
+            raise NotImplementedError("quantkv: fused quantization of the output is not supported")
+        pages, count = self._pages(kv_cache), attn_metadata.num_tokens
+        calls[attn_metadata.kind] += 1
+        attend = attn_metadata.attend(self.scale, self.options)
+        attend(pages, query[:count], out=output[:count], **self._per_layer)
+        return output

@@ -1,0 +1,93 @@
+"""A step of vLLM's as prepared calls: what its layers have in common is checked and worked out once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, max_decode_query_len
+
+from ...calls import AttentionOptions, Batch
+from ...prepared import PreparedAttend, PreparedWrite
+from . import served
+
+logger = init_logger("vllm.quantkv")
+
+
+@dataclass
+class Metadata:
+    """One step. batch, block_table, positions: slices of vLLM's own tensors, which a graph replays with other numbers in them.
+
+    kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
+    num_tokens: rows of the query that are no padding.
+    """
+
+    kind: str
+    num_tokens: int
+    batch: Batch
+    block_table: torch.Tensor
+    positions: torch.Tensor | None
+    _attends: dict[Any, PreparedAttend] = field(default_factory=dict)
+    _writes: dict[int, PreparedWrite] = field(default_factory=dict)
+
+    def attend(self, scale: float, options: AttentionOptions) -> PreparedAttend:
+        """What serves the layers that have this scale and these options."""
+        key = scale, options
+        if key not in self._attends:
+            self._attends[key] = PreparedAttend(self.batch, self.block_table, scale, options)
+        return self._attends[key]
+
+    def write(self, slot_mapping: torch.Tensor, offset: bool) -> PreparedWrite:
+        """What stores the rows of the layers of one page table. offset: whether their keys' map has one, which depends on positions."""
+        key = id(slot_mapping), offset
+        if key not in self._writes:
+            self._writes[key] = PreparedWrite(slot_mapping, self.positions[: len(slot_mapping)] if offset else None)
+        return self._writes[key]
+
+
+class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
+    """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        for number, impl in enumerate(dict((layer.impl.kind, layer.impl) for layer in layers).values()):
+            served[impl.format.name] = who = impl.warm_up(device, kv_cache_spec.block_size, self.reorder_batch_threshold)
+            if number == 0:
+                logger.info("quantkv: %d layers of %s: %s", len(layers), impl.format.name, "; ".join(f"{k} by {v}" for k, v in who.items()))
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
+        return max_decode_query_len(vllm_config)  # lengths are read on the device
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return self._build(common_attn_metadata, None)  # a graph is replayed with longer sequences
+
+    def build_for_drafting(self, common_attn_metadata, draft_index):
+        return self._build(common_attn_metadata, None)
+
+    def _build(self, m, max_seq_len: int | None) -> Metadata:
+        if m.causal is not True:
+            raise NotImplementedError("quantkv: attention that is not causal")
+        count = m.num_reqs
+        if m.max_query_len <= self.reorder_batch_threshold:
+            batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, max_seq_len)
+            return Metadata("decode", m.num_actual_tokens, batch, m.block_table_tensor[:count], m.positions)
+        starts = m.query_start_loc_cpu[: count + 1].tolist()
+        while starts[count - 1] == starts[count]:  # padding
+            count -= 1
+        lengths = None
+        if self.device.type == "cuda" and m.seq_lens_cpu_upper_bound is not None:
+            # Exact for prompts, which is where it matters; of sequences that decode it is a bound, and no more is asked of it.
+            keys = m.seq_lens_cpu_upper_bound[:count].tolist()
+            lengths = tuple((end - start, n) for start, end, n in zip(starts, starts[1:], keys))
+        batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
+        return Metadata("mixed", starts[count], batch, m.block_table_tensor[:count], m.positions)
