@@ -24,6 +24,7 @@ _HOME = {
     "AttendCall": "calls",
     "WriteCall": "calls",
     "PagedCache": "cache",
+    "PageStore": "offload",
     "PageViews": "page_views",
     "copy_pages_between": "page_views",
     "prepare_attend": "prepared",
