@@ -27,8 +27,7 @@ class HostWorker(OffloadingWorker):
         return True
 
     def submit_store(self, job_id, src_spec, dst_spec) -> bool:
-        done = self.copy(job_id, "stored", self.device, src_spec.block_ids, self.host, dst_spec.block_ids)
-        return done
+        return self.copy(job_id, "stored", self.device, src_spec.block_ids, self.host, dst_spec.block_ids)
 
     def submit_load(self, job_id, src_spec, dst_spec, expedited=False) -> bool:
         return self.copy(job_id, "loaded", self.host, src_spec.block_ids, self.device, dst_spec.block_ids)
