@@ -41,6 +41,15 @@ def test_runs_are_the_whole(name):
     assert (call.lse.cpu() - lse).nan_to_num(0).abs().max() < 1e-2
 
 
+def test_tensors_of_runs_are_aligned():
+    """A kernel is compiled anew for an address that is no multiple of 16."""
+    _, call = mixed(**OPTIONS["ranges"]())
+    for run in batches.pieces(call):
+        (segment,) = run.call.segments
+        tensors = (run.call.batch.cu_seqlens_q, run.call.batch.seq_lens, segment.block_table, segment.key_range)
+        assert [t.data_ptr() % 16 for t in tensors] == [0] * 4
+
+
 def test_a_run_of_another_layer():
     _, call = mixed()
     other, out = torch.randn_like(call.q), torch.full_like(call.out, torch.nan)

@@ -73,11 +73,12 @@ def _rows(call: AttendCall, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, 
 def _part(call: AttendCall, seqs: slice, tokens: slice) -> AttendCall:
     batch = call.batch
     starts = batch.cu_seqlens_q[seqs.start : seqs.stop + 1] - batch.cu_seqlens_q[seqs.start]
-    part = Batch(starts, batch.seq_lens[seqs], lengths=batch.lengths[seqs])
 
     def sliced(t):
-        return None if t is None else t[seqs]
+        # Kernels are compiled for addresses that are multiples of 16: another variant for every odd start would stall a server.
+        return None if t is None else t[seqs] if t[seqs].data_ptr() % 16 == 0 else t[seqs].clone()
 
+    part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs])
     segments = tuple(
         s._replace(block_table=sliced(s.block_table), key_start=sliced(s.key_start), key_range=sliced(s.key_range)) for s in call.segments
     )

@@ -27,6 +27,7 @@ from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_byte
 from .metadata import Metadata
 
 logger = init_logger("vllm.quantkv")
+PROMPTS = (12, 24, 64, 512)  # queries of a sequence: one of each kind that another kernel serves
 
 
 @cache
@@ -105,6 +106,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         layer = next(layer for layer in layers.values() if getattr(layer, "impl", None) is self)
         owner = self.kv_sharing_target_layer_name or layer.layer_name
         self.head_size_v = layer.head_size_v
+        self.clamp_images = bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
         if self.policy is None or self.kv_cache_dtype in UNQUANTIZED:
             self.format = format_of(self.kv_cache_dtype, self.dtype)
         else:
@@ -152,7 +154,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         steps = sorted({1, verified})
         return {
             **warm_up(cache, self.num_heads, query_lens=steps, batch_sizes=(1, scheduler.max_num_seqs), write_sizes=tokens, **common),
-            **warm_up(cache, self.num_heads, query_lens=(64, 512), batch_sizes=(1,), write_sizes=(), **common),
+            **warm_up(cache, self.num_heads, query_lens=PROMPTS, batch_sizes=(1,), write_sizes=(), **common),
         }
 
     def _tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -191,6 +193,6 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")
         pages, count = self._pages(kv_cache), attn_metadata.num_tokens
         calls[attn_metadata.kind] += 1
-        attend = attn_metadata.attend(self.scale, self.options)
+        attend = attn_metadata.attend(self.scale, self.options, self.clamp_images)
         attend(pages, query[:count], out=output[:count], **self._per_layer)
         return output

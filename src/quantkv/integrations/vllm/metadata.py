@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, max_decode_query_len
+from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 
 from ...calls import AttentionOptions, Batch
 from ...prepared import PreparedAttend, PreparedWrite
@@ -22,6 +23,7 @@ class Metadata:
 
     kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
     num_tokens: rows of the query that are no padding.
+    image_ranges: int32 `[S, R, 2]`, positions of images whose tokens see each other, inclusive; None: there are none.
     """
 
     kind: str
@@ -29,13 +31,16 @@ class Metadata:
     batch: Batch
     block_table: torch.Tensor
     positions: torch.Tensor | None
+    image_ranges: torch.Tensor | None = None
     _attends: dict[Any, PreparedAttend] = field(default_factory=dict)
     _writes: dict[int, PreparedWrite] = field(default_factory=dict)
 
-    def attend(self, scale: float, options: AttentionOptions) -> PreparedAttend:
-        """What serves the layers that have this scale and these options."""
-        key = scale, options
+    def attend(self, scale: float, options: AttentionOptions, clamp: bool) -> PreparedAttend:
+        """What serves the layers that have this scale and these options. clamp: images reach no further back than the window."""
+        key = scale, options, clamp
         if key not in self._attends:
+            if self.image_ranges is not None:
+                options = replace(options, prefix_ranges=self.image_ranges, clamp_prefix_to_window=clamp)
             self._attends[key] = PreparedAttend(self.batch, self.block_table, scale, options)
         return self._attends[key]
 
@@ -62,6 +67,17 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
                 logger.info("quantkv: %d layers of %s: %s", len(layers), impl.format.name, "; ".join(f"{k} by {v}" for k, v in who.items()))
 
     @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+        if not vllm_config.model_config.is_mm_prefix_lm:
+            return cls._cudagraph_support
+        # A graph knows no image ranges. One query sees no later key, but keys before its window, where images reach beyond it.
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        beyond = any(
+            getattr(layer, "sliding_window", None) and not getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers
+        )
+        return AttentionCGSupport.NEVER if beyond else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
         return max_decode_query_len(vllm_config)  # lengths are read on the device
 
@@ -78,9 +94,10 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         if m.causal is not True:
             raise NotImplementedError("quantkv: attention that is not causal")
         count = m.num_reqs
+        ranges = compute_mm_prefix_range_tensor(m.mm_req_doc_ranges, count, self.device)
         if m.max_query_len <= self.reorder_batch_threshold:
             batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, max_seq_len)
-            return Metadata("decode", m.num_actual_tokens, batch, m.block_table_tensor[:count], m.positions)
+            return Metadata("decode", m.num_actual_tokens, batch, m.block_table_tensor[:count], m.positions, ranges)
         starts = m.query_start_loc_cpu[: count + 1].tolist()
         while starts[count - 1] == starts[count]:  # padding
             count -= 1
@@ -90,4 +107,5 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
             keys = m.seq_lens_cpu_upper_bound[:count].tolist()
             lengths = tuple((end - start, n) for start, end, n in zip(starts, starts[1:], keys))
         batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
-        return Metadata("mixed", starts[count], batch, m.block_table_tensor[:count], m.positions)
+        ranges = None if ranges is None else ranges[:count]
+        return Metadata("mixed", starts[count], batch, m.block_table_tensor[:count], m.positions, ranges)

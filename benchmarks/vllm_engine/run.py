@@ -1,0 +1,227 @@
+"""Measures an unmodified vLLM with its own KV cache formats and with quantkv's, in one run: weights at random, real geometries.
+
+    python benchmarks/vllm_engine/run.py --out DIR [--jobs main] [--types auto,fp8,quantkv_int4]
+
+Needs vLLM 0.33 with quantkv in the same environment, and a GPU. Each job is an engine in a process of its own; what it finds is a
+line of results.jsonl in --out, and `report.py` makes the table. Jobs:
+
+    smoke      a model of two layers: does it start, does it repeat
+    main       Llama-3-8B: prefill, a serving mix, and decode over contexts that count as computed, up to all that fit
+    verify     the same model with drafts found in the text (ngram, 4 tokens)
+    invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
+    two_gpus   a quarter of Llama-3-70B's layers on two GPUs
+    one_rank, two_ranks   a model of two layers from a checkpoint, whose answers on one GPU and on two are compared; the type
+               quantkv_policy has maps and offsets of its own for each kv head
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: its scheduler is looked at
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the workers
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+LLAMA_70B = {"num_hidden_layers": 20, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
+SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
+GRAPHS = (1, 2, 4, *range(8, 129, 8), *range(144, 1024, 16))  # sequences that decode together: close to each other, as vLLM's own
+POLICY = "quantkv_policy"
+JOBS = ("smoke", "main", "verify", "invariant", "two_gpus", "one_rank", "two_ranks")
+SMALL_JOBS = ("smoke", "invariant", "one_rank", "two_ranks")
+FROM_CHECKPOINT = ("one_rank", "two_ranks")
+FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quantkv_int2": 720}  # sequences of 8,192 on 141 GB
+
+
+def write_config(folder: Path, **geometry) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    common = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(common | geometry))
+    return str(folder)
+
+
+def engine(job: str, kv_type: str, out: Path, args) -> object:
+    """An LLM of vLLM for this job and this KV type."""
+    import checkpoint
+    from vllm import LLM
+
+    geometry = SMALL if job in SMALL_JOBS else LLAMA_70B if job == "two_gpus" else LLAMA_8B
+    folder = Path(write_config(out / "models" / ("checkpoint" if job in FROM_CHECKPOINT else job), **geometry))
+    most = FIT.get(kv_type, 64) if job == "main" and args.fit else 64
+    graphs = [*(n for n in GRAPHS if n < most), most]
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": kv_type,
+        "max_model_len": 33280,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": 8192 + most,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.2 if geometry is SMALL else 0.9,
+        "disable_log_stats": True,
+        "seed": 0,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graphs},
+    }
+    if kv_type.startswith("quantkv_"):
+        options["attention_backend"] = "CUSTOM"
+    if job in ("two_gpus", "two_ranks"):
+        options["tensor_parallel_size"] = 2
+    if job in FROM_CHECKPOINT:
+        options["load_format"] = "safetensors"
+        checkpoint.write_weights(folder, geometry)
+        if kv_type == POLICY:
+            options["additional_config"] = {"quantkv_policy": checkpoint.write_policy(folder, geometry)}
+    if job == "verify":
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+        options["compilation_config"]["cudagraph_capture_sizes"] = [5 * n for n in (1, 8, 32, most)]
+    options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
+    return LLM(str(folder), **options, **json.loads(args.extra))
+
+
+def measure(job: str, kv_type: str, out: Path, args) -> dict:
+    os.environ["VLLM_PLUGINS"] = "quantkv" if kv_type.startswith("quantkv_") else ""
+    if job == "invariant":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    start = time.perf_counter()
+    import scenarios
+    import workers
+
+    llm = engine(job, kv_type, out, args)
+    if job not in FROM_CHECKPOINT:
+        llm.collective_rpc(workers.draw_weights)
+    found = {"job": job, "type": kv_type, "start_s": round(time.perf_counter() - start, 1), **llm.collective_rpc(workers.facts)[0]}
+    print("STARTED", json.dumps(found), flush=True)
+
+    def note(name: str, scenario, *arguments) -> None:
+        began = time.perf_counter()
+        try:
+            result = scenario(llm, *arguments)
+        except Exception as error:  # the others are still worth having
+            traceback.print_exc()
+            result = {"error": repr(error)[:500]}
+        found.setdefault("found", []).append({"scenario": name, **result, "took_s": round(time.perf_counter() - began, 1)})
+        print("FOUND", json.dumps(found["found"][-1]), flush=True)
+
+    if job in (*SMALL_JOBS, "main"):
+        note("padding", scenarios.padding)
+    if job in FROM_CHECKPOINT:
+        return found
+    if job == "main" and args.prompts:
+        note("prefill", scenarios.prefill, 8, 8192)
+        note("prefill", scenarios.prefill, 2, 32768)
+        note("serving", scenarios.serving, args.requests, args.rate)
+    scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
+    if job == "verify":
+        note("verify", scenarios.speculative, 64, 8192)
+        return found
+    for size in args.decode.split(",") if job == "main" else ["4x200"] if job in ("smoke", "invariant") else ["64x8192"]:
+        note("decode", scenarios.decode, *map(int, size.split("x")))
+    if job == "main" and args.fit and kv_type in FIT:
+        note("fit", scenarios.decode, FIT[kv_type], 8192, 48)
+    return found
+
+
+def child(job: str, kv_type: str, log: Path, args) -> None:
+    """In a forked process, whose output goes to a log."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(target, 1), os.dup2(target, 2)
+    status = 1
+    try:
+        log.with_suffix(".json").write_text(json.dumps(measure(job, kv_type, log.parent, args)))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)
+
+
+def wait(process: int, limit: float) -> str | None:
+    """How the process failed, None if it did not."""
+    began = time.perf_counter()
+    while True:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return f"status {status}" if status else None
+        if time.perf_counter() - began > limit:
+            os.kill(process, 9)
+            os.waitpid(process, 0)
+            return f"no end after {limit:.0f} s"
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", default="main", help=f"of {', '.join(JOBS)}, separated by commas")
+    parser.add_argument("--types", default="auto,fp8,int8_per_token_head,int4_per_token_head,quantkv_int8,quantkv_int4,quantkv_int2")
+    parser.add_argument("--decode", default="64x8192,8x32768", help="sequences x context")
+    parser.add_argument("--requests", type=int, default=96, help="of the serving mix")
+    parser.add_argument("--rate", type=float, default=12.0, help="requests a second that arrive in it")
+    parser.add_argument("--fit", action="store_true", help="also all sequences of 8,192 that fit")
+    parser.add_argument("--prompts", action="store_true", help="also prefill and the serving mix")
+    parser.add_argument("--deadline", type=float, default=1e9, help="start no engine later than this many seconds")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of one engine")
+    parser.add_argument("--extra", default="{}", help="JSON with more arguments of vLLM's LLM")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, value in OFFLINE.items():
+        os.environ.setdefault(name, value)
+    start = time.perf_counter()
+    import vllm.model_executor.models.llama
+    import vllm.v1.worker.gpu_worker  # imported once, before the engines are forked
+
+    print(f"imports {time.perf_counter() - start:.0f} s, vLLM {vllm.__version__}", flush=True)
+    for job in args.jobs.split(","):
+        for kv_type in args.types.split(","):
+            if time.perf_counter() - start > args.deadline:
+                print(f"{job} {kv_type}: not started, {args.deadline:.0f} s are over", flush=True)
+                continue
+            log = args.out / f"{job}-{kv_type}.log"
+            process = os.fork()
+            if process == 0:
+                child(job, kv_type, log, args)
+            failed = wait(process, args.limit)
+            text = log.read_text(errors="replace")
+            if failed:
+                print(f"{job} {kv_type}: {failed}; the end of its log:\n{text[-3000:]}", flush=True)
+            found = json.loads(log.with_suffix(".json").read_text()) if not failed else {"job": job, "type": kv_type, "failed": failed}
+            room = re.findall(r"GPU KV cache size: ([\d,]+) tokens", text)
+            found["kv_tokens"] = int(room[-1].replace(",", "")) if room else None
+            print(json.dumps({k: v for k, v in found.items() if k not in ("served", "runner")}), flush=True)
+            with open(args.out / "results.jsonl", "a") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

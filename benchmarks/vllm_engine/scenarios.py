@@ -1,0 +1,165 @@
+"""What is measured in a running engine. Times are of the host's clock around whole steps; tokens are those that the engine returned."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from answers import Answer, compare
+from connector import BenchConnector
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+VOCABULARY = 32000
+
+
+def prompts(count: int, length: int | list[int], seed: int = 7, vocabulary: int = VOCABULARY) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    lengths = [length] * count if isinstance(length, int) else length
+    return [{"prompt_token_ids": rng.integers(3, vocabulary, n).tolist()} for n in lengths]
+
+
+def sampling(tokens: int, **more) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **more)
+
+
+def drain(engine, names: list[str]) -> None:
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def begin(engine, inputs: list[dict], params: SamplingParams, limit: float = 60.0) -> tuple[list[str], float, int]:
+    """Add requests and step until each has a token: their names, seconds, steps. Those that wait longer than `limit` are dropped."""
+    names = [f"request-{i}" for i in range(len(inputs))]
+    for name, given in zip(names, inputs):
+        engine.add_request(name, given, params)
+    started, start, steps = set(), time.perf_counter(), 0
+    while len(started) < len(names):
+        started |= {o.request_id for o in engine.step() if o.outputs[0].token_ids}
+        steps += 1
+        if time.perf_counter() - start > limit and started:
+            engine.abort_request([name for name in names if name not in started])
+            names = [name for name in names if name in started]
+    torch.cuda.synchronize()
+    return names, time.perf_counter() - start, steps
+
+
+def steady(engine, steps: int) -> dict:
+    """Tokens a second over `steps` steps, and the milliseconds of one."""
+    for _ in range(8):
+        engine.step()
+    torch.cuda.synchronize()
+    tokens, times = 0, [time.perf_counter()]
+    for _ in range(steps):
+        tokens += sum(len(o.outputs[0].token_ids) for o in engine.step())
+        times.append(time.perf_counter())
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - times[0]
+    return {
+        "tokens_per_s": round(tokens / seconds, 1),
+        "step_ms": round(seconds / steps * 1e3, 3),
+        "step_ms_median": round(float(np.median(np.diff(times))) * 1e3, 3),
+        "tokens_per_step": round(tokens / steps, 2),
+    }
+
+
+def decode(llm, sequences: int, context: int, steps: int = 128) -> dict:
+    """All sequences decode, over contexts that count as computed."""
+    engine = llm.llm_engine
+    names, *_ = begin(engine, prompts(sequences, context), sampling(steps + 300))
+    found = {"sequences": len(names), "context": context, **steady(engine, steps)}
+    drain(engine, names)
+    return found
+
+
+def prefill(llm, sequences: int, context: int) -> dict:
+    """Prompts until the first token of each, computed in chunks; the second of two runs, as the first compiles."""
+    engine = llm.llm_engine
+    for seed in (5, 7):
+        names, seconds, steps = begin(engine, prompts(sequences, context, seed), sampling(4))
+        drain(engine, names)
+    return {"sequences": len(names), "context": context, "steps": steps, "tokens_per_s": round(sequences * context / seconds, 1)}
+
+
+def serving(llm, requests: int, rate: float, new: int = 256, shortest: int = 512, longest: int = 16384) -> dict:
+    """Requests that arrive at random (`rate` a second, exponential gaps), prompts from `shortest` to `longest` tokens (log-uniform):
+    chunks of prompts are computed beside decode. Tokens a second from the first arrival to the last token; the time to the first
+    token, and between tokens of a request, whole steps included."""
+    engine, rng = llm.llm_engine, np.random.default_rng(3)
+    arrivals = np.cumsum(rng.exponential(1 / rate, requests))
+    lengths = np.exp(rng.uniform(np.log(shortest), np.log(longest), requests)).astype(int).tolist()
+    inputs, waiting = prompts(requests, lengths, 9), list(range(requests))
+    last: dict[str, float] = {}
+    first, gaps, tokens, start = {}, [], 0, time.perf_counter()
+    while waiting or engine.has_unfinished_requests():
+        now = time.perf_counter() - start
+        while waiting and arrivals[waiting[0]] <= now:
+            i = waiting.pop(0)
+            engine.add_request(f"request-{i}", inputs[i], sampling(new))
+            last[f"request-{i}"] = now
+        if not engine.has_unfinished_requests():
+            time.sleep(0.001)
+            continue
+        for o in engine.step():
+            count = len(o.outputs[0].token_ids)
+            if count:
+                now = time.perf_counter() - start
+                gap, last[o.request_id] = now - last[o.request_id], now
+                if o.request_id in first:
+                    gaps.append(gap)
+                else:
+                    first[o.request_id] = gap
+                tokens += count
+    seconds = time.perf_counter() - start
+    return {
+        "requests": requests,
+        "rate": rate,
+        "prompt_tokens": sum(lengths),
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "first_token_s": {p: round(float(np.percentile(list(first.values()), p)), 3) for p in (50, 99)},
+        "between_tokens_ms": {p: round(float(np.percentile(gaps, p)) * 1e3, 2) for p in (50, 90, 99)},
+    }
+
+
+def speculative(llm, sequences: int, context: int, steps: int = 64) -> dict:
+    """Sequences that verify drafts found in their own text. Prompts repeat a few hundred tokens and answers may use those only, so
+    that drafts are found in nearly every step; how many of them are right is in tokens_per_step."""
+    engine, allowed = llm.llm_engine, list(range(3, 67))
+    rng = np.random.default_rng(7)
+    inputs = [{"prompt_token_ids": np.resize(rng.integers(3, 67, 256), context).tolist()} for _ in range(sequences)]
+    names, _, _ = begin(engine, inputs, sampling(8 * steps, allowed_token_ids=allowed))
+    found = {"sequences": len(names), "context": context, **steady(engine, steps)}
+    drain(engine, names)
+    return found
+
+
+def answers(llm, count: int = 4) -> list[Answer]:
+    """Greedy answers of 24 tokens to the first `count` of four prompts."""
+    inputs = [prompts(1, n, n)[0] for n in (17, 64, 200, 333)][:count]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=1)
+    outputs = [o.outputs[0] for o in llm.generate(inputs, params, use_tqdm=False)]
+    return [(list(o.token_ids), [step[t].logprob for t, step in zip(o.token_ids, o.logprobs)]) for o in outputs]
+
+
+def padding(llm) -> dict:
+    """Four prompts, twice, and three of them, which replay the graph of four."""
+    four, again, three = answers(llm), answers(llm), answers(llm, 3)
+    return {"again": compare(four, again), "three_of_four": compare(four, three), "answers": four}
+
+
+def tile(llm, context: int = 4096) -> None:
+    """Compute one prompt, copy its pages over the whole cache, and let contexts count as computed from then on."""
+    from workers import tile as tile_pages
+
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    names, _, _ = begin(engine, prompts(1, context, 11), sampling(64))
+    (request,) = scheduler.requests
+    config = scheduler.kv_cache_config
+    blocks = scheduler.kv_cache_manager.get_block_ids(request)[0][: context // config.kv_cache_groups[0].kv_cache_spec.block_size]
+    llm.collective_rpc(tile_pages, args=(list(blocks), config.num_blocks))
+    drain(engine, names)
+    BenchConnector.computed = True
