@@ -1,4 +1,4 @@
-"""In PyTorch, the CPU operators that Llama models and GPT-OSS need and that vLLM's wheel on the package index, built for CUDA, does not have.
+"""In PyTorch, the CPU operators that Llama and GPT-OSS need and that vLLM's wheel on the package index, built for CUDA, lacks.
 
 vLLM loads it as it loads any plug-in, in every process. Where an operator exists, as in vLLM's own CPU builds, that one stays.
 Nothing in quantkv uses this: it is for trying, and testing, the plug-in on a machine without a GPU.

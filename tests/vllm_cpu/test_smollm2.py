@@ -10,7 +10,7 @@ from quantkv import get_format
 
 IMPLEMENTATION = "quantkv.integrations.vllm.implementation.QuantKVImpl"
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 30, 3, 64, 16
-TOKENS = 40
+TOKENS = 24
 CHUNKED = {"max_num_batched_tokens": 64}
 TIGHT = {"num_gpu_blocks_override": 24, "max_model_len": 320}  # for 8 prompts of 600 tokens in all
 MEMORY = 1 << 30  # $VLLM_CPU_KVCACHE_SPACE
