@@ -32,6 +32,7 @@ class Report:
     answers: list[Answers] = field(default_factory=list)
     classes: set[str] = field(default_factory=set)  # implementations of the layers
     formats: list[str] = field(default_factory=list)  # of quantkv, by layer
+    scales: list[tuple[float, float]] = field(default_factory=list)  # of keys and values, by layer
     page_bytes: list[int] = field(default_factory=list)  # of one block of one layer, by group of layers
     block_sizes: list[int] = field(default_factory=list)  # likewise
     tokens: int = 0  # that the cache holds
@@ -137,6 +138,7 @@ def _report(
         "answers": answers,
         "classes": {f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}" for layer in layers},
         "formats": [getattr(getattr(layer.impl, "format", None), "name", "") for layer in layers],
+        "scales": [getattr(layer.impl, "scales", ()) for layer in layers],
         "page_bytes": [group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups],
         "block_sizes": [group.kv_cache_spec.block_size for group in config.kv_cache_groups],
         "tokens": config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size,

@@ -46,3 +46,16 @@ def test_a_family_at_eight_bits_is_near(folder_of, family):
     )
     off = torch.cat([torch.tensor(a) - torch.tensor(b) for a, b in zip(plain, found)]).abs().mean()
     assert 0 < off < 0.05
+
+
+def test_scales_of_a_checkpoint(folder_of):
+    """Per-tensor fp8 divides by them; what has scales of its own, or none, does not."""
+    plain, fp8, int8 = (
+        engine.run(folder_of("scales"), f"quantkv_{name}", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS)
+        for name in ("fp32", "fp8", "int8")
+    )
+    assert plain.error == fp8.error == int8.error == ""
+    assert set(fp8.scales) == {tuple(families.SCALES.values())}
+    assert set(plain.scales) == set(int8.scales) == {(1.0, 1.0)}
+    scores = [torch.cat([torch.tensor(p) for p in report.answers[0].prompt_logprobs]) for report in (plain, fp8)]
+    assert 0 < (scores[1] - scores[0]).abs().mean() < 0.1
