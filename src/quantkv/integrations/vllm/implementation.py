@@ -166,10 +166,13 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         """vLLM's tensor as a cache. Kept while it is the same: profiling binds a small one first, waking up a new one."""
         held, pages = self._cache
         if held() is not kv_cache:
-            pages = self._over(kv_cache, kv_cache.shape[2])
+            pages = self._wrap(kv_cache)
             self._cache = weakref.ref(kv_cache), pages
             self._per_layer = self._tensors(kv_cache.device)
         return pages
+
+    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
+        return self._over(kv_cache, kv_cache.shape[2])
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` in the slots `slot_mapping`; rows beyond these are padding."""
