@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ import tomli
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 LINUX = "x86_64-manylinux_2_28"
 TARGETS = [*((LINUX, python) for python in PYTHONS), ("aarch64-manylinux_2_28", "3.12"), ("aarch64-apple-darwin", "3.12")]
-SHOWN = ("torch", "triton", "transformers")
+VLLM = [
+    *(("x86_64-manylinux_2_31", python) for python in PYTHONS[1:]),
+    ("aarch64-manylinux_2_34", "3.12"),
+]  # the oldest Linux  # the oldest that it resolves for
+VLLM_OVERRIDE = "certifi"  # vLLM 0.33 asks for a release of it that is younger than the newest on the index
+SHOWN = ("torch", "triton", "transformers", "vllm")
 
 
 def resolve(platform: str, python: str, *arguments: str, requirements: str = "") -> list[dict[str, Any]]:
@@ -41,14 +47,35 @@ def main() -> int:
             print(f"{target}: FAILED\n{error}", flush=True)
             failed = True
             continue
-        versions = {package["name"]: package["version"] for package in packages}
-        size = sum(max((wheel["size"] for wheel in package.get("wheels", ())), default=0) for package in packages) / 1e9
-        chosen = ", ".join(f"{name} {versions[name]}" for name in SHOWN if name in versions)
-        print(f"{target}: {chosen}; {len(packages)} packages, {size:.1f} GB", flush=True)
+        shown, size = described(packages)
+        print(f"{target}: {shown}", flush=True)
         if platform == LINUX and abs(size - said) > 0.1 * said:
             print(f"FAILED: scripts/setup.sh announces {said} GB")
             failed = True
-    return int(failed)
+    return int(failed or not vllm())
+
+
+def described(packages: list[dict[str, Any]]) -> tuple[str, float]:
+    """The versions that are shown, number and size; GB."""
+    versions = {package["name"]: package["version"] for package in packages}
+    size = sum(max((wheel["size"] for wheel in package.get("wheels", ())), default=0) for package in packages) / 1e9
+    chosen = ", ".join(f"{name} {versions[name]}" for name in SHOWN if name in versions)
+    return f"{chosen}; {len(packages)} packages, {size:.1f} GB", size
+
+
+def vllm() -> bool:
+    """Resolves the extra for vLLM, which pins its own torch, without constraints.txt."""
+    failed = False
+    for platform, python in VLLM:
+        with tempfile.NamedTemporaryFile("w") as override:
+            override.write(VLLM_OVERRIDE)
+            override.flush()
+            try:
+                said = described(resolve(platform, python, "--extra", "vllm", "--override", override.name, "pyproject.toml"))[0]
+            except RuntimeError as error:
+                said, failed = f"FAILED\n{error}", True
+        print(f"vllm, {platform} Python {python}: {said}", flush=True)
+    return not failed
 
 
 if __name__ == "__main__":

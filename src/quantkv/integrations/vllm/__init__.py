@@ -44,6 +44,7 @@ def register() -> None:
         return
     import torch
     from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.kv_cache_interface import KVQuantMode
 
@@ -52,3 +53,7 @@ def register() -> None:
         if not is_known_kv_cache_dtype(name):
             traits = {"name": name, "torch_dtype": lambda self: torch.uint8, "quant_mode": lambda self: KVQuantMode.CUSTOM}
             register_kv_cache_dtype(name)(type("QuantKVType", (), traits))
+    if current_platform.is_cpu():
+        from .cpu import take_custom
+
+        take_custom()

@@ -1,0 +1,99 @@
+"""In PyTorch, the CPU operators that Llama and GPT-OSS need and that vLLM's wheel on the package index, built for CUDA, lacks.
+
+vLLM loads it as it loads any plug-in, in every process. Where an operator exists, as in vLLM's own CPU builds, that one stays.
+Nothing in quantkv uses this: it is for trying, and testing, the plug-in on a machine without a GPU.
+"""
+
+from itertools import pairwise
+
+import torch
+
+_library = None  # operators live as long as it does
+
+
+def compute_slot_mapping_kernel_impl(
+    query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, slot_mapping: torch.Tensor, block_size: int
+) -> None:
+    starts = query_start_loc.tolist()
+    for request, (start, stop) in enumerate(pairwise(starts)):
+        position = positions[start:stop].long()
+        slot_mapping[start:stop] = block_table[request, position // block_size].long() * block_size + position % block_size
+    slot_mapping[starts[-1] :] = -1
+
+
+def rejection_greedy_sample_kernel_impl(
+    output: torch.Tensor,
+    ends: torch.Tensor,
+    drafted: torch.Tensor,
+    wanted: torch.Tensor,
+    bonus: torch.Tensor,
+    is_greedy: torch.Tensor | None,
+    longest: int,
+) -> None:
+    """Of each request the drafted tokens up to the first that the model would not have taken, then the model's own."""
+    start = 0
+    for request, stop in enumerate(ends.tolist()):
+        if is_greedy is None or bool(is_greedy[request]):
+            taken = int((drafted[start:stop] == wanted[start:stop]).long().cumprod(0).sum())
+            tokens = wanted[start : min(start + taken + 1, stop)]
+            output[request, : len(tokens)] = tokens
+            if taken == stop - start:
+                output[request, taken] = bonus.view(-1)[request]
+        start = stop
+
+
+def prepack_moe_weight(weight: torch.Tensor, output: torch.Tensor, isa: str) -> None:
+    output.copy_(weight)
+
+
+def cpu_fused_moe(
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    skip_weighted: bool,
+    activation: str,
+    isa: str,
+) -> None:
+    """GPT-OSS's experts: gate and up projections alternate in w13, and both are clamped."""
+    if activation != "swigluoai" or skip_weighted:
+        raise NotImplementedError(f"activation={activation!r}, skip_weighted={skip_weighted}: only GPT-OSS's experts have a stand-in")
+    for number, row in enumerate(rows):
+        total = torch.zeros_like(row)
+        for weight, expert in zip(weights[number].tolist(), experts[number].tolist()):
+            inner = torch.nn.functional.linear(row, w13[expert], None if w13_bias is None else w13_bias[expert])
+            gate, up = inner[::2].clamp(max=7.0), inner[1::2].clamp(-7.0, 7.0)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            total += weight * torch.nn.functional.linear(inner, w2[expert], None if w2_bias is None else w2_bias[expert])
+        output[number] = total
+
+
+OPERATORS = {
+    "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+    "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1).view(-1),
+    "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
+    "Tensor(a!) slot_mapping, int block_size) -> ()": compute_slot_mapping_kernel_impl,
+    "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafted, Tensor wanted, Tensor bonus, "
+    "Tensor? is_greedy, int longest) -> ()": rejection_greedy_sample_kernel_impl,
+    "prepack_moe_weight(Tensor weight, Tensor(a!) output, str isa) -> ()": prepack_moe_weight,
+    "cpu_fused_moe(Tensor(a!) output, Tensor rows, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, Tensor weights, "
+    "Tensor experts, bool skip_weighted, str activation, str isa) -> ()": cpu_fused_moe,
+}
+
+
+def register() -> None:
+    global _library
+    from vllm.platforms import current_platform
+
+    if _library is not None or not current_platform.is_cpu():
+        return
+    _library = torch.library.Library("_C", "FRAGMENT")
+    for schema, function in OPERATORS.items():
+        name = schema.split("(")[0]
+        if not hasattr(torch.ops._C, name):
+            _library.define(schema)
+            _library.impl(name, function, "CompositeExplicitAutograd")

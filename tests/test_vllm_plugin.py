@@ -1,0 +1,213 @@
+"""The plug-in against the classes of the vLLM that is installed: signatures, page bytes, refusals, batches. No model, no engine."""
+
+import inspect
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vLLM looks for a device
+vllm = pytest.importorskip("vllm")
+
+from vllm.config.cache import get_kv_cache_dtype_handler  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1 import kv_cache_interface as pages  # noqa: E402
+from vllm.v1.attention import backend as contract  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
+
+import quantkv.integrations.vllm as plug_in  # noqa: E402
+from quantkv import PagedCache, get_format  # noqa: E402
+from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
+from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
+from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
+
+PAIRS = [
+    (QuantKVBackend, contract.AttentionBackend),
+    (QuantKVImpl, contract.AttentionImpl),
+    (QuantKVBuilder, contract.AttentionMetadataBuilder),
+]
+HEADS = 3
+BATCHES = {  # queries and keys of each sequence, padding sequences, the kind, tokens
+    "decode": ([1, 1, 1], [5, 6, 7], 0, "decode", 3),
+    "padded decode": ([1, 1], [5, 6], 2, "decode", 2),
+    "prompts": ([30, 64], [30, 80], 0, "mixed", 94),
+    "mixed": ([1, 1, 64, 50], [50, 60, 64, 70], 0, "mixed", 116),
+    "padded mixed": ([1, 64], [50, 64], 2, "mixed", 65),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    plug_in.register()
+    plug_in.register()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=lambda c: c.__name__)
+def test_methods_are_called_as_vllm_defines_them(ours, theirs):
+    assert not inspect.isabstract(ours)
+    compared = 0
+    for name, method in vars(ours).items():
+        known = inspect.getattr_static(theirs, name, None)
+        if not isinstance(known, staticmethod | classmethod) and not inspect.isfunction(known):
+            assert not callable(known) or name == "__orig_bases__", name
+            continue
+        wanted, taken = (list(inspect.signature(getattr(c, name)).parameters) for c in (theirs, ours))
+        assert type(method) is type(known), name
+        assert taken[: len(wanted)] == [p for p in wanted if p not in ("args", "kwargs")], name
+        compared += 1
+    assert compared >= 3
+
+
+def test_what_vllm_calls_by_other_means_is_there():
+    """do_kv_cache_update, process_weights_after_loading and the flags are no abstract methods: vLLM looks them up."""
+    assert QuantKVBackend.forward_includes_kv_cache_update is False
+    assert list(inspect.signature(QuantKVImpl.do_kv_cache_update).parameters)[1:] == ["layer", "key", "value", "kv_cache", "slot_mapping"]
+    wanted = inspect.signature(contract.AttentionImplBase.process_weights_after_loading)
+    assert inspect.signature(QuantKVImpl.process_weights_after_loading).parameters.keys() == wanted.parameters.keys()
+    assert AttentionBackendEnum[QuantKVBackend.get_name()].get_class() is QuantKVBackend
+
+
+def test_types_are_known():
+    for name in (*plug_in.names(), plug_in.POLICY):
+        assert get_kv_cache_dtype_handler(name).torch_dtype() == torch.uint8
+        assert QuantKVBackend.supports_kv_cache_dtype(name)
+    assert not QuantKVBackend.supports_kv_cache_dtype("fp8")
+
+
+def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setattr(plug_in, "BACKEND", "elsewhere")
+    plug_in.register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is QuantKVBackend
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    for word in ("0.34.0", "0.33.x", plug_in.ANY_VERSION):
+        assert word in caplog.text
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_vllm_counts_the_bytes_of_a_page(format_name, head_size):
+    fmt = get_format(format_name)
+    backend = backend_of(fmt)
+    for size in BLOCK_SIZES:
+        mode = pages.get_kv_quant_mode(plug_in.PREFIX + format_name)
+        spec = pages.FullAttentionSpec(block_size=size, num_kv_heads=HEADS, head_size=head_size, dtype=torch.uint8, kv_quant_mode=mode)
+        ours = backend.customize_spec(spec)
+        assert backend.customize_spec(ours) == ours
+        assert ours.page_size_bytes == fmt.cache_spec(HEADS, head_size, block_size=size).block_bytes
+    window = pages.SlidingWindowSpec(block_size=1, num_kv_heads=HEADS, head_size=head_size, dtype=torch.uint8, sliding_window=512)
+    assert backend.customize_spec(window).page_size_bytes * 16 == fmt.cache_spec(HEADS, head_size).block_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_layer_left_at_16_bits_has_the_bytes_that_vllm_counts(dtype):
+    spec = pages.FullAttentionSpec(block_size=16, num_kv_heads=HEADS, head_size=64, dtype=dtype)
+    assert QuantKVBackend.customize_spec(spec) == spec
+    for name in UNQUANTIZED:
+        assert spec.page_size_bytes == format_of(name, dtype).cache_spec(HEADS, 64).block_bytes
+
+
+@pytest.mark.parametrize("layout", QuantKVBackend.supported_kv_cache_layouts(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("stored", ["int4", "int8", "tq4", "int2", "k8v4", "bf16"])
+def test_pages_lie_where_vllm_puts_them(stored, layout):
+    """Rows that are written through vLLM's view of the second of three layers: the bytes of a cache of quantkv's own, and no others."""
+    layers, blocks = 3, 7
+    fmt = get_format(stored)
+    spec = pages.FullAttentionSpec(
+        block_size=16, num_kv_heads=HEADS, head_size=64, dtype=torch.uint8, kv_quant_mode=pages.get_kv_quant_mode("quantkv_int4")
+    )
+    spec = backend_of(fmt).customize_spec(spec)
+    memory = torch.zeros(layers * blocks * spec.page_size_bytes, dtype=torch.int8)
+    stride = pages.compute_layout_strides(spec, blocks, layers, layout)
+    tensor = pages.KVCacheTensor(size=memory.numel(), layers=["a", "b", "c"], layer_stride=stride[0], block_stride=stride[1])
+    views = pages.create_kv_cache_views(memory, spec, blocks, layout, tensor, 16)
+    layer = QuantKVImpl.__new__(QuantKVImpl)
+    layer.format, layer.num_kv_heads, layer.head_size, layer.head_size_v = fmt, HEADS, 64, 64
+    layer.maps, layer.scales = PagedCache(fmt.cache_spec(HEADS, 64), 1).maps, (1.0, 1.0)
+    wrapped = [layer._wrap(view) for view in views]
+    own = PagedCache(fmt.cache_spec(HEADS, 64), blocks)
+    k, v = torch.randn(2, 40, HEADS, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    slots = torch.randperm(blocks * 16, generator=torch.Generator().manual_seed(1))[:40]
+    slots[5] = -1
+    for cache in (own, wrapped[1]):
+        cache.write(k, v, slots)
+    assert torch.equal(wrapped[1].buffer, own.buffer)
+    assert int(memory.count_nonzero()) == int(own.buffer.view(torch.int8).count_nonzero())
+
+
+USUAL = {
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "quantkv_int4",
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "attn_type": "decoder",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"head_size": 80, "kv_cache_dtype": "quantkv_int2"}, "head_size=80"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "quantkv_int5"}, "int5"),
+        ({"block_size": 24}, "block_size"),
+        ({"use_mla": True}, "MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"attn_type": "encoder_only"}, "encoder_only"),
+        ({"use_per_head_quant_scales": True}, "per-head"),
+        ({"use_non_causal": True}, "non-causal"),
+        ({"use_dcp": True}, "DCP"),
+        ({"dtype": torch.float64}, "dtype"),
+    ],
+    ids=str,
+)
+def test_refused_by_name(change, said):
+    assert QuantKVBackend.validate_configuration(device_capability=None, **USUAL) == []
+    assert said in "; ".join(QuantKVBackend.validate_configuration(device_capability=None, **USUAL | change))
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's platform here is not its CPU")
+def test_the_cpu_platform_takes_custom_where_it_is_asked_for():
+    config = AttentionSelectorConfig(**USUAL)
+    chosen = current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, config)
+    assert chosen == plug_in.BACKEND
+    with pytest.raises(ValueError, match=r"CUSTOM cannot serve this model: .*head_size=80"):
+        current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, config._replace(kv_cache_dtype="quantkv_int2", head_size=80))
+    assert current_platform.get_attn_backend_cls(None, config._replace(kv_cache_dtype="auto")) == AttentionBackendEnum.CPU_ATTN.value
+    with pytest.raises(ValueError, match="quantkv_int4 is not supported"):
+        current_platform.get_attn_backend_cls(None, config)
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_batch_is_what_its_lengths_say(case):
+    queries, keys, padding, kind, tokens = BATCHES[case]
+    count = len(queries) + padding
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist(), *[sum(queries)] * padding], dtype=torch.int32)
+    lengths = torch.tensor([*keys, *[0] * padding], dtype=torch.int32)
+    common = contract.CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=count,
+        num_actual_tokens=sum(queries),
+        max_query_len=max(queries),
+        max_seq_len=max(keys),
+        block_table_tensor=torch.zeros(count, 8, dtype=torch.int32),
+        slot_mapping=torch.zeros(sum(queries), dtype=torch.int64),
+        positions=torch.arange(sum(queries)),
+        seq_lens_cpu_upper_bound=lengths,
+    )
+    builder = QuantKVBuilder.__new__(QuantKVBuilder)
+    builder.reorder_batch_threshold, builder.device = 1, torch.device("cpu")
+    found = builder.build(0, common)
+    assert (found.kind, found.num_tokens) == (kind, tokens)
+    served = count if kind == "decode" else len(queries)  # a graph's padding stays, what no graph holds goes
+    assert found.batch.seq_lens.tolist() == lengths[:served].tolist()
+    assert found.batch.cu_seqlens_q.tolist() == starts[: served + 1].tolist()
+    assert found.block_table.shape == (served, 8)

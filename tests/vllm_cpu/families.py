@@ -1,0 +1,74 @@
+"""Tiny random models in float32, written as transformers writes them: each for something that attention has to honour."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # so that attention, and what is cut from it, moves the probabilities
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = 20
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "window": ("Mistral", {"sliding_window": WINDOW}),
+    "softcap": ("Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
+    "sinks": ("GptOss", {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "alibi": ("Bloom", {"n_layer": 2, "n_head": 2}),
+    "scales": ("Llama", {}),  # of its keys and values, as llm-compressor leaves them in a checkpoint
+    "heads_of_80": ("Llama", {"head_dim": 80}),
+}
+
+
+SCALES = {"k_scale": 0.25, "v_scale": 0.125}
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def write(family: str, folder: Path) -> str:
+    """Make the model, and return its folder."""
+    import transformers
+
+    name, changes = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("sinks"):
+                parameter.normal_(0, 2)
+    model.save_pretrained(folder)
+    if family == "scales":
+        _add_scales(folder)
+    return str(folder)
+
+
+def _add_scales(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for number in range(SIZES["num_hidden_layers"]):
+        weights |= {f"model.layers.{number}.self_attn.{name}": torch.tensor([scale]) for name, scale in SCALES.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": FP8_CACHE,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()

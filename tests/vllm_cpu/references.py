@@ -1,0 +1,32 @@
+"""What transformers says: the same weights in float32, one prompt at a time, its own cache and attention."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def model(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for module in found.modules():
+        if type(module).__name__ == "BloomGelu":  # a tanh, where vLLM has the error function: 5e-4 apart
+            module.forward = torch.nn.functional.gelu
+    return found
+
+
+@torch.inference_mode()
+def continued(folder: str, prompt: list[int], tokens: int) -> list[int]:
+    """The greedy continuation of a prompt; no token ends it."""
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "eos_token_id": [-1], "do_sample": False}
+    return model(folder).generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def scored(folder: str, tokens: list[int]) -> torch.Tensor:
+    """Log-probability of every token but the first, given those before it."""
+    logits = model(folder)(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

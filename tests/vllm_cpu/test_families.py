@@ -1,0 +1,61 @@
+"""Softcap, sinks, ALiBi, sliding windows: tiny random models, compared with transformers by log-probability."""
+
+import engine
+import families
+import pytest
+import references
+import torch
+
+PROMPTS = [families.prompt(seed, length) for seed, length in enumerate((5, 33, 90, 150))]
+TOKENS = 12
+ARGUMENTS = {"skip_tokenizer_init": True, "max_model_len": 256}
+CHUNKED = {"max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made: dict[str, str] = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = families.write(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["at_once", "chunked"])
+@pytest.mark.parametrize("family", ["llama", "window", "softcap", "sinks", "alibi"])
+def test_a_family_has_the_probabilities_of_transformers(folder_of, family, chunked):
+    folder = folder_of(family)
+    report = engine.run(folder, "quantkv_fp32", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS, **(CHUNKED if chunked else {}))
+    assert report.error == ""
+    assert set(report.formats) == {"fp32"}
+    assert report.calls["decode"] > 0
+    found = report.answers[0]
+    for prompt, tokens, scores, prompt_scores in zip(PROMPTS, found.tokens, found.logprobs, found.prompt_logprobs):
+        wanted = references.scored(folder, prompt + tokens)
+        torch.testing.assert_close(torch.tensor(prompt_scores + scores), wanted, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["window", "softcap", "alibi"])
+def test_a_family_at_eight_bits_is_near(folder_of, family):
+    plain, found = (
+        engine.run(folder_of(family), f"quantkv_{name}", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS).answers[0].prompt_logprobs
+        for name in ("fp32", "int8")
+    )
+    off = torch.cat([torch.tensor(a) - torch.tensor(b) for a, b in zip(plain, found)]).abs().mean()
+    assert 0 < off < 0.05
+
+
+def test_scales_of_a_checkpoint(folder_of):
+    """Per-tensor fp8 divides by them; what has scales of its own, or none, does not."""
+    plain, fp8, int8 = (
+        engine.run(folder_of("scales"), f"quantkv_{name}", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS)
+        for name in ("fp32", "fp8", "int8")
+    )
+    assert plain.error == fp8.error == int8.error == ""
+    assert set(fp8.scales) == {tuple(families.SCALES.values())}
+    assert set(plain.scales) == set(int8.scales) == {(1.0, 1.0)}
+    scores = [torch.cat([torch.tensor(p) for p in report.answers[0].prompt_logprobs]) for report in (plain, fp8)]
+    assert 0 < (scores[1] - scores[0]).abs().mean() < 0.1

@@ -1,0 +1,114 @@
+"""What can be asked of the engine beside a format: layers at 16 bits, policies, layouts, speculative decoding; and what is refused."""
+
+import json
+
+import engine
+import families
+import prompts
+import pytest
+import torch
+
+LAYERS = 30
+SCORED = [prompts.SCORED]
+ASK = {"tokens": 2, "scored": True}
+
+
+def scores(report):
+    assert report.error == ""
+    return torch.tensor(report.answers[0].prompt_logprobs[0])
+
+
+def policy(folder, **content):
+    path = folder / "policy.json"
+    path.write_text(json.dumps({"policy_version": 1, **content}))
+    return {"additional_config": {"quantkv_policy": str(path)}}
+
+
+def test_layers_left_as_they_are(smollm2):
+    plain = scores(engine.run(smollm2, "quantkv_fp32", SCORED, **ASK))
+    whole = scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK))
+    report = engine.run(smollm2, "quantkv_int4", SCORED, **ASK, kv_cache_dtype_skip_layers=["0", "29"])
+    assert report.formats == ["fp32", *["int4"] * (LAYERS - 2), "fp32"]
+    assert len(set(report.page_bytes)) == 1  # of one size, whatever is in them
+    assert 0 < (scores(report) - plain).abs().mean() < (whole - plain).abs().mean()
+
+
+def test_a_policy_gives_each_layer_its_format(smollm2, tmp_path):
+    plain = scores(engine.run(smollm2, "quantkv_fp32", SCORED, **ASK))
+    whole = scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK))
+    asked = policy(tmp_path, format="int4", layers={"0-3": "int8", "29": "none"})
+    report = engine.run(smollm2, "quantkv_policy", SCORED, **ASK, **asked)
+    assert report.formats == [*["int8"] * 4, *["int4"] * 25, "fp32"]
+    assert report.calls["decode"] > 0
+    assert 0 < (scores(report) - plain).abs().mean() < (whole - plain).abs().mean()
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC", "LHBNC"])
+def test_a_layout_changes_no_bit(smollm2, layout):
+    wanted = engine.run(smollm2, "quantkv_int8", SCORED, **ASK)
+    found = engine.run(smollm2, "quantkv_int8", SCORED, **ASK, environment={"VLLM_KV_CACHE_LAYOUT": layout})
+    assert (wanted.layout, found.layout) == ("LBHNC", layout)
+    assert wanted.strides != found.strides
+    assert found.answers == wanted.answers
+    assert found.tokens == wanted.tokens
+
+
+def test_a_layout_in_which_a_page_is_scattered_is_refused(smollm2):
+    report = engine.run(smollm2, "quantkv_int8", environment={"VLLM_KV_CACHE_LAYOUT": "LBNHC"})
+    assert "VLLM_KV_CACHE_LAYOUT=LBNHC" in report.error
+
+
+def test_drafted_tokens_are_verified(smollm2):
+    """Drafts come from the text itself; what they change is only how many tokens a step has."""
+    asked = [
+        "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3,",
+        "a b c d a b c d a b c d a b",
+        "The capital of France is",
+    ]
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    plain = engine.run(smollm2, "quantkv_fp32", asked, tokens=32)
+    found = engine.run(smollm2, "quantkv_fp32", asked, tokens=32, speculative_config=ngram)
+    assert found.error == ""
+    assert found.answers[0].tokens == plain.answers[0].tokens
+    assert found.drafted >= found.accepted > 10
+    assert found.calls["decode"] < plain.calls["decode"]
+
+
+REFUSED = {
+    "a head size that the format cannot take": ("heads_of_80", "quantkv_int2", {}, "head_size=80"),
+    "a type that is no format": ("llama", "quantkv_int5", {}, "quantkv_int5"),
+    "pages that are no multiple of 16 tokens": ("llama", "quantkv_int4", {"block_size": 24}, "block_size"),
+    "a policy without a file": ("llama", "quantkv_policy", {}, "quantkv_policy"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_weights_are_loaded(tmp_path, case):
+    family, kv_cache_dtype, arguments, said = REFUSED[case]
+    report = engine.run(families.write(family, tmp_path), kv_cache_dtype, skip_tokenizer_init=True, max_model_len=256, **arguments)
+    assert said in report.error
+    assert "Loading weights took" not in report.log
+
+
+WRONG_POLICIES = {
+    "a layer that the model lacks": ({"format": "int4", "layers": {"2": "int8"}}, "layers 0 to 1"),
+    "an unknown format": ({"format": "int3"}, "int3"),
+    "an unknown field": ({"format": "int4", "layer": {}}, "'layer'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_POLICIES)
+def test_a_wrong_policy_is_refused_before_the_weights_are_loaded(tmp_path, case):
+    content, said = WRONG_POLICIES[case]
+    folder = families.write("llama", tmp_path / "model")
+    report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, **policy(tmp_path, **content))
+    assert said in report.error
+    assert "Loading weights took" not in report.log
+
+
+def test_another_backend_was_not_asked_for(tmp_path):
+    """Without CUSTOM vLLM's own backend would take pages that it cannot read: it says so itself."""
+    report = engine.run(
+        families.write("llama", tmp_path), "quantkv_int4", skip_tokenizer_init=True, max_model_len=256, attention_backend=None
+    )
+    assert "--kv-cache-dtype quantkv_int4 is not supported" in report.error
