@@ -1,0 +1,163 @@
+"""One layer of a quantized cache: what a forward pass stores in its pages, and the attention that reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ...cache import PagedCache
+from ...calls import AttentionOptions
+from ...checks import ROW_DTYPES, number, refuse, tensor
+from ...format import Format
+from ...formats import get_format
+from ...spec import CacheSpec
+from ..sequences import Sequences
+
+ATTENTION = "quantkv"
+GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
+
+
+class PendingStates(torch.Tensor):
+    """New keys or values between `Cache.update` and the attention function: any use by another attention is an error."""
+
+    layer: QuantizedLayer
+
+    @classmethod
+    def of(cls, states: torch.Tensor, layer: QuantizedLayer) -> PendingStates:
+        pending = states.as_subclass(cls)
+        pending.layer = layer
+        return pending
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ == "__get__":  # shape, dtype, device and the like
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise RuntimeError(
+            f"{func.__name__}: a QuantizedCache is read by the attention implementation {ATTENTION!r} only, as the "
+            "rows are in quantized pages; call quantkv.integrations.transformers.use_quantkv_attention(model)"
+        )
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """One layer of a `QuantizedCache`; its pages are those of `sequences`, which it shares with the layers of its kind."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
+        super().__init__()
+        self.requested, self.dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
+        self.sequences, self.is_sliding, self.seen = sequences, sequences.kind.window > 0, 0
+        sequences.progress.num_layers += 1
+        self.pages: PagedCache | None = None
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def record_past(self) -> bool:
+        return self.sequences.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.sequences.record_past = value
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.pages = self._new_pages(key_states, value_states)
+        self.is_initialized = True
+
+    def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
+        """Pages for rows such as key and value, `[S, HK, N, D]`."""
+        fmt = get_format(self.requested, self.dtype or key.dtype)
+        spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
+        return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
+        self._new = key_states, value_states
+        return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding.
+
+        A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
+        """
+        if self._new is None or self._new[0].shape[2] != query.shape[2]:
+            raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
+        (key, value), self._new, progress = self._new, None, self.sequences.progress
+        pages = self._new_pages(key, value) if self.pages is None else self.pages
+        self._check(pages, query, key, value, **options)
+        progress.enter(self.seen, query.shape[0], query.shape[2], mask)
+        self.pages, self.is_initialized = pages, True
+        try:
+            self._make_room()
+            out = self._attend(query, key, value, **options)
+        except BaseException:
+            progress.failed = True
+            raise
+        self.seen = progress.leave()
+        return out
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        batch_size, _, count, _ = query.shape
+        first = self.seen == 0
+        step = self.sequences.step(query.device)
+        key, value, q = (_tokens(t, step.rows) for t in (key, value, query))
+        step.write(self.pages, key, value)
+        pages = self.pages
+        if first and self.fresh_prefill:
+            plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
+            pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
+            step.write(pages, key, value)
+        out = step.attend(pages, q, max_query_len=count, **self.sequences.kind.options, **options)
+        if step.rows is not None:
+            out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
+        return out.unflatten(0, (batch_size, count))
+
+    def _check(
+        self, pages: PagedCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, **options: Any
+    ) -> None:
+        """Refuse what write and attend would, before anything advances."""
+        spec, batch_size, count = pages.spec, query.shape[0], query.shape[2]
+        tensor("key", key, (batch_size, spec.num_kv_heads, count, spec.head_size), ROW_DTYPES, pages.device)
+        tensor("value", value, (batch_size, spec.num_kv_heads, count, spec.head_size_v), (key.dtype,), pages.device)
+        tensor("query", query, (None, None, None, spec.head_size), ROW_DTYPES, pages.device)
+        if query.shape[1] % spec.num_kv_heads:
+            refuse("query.shape[1]", query.shape[1], f"a multiple of the {spec.num_kv_heads} kv heads is needed")
+        AttentionOptions(**self.sequences.kind.options, **options).check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
+        if scale is not None:
+            number("scaling", scale)
+
+    def _make_room(self) -> None:
+        """Pages for the tokens of the forward pass under way, and copies of those that are shared no longer."""
+        needed, step = self.sequences.table.num_pages, self.sequences.step(self.pages.device)
+        if needed > self.pages.num_blocks:
+            old = self.pages
+            self.pages = _pages(old.spec, max(needed, int(old.num_blocks * GROWTH)), old.device)
+            self.pages.buffer[: old.num_blocks] = old.buffer
+        if step.copies is not None:
+            self.pages.copy_pages(*step.copies)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _pages(spec: CacheSpec, num_blocks: int, device: torch.device) -> PagedCache:
+    with torch.inference_mode(False):  # a buffer born in inference mode could not be written to outside it
+        return PagedCache(spec, num_blocks, device)
+
+
+def _tokens(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """`[S, H, N, D]` -> `[T, H, D]`, padding left out."""
+    tokens = states.transpose(1, 2).flatten(0, 1)
+    return tokens if rows is None else tokens[rows]
