@@ -352,6 +352,23 @@ def test_padding_after_tokens(llama):
     refused(ValueError, "on the left", model, ids, attention_mask=mask, past_key_values=QuantizedCache(model.config))
 
 
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_prompt_padded_on_the_right_is_continued_as_by_transformers(holes):
+    """The next token comes from the output of the last padding token, which sees the tokens before it."""
+    model = tiny("llama", attn_implementation="eager")
+    ids, _ = prompts([12, 12, 12])
+    mask = torch.ones_like(ids)
+    mask[1, 7:], mask[2, 3:] = 0, 0
+    if holes:
+        mask[0, 3:5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    use_quantkv_attention(model)
+    assert torch.equal(model.generate(ids, past_key_values=QuantizedCache(model.config, "none"), **options), expected)
+    windowed = use_quantkv_attention(tiny("mistral"))
+    refused(ValueError, "on the left", windowed, ids, attention_mask=mask, past_key_values=QuantizedCache(windowed.config))
+
+
 @pytest.mark.parametrize(
     "config, match",
     [

@@ -35,6 +35,8 @@ class Step(NamedTuple):
     rows: `[T]`, where they stand in `[S * N]`; None: everywhere.
     slots: `[T]`. block_table: `[S, pages]`. seq_lens: `[S]`. cu_seqlens_q: `[S + 1]`.
     copies: pages `[2, n]`, source and target, to be copied first; None: none.
+    late: padding that stands after tokens of its sequence: it sees those before it, as in transformers, where a prompt padded on the
+        right is continued from the output of its last padding token. Each is a sequence of its own that stores nothing. None: none.
     """
 
     rows: torch.Tensor | None
@@ -43,6 +45,7 @@ class Step(NamedTuple):
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     copies: torch.Tensor | None
+    late: Step | None
     prepared: dict[Any, PreparedAttend | PreparedWrite]
 
     def to(self, device: torch.device) -> Step:
@@ -61,6 +64,18 @@ class Step(NamedTuple):
             batch = {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
             self.prepared[key] = prepare_attend(**batch, **options)
         return self.prepared[key](cache, q, sinks=sinks)
+
+
+class Late(NamedTuple):
+    """Padding after tokens, in one forward pass: where it stands (see `Step.rows`), in which sequences, and how many tokens precede it."""
+
+    rows: torch.Tensor
+    sequences: torch.Tensor
+    lengths: torch.Tensor
+
+    def step(self, block_table: torch.Tensor) -> Step:
+        ends = torch.arange(len(self.rows) + 1, dtype=torch.int32)
+        return Step(self.rows, self.rows[:0], block_table[self.sequences], self.lengths.int(), ends, None, None, {})
 
 
 class Sequences:
@@ -83,7 +98,7 @@ class Sequences:
         self._steps: dict[torch.device, Step] = {}
         self._block_table = torch.empty(0, 0, dtype=torch.int32)
 
-    def begin(self, counts: list[int], rows: torch.Tensor | None) -> None:
+    def begin(self, counts: list[int], rows: torch.Tensor | None, late: Late | None = None) -> None:
         """Make room for `counts[i]` new tokens of sequence i; rows: see `Step`."""
         if self.table is None:
             self.table = PageTable(self.block_size, len(counts))
@@ -101,7 +116,8 @@ class Sequences:
         sequence = torch.arange(len(counts)).repeat_interleave(ends.diff())
         position = torch.arange(total) + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
-        step = Step(rows, slots, self._block_table, lengths, ends, torch.tensor(copies).T if copies else None, {})
+        after = None if late is None else late.step(self._block_table)
+        step = Step(rows, slots, self._block_table, lengths, ends, torch.tensor(copies).T if copies else None, after, {})
         self._steps = {torch.device("cpu"): step}
 
     def step(self, device: torch.device) -> Step:
@@ -137,6 +153,7 @@ class Progress:
     kinds: the layers by what they see. num_layers: how many go through a pass.
     seen: tokens that all of them hold, padding included: what transformers calls the sequence length.
     padding: how many of these are padding, for each sequence; None before the first pass.
+    count: tokens a sequence of the last pass.
     holes: whether padding stands elsewhere than on the left.
     """
 
@@ -151,7 +168,7 @@ class Progress:
     def reset(self) -> None:
         self.seen, self.holes, self.failed = 0, False, False
         self.padding: list[int] | None = None
-        self._count, self._left = 0, 0  # tokens of the pass under way, and layers that are not through it
+        self.count, self._left = 0, 0  # _left: layers that are not through the pass under way
         self._masks: list[torch.Tensor | None] = []  # those that its layers came with, all equal
         for sequences in self.kinds:
             sequences.reset()
@@ -171,8 +188,8 @@ class Progress:
             )
         if not self._left:
             self._begin(batch_size, count, mask)
-        elif (batch_size, count) != (self.batch_size, self._count):
-            refuse("tokens", f"{batch_size} x {count}", f"this forward pass began with {self.batch_size} x {self._count}")
+        elif (batch_size, count) != (self.batch_size, self.count):
+            refuse("tokens", f"{batch_size} x {count}", f"this forward pass began with {self.batch_size} x {self.count}")
         elif not any(mask is known for known in self._masks):
             if not torch.equal(*(_whole(m, batch_size, self.seen + count) for m in (mask, self._masks[0]))):
                 refuse("attention_mask", "changed", "all layers of a forward pass have the same padding")
@@ -180,7 +197,7 @@ class Progress:
 
     def leave(self) -> int:
         """A layer is through. Returns the tokens that it holds now."""
-        seen, self._left = self.seen + self._count, self._left - 1
+        seen, self._left = self.seen + self.count, self._left - 1
         if not self._left:
             self.seen = seen
         return seen
@@ -222,19 +239,20 @@ class Progress:
         if len(padding) != batch_size:
             refuse("batch size", batch_size, f"the cache holds {len(padding)} sequences; reset it or take another")
         if mask is not None:
-            counts, rows, holes = self._read(mask, padding, count)
+            counts, rows, holes, late = self._read(mask, padding, count)
         elif any(padding):
             refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
         else:
-            counts, rows, holes = [count] * batch_size, None, False
+            counts, rows, holes, late = [count] * batch_size, None, False, None
         self.failed = True  # should memory end half-way
         for sequences in self.kinds:
-            sequences.begin(counts, rows)
+            sequences.begin(counts, rows, late)
         self.padding, self.holes = [p + count - n for p, n in zip(padding, counts)], holes
-        self._count, self._left, self._masks, self.failed = count, self.num_layers, [mask], False
+        self.count, self._left, self._masks, self.failed = count, self.num_layers, [mask], False
 
-    def _read(self, mask: torch.Tensor, padding: list[int], count: int) -> tuple[list[int], torch.Tensor | None, bool]:
-        """How many of the new tokens of each sequence are real, where they stand (None: all are), and whether there are holes."""
+    def _read(self, mask: torch.Tensor, padding: list[int], count: int) -> tuple[list[int], torch.Tensor | None, bool, Late | None]:
+        """How many of the new tokens of each sequence are real, where they stand (None: all are), whether there are holes, and which
+        of the new tokens are in holes."""
         shape = (len(padding), self.seen + count)
         if mask.shape != shape:
             refuse("attention_mask.shape", tuple(mask.shape), f"{shape} is needed")
@@ -245,7 +263,17 @@ class Progress:
         if holes and any(sequences.kind.window for sequences in self.kinds):
             refuse("attention_mask", "padding after tokens", "layers with a window need padding on the left")
         new = real[:, self.seen :]
-        return new.sum(1).tolist(), None if bool(new.all()) else new.flatten().nonzero().squeeze(1), holes
+        return (
+            new.sum(1).tolist(),
+            None if bool(new.all()) else new.flatten().nonzero().squeeze(1),
+            holes,
+            self._late(real) if holes else None,
+        )
+
+    def _late(self, real: torch.Tensor) -> Late | None:
+        before = real.cumsum(1)[:, self.seen :].flatten()
+        rows = (~real[:, self.seen :].flatten() & (before > 0)).nonzero().squeeze(1)
+        return Late(rows, rows // (real.shape[1] - self.seen), before[rows]) if len(rows) else None
 
 
 def _whole(mask: torch.Tensor | None, batch_size: int, count: int) -> torch.Tensor:

@@ -19,15 +19,23 @@ ATTENTION = "quantkv"
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
 
+class PagedLength(int):
+    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows."""
+
+
 class PendingStates(torch.Tensor):
-    """New keys or values between `Cache.update` and the attention function: any use by another attention is an error."""
+    """New keys or values between `Cache.update` and the attention function: any use by another attention is an error.
+
+    layer: where they are to be stored. update: which of its updates brought them.
+    """
 
     layer: QuantizedLayer
+    update: int
 
     @classmethod
     def of(cls, states: torch.Tensor, layer: QuantizedLayer) -> PendingStates:
         pending = states.as_subclass(cls)
-        pending.layer = layer
+        pending.layer, pending.update = layer, layer.updates
         return pending
 
     @classmethod
@@ -54,6 +62,7 @@ class QuantizedLayer(CacheLayerMixin):
         sequences.progress.num_layers += 1
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.updates = 0
 
     @property
     def record_past(self) -> bool:
@@ -78,14 +87,18 @@ class QuantizedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
-        self._new = key_states, value_states
+        self._new, self.updates = (key_states, value_states), self.updates + 1
         return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
 
-    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding.
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
+        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
 
+        update: which update brought the new rows. The rows of the last one can be read again in its forward pass, by layers that share
+        keys and values. None: rows that were not read yet.
         A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
         """
+        if self._new is None and update == self.updates and query.shape[2] == self.sequences.progress.count:
+            return self._attend(query, **options)
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
         (key, value), self._new, progress = self._new, None, self.sequences.progress
@@ -95,27 +108,30 @@ class QuantizedLayer(CacheLayerMixin):
         self.pages, self.is_initialized = pages, True
         try:
             self._make_room()
-            out = self._attend(query, key, value, **options)
+            out = self._attend(query, (key, value), **options)
         except BaseException:
             progress.failed = True
             raise
         self.seen = progress.leave()
         return out
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any) -> torch.Tensor:
         batch_size, _, count, _ = query.shape
-        first = self.seen == 0
-        step = self.sequences.step(query.device)
-        key, value, q = (_tokens(t, step.rows) for t in (key, value, query))
-        step.write(self.pages, key, value)
-        pages = self.pages
-        if first and self.fresh_prefill:
-            plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
-            pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
+        step, pages = self.sequences.step(query.device), self.pages
+        if new is not None:
+            key, value = (_tokens(t, step.rows) for t in new)
             step.write(pages, key, value)
-        out = step.attend(pages, q, max_query_len=count, **self.sequences.kind.options, **options)
+            if self.seen == 0 and self.fresh_prefill:
+                plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
+                pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
+                step.write(pages, key, value)
+        options = {**self.sequences.kind.options, **options}
+        out = step.attend(pages, _tokens(query, step.rows), max_query_len=count, **options)
         if step.rows is not None:
             out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
+        if step.late is not None:
+            late = step.late.attend(pages, _tokens(query, step.late.rows), max_query_len=1, **options)
+            out = out.index_copy_(0, step.late.rows, late)
         return out.unflatten(0, (batch_size, count))
 
     def _check(
@@ -146,7 +162,7 @@ class QuantizedLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
+        return PagedLength(self.seen + query_length), 0
 
     def get_max_length(self) -> int:
         return -1
