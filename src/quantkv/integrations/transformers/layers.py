@@ -57,7 +57,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
         super().__init__()
-        self.requested, self.dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
+        self.requested, self.stored_dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
         self.sequences, self.is_sliding, self.seen = sequences, sequences.kind.window > 0, 0
         sequences.progress.num_layers += 1
         self.pages: PagedCache | None = None
@@ -81,7 +81,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
         """Pages for rows such as key and value, `[S, HK, N, D]`."""
-        fmt = get_format(self.requested, self.dtype or key.dtype)
+        fmt = get_format(self.requested, self.stored_dtype or key.dtype)
         spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
         return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device)
 
