@@ -82,10 +82,12 @@ class Sequences:
     """The batch as the layers of one kind see it: which pages they hold, and the index tensors of the forward pass under way.
 
     progress: what these layers share with those of other kinds; one of its own if None.
+    windows: those that the model asked masks for, None for a mask without one.
     """
 
     def __init__(self, kind: Kind, block_size: int, progress: Progress | None = None) -> None:
         self.kind, self.block_size, self.record_past = kind, block_size, False
+        self.windows: set[int | None] = set()
         self.progress = Progress() if progress is None else progress
         self.progress.kinds.append(self)
         self.reset()

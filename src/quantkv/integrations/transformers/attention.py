@@ -68,10 +68,16 @@ def quantkv_attention(
     given = [name for name in ("output_attentions", "head_mask", "position_bias") if kwargs.get(name) not in (None, False)]
     if given:
         raise NotImplementedError(f"{', '.join(given)}: not supported by attention implementation {ATTENTION!r}")
-    if attention_mask is not None and attention_mask.ndim != 2:
+    attention_mask = getattr(attention_mask, "padding", attention_mask)
+    if attention_mask is not None and attention_mask.ndim != 2 and not layer.is_shared(key.update):
         raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
-    if sliding_window not in (None, layer.sequences.kind.window):
-        refuse("sliding_window", sliding_window, f"config.layer_types gives this layer {layer.sequences.kind.window}")
+    window = layer.sequences.kind.window
+    if sliding_window not in (None, window) or (sliding_window is None and window and window not in layer.sequences.windows):
+        refuse(
+            "sliding_window",
+            sliding_window,
+            f"config gives this layer a window or chunks of {window}, and its model asks for {sliding_window}",
+        )
     return layer.attend(query, attention_mask, key.update, scale=scaling, softcap=softcap or 0.0, sinks=s_aux), None
 
 
@@ -98,20 +104,27 @@ def quantkv_mask(
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool | None = None,
     use_vmap: bool = False,
+    local_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask function. For a layer in pages: the padding mask, bool `[S, q_offset + q_length]`, or None where nothing is
-    padded; what else a mask could say is refused, and causality and windows the cache knows. For any other: sdpa's mask.
+    """transformers' mask function. For a layer in pages: the padding mask, bool `[S, 1, 1, q_offset + q_length]`, in `padding` without
+    the dimensions of 1, or None where nothing is padded; what else a mask could say is refused, and causality and windows the cache
+    knows. For any other: sdpa's mask.
     """
     if not isinstance(kv_length, PagedLength):
         options = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "attention_mask": attention_mask}
-        return sdpa_mask(**options, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs)
+        return sdpa_mask(**options, local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs)
     if use_vmap or not (allow_is_causal_skip or q_length == 1):
         raise NotImplementedError("mask: only causal attention with padding; no bidirectional, packed, blockwise or custom masks")
+    kv_length.windows.add(local_size)
     if attention_mask is None:
         return None
-    attention_mask = attention_mask[:, : q_offset + q_length].bool()
-    return None if bool(attention_mask.all()) else attention_mask
+    padding = attention_mask[:, : q_offset + q_length].bool()
+    if bool(padding.all()):
+        return None
+    mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
+    mask.padding = padding
+    return mask
 
 
 AttentionInterface.register(ATTENTION, quantkv_attention)

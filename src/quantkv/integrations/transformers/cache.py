@@ -16,8 +16,8 @@ from ...formats import get_format
 from ...spec import CacheSpec
 from ..sequences import Progress, Sequences
 from .config import LayerPlan, plan_layers, shares_keys
-from .states import HybridLayer, LatentLayer
 from .layers import QuantizedLayer
+from .states import HybridLayer, LatentLayer
 
 
 class QuantizedCache(Cache):

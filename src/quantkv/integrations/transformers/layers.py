@@ -20,7 +20,18 @@ GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated sta
 
 
 class PagedLength(int):
-    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows."""
+    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows.
+
+    windows: those that its model asked masks for; the mask function adds to them.
+    """
+
+    windows: set[int | None]
+
+    @classmethod
+    def of(cls, length: int, windows: set[int | None]) -> PagedLength:
+        paged = cls(length)
+        paged.windows = windows
+        return paged
 
 
 class PendingStates(torch.Tensor):
@@ -90,6 +101,10 @@ class QuantizedLayer(CacheLayerMixin):
         self._new, self.updates = (key_states, value_states), self.updates + 1
         return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
 
+    def is_shared(self, update: int | None) -> bool:
+        """Whether the rows of that update are stored, and asked for once more in their forward pass."""
+        return self._new is None and update == self.updates
+
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
         """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
 
@@ -97,8 +112,9 @@ class QuantizedLayer(CacheLayerMixin):
         keys and values. None: rows that were not read yet.
         A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
         """
-        if self._new is None and update == self.updates and query.shape[2] == self.sequences.progress.count:
-            return self._attend(query, **options)
+        if self.is_shared(update):  # Gemma 4 drops tokens whose output is not asked for before these layers: the last ones stay
+            left_out = self.sequences.progress.count - query.shape[2]
+            return self._attend(torch.nn.functional.pad(query, (0, 0, left_out, 0)), **options)[:, left_out:]
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
         (key, value), self._new, progress = self._new, None, self.sequences.progress
@@ -162,7 +178,7 @@ class QuantizedLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return PagedLength(self.seen + query_length), 0
+        return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
 
     def get_max_length(self) -> int:
         return -1
