@@ -17,7 +17,7 @@ MARKS = (
     ("<!-- refused, from scripts/models_table.py -->", "<!-- end of models that are refused -->"),
 )
 HEADS = (
-    "| model | layers in pages | transformers' own layers | greedy | beams | assisted | lookup | chunked | chat | int8 | int4 |\n"
+    "| model | layers in pages | transformers' own | greedy | beams | assisted | lookup | chunked | chat | int8 | int4 |\n"
     + "|---" * 11
     + "|",
     "| model | why it is refused |\n|---|---|",

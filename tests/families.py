@@ -113,8 +113,8 @@ def observe(architecture: Architecture) -> Row:
     for name, bound in BOUNDS.items():
         within = 0 < errors[name] <= bound and RATIO[0] <= errors["int4"] / errors["int8"] <= RATIO[1]
         seen[name] = "in bounds" if within else f"{OTHER}: {errors[name]:.3g}"
-    own = Counter(name for name in cache.passed_layers.values() if name != "DummyLayer")
-    return Row(architecture.name, _count(Counter(map(kind, cache.quantized_layers.values()))), _count(own), **seen)
+    pages, own = Counter(map(kind, cache.quantized_layers.values())), Counter(cache.passed_layers.values())
+    return Row(architecture.name, _count(pages), _count(own), **seen)
 
 
 def logit_errors(architecture: Architecture) -> dict[str, float]:
