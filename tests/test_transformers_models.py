@@ -30,6 +30,8 @@ def build(name):
 def test_without_a_quantized_cache_a_model_attends_as_before(name):
     """No cache, the cache that the model makes itself, a DynamicCache read in chunks; padded and not; windows, soft caps, sinks."""
     model = build(name)
+    if name in ("Gemma 2", "GPT-OSS"):
+        model.set_attn_implementation("eager")  # transformers' sdpa leaves out soft caps and sinks
 
     def outputs():
         inputs = prompts()
