@@ -18,8 +18,13 @@ def test_the_table_says_what_is_seen(architecture: Architecture):
         pytest.skip(f"transformers {transformers.__version__} has no {architecture.family}")
     row = observe(architecture)
     assert OTHER not in row.line
-    assert row.line in LINES, row.line
+    assert not same_version() or row.line in LINES, row.line
     assert row.refused or (row.greedy, row.beams, row.chat) == (EQUAL,) * 3
+
+
+def same_version() -> bool:
+    """Whether the table is of the transformers that is installed: others may lack a mode, or word a refusal otherwise."""
+    return any(f"run with transformers {transformers.__version__} (" in line for line in LINES)
 
 
 def test_the_table_has_no_other_rows():

@@ -15,6 +15,7 @@ from quantkv.integrations.passes import Kind, Pass  # noqa: E402
 from quantkv.integrations.progress import Progress  # noqa: E402
 from quantkv.integrations.sequences import Sequences  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.layers import PagedLength  # noqa: E402
 
 VOCABULARY = 128
 SIZES = {
@@ -312,10 +313,8 @@ def refused(error, match, model, *args, **kwargs):
         model(*args, **kwargs)
 
 
-def test_another_cache_or_attention_is_refused(llama):
+def test_another_attention_is_refused():
     ids, _ = prompts([9])
-    refused(ValueError, "QuantizedCache", llama, ids, past_key_values=DynamicCache(config=llama.config))
-    refused(ValueError, "QuantizedCache", llama, ids, use_cache=False)
     for name in ("sdpa", "eager"):
         model = tiny("llama", attn_implementation=name)
         refused(RuntimeError, "use_quantkv_attention", model, ids, past_key_values=QuantizedCache(model.config))
@@ -335,8 +334,9 @@ def test_what_is_not_supported_is_refused_by_name(llama):
         cache = fresh()
         logits(llama, cache, ids, mask, [0])
         refused(ValueError, "attention_mask", llama, ids[:, :1], attention_mask=wrong, past_key_values=cache)
-    with pytest.raises(NotImplementedError, match="custom masks"):
-        quantkv_mask(4, 0, use_vmap=True, allow_is_causal_skip=False)
+    for options in ({"use_vmap": True, "allow_is_causal_skip": True}, {"allow_is_causal_skip": False}):
+        with pytest.raises(NotImplementedError, match="custom masks"):
+            quantkv_mask(q_length=4, kv_length=PagedLength.of(4, set()), **options)
 
 
 def test_padding_after_tokens(llama):
@@ -378,9 +378,8 @@ def test_a_prompt_padded_on_the_right_is_continued_as_by_transformers(holes):
     [
         (lambda: transformers.T5Config(), "encoder-decoder"),
         (lambda: transformers.MambaConfig(), "layer_types|MambaConfig"),
-        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
-        (lambda: transformers.Gemma3nTextConfig(), "share keys and values"),
-        (lambda: transformers.DeepseekV3Config(), "kv_lora_rank"),
+        (lambda: transformers.DeepseekV32Config(), "DeepseekV32Config.*index chooses"),
+        (lambda: transformers.DiffLlamaConfig(), "DiffLlamaConfig"),
     ],
 )
 def test_models_without_plain_attention_are_refused(config, match):

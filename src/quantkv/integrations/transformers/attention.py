@@ -79,8 +79,8 @@ def quantkv_attention(
     short = attention_mask is not None and query.shape[2] == 1 and attention_mask.dtype == torch.int32  # by `quantkv_mask`
     if not (attention_mask is None or short or attention_mask.ndim == 2 or (not compiling and layer.is_shared(key.update))):
         raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
-    window = layer.sequences.kind.window
-    if sliding_window not in (None, window) or (sliding_window is None and window and window not in layer.sequences.windows):
+    window, asked = layer.sequences.kind.window, layer.sequences.windows
+    if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if compiling:

@@ -72,6 +72,10 @@ def _types(config: PreTrainedConfig) -> list[str]:
         for given in getattr(config, "layer_types", None) or ():
             if given in kinds and not getattr(config, size, None):
                 raise ValueError(f"config: {given!r} layers need sliding_window or attention_chunk_size")
+    if getattr(config, "layers_block_type", None) and not getattr(config, "layer_types", None):
+        raise NotImplementedError(
+            f"config.layers_block_type: {type(config).__name__} of this transformers keeps states in the model itself"
+        )
     try:
         return list(get_layer_types_and_kwargs(config)[0])
     except AttributeError as error:

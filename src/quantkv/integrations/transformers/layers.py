@@ -58,6 +58,8 @@ class PendingStates(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func.__name__ == "__get__":  # shape, dtype, device and the like
             return super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__ == "to" and super().__torch_function__(func, types, args, kwargs or {}) is args[0]:  # to where they are
+            return args[0]
         raise RuntimeError(
             f"{func.__name__}: a QuantizedCache is read by the attention implementation {ATTENTION!r} only, as the "
             "rows are in quantized pages; call quantkv.integrations.transformers.use_quantkv_attention(model)"
