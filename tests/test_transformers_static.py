@@ -220,6 +220,6 @@ def test_any_pass_compiles(stats):
 def test_another_attention_is_refused_while_it_is_traced(stats):
     model = tiny("llama", attn_implementation="sdpa")
     ids, _ = prompts([9])
-    with pytest.raises(Exception, match="use_quantkv_attention|fake tensor"):
+    with pytest.raises(Exception, match=r"use_quantkv_attention|fake tensor"):
         torch.compile(model, backend="eager")(ids, past_key_values=QuantizedCache(model.config))
     layers.HANDED.layer = None
