@@ -1,4 +1,6 @@
-"""The table of docs/vllm.md from what run.py left: python benchmarks/vllm_engine/report.py DIR/results.jsonl"""
+"""The tables of docs/vllm.md from what run.py left: python benchmarks/vllm_engine/report.py DIR/results.jsonl"""
+
+from __future__ import annotations
 
 import json
 import sys
@@ -6,50 +8,71 @@ from pathlib import Path
 
 from answers import compare
 
-BASE = "auto"  # vLLM's 16 bits
+BASE = "auto"  # vLLM's 16 bits, by FlashAttention-3
+TITLES = {
+    "prefill": "prompts, {sequences} x {context:,}",
+    "decode": "decode, {sequences} x {context:,}",
+    "fit": "decode, all x {context:,} that fit",
+    "serving": "{requests} requests, {rate:g} a second: tokens/s; 99th percentile between tokens",
+    "verify": "drafts of 4, {sequences} x {context:,}",
+}
+JOBS = {"two_gpus": "two GPUs, Llama-3-70B with 20 layers: "}
+LEFT_OUT = ("smoke", "invariant")  # models of two layers
 
 
-def rows(results: list[dict]) -> dict[tuple, dict[str, dict]]:
-    """(job, scenario, sequences, context) -> type -> what was found."""
-    table: dict[tuple, dict[str, dict]] = {}
-    for engine in results:
-        for found in engine.get("found", []):
-            place = (found.get("sequences"), found.get("context")) if found["scenario"] != "fit" else ("all that fit", found.get("context"))
-            table.setdefault((engine["job"], found["scenario"], *place), {})[engine["type"]] = found
-    return table
+def cell(scenario: str, found: dict, base: dict) -> str:
+    """Tokens a second, and that over 16 bits'."""
+    if "error" in found:
+        return found["error"][:40]
+    if "tokens_per_s" not in found:
+        return ""
+    text = f"{found['tokens_per_s']:,.0f}"
+    if scenario == "fit":
+        text = f"{found['sequences']} sequences: {text}"
+    if "between_tokens_ms" in found:
+        text += f"; {found['between_tokens_ms']['99']:.0f} ms"
+    return text + (f" ({found['tokens_per_s'] / base['tokens_per_s']:.2f}x)" if base is not found and "tokens_per_s" in base else "")
 
 
 def main() -> None:
     results = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    types = list(dict.fromkeys(engine["type"] for engine in results))
-    room = {engine["type"]: engine["kv_tokens"] for engine in results if engine["job"] == "main" and engine.get("kv_tokens")}
-    print(f"| tokens a second (x 16 bits) | {' | '.join(types)} |")
+    types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] == "main"))
+    types.sort(key=lambda t: (t.startswith("quantkv"), t != BASE))
+    table: dict[str, dict[str, str]] = {}
+    for engine in results:
+        if engine["job"] == "main" and engine.get("kv_tokens"):
+            table.setdefault("tokens that fit", {})[engine["type"]] = f"{engine['kv_tokens']:,}"
+    for engine in results:
+        for found in engine.get("found", []):
+            scenario = found["scenario"]
+            if scenario not in TITLES or engine["job"] in LEFT_OUT:
+                continue
+            title = JOBS.get(engine["job"], "") + TITLES[scenario].format(**found)
+            rivals = [e for e in results if e["job"] == engine["job"] and e["type"] == BASE]
+            alike = [
+                x for e in rivals for x in e.get("found", []) if x["scenario"] == scenario and x.get("context") == found.get("context")
+            ]
+            table.setdefault(title, {})[engine["type"]] = cell(scenario, found, alike[0] if alike else {})
+    print(f"| tokens a second (x 16 bits) | {' | '.join('16 bits' if t == BASE else t for t in types)} |")
     print(f"|---|{'---|' * len(types)}")
-    print(f"| tokens that fit | {' | '.join(f'{room[t]:,}' if t in room else '' for t in types)} |")
-    for (job, scenario, sequences, context), found in rows(results).items():
-        if scenario == "padding":
-            continue
-        base = found.get(BASE, {}).get("tokens_per_s")
-        cells = []
-        for kv_type in types:
-            one = found.get(kv_type, {})
-            speed = one.get("tokens_per_s")
-            cell = one.get("error", "")[:40] if speed is None else f"{speed:,.0f}" + (f" ({speed / base:.2f}x)" if base else "")
-            if "between_tokens_ms" in one:
-                cell += f"; p99 {one['between_tokens_ms']['99'] if '99' in one['between_tokens_ms'] else one['between_tokens_ms'][99]} ms"
-            if scenario == "fit" and speed:
-                cell = f"{one['sequences']}: {cell}"
-            cells.append(cell)
-        where = f"{sequences} x {context}" if context else ""
-        print(f"| {job}: {scenario} {where} | {' | '.join(cells)} |")
+    for title, cells in table.items():
+        print(f"| {title} | {' | '.join(cells.get(t, '') for t in types)} |")
+    print("\n| answers of 24 tokens, equal up to | the same batch again | three prompts in the graph of four |\n|---|---|---|")
+    ranks = {}
     for engine in results:
         for found in engine.get("found", []):
             if found["scenario"] == "padding" and "error" not in found:
-                print(f"\n{engine['job']}, {engine['type']}: again {found['again']}; three of four {found['three_of_four']}")
-    ranks = {(engine["job"], engine["type"]): found for engine in results for found in engine.get("found", []) if "answers" in found}
-    for kv_type in types:
-        if ("one_rank", kv_type) in ranks and ("two_ranks", kv_type) in ranks:
-            print(f"\n{kv_type}, one GPU and two: {compare(*(ranks[job, kv_type]['answers'] for job in ('one_rank', 'two_ranks')))}")
+                ranks[engine["job"], engine["type"]] = found.get("answers")
+                print(f"| {engine['job']}, {engine['type']} | {_difference(found['again'])} | {_difference(found['three_of_four'])} |")
+    for kv_type in dict.fromkeys(engine["type"] for engine in results):
+        pair = [ranks.get((job, kv_type)) for job in ("one_rank", "two_ranks")]
+        if all(pair):
+            print(f"\n{kv_type}, one GPU against two: {_difference(compare(*pair))}")
+
+
+def _difference(found: dict) -> str:
+    tokens = ", ".join(map(str, found["equal_tokens"]))
+    return f"{tokens} tokens; log-probabilities within {found['largest_log_difference']:.3f}"
 
 
 if __name__ == "__main__":
