@@ -41,7 +41,7 @@ def attention(
                 seen = seen and j - position < window
             for start, end in prefix_ranges:
                 if start < end and start <= position <= end and start <= j <= end:
-                    seen = seen or back or not clamp_prefix_to_window
+                    seen = seen or position - j < window or not (clamp_prefix_to_window and window > 0)
             if key_range is not None:
                 seen = seen and key_range[0] <= j < key_range[1]
             if not seen:

@@ -149,7 +149,7 @@ def lloyd_max_as_vllm(levels):
     return c
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_turboquant_levels(bits):
     half = 2 ** (bits - 1)
     shipped = torch.tensor(turboquant.LEVELS[bits], dtype=torch.float64)

@@ -21,13 +21,14 @@ CODECS = {codec.name: codec for fmt in FORMATS for codec in (fmt.k, fmt.v)}
 HALVES = {name: codec.hopper() for name, codec in CODECS.items() if codec.hopper is not None}
 KEYS, VALUES = ([name for name, half in HALVES.items() if getattr(half, use)] for use in ("keys", "values"))
 
-# Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16 and
+# Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16, 24 and
 # 32, of several. A few more than the compilers of CUDA 13.0 and 13.5 make.
 BUDGET = {
     ("int8", "int8", 4): 250, ("fp8_token", "fp8_token", 4): 235, ("int8", "int4", 4): 222, ("int4", "int4", 4): 212,
     ("int2", "int2", 4): 218,
     ("tq8", "u4", 4): 220, ("tq4", "u4", 4): 275, ("tq3", "u4", 4): 315, ("tq3", "u3", 4): 340,
-    ("int4", "int2", 4): 224, ("int2", "u4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 32): 400, ("int2", "int2", 32): 380,
+    ("int4", "int2", 4): 224, ("int2", "u4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 24): 350, ("int4", "int4", 32): 400,
+    ("int2", "int2", 24): 330, ("int2", "int2", 32): 380,
 }  # fmt: skip
 
 

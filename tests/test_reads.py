@@ -19,7 +19,9 @@ def seen(options, queries, length, key_range):
             plain = back and (j <= i if options.causal else ahead)
             ranges = () if options.prefix_ranges is None else options.prefix_ranges[0].tolist()
             both = any(a < b and a <= i <= b and a <= j <= b for a, b in ranges)
-            if (plain or (both and (back or not options.clamp_prefix_to_window))) and key_range[0] <= j < key_range[1]:
+            if (plain or (both and (i - j < options.window or not options.clamp_prefix_to_window or not options.window))) and key_range[
+                0
+            ] <= j < key_range[1]:
                 found.add(j)
     return found
 

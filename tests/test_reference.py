@@ -105,7 +105,7 @@ def test_masks(name):
 
 @pytest.mark.parametrize("window,lookback", [(8, 0), (12, 1)])
 def test_prefix_ranges_in_chunks(window, lookback):
-    """Clamped: a range reaches back as far as the chunks do, ahead as far as it goes."""
+    """Clamped: a range reaches back as far as the window that the chunks divide, ahead as far as it goes."""
     options = {"prefix_ranges": RANGES, "window": window, "chunk_lookback": lookback, "clamp_prefix_to_window": True}
     check(options, per_seq=lambda s: {"prefix_ranges": RANGES[s].tolist()})
     if importlib.util.find_spec("triton"):

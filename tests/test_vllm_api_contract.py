@@ -79,7 +79,15 @@ def test_a_registered_backend_serves_both_entry_points(monkeypatch):
     assert torch.equal(cache_[0, :3], key)
     read(64, cache_, cache_, mode=Mode.NVFP4, softcap=3.0)
     assert seen["softcap"] == 3.0 and set(seen) <= set(inspect.signature(QuantKVBackend.unified_attention).parameters)
-    for refused in ({"causal": False}, {"causal": torch.ones(2, dtype=torch.bool)}, {"chunk_lookback": 1}):
+    for refused in (
+        {"causal": False},
+        {"causal": torch.ones(2, dtype=torch.bool)},
+        {"chunk_lookback": 1},
+        {"q_descale": 0.5},
+        {"rswa_prefix_lens": torch.ones(2, dtype=torch.int32)},
+        {"rswa_window": 4},
+        {"mm_prefix_clamp_sliding_window": True},
+    ):
         with pytest.raises(ValueError, match=next(iter(refused))):
             read(64, cache_, cache_, mode=Mode.NVFP4, **refused)
 
@@ -108,14 +116,17 @@ def test_backends_are_imported_on_first_use(monkeypatch):
 
 SCRATCH = "seq_threshold_3D num_par_softmax_segments softmax_segm_output softmax_segm_max softmax_segm_expsum"
 SIGNATURES = {
-    "triton_reshape_and_cache_flash": "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale",
+    "triton_reshape_and_cache_flash": "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale "
+    "interleaved_v_pack_factor",
     "triton_reshape_and_cache_flash_diffkv": "key value kv_cache slot_mapping kv_cache_dtype k_scale v_scale",
     "triton_reshape_and_cache_flash_per_token_head_quant": "key value key_cache value_cache k_scale_cache "
     "v_scale_cache slot_mapping kv_quant_mode",
     "reshape_and_cache_int4": "key value key_cache value_cache slot_mapping k_scale_cache v_scale_cache",
     "unified_attention": "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap "
     f"q_descale k_descale v_descale {SCRATCH} alibi_slopes output_scale qq_bias sinks mm_prefix_range use_alibi_sqrt "
-    "kv_quant_mode k_scale_cache v_scale_cache chunk_lookback",
+    "kv_quant_mode k_scale_cache v_scale_cache chunk_lookback rswa_prefix_lens rswa_window use_td mm_prefix_clamp_sliding_window",
+    "unified_attention_diffkv": "q k v out cu_seqlens_q seqused_k softmax_scale causal window_size block_table softcap max_seqlen_q "
+    f"alibi_slopes sinks use_alibi_sqrt {SCRATCH} k_descale v_descale q_descale",
     "unified_attention_int4": "q k_cache v_cache out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale "
     f"window_size block_table softcap sinks alibi_slopes use_alibi_sqrt qq_bias output_scale mm_prefix_range "
     f"k_scale_cache v_scale_cache {SCRATCH}",

@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from answers import compare
+
 BASE = "auto"  # vLLM's 16 bits
 
 
@@ -44,6 +46,10 @@ def main() -> None:
         for found in engine.get("found", []):
             if found["scenario"] == "padding" and "error" not in found:
                 print(f"\n{engine['job']}, {engine['type']}: again {found['again']}; three of four {found['three_of_four']}")
+    ranks = {(engine["job"], engine["type"]): found for engine in results for found in engine.get("found", []) if "answers" in found}
+    for kv_type in types:
+        if ("one_rank", kv_type) in ranks and ("two_ranks", kv_type) in ranks:
+            print(f"\n{kv_type}, one GPU and two: {compare(*(ranks[job, kv_type]['answers'] for job in ('one_rank', 'two_ranks')))}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
     verify     the same model with drafts found in the text (ngram, 4 tokens)
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
     two_gpus   a quarter of Llama-3-70B's layers on two GPUs
+    one_rank, two_ranks   a model of two layers from a checkpoint, whose answers on one GPU and on two are compared; the type
+               quantkv_policy has maps and offsets of its own for each kv head
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ OFFLINE = {
 }
 LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 LLAMA_70B = {"num_hidden_layers": 20, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
-SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048}
-GRAPHS = [1, 2, 4, 8, 16, 32, 64]
-JOBS = ("smoke", "main", "verify", "invariant", "two_gpus")
+SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
+GRAPHS = (1, 2, 4, *range(8, 129, 8), *range(144, 1024, 16))  # sequences that decode together: close to each other, as vLLM's own
+POLICY = "quantkv_policy"
+JOBS = ("smoke", "main", "verify", "invariant", "two_gpus", "one_rank", "two_ranks")
+SMALL_JOBS = ("smoke", "invariant", "one_rank", "two_ranks")
+FROM_CHECKPOINT = ("one_rank", "two_ranks")
 FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quantkv_int2": 720}  # sequences of 8,192 on 141 GB
 
 
@@ -67,11 +72,13 @@ def write_config(folder: Path, **geometry) -> str:
 
 def engine(job: str, kv_type: str, out: Path, args) -> object:
     """An LLM of vLLM for this job and this KV type."""
+    import checkpoint
     from vllm import LLM
 
-    geometry = {"smoke": SMALL, "invariant": SMALL, "two_gpus": LLAMA_70B}.get(job, LLAMA_8B)
+    geometry = SMALL if job in SMALL_JOBS else LLAMA_70B if job == "two_gpus" else LLAMA_8B
+    folder = Path(write_config(out / "models" / ("checkpoint" if job in FROM_CHECKPOINT else job), **geometry))
     most = FIT.get(kv_type, 64) if job == "main" and args.fit else 64
-    graphs = [*GRAPHS, *([most] if most > 64 else [])]
+    graphs = [*(n for n in GRAPHS if n < most), most]
     options = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -88,15 +95,18 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     }
     if kv_type.startswith("quantkv_"):
         options["attention_backend"] = "CUSTOM"
-    if job == "two_gpus":
+    if job in ("two_gpus", "two_ranks"):
         options["tensor_parallel_size"] = 2
+    if job in FROM_CHECKPOINT:
+        options["load_format"] = "safetensors"
+        checkpoint.write_weights(folder, geometry)
+        if kv_type == POLICY:
+            options["additional_config"] = {"quantkv_policy": checkpoint.write_policy(folder, geometry)}
     if job == "verify":
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-        sizes = [5 * n for n in (1, 8, 32, 64)]
-        options["compilation_config"]["cudagraph_capture_sizes"] = sizes
-    else:
-        options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
-    return LLM(write_config(out / "models" / job, **geometry), **options, **json.loads(args.extra))
+        options["compilation_config"]["cudagraph_capture_sizes"] = [5 * n for n in (1, 8, 32, most)]
+    options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
+    return LLM(str(folder), **options, **json.loads(args.extra))
 
 
 def measure(job: str, kv_type: str, out: Path, args) -> dict:
@@ -108,7 +118,8 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
     import workers
 
     llm = engine(job, kv_type, out, args)
-    llm.collective_rpc(workers.draw_weights)
+    if job not in FROM_CHECKPOINT:
+        llm.collective_rpc(workers.draw_weights)
     found = {"job": job, "type": kv_type, "start_s": round(time.perf_counter() - start, 1), **llm.collective_rpc(workers.facts)[0]}
     print("STARTED", json.dumps(found), flush=True)
 
@@ -122,16 +133,18 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         found.setdefault("found", []).append({"scenario": name, **result, "took_s": round(time.perf_counter() - began, 1)})
         print("FOUND", json.dumps(found["found"][-1]), flush=True)
 
-    if job in ("smoke", "invariant", "main"):
+    if job in (*SMALL_JOBS, "main"):
         note("padding", scenarios.padding)
-    if job == "verify":
-        note("verify", scenarios.speculative, 64, 2048)
+    if job in FROM_CHECKPOINT:
         return found
     if job == "main" and args.prompts:
         note("prefill", scenarios.prefill, 8, 8192)
         note("prefill", scenarios.prefill, 2, 32768)
         note("serving", scenarios.serving, args.requests, args.rate)
     scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
+    if job == "verify":
+        note("verify", scenarios.speculative, 64, 8192)
+        return found
     for size in args.decode.split(",") if job == "main" else ["4x200"] if job in ("smoke", "invariant") else ["64x8192"]:
         note("decode", scenarios.decode, *map(int, size.split("x")))
     if job == "main" and args.fit and kv_type in FIT:

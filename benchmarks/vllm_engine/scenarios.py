@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import torch
+from answers import Answer, compare
 from connector import BenchConnector
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -135,26 +136,18 @@ def speculative(llm, sequences: int, context: int, steps: int = 64) -> dict:
     return found
 
 
-def padding(llm) -> dict:
-    """Greedy tokens and log-probabilities of four prompts, twice, and of three of them, which replay the graph of four: by how much the
-    common beginning of the answers differs, and where the answers part."""
-    inputs = [prompts(1, n, n)[0] for n in (17, 64, 200, 333)]
+def answers(llm, count: int = 4) -> list[Answer]:
+    """Greedy answers of 24 tokens to the first `count` of four prompts."""
+    inputs = [prompts(1, n, n)[0] for n in (17, 64, 200, 333)][:count]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=1)
+    outputs = [o.outputs[0] for o in llm.generate(inputs, params, use_tqdm=False)]
+    return [(list(o.token_ids), [step[t].logprob for t, step in zip(o.token_ids, o.logprobs)]) for o in outputs]
 
-    def run(given):
-        outputs = [o.outputs[0] for o in llm.generate(given, params, use_tqdm=False)]
-        return [(list(o.token_ids), [step[t].logprob for t, step in zip(o.token_ids, o.logprobs)]) for o in outputs]
 
-    def compare(a, b):
-        parts, worst = [], 0.0
-        for (tokens, logs), (others, other_logs) in zip(a, b):
-            same = next((i for i, (x, y) in enumerate(zip(tokens, others)) if x != y), len(tokens))
-            parts.append(same)
-            worst = max([worst, *(abs(x - y) for x, y in zip(logs[:same], other_logs[:same]))])
-        return {"equal_tokens": parts, "largest_log_difference": worst}
-
-    four, again, three = run(inputs), run(inputs), run(inputs[:3])
-    return {"again": compare(four, again), "three_of_four": compare(four, three), "tokens": four[0][0]}
+def padding(llm) -> dict:
+    """Four prompts, twice, and three of them, which replay the graph of four."""
+    four, again, three = answers(llm), answers(llm), answers(llm, 3)
+    return {"again": compare(four, again), "three_of_four": compare(four, three), "answers": four}
 
 
 def tile(llm, context: int = 4096) -> None:

@@ -32,7 +32,7 @@ class AttentionOptions:
     alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
     qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call; a row for every query.
     prefix_ranges: int `[S, R, 2]`, inclusive: query and key inside one range see each other, whatever the mask says;
-        unused where start >= end. clamp_prefix_to_window: not further back than the window.
+        unused where start >= end. clamp_prefix_to_window: not further back than the window, also where chunks stand in its place.
     output_scale: the output is `clamp(out / output_scale, -448, 448)` as float8_e4m3fn.
     batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch. On a GPU it takes scratch
         memory: a float32 output for every 1,024 positions that the block table has room for.

@@ -28,17 +28,18 @@ def key_intervals(
     cuts = [(0, length) for length in keys] if key_range is None else key_range.tolist()
     found = []
     for count, length, behind, prefixes, (start, stop) in zip(queries, keys, causal, ranges, cuts):
-        first, last, low, back = length - count, length - 1, 0, 0
+        first, last, low = length - count, length - 1, 0
+        back = max(first - options.window + 1, 0) if options.clamp_prefix_to_window and options.window else 0
         if chunk:
-            back = low = max(first // chunk - options.chunk_lookback, 0) * chunk
+            low = max(first // chunk - options.chunk_lookback, 0) * chunk
         elif window:
-            back = low = max(first - window + 1, 0)
+            low = max(first - window + 1, 0)
         # Nobody sees past the last query but where not causal, and there the window reaches to the right as well.
         high = length if behind or not window else min(length, last + window)
         intervals = [(low, high)] if count else []
         for begin, end in prefixes if count else ():
             if begin < end and begin <= last and end >= first:
-                intervals.append((max(begin, back if options.clamp_prefix_to_window else 0), end + 1))
+                intervals.append((max(begin, back), end + 1))
         stop = min(stop, length)
         clipped = [(max(low, start, 0), min(high, stop)) for low, high in intervals]
         found.append([(low, high) for low, high in clipped if low < high])

@@ -6,7 +6,7 @@ Backends register themselves when `get_backend` first asks for their mode; impor
 import importlib
 from typing import Any
 
-from .attention import unified_attention
+from .attention import unified_attention, unified_attention_diffkv
 from .base import QuantKVBackend
 from .modes import KVQuantMode
 from .registry import get_backend, has_backend, register
@@ -46,6 +46,7 @@ __all__ = [
     "triton_reshape_and_cache_flash_diffkv",
     "triton_reshape_and_cache_flash_per_token_head_quant",
     "unified_attention",
+    "unified_attention_diffkv",
     "unpack_int4_nibbles",
     *_LAZY,
 ]

@@ -86,7 +86,8 @@ class QuantKVBackend(ABC):
         softmax_segm_max: torch.Tensor | None = None,
         softmax_segm_expsum: torch.Tensor | None = None,
     ) -> None:
-        """Causal attention over this mode's caches, written into `out`; arguments as in the function of the same name."""
+        """Causal attention over this mode's caches, written into `out`; arguments as in the function of the same name. max_seqlen_k and
+        what follows v_scale_cache are for a backend with its own attention."""
         if self.format is None:
             raise NotImplementedError(
                 f"{type(self).__name__} does not implement a bespoke attention kernel and has no format that the core kernel reads"
@@ -100,7 +101,6 @@ class QuantKVBackend(ABC):
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q,
             seqused_k=seqused_k,
-            max_seqlen_k=max_seqlen_k,
             softmax_scale=softmax_scale,
             window_size=window_size,
             block_table=block_table,

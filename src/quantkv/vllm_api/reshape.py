@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from enum import Enum
 
 import torch
 
@@ -14,7 +15,7 @@ from .modes import KVQuantMode
 from .registry import get_backend
 from .views import ContractError, cache_side, need_tensors, scale_value, store
 
-_AS_GIVEN = ("auto", "bfloat16", "float16", "float32")
+_AS_GIVEN = ("auto", "bfloat16", "float16", "half", "float32", "float")
 _FP8 = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
 
 
@@ -37,14 +38,18 @@ def triton_reshape_and_cache_flash(
     kv_cache_dtype: str,
     k_scale: Scale,
     v_scale: Scale,
+    interleaved_v_pack_factor: int = 0,
 ) -> None:
     """Write `key [T, HK, D]` and `value [T, HK, D_V]` as they are, or as 8-bit floats of `x / scale`, into the paged cache.
 
     key_cache, value_cache: `[num_blocks, block_size, HK, D or D_V]`, any strides; 8-bit floats may come as uint8.
     slot_mapping: int `[T]`; a negative slot skips its token. Rows of key and value beyond T are padding.
-    kv_cache_dtype: "auto" (the cache's dtype), "bfloat16", "float16", "float32", "fp8" or "fp8_e4m3", "fp8_e5m2".
+    kv_cache_dtype: "auto" (the cache's dtype), "bfloat16", "float16" or "half", "float32" or "float", "fp8" or "fp8_e4m3", "fp8_e5m2".
     k_scale, v_scale: a number or a tensor of one. Read for 8-bit floats only; rows as given have no scale.
+    interleaved_v_pack_factor: 0: vLLM's layouts of five dimensions, for AMD's kernels, are refused.
     """
+    if interleaved_v_pack_factor != 0:
+        checks.refuse("interleaved_v_pack_factor", interleaved_v_pack_factor, "0: values are not interleaved here")
     need_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     fmt = _format(kv_cache_dtype, key_cache)
     scales = [scale_value(name, s) if kv_cache_dtype in _FP8 else 1.0 for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
@@ -79,9 +84,10 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
     k_scale_cache: torch.Tensor,
     v_scale_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    kv_quant_mode: KVQuantMode | None = None,
+    kv_quant_mode: Enum | int | None = None,
 ) -> None:
-    """Write through the backend of `kv_quant_mode`, with a scale for each (token, head).
+    """Write through the backend of `kv_quant_mode`, a member of this package's KVQuantMode or of an engine's, with a scale for each
+    (token, head).
 
     Without a mode, which is deprecated, a float8_e4m3fn cache means FP8 and any other INT8: INT4 and INT2 cannot be told apart.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +21,9 @@ _FORMATS = {(8, 4): "tq_k8v4", (4, 4): "tq4", (3, 4): "tq_k3v4", (3, 3): "tq3", 
 _PRESETS = {"turboquant_k8v4": (8, 4), "turboquant_4bit_nc": (4, 4), "turboquant_k3v4_nc": (3, 4), "turboquant_3bit_nc": (3, 3)}
 
 
+@lru_cache(maxsize=32)
 def get_centroids(d: int, bits: int) -> torch.Tensor:
-    """Sorted Lloyd-Max levels `[2**bits]` float32 of N(0, 1 / d). bits: 3 or 4, else ValueError."""
+    """Sorted Lloyd-Max levels `[2**bits]` float32 of N(0, 1 / d): the same tensor each time. bits: 2, 3 or 4, else ValueError."""
     if bits not in LEVELS:
         checks.refuse("bits", bits, f"one of {sorted(LEVELS)}")
     return centroids(bits, d)
@@ -30,19 +32,31 @@ def get_centroids(d: int, bits: int) -> torch.Tensor:
 @dataclass(frozen=True)
 class TurboQuantConfig:
     """Bytes of a slot. key_quant_bits: 3, 4 or 8 (e4m3); value_quant_bits: 3 or 4; norm_correction: keys' unit vectors are
-    scaled back to length 1 when they are read."""
+    scaled back to length 1 when they are read. seed: vLLM's; nothing is drawn, in vLLM 0.33 neither."""
 
-    head_dim: int
-    key_quant_bits: int
-    value_quant_bits: int
-    norm_correction: bool
+    head_dim: int = 128
+    key_quant_bits: int = 3
+    value_quant_bits: int = 4
+    seed: int = 42
+    norm_correction: bool = False
 
     @classmethod
     def from_cache_dtype(cls, cache_dtype: str, head_dim: int) -> TurboQuantConfig:
         """The preset of that name. ValueError for an unknown one."""
         if cache_dtype not in _PRESETS:
-            checks.refuse("cache_dtype", repr(cache_dtype), f"one of {', '.join(_PRESETS)}")
+            checks.refuse("Unknown TurboQuant cache dtype: cache_dtype", repr(cache_dtype), f"one of {', '.join(_PRESETS)}")
         return cls(head_dim, *_PRESETS[cache_dtype], norm_correction=cache_dtype.endswith("_nc"))
+
+    @staticmethod
+    def get_boundary_skip_layers(model_config: Any, n: int = 2) -> list[str]:
+        """The first and the last n layers, which vLLM leaves at 16 bits, as strings; none of a hybrid model, which has few with keys.
+
+        model_config: vLLM's, of which `is_hybrid` and `hf_text_config.num_hidden_layers` are read."""
+        if model_config.is_hybrid:
+            return []
+        layers = range(model_config.hf_text_config.num_hidden_layers)
+        n = min(max(n, 0), len(layers) // 2)
+        return [str(i) for i in (*layers[:n], *layers[len(layers) - n :])]
 
     @property
     def key_fp8(self) -> bool:
@@ -54,9 +68,19 @@ class TurboQuantConfig:
         return 0 if self.key_fp8 else self.key_quant_bits
 
     @property
-    def centroid_bits(self) -> int:
+    def mse_bits(self) -> int:
         """Bits of the table that callers prepare; with e4m3 keys, which need none, that of the values' width."""
         return self.key_mse_bits or self.value_quant_bits
+
+    @property
+    def centroid_bits(self) -> int:
+        """vLLM's other name for `mse_bits`."""
+        return self.mse_bits
+
+    @property
+    def n_centroids(self) -> int:
+        """Levels of that table."""
+        return 2**self.mse_bits
 
     @property
     def effective_value_quant_bits(self) -> int:

@@ -46,17 +46,32 @@ _bounds = ReadOnce(lambda t: tuple(float(x) for x in t.aminmax()))
 
 def scale_value(argument: str, scale: float | torch.Tensor) -> float:
     """A per-tensor scale as a number: a positive number, or a tensor of any shape that holds one and no other."""
+    found = scale_values(argument, scale)
+    if isinstance(found, torch.Tensor):
+        low, high = _bounds(found)
+        checks.refuse(argument, f"{low}..{high}", "one scale for the whole tensor is needed")
+    return found
+
+
+def scale_values(argument: str, scale: float | torch.Tensor, shape: tuple[int, ...] | None = None) -> float | torch.Tensor:
+    """`scale_value`, or the tensor itself where it holds several positive numbers. shape: its only shape then; None: any."""
+    low = scale
     if isinstance(scale, torch.Tensor):
         if scale.dtype == torch.bool or scale.dtype.is_complex or not scale.numel():
             checks.refuse(argument, f"{tuple(scale.shape)} of {scale.dtype}", "a positive number, or a tensor of one, is needed")
         base = scale._base  # an expanded view is a new object at every call, what it is a view of is not
         low, high = _bounds(scale if base is None or base.numel() != 1 else base)
         if low != high:
-            checks.refuse(argument, f"{low}..{high}", "one scale for the whole tensor is needed")
-        scale = low
-    if not isinstance(scale, Real) or not 0 < scale < math.inf:
-        checks.refuse(argument, scale, "a positive number, or a tensor of one, is needed")
-    return float(scale)
+            if not 0 < low < high < math.inf:
+                checks.refuse(argument, f"{low}..{high}", "positive numbers are needed")
+            if shape is not None and tuple(scale.shape) != shape:
+                checks.refuse(
+                    f"{argument}.shape", tuple(scale.shape), f"one number, or {shape}, one for each sequence and kv head, is needed"
+                )
+            return scale
+    if not isinstance(low, Real) or not 0 < low < math.inf:
+        checks.refuse(argument, low, "a positive number, or a tensor of one, is needed")
+    return float(low)
 
 
 def need_tensors(**arguments: object) -> None:
@@ -76,13 +91,16 @@ def cache_side(
 ) -> Side:
     """The side that `cache [num_blocks, block_size, HK, D / P]` is, any strides; one-byte codes may also come as uint8.
 
-    scale_cache: float32 `[num_blocks, block_size, HK]` for a codec with metadata, None for one without.
+    scale_cache: float32 `[num_blocks, block_size, HK]` for a codec with metadata, None for one without. The rows of such a cache
+    may be longer by one float32: vLLM keeps the scale there and passes rows with it.
     """
     need_tensors(**{argument: cache})
     need_tensors_or_none(**{f"scale cache of {argument}": scale_cache})
     codec.check_head_size(head_size)
     width = codec.row.code_bytes(head_size) // codec.code_dtype.itemsize
     dtypes = (codec.code_dtype, torch.uint8) if codec.code_dtype.itemsize == 1 else (codec.code_dtype,)
+    if codec.row.meta and cache.ndim == 4 and cache.shape[3] == width + torch.float32.itemsize // cache.element_size():
+        cache = cache[..., :width]
     checks.tensor(argument, cache, (None, None, None, width), dtypes, cache.device)
     if not codec.row.meta:
         if scale_cache is not None:

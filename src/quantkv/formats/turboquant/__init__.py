@@ -14,8 +14,10 @@ from ..fp8 import plain_fp8
 from ..int8 import LARGEST_HALF, quotient
 
 # Positive half of the levels for N(0, 1). vLLM solves Lloyd-Max by the trapezoidal rule (200 intervals a cell, tails to 10.5 sigma,
-# 200 rounds); its levels are up to 0.08 % off the exact ones, and its bytes need them. tests/test_formats.py derives both.
+# 200 rounds); its levels are up to 0.08 % off the exact ones, and its bytes need them. tests/test_formats.py derives both. No codec has
+# 2 bits: vLLM gives the table to whoever asks for it.
 LEVELS = {
+    2: (0.4525719274, 1.5095586113),
     3: (0.2449835925, 0.7556454989, 1.3431800019, 2.1503495389),
     4: (0.1284276607, 0.3881377909, 0.6568799185, 0.9424482433, 1.2562575697, 1.6178817596, 2.0684471187, 2.7309222188),
 }
@@ -41,7 +43,7 @@ UNIFORM = {4: {"half": 4, "odd_unit": 16.0}}
 
 def _levels(head_size: int) -> dict[str, list[float]]:
     """What `hopper.cuh` reads."""
-    return {f"LEVELS_{bits}": centroids(bits, head_size).tolist() for bits in LEVELS}
+    return {f"LEVELS_{bits}": centroids(bits, head_size).tolist() for bits in CODEBOOKS}
 
 
 def key_codec(bits: int) -> Codec:

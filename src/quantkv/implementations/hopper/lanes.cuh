@@ -2,16 +2,16 @@
 #pragma once
 #include "tiles.cuh"
 
-constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT;
+constexpr int NT = COLUMN_TILES, COLUMNS = 8 * NT, EVEN_NT = (NT + 1) / 2 * 2;
 enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 
 // Shared memory of a warp: its ring of tiles, the scores of 16 offsets, what the loader does not use, parked
 // queries, and, over all that, what a run ends with;
 // then mapped queries: those that the block's warps share, and the warp's own.
 constexpr bool PARKED = NT > 1 && NT * D > 128;  // the query's operands wait in shared memory: outputs fill the registers
-constexpr int QUERY_BYTES = 2 * D * COLUMNS;
+constexpr int QUERY_BYTES = 2 * D * COLUMNS, PARKED_BYTES = PARKED ? 2 * D * 8 * EVEN_NT : 0;  // they are parked in pairs
 constexpr int RING_BYTES = STAGES * TILE_BYTES, OFFSET_BYTES = KEY_OFFSET ? 16 * COLUMNS * 4 : 0;
-constexpr int UNUSED_AT = RING_BYTES + OFFSET_BYTES, PARKED_AT = UNUSED_AT + UNUSED_BYTES, LOOP_BYTES = PARKED_AT + (PARKED ? QUERY_BYTES : 0);
+constexpr int UNUSED_AT = RING_BYTES + OFFSET_BYTES, PARKED_AT = UNUSED_AT + UNUSED_BYTES, LOOP_BYTES = PARKED_AT + PARKED_BYTES;
 constexpr int MAPPED_AT = LOOP_BYTES > COLUMNS * PIECE_BYTES ? LOOP_BYTES : COLUMNS * PIECE_BYTES;
 static_assert(WARP_BYTES == MAPPED_AT + (KEY_MAP == MATRIX ? 2 * QUERY_BYTES : 0), "shared memory is laid out in another way in Python");
 

@@ -22,12 +22,14 @@ struct Query {
   DI void park(u32 at) {  // every lane keeps what only it reads
     parked = at + threadIdx.x % 32 * 16;
 #pragma unroll
-    for (int nt = 0; nt + 1 < NT; nt += 2)
+    for (int nt = 0; nt < NT; nt += 2) {
+      const int other = nt + 1 < NT ? nt + 1 : nt;  // the last of an odd number is there twice
 #pragma unroll
       for (int w = 0; w < D / 16; w++)
-        store_shared(parked + (nt / 2 * (D / 16) + w) * 512, b[nt][2 * w], b[nt][2 * w + 1], b[nt + 1][2 * w], b[nt + 1][2 * w + 1]);
+        store_shared(parked + (nt / 2 * (D / 16) + w) * 512, b[nt][2 * w], b[nt][2 * w + 1], b[other][2 * w], b[other][2 * w + 1]);
+    }
   }
-  DI void step(int w, u32 (&x)[2 * NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt
+  DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       if (!PARKED) x[2 * nt] = b[nt][2 * w], x[2 * nt + 1] = b[nt][2 * w + 1];

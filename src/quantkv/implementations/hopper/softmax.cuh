@@ -100,7 +100,7 @@ struct Softmax {
 #pragma unroll
       for (int w = 0; w < D / 16; w++) {
         const uint2 a = key_pairs<KEY>(ka, kb, 2 * w, at.table), a8 = key_pairs<KEY>(ka, kb, 2 * w + 1, at.table);
-        u32 b[2 * NT];
+        u32 b[2 * EVEN_NT];
         q.step(w, b);
         if constexpr (KEY::NORMALISED) {
           squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])), squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));

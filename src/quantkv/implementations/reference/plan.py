@@ -104,19 +104,17 @@ def visible_keys(tile: Tile, options: AttentionOptions, segment: Segment, device
     distance = query - key
     causal = options.causal if isinstance(options.causal, bool) else options.causal[tile.seqs, None, None]
     past = (distance >= 0) | (not causal if isinstance(causal, bool) else ~causal)
-    seen, back = past, torch.ones_like(past)
+    seen = past
     window, chunk = window_size(options)
     if chunk:
-        back = query // chunk - key // chunk <= options.chunk_lookback
-        seen = seen & back
+        seen = seen & (query // chunk - key // chunk <= options.chunk_lookback)
     elif window:
-        back = distance < window
-        seen = seen & back & (-distance < window)  # the second is implied where causal
+        seen = seen & (distance < window) & (-distance < window)  # the second is implied where causal
     if options.prefix_ranges is not None:
         start, end = options.prefix_ranges[tile.seqs].long()[:, None, None, :, :].unbind(-1)
         q_, k_ = query[..., None], key[..., None]
         both = ((start < end) & (start <= q_) & (q_ <= end) & (start <= k_) & (k_ <= end)).any(-1)
-        seen = seen | (both & back if options.clamp_prefix_to_window else both)
+        seen = seen | (both & (distance < options.window) if options.clamp_prefix_to_window and options.window else both)
     seen = seen & (key < tile.column(tile.seq_lens, device))
     if tile.real is not None:
         seen = seen & tile.real[:, :, None]

@@ -174,7 +174,7 @@ class Plan:
             alibi=0 if o.alibi_slopes is None else 1 + o.alibi_sqrt,
             qq_bias=o.qq_bias is not None,
             prefix=o.prefix_ranges is not None,
-            prefix_clamped=o.clamp_prefix_to_window,
+            prefix_window=o.window if o.clamp_prefix_to_window else 0,
             key_start=s.key_start is not None,
             key_range=s.key_range is not None,
             single=self.single,

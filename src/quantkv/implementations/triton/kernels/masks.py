@@ -43,8 +43,9 @@ def key_bounds(first, last, seq_len, seq, extras, F: tl.constexpr):
             start, end = load_range(extras.prefix_ranges, seq * extras.num_ranges + r)
             touched = (start < end) & (start <= last) & (first <= end)
             high = tl.where(touched, tl.maximum(high, end + 1), high)
-            if not F.prefix_clamped:
-                low = tl.where(touched, tl.minimum(low, start), low)
+            if F.prefix_window > 0:
+                start = tl.maximum(start, first - F.prefix_window + 1)
+            low = tl.where(touched, tl.minimum(low, start), low)
         high = tl.minimum(high, seq_len)
     if F.key_range:
         start, end = load_range(extras.key_range, seq)
@@ -85,20 +86,17 @@ def visible(query, key, key_mask, seq, extras, F: tl.constexpr):
         seen = (distance >= 0) | (tl.load(extras.causal + seq) == 0)
     else:
         seen = distance == distance
-    back = seen
     if F.chunk > 0:
-        back = query // F.chunk - key // F.chunk <= F.chunk_lookback
-        seen = seen & back
+        seen = seen & (query // F.chunk - key // F.chunk <= F.chunk_lookback)
     elif F.window > 0:
-        back = distance < F.window
-        seen = seen & back & (distance > -F.window)
+        seen = seen & (distance < F.window) & (distance > -F.window)
     if F.prefix:
         both = distance != distance
         for r in range(extras.num_ranges):
             start, end = load_range(extras.prefix_ranges, seq * extras.num_ranges + r)
             both = both | ((start < end) & (start <= query) & (query <= end) & (start <= key) & (key <= end))
-        if F.prefix_clamped and (F.chunk > 0 or F.window > 0):
-            both = both & back
+        if F.prefix_window > 0:
+            both = both & (distance < F.prefix_window)
         seen = seen | both
     return seen & key_mask
 

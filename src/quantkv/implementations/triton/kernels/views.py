@@ -179,7 +179,7 @@ class Features(_Constant):
     alibi: int = 0  # 1: linear, 2: square root
     qq_bias: bool = False
     prefix: bool = False
-    prefix_clamped: bool = False
+    prefix_window: int = 0  # what clamps prefix ranges; 0: nothing
     key_start: bool = False
     key_range: bool = False
     single: bool = False  # no sequence has more than one query
