@@ -31,10 +31,12 @@ ALLOWED = {
     "prepared": {"calls", "cache", "checks", "ops", "options"},
     "page_table": set(),
     "page_file": {"cache", "checks"},
+    "page_views": {"cache", "calls", "checks", "format", "maps"},
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
+    "offload": {"cache", "checks", "page_file"},
     "warmup": {"cache", "calls", "implementations", "prepared"},
     "policy": {"checks", "format", "formats", "maps"},
-    "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing"},
+    "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing", "page_views"},
     "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
     "integrations": {
         "calls",

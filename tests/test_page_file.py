@@ -1,11 +1,14 @@
 """Page files: what is read back, what is refused, and what a save that is killed leaves behind."""
 
+import io
 import json
 import os
-import random
 import stat
+import struct
 import subprocess
 import sys
+import zlib
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,8 +18,8 @@ from safetensors.torch import save_file
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format, page_file
 
 
-def cache_of(name="int4", pages=6, d=64, **kwargs):
-    return PagedCache(get_format(name).cache_spec(2, d), pages, **kwargs)
+def cache_of(name="int4", pages=6, d=64, heads=2, block_size=16, **kwargs):
+    return PagedCache(get_format(name).cache_spec(heads, d, block_size=block_size), pages, **kwargs)
 
 
 def filled(name="int4", pages=6, **kwargs):
@@ -88,21 +91,113 @@ def test_other_readers_of_safetensors_can_read_it(path):
 # ---- what is damaged or foreign is refused, and nothing is changed
 
 
-def test_every_flipped_bit_is_refused(path):
-    filled(pages=3).save(path)
-    whole, choose, cache = path.read_bytes(), random.Random(0), untouched(pages=3)
-    payload = int.from_bytes(whole[:8], "little") + 8
-    with safe_open(path, framework="pt") as file:
-        page_bytes = file.get_tensor("pages")[0].numel()
-    for trial in range(400):  # half of them in the pages and their checksums, half anywhere in the header
-        at = choose.randrange(payload, len(whole)) if trial % 2 else choose.randrange(payload)
+def tiny(**kwargs):
+    """Two pages of 320 bytes: few enough that every bit of their file can be flipped."""
+    return PagedCache(get_format("int4").cache_spec(1, 32, block_size=8), 2, **kwargs)
+
+
+def tiny_file():
+    """A file's bytes, where its parts begin, and a cache that must stay as it is."""
+    cache, file = tiny(), io.BytesIO()
+    cache.buffer.random_(generator=torch.Generator().manual_seed(0))
+    cache.save(file)
+    whole, untouched = file.getvalue(), tiny()
+    untouched.buffer.fill_(3)
+    pages = 8 + int.from_bytes(whole[:8], "little")
+    return whole, {"length": 0, "header": 8, "pages": pages, "checksums": pages + cache.nbytes, "end": len(whole)}, untouched
+
+
+@pytest.mark.parametrize("part, following", list(pairwise(["length", "header", "pages", "checksums", "end"])))
+@pytest.mark.parametrize("way", ["path", "stream"])
+def test_every_flipped_bit_is_refused(path, part, following, way):
+    whole, begins, cache = tiny_file()
+    for bit in range(8 * begins[part], 8 * begins[following]):
         flipped = bytearray(whole)
-        flipped[at] ^= 1 << choose.randrange(8)
-        path.write_bytes(flipped)
-        in_pages = trial % 2 and at < payload + 3 * page_bytes
-        refused(cache, path, f"page={(at - payload) // page_bytes}: damaged" if in_pages else "pages.safetensors")
-    path.write_bytes(whole)
-    cache.load(path)
+        flipped[bit // 8] ^= 1 << bit % 8
+        match = "pages.safetensors|BytesIO"
+        if part in ("pages", "checksums"):
+            size = cache.spec.block_bytes if part == "pages" else 8
+            match = f"({match}): page={(bit // 8 - begins[part]) // size}: damaged: its bytes have the checksum 0x.*the file says"
+        file = io.BytesIO(flipped)
+        if way == "path":
+            path.write_bytes(flipped)
+            file = path
+        refused(cache, file, match)
+    cache.load(io.BytesIO(whole))
+
+
+@pytest.mark.parametrize("way", ["path", "stream"])
+def test_a_file_cut_anywhere_is_refused(path, way):
+    whole, _, cache = tiny_file()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        file = path if way == "path" else io.BytesIO(whole[:size])
+        refused(cache, file, "pages.safetensors: .*cut" if way == "path" else "BytesIO: .*cut")
+
+
+def test_a_file_that_goes_on_is_refused(path):
+    whole, _, cache = tiny_file()
+    path.write_bytes(whole + b"\0")
+    refused(cache, path, f"size={len(whole) + 1}: cut or changed: its header needs {len(whole)} bytes")
+
+
+def test_the_header_byte_by_byte():
+    """What docs/pages.md says of version 2."""
+    whole, begins, _ = tiny_file()
+    length, offset = struct.unpack("<Q", whole[:8])[0], begins["pages"]
+    header = json.loads(whole[8 : 8 + length])
+    assert length % 8 == 0 and offset == 8 + length and len(whole) == offset + 2 * 320 + 16
+    assert header["pages"] == {"dtype": "U8", "shape": [2, 1, 320], "data_offsets": [0, 640]}
+    assert header["checksums"] == {"dtype": "I64", "shape": [2], "data_offsets": [640, 656]}
+    metadata = header["__metadata__"]
+    assert {name: metadata[name] for name in ("format", "version", "scales")} == {
+        "format": "quantkv-pages",
+        "version": "2",
+        "scales": "[1.0, 1.0]",
+    }
+    assert metadata["maps"] == LayerMaps.of(get_format("int4"), 32, 32).fingerprint()
+    row = {"code_bits": 4, "meta": ["float32"]}
+    spec = {"format": "int4", "k": row, "v": row, "num_kv_heads": 1, "head_size": 32, "head_size_v": 32, "block_size": 8}
+    assert json.loads(metadata["spec"]) == spec
+    sums = struct.unpack("<2q", whole[begins["checksums"] :])
+    assert sums == tuple(zlib.crc32(whole[offset + 320 * i : offset + 320 * (i + 1)]) for i in range(2))
+
+
+class Dribble(io.RawIOBase):
+    """A file without a buffer, as a socket may be: takes and gives 7 bytes at a time."""
+
+    def __init__(self):
+        self.data, self.at = bytearray(), 0
+
+    def readable(self):
+        return True
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.data += bytes(data[:7])
+        return min(len(data), 7)
+
+    def readinto(self, into):
+        part = self.data[self.at : self.at + min(len(into), 7)]
+        into[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, Dribble])
+def test_files_that_follow_one_another_in_a_stream(kind, format_name):
+    """Caches of several layers go through one pipe; each load takes its own bytes and no more."""
+    stream, layers = kind(), [filled(format_name, 3, k_scale=2.0), filled("int8", 2)]
+    for cache in layers:
+        cache.save(stream, pages=[1])
+    if kind is io.BytesIO:
+        stream.seek(0)
+    for cache in layers:
+        other = cache_of(cache.spec.format, 3, k_scale=cache.k.scale)
+        other.load(stream, pages=[2])
+        assert torch.equal(other.buffer[2], cache.buffer[1]) and not other.buffer[:2].any()
 
 
 def test_pages_that_changed_places_are_refused(path):
@@ -111,23 +206,27 @@ def test_pages_that_changed_places_are_refused(path):
     refused(untouched(), path, "page=0: damaged")
 
 
-@pytest.mark.parametrize("cut", [0, 7, 40, 900, -1])
-def test_a_file_cut_short_is_refused(path, cut):
+@pytest.mark.parametrize(
+    "other, match",
+    [
+        (dict(name="int8"), "spec={'format': 'int4', 'k': {'code_bits': 4.*needs {'format': 'int8', 'k': {'code_bits': 8"),
+        (dict(name="tq4"), "spec={'format': 'int4'.*needs {'format': 'tq4'"),
+        (dict(d=128), "spec={'head_size': 64, 'head_size_v': 64}: this cache needs {'head_size': 128, 'head_size_v': 128}"),
+        (dict(heads=4), "spec={'num_kv_heads': 2}: this cache needs {'num_kv_heads': 4}"),
+        (dict(block_size=32), "spec={'block_size': 16}: this cache needs {'block_size': 32}"),
+        (dict(k_scale=2.0), r"scales=\[1.0, 1.0\]: this cache needs \[2.0, 1.0\]"),
+    ],
+)
+def test_another_cache_is_refused_and_both_are_named(path, other, match):
     filled().save(path)
-    path.write_bytes(path.read_bytes()[:cut])
-    refused(untouched(), path, "pages.safetensors.*no safetensors file")
-
-
-@pytest.mark.parametrize("other, field", [(dict(name="int8"), "spec"), (dict(d=128), "spec"), (dict(k_scale=2.0), "scales")])
-def test_another_cache_is_refused(path, other, field):
-    filled().save(path)
-    refused(untouched(**other), path, f"pages.safetensors: {field}=.*this cache needs")
+    refused(untouched(**other), path, "pages.safetensors: " + match)
 
 
 def test_other_maps_are_refused(path):
     turn = torch.eye(64).roll(1, 0)[None]
     filled("int8", maps=LayerMaps(k=LinearMap(turn, turn.mT))).save(path)
-    refused(untouched(name="int8"), path, "pages.safetensors: maps=")
+    theirs, ours = LayerMaps(k=LinearMap(turn, turn.mT)).fingerprint(), LayerMaps().fingerprint()
+    refused(untouched(name="int8"), path, f"pages.safetensors: maps={theirs}: this cache needs {ours}")
 
 
 @pytest.mark.parametrize("field", ["format", "version", "spec", "maps", "scales"])
@@ -149,8 +248,9 @@ def test_version_1_is_refused(path):
         (lambda t: t.pop("checksums"), "a tensor 'checksums' of 6"),
         (lambda t: t.update(checksums=t["checksums"][:-1].clone()), "a tensor 'checksums' of 6"),
         (lambda t: t.update(checksums=t["checksums"].int()), "a tensor 'checksums' of 6"),
+        (lambda t: t.update(more=t["checksums"].clone()), "'more'.*and no other"),
         (lambda t: t.pop("pages"), "a tensor 'pages'"),
-        (lambda t: t.update(pages=t["pages"].view(torch.int8)), "a tensor 'pages'"),
+        (lambda t: t.update(pages=t["pages"].view(torch.int8)), "a tensor 'pages' of uint8"),
         (lambda t: t.update(pages=t["pages"][:, :1].clone()), "a tensor 'pages'"),
     ],
 )
@@ -237,7 +337,7 @@ def test_the_mode_follows_the_umask(path, temporary, umask):
 
 
 @pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("step", ["fsync", "_checksums", "link", "replace"])
+@pytest.mark.parametrize("step", ["fsync", "checksums", "link", "replace"])
 def test_a_save_that_fails_changes_nothing(path, tmp_path, monkeypatch, temporary, step, older):
     if step == {"unnamed": "replace", "named": "link"}[temporary] and not (older and temporary == "unnamed"):
         pytest.skip("this way to write a file does not come to that step")
@@ -247,7 +347,7 @@ def test_a_save_that_fails_changes_nothing(path, tmp_path, monkeypatch, temporar
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(page_file if step == "_checksums" else os, step, fail)
+    monkeypatch.setattr(page_file if step == "checksums" else os, step, fail)
     with pytest.raises(OSError, match="disk full"):
         filled().save(path)
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == ([(path.name, b"older")] if older else [])

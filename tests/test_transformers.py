@@ -11,8 +11,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from quantkv import available_formats, get_format  # noqa: E402
-from quantkv.integrations.sequences import Kind, Progress, Sequences, Step  # noqa: E402
+from quantkv.integrations.passes import Kind, Pass  # noqa: E402
+from quantkv.integrations.progress import Progress  # noqa: E402
+from quantkv.integrations.sequences import Sequences  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.layers import PagedLength  # noqa: E402
 
 VOCABULARY = 128
 SIZES = {
@@ -178,11 +181,13 @@ def stored(layer):
     """Bytes of every sequence's tokens, page by page."""
     table, parts = layer.sequences.table, []
     for row, length in zip(table.rows, table.lengths):
-        assert 0 <= len(row) * table.block_size - length < table.block_size
+        assert length <= len(row) * table.block_size
         for side in (layer.pages.k, layer.pages.v):
             for field in side.codes, side.meta:
                 if field is not None:
-                    parts.append(field[row].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten())
+                    parts.append(
+                        field[row[: -(-length // table.block_size)]].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten()
+                    )
     return torch.cat(parts)
 
 
@@ -308,10 +313,8 @@ def refused(error, match, model, *args, **kwargs):
         model(*args, **kwargs)
 
 
-def test_another_cache_or_attention_is_refused(llama):
+def test_another_attention_is_refused():
     ids, _ = prompts([9])
-    refused(ValueError, "QuantizedCache", llama, ids, past_key_values=DynamicCache(config=llama.config))
-    refused(ValueError, "QuantizedCache", llama, ids, use_cache=False)
     for name in ("sdpa", "eager"):
         model = tiny("llama", attn_implementation=name)
         refused(RuntimeError, "use_quantkv_attention", model, ids, past_key_values=QuantizedCache(model.config))
@@ -331,8 +334,9 @@ def test_what_is_not_supported_is_refused_by_name(llama):
         cache = fresh()
         logits(llama, cache, ids, mask, [0])
         refused(ValueError, "attention_mask", llama, ids[:, :1], attention_mask=wrong, past_key_values=cache)
-    with pytest.raises(NotImplementedError, match="custom masks"):
-        quantkv_mask(4, 0, use_vmap=True, allow_is_causal_skip=False)
+    for options in ({"use_vmap": True, "allow_is_causal_skip": True}, {"allow_is_causal_skip": False}):
+        with pytest.raises(NotImplementedError, match="custom masks"):
+            quantkv_mask(q_length=4, kv_length=PagedLength.of(4, set()), **options)
 
 
 def test_padding_after_tokens(llama):
@@ -352,14 +356,30 @@ def test_padding_after_tokens(llama):
     refused(ValueError, "on the left", model, ids, attention_mask=mask, past_key_values=QuantizedCache(model.config))
 
 
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_prompt_padded_on_the_right_is_continued_as_by_transformers(holes):
+    """The next token comes from the output of the last padding token, which sees the tokens before it."""
+    model = tiny("llama", attn_implementation="eager")
+    ids, _ = prompts([12, 12, 12])
+    mask = torch.ones_like(ids)
+    mask[1, 7:], mask[2, 3:] = 0, 0
+    if holes:
+        mask[0, 3:5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    use_quantkv_attention(model)
+    assert torch.equal(model.generate(ids, past_key_values=QuantizedCache(model.config, "none"), **options), expected)
+    windowed = use_quantkv_attention(tiny("mistral"))
+    refused(ValueError, "on the left", windowed, ids, attention_mask=mask, past_key_values=QuantizedCache(windowed.config))
+
+
 @pytest.mark.parametrize(
     "config, match",
     [
         (lambda: transformers.T5Config(), "encoder-decoder"),
         (lambda: transformers.MambaConfig(), "layer_types|MambaConfig"),
-        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
-        (lambda: transformers.Gemma3nTextConfig(), "share keys and values"),
-        (lambda: transformers.DeepseekV3Config(), "kv_lora_rank"),
+        (lambda: transformers.DeepseekV32Config(), "DeepseekV32Config.*index chooses"),
+        (lambda: transformers.DiffLlamaConfig(), "DiffLlamaConfig"),
     ],
 )
 def test_models_without_plain_attention_are_refused(config, match):
@@ -527,12 +547,12 @@ def fail_in(place, model, cache, monkeypatch, **inputs):
         if place == "between":
             patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
         else:
-            patch.setattr(Step, "attend", failing(cache.layers[place].pages))
+            patch.setattr(Pass, "attend", failing(cache.layers[place].pages))
         refused((ZeroDivisionError, KeyboardInterrupt), None, model, past_key_values=cache, **inputs)
 
 
 def failing(pages):
-    attend = Step.attend
+    attend = Pass.attend
 
     def call(step, cache, *args, **kwargs):
         if cache is pages:

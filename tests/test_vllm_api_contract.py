@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+import quantkv.vllm_api.per_token_head  # noqa: F401  registers its backends before a test puts another registry in place
 from quantkv import vllm_api as backend
 from quantkv.vllm_api import KVQuantMode as Mode
 from quantkv.vllm_api import QuantKVBackend, get_backend, has_backend, registry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -77,7 +77,15 @@ class PagedCache:
 
     @classmethod
     def wrap(cls, buffer: torch.Tensor, spec: CacheSpec, **options: Any) -> PagedCache:
-        """A cache over memory that an engine owns: see `buffer`. Nothing is copied or cleared."""
+        """A cache over memory that an engine owns: see `buffer`. Nothing is copied or cleared.
+
+        A buffer of four axes is a layer's tensor as vLLM shapes it, `[num_blocks, HK, block_size, page_bytes / block_size]` of any dtype,
+        in a layout that leaves a head's page one run of bytes: vLLM's LBHNC, BLHNC, BHLNC and LHBNC.
+        """
+        if isinstance(buffer, torch.Tensor) and buffer.ndim == 4:
+            if buffer.stride(3) != 1 or buffer.stride(2) != buffer.shape[3]:
+                checks.refuse("buffer.stride()", buffer.stride(), "a head's page must be one run of bytes")
+            buffer = buffer.view(torch.uint8).flatten(2)
         return cls(spec, buffer.shape[0] if isinstance(buffer, torch.Tensor) and buffer.ndim else 0, buffer=buffer, **options)
 
     def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:
@@ -166,13 +174,13 @@ class PagedCache:
             checks.in_range(name, t, 0, self.num_blocks)
         self.buffer[target] = self.buffer[source]
 
-    def save(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-        """Write pages (all if None) to a page file; see `page_file.save`."""
-        page_file.save(self, path, pages)
+    def save(self, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
+        """Write pages (all if None) to a page file, by its path or open for writing; see `page_file.save`."""
+        page_file.save(self, file, pages)
 
-    def load(self, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
+    def load(self, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
         """Read a page file into pages (0, 1, .. if None); see `page_file.load`."""
-        page_file.load(self, path, pages)
+        page_file.load(self, file, pages)
 
 
 _KINDS: dict[Any, Any] = {}  # one object for each kind of cache: compared by identity first, which is quick

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import NoReturn
 
@@ -49,3 +51,21 @@ def in_range(argument: str, t: torch.Tensor, low: int, high: int, note: str = ""
         least, most = (int(x) for x in t.aminmax())
         if least < low or most >= high:
             refuse(argument, f"{least}..{most}", f"values lie in {low}..{high - 1}{note}")
+
+
+def page_numbers(pages: Iterable[int], num_blocks: int, argument: str = "pages") -> list[int]:
+    """Distinct pages of a cache of `num_blocks`, as ints. ValueError for anything else: floats, bools, repeated pages, others."""
+    try:
+        items = pages.tolist() if isinstance(pages, torch.Tensor) else pages
+        numbers = [None if isinstance(page, bool) else operator.index(page) for page in items]
+    except TypeError:
+        numbers = [None]
+    if None in numbers:
+        refuse(argument, repr(pages), "a sequence of integers is needed")
+    outside = [page for page in numbers if not 0 <= page < num_blocks]
+    if outside:
+        refuse(argument, outside[0], f"values lie in 0..{num_blocks - 1}")
+    repeated = [page for page, count in Counter(numbers).items() if count > 1]
+    if repeated:
+        refuse(argument, repeated[0], "repeated: a page can be named once")
+    return numbers

@@ -27,9 +27,11 @@ def unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format,
     dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
     base = tensors[0]
     if layout:
-        flat = base.reshape(-1)
+        storage = base.untyped_storage()  # an engine's pages need not be one run: no view of base reaches all of them
         tensors = [
-            flat.view(dtype).as_strided(layout[9 * i : 9 * i + 4], layout[9 * i + 4 : 9 * i + 8], layout[9 * i + 8])
+            torch.empty(0, dtype=dtype, device=base.device).set_(
+                storage, layout[9 * i + 8], layout[9 * i : 9 * i + 4], layout[9 * i + 4 : 9 * i + 8]
+            )
             for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)
         ]
     left = iter(tensors)

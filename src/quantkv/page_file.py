@@ -1,7 +1,7 @@
-"""Page files: pages of one layer's cache in a safetensors file, with their geometry and a checksum for each page.
+"""Page files: pages of one layer's cache as bytes, with their geometry and a checksum for each page. docs/pages.md has every byte.
 
-A file has two tensors: `pages`, uint8 `[n, HK, page_bytes]`, and `checksums`, int64 `[n]`, the CRC-32 of each page's bytes. Its
-metadata says what the bytes mean. Version 2; files of version 1 had no checksums and are refused.
+A file is a safetensors file with two tensors, `pages` and `checksums`; its metadata says what the bytes mean. Version 2; files of
+version 1 had no checksums and are refused. `load` reads nothing that the header does not account for, and changes the cache last.
 
 A file appears whole, in one step, or not at all: its bytes are on the disk before it gets its name, and the name is before `save`
 returns. Where the system lets a file be without a name until then (Linux), a process that is killed leaves nothing behind. Elsewhere,
@@ -14,17 +14,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import operator
+import math
 import os
 import re
 import secrets
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from . import checks
 from .checks import refuse
 
 if TYPE_CHECKING:
@@ -32,64 +32,58 @@ if TYPE_CHECKING:
 
 FILE_FORMAT, FILE_VERSION = "quantkv-pages", 2
 CHUNK_BYTES = 1 << 24  # what `save` copies to the host at a time
+HEADER_BYTES = 1 << 20  # a longer header is a damaged length: ours has some 700 bytes
 TEMPORARY = re.compile(r"\.quantkv-[0-9a-f]{16}\.tmp")
 NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)  # what file systems without O_TMPFILE answer
 
 
-def page_numbers(pages: Iterable[int], num_blocks: int) -> list[int]:
-    """Distinct pages of a cache, as ints. ValueError for anything else: floats, bools, repeated pages, pages that do not exist."""
-    try:
-        items = pages.tolist() if isinstance(pages, torch.Tensor) else pages
-        numbers = [None if isinstance(page, bool) else operator.index(page) for page in items]
-    except TypeError:
-        numbers = [None]
-    if None in numbers:
-        refuse("pages", repr(pages), "a sequence of integers is needed")
-    outside = [page for page in numbers if not 0 <= page < num_blocks]
-    if outside:
-        refuse("pages", outside[0], f"values lie in 0..{num_blocks - 1}")
-    repeated = [page for page, count in Counter(numbers).items() if count > 1]
-    if repeated:
-        refuse("pages", repeated[0], "repeated: a page can be named once")
-    return numbers
+def save(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
+    """Write pages (all if None) of `cache` to a page file.
 
-
-def save(cache: PagedCache, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-    """Write pages (all if None) of `cache` to a page file at `path`, in place of what is there; its mode follows the umask.
-
+    file: a path, where the file takes the place of what is there, its mode following the umask; or a binary file to write to (a
+    socket's, `io.BytesIO`), which is left open.
     ValueError, before anything is written, for page numbers that are not distinct pages of the cache. OSError where the file cannot be
-    written; then what was at `path` before is there still.
+    written; then what was at the path before is there still.
     """
-    numbers = list(range(cache.num_blocks)) if pages is None else page_numbers(pages, cache.num_blocks)
-    with _replacing(os.path.abspath(path)) as file:
-        _write(file, cache, torch.tensor(numbers, dtype=torch.int64, device=cache.device))
+    numbers = list(range(cache.num_blocks)) if pages is None else checks.page_numbers(pages, cache.num_blocks)
+    index = torch.tensor(numbers, dtype=torch.int64, device=cache.device)
+    if hasattr(file, "write"):
+        _write(file, cache, index)
+    else:
+        with _replacing(os.path.abspath(file)) as whole:
+            _write(whole, cache, index)
 
 
-def load(cache: PagedCache, path: str | os.PathLike[str], pages: Sequence[int] | None = None) -> None:
-    """Read a file that `save` wrote into pages (0, 1, .. if None) of `cache`.
+def load(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
+    """Read what `save` wrote into pages (0, 1, .. if None) of `cache`.
 
-    ValueError naming the path and the cause, with nothing changed, if its version, format, geometry, maps, scales or number of pages
-    differ from what is needed, or a page from its checksum. OSError where the file cannot be read.
+    file: a path; or a binary file, of which the bytes of one page file are read, whatever follows them.
+    ValueError naming the file and the cause, with nothing changed, if it was cut or changed, or its version, format, geometry, maps,
+    scales or number of pages differ from what is needed. OSError where the file cannot be read.
     """
-    path = os.fspath(path)
-    header, stored, checksums = _read(path)
-    for field, expected in _header(cache).items():
-        if _plain(header.get(field)) != _plain(expected):
-            refuse(f"{path}: {field}", header.get(field), f"this cache needs {expected}")
-    shape = tuple(cache.buffer.shape[1:])
-    if stored is None or stored.dtype != torch.uint8 or stored.shape[1:] != shape:
-        refuse("path", repr(path), f"a tensor 'pages' of {shape} bytes a page is needed")
-    if checksums is None or checksums.dtype != torch.int64 or checksums.shape != stored.shape[:1]:
-        refuse("path", repr(path), f"a tensor 'checksums' of {stored.shape[0]} int64 is needed")
-    count = stored.shape[0]
+    if not hasattr(file, "read"):
+        with open(file, "rb") as opened:
+            return _load(cache, opened, os.fspath(file), os.fstat(opened.fileno()).st_size, pages)
+    return _load(cache, file, str(getattr(file, "name", type(file).__name__)), None, pages)
+
+
+def _load(cache: PagedCache, file: BinaryIO, name: str, size: int | None, pages: Sequence[int] | None) -> None:
+    header, offset = _read_header(file, name, size)
+    count, order = _check_header(cache, header, name)
     if pages is None and count > cache.num_blocks:
-        refuse(f"{path}: pages", count, f"the cache has {cache.num_blocks}")
-    numbers = list(range(count)) if pages is None else page_numbers(pages, cache.num_blocks)
+        refuse(f"{name}: pages", count, f"the cache has {cache.num_blocks}")
+    numbers = list(range(count)) if pages is None else checks.page_numbers(pages, cache.num_blocks)
     if len(numbers) != count:
-        refuse("pages", len(numbers), f"{path} holds {count} pages")
-    for index, (found, expected) in enumerate(zip(_checksums(stored), checksums.tolist())):
+        refuse("pages", len(numbers), f"{name} holds {count} pages")
+    sizes = {"pages": count * cache.spec.block_bytes, "checksums": 8 * count}
+    if size is not None and size != offset + sum(sizes.values()):
+        refuse(f"{name}: size", size, f"cut or changed: its header needs {offset + sum(sizes.values())} bytes")
+    payload = _read_exactly(file, sum(sizes.values()), name)
+    parts = dict(zip(order, payload.split([sizes[tensor] for tensor in order])))
+    stored = parts["pages"].view(count, *cache.buffer.shape[1:])
+    for index, (found, expected) in enumerate(zip(checksums(stored), _integers(parts["checksums"]))):
         if found != expected:
-            refuse(f"{path}: page", index, f"damaged: its bytes have the checksum {found:#010x}, the file says {expected:#x}")
+            refuse(f"{name}: page", index, f"damaged: its bytes have the checksum {found:#010x}, the file says {expected:#x}")
     cache.buffer[torch.tensor(numbers, dtype=torch.int64, device=cache.device)] = stored.to(cache.device)
 
 
@@ -104,51 +98,102 @@ def _header(cache: PagedCache) -> dict[str, str]:
     }
 
 
-def _plain(field: str | None) -> Any:
+def _check_header(cache: PagedCache, header: Any, name: str) -> tuple[int, tuple[str, str]]:
+    """Number of pages in the file and the order of its two tensors. ValueError unless it was made for caches like this one."""
+    tensors = dict(header) if isinstance(header, dict) else {}
+    metadata = tensors.pop("__metadata__", None)
+    metadata = metadata if isinstance(metadata, dict) else {}
+    for field, text in _header(cache).items():
+        found, expected = _plain(metadata.get(field)), _plain(text)
+        if found == expected:
+            continue
+        if isinstance(found, dict) and isinstance(expected, dict):  # what differs says more than all of both
+            keys = [key for key in sorted({*found, *expected}) if found.get(key) != expected.get(key)]
+            found, expected = ({key: value.get(key) for key in keys} for value in (found, expected))
+        refuse(f"{name}: {field}", found, f"this cache needs {expected}")
+    shape = list(cache.buffer.shape[1:])
+    pages = tensors.get("pages")
+    found = pages.get("shape") if isinstance(pages, dict) else None
+    if not isinstance(found, list) or found[1:] != shape or type(found[0]) is not int or found[0] < 0:
+        refuse(f"{name}: shape", found, f"a tensor 'pages' of {tuple(shape)} bytes a page is needed")
+    for order in (("pages", "checksums"), ("checksums", "pages")):
+        if tensors == _tensors([found[0], *shape], order):
+            return found[0], order
+    refuse(f"{name}: tensors", tensors, f"a tensor 'pages' of uint8 and a tensor 'checksums' of {found[0]} int64 are needed, and no other")
+
+
+def _tensors(shape: list[int], order: Sequence[str] = ("pages", "checksums")) -> dict[str, Any]:
+    """What a header says of the two tensors, that begin in this order."""
+    kinds = {"pages": ("U8", shape, math.prod(shape)), "checksums": ("I64", shape[:1], 8 * shape[0])}
+    described, start = {}, 0
+    for tensor in order:
+        dtype, extent, size = kinds[tensor]
+        described[tensor] = {"dtype": dtype, "shape": extent, "data_offsets": [start, start + size]}
+        start += size
+    return described
+
+
+def _plain(field: Any) -> Any:
     """A field's value, so that 1 and 1.0 are equal; the field itself where it is no JSON list or object."""
-    if field is None or not field.startswith(("[", "{")):
+    if not isinstance(field, str) or not field.startswith(("[", "{")):
         return field
     try:
         return json.loads(field)
-    except ValueError:
+    except (ValueError, RecursionError):
         return field
 
 
-def _checksums(pages: torch.Tensor) -> list[int]:
-    """CRC-32 of each of `pages [n, HK, page_bytes]`, on the host."""
+def checksums(pages: torch.Tensor) -> list[int]:
+    """CRC-32 of the bytes of each of `pages [n, HK, page_bytes]`, on the host."""
     return [zlib.crc32(page) for page in pages.contiguous().flatten(1).numpy()]
 
 
 def _write(file: Any, cache: PagedCache, index: torch.Tensor) -> None:
     """A safetensors file, chunk by chunk: the host never holds all pages, and the checksums are those of the bytes written."""
     shape = [len(index), *cache.buffer.shape[1:]]
-    size = len(index) * cache.spec.block_bytes
-    header = {
-        "__metadata__": _header(cache),
-        "pages": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]},
-        "checksums": {"dtype": "I64", "shape": shape[:1], "data_offsets": [size, size + 8 * len(index)]},
-    }
+    header = {"__metadata__": _header(cache), **_tensors(shape)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    checksums = []
+    _write_whole(file, len(text).to_bytes(8, "little") + text)
+    sums = []
     for part in index.split(max(CHUNK_BYTES // cache.spec.block_bytes, 1)):
         pages = cache.buffer[part].cpu()
-        file.write(pages.numpy())
-        checksums += _checksums(pages)
-    file.write(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
+        _write_whole(file, pages.flatten().numpy())
+        sums += checksums(pages)
+    _write_whole(file, b"".join(number.to_bytes(8, "little") for number in sums))
 
 
-def _read(path: str) -> tuple[dict[str, str], torch.Tensor | None, torch.Tensor | None]:
-    from safetensors import SafetensorError, safe_open
+def _write_whole(file: BinaryIO, data: Any) -> None:
+    view = memoryview(data)
+    while len(view):  # a file without a buffer, as sockets may have, takes what it can
+        written = file.write(view)
+        view = view[len(view) if written is None else written :]
 
-    open(path, "rb").close()  # an OSError that names the path
+
+def _read_header(file: BinaryIO, name: str, size: int | None) -> tuple[Any, int]:
+    """The header's JSON, and how many bytes it takes with its length."""
+    length = int.from_bytes(_read_exactly(file, 8, name).numpy().tobytes(), "little")
+    if length % 8 or length > HEADER_BYTES or (size is not None and length > size - 8):
+        refuse(f"{name}: header", f"{length} bytes", "no page file, or cut or changed")
     try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            return file.metadata() or {}, *(file.get_tensor(name) if name in names else None for name in ("pages", "checksums"))
-    except SafetensorError as error:
-        raise ValueError(f"path={path!r}: no safetensors file ({error})") from error
+        return json.loads(_read_exactly(file, length, name).numpy().tobytes()), 8 + length
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: its header is no JSON: no page file, or cut or changed") from error
+
+
+def _read_exactly(file: BinaryIO, size: int, name: str) -> torch.Tensor:
+    """The next `size` bytes. ValueError where there are fewer: a file that was cut, a sender that went away."""
+    into, got = torch.empty(size, dtype=torch.uint8, device="cpu"), 0
+    while got < size:
+        read = file.readinto(into.numpy()[got:])
+        if not read:
+            refuse(f"{name}: size", f"{got} bytes", f"cut: {size} more are needed where it ends")
+        got += read
+    return into
+
+
+def _integers(data: torch.Tensor) -> list[int]:
+    return [int.from_bytes(number, "little", signed=True) for number in data.view(-1, 8).numpy()]
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ _LAZY = {
         ),
         "per_token_head",
     ),
+    "page_views": "pages",
     **dict.fromkeys(("TurboQuantConfig", "get_centroids", "triton_turboquant_decode_attention", "triton_turboquant_store"), "turboquant"),
 }
 __all__ = [

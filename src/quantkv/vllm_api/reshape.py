@@ -16,14 +16,15 @@ from .registry import get_backend
 from .views import ContractError, cache_side, need_tensors, scale_value, store
 
 _AS_GIVEN = ("auto", "bfloat16", "float16", "half", "float32", "float")
-_FP8 = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
+FP8 = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
 
 
-def _format(kv_cache_dtype: str, cache: torch.Tensor) -> Format:
-    if kv_cache_dtype in _FP8:
-        return get_format(_FP8[kv_cache_dtype])
+def dtype_format(kv_cache_dtype: str, cache: torch.Tensor) -> Format:
+    """The format of rows as they are, in `cache`'s dtype, or of 8-bit floats with a scale for the tensor. ContractError for other names."""
+    if kv_cache_dtype in FP8:
+        return get_format(FP8[kv_cache_dtype])
     if kv_cache_dtype not in _AS_GIVEN:
-        raise ContractError(f"unsupported kv_cache_dtype (str), got {kv_cache_dtype}: one of {', '.join((*_AS_GIVEN, *_FP8))}")
+        raise ContractError(f"unsupported kv_cache_dtype (str), got {kv_cache_dtype}: one of {', '.join((*_AS_GIVEN, *FP8))}")
     if kv_cache_dtype != "auto" and cache.dtype != getattr(torch, kv_cache_dtype):
         checks.refuse("key_cache.dtype", cache.dtype, f"kv_cache_dtype={kv_cache_dtype!r}")
     return get_format("none", cache.dtype)
@@ -51,8 +52,8 @@ def triton_reshape_and_cache_flash(
     if interleaved_v_pack_factor != 0:
         checks.refuse("interleaved_v_pack_factor", interleaved_v_pack_factor, "0: values are not interleaved here")
     need_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    fmt = _format(kv_cache_dtype, key_cache)
-    scales = [scale_value(name, s) if kv_cache_dtype in _FP8 else 1.0 for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
+    fmt = dtype_format(kv_cache_dtype, key_cache)
+    scales = [scale_value(name, s) if kv_cache_dtype in FP8 else 1.0 for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
     k = cache_side("key_cache", key_cache, fmt.k, key.shape[-1], scale=scales[0])
     v = cache_side("value_cache", value_cache, fmt.v, value.shape[-1], scale=scales[1])
     store(key, value, k, v, fmt, slot_mapping)

@@ -10,15 +10,15 @@ import torch
 
 from .. import checks, ops
 from ..calls import AttendCall, Batch, Segment, Side
-from ..format import Codec, Format
+from ..format import Format
 from ..formats import get_format
 from ..formats.turboquant import LEVELS, centroids
 from ..maps import LayerMaps, LinearMap, named_map
-from .views import ReadOnce, need_tensors, store
+from .views import ReadOnce, need_tensors, row_bytes, slot_sides, store
 
 # (key bits, value bits) -> format; 8 bits are e4m3
 _FORMATS = {(8, 4): "tq_k8v4", (4, 4): "tq4", (3, 4): "tq_k3v4", (3, 3): "tq3", (4, 3): "tq4/tq3", (8, 3): "tq_k8v4/tq3"}
-_PRESETS = {"turboquant_k8v4": (8, 4), "turboquant_4bit_nc": (4, 4), "turboquant_k3v4_nc": (3, 4), "turboquant_3bit_nc": (3, 3)}
+PRESETS = {"turboquant_k8v4": (8, 4), "turboquant_4bit_nc": (4, 4), "turboquant_k3v4_nc": (3, 4), "turboquant_3bit_nc": (3, 3)}
 
 
 @lru_cache(maxsize=32)
@@ -43,9 +43,9 @@ class TurboQuantConfig:
     @classmethod
     def from_cache_dtype(cls, cache_dtype: str, head_dim: int) -> TurboQuantConfig:
         """The preset of that name. ValueError for an unknown one."""
-        if cache_dtype not in _PRESETS:
-            checks.refuse("Unknown TurboQuant cache dtype: cache_dtype", repr(cache_dtype), f"one of {', '.join(_PRESETS)}")
-        return cls(head_dim, *_PRESETS[cache_dtype], norm_correction=cache_dtype.endswith("_nc"))
+        if cache_dtype not in PRESETS:
+            checks.refuse("Unknown TurboQuant cache dtype: cache_dtype", repr(cache_dtype), f"one of {', '.join(PRESETS)}")
+        return cls(head_dim, *PRESETS[cache_dtype], norm_correction=cache_dtype.endswith("_nc"))
 
     @staticmethod
     def get_boundary_skip_layers(model_config: Any, n: int = 2) -> list[str]:
@@ -93,12 +93,12 @@ class TurboQuantConfig:
     @property
     def key_packed_size(self) -> int:
         """Bytes of a key with its norm."""
-        return _row_bytes(self.format.k, self.head_dim)
+        return row_bytes(self.format.k, self.head_dim)
 
     @property
     def value_packed_size(self) -> int:
         """Bytes of a value with its scale and minimum."""
-        return _row_bytes(self.format.v, self.head_dim)
+        return row_bytes(self.format.v, self.head_dim)
 
     @property
     def slot_size(self) -> int:
@@ -110,10 +110,6 @@ class TurboQuantConfig:
         return self.slot_size + self.slot_size % 2
 
 
-def _row_bytes(codec: Codec, head_size: int) -> int:
-    return codec.row.code_bytes(head_size) + codec.row.meta_bytes
-
-
 def _format(mse_bits: int, value_quant_bits: int, key_fp8: bool) -> Format:
     bits = (8 if key_fp8 else mse_bits, value_quant_bits)
     if bits not in _FORMATS:
@@ -122,24 +118,11 @@ def _format(mse_bits: int, value_quant_bits: int, key_fp8: bool) -> Format:
 
 
 def _sides(kv_cache: torch.Tensor, fmt: Format, head_size: int, key_packed_size: int) -> tuple[Side, Side]:
-    """Views of the slots. Keys start at byte 0, values at `key_packed_size`; each row's codes, then its 16-bit fields."""
-    for codec in (fmt.k, fmt.v):
-        codec.check_head_size(head_size)
-    key_bytes, value_bytes = _row_bytes(fmt.k, head_size), _row_bytes(fmt.v, head_size)
-    checks.tensor("kv_cache", kv_cache, (None, None, None, None), (torch.uint8,), kv_cache.device)
+    """Views of the slots. Keys start at byte 0, values at `key_packed_size`."""
+    key_bytes = row_bytes(fmt.k, head_size)
     if key_packed_size < key_bytes or key_packed_size % 2:
         checks.refuse("key_packed_size", key_packed_size, f"an even number of at least {key_bytes} bytes")
-    if kv_cache.shape[3] < key_packed_size + value_bytes:
-        checks.refuse("kv_cache.shape[3]", kv_cache.shape[3], f"a slot needs {key_packed_size + value_bytes} bytes")
-    if kv_cache.stride(3) != 1 or any(n % 2 for n in (*kv_cache.stride()[:3], kv_cache.storage_offset())):
-        checks.refuse("kv_cache.stride()", kv_cache.stride(), "slots of consecutive bytes at even addresses are needed")
-
-    def side(codec: Codec, start: int) -> Side:
-        fields = start + codec.row.code_bytes(head_size)
-        codes, meta = kv_cache[..., start:fields], kv_cache[..., fields : fields + codec.row.meta_bytes]
-        return Side(codes.view(codec.code_dtype), meta.view(torch.float16) if codec.row.meta else None)
-
-    return side(fmt.k, 0), side(fmt.v, key_packed_size)
+    return slot_sides(kv_cache, fmt, (head_size, head_size), key_packed_size)
 
 
 class _Rotation(NamedTuple):

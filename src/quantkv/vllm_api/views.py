@@ -112,6 +112,43 @@ def cache_side(
     return Side(cache.view(codec.code_dtype), scale_cache.unsqueeze(-1), scale)
 
 
+def row_bytes(codec: Codec, head_size: int) -> int:
+    """Bytes of a row's codes with its metadata."""
+    return codec.row.code_bytes(head_size) + codec.row.meta_bytes
+
+
+def slot_sides(
+    slots: torch.Tensor, fmt: Format, head_sizes: tuple[int, int], value_offset: int, scales: tuple[float, float] = (1.0, 1.0)
+) -> tuple[Side, Side]:
+    """The sides that combined slots are: `slots [num_blocks, block_size, HK, bytes]` uint8, any strides between slots.
+
+    A slot is a key's codes and their metadata from byte 0, a value's from byte `value_offset`. head_sizes: of keys, of values.
+    """
+    checks.tensor("kv_cache", slots, (None, None, None, None), (torch.uint8,), slots.device)
+    codecs, starts = (fmt.k, fmt.v), (0, value_offset)
+    for codec, size in zip(codecs, head_sizes):
+        codec.check_head_size(size)
+    needed = value_offset + row_bytes(fmt.v, head_sizes[1])
+    if slots.shape[3] < needed:
+        checks.refuse("kv_cache.shape[3]", slots.shape[3], f"a slot needs {needed} bytes")
+    dtypes = [(codec.code_dtype, getattr(torch, codec.row.meta[0]) if codec.row.meta else torch.uint8) for codec in codecs]
+    unit = max(dtype.itemsize for pair in dtypes for dtype in pair)
+    fields = [start + codec.row.code_bytes(size) for codec, start, size in zip(codecs, starts, head_sizes)]
+    if slots.stride(3) != 1 or any(n % unit for n in (*slots.stride()[:3], slots.storage_offset())):
+        checks.refuse("kv_cache.stride()", slots.stride(), f"slots of consecutive bytes at multiples of {unit} bytes are needed")
+    for codec, start, field, (_, dtype) in zip(codecs, starts, fields, dtypes):
+        if start % unit or field % dtype.itemsize:
+            checks.refuse(
+                "head_size", head_sizes, f"metadata of {codec.name} would lie at byte {field} of a slot, not at a multiple of {unit}"
+            )
+
+    def side(codec: Codec, start: int, field: int, scale: float, dtype: torch.dtype) -> Side:
+        meta = slots[..., field : field + codec.row.meta_bytes].view(dtype) if codec.row.meta else None
+        return Side(slots[..., start:field].view(codec.code_dtype), meta, scale)
+
+    return tuple(side(c, *at, scale, pair[1]) for c, at, scale, pair in zip(codecs, zip(starts, fields), scales, dtypes))
+
+
 def store(
     key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor, maps: LayerMaps | None = None
 ) -> None:

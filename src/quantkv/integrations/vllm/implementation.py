@@ -172,16 +172,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         return pages
 
     def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
-        view = kv_cache.view(torch.uint8)
-        blocks, heads, size, width = view.shape
-        if view.stride(3) != 1 or view.stride(2) != width:
-            raise ValueError(f"quantkv: KV cache strides {view.stride()}: a head's page must be one run of bytes")
-        spec = self._page_spec(size)
-        if (heads, size * width) != (spec.num_kv_heads, spec.page_bytes):
-            needed = f"{spec.num_kv_heads} of {spec.page_bytes} are needed for {spec.format}"
-            raise ValueError(f"quantkv: pages of {heads} heads of {size * width} bytes: {needed}")
-        buffer = view.as_strided((blocks, heads, size * width), (view.stride(0), view.stride(1), 1))
-        return self._over(buffer, size)
+        return self._over(kv_cache, kv_cache.shape[2])
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` in the slots `slot_mapping`; rows beyond these are padding."""

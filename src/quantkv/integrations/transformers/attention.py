@@ -1,0 +1,144 @@
+"""transformers' attention and mask functions over a quantized cache, registered by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ...checks import refuse
+from ..passes import brief
+from .compiled import HANDED
+from .layers import ATTENTION, PagedLength
+
+
+def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the decoder of `model` read a `QuantizedCache`: sets its attention implementation to "quantkv". Returns the model.
+
+    Encoders of images and sound stay as they are. With another cache, or none, the decoder attends as with "sdpa" (or "eager", where
+    that does not know its options). `model.set_attn_implementation("sdpa")` or "eager" undoes it.
+    Errors: NotImplementedError naming an encoder-decoder, or a model that does not ask transformers for its attention function.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"model: {name} is an encoder-decoder; decoders only")
+    config = model.config.get_text_config(decoder=True)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    if not parts or not all(part._can_set_attn_implementation() for part in parts):
+        raise NotImplementedError(
+            f"model: {name} computes attention by itself and cannot be told to do it otherwise (its code does not use transformers' "
+            "AttentionInterface), so it cannot read quantized pages"
+        )
+    parts[0].set_attn_implementation({"": ATTENTION})
+    return model
+
+
+def quantkv_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function over a `QuantizedCache`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights.
+
+    Keys and values that no `QuantizedLayer` holds are attended to as by "sdpa" or "eager".
+    """
+    compiling = torch.compiler.is_compiling()
+    layer = HANDED.take() if compiling else getattr(key, "layer", None)
+    if layer is None:
+        options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "is_causal": is_causal, **kwargs}
+        if softcap is None and s_aux is None and not kwargs.get("output_attentions"):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
+    if dropout:
+        refuse("dropout", dropout, "a quantized cache is for inference")
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise NotImplementedError("gradients: a quantized cache has none; call under torch.no_grad() or torch.inference_mode()")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise NotImplementedError("is_causal=False: only causal attention can read a cache that grows")
+    given = [name for name in ("output_attentions", "head_mask", "position_bias") if kwargs.get(name) not in (None, False)]
+    if given:
+        raise NotImplementedError(f"{', '.join(given)}: not supported by attention implementation {ATTENTION!r}")
+    if compiling:
+        if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1):
+            attention_mask = attention_mask[:, 0, 0]
+    else:
+        attention_mask = getattr(attention_mask, "padding", attention_mask)
+    short = attention_mask is not None and query.shape[2] == 1 and attention_mask.dtype == torch.int32  # by `quantkv_mask`
+    if not (attention_mask is None or short or attention_mask.ndim == 2 or (not compiling and layer.is_shared(key.update))):
+        raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
+    window, asked = layer.sequences.kind.window, layer.sequences.windows
+    if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
+        refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
+    options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if compiling:
+        return layer.traced(query, key, value, attention_mask, **options), None
+    return layer.attend(query, attention_mask, key.update, **options), None
+
+
+def _eager(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention function, with the mask `[S, 1, N, keys]` that it wants: what to add to the scores."""
+    places = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    attend = next((place.eager_attention_forward for place in places if hasattr(place, "eager_attention_forward")), None)
+    if attend is None:
+        raise NotImplementedError(f"softcap, s_aux, output_attentions: {type(module).__name__} has no attention function that knows them")
+    if mask is None and query.shape[2] > 1:  # what transformers leaves to is_causal
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return attend(module, query, key, value, mask, **options)
+
+
+def quantkv_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool | None = None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """transformers' mask function. For a layer in pages: the padding mask, bool `[S, 1, 1, q_offset + q_length]`, in `padding` without
+    the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `passes.brief` of it, for which nothing is
+    read on the host. What else a mask could say is refused, and causality and windows the cache knows. For any other: sdpa's mask.
+    """
+    if not isinstance(kv_length, PagedLength):
+        options = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "attention_mask": attention_mask}
+        return sdpa_mask(**options, local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs)
+    if use_vmap or not (allow_is_causal_skip or q_length == 1):
+        raise NotImplementedError("mask: only causal attention with padding; no bidirectional, packed, blockwise or custom masks")
+    kv_length.windows.add(local_size)
+    if attention_mask is None:
+        return None
+    padding = attention_mask.bool()
+    if not isinstance(q_offset, torch.Tensor):
+        padding = padding[:, : q_offset + q_length]
+    if q_length == 1:
+        return brief(padding)
+    mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
+    if torch.compiler.is_compiling():
+        return mask
+    if bool(padding.all()):
+        return None
+    mask.padding = padding
+    return mask
+
+
+AttentionInterface.register(ATTENTION, quantkv_attention)
+AttentionMaskInterface.register(ATTENTION, quantkv_mask)

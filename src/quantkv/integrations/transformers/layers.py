@@ -1,0 +1,362 @@
+"""One layer of a quantized cache: what a forward pass stores in its pages, and the attention that reads them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ...cache import PagedCache
+from ...calls import AttentionOptions
+from ...checks import ROW_DTYPES, number, refuse, tensor
+from ...format import Format
+from ...formats import get_format
+from ...spec import CacheSpec
+from ..passes import Decoding, alone, brief, sent
+from ..sequences import Sequences
+from .compiled import HANDED, decode_layer, known_by, pass_layer
+
+ATTENTION = "quantkv"
+SHAPE, DTYPE, DEVICE = (operator.attrgetter(name) for name in ("shape", "dtype", "device"))
+UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
+GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
+
+
+class PagedLength(int):
+    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows.
+
+    windows: those that its model asked masks for; the mask function adds to them.
+    """
+
+    windows: set[int | None]
+
+    @classmethod
+    def of(cls, length: int, windows: set[int | None]) -> PagedLength:
+        paged = cls(length)
+        paged.windows = windows
+        return paged
+
+
+class PendingStates(torch.Tensor):
+    """New keys or values between `Cache.update` and the attention function: any use by another attention is an error.
+
+    layer: where they are to be stored. update: which of its updates brought them.
+    """
+
+    layer: QuantizedLayer
+    update: int
+
+    @classmethod
+    def of(cls, states: torch.Tensor, layer: QuantizedLayer) -> PendingStates:
+        pending = states.as_subclass(cls)
+        pending.layer, pending.update = layer, layer.updates
+        return pending
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ == "__get__":  # shape, dtype, device and the like
+            return super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__ == "to" and super().__torch_function__(func, types, args, kwargs or {}) is args[0]:  # to where they are
+            return args[0]
+        raise RuntimeError(
+            f"{func.__name__}: a QuantizedCache is read by the attention implementation {ATTENTION!r} only, as the "
+            "rows are in quantized pages; call quantkv.integrations.transformers.use_quantkv_attention(model)"
+        )
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """One layer of a `QuantizedCache`; its pages are those of `sequences`, which it shares with the layers of its kind."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
+        super().__init__()
+        self.requested, self.stored_dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
+        self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
+        sequences.progress.num_layers += 1
+        sequences.num_tokens = max(sequences.num_tokens, num_tokens)
+        sequences.fixed = sequences.num_tokens > 0
+        self.pages: PagedCache | None = None
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
+        self.updates, self.turn = 0, 0  # passes that it went through
+        self._checked: tuple[Any, ...] | None = None  # shapes, types and options of the last call, which were found right
+        self.place: torch.Tensor | None = None  # where its pages begin: of the same size however many they are
+        self._enter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "token": None, "place": None, "_like": None, "_checked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._enter()
+
+    def _enter(self) -> None:
+        """Be known to the layers of the same kind, and to operators."""
+        self.sequences.join(self)
+        self.token = torch.empty(16, dtype=torch.uint8)
+        known_by(self.token, self)
+
+    @property
+    def seen(self) -> int:
+        """Tokens that it holds, padding included, as far as the host knows."""
+        progress = self.sequences.progress
+        return progress.seen + (progress.count if self.turn > progress.turn else 0)
+
+    @seen.setter
+    def seen(self, value: int) -> None:
+        self.turn = self.sequences.progress.turn
+
+    @property
+    def home(self) -> torch.device | None:
+        return None if self.pages is None else self.pages.device
+
+    @property
+    def geometry(self) -> Any:
+        return self.pages.kind, None if self._like is None else (self._like[0][1], self._like[1])
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of the layers that share its `Decoding`."""
+        return next(layer for layer in self.sequences.layers if layer.home == self.home) is self
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile passes of one token: pages for them are there, and no sequence outgrew them. `generate` asks
+        before each, which is when to see that one would."""
+        if not self.index and not alone():
+            self.sequences.progress.watch()
+        return self.sequences.static
+
+    @property
+    def record_past(self) -> bool:
+        return self.sequences.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.sequences.record_past = value
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.pages = self._new_pages(key_states, value_states)
+        self.is_initialized = True
+
+    def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
+        """Pages for rows such as key and value, `[S, HK, N, D]`."""
+        fmt = get_format(self.requested, self.stored_dtype or key.dtype)
+        spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
+        return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
+        if torch.compiler.is_compiling():
+            if self.sequences.progress.shared:
+                raise NotImplementedError("torch.compile: layers share keys and values: call the model without it")
+            HANDED.give(self)
+            return key_states, value_states
+        self.take(key_states, value_states)
+        return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
+
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """`update`, for an attention call that follows at once."""
+        self._new, self.updates = (key_states, value_states), self.updates + 1
+
+    def is_shared(self, update: int | None) -> bool:
+        """Whether the rows of that update are stored, and asked for once more in their forward pass."""
+        return self._new is None and update == self.updates
+
+    def traced(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`attend`, of rows that `update` was given, while torch.compile follows."""
+        sequences = self.sequences
+        if not (sequences.progress.ready and query.shape[2] == 1):
+            return pass_layer(query, key, value, mask, self.token, sinks, scale, softcap, self.index)
+        decoding = sequences.decodings[query.device]
+        if query.shape[0] != decoding.batch_size:
+            refuse("batch size", query.shape[0], f"the cache holds {decoding.batch_size} sequences; reset it or take another")
+        sequences.progress.follow(self.index)
+        if mask is None and sequences.progress.padded:
+            refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
+        return decode_layer(query, key, value, mask, self.place, decoding.place, sinks, scale, softcap, self.index)
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
+        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
+
+        update: which update brought the new rows. The rows of the last one can be read again in its forward pass, by layers that share
+        keys and values. None: rows that were not read yet.
+        A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
+        """
+        if self.is_shared(update):  # Gemma 4 drops tokens whose output is not asked for before these layers: the last ones stay
+            left_out = self.sequences.progress.count - query.shape[2]
+            return self._attend(torch.nn.functional.pad(query, (0, 0, left_out, 0)), **options)[:, left_out:]
+        if self._new is None or self._new[0].shape[2] != query.shape[2]:
+            raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
+        progress = self.sequences.progress
+        if query.shape[2] == 1 and alone() and progress.ready:
+            new, self._new = self._new, None
+            progress.follow(self.index)
+            return self.decode(query, new, mask, self.leads, **options)
+        progress.catch_up()
+        (key, value), self._new = self._new, None
+        pages = self._new_pages(key, value) if self.pages is None else self.pages
+        call = tuple(f(t) for t in (query, key, value) for f in (SHAPE, DTYPE, DEVICE))
+        call += tuple(id(v) if isinstance(v, torch.Tensor) else v for v in options.values())  # `_like` keeps them alive
+        if call != self._checked:
+            self._check(pages, query, key, value, **options)
+            self._checked = call
+        progress.enter(self.seen, query.shape[0], query.shape[2], mask)
+        self.pages, self.is_initialized = pages if self.pages is None else self.pages, True  # `enter` may have made them more
+        self._like = query.shape, query.dtype, options
+        try:
+            self.make_room(self.sequences.table.num_pages, [])
+            out = self._attend(query, (key, value), mask, **options)
+            self.turn = progress.turn + 1
+            progress.leave()
+        except BaseException:
+            progress.failed = True
+            raise
+        return out
+
+    def _attend(
+        self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, mask: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        if self.sequences.loaded:
+            return self.decode(query, new, mask, **options)
+        batch_size, _, count, _ = query.shape
+        step, pages = self.sequences.step(query.device), self.pages
+        if new is not None:
+            key, value = (_tokens(t, step.rows) for t in new)
+            step.write(pages, key, value)
+            if self.seen == 0 and self.fresh_prefill:
+                plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
+                pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
+                step.write(pages, key, value)
+        options = {**self.sequences.kind.options, **options}
+        out = step.attend(pages, _tokens(query, step.rows), max_query_len=count, **options)
+        if step.rows is not None:
+            out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
+        if step.late is not None:
+            late = step.late.attend(pages, _tokens(query, step.late.rows), max_query_len=1, **options)
+            out = out.index_copy_(0, step.late.rows, late)
+        return out.unflatten(0, (batch_size, count))
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: torch.Tensor | None,
+        leads: bool | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """A pass of one token a sequence; nothing here depends on what a tensor holds. leads: whether this layer is the first of those
+        that share a `Decoding`, and advances it; None: whichever comes first."""
+        decoding = self.sequences.decodings[query.device]
+        if leads is None:
+            leads = new is not None and self._leads_now(decoding)
+        if leads:
+            decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask)
+        if new is not None:
+            decoding.write(self.pages, *(_last(t) for t in new))
+        out = decoding.attend(self.pages, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
+        return (decoding.poison(out) if leads else out)[:, None]
+
+    def _leads_now(self, decoding: Decoding) -> bool:
+        """Whether it is the first in this pass of the layers that share `decoding`."""
+        turn = self.sequences.progress.turn
+        first, decoding.turn = decoding.turn != turn, turn
+        return first
+
+    def store(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the new rows `[S, HK, N, D]` of the pass under way, of which none is padding."""
+        if not self.sequences.loaded:
+            self.sequences.step(key.device).write(self.pages, *(_tokens(t, None) for t in (key, value)))
+            return
+        decoding = self.sequences.decodings[key.device]
+        if self._leads_now(decoding):
+            decoding.advance(None)
+        decoding.write(self.pages, _last(key), _last(value))
+
+    def loaded(self, decoding: Decoding) -> None:
+        """The next pass may run without the host, over `decoding` and the pages as they are."""
+        known_by(decoding.place, self)
+        if self.place is None or self.place.data_ptr() != self.pages.buffer.data_ptr():
+            with torch.inference_mode(False):
+                self.place = self.pages.buffer.view(-1)[:16]
+            torch._dynamo.mark_static_address(self.place, guard=False)
+
+    def warm_up(self) -> None:
+        """Run what `decode` runs, for a token that is not stored."""
+        if self._like is None:  # a copy of a cache
+            return
+        (_, heads, _, head_size), dtype, options = self._like
+        batch_size, spec = self.sequences.decodings[self.home].batch_size, self.pages.spec
+        like = {"dtype": dtype, "device": self.home}
+        query = torch.zeros(batch_size, heads, 1, head_size, **like)
+        new = (torch.zeros(batch_size, spec.num_kv_heads, 1, size, **like) for size in (spec.head_size, spec.head_size_v))
+        self.decode(query, tuple(new), None, False, **options)
+
+    def _check(
+        self, pages: PagedCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, **options: Any
+    ) -> None:
+        """Refuse what write and attend would, before anything advances."""
+        spec, batch_size, count = pages.spec, query.shape[0], query.shape[2]
+        tensor("key", key, (batch_size, spec.num_kv_heads, count, spec.head_size), ROW_DTYPES, pages.device)
+        tensor("value", value, (batch_size, spec.num_kv_heads, count, spec.head_size_v), (key.dtype,), pages.device)
+        tensor("query", query, (None, None, None, spec.head_size), ROW_DTYPES, pages.device)
+        if query.shape[1] % spec.num_kv_heads:
+            refuse("query.shape[1]", query.shape[1], f"a multiple of the {spec.num_kv_heads} kv heads is needed")
+        AttentionOptions(**self.sequences.kind.options, **options).check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
+        if scale is not None:
+            number("scaling", scale)
+
+    def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None:
+        """At least `num_pages` pages, and copies of those that are shared no longer."""
+        if self.pages is None:
+            return
+        if num_pages > self.pages.num_blocks:
+            old = self.pages
+            self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device)
+            self.pages.buffer[: old.num_blocks] = old.buffer
+        if copies:
+            self.pages.copy_pages(*sent(torch.tensor(copies).T.contiguous(), self.pages.device))
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        progress = self.sequences.progress
+        return progress.counter if progress.remote else self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.sequences.progress.remote or torch.compiler.is_compiling():
+            return PagedLength.of(UNKNOWN, self.sequences.windows), 0
+        return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
+
+    def get_max_length(self) -> int:
+        return self.num_tokens if self.is_compileable else -1
+
+
+def _pages(spec: CacheSpec, num_blocks: int, device: torch.device) -> PagedCache:
+    with torch.inference_mode(False):  # a buffer born in inference mode could not be written to outside it
+        return PagedCache(spec, num_blocks, device)
+
+
+def _tokens(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """`[S, H, N, D]` -> `[T, H, D]`, padding left out."""
+    tokens = states.transpose(1, 2).flatten(0, 1)
+    return tokens if rows is None else tokens[rows]
+
+
+def _last(states: torch.Tensor) -> torch.Tensor:
+    """`[S, H, 1, D]` -> `[S, H, D]`, dense: of the same strides in every pass."""
+    return states[:, :, -1].contiguous()

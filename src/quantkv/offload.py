@@ -1,0 +1,244 @@
+"""Pages that leave a GPU for host memory and come back, while it goes on decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import checks
+from .cache import PagedCache
+from .page_file import checksums as checksums_of
+
+CHUNK_BYTES = 1 << 24  # of scratch memory each way: pages lie apart in a cache, and one large copy is faster than many small ones
+
+
+class Transfer:
+    """Copies that were begun by `PageStore`; on a CPU they have ended when they are returned."""
+
+    def __init__(self, lanes: Any, event: Any) -> None:
+        self._lanes, self._event = lanes, event
+
+    @property
+    def done(self) -> bool:
+        """Whether they have ended; nothing waits."""
+        return self._lanes.done(self._event)
+
+    def wait(self) -> None:
+        """Let the device's current stream go on when they have ended. The host does not wait."""
+        self._lanes.wait(self._event)
+
+    def synchronize(self) -> None:
+        """Let the host wait until they have ended."""
+        self._lanes.synchronize(self._event)
+
+
+class StoredPages(Transfer):
+    """Pages in a `PageStore`, and the copy that brings them there. pages: where they lie in the store's `host` caches."""
+
+    def __init__(self, store: PageStore, event: Any, pages: list[int]) -> None:
+        super().__init__(store._lanes, event)
+        self.pages, self._store = pages, store
+        self._loads: list[Any] = []
+        self._checksums: Callable[[], list[list[int]]] | None = None
+
+
+class PageStore:
+    """Host memory for pages of a model's caches, to which sequences that wait go and from which they return.
+
+    `store` and `load` return at once: on a GPU the copies run on streams of their own, after what the current stream was given so far.
+    What is given to it afterwards must not write to pages that are stored, nor touch pages that are loaded, before `wait` or `done` of
+    what was returned. Stores and loads keep out of each other's way by themselves: a page may be loaded into while it is still stored.
+
+    caches: one for each layer, of any formats, on one device, with one numbering of pages.
+    num_pages: what the store has room for, in each layer.
+    checksums: keep the CRC-32 of every stored page, taken when it has arrived, and compare before a page goes back. A `load` then makes
+        the host wait for the store and for the comparison.
+    host: the caches on the host, in pinned memory where the device is a GPU: `host[i].save(path, stored.pages)` writes a page file.
+    Errors: ValueError naming the argument, its value and what is allowed; nothing is copied then.
+    """
+
+    def __init__(self, caches: Sequence[PagedCache], num_pages: int, *, checksums: bool = False) -> None:
+        checks.integer("num_pages", num_pages, 1, "room for at least one page")
+        kinds = {(cache.device, cache.num_blocks) for cache in caches}
+        if len(kinds) != 1:
+            checks.refuse("caches", sorted(map(str, kinds)), "at least one, all on one device and of one number of pages, are needed")
+        self.caches, self.checksums = tuple(caches), checksums
+        ((self.device, self.num_blocks),) = kinds
+        self._lanes = _lanes_of(self.device)
+        self.host = tuple(self._host(cache, num_pages) for cache in self.caches)
+        largest = max(cache.spec.block_bytes for cache in self.caches)
+        scratch_bytes = max(min(CHUNK_BYTES, num_pages * largest), largest)
+        self._scratch = {lane: self._lanes.scratch(lane, scratch_bytes) for lane in ("store", "load")}
+        self._free = list(range(num_pages))  # in order, so that what is stored together lies together
+        self._under_way: dict[str, list[tuple[set[int], Any]]] = {"store": [], "load": []}  # pages of the device, until when
+        self._leaving: list[Any] = []  # loads from pages of the host that were released since the last store
+
+    @property
+    def room(self) -> int:
+        """Pages that `store` has room for."""
+        return len(self._free)
+
+    def store(self, pages: Iterable[int]) -> StoredPages:
+        """Begin to copy pages of every cache to the host. They are kept until `release`."""
+        numbers = checks.page_numbers(pages, self.num_blocks)
+        if len(numbers) > self.room:
+            checks.refuse("pages", len(numbers), f"the store has room for {self.room}")
+        places, left = self._free[: len(numbers)], self._free[len(numbers) :]
+        after = [self._lanes.mark(), *self._users("load", numbers), *self._leaving]
+        event = self._lanes.run("store", after, partial(self._copy_out, numbers, places))
+        self._free, self._leaving = left, []
+        self._under_way["store"].append((set(numbers), event))
+        stored = StoredPages(self, event, places)
+        if self.checksums:
+            stored._checksums = self._lanes.later(partial(self._checksums_of, stored))
+        return stored
+
+    def load(self, stored: StoredPages, pages: Iterable[int]) -> Transfer:
+        """Begin to copy what was stored into pages of every cache, in order. It stays stored."""
+        self._check_stored(stored)
+        numbers = checks.page_numbers(pages, self.num_blocks)
+        if len(numbers) != len(stored.pages):
+            checks.refuse("pages", len(numbers), f"{len(stored.pages)} are stored")
+        if stored._checksums is not None:
+            expected = stored._checksums()
+            for layer, (found, kept) in enumerate(zip(self._checksums_of(stored), expected)):
+                for index, (a, b) in enumerate(zip(found, kept)):
+                    if a != b:
+                        checks.refuse(
+                            "stored", f"layer {layer}, page {index}", f"damaged: checksum {a:#010x}, {b:#010x} when it was stored"
+                        )
+        after = [self._lanes.mark(), stored._event, *self._users("store", numbers)]
+        event = self._lanes.run("load", after, partial(self._copy_in, stored.pages, numbers))
+        stored._loads.append(event)
+        self._under_way["load"].append((set(numbers), event))
+        return Transfer(self._lanes, event)
+
+    def release(self, stored: StoredPages) -> None:
+        """Give back the room of stored pages. Loads of them that are under way end as if it had not been."""
+        self._check_stored(stored)
+        self._leaving = [event for event in (*self._leaving, *stored._loads) if not self._lanes.done(event)]
+        self._free = sorted([*self._free, *stored.pages])
+        stored.pages, stored._loads, stored._store = [], [], None
+
+    def _check_stored(self, stored: StoredPages) -> None:
+        if not isinstance(stored, StoredPages) or stored._store is not self:
+            checks.refuse("stored", stored, "what `store` of this store returned, and was not released, is needed")
+
+    def _users(self, lane: str, pages: list[int]) -> list[Any]:
+        """Copies of `lane` under way from or to any of these pages of the device."""
+        self._under_way[lane] = [(used, event) for used, event in self._under_way[lane] if not self._lanes.done(event)]
+        return [event for used, event in self._under_way[lane] if not used.isdisjoint(pages)]
+
+    @staticmethod
+    def _host(cache: PagedCache, num_pages: int) -> PagedCache:
+        shape = (num_pages, *cache.buffer.shape[1:])
+        buffer = torch.zeros(shape, dtype=torch.uint8, device="cpu", pin_memory=cache.device.type == "cuda")
+        return PagedCache.wrap(buffer, cache.spec, maps=cache.maps, k_scale=cache.k.scale, v_scale=cache.v.scale)
+
+    def _checksums_of(self, stored: StoredPages) -> list[list[int]]:
+        places = list(stored.pages)
+        self._lanes.synchronize(stored._event)
+        return [checksums_of(host.buffer[places]) for host in self.host]
+
+    def _copy_out(self, numbers: list[int], places: list[int]) -> None:
+        index = self._lanes.index(numbers)
+        for cache, host in zip(self.caches, self.host):
+            for begin, end, place, scratch in self._chunks(places, "store", cache):
+                torch.index_select(cache.buffer, 0, index[begin:end], out=scratch)
+                host.buffer[place : place + end - begin].copy_(scratch, non_blocking=True)
+
+    def _copy_in(self, places: list[int], numbers: list[int]) -> None:
+        index = self._lanes.index(numbers)
+        for cache, host in zip(self.caches, self.host):
+            for begin, end, place, scratch in self._chunks(places, "load", cache):
+                scratch.copy_(host.buffer[place : place + end - begin], non_blocking=True)
+                cache.buffer.index_copy_(0, index[begin:end], scratch)
+
+    def _chunks(self, places: list[int], lane: str, cache: PagedCache) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Runs of neighbours among `places`, each no longer than the scratch memory: first and last + 1, first place, scratch."""
+        size, scratch, begin = cache.spec.block_bytes, self._scratch[lane], 0
+        while begin < len(places):
+            end = begin + 1
+            while end < len(places) and places[end] == places[end - 1] + 1 and (end + 1 - begin) * size <= len(scratch):
+                end += 1
+            yield begin, end, places[begin], scratch[: (end - begin) * size].view(end - begin, *cache.buffer.shape[1:])
+            begin = end
+
+
+class _HostLanes:
+    """Copies on a CPU, which end before they return."""
+
+    def mark(self) -> Any:
+        """What the current stream was given so far, as an event."""
+
+    def run(self, lane: str, after: Iterable[Any], copy: Callable[[], None]) -> Any:
+        """Let `copy` begin its copies on a lane when the events of `after` have come -> the event that they have ended."""
+        copy()
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait."""
+
+    def synchronize(self, event: Any) -> None:
+        """Let the host wait."""
+
+    def done(self, event: Any) -> bool:
+        return True
+
+    def later(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Begin work of the host that waits for events -> what waits for its result."""
+        result = work()
+        return lambda: result
+
+    def scratch(self, lane: str, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def index(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+class _CudaLanes(_HostLanes):
+    """Copies on two streams of a GPU, one each way: its bus carries both at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {lane: torch.cuda.Stream(device) for lane in ("store", "load")}
+        self._worker = ThreadPoolExecutor(1, "quantkv-checksums")
+
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def run(self, lane: str, after: Iterable[torch.cuda.Event], copy: Callable[[], None]) -> torch.cuda.Event:
+        stream = self._streams[lane]
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            copy()
+        return stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def done(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def later(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        return self._worker.submit(work).result
+
+    def scratch(self, lane: str, size: int) -> torch.Tensor:
+        with torch.cuda.stream(self._streams[lane]):  # its memory is the stream's: given back, it is used again after the last copy
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def index(self, numbers: list[int]) -> torch.Tensor:
+        host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
+        return host.to(self._device, non_blocking=True)
+
+
+def _lanes_of(device: torch.device) -> _HostLanes:
+    return _CudaLanes(device) if device.type == "cuda" else _HostLanes()

@@ -1,0 +1,86 @@
+"""Pages in memory that others own, in whatever layout, and copies of pages from one cache to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import checks
+from .calls import Segment, Side
+from .format import Format
+from .maps import LayerMaps
+
+if TYPE_CHECKING:
+    from .cache import PagedCache
+
+
+@dataclass(frozen=True)
+class PageViews:
+    """One layer's pages where an engine has put them: K and V as strided views, what their bytes mean, and the layer's maps.
+
+    `quantkv.vllm_api.page_views` makes one of a tensor of vLLM's.
+    """
+
+    k: Side
+    v: Side
+    format: Format
+    maps: LayerMaps
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.codes.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.codes.device
+
+    def segment(self, block_table: torch.Tensor) -> Segment:
+        """The keys of every sequence that lie in these pages, to attend to them where they are: see `Segment`."""
+        return Segment(self.k, self.v, self.format, block_table, self.maps)
+
+
+def copy_pages_between(
+    source: PagedCache | PageViews, target: PagedCache | PageViews, pages: Iterable[int], target_pages: Iterable[int] | None = None
+) -> None:
+    """Copy `pages` of `source` onto `target_pages` (the same numbers if None) of `target`, in order: the codes and metadata of every
+    token and head, byte for byte, from one layout and device to another.
+
+    ValueError, with nothing copied, where page numbers are not distinct pages of their cache, or a byte would not mean the same in
+    the target: another format, another number of tokens in a page, other heads, head sizes, scales or maps.
+    """
+    pages = checks.page_numbers(pages, source.num_blocks, "pages")
+    targets = checks.page_numbers(pages if target_pages is None else target_pages, target.num_blocks, "target_pages")
+    if len(targets) != len(pages):
+        checks.refuse("target_pages", len(targets), f"a page is needed for each of the {len(pages)} to copy")
+    for name, theirs, ours in _meaning(source, target):
+        if theirs != ours:
+            checks.refuse(f"source {name}", theirs, f"the target's is {ours}")
+    index, into = (torch.tensor(n, dtype=torch.int64, device=c.device) for n, c in ((pages, source), (targets, target)))
+    for theirs, ours in zip(_bytes(source), _bytes(target)):
+        ours[into] = theirs[index].to(target.device)
+
+
+def _meaning(*both: PagedCache | PageViews) -> list[tuple[str, object, object]]:
+    """What has to be equal for bytes to mean the same: name, the source's, the target's."""
+    rows = []
+    for c in both:
+        (size, heads), sides = c.k.codes.shape[1:3], ((c.format.k, c.k), (c.format.v, c.v))
+        rows.append(
+            {
+                "format": "/".join(codec.name for codec, _ in sides),
+                "block_size": size,
+                "num_kv_heads": heads,
+                "head sizes": tuple(codec.head_size(side.codes) for codec, side in sides),
+                "scales": (c.k.scale, c.v.scale),
+                "maps": c.maps.fingerprint(),
+            }
+        )
+    return [(name, theirs, rows[1][name]) for name, theirs in rows[0].items()]
+
+
+def _bytes(cache: PagedCache | PageViews) -> list[torch.Tensor]:
+    """Codes and metadata of K and V as bytes: what they hold as numbers may be NaN."""
+    return [t.view(torch.uint8) for side in (cache.k, cache.v) for t in (side.codes, side.meta) if t is not None]

@@ -1,0 +1,210 @@
+"""What `use_quantkv_attention` does to a model, and caches whose layers are not all alike."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import DynamicCache  # noqa: E402
+
+from architectures import ARCHITECTURES  # noqa: E402
+from families import generate, logits, prompts  # noqa: E402
+from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
+
+
+def build(name):
+    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    if not hasattr(transformers, architecture.family + architecture.model):
+        pytest.skip(f"transformers {transformers.__version__} has no {architecture.family}")
+    return architecture.build()
+
+
+# ---- a model that is read with another cache, or none
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Llama 4", "Gemma 2", "GPT-OSS", "Qwen3-Next", "Gemma 3n", "Llava"])
+@torch.no_grad()
+def test_without_a_quantized_cache_a_model_attends_as_before(name):
+    """No cache, the cache that the model makes itself, a DynamicCache read in chunks; padded and not; windows, soft caps, sinks."""
+    model = build(name)
+    if name in ("Gemma 2", "GPT-OSS"):
+        model.set_attn_implementation("eager")  # transformers' sdpa leaves out soft caps and sinks
+
+    def outputs():
+        inputs = prompts()
+        real = inputs["attention_mask"].bool()
+        whole = [model(**inputs, use_cache=use).logits[real] for use in (False, True)]
+        return [*whole, model(inputs["input_ids"][:1], use_cache=False).logits, logits(model, DynamicCache(config=model.config))]
+
+    expected = outputs()
+    use_quantkv_attention(model)
+    for got, want in zip(outputs(), expected):
+        assert torch.allclose(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+def test_weights_and_gradients_without_a_quantized_cache():
+    model = build("Llama")
+    inputs = prompts()
+    model.set_attn_implementation("eager")
+    expected = model(**inputs, output_attentions=True, use_cache=False)
+    use_quantkv_attention(model)
+    got = model(**inputs, output_attentions=True, use_cache=False)
+    real = inputs["attention_mask"].bool()
+    for a, b in zip(got.attentions, expected.attentions):
+        assert torch.equal(a.transpose(1, 2)[real], b.transpose(1, 2)[real])
+    model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ---- which parts of a model are switched
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen2-VL", "Gemma 3 with images"])
+def test_encoders_of_images_stay_as_they_are(name):
+    model = build(name)
+    before = model.config.vision_config._attn_implementation
+    use_quantkv_attention(model)
+    assert model.config.vision_config._attn_implementation == before == "sdpa"
+    assert model.config.get_text_config()._attn_implementation == "quantkv"
+    model.set_attn_implementation("eager")
+    assert model.config.get_text_config()._attn_implementation == model.config.vision_config._attn_implementation == "eager"
+
+
+def test_an_image_is_read():
+    model = build("Llava")
+    ids = torch.randint(2, 80, (1, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, 2:5] = model.config.image_token_index  # 4 patches less the class token
+    image = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    ids = torch.cat([ids[:, :5], torch.full((1, 1), model.config.image_token_index), ids[:, 5:]], 1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": image}
+    expected = generate(model, DynamicCache(config=model.config), inputs)
+    use_quantkv_attention(model)
+    assert torch.equal(generate(model, QuantizedCache(model.config, "none"), inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["Falcon", "Bloom", "MPT", "GPT-J", "CodeGen", "GPT-Neo", "XGLM", "T5"])
+def test_models_that_cannot_be_switched_are_refused_before_anything_changes(name):
+    model = build(name)
+    before = model.config._attn_implementation
+    with pytest.raises(NotImplementedError, match=type(model).__name__):
+        use_quantkv_attention(model)
+    assert model.config._attn_implementation == before
+
+
+# ---- layers of more than one sort
+
+
+def test_what_is_in_pages_and_what_is_not():
+    cache = QuantizedCache(build("Nemotron-H").config, "int4")
+    assert list(cache.quantized_layers) == [1] and cache.passed_layers == {0: "LinearAttentionLayer"}
+    cache = QuantizedCache(build("Falcon-H1").config, "int4")
+    assert list(cache.quantized_layers) == [0, 1] == list(cache.passed_layers)
+    assert QuantizedCache(build("Llama").config).passed_layers == {}
+
+
+def test_formats_of_layers_without_keys_are_none():
+    model = use_quantkv_attention(build("Qwen3-Next"))
+    cache = QuantizedCache(model.config, [None, "int8"])
+    logits(model, cache)
+    assert [spec.format for spec in cache.specs] == ["int8"]
+    for wrong, match in ((["int8", "int8"], r"format\[0\]=int8"), ([None, None], r"format\[1\]=None"), ([None], "2 layers")):
+        with pytest.raises(ValueError, match=match):
+            QuantizedCache(model.config, wrong)
+
+
+def test_heads_of_two_sizes():
+    model = use_quantkv_attention(build("Gemma 4"))
+    cache = QuantizedCache(model.config, "int4")
+    logits(model, cache)
+    assert [(spec.head_size, spec.num_kv_heads) for spec in cache.specs] == [(16, 2), (32, 2)]
+
+
+@pytest.mark.parametrize("fmt, name", [("int4", "int4/fp32"), ("none", "fp32"), ("k8v4", "k8v4/fp32")])
+def test_a_latent_is_stored_in_the_k_half(fmt, name):
+    """32 latent dimensions at the width of the format and 16 rotated ones at full width, for one head."""
+    model = use_quantkv_attention(build("DeepSeek V3"))
+    cache = QuantizedCache(model.config, fmt)
+    logits(model, cache)
+    spec = cache.spec
+    assert (spec.format, spec.num_kv_heads, spec.head_size, spec.head_size_v) == (name, 1, 32, 16)
+    assert copy.deepcopy(cache).spec == pickle.loads(pickle.dumps(cache)).spec == spec
+
+
+def test_fresh_prefill_of_shared_layers_is_refused():
+    model = use_quantkv_attention(build("Gemma 3n"))
+    with pytest.raises(NotImplementedError, match="fresh_prefill"):
+        QuantizedCache(model.config, fresh_prefill=True)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V3", "Falcon-H1"])
+@torch.no_grad()
+def test_fresh_prefill_is_exact_for_the_first_pass(name):
+    model = use_quantkv_attention(build(name))
+    exact = logits(model, QuantizedCache(model.config, "none"))
+    fresh = logits(model, QuantizedCache(model.config, "int2" if name == "Falcon-H1" else "int4", fresh_prefill=True))
+    assert torch.allclose(fresh[:, :16], exact[:, :16], atol=1e-5) and not torch.allclose(fresh[:, 16:], exact[:, 16:], atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "DeepSeek V3", "Gemma 3n", "Jamba", "LFM2"])
+@torch.no_grad()
+def test_a_batch_is_rearranged_in_every_layer(name):
+    """Repeated, selected and reordered between two passes: as the cache of the rearranged batch."""
+    model = use_quantkv_attention(build(name))
+    ids = torch.randint(2, 90, (3, 24), generator=torch.Generator().manual_seed(6))
+    cache, order = QuantizedCache(model.config, "int4"), [2, 0, 0, 1]
+    model(ids[:, :20], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices((5, 0, 1, 3))
+    cache.batch_select_indices([True] * 4)
+    cache.reorder_cache(torch.tensor([0, 1, 2, 3]))
+    assert cache.batch_size == 4
+    got = model(ids[order, 20:], past_key_values=cache).logits
+    fresh = QuantizedCache(model.config, "int4")
+    model(ids[order, :20], past_key_values=fresh)
+    want = model(ids[order, 20:], past_key_values=fresh).logits
+    assert torch.allclose(got, want, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "DeepSeek V3", "Gemma 3n", "LFM2"])
+@torch.no_grad()
+def test_reset_and_copies_hold_every_layer(name):
+    model = use_quantkv_attention(build(name))
+    cache = QuantizedCache(model.config, "int4")
+    assert not cache.is_initialized
+    expected = logits(model, cache)
+    assert cache.is_initialized
+    duplicates = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    more = torch.tensor([[5], [7]])
+    outs = [model(more, past_key_values=c).logits for c in (cache, *duplicates)]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.batch_size == -1
+    assert torch.equal(logits(model, cache), expected)
+
+
+@torch.no_grad()
+def test_crop_of_layers_that_keep_states():
+    """Convolutions go back if their past was recorded; recurrences never do, and nothing is cropped then."""
+    ids = torch.randint(2, 90, (2, 24), generator=torch.Generator().manual_seed(6))
+    for name, record in (("Qwen3-Next", True), ("LFM2", False)):
+        model = use_quantkv_attention(build(name))
+        cache = QuantizedCache(model.config, "int4")
+        if record:
+            cache.activate_past_recording()
+        model(ids[:, :20], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="crop"):
+            cache.crop(-3)
+        assert cache.get_seq_length() == 20
+        cache.crop(0)
+        model(ids[:, 20:], past_key_values=cache)
+    cache = QuantizedCache(model.config, "int4")
+    cache.activate_past_recording()
+    model(ids[:, :20], past_key_values=cache)
+    cache.crop(-3)
+    got = model(ids[:, 17:], past_key_values=cache).logits
+    fresh = QuantizedCache(model.config, "int4")
+    model(ids[:, :17], past_key_values=fresh)
+    assert torch.allclose(got, model(ids[:, 17:], past_key_values=fresh).logits, atol=1e-5)

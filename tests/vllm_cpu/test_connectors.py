@@ -1,0 +1,72 @@
+"""vLLM's KV connectors over quantkv's pages: what leaves the engine and comes back says what pages that stayed say, to the last bit.
+
+One prompt runs at a time, so that a prompt that begins with pages that came back is computed in the same steps as one that finds them in
+the prefix cache: the numbers are the same, and no tolerance is needed.
+"""
+
+import re
+
+import engine
+import prompts
+import pytest
+
+IMPLEMENTATION = "quantkv.integrations.vllm.implementation.QuantKVImpl"
+LAYERS, BLOCK = 30, 16
+ASKED = [prompts.FACTS, "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, " * 2, "def fibonacci(n):\n    " * 9]
+ALONE = {"tokens": 8, "max_num_seqs": 1}
+TIGHT = {"num_gpu_blocks_override": 16, "max_model_len": 240}  # one prompt's pages take the place of another's
+
+
+def stayed(smollm2, stored):
+    """Asked twice; the second time the prompts' pages are found where they were written."""
+    return engine.run(smollm2, f"quantkv_{stored}", ASKED, rounds=2, enable_prefix_caching=True, **ALONE)
+
+
+def ran(report, stored):
+    assert report.error == "" and report.classes == {IMPLEMENTATION}
+    assert report.formats == [stored] * LAYERS and report.calls["write"] > 0
+
+
+def offloading(**extra):
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28, **extra},
+    }
+
+
+@pytest.mark.parametrize("stored", ["fp32", "int4"])
+def test_pages_that_were_offloaded_say_the_same(smollm2, stored):
+    plain = stayed(smollm2, stored)
+    connector = offloading(spec_name="HostOffloadingSpec", spec_module_path="host_offloading")
+    arguments = {**ALONE, **TIGHT, "enable_prefix_caching": True, "kv_transfer_config": connector}
+    report = engine.run(smollm2, f"quantkv_{stored}", ASKED, rounds=2, **arguments)
+    for one in (plain, report):
+        ran(one, stored)
+    assert report.layout == "LBHNC"  # the connector asks for it
+    moved = {what: sum(map(int, re.findall(rf"host_offloading: {what} (\d+) blocks", report.log))) for what in ("stored", "loaded")}
+    blocks = sum(plain.answers[1].cached) // BLOCK
+    assert blocks >= 20 and moved["stored"] == blocks
+    assert blocks / 2 < moved["loaded"] <= blocks  # some found room where they were
+    assert report.answers == plain.answers
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BHLNC"])
+def test_pages_of_one_process_are_read_in_another(smollm2, tmp_path, layout):
+    """vLLM's example connector writes a prompt's blocks to files; another engine takes them from there."""
+    plain = stayed(smollm2, "int4")
+    extra = {"shared_storage_path": str(tmp_path)}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    arguments = {**ALONE, "kv_transfer_config": connector, "environment": {"VLLM_KV_CACHE_LAYOUT": layout}}
+    for seed, answers, hits in ((0, plain.answers[0], 0), (1, plain.answers[1], len(ASKED))):
+        report = engine.run(smollm2, "quantkv_int4", ASKED, seed=seed, **arguments)
+        ran(report, "int4")
+        assert report.layout == layout and report.log.count("External Cache Hit!") == hits
+        assert report.answers == [answers]
+        assert len(list(tmp_path.glob("*/*.safetensors"))) == LAYERS * len(ASKED)
+
+
+def test_vllms_own_worker_needs_a_gpu(smollm2):
+    """Why the copies above are the test's own: vLLM refuses to offload on a CPU."""
+    report = engine.run(smollm2, "quantkv_int4", kv_transfer_config=offloading())
+    assert "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs" in report.error + report.log
