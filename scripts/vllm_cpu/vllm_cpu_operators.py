@@ -11,6 +11,15 @@ import torch
 _library = None  # operators live as long as it does
 
 
+def fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """A token of each row of `logits`, drawn by their softmax: the largest of logits plus Gumbel noise."""
+    drawn = []
+    for row, seed in zip(logits, seeds.tolist()):
+        noise = torch.empty_like(row).exponential_(generator=torch.Generator().manual_seed(seed))
+        drawn.append((row - noise.log()).argmax())
+    return torch.stack(drawn)
+
+
 def compute_slot_mapping_kernel_impl(
     query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, slot_mapping: torch.Tensor, block_size: int
 ) -> None:
@@ -75,6 +84,7 @@ def cpu_fused_moe(
 OPERATORS = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1).view(-1),
+    "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": fused_gumbel_argmax,
     "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
     "Tensor(a!) slot_mapping, int block_size) -> ()": compute_slot_mapping_kernel_impl,
     "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafted, Tensor wanted, Tensor bonus, "

@@ -25,7 +25,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Report:
-    """What was seen from within the engine's process. error: the message with which it did not start."""
+    """What was seen from within the engine's process. error: the message with which it did not start.
+
+    With several ranks the layers are in processes of their own: what they are and what they counted is then not known.
+    """
 
     error: str = ""
     log: str = ""
@@ -143,7 +146,7 @@ def _report(
         "block_sizes": [group.kv_cache_spec.block_size for group in config.kv_cache_groups],
         "tokens": config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size,
         "layout": llm.llm_engine.vllm_config.cache_config.kv_cache_layout,
-        "strides": tuple(layers[0].kv_cache.stride()),
+        "strides": tuple(layers[0].kv_cache.stride()) if layers else (),
         "preemptions": preempted[0],
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
