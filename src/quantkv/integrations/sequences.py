@@ -1,99 +1,76 @@
-"""Bookkeeping of a batch that advances layer by layer: pages, padding, and the index tensors of one forward pass."""
+"""Bookkeeping of a batch that advances layer by layer: its pages, its padding, and the passes over it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from ..cache import PagedCache
 from ..checks import refuse
 from ..page_table import PageTable
-from ..prepared import PreparedAttend, PreparedWrite, prepare_attend, prepare_write
+from .passes import Decoding, Kind, Step, brief, lasting, sent
+
+SPARE = 1.25  # a table that is full grows by this factor
 
 
-class Kind(NamedTuple):
-    """Which past keys the layers of one kind see: all, a sliding window of `window` tokens, or their own chunk of that many."""
+class Layer(Protocol):
+    """What keeps rows: pages of one size, that it makes when it sees the first rows."""
 
-    window: int = 0
-    chunked: bool = False
+    device: torch.device | None  # of its pages, None before
+    geometry: Any  # equal for layers whose prepared calls are the same
 
-    def first_seen(self, position: int) -> int:
-        """Oldest position that a query at `position` or later sees."""
-        if self.chunked:
-            return position // self.window * self.window
-        return max(position - self.window + 1, 0) if self.window else 0
+    def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None: ...
 
-    @property
-    def options(self) -> dict[str, int]:
-        return {"window": self.window, "chunk_lookback": 0 if self.chunked else -1}
-
-
-class Step(NamedTuple):
-    """One forward pass, the same for all layers of a kind. T tokens that are no padding, of S sequences, N padded tokens each.
-
-    rows: `[T]`, where they stand in `[S * N]`; None: everywhere.
-    slots: `[T]`. block_table: `[S, pages]`. seq_lens: `[S]`. cu_seqlens_q: `[S + 1]`.
-    copies: pages `[2, n]`, source and target, to be copied first; None: none.
-    """
-
-    rows: torch.Tensor | None
-    slots: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    copies: torch.Tensor | None
-    prepared: dict[Any, PreparedAttend | PreparedWrite]
-
-    def to(self, device: torch.device) -> Step:
-        return Step(*(t if t is None else t.to(device) for t in self[:-1]), {})
-
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`."""
-        if "write" not in self.prepared:
-            self.prepared["write"] = prepare_write(self.slots)
-        self.prepared["write"](cache, key, value)
-
-    def attend(self, cache: PagedCache, q: torch.Tensor, sinks: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        """Attention of a layer's `q [T, HQ, D]`. options: of `prepare_attend`; layers with the same ones share what is prepared."""
-        key = tuple(options.items())
-        if key not in self.prepared:
-            batch = {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
-            self.prepared[key] = prepare_attend(**batch, **options)
-        return self.prepared[key](cache, q, sinks=sinks)
+    def warm_up(self) -> None: ...
 
 
 class Sequences:
-    """The batch as the layers of one kind see it: which pages they hold, and the index tensors of the forward pass under way.
+    """The batch as the layers of one kind see it: which pages they hold, and the tensors of the forward pass under way.
 
     progress: what these layers share with those of other kinds; one of its own if None.
+    layers: those of this kind, which enter themselves.
+    num_tokens: tokens a sequence whose pages are there from the first pass on, so that a pass of one token can be captured; 0: pages
+        are added as they are needed.
     """
 
     def __init__(self, kind: Kind, block_size: int, progress: Progress | None = None) -> None:
-        self.kind, self.block_size, self.record_past = kind, block_size, False
+        self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
         self.progress = Progress() if progress is None else progress
         self.progress.kinds.append(self)
+        self.layers: list[Layer] = []
+        self._owned: dict[Any, Decoding] = {}
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_steps": {}}  # prepared calls are made anew
+        self.progress.settle()
+        return {**vars(self), "_steps": {}, "_owned": {}, "decodings": {}, "loaded": False}  # prepared calls are made anew
 
     def reset(self) -> None:
         self.table: PageTable | None = None
         self._steps: dict[torch.device, Step] = {}
         self._block_table = torch.empty(0, 0, dtype=torch.int32)
+        self.unload()
+
+    def unload(self) -> None:
+        """The tensors on devices say no longer what the host does."""
+        self.decodings: dict[torch.device, Decoding] = {}
+        self.loaded = False
+
+    @property
+    def static(self) -> bool:
+        """Whether a pass of one token needs nothing of the host."""
+        return self.progress.static and self.num_tokens > 0
 
     def begin(self, counts: list[int], rows: torch.Tensor | None) -> None:
         """Make room for `counts[i]` new tokens of sequence i; rows: see `Step`."""
         if self.table is None:
             self.table = PageTable(self.block_size, len(counts))
+        self.unload()
         table = self.table
         if not self.record_past:
             self._release()
-        pages_before = sum(map(len, table.rows))
-        copies = table.append(counts)
-        if copies or len(self._block_table) != len(counts) or sum(map(len, table.rows)) != pages_before:
-            self._block_table = _block_table(table)
+        self._make_room(table.append(counts))
+        self._block_table = _block_table(table)
         ends, total = [0], 0
         for n in counts:
             ends.append(total := total + n)
@@ -101,8 +78,8 @@ class Sequences:
         sequence = torch.arange(len(counts)).repeat_interleave(ends.diff())
         position = torch.arange(total) + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
-        step = Step(rows, slots, self._block_table, lengths, ends, torch.tensor(copies).T if copies else None, {})
-        self._steps = {torch.device("cpu"): step}
+        pairs = list(zip(counts, table.lengths))
+        self._steps = {torch.device("cpu"): Step(rows, slots.int(), self._block_table, lengths, ends, lengths=pairs)}
 
     def step(self, device: torch.device) -> Step:
         """The forward pass under way, with tensors on `device`."""
@@ -110,9 +87,65 @@ class Sequences:
             self._steps[device] = self._steps[torch.device("cpu")].to(device)
         return self._steps[device]
 
+    def decode(self, counts: list[int]) -> None:
+        """Make room for one new token of sequence i, or none where `counts[i]` is 0, in a pass of one token a sequence."""
+        table, before = self.table, self.table.lengths
+        if not self.record_past and not self.static:
+            self._release()
+        pages = sum(map(len, table.rows))
+        copies = table.append(counts)
+        self._make_room(copies)
+        if not self.loaded:
+            self.load(before)
+        elif copies or sum(map(len, table.rows)) != pages:
+            self._write_table()
+
+    def load(self, lengths: list[int] | None = None) -> None:
+        """Bring tables and lengths (None: those of the table) to the devices of the layers, for passes of one token."""
+        table = self.table
+        if self.static:
+            self._make_room(table.reserve([max(n, self.num_tokens) for n in table.lengths]))
+        lengths = table.lengths if lengths is None else lengths
+        for device in dict.fromkeys(layer.device for layer in self.layers if layer.device is not None):
+            self.decodings[device] = self._decoding(device)
+            self.decodings[device].load(table.rows, lengths)
+        self.loaded = True
+
+    def _write_table(self) -> None:
+        """Other pages, the lengths as they are on the devices."""
+        for device, old in self.decodings.items():
+            new = old if old.fits(len(self.table.rows), max(map(len, self.table.rows))) else self._decoding(device)
+            if new is not old:
+                for name in ("lengths_now", "seq_lens", "valid"):
+                    getattr(new, name).copy_(getattr(old, name))
+                self.decodings[device] = new
+            new.load(self.table.rows, None)
+
+    def _decoding(self, device: torch.device) -> Decoding:
+        batch_size, width = len(self.table.rows), max(max(map(len, self.table.rows), default=0), 1)
+        if not self.static:
+            if device not in self._owned or not self._owned[device].fits(batch_size, width):
+                self._owned[device] = Decoding(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device)
+            return self._owned[device]
+        geometry = tuple(layer.geometry for layer in self.layers if layer.device == device)
+        key = (device, batch_size, width, geometry)
+        if key not in self._owned:
+            self._owned[key] = lasting(self, geometry, self.kind, self.block_size, batch_size, width, device)
+        return self._owned[key]
+
+    def warm_up(self) -> None:
+        """Everything that a pass of one token compiles or allocates for good, before one is captured."""
+        for device, decoding in self.decodings.items():
+            if device.type == "cuda" and not decoding.warm:
+                decoding.slots.fill_(-1)
+                for layer in self.layers:
+                    if layer.device == device:
+                        layer.warm_up()
+                decoding.warm = True
+
     def select(self, indices: list[int]) -> None:
         self.table.select(indices)
-        self._block_table = _block_table(self.table)
+        self.unload()
 
     def can_crop(self, lengths: list[int]) -> bool:
         """Whether the pages that later queries see of sequences of these lengths are all held."""
@@ -121,7 +154,11 @@ class Sequences:
     def crop(self, lengths: list[int]) -> None:
         self.table.truncate(lengths)
         self._release()
-        self._block_table = _block_table(self.table)
+        self.unload()
+
+    def _make_room(self, copies: list[tuple[int, int]]) -> None:
+        for layer in self.layers:
+            layer.make_room(self.table.num_pages, copies)
 
     def _release(self) -> None:
         if self.kind.window:
@@ -138,20 +175,29 @@ class Progress:
     seen: tokens that all of them hold, padding included: what transformers calls the sequence length.
     padding: how many of these are padding, for each sequence; None before the first pass.
     holes: whether padding stands elsewhere than on the left.
+    turn: passes so far.
+    static: passes of one token may run without the host, where pages are there for them; not once a sequence outgrew them.
+    stale: the device alone knows how many of the latest tokens were padding; the lengths here are the most that they can be.
+    behind: it alone knows how many passes of one token there were: they ran compiled, or in a graph.
+    counter: `seen` on the device, for such passes.
     """
 
     def __init__(self) -> None:
         self.kinds: list[Sequences] = []
-        self.num_layers = 0
+        self.num_layers, self.turn, self.traced = 0, 0, 0
+        self.counter: torch.Tensor | None = None
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "failed": self.failed or self._left > 0, "_masks": []}  # a pass under way is not taken along
+        self.settle()
+        failed = self.failed or self._left > 0  # a pass under way is not taken along
+        return {**vars(self), "failed": failed, "_masks": [], "counter": None}
 
     def reset(self) -> None:
-        self.seen, self.holes, self.failed = 0, False, False
+        self.seen, self.holes, self.failed, self.static = 0, False, False, True
+        self.stale = self.behind = False
         self.padding: list[int] | None = None
-        self._count, self._left = 0, 0  # tokens of the pass under way, and layers that are not through it
+        self._count, self._left, self.traced = 0, 0, 0  # tokens of the pass under way, and layers that are not through it
         self._masks: list[torch.Tensor | None] = []  # those that its layers came with, all equal
         for sequences in self.kinds:
             sequences.reset()
@@ -160,6 +206,27 @@ class Progress:
     def batch_size(self) -> int:
         """Sequences in the cache, -1 before the first forward pass."""
         return -1 if self.padding is None else len(self.padding)
+
+    def settle(self) -> None:
+        """Learn from the device what it alone knows. RuntimeError where what it computed since then was not a number."""
+        if not self.stale or self.failed or self._left:
+            return
+        decodings = [next(iter(sequences.decodings.values())) for sequences in self.kinds]
+        read = [torch.cat([d.lengths_now, d.valid.int()]).tolist() for d in decodings]
+        if self.behind:
+            self.seen = int(self.counter)
+        size = self.batch_size
+        if not all(all(numbers[size:]) for numbers in read):
+            self.failed = True
+            raise RuntimeError(
+                "cache: in an earlier pass of one token a sequence outgrew num_tokens, or the attention_mask changed what it said of "
+                "earlier tokens; the cache must be reset"
+            )
+        for sequences, numbers in zip(self.kinds, read):
+            sequences.table.settle(numbers[:size])
+        padding = [self.seen - n for n in read[0][:size]]
+        self.holes = self.holes or any(new > old and new < self.seen for old, new in zip(self.padding, padding))
+        self.padding, self.stale, self.behind = padding, False, False
 
     def enter(self, seen: int, batch_size: int, count: int, mask: torch.Tensor | None) -> None:
         """A layer that holds `seen` tokens joins the forward pass under way, or begins the next: `count` new tokens a sequence, of
@@ -173,7 +240,7 @@ class Progress:
             self._begin(batch_size, count, mask)
         elif (batch_size, count) != (self.batch_size, self._count):
             refuse("tokens", f"{batch_size} x {count}", f"this forward pass began with {self.batch_size} x {self._count}")
-        elif not any(mask is known for known in self._masks):
+        elif not any(mask is known for known in self._masks) and (count > 1 or mask is None or mask.device.type == "cpu"):
             if not torch.equal(*(_whole(m, batch_size, self.seen + count) for m in (mask, self._masks[0]))):
                 refuse("attention_mask", "changed", "all layers of a forward pass have the same padding")
             self._masks.append(mask)
@@ -182,8 +249,38 @@ class Progress:
         """A layer is through. Returns the tokens that it holds now."""
         seen, self._left = self.seen + self._count, self._left - 1
         if not self._left:
-            self.seen = seen
+            self.seen, self.turn = seen, self.turn + 1
+            self._load()
         return seen
+
+    def follow(self, index: int) -> None:
+        """Layer `index` joins a pass of one token that is being compiled or captured: the host will not be there when it runs."""
+        if index != self.traced:
+            raise RuntimeError(f"cache: layer {index} where {self.traced} was due: all layers go through a pass, in their order, once")
+        self.traced = (index + 1) % self.num_layers
+        if not index:
+            self.counter.add_(1)
+            self.stale = self.behind = True
+
+    def _load(self) -> None:
+        """After a pass: bring to the devices what the next one needs, if that may run without the host."""
+        if not self.static or all(sequences.loaded or not sequences.static for sequences in self.kinds):
+            return
+        self.static = not self._outgrown()
+        if self.static:
+            for sequences in self.kinds:
+                sequences.load()
+                sequences.warm_up()
+                sequences.load()
+            if self.counter is None:
+                with torch.inference_mode(False):
+                    self.counter = torch.zeros((), dtype=torch.int64, device=next(iter(self.kinds[0].decodings)))
+                torch._dynamo.mark_static_address(self.counter, guard=False)
+            self.counter.fill_(self.seen)
+
+    def _outgrown(self) -> bool:
+        """Whether a sequence has no room for one token more among its first pages."""
+        return any(max(s.table.lengths, default=0) >= s.num_tokens for s in self.kinds if s.num_tokens)
 
     def check_whole(self) -> None:
         """RuntimeError unless all layers hold the same tokens."""
@@ -193,14 +290,17 @@ class Progress:
     def select(self, indices: list[int]) -> None:
         """Make the batch that of the sequences `indices`."""
         self.check_whole()
+        self.settle()
         if self.padding is not None:
             for sequences in self.kinds:  # they hold as many sequences each: the first refuses for all
                 sequences.select(indices)
             self.padding = [self.padding[i] for i in indices]
+            self._load()
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every sequence."""
         self.check_whole()
+        self.settle()
         if self.padding is None:
             return
         if self.holes and count:
@@ -216,15 +316,19 @@ class Progress:
         for sequences in self.kinds:
             sequences.crop(lengths)
         self.seen, self.padding = seen, padding
+        self._load()
 
     def _begin(self, batch_size: int, count: int, mask: torch.Tensor | None) -> None:
+        if self.padding is not None and len(self.padding) != batch_size:
+            refuse("batch size", batch_size, f"the cache holds {len(self.padding)} sequences; reset it or take another")
+        if count == 1 and self.seen:
+            return self._begin_decoding(mask)
+        self.settle()
         padding = [0] * batch_size if self.padding is None else self.padding
-        if len(padding) != batch_size:
-            refuse("batch size", batch_size, f"the cache holds {len(padding)} sequences; reset it or take another")
         if mask is not None:
-            counts, rows, holes = self._read(mask, padding, count)
+            counts, rows, holes = self._read(mask[:, 0, 0, 1:] if mask.ndim == 4 else mask, padding, count)
         elif any(padding):
-            refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
+            self._refuse_no_mask()
         else:
             counts, rows, holes = [count] * batch_size, None, False
         self.failed = True  # should memory end half-way
@@ -232,6 +336,43 @@ class Progress:
             sequences.begin(counts, rows)
         self.padding, self.holes = [p + count - n for p, n in zip(padding, counts)], holes
         self._count, self._left, self._masks, self.failed = count, self.num_layers, [mask], False
+
+    def _begin_decoding(self, mask: torch.Tensor | None) -> None:
+        """A pass of one token a sequence: on an accelerator the host reads nothing of its mask, if it can go on without."""
+        windows = any(sequences.kind.window for sequences in self.kinds)
+        empty = any(not length for sequences in self.kinds for length in sequences.table.lengths)
+        told = mask is None or mask.device.type == "cpu" or (windows and empty)
+        if told:
+            self.settle()
+        counts, holes = [1] * self.batch_size, self.holes
+        if mask is None and any(self.padding):
+            self._refuse_no_mask()
+        elif mask is not None:
+            shape = (self.batch_size, self.seen + 1) if mask.ndim == 2 else (self.batch_size, 1, 1, 2)
+            if mask.shape != shape:
+                refuse("attention_mask.shape", tuple(mask.shape), f"{shape} is needed")
+            if told:
+                counts, holes = self._read_last(mask, windows)
+        self.failed = True
+        if self.static and self._outgrown():
+            self.static = False
+        for sequences in self.kinds:
+            sequences.decode(counts)
+        self.padding, self.holes = [p + 1 - n for p, n in zip(self.padding, counts)], holes
+        self._count, self._left, self._masks, self.failed, self.stale = 1, self.num_layers, [mask], False, self.stale or not told
+
+    def _read_last(self, mask: torch.Tensor, windows: bool) -> tuple[list[int], bool]:
+        """Which of the new tokens are real, and whether there are holes then."""
+        total, new = (brief(mask) if mask.ndim == 2 else mask)[:, 0, 0].T.tolist()
+        if [self.seen - n + m for n, m in zip(total, new)] != self.padding:
+            refuse("attention_mask", "changed", "tokens stored earlier are masked now, or padding became tokens")
+        holes = self.holes or any(not m and p < self.seen for p, m in zip(self.padding, new))
+        if holes and windows:
+            refuse("attention_mask", "padding after tokens", "layers with a window need padding on the left")
+        return new, holes
+
+    def _refuse_no_mask(self) -> NoReturn:
+        refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
 
     def _read(self, mask: torch.Tensor, padding: list[int], count: int) -> tuple[list[int], torch.Tensor | None, bool]:
         """How many of the new tokens of each sequence are real, where they stand (None: all are), and whether there are holes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from ..sequences import Kind
+from ..passes import Kind
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[Kind]:
