@@ -11,7 +11,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from quantkv import available_formats, get_format  # noqa: E402
-from quantkv.integrations.sequences import Kind, Progress, Sequences, Step  # noqa: E402
+from quantkv.integrations.passes import Kind, Pass  # noqa: E402
+from quantkv.integrations.sequences import Progress, Sequences  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
 
 VOCABULARY = 128
@@ -352,6 +353,23 @@ def test_padding_after_tokens(llama):
     refused(ValueError, "on the left", model, ids, attention_mask=mask, past_key_values=QuantizedCache(model.config))
 
 
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_prompt_padded_on_the_right_is_continued_as_by_transformers(holes):
+    """The next token comes from the output of the last padding token, which sees the tokens before it."""
+    model = tiny("llama", attn_implementation="eager")
+    ids, _ = prompts([12, 12, 12])
+    mask = torch.ones_like(ids)
+    mask[1, 7:], mask[2, 3:] = 0, 0
+    if holes:
+        mask[0, 3:5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    use_quantkv_attention(model)
+    assert torch.equal(model.generate(ids, past_key_values=QuantizedCache(model.config, "none"), **options), expected)
+    windowed = use_quantkv_attention(tiny("mistral"))
+    refused(ValueError, "on the left", windowed, ids, attention_mask=mask, past_key_values=QuantizedCache(windowed.config))
+
+
 @pytest.mark.parametrize(
     "config, match",
     [
@@ -527,12 +545,12 @@ def fail_in(place, model, cache, monkeypatch, **inputs):
         if place == "between":
             patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
         else:
-            patch.setattr(Step, "attend", failing(cache.layers[place].pages))
+            patch.setattr(Pass, "attend", failing(cache.layers[place].pages))
         refused((ZeroDivisionError, KeyboardInterrupt), None, model, past_key_values=cache, **inputs)
 
 
 def failing(pages):
-    attend = Step.attend
+    attend = Pass.attend
 
     def call(step, cache, *args, **kwargs):
         if cache is pages:

@@ -64,15 +64,36 @@ class Pass:
 
 
 class Step(Pass):
-    """A pass whose lengths the host knows. rows: `[T]`, where the tokens stand in `[S * N]`, N padded tokens a sequence; None: everywhere."""
+    """A pass of which the host knows the lengths, N padded tokens a sequence.
 
-    def __init__(self, rows: torch.Tensor | None, *tensors: torch.Tensor, lengths: list[tuple[int, int]]) -> None:
+    rows: `[T]`, where the tokens stand in `[S * N]`; None: everywhere.
+    late: padding that stands after tokens of its sequence: it sees those before it, as in transformers, where a prompt padded on the
+        right is continued from the output of its last padding token. Each is a sequence of its own that stores nothing. None: none.
+    """
+
+    def __init__(
+        self, rows: torch.Tensor | None, *tensors: torch.Tensor, lengths: list[tuple[int, int]], late: Step | None = None
+    ) -> None:
         super().__init__(*tensors, lengths)
-        self.rows = rows
+        self.rows, self.late = rows, late
 
     def to(self, device: torch.device) -> Step:
         tensors = (self.rows, self.slots, self.block_table, self.seq_lens, self.cu_seqlens_q)
-        return Step(*(None if t is None else sent(t, device) for t in tensors), lengths=self.lengths)
+        late = None if self.late is None else self.late.to(device)
+        return Step(*(None if t is None else sent(t, device) for t in tensors), lengths=self.lengths, late=late)
+
+
+class Late(NamedTuple):
+    """Padding after tokens, in one forward pass: where it stands (see `Step.rows`), in which sequences, and how many tokens precede it."""
+
+    rows: torch.Tensor
+    sequences: torch.Tensor
+    lengths: torch.Tensor
+
+    def step(self, block_table: torch.Tensor) -> Step:
+        ends = torch.arange(len(self.rows) + 1, dtype=torch.int32)
+        pairs = [(1, n) for n in self.lengths.tolist()]
+        return Step(self.rows, self.rows[:0], block_table[self.sequences], self.lengths.int(), ends, lengths=pairs)
 
 
 class Decoding(Pass):

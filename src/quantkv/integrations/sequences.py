@@ -8,7 +8,7 @@ import torch
 
 from ..checks import refuse
 from ..page_table import PageTable
-from .passes import Decoding, Kind, Step, brief, lasting, sent
+from .passes import Decoding, Kind, Late, Step, brief, lasting
 
 SPARE = 1.25  # a table that is full grows by this factor
 
@@ -61,7 +61,7 @@ class Sequences:
         """Whether a pass of one token needs nothing of the host."""
         return self.progress.static and self.num_tokens > 0
 
-    def begin(self, counts: list[int], rows: torch.Tensor | None) -> None:
+    def begin(self, counts: list[int], rows: torch.Tensor | None, late: Late | None = None) -> None:
         """Make room for `counts[i]` new tokens of sequence i; rows: see `Step`."""
         if self.table is None:
             self.table = PageTable(self.block_size, len(counts))
@@ -78,8 +78,8 @@ class Sequences:
         sequence = torch.arange(len(counts)).repeat_interleave(ends.diff())
         position = torch.arange(total) + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
-        pairs = list(zip(counts, table.lengths))
-        self._steps = {torch.device("cpu"): Step(rows, slots.int(), self._block_table, lengths, ends, lengths=pairs)}
+        pairs, after = list(zip(counts, table.lengths)), None if late is None else late.step(self._block_table)
+        self._steps = {torch.device("cpu"): Step(rows, slots.int(), self._block_table, lengths, ends, lengths=pairs, late=after)}
 
     def step(self, device: torch.device) -> Step:
         """The forward pass under way, with tensors on `device`."""
@@ -175,7 +175,7 @@ class Progress:
     seen: tokens that all of them hold, padding included: what transformers calls the sequence length.
     padding: how many of these are padding, for each sequence; None before the first pass.
     holes: whether padding stands elsewhere than on the left.
-    turn: passes so far.
+    count: tokens a sequence of the last pass. turn: passes so far.
     static: passes of one token may run without the host, where pages are there for them; not once a sequence outgrew them.
     stale: the device alone knows how many of the latest tokens were padding; the lengths here are the most that they can be.
     behind: it alone knows how many passes of one token there were: they ran compiled, or in a graph.
@@ -197,7 +197,7 @@ class Progress:
         self.seen, self.holes, self.failed, self.static = 0, False, False, True
         self.stale = self.behind = False
         self.padding: list[int] | None = None
-        self._count, self._left, self.traced = 0, 0, 0  # tokens of the pass under way, and layers that are not through it
+        self.count, self._left, self.traced = 0, 0, 0  # _left: layers that are not through the pass under way
         self._masks: list[torch.Tensor | None] = []  # those that its layers came with, all equal
         for sequences in self.kinds:
             sequences.reset()
@@ -228,6 +228,16 @@ class Progress:
         self.holes = self.holes or any(new > old and new < self.seen for old, new in zip(self.padding, padding))
         self.padding, self.stale, self.behind = padding, False, False
 
+    def catch_up(self) -> None:
+        """Before a layer joins a pass: how many passes there were without the host."""
+        if self.behind and not self._left:
+            self.settle()
+
+    @property
+    def remote(self) -> bool:
+        """Whether a pass that begins now has to take the number of tokens from the device."""
+        return self.static and self.counter is not None and (self.behind or torch.compiler.is_compiling())
+
     def enter(self, seen: int, batch_size: int, count: int, mask: torch.Tensor | None) -> None:
         """A layer that holds `seen` tokens joins the forward pass under way, or begins the next: `count` new tokens a sequence, of
         which `mask [S, seen + count]` is False for padding."""
@@ -238,8 +248,8 @@ class Progress:
             )
         if not self._left:
             self._begin(batch_size, count, mask)
-        elif (batch_size, count) != (self.batch_size, self._count):
-            refuse("tokens", f"{batch_size} x {count}", f"this forward pass began with {self.batch_size} x {self._count}")
+        elif (batch_size, count) != (self.batch_size, self.count):
+            refuse("tokens", f"{batch_size} x {count}", f"this forward pass began with {self.batch_size} x {self.count}")
         elif not any(mask is known for known in self._masks) and (count > 1 or mask is None or mask.device.type == "cpu"):
             if not torch.equal(*(_whole(m, batch_size, self.seen + count) for m in (mask, self._masks[0]))):
                 refuse("attention_mask", "changed", "all layers of a forward pass have the same padding")
@@ -247,7 +257,7 @@ class Progress:
 
     def leave(self) -> int:
         """A layer is through. Returns the tokens that it holds now."""
-        seen, self._left = self.seen + self._count, self._left - 1
+        seen, self._left = self.seen + self.count, self._left - 1
         if not self._left:
             self.seen, self.turn = seen, self.turn + 1
             self._load()
@@ -326,16 +336,16 @@ class Progress:
         self.settle()
         padding = [0] * batch_size if self.padding is None else self.padding
         if mask is not None:
-            counts, rows, holes = self._read(mask[:, 0, 0, 1:] if mask.ndim == 4 else mask, padding, count)
+            counts, rows, holes, late = self._read(mask[:, 0, 0, 1:] if mask.ndim == 4 else mask, padding, count)
         elif any(padding):
             self._refuse_no_mask()
         else:
-            counts, rows, holes = [count] * batch_size, None, False
+            counts, rows, holes, late = [count] * batch_size, None, False, None
         self.failed = True  # should memory end half-way
         for sequences in self.kinds:
-            sequences.begin(counts, rows)
+            sequences.begin(counts, rows, late)
         self.padding, self.holes = [p + count - n for p, n in zip(padding, counts)], holes
-        self._count, self._left, self._masks, self.failed = count, self.num_layers, [mask], False
+        self.count, self._left, self._masks, self.failed = count, self.num_layers, [mask], False
 
     def _begin_decoding(self, mask: torch.Tensor | None) -> None:
         """A pass of one token a sequence: on an accelerator the host reads nothing of its mask, if it can go on without."""
@@ -359,7 +369,7 @@ class Progress:
         for sequences in self.kinds:
             sequences.decode(counts)
         self.padding, self.holes = [p + 1 - n for p, n in zip(self.padding, counts)], holes
-        self._count, self._left, self._masks, self.failed, self.stale = 1, self.num_layers, [mask], False, self.stale or not told
+        self.count, self._left, self._masks, self.failed, self.stale = 1, self.num_layers, [mask], False, self.stale or not told
 
     def _read_last(self, mask: torch.Tensor, windows: bool) -> tuple[list[int], bool]:
         """Which of the new tokens are real, and whether there are holes then."""
@@ -374,8 +384,9 @@ class Progress:
     def _refuse_no_mask(self) -> NoReturn:
         refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
 
-    def _read(self, mask: torch.Tensor, padding: list[int], count: int) -> tuple[list[int], torch.Tensor | None, bool]:
-        """How many of the new tokens of each sequence are real, where they stand (None: all are), and whether there are holes."""
+    def _read(self, mask: torch.Tensor, padding: list[int], count: int) -> tuple[list[int], torch.Tensor | None, bool, Late | None]:
+        """How many of the new tokens of each sequence are real, where they stand (None: all are), whether there are holes, and which
+        of the new tokens are in holes."""
         shape = (len(padding), self.seen + count)
         if mask.shape != shape:
             refuse("attention_mask.shape", tuple(mask.shape), f"{shape} is needed")
@@ -386,7 +397,17 @@ class Progress:
         if holes and any(sequences.kind.window for sequences in self.kinds):
             refuse("attention_mask", "padding after tokens", "layers with a window need padding on the left")
         new = real[:, self.seen :]
-        return new.sum(1).tolist(), None if bool(new.all()) else new.flatten().nonzero().squeeze(1), holes
+        return (
+            new.sum(1).tolist(),
+            None if bool(new.all()) else new.flatten().nonzero().squeeze(1),
+            holes,
+            self._late(real) if holes else None,
+        )
+
+    def _late(self, real: torch.Tensor) -> Late | None:
+        before = real.cumsum(1)[:, self.seen :].flatten()
+        rows = (~real[:, self.seen :].flatten() & (before > 0)).nonzero().squeeze(1)
+        return Late(rows, rows // (real.shape[1] - self.seen), before[rows]) if len(rows) else None
 
 
 def _whole(mask: torch.Tensor | None, batch_size: int, count: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ def quantkv_attention(
     given = [name for name in ("output_attentions", "head_mask", "position_bias") if kwargs.get(name) not in (None, False)]
     if given:
         raise NotImplementedError(f"{', '.join(given)}: not supported by attention implementation {ATTENTION!r}")
-    if attention_mask is not None and attention_mask.ndim != 2:
+    if attention_mask is not None and attention_mask.ndim != 2 and (query.shape[2] > 1 or attention_mask.shape[1:] != (1, 1, 2)):
         raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
     if sliding_window not in (None, layer.sequences.kind.window):
         refuse("sliding_window", sliding_window, f"config.layer_types gives this layer {layer.sequences.kind.window}")

@@ -13,21 +13,30 @@ from ...checks import ROW_DTYPES, number, refuse, tensor
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
+from ..passes import brief, sent
 from ..sequences import Sequences
 
 ATTENTION = "quantkv"
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
 
+class PagedLength(int):
+    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows."""
+
+
 class PendingStates(torch.Tensor):
-    """New keys or values between `Cache.update` and the attention function: any use by another attention is an error."""
+    """New keys or values between `Cache.update` and the attention function: any use by another attention is an error.
+
+    layer: where they are to be stored. update: which of its updates brought them.
+    """
 
     layer: QuantizedLayer
+    update: int
 
     @classmethod
     def of(cls, states: torch.Tensor, layer: QuantizedLayer) -> PendingStates:
         pending = states.as_subclass(cls)
-        pending.layer = layer
+        pending.layer, pending.update = layer, layer.updates
         return pending
 
     @classmethod
@@ -43,17 +52,43 @@ class PendingStates(torch.Tensor):
 class QuantizedLayer(CacheLayerMixin):
     """One layer of a `QuantizedCache`; its pages are those of `sequences`, which it shares with the layers of its kind."""
 
-    is_compileable = False
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
         super().__init__()
         self.requested, self.dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
-        self.sequences, self.is_sliding, self.seen = sequences, sequences.kind.window > 0, 0
+        self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
         sequences.progress.num_layers += 1
+        sequences.layers.append(self)
+        sequences.num_tokens = max(sequences.num_tokens, num_tokens)
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # a query `[S, HQ, N, D]`, and the options that came with it
+        self.updates, self.turn = 0, 0  # passes that it went through
+
+    @property
+    def seen(self) -> int:
+        """Tokens that it holds, padding included, as far as the host knows."""
+        progress = self.sequences.progress
+        return progress.seen + (progress.count if self.turn > progress.turn else 0)
+
+    @seen.setter
+    def seen(self, value: int) -> None:
+        self.turn = self.sequences.progress.turn
+
+    @property
+    def device(self) -> torch.device | None:
+        return None if self.pages is None else self.pages.device
+
+    @property
+    def geometry(self) -> Any:
+        return self.pages.kind, None if self._like is None else (self._like[0][1], self._like[1])
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile passes of one token: pages for them are there, and no sequence outgrew them."""
+        return self.sequences.static
 
     @property
     def record_past(self) -> bool:
@@ -78,45 +113,93 @@ class QuantizedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
-        self._new = key_states, value_states
+        self._new, self.updates = (key_states, value_states), self.updates + 1
         return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
 
-    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding.
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
+        """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
 
+        update: which update brought the new rows. The rows of the last one can be read again in its forward pass, by layers that share
+        keys and values. None: rows that were not read yet.
         A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
         """
+        if self._new is None and update == self.updates and query.shape[2] == self.sequences.progress.count:
+            return self._attend(query, **options)
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
-        (key, value), self._new, progress = self._new, None, self.sequences.progress
+        progress = self.sequences.progress
+        progress.catch_up()
+        (key, value), self._new = self._new, None
         pages = self._new_pages(key, value) if self.pages is None else self.pages
         self._check(pages, query, key, value, **options)
         progress.enter(self.seen, query.shape[0], query.shape[2], mask)
         self.pages, self.is_initialized = pages, True
+        self._like = query.shape, query.dtype, options
         try:
-            self._make_room()
-            out = self._attend(query, key, value, **options)
+            self.make_room(self.sequences.table.num_pages, [])
+            out = self._attend(query, (key, value), mask, **options)
+            self.turn = progress.turn + 1
+            progress.leave()
         except BaseException:
             progress.failed = True
             raise
-        self.seen = progress.leave()
         return out
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _attend(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mask: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if self.sequences.loaded:
+            return self.decode(query, new, mask, **options)
         batch_size, _, count, _ = query.shape
-        first = self.seen == 0
-        step = self.sequences.step(query.device)
-        key, value, q = (_tokens(t, step.rows) for t in (key, value, query))
-        step.write(self.pages, key, value)
-        pages = self.pages
-        if first and self.fresh_prefill:
-            plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
-            pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
+        step, pages = self.sequences.step(query.device), self.pages
+        if new is not None:
+            key, value = (_tokens(t, step.rows) for t in new)
             step.write(pages, key, value)
-        out = step.attend(pages, q, max_query_len=count, **self.sequences.kind.options, **options)
+            if self.seen == 0 and self.fresh_prefill:
+                plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
+                pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
+                step.write(pages, key, value)
+        options = {**self.sequences.kind.options, **options}
+        out = step.attend(pages, _tokens(query, step.rows), max_query_len=count, **options)
         if step.rows is not None:
             out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
+        if step.late is not None:
+            late = step.late.attend(pages, _tokens(query, step.late.rows), max_query_len=1, **options)
+            out = out.index_copy_(0, step.late.rows, late)
         return out.unflatten(0, (batch_size, count))
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: torch.Tensor | None,
+        leads: bool | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """A pass of one token a sequence; nothing here depends on what a tensor holds. leads: whether this layer is the first of those
+        that share a `Decoding`, and advances it; None: whichever comes first."""
+        decoding = self.sequences.decodings[query.device]
+        if leads is None:
+            turn = self.sequences.progress.turn
+            leads, decoding.turn = decoding.turn != turn, turn
+        if leads:
+            decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask)
+        if new is not None:
+            decoding.write(self.pages, *(_last(t) for t in new))
+        out = decoding.attend(self.pages, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
+        return (decoding.poison(out) if leads else out)[:, None]
+
+    def warm_up(self) -> None:
+        """Run what `decode` runs, for a token that is not stored."""
+        (batch_size, heads, _, head_size), dtype, options = self._like
+        spec, like = self.pages.spec, {"dtype": dtype, "device": self.pages.device}
+        query = torch.zeros(batch_size, heads, 1, head_size, **like)
+        new = (torch.zeros(batch_size, spec.num_kv_heads, 1, size, **like) for size in (spec.head_size, spec.head_size_v))
+        self.decode(query, tuple(new), None, False, **options)
 
     def _check(
         self, pages: PagedCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, **options: Any
@@ -132,24 +215,28 @@ class QuantizedLayer(CacheLayerMixin):
         if scale is not None:
             number("scaling", scale)
 
-    def _make_room(self) -> None:
-        """Pages for the tokens of the forward pass under way, and copies of those that are shared no longer."""
-        needed, step = self.sequences.table.num_pages, self.sequences.step(self.pages.device)
-        if needed > self.pages.num_blocks:
+    def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None:
+        """At least `num_pages` pages, and copies of those that are shared no longer."""
+        if self.pages is None:
+            return
+        if num_pages > self.pages.num_blocks:
             old = self.pages
-            self.pages = _pages(old.spec, max(needed, int(old.num_blocks * GROWTH)), old.device)
+            self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device)
             self.pages.buffer[: old.num_blocks] = old.buffer
-        if step.copies is not None:
-            self.pages.copy_pages(*step.copies)
+        if copies:
+            self.pages.copy_pages(*sent(torch.tensor(copies).T.contiguous(), self.pages.device))
 
-    def get_seq_length(self) -> int:
-        return self.seen
+    def get_seq_length(self) -> int | torch.Tensor:
+        progress = self.sequences.progress
+        return progress.counter if progress.remote else self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
+        if self.sequences.progress.remote:
+            return PagedLength(self.num_tokens), 0
+        return PagedLength(self.seen + query_length), 0
 
     def get_max_length(self) -> int:
-        return -1
+        return self.num_tokens if self.is_compileable else -1
 
 
 def _pages(spec: CacheSpec, num_blocks: int, device: torch.device) -> PagedCache:
@@ -161,3 +248,8 @@ def _tokens(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """`[S, H, N, D]` -> `[T, H, D]`, padding left out."""
     tokens = states.transpose(1, 2).flatten(0, 1)
     return tokens if rows is None else tokens[rows]
+
+
+def _last(states: torch.Tensor) -> torch.Tensor:
+    """`[S, H, 1, D]` -> `[S, H, D]`, dense: of the same strides in every pass."""
+    return states[:, :, -1].contiguous()
