@@ -179,11 +179,11 @@ def stored(layer):
     """Bytes of every sequence's tokens, page by page."""
     table, parts = layer.sequences.table, []
     for row, length in zip(table.rows, table.lengths):
-        assert 0 <= len(row) * table.block_size - length < table.block_size
+        assert length <= len(row) * table.block_size
         for side in (layer.pages.k, layer.pages.v):
             for field in side.codes, side.meta:
                 if field is not None:
-                    parts.append(field[row].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten())
+                    parts.append(field[row[: -(-length // table.block_size)]].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten())
     return torch.cat(parts)
 
 

@@ -29,8 +29,8 @@ class PageTable:
 
     @property
     def used_pages(self) -> int:
-        """Pages that at least one sequence holds."""
-        return self.num_pages - len(self._free)
+        """Pages that hold tokens of at least one sequence."""
+        return len({p for row, n in zip(self.rows, self.lengths) for p in row[: -(-n // self.block_size)] if p != self.RELEASED})
 
     def append(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Lengthen sequence i by `counts[i]` tokens -> pages `(source, target)` to copy before anything is written."""

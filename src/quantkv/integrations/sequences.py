@@ -21,6 +21,8 @@ class Layer(Protocol):
 
     def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None: ...
 
+    def loaded(self, decoding: Decoding) -> None: ...
+
     def warm_up(self) -> None: ...
 
 
@@ -135,13 +137,15 @@ class Sequences:
 
     def warm_up(self) -> None:
         """Everything that a pass of one token compiles or allocates for good, before one is captured."""
-        for device, decoding in self.decodings.items():
-            if device.type == "cuda" and not decoding.warm:
-                decoding.slots.fill_(-1)
-                for layer in self.layers:
-                    if layer.device == device:
-                        layer.warm_up()
-                decoding.warm = True
+        for layer in self.layers:
+            decoding = self.decodings.get(layer.device)
+            if decoding is not None:
+                layer.loaded(decoding)
+                if layer.device.type == "cuda" and not decoding.warm:
+                    decoding.slots.fill_(-1)
+                    layer.warm_up()
+        for decoding in self.decodings.values():
+            decoding.warm = True
 
     def select(self, indices: list[int]) -> None:
         self.table.select(indices)
@@ -234,6 +238,10 @@ class Progress:
             self.settle()
 
     @property
+    def padded(self) -> bool:
+        return self.padding is not None and any(self.padding)
+
+    @property
     def remote(self) -> bool:
         """Whether a pass that begins now has to take the number of tokens from the device."""
         return self.static and self.counter is not None and (self.behind or torch.compiler.is_compiling())
@@ -281,7 +289,6 @@ class Progress:
             for sequences in self.kinds:
                 sequences.load()
                 sequences.warm_up()
-                sequences.load()
             if self.counter is None:
                 with torch.inference_mode(False):
                     self.counter = torch.zeros((), dtype=torch.int64, device=next(iter(self.kinds[0].decodings)))

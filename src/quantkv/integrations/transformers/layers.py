@@ -13,8 +13,9 @@ from ...checks import ROW_DTYPES, number, refuse, tensor
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
-from ..passes import brief, sent
+from ..passes import Decoding, brief, sent
 from ..sequences import Sequences
+from .compiled import HANDED, LAYERS_AT_MOST, decode_layer, fresh_number, numbered, pass_layer
 
 ATTENTION = "quantkv"
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
@@ -55,6 +56,10 @@ class QuantizedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.number = numbered(self, fresh_number())
+
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
         super().__init__()
         self.requested, self.dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
@@ -62,6 +67,7 @@ class QuantizedLayer(CacheLayerMixin):
         sequences.progress.num_layers += 1
         sequences.layers.append(self)
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
+        self.number = numbered(self, fresh_number())
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # a query `[S, HQ, N, D]`, and the options that came with it
@@ -84,6 +90,11 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def geometry(self) -> Any:
         return self.pages.kind, None if self._like is None else (self._like[0][1], self._like[1])
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of the layers that share its `Decoding`."""
+        return next(layer for layer in self.sequences.layers if layer.device == self.device) is self
 
     @property
     def is_compileable(self) -> bool:
@@ -113,8 +124,37 @@ class QuantizedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
-        self._new, self.updates = (key_states, value_states), self.updates + 1
+        if torch.compiler.is_compiling():
+            HANDED.give(self)
+            return key_states, value_states
+        self.take(key_states, value_states)
         return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
+
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """`update`, for an attention call that follows at once."""
+        self._new, self.updates = (key_states, value_states), self.updates + 1
+
+    def traced(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`attend`, of rows that `update` was given, while torch.compile follows."""
+        sequences = self.sequences
+        if not (sequences.static and sequences.loaded and query.shape[2] == 1):
+            return pass_layer(query, key, value, mask, sinks, scale, softcap, self.number)
+        decoding = sequences.decodings[query.device]
+        if query.shape[0] != decoding.batch_size:
+            refuse("batch size", query.shape[0], f"the cache holds {decoding.batch_size} sequences; reset it or take another")
+        sequences.progress.follow(self.index)
+        if mask is None and sequences.progress.padded:
+            refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
+        return decode_layer(query, key, value, mask, self.pages.buffer, decoding.state, sinks, scale, softcap, self.number)
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
         """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
@@ -133,7 +173,7 @@ class QuantizedLayer(CacheLayerMixin):
         pages = self._new_pages(key, value) if self.pages is None else self.pages
         self._check(pages, query, key, value, **options)
         progress.enter(self.seen, query.shape[0], query.shape[2], mask)
-        self.pages, self.is_initialized = pages, True
+        self.pages, self.is_initialized = pages if self.pages is None else self.pages, True  # `enter` may have made them more
         self._like = query.shape, query.dtype, options
         try:
             self.make_room(self.sequences.table.num_pages, [])
@@ -192,6 +232,11 @@ class QuantizedLayer(CacheLayerMixin):
             decoding.write(self.pages, *(_last(t) for t in new))
         out = decoding.attend(self.pages, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
         return (decoding.poison(out) if leads else out)[:, None]
+
+    def loaded(self, decoding: Decoding) -> None:
+        """The next pass may run without the host, over `decoding` and the pages as they are."""
+        self.number = numbered(self, decoding.number * LAYERS_AT_MOST + self.index)
+        torch._dynamo.mark_static_address(self.pages.buffer, guard=False)
 
     def warm_up(self) -> None:
         """Run what `decode` runs, for a token that is not stored."""
