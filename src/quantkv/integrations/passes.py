@@ -100,7 +100,7 @@ class Decoding(Pass):
     """Passes of one token a sequence on one device: a pass advances these tensors in place, so that every one has the same shapes and
     addresses. The prepared calls stay; a pass can be captured in a graph, and reads nothing on the host.
 
-    lengths_now: int32 `[S]`, tokens of each sequence. state: all the numbers that change, in one tensor.
+    lengths_now: int32 `[S]`, tokens of each sequence. state: all the numbers that change, in one tensor, which begins at `place`.
     capacity: tokens that the table has room for. valid: bool `[S]`; False once a sequence was full, or its mask at odds with what is
         stored: what it gets then is not a number, and `Progress.settle` refuses.
     """
@@ -111,13 +111,13 @@ class Decoding(Pass):
             self.state = torch.zeros(3 * padded + batch_size * width, dtype=torch.int32, device=device)
             self.lengths_now, seq_lens, slots = (self.state[i * padded : i * padded + batch_size] for i in range(3))
             table = self.state[3 * padded :].view(batch_size, width)
+            self.place = self.state[:4]
             self.valid = torch.ones(batch_size, dtype=torch.bool, device=device)
             super().__init__(slots, table, seq_lens, torch.arange(batch_size + 1, dtype=torch.int32, device=device))
         self.kind, self.block_size, self.device = kind, block_size, device
         self.batch_size, self.width, self.capacity = batch_size, width, width * block_size
         self.turn = -1  # the pass that they were advanced for
         self.warm = False
-        self.number = 0
 
     def fits(self, batch_size: int, width: int) -> bool:
         return batch_size == self.batch_size and width <= self.width
@@ -178,8 +178,7 @@ def lasting(owner: object, geometry: Hashable, kind: Kind, block_size: int, batc
         decoding = free.pop()
     else:
         decoding = Decoding(kind, block_size, batch_size, width, device)
-        decoding.number = len(_MADE)
-        torch._dynamo.mark_static_address(decoding.state, guard=False)
+        torch._dynamo.mark_static_address(decoding.place, guard=False)
         _MADE.append(decoding)
     weakref.finalize(owner, free.append, decoding)
     return decoding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -30,7 +31,7 @@ class Sequences:
     """The batch as the layers of one kind see it: which pages they hold, and the tensors of the forward pass under way.
 
     progress: what these layers share with those of other kinds; one of its own if None.
-    layers: those of this kind, which enter themselves.
+    layers: those of this kind, which join by themselves.
     num_tokens: tokens a sequence whose pages are there from the first pass on, so that a pass of one token can be captured; 0: pages
         are added as they are needed.
     """
@@ -39,13 +40,21 @@ class Sequences:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
         self.progress = Progress() if progress is None else progress
         self.progress.kinds.append(self)
-        self.layers: list[Layer] = []
+        self._layers: list[weakref.ref[Layer]] = []
         self._owned: dict[Any, Decoding] = {}
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         self.progress.settle()
-        return {**vars(self), "_steps": {}, "_owned": {}, "decodings": {}, "loaded": False}  # prepared calls are made anew
+        return {**vars(self), "_layers": [], "_steps": {}, "_owned": {}, "decodings": {}, "loaded": False}  # prepared calls are made anew
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    def join(self, layer: Layer) -> None:
+        """A layer of this kind, which is not kept alive: its pages go when the cache does."""
+        self._layers.append(weakref.ref(layer))
 
     def reset(self) -> None:
         self.table: PageTable | None = None
@@ -129,10 +138,11 @@ class Sequences:
             if device not in self._owned or not self._owned[device].fits(batch_size, width):
                 self._owned[device] = Decoding(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device)
             return self._owned[device]
-        geometry = tuple(layer.geometry for layer in self.layers if layer.device == device)
+        layers = [layer for layer in self.layers if layer.device == device]
+        geometry = tuple(layer.geometry for layer in layers)
         key = (device, batch_size, width, geometry)
         if key not in self._owned:
-            self._owned[key] = lasting(self, geometry, self.kind, self.block_size, batch_size, width, device)
+            self._owned[key] = lasting(layers[0], geometry, self.kind, self.block_size, batch_size, width, device)
         return self._owned[key]
 
     def warm_up(self) -> None:
@@ -244,7 +254,7 @@ class Progress:
     @property
     def remote(self) -> bool:
         """Whether a pass that begins now has to take the number of tokens from the device."""
-        return self.static and self.counter is not None and (self.behind or torch.compiler.is_compiling())
+        return self.static and self.counter is not None and (torch.compiler.is_compiling() or self.behind)
 
     def enter(self, seen: int, batch_size: int, count: int, mask: torch.Tensor | None) -> None:
         """A layer that holds `seen` tokens joins the forward pass under way, or begins the next: `count` new tokens a sequence, of

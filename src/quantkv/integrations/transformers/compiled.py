@@ -1,4 +1,5 @@
-"""Layers of a quantized cache under torch.compile and in CUDA graphs: two operators, which find their layer by a number.
+"""Layers of a quantized cache under torch.compile and in CUDA graphs: two operators, which find their layer by a tensor of its cache,
+as numbers would be compiled for.
 
 A pass of one token over pages that are there (`num_tokens`) reads nothing on the host, and can be captured. Any other pass is one
 operator as well, which runs as it would without torch.compile.
@@ -14,8 +15,7 @@ import torch
 if TYPE_CHECKING:
     from .layers import QuantizedLayer
 
-LAYERS_AT_MOST = 1 << 12  # of a cache
-_LAYERS: dict[int, weakref.ref[QuantizedLayer]] = {}
+_LAYERS: dict[tuple[int, int], weakref.ref[QuantizedLayer]] = {}  # by the address of a tensor that outlives it, and its index
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
@@ -42,24 +42,13 @@ class Handed:
 HANDED = Handed()
 
 
-def numbered(layer: QuantizedLayer, number: int) -> int:
-    """Let operators find `layer` by `number`, or by the number that it returns: the same for a cache that takes over what another left."""
-    _LAYERS[number] = weakref.ref(layer)
-    return number
+def known_by(tensor: torch.Tensor, layer: QuantizedLayer) -> None:
+    """Let operators find `layer` by `tensor`."""
+    _LAYERS[tensor.data_ptr(), layer.index] = weakref.ref(layer)
 
 
-_next = -1
-
-
-def fresh_number() -> int:
-    """A number that no layer of a `Decoding` has."""
-    global _next
-    _next -= 1
-    return _next
-
-
-def _layer(number: int) -> QuantizedLayer:
-    layer = _LAYERS[number]()
+def _layer(tensor: torch.Tensor, index: int) -> QuantizedLayer:
+    layer = _LAYERS[tensor.data_ptr(), index]()
     if layer is None:
         raise RuntimeError("past_key_values: the cache of a compiled call is gone")
     return layer
@@ -69,24 +58,23 @@ def _layer(number: int) -> QuantizedLayer:
     "quantkv::decode_layer",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor pages, Tensor state, Tensor? sinks, float? scale, float softcap, "
-    "int number) -> Tensor",
+    "int index) -> Tensor",
 )
-def decode_layer(query, key, value, mask, pages, state, sinks, scale, softcap, number):
-    """`QuantizedLayer.decode`. pages, state: what it writes to, and where it lies: a graph that was captured over them is valid for no
-    others. They are not declared as written to: nothing else in a compiled graph reads them, and none may copy them."""
-    layer = _layer(number)
+def decode_layer(query, key, value, mask, pages, state, sinks, scale, softcap, index):
+    """`QuantizedLayer.decode`. pages, state: where what it writes to begins: a graph that was captured over them is valid for no others. They are not declared as written to: nothing else in a compiled graph reads them, and none may copy them."""
+    layer = _layer(state, index)
     return layer.decode(query, (key, value), mask, layer.leads, scale=scale, softcap=softcap, sinks=sinks)
 
 
 @torch.library.custom_op(
     "quantkv::pass_layer",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, float? scale, float softcap, int number) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor token, Tensor? sinks, float? scale, float softcap, int index) -> Tensor",
     tags=_TAGS,
 )
-def pass_layer(query, key, value, mask, sinks, scale, softcap, number):
+def pass_layer(query, key, value, mask, token, sinks, scale, softcap, index):
     """`QuantizedLayer.attend`, whatever the pass."""
-    layer = _layer(number)
+    layer = _layer(token, index)
     layer.take(key, value)
     return layer.attend(query, mask, scale=scale, softcap=softcap, sinks=sinks)
 

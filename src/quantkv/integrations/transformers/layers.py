@@ -15,7 +15,7 @@ from ...formats import get_format
 from ...spec import CacheSpec
 from ..passes import Decoding, brief, sent
 from ..sequences import Sequences
-from .compiled import HANDED, LAYERS_AT_MOST, decode_layer, fresh_number, numbered, pass_layer
+from .compiled import HANDED, decode_layer, known_by, pass_layer
 
 ATTENTION = "quantkv"
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
@@ -56,22 +56,31 @@ class QuantizedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.number = numbered(self, fresh_number())
-
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
         super().__init__()
         self.requested, self.dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
         self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
         sequences.progress.num_layers += 1
-        sequences.layers.append(self)
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
-        self.number = numbered(self, fresh_number())
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # a query `[S, HQ, N, D]`, and the options that came with it
         self.updates, self.turn = 0, 0  # passes that it went through
+        self.place: torch.Tensor | None = None  # where its pages begin: of the same size however many they are
+        self._enter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "token": None, "place": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._enter()
+
+    def _enter(self) -> None:
+        """Be known to the layers of the same kind, and to operators."""
+        self.sequences.join(self)
+        self.token = torch.empty(16, dtype=torch.uint8)
+        known_by(self.token, self)
 
     @property
     def seen(self) -> int:
@@ -147,14 +156,14 @@ class QuantizedLayer(CacheLayerMixin):
         """`attend`, of rows that `update` was given, while torch.compile follows."""
         sequences = self.sequences
         if not (sequences.static and sequences.loaded and query.shape[2] == 1):
-            return pass_layer(query, key, value, mask, sinks, scale, softcap, self.number)
+            return pass_layer(query, key, value, mask, self.token, sinks, scale, softcap, self.index)
         decoding = sequences.decodings[query.device]
         if query.shape[0] != decoding.batch_size:
             refuse("batch size", query.shape[0], f"the cache holds {decoding.batch_size} sequences; reset it or take another")
         sequences.progress.follow(self.index)
         if mask is None and sequences.progress.padded:
             refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
-        return decode_layer(query, key, value, mask, self.pages.buffer, decoding.state, sinks, scale, softcap, self.number)
+        return decode_layer(query, key, value, mask, self.place, decoding.place, sinks, scale, softcap, self.index)
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
         """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
@@ -235,8 +244,11 @@ class QuantizedLayer(CacheLayerMixin):
 
     def loaded(self, decoding: Decoding) -> None:
         """The next pass may run without the host, over `decoding` and the pages as they are."""
-        self.number = numbered(self, decoding.number * LAYERS_AT_MOST + self.index)
-        torch._dynamo.mark_static_address(self.pages.buffer, guard=False)
+        known_by(decoding.place, self)
+        if self.place is None or self.place.data_ptr() != self.pages.buffer.data_ptr():
+            with torch.inference_mode(False):
+                self.place = self.pages.buffer.view(-1)[:16]
+            torch._dynamo.mark_static_address(self.place, guard=False)
 
     def warm_up(self) -> None:
         """Run what `decode` runs, for a token that is not stored."""
