@@ -12,7 +12,8 @@ from transformers import DynamicCache  # noqa: E402
 
 from quantkv import available_formats, get_format  # noqa: E402
 from quantkv.integrations.passes import Kind, Pass  # noqa: E402
-from quantkv.integrations.sequences import Progress, Sequences  # noqa: E402
+from quantkv.integrations.progress import Progress  # noqa: E402
+from quantkv.integrations.sequences import Sequences  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
 
 VOCABULARY = 128
@@ -183,7 +184,9 @@ def stored(layer):
         for side in (layer.pages.k, layer.pages.v):
             for field in side.codes, side.meta:
                 if field is not None:
-                    parts.append(field[row[: -(-length // table.block_size)]].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten())
+                    parts.append(
+                        field[row[: -(-length // table.block_size)]].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten()
+                    )
     return torch.cat(parts)
 
 

@@ -71,9 +71,7 @@ class Step(Pass):
         right is continued from the output of its last padding token. Each is a sequence of its own that stores nothing. None: none.
     """
 
-    def __init__(
-        self, rows: torch.Tensor | None, *tensors: torch.Tensor, lengths: list[tuple[int, int]], late: Step | None = None
-    ) -> None:
+    def __init__(self, rows: torch.Tensor | None, *tensors: torch.Tensor, lengths: list[tuple[int, int]], late: Step | None = None) -> None:
         super().__init__(*tensors, lengths)
         self.rows, self.late = rows, late
 
@@ -158,6 +156,11 @@ def brief(mask: torch.Tensor) -> torch.Tensor:
     and whether the last is. It has the same shape in every pass, and nothing is read on the host."""
     mask = mask.bool()
     return torch.stack([mask.sum(1, dtype=torch.int32), mask[:, -1].int()], 1)[:, None, None]
+
+
+def alone() -> bool:
+    """Whether what is called now will run again without the host: it is being compiled, or captured."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:

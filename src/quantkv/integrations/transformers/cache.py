@@ -13,7 +13,8 @@ from ...checks import integer, refuse
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
-from ..sequences import Progress, Sequences
+from ..progress import Progress
+from ..sequences import Sequences
 from .config import layer_kinds
 from .layers import QuantizedLayer
 

@@ -61,7 +61,10 @@ def _layer(tensor: torch.Tensor, index: int) -> QuantizedLayer:
     "int index) -> Tensor",
 )
 def decode_layer(query, key, value, mask, pages, state, sinks, scale, softcap, index):
-    """`QuantizedLayer.decode`. pages, state: where what it writes to begins: a graph that was captured over them is valid for no others. They are not declared as written to: nothing else in a compiled graph reads them, and none may copy them."""
+    """`QuantizedLayer.decode`.
+
+    pages, state: where what it writes to begins: a graph that was captured over them is valid for no others. They are not declared as
+    written to: nothing else in a compiled graph reads them, and none may copy them."""
     layer = _layer(state, index)
     return layer.decode(query, (key, value), mask, layer.leads, scale=scale, softcap=softcap, sinks=sinks)
 
@@ -69,7 +72,8 @@ def decode_layer(query, key, value, mask, pages, state, sinks, scale, softcap, i
 @torch.library.custom_op(
     "quantkv::pass_layer",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor token, Tensor? sinks, float? scale, float softcap, int index) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor token, Tensor? sinks, float? scale, float softcap, "
+    "int index) -> Tensor",
     tags=_TAGS,
 )
 def pass_layer(query, key, value, mask, token, sinks, scale, softcap, index):

@@ -13,7 +13,7 @@ from ...checks import ROW_DTYPES, number, refuse, tensor
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
-from ..passes import Decoding, brief, sent
+from ..passes import Decoding, alone, brief, sent
 from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
 
@@ -64,7 +64,7 @@ class QuantizedLayer(CacheLayerMixin):
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # a query `[S, HQ, N, D]`, and the options that came with it
+        self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
         self.updates, self.turn = 0, 0  # passes that it went through
         self.place: torch.Tensor | None = None  # where its pages begin: of the same size however many they are
         self._enter()
@@ -155,7 +155,7 @@ class QuantizedLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """`attend`, of rows that `update` was given, while torch.compile follows."""
         sequences = self.sequences
-        if not (sequences.static and sequences.loaded and query.shape[2] == 1):
+        if not (sequences.progress.ready and query.shape[2] == 1):
             return pass_layer(query, key, value, mask, self.token, sinks, scale, softcap, self.index)
         decoding = sequences.decodings[query.device]
         if query.shape[0] != decoding.batch_size:
@@ -177,6 +177,10 @@ class QuantizedLayer(CacheLayerMixin):
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
         progress = self.sequences.progress
+        if query.shape[2] == 1 and alone() and progress.ready:
+            new, self._new = self._new, None
+            progress.follow(self.index)
+            return self.decode(query, new, mask, self.leads, **options)
         progress.catch_up()
         (key, value), self._new = self._new, None
         pages = self._new_pages(key, value) if self.pages is None else self.pages
@@ -195,11 +199,7 @@ class QuantizedLayer(CacheLayerMixin):
         return out
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor] | None = None,
-        mask: torch.Tensor | None = None,
-        **options: Any,
+        self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         if self.sequences.loaded:
             return self.decode(query, new, mask, **options)
