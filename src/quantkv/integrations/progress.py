@@ -24,7 +24,8 @@ class Progress:
     padding: how many of these are padding, for each sequence; None before the first pass.
     holes: whether padding stands elsewhere than on the left.
     count: tokens a sequence of the last pass. turn: passes so far.
-    static: passes of one token may run without the host, where pages are there for them; not once a sequence outgrew them.
+    capturable: whether passes of one token may run without the host, where pages are there for them. outgrown: a sequence outgrew them.
+    shared: whether layers read the rows that others store.
     stale: the device alone knows how many of the latest tokens were padding; the lengths here are the most that they can be.
     behind: it alone knows how many passes of one token there were: they ran compiled, or in a graph.
     counter: `seen` on the device, for such passes.
@@ -33,6 +34,7 @@ class Progress:
     def __init__(self) -> None:
         self.kinds: list[Sequences] = []
         self.num_layers, self.turn, self.traced = 0, 0, 0
+        self.capturable, self.shared = True, False
         self.counter: torch.Tensor | None = None
         self.reset()
 
@@ -42,13 +44,17 @@ class Progress:
         return {**vars(self), "failed": failed, "_masks": [], "counter": None}
 
     def reset(self) -> None:
-        self.seen, self.holes, self.failed, self.static = 0, False, False, True
+        self.seen, self.holes, self.failed, self.outgrown = 0, False, False, False
         self.stale = self.behind = False
         self.padding: list[int] | None = None
         self.count, self._left, self.traced = 0, 0, 0  # _left: layers that are not through the pass under way
         self._masks: list[torch.Tensor | None] = []  # those that its layers came with, all equal
         for sequences in self.kinds:
             sequences.reset()
+
+    @property
+    def static(self) -> bool:
+        return self.capturable and not self.outgrown
 
     @property
     def batch_size(self) -> int:
@@ -138,7 +144,7 @@ class Progress:
         """After a pass: bring to the devices what the next one needs, if that may run without the host."""
         if not self.static or not any(sequences.static for sequences in self.kinds):
             return
-        self.static = not self._outgrown()
+        self.outgrown = self._is_outgrown()
         if self.static and not all(sequences.loaded or not sequences.static for sequences in self.kinds):
             for sequences in self.kinds:
                 sequences.load()
@@ -150,7 +156,7 @@ class Progress:
         if self.counter is not None:
             self.counter.fill_(self.seen)
 
-    def _outgrown(self) -> bool:
+    def _is_outgrown(self) -> bool:
         """Whether a sequence has no room for one token more among its first pages."""
         return any(max(s.table.lengths, default=0) >= s.num_tokens for s in self.kinds if s.num_tokens)
 
@@ -226,8 +232,8 @@ class Progress:
             if told:
                 counts, holes = self._read_last(mask, windows)
         self.failed = True
-        if self.static and self._outgrown():
-            self.static = False
+        if self.static and self._is_outgrown():
+            self.outgrown = True
         for sequences in self.kinds:
             sequences.decode(counts)
         self.padding, self.holes = [p + 1 - n for p, n in zip(self.padding, counts)], holes

@@ -17,7 +17,7 @@ SPARE = 1.25  # a table that is full grows by this factor
 class Layer(Protocol):
     """What keeps rows: pages of one size, that it makes when it sees the first rows."""
 
-    device: torch.device | None  # of its pages, None before
+    home: torch.device | None  # where its pages are; None before there are any
     geometry: Any  # equal for layers whose prepared calls are the same
 
     def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None: ...
@@ -34,10 +34,12 @@ class Sequences:
     layers: those of this kind, which join by themselves.
     num_tokens: tokens a sequence whose pages are there from the first pass on, so that a pass of one token can be captured; 0: pages
         are added as they are needed.
+    windows: those that the model asked masks for, None for a mask without one.
     """
 
     def __init__(self, kind: Kind, block_size: int, progress: Progress | None = None) -> None:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
+        self.windows: set[int | None] = set()
         self.progress = Progress() if progress is None else progress
         self.progress.kinds.append(self)
         self._layers: list[weakref.ref[Layer]] = []
@@ -117,7 +119,7 @@ class Sequences:
         if self.static:
             self._make_room(table.reserve([max(n, self.num_tokens) for n in table.lengths]))
         lengths = table.lengths if lengths is None else lengths
-        for device in dict.fromkeys(layer.device for layer in self.layers if layer.device is not None):
+        for device in dict.fromkeys(layer.home for layer in self.layers if layer.home is not None):
             self.decodings[device] = self._decoding(device)
             self.decodings[device].load(table.rows, lengths)
         self.loaded = True
@@ -138,7 +140,7 @@ class Sequences:
             if device not in self._owned or not self._owned[device].fits(batch_size, width):
                 self._owned[device] = Decoding(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device)
             return self._owned[device]
-        layers = [layer for layer in self.layers if layer.device == device]
+        layers = [layer for layer in self.layers if layer.home == device]
         geometry = tuple(layer.geometry for layer in layers)
         key = (device, batch_size, width, geometry)
         if key not in self._owned:
@@ -152,10 +154,10 @@ class Sequences:
     def warm_up(self) -> None:
         """Everything that a pass of one token compiles or allocates for good, before one is captured."""
         for layer in self.layers:
-            decoding = self.decodings.get(layer.device)
+            decoding = self.decodings.get(layer.home)
             if decoding is not None:
                 layer.loaded(decoding)
-                if layer.device.type == "cuda" and not decoding.warm:
+                if layer.home.type == "cuda" and not decoding.warm:
                     decoding.slots.fill_(-1)
                     layer.warm_up()
         for decoding in self.decodings.values():

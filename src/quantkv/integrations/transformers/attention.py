@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from ...checks import refuse
 from ..passes import brief
 from .compiled import HANDED
-from .layers import ATTENTION
-
-CAUSAL = ("causal_mask_function", "and_mask")  # transformers' functions of a causal mask, and of one with a window or chunks
+from .layers import ATTENTION, PagedLength
 
 
 def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Let `model` read a `QuantizedCache`: sets its attention implementation to "quantkv". Returns the model.
+    """Let the decoder of `model` read a `QuantizedCache`: sets its attention implementation to "quantkv". Returns the model.
 
-    `model.set_attn_implementation("sdpa")` or "eager" undoes it.
+    Encoders of images and sound stay as they are. With another cache, or none, the decoder attends as with "sdpa" (or "eager", where
+    that does not know its options). `model.set_attn_implementation("sdpa")` or "eager" undoes it.
+    Errors: NotImplementedError naming an encoder-decoder, or a model that does not ask transformers for its attention function.
     """
-    model.set_attn_implementation(ATTENTION)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"model: {name} is an encoder-decoder; decoders only")
+    config = model.config.get_text_config(decoder=True)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    if not parts or not all(part._can_set_attn_implementation() for part in parts):
+        raise NotImplementedError(
+            f"model: {name} computes attention by itself and cannot be told to do it otherwise (its code does not use transformers' "
+            "AttentionInterface), so it cannot read quantized pages"
+        )
+    parts[0].set_attn_implementation({"": ATTENTION})
     return model
 
 
@@ -39,14 +51,17 @@ def quantkv_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function over a `QuantizedCache`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights."""
+    """transformers' attention function over a `QuantizedCache`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights.
+
+    Keys and values that no `QuantizedLayer` holds are attended to as by "sdpa" or "eager".
+    """
     compiling = torch.compiler.is_compiling()
     layer = HANDED.take() if compiling else getattr(key, "layer", None)
     if layer is None:
-        raise ValueError(
-            f"past_key_values: attention implementation {ATTENTION!r} reads a QuantizedCache; pass "
-            "past_key_values=quantkv.integrations.transformers.QuantizedCache(model.config)"
-        )
+        options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "is_causal": is_causal, **kwargs}
+        if softcap is None and s_aux is None and not kwargs.get("output_attentions"):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
     if dropout:
         refuse("dropout", dropout, "a quantized cache is for inference")
     if torch.is_grad_enabled() and query.requires_grad:
@@ -56,45 +71,74 @@ def quantkv_attention(
     given = [name for name in ("output_attentions", "head_mask", "position_bias") if kwargs.get(name) not in (None, False)]
     if given:
         raise NotImplementedError(f"{', '.join(given)}: not supported by attention implementation {ATTENTION!r}")
-    if attention_mask is not None and attention_mask.ndim != 2 and (query.shape[2] > 1 or attention_mask.shape[1:] != (1, 1, 2)):
+    attention_mask = getattr(attention_mask, "padding", attention_mask)
+    short = attention_mask is not None and query.shape[2] == 1 and attention_mask.dtype == torch.int32  # by `quantkv_mask`
+    if not (attention_mask is None or short or attention_mask.ndim == 2 or (not compiling and layer.is_shared(key.update))):
         raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
-    if sliding_window not in (None, layer.sequences.kind.window):
-        refuse("sliding_window", sliding_window, f"config.layer_types gives this layer {layer.sequences.kind.window}")
+    window = layer.sequences.kind.window
+    if sliding_window not in (None, window) or (sliding_window is None and window and window not in layer.sequences.windows):
+        refuse(
+            "sliding_window",
+            sliding_window,
+            f"config gives this layer a window or chunks of {window}, and its model asks for {sliding_window}",
+        )
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None
-    return layer.attend(query, attention_mask, **options), None
+    return layer.attend(query, attention_mask, key.update, **options), None
+
+
+def _eager(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention function, with the mask `[S, 1, N, keys]` that it wants: what to add to the scores."""
+    places = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    attend = next((place.eager_attention_forward for place in places if hasattr(place, "eager_attention_forward")), None)
+    if attend is None:
+        raise NotImplementedError(f"softcap, s_aux, output_attentions: {type(module).__name__} has no attention function that knows them")
+    if mask is None and query.shape[2] > 1:  # what transformers leaves to is_causal
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return attend(module, query, key, value, mask, **options)
 
 
 def quantkv_mask(
+    *,
     q_length: int,
-    q_offset: int | torch.Tensor,
-    kv_length: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool | None = None,
     use_vmap: bool = False,
+    local_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask function: the padding mask, bool `[S, q_offset + q_length]`, or None where nothing is padded; in a pass of one
-    token a sequence `passes.brief` of it, for which nothing is read on the host.
-
-    What else a mask could say is refused here; causality and windows the cache knows.
+    """transformers' mask function. For a layer in pages: the padding mask, bool `[S, 1, 1, q_offset + q_length]`, in `padding` without
+    the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `passes.brief` of it, for which nothing is
+    read on the host. What else a mask could say is refused, and causality and windows the cache knows. For any other: sdpa's mask.
     """
-    # transformers takes the skip away from passes of one token that may be compiled: what the mask is says its function.
-    plain = getattr(mask_function, "__name__", None) in CAUSAL if q_length == 1 else allow_is_causal_skip
-    if use_vmap or not plain:
+    if not isinstance(kv_length, PagedLength):
+        options = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "attention_mask": attention_mask}
+        return sdpa_mask(**options, local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs)
+    if use_vmap or not (allow_is_causal_skip or q_length == 1):
         raise NotImplementedError("mask: only causal attention with padding; no bidirectional, packed, blockwise or custom masks")
+    kv_length.windows.add(local_size)
     if attention_mask is None:
         return None
     if isinstance(q_offset, torch.Tensor):
         if attention_mask.shape[1] > kv_length:
             refuse("attention_mask.shape[1]", attention_mask.shape[1], f"the cache was made for num_tokens={kv_length}")
+        padding = attention_mask
     else:
-        attention_mask = attention_mask[:, : q_offset + q_length]
+        padding = attention_mask[:, : q_offset + q_length].bool()
     if q_length == 1:
-        return brief(attention_mask)
-    return None if bool(attention_mask.all()) else attention_mask.bool()
+        return brief(padding)
+    if bool(padding.all()):
+        return None
+    mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
+    mask.padding = padding
+    return mask
 
 
 AttentionInterface.register(ATTENTION, quantkv_attention)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...checks import integer, refuse
 from ...format import Format
@@ -15,54 +16,101 @@ from ...formats import get_format
 from ...spec import CacheSpec
 from ..progress import Progress
 from ..sequences import Sequences
-from .config import layer_kinds
+from .config import LayerPlan, plan_layers, shares_keys
 from .layers import QuantizedLayer
+from .states import HybridLayer, LatentLayer
 
 
 class QuantizedCache(Cache):
     """KV cache of a decoder in quantized pages, for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
-    config: the model's; its layer types say which layers have a sliding window or chunks. Their pages that no query sees any more
-        are given back.
-    format: name of a format, or one for each layer; "none" keeps rows as they are.
+    Layers of full, sliding and chunked attention keep keys and values in pages; those of latent attention (DeepSeek's MLA) the latents,
+    which are read back in each forward pass. What linear attention, convolutions and recurrences (Mamba) keep stays in transformers'
+    own layers, at the model's precision: see `quantized_layers` and `passed_layers`.
+
+    config: the model's; its layer types say what each layer is. Pages of layers with a sliding window or chunks that no query sees any
+        more are given back.
+    format: name of a format, or one for each layer, None for those without keys and values; "none" keeps rows as they are. Of a latent
+        the K half counts.
     block_size: tokens of a page.
     dtype: what "none" stores; the model's dtype if None.
     fresh_prefill: False: a prompt attends to what was stored, so that the answer does not depend on how the prompt was cut into
         chunks. True: the first forward pass attends to its own exact keys and values, as engines commonly do: closer to the
         16-bit answer where the prompt comes whole, another answer where it comes in chunks.
-    num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed.
-    Errors: ValueError or NotImplementedError naming what is not supported: encoder-decoders, layers other than full, sliding and
-        chunked attention, layers that share keys and values, latent attention, custom masks, gradients.
+    num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
+        of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
+        on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. A compiled pass does not add pages: more tokens are refused.
+    Errors: ValueError or NotImplementedError naming what is not supported: encoder-decoders, models without attention, attention that
+        chooses keys by an index or compresses them, custom masks, gradients.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        format: str | Format | Sequence[str | Format] = "int4",
+        format: str | Format | Sequence[str | Format | None] = "int4",
         *,
         block_size: int = 16,
         dtype: torch.dtype | None = None,
         fresh_prefill: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        kinds = layer_kinds(config)
-        formats = [format] * len(kinds) if isinstance(format, str | Format) else list(format)
-        if len(formats) != len(kinds):
-            refuse("format", f"{len(formats)} formats", f"the model has {len(kinds)} layers")
-        for name in formats:
-            get_format(name, dtype or torch.bfloat16)
+        plans = plan_layers(config)
+        formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
+        if fresh_prefill and shares_keys(config):
+            raise NotImplementedError("fresh_prefill=True: layers share keys and values, and read them from the pages")
         self.progress = Progress()
-        self.sequences = {kind: Sequences(kind, block_size, self.progress) for kind in dict.fromkeys(kinds)}
-        super().__init__(
-            layers=[QuantizedLayer(name, self.sequences[kind], dtype, fresh_prefill, num_tokens) for name, kind in zip(formats, kinds)]
-        )
+        self.progress.shared = shares_keys(config)
+        self.progress.capturable = not self.progress.shared and not any(plan.kind is None or plan.latent or plan.own for plan in plans)
+        kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
+        self.sequences = {kind: Sequences(kind, block_size, self.progress) for kind in kinds}
+        options = dtype, fresh_prefill, num_tokens
+        super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
+
+    def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:
+        if plan.kind is None:
+            return plan.own
+        fmt, options = options[0], (self.sequences[plan.kind], *options[1:])
+        if plan.latent:
+            return LatentLayer(fmt, *options, latent=plan.latent)
+        if plan.own is not None:
+            return HybridLayer(fmt, *options, number_of_states=plan.own.number_of_states)
+        return QuantizedLayer(fmt, *options)
+
+    @property
+    def quantized_layers(self) -> dict[int, QuantizedLayer]:
+        """The layers whose keys and values (or latents) are in pages, by their number in the model."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, QuantizedLayer)}
+
+    @property
+    def passed_layers(self) -> dict[int, str]:
+        """What transformers' own layers keep at the model's precision, by the layer's number: the name of their class. A layer with
+        attention beside a recurrence is here, for its states, and in `quantized_layers`."""
+        return {
+            i: LinearAttentionLayer.__name__ if isinstance(layer, HybridLayer) else type(layer).__name__
+            for i, layer in enumerate(self.layers)
+            if not isinstance(layer, QuantizedLayer) or isinstance(layer, HybridLayer)
+        }
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer knows its sizes: after the first forward pass."""
+        return all(layer.is_initialized for layer in self.quantized_layers.values())
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers have no attention, but states."""
+        return [isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, QuantizedLayer) for layer in self.layers]
+
+    @property
+    def _states(self) -> list[LinearAttentionCacheLayerMixin]:
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
     @property
     def specs(self) -> list[CacheSpec]:
-        """Geometry of each layer. ValueError before the first forward pass, which tells the sizes."""
-        if not all(layer.is_initialized for layer in self.layers):
+        """Geometry of each of the `quantized_layers`. ValueError before the first forward pass, which tells the sizes."""
+        if not self.is_initialized:
             raise ValueError("specs: the sizes of heads are known after the first forward pass")
-        return [layer.pages.spec for layer in self.layers]
+        return [layer.pages.spec for layer in self.quantized_layers.values()]
 
     @property
     def spec(self) -> CacheSpec:
@@ -76,14 +124,14 @@ class QuantizedCache(Cache):
         """Bytes of the pages that hold tokens, over all layers."""
         return sum(
             layer.pages.spec.nbytes(layer.sequences.table.used_pages)
-            for layer in self.layers
+            for layer in self.quantized_layers.values()
             if layer.is_initialized and layer.sequences.table is not None
         )
 
     @property
     def allocated_nbytes(self) -> int:
         """Bytes of all pages, used or not."""
-        return sum(layer.pages.nbytes for layer in self.layers if layer.is_initialized)
+        return sum(layer.pages.nbytes for layer in self.quantized_layers.values() if layer.is_initialized)
 
     @property
     def batch_size(self) -> int:
@@ -92,6 +140,8 @@ class QuantizedCache(Cache):
 
     def reset(self) -> None:
         self.progress.reset()
+        for layer in self._states:
+            LinearAttentionLayer.reset(layer)
         self._sync()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -102,24 +152,59 @@ class QuantizedCache(Cache):
             count = -1
         if count < 0:
             refuse("tokens_to_remove", tokens_to_remove, "a negative integer is needed, -n removes n tokens")
+        states = [layer for layer in self._states if any(layer.has_previous_state.values())]
+        if count and not all(layer.is_croppable and layer.record_past for layer in states):
+            raise RuntimeError(
+                f"crop: {count} tokens back, the states of recurrent layers are not kept; nor are those of convolutions, unless "
+                "cache.activate_past_recording() is called before the forward passes"
+            )
         self.progress.crop(count)
+        for layer in states:
+            if layer.is_croppable and layer.record_past:
+                LinearAttentionLayer.crop(layer, -count)
         self._sync()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes a copy of sequence `beam_idx[i]`. Pages are shared, and copied when one of them is written to."""
-        self.progress.select(beam_idx.tolist())
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         integer("repeats", repeats, 1, "a positive integer")
-        self.progress.select([i for i in range(self.batch_size) for _ in range(repeats)])
+        self._select([i for i in range(self.batch_size) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Keep the sequences `indices`: numbers, or one bool for each sequence."""
+        indices = torch.as_tensor(indices).cpu()
         try:
-            chosen = torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist()
+            chosen = torch.arange(max(self.batch_size, 0))[indices].tolist()
         except IndexError as error:
             raise ValueError(f"indices={indices.tolist()}: the cache holds {self.batch_size} sequences ({error})") from error
-        self.progress.select(chosen)
+        self._select(chosen)
+
+    def _select(self, indices: list[int]) -> None:
+        self.progress.select(indices)
+        for layer in self._states:
+            if layer.device is not None:
+                LinearAttentionLayer.reorder_cache(layer, torch.tensor(indices, device=layer.device))
 
     def _sync(self) -> None:
-        for layer in self.layers:
+        for layer in self.quantized_layers.values():
             layer.seen, layer._new = self.progress.seen, None
+
+
+def _formats(
+    format: str | Format | Sequence[str | Format | None], keeps: list[bool], config: PreTrainedConfig, dtype: torch.dtype | None
+) -> list[str | Format | None]:
+    """The format of each layer of the cache, None where it `keeps` no keys and values."""
+    if isinstance(format, str | Format):
+        formats = [format if kept else None for kept in keeps]
+    else:
+        formats, keeps = list(format), keeps + [False] * (config.num_hidden_layers - len(keeps))
+        if len(formats) != len(keeps):
+            refuse("format", f"{len(formats)} formats", f"the model has {len(keeps)} layers")
+    for i, (name, kept) in enumerate(zip(formats, keeps)):
+        if (name is not None) != kept:
+            refuse(f"format[{i}]", name, f"layer {i} keeps {'keys and values' if kept else 'none: its format is None'}")
+        if kept:
+            get_format(name, dtype or torch.bfloat16)
+    return formats

@@ -1,28 +1,84 @@
-"""What a model's configuration says about its layers."""
+"""What a model's configuration says about its layers: which keep keys and values, and what else they keep."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from typing import Any, NamedTuple
+
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..passes import Kind
 
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+OTHER_TYPES = ("linear_attention", "conv", "moe", "mlp", "dummy")  # no keys and values of their own
+REASONS = {
+    "indexed_attention": "each query reads the keys that an index chooses",
+    "deepseek_sparse_attention": "each query reads the keys that an index chooses",
+    "qwen_sparse_attention": "each query reads the keys that an index chooses",
+    "minimax_m3_sparse": "each query reads the blocks of keys that an index chooses",
+    "compressed_sparse_attention": "it keeps compressed blocks of keys",
+    "heavily_compressed_attention": "it keeps compressed blocks of keys",
+}
 
-def layer_kinds(config: PreTrainedConfig) -> list[Kind]:
-    """The kind of each layer of a decoder. NotImplementedError for what holds anything but keys and values of its own."""
+
+class LayerPlan(NamedTuple):
+    """What a layer of a decoder keeps between forward passes.
+
+    kind: which of its keys its queries see; None: it has none.
+    latent: size of the vector that its keys and values are computed from, which it keeps in their place; 0: it keeps keys and values.
+    own: transformers' layer for what else it keeps (states of convolutions and recurrences); None: nothing.
+    """
+
+    kind: Kind | None
+    latent: int = 0
+    own: Any = None
+
+
+def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
+    """What each layer of a decoder keeps. NotImplementedError, by name, for what can be neither quantized nor left as it is."""
+    name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"config: {type(config).__name__} is an encoder-decoder; decoders only")
+        raise NotImplementedError(f"config: {name} is an encoder-decoder; decoders only")
     config = config.get_text_config(decoder=True)
-    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
-        raise NotImplementedError(f"config: layers of {type(config).__name__} share keys and values")
-    if getattr(config, "kv_lora_rank", None):
-        raise NotImplementedError(f"config.kv_lora_rank={config.kv_lora_rank}: {type(config).__name__} caches no keys and values")
-    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    default = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
-    types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
-    kinds = {"full_attention": Kind(), "sliding_attention": Kind(window or 0), "chunked_attention": Kind(chunk or 0, True)}
-    for name in types:
-        if name not in kinds:
-            raise NotImplementedError(f"config.layer_types: {name!r}; allowed: {', '.join(kinds)}")
-        if name != "full_attention" and not kinds[name].window:
-            raise ValueError(f"config: {name!r} layers need sliding_window or attention_chunk_size")
-    return [kinds[name] for name in types]
+    types = _types(config)
+    for given in types:
+        if given not in (*ATTENTION_TYPES, *HYBRID_TYPES, *OTHER_TYPES):
+            reason = f" ({REASONS[given]})" if given in REASONS else ""
+            raise NotImplementedError(
+                f"config.layer_types: {given!r} of {name}{reason}; allowed: {', '.join(ATTENTION_TYPES)}, and no attention"
+            )
+    own = DynamicCache(config=config).layers
+    plans = [_plan(config, given, layer) for given, layer in zip(types, own)]
+    if all(plan.kind is None for plan in plans):
+        raise NotImplementedError(f"config: {name} has no attention layers, so no keys and values to quantize (layer_types)")
+    return plans
+
+
+def _types(config: PreTrainedConfig) -> list[str]:
+    """Type of each layer; shorter than the layers where the last ones share keys and values and have no place in the cache."""
+    for size, kinds in (("sliding_window", ("sliding_attention", "hybrid_sliding")), ("attention_chunk_size", ("chunked_attention",))):
+        for given in getattr(config, "layer_types", None) or ():
+            if given in kinds and not getattr(config, size, None):
+                raise ValueError(f"config: {given!r} layers need sliding_window or attention_chunk_size")
+    try:
+        return list(get_layer_types_and_kwargs(config)[0])
+    except AttributeError as error:
+        raise NotImplementedError(f"config: {type(config).__name__} does not say what its layers keep ({error}); no layer_types") from error
+
+
+def _plan(config: PreTrainedConfig, given: str, own: Any) -> LayerPlan:
+    if given in OTHER_TYPES:
+        return LayerPlan(None, own=own)
+    attention = HYBRID_TYPES.get(given, given)
+    kind = Kind() if attention == "full_attention" else Kind(own.sliding_window, attention == "chunked_attention")
+    latent = getattr(config, "kv_lora_rank", None) or 0
+    if latent and kind != Kind():
+        raise NotImplementedError(f"config.kv_lora_rank={latent}: {given!r} layers that keep latents instead of keys and values")
+    return LayerPlan(kind, latent, own if given in HYBRID_TYPES else None)
+
+
+def shares_keys(config: PreTrainedConfig) -> bool:
+    """Whether some layers read keys and values of others."""
+    config = config.get_text_config(decoder=True)
+    return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())

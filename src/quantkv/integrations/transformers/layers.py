@@ -22,7 +22,18 @@ GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated sta
 
 
 class PagedLength(int):
-    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows."""
+    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows.
+
+    windows: those that its model asked masks for; the mask function adds to them.
+    """
+
+    windows: set[int | None]
+
+    @classmethod
+    def of(cls, length: int, windows: set[int | None]) -> PagedLength:
+        paged = cls(length)
+        paged.windows = windows
+        return paged
 
 
 class PendingStates(torch.Tensor):
@@ -58,7 +69,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
         super().__init__()
-        self.requested, self.dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
+        self.requested, self.stored_dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
         self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
         sequences.progress.num_layers += 1
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
@@ -93,7 +104,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.turn = self.sequences.progress.turn
 
     @property
-    def device(self) -> torch.device | None:
+    def home(self) -> torch.device | None:
         return None if self.pages is None else self.pages.device
 
     @property
@@ -103,7 +114,7 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def leads(self) -> bool:
         """Whether it is the first of the layers that share its `Decoding`."""
-        return next(layer for layer in self.sequences.layers if layer.device == self.device) is self
+        return next(layer for layer in self.sequences.layers if layer.home == self.home) is self
 
     @property
     def is_compileable(self) -> bool:
@@ -127,13 +138,15 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
         """Pages for rows such as key and value, `[S, HK, N, D]`."""
-        fmt = get_format(self.requested, self.dtype or key.dtype)
+        fmt = get_format(self.requested, self.stored_dtype or key.dtype)
         spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
         return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
         if torch.compiler.is_compiling():
+            if self.sequences.progress.shared:
+                raise NotImplementedError("torch.compile: layers share keys and values: call the model without it")
             HANDED.give(self)
             return key_states, value_states
         self.take(key_states, value_states)
@@ -142,6 +155,10 @@ class QuantizedLayer(CacheLayerMixin):
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """`update`, for an attention call that follows at once."""
         self._new, self.updates = (key_states, value_states), self.updates + 1
+
+    def is_shared(self, update: int | None) -> bool:
+        """Whether the rows of that update are stored, and asked for once more in their forward pass."""
+        return self._new is None and update == self.updates
 
     def traced(
         self,
@@ -172,8 +189,9 @@ class QuantizedLayer(CacheLayerMixin):
         keys and values. None: rows that were not read yet.
         A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
         """
-        if self._new is None and update == self.updates and query.shape[2] == self.sequences.progress.count:
-            return self._attend(query, **options)
+        if self.is_shared(update):  # Gemma 4 drops tokens whose output is not asked for before these layers: the last ones stay
+            left_out = self.sequences.progress.count - query.shape[2]
+            return self._attend(torch.nn.functional.pad(query, (0, 0, left_out, 0)), **options)[:, left_out:]
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
         progress = self.sequences.progress
@@ -233,14 +251,29 @@ class QuantizedLayer(CacheLayerMixin):
         that share a `Decoding`, and advances it; None: whichever comes first."""
         decoding = self.sequences.decodings[query.device]
         if leads is None:
-            turn = self.sequences.progress.turn
-            leads, decoding.turn = decoding.turn != turn, turn
+            leads = self._leads_now(decoding)
         if leads:
             decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask)
         if new is not None:
             decoding.write(self.pages, *(_last(t) for t in new))
         out = decoding.attend(self.pages, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
         return (decoding.poison(out) if leads else out)[:, None]
+
+    def _leads_now(self, decoding: Decoding) -> bool:
+        """Whether it is the first in this pass of the layers that share `decoding`."""
+        turn = self.sequences.progress.turn
+        first, decoding.turn = decoding.turn != turn, turn
+        return first
+
+    def store(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the new rows `[S, HK, N, D]` of the pass under way, of which none is padding."""
+        if not self.sequences.loaded:
+            self.sequences.step(key.device).write(self.pages, *(_tokens(t, None) for t in (key, value)))
+            return
+        decoding = self.sequences.decodings[key.device]
+        if self._leads_now(decoding):
+            decoding.advance(None)
+        decoding.write(self.pages, _last(key), _last(value))
 
     def loaded(self, decoding: Decoding) -> None:
         """The next pass may run without the host, over `decoding` and the pages as they are."""
@@ -289,8 +322,8 @@ class QuantizedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.sequences.progress.remote:
-            return PagedLength(self.num_tokens), 0
-        return PagedLength(self.seen + query_length), 0
+            return PagedLength.of(self.num_tokens, self.sequences.windows), 0
+        return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
 
     def get_max_length(self) -> int:
         return self.num_tokens if self.is_compileable else -1
