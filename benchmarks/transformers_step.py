@@ -3,8 +3,8 @@
     python benchmarks/transformers_step.py [--shapes 1x2048 1x32768 4x32768] [--formats none int8 int4] [--json FILE]
     python benchmarks/transformers_step.py --tiny --device cpu
 
-Prints, for each cache, the median milliseconds of a token (from one call of the stopping criteria to the next, so that all of generate is
-in it), what the first tokens took together (compilation included), and the peak memory; then seconds of a prompt, cold and warm. The model has
+Prints, for each cache, the median milliseconds of a token (from one call of the stopping criteria to the next: all of generate is in it),
+what the first tokens took together (compilation included), and the peak memory; then seconds of a prompt, cold and warm. The model has
 Llama-3-8B's geometry and random weights. Contexts are filled with random keys and values. Ways to decode:
 
     eager      model.generate(disable_compile=True)

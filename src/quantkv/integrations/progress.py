@@ -48,6 +48,7 @@ class Progress:
         self.stale = self.behind = False
         self.padding: list[int] | None = None
         self.count, self._left, self.traced = 0, 0, 0  # _left: layers that are not through the pass under way
+        self._room = 0  # passes of one token that surely fit
         self._masks: list[torch.Tensor | None] = []  # those that its layers came with, all equal
         for sequences in self.kinds:
             sequences.reset()
@@ -155,6 +156,15 @@ class Progress:
                 torch._dynamo.mark_static_address(self.counter, guard=False)
         if self.counter is not None:
             self.counter.fill_(self.seen)
+        self._room = min((s.num_tokens - max(s.table.lengths, default=0) for s in self.kinds if s.fixed), default=0)
+
+    def watch(self) -> None:
+        """Called at least once before each pass of one token that may run without the host: whether there is still room for it."""
+        if self.behind and not self.failed:
+            self._room -= 1
+            if self._room <= 0:
+                self.settle()
+                self._load()
 
     def _is_outgrown(self) -> bool:
         """Whether a sequence has no room for one token more among its first pages."""

@@ -39,6 +39,7 @@ class Sequences:
 
     def __init__(self, kind: Kind, block_size: int, progress: Progress | None = None) -> None:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
+        self.fixed = False  # num_tokens > 0: torch.compile must not look at the number
         self.windows: set[int | None] = set()
         self.progress = Progress() if progress is None else progress
         self.progress.kinds.append(self)
@@ -72,7 +73,7 @@ class Sequences:
     @property
     def static(self) -> bool:
         """Whether a pass of one token needs nothing of the host."""
-        return self.progress.static and self.num_tokens > 0
+        return self.progress.static and self.fixed
 
     def begin(self, counts: list[int], rows: torch.Tensor | None, late: Late | None = None) -> None:
         """Make room for `counts[i]` new tokens of sequence i; rows: see `Step`."""

@@ -71,7 +71,11 @@ def quantkv_attention(
     given = [name for name in ("output_attentions", "head_mask", "position_bias") if kwargs.get(name) not in (None, False)]
     if given:
         raise NotImplementedError(f"{', '.join(given)}: not supported by attention implementation {ATTENTION!r}")
-    attention_mask = getattr(attention_mask, "padding", attention_mask)
+    if compiling:
+        if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1):
+            attention_mask = attention_mask[:, 0, 0]
+    else:
+        attention_mask = getattr(attention_mask, "padding", attention_mask)
     short = attention_mask is not None and query.shape[2] == 1 and attention_mask.dtype == torch.int32  # by `quantkv_mask`
     if not (attention_mask is None or short or attention_mask.ndim == 2 or (not compiling and layer.is_shared(key.update))):
         raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
@@ -126,17 +130,16 @@ def quantkv_mask(
     kv_length.windows.add(local_size)
     if attention_mask is None:
         return None
-    if isinstance(q_offset, torch.Tensor):
-        if attention_mask.shape[1] > kv_length:
-            refuse("attention_mask.shape[1]", attention_mask.shape[1], f"the cache was made for num_tokens={kv_length}")
-        padding = attention_mask
-    else:
-        padding = attention_mask[:, : q_offset + q_length].bool()
+    padding = attention_mask.bool()
+    if not isinstance(q_offset, torch.Tensor):
+        padding = padding[:, : q_offset + q_length]
     if q_length == 1:
         return brief(padding)
+    mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
+    if torch.compiler.is_compiling():
+        return mask
     if bool(padding.all()):
         return None
-    mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
     mask.padding = padding
     return mask
 

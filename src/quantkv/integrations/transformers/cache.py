@@ -39,7 +39,7 @@ class QuantizedCache(Cache):
         16-bit answer where the prompt comes whole, another answer where it comes in chunks.
     num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
         of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
-        on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. A compiled pass does not add pages: more tokens are refused.
+        on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. With more tokens than that they are not captured any more.
     Errors: ValueError or NotImplementedError naming what is not supported: encoder-decoders, models without attention, attention that
         chooses keys by an index or compresses them, custom masks, gradients.
     """

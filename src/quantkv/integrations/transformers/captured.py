@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,59 +38,67 @@ class CapturedModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)
+        self.forget()
+
+    def forget(self, *_: Any) -> None:
+        """Give the graph back, and its memory."""
         self.key: Any = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: dict[str, Any] = {}
         self.output: Any = None
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, past_key_values: QuantizedCache, **inputs: Any) -> Any:
         """The model's output; its tensors are overwritten by the next call."""
-        model, cache = self.model(), inputs["past_key_values"]
-        progress, tensors = cache.progress, {name: t for name, t in _flat(inputs) if isinstance(t, torch.Tensor)}
-        if not (progress.ready and cache.is_compileable and inputs["input_ids"].shape[1] == 1):
-            self.forget()
-            return model(**inputs)
-        others = tuple((name, value) for name, value in _flat(inputs) if not isinstance(value, torch.Tensor) and name != "past_key_values")
-        shapes = tuple((name, t.shape, t.dtype, t.device) for name, t in tensors.items())
-        key = (weakref.ref(cache), progress.addresses, progress.padded, others, shapes)
-        if key != self.key:
+        model, cache, progress = self.model(), past_key_values, past_key_values.progress
+        key = self._key(cache, inputs)
+        if key is None or key != self.key:  # this call compiles, and allocates what lasts
             self.forget()
             self.key = key
-            return model(**inputs)  # compiles and allocates what lasts
+            return model(past_key_values=cache, **inputs)
         if self.graph is None:
-            self._capture(model, inputs)
-        held = dict(_flat(self.inputs))
-        for name, t in tensors.items():
-            held[name].copy_(t)
+            self._capture(model, cache, inputs)
+        for name, t in _tensors(inputs):
+            self.inputs[name].copy_(t)
         self.graph.replay()
         progress.stale = progress.behind = True
-        return self.output
+        self.output["past_key_values"] = cache
+        output, self.output = self.output, type(self.output)(**{**self.output, "past_key_values": None})  # keeps no cache alive
+        return output
 
-    def forget(self) -> None:
-        self.key, self.graph, self.inputs, self.output = None, None, {}, None
+    def _key(self, cache: QuantizedCache, inputs: dict[str, Any]) -> Any:
+        """Equal for calls that one graph serves; None where it can be none."""
+        progress, tensors = cache.progress, _tensors(inputs)
+        if not progress.ready or inputs["input_ids"].shape[1] != 1:
+            return None
+        shapes = tuple((name, t.shape, t.dtype, t.device) for name, t in tensors)
+        others = tuple((name, value) for name, value in inputs.items() if not isinstance(value, torch.Tensor | dict))
+        return weakref.ref(cache, self.forget), progress.addresses, progress.padded, shapes, others
 
-    def _capture(self, model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-        def held(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: held(v) for name, v in value.items()}
-            return value.clone() if isinstance(value, torch.Tensor) else value
-
-        self.inputs = {name: held(value) for name, value in inputs.items()}
-        graph, cache = torch.cuda.CUDAGraph(), inputs["past_key_values"]
+    def _capture(self, model: PreTrainedModel, cache: QuantizedCache, inputs: dict[str, Any]) -> None:
+        self.inputs = {name: t.clone() for name, t in _tensors(inputs)}
+        given = {name: self.inputs.get(name, value) for name, value in inputs.items()}
+        for name, value in inputs.items():
+            if isinstance(value, dict):  # a mask for each type of layers
+                given[name] = {inner: self.inputs.get(f"{name}.{inner}", v) for inner, v in value.items()}
         before = cache.progress.stale, cache.progress.behind
-        torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
-                self.output = model(**self.inputs)
+            self.graph, self.output = captured(lambda: model(past_key_values=cache, **given))
         finally:
-            cache.progress.stale, cache.progress.behind = before  # nothing ran
-            cache.progress.traced = 0
-        self.graph = graph
+            cache.progress.stale, cache.progress.behind, cache.progress.traced = *before, 0  # nothing ran
 
 
-def _flat(inputs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Entries of dictionaries too: a mask for each type of layers."""
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of what `call` launches, and what it returned: tensors that a replay fills."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        output = call()
+    return graph, output
+
+
+def _tensors(inputs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Tensors by name, those in dictionaries too."""
     flat = []
     for name, value in inputs.items():
-        flat += [(f"{name}.{k}", v) for k, v in value.items()] if isinstance(value, dict) else [(name, value)]
-    return flat
+        flat += [(f"{name}.{inner}", v) for inner, v in value.items()] if isinstance(value, dict) else [(name, value)]
+    return [(name, value) for name, value in flat if isinstance(value, torch.Tensor)]

@@ -18,6 +18,7 @@ from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
 
 ATTENTION = "quantkv"
+UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
 
@@ -73,6 +74,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
         sequences.progress.num_layers += 1
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
+        sequences.fixed = sequences.num_tokens > 0
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
@@ -118,7 +120,10 @@ class QuantizedLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile passes of one token: pages for them are there, and no sequence outgrew them."""
+        """Whether `generate` may compile passes of one token: pages for them are there, and no sequence outgrew them. `generate` asks
+        before each, which is when to see that one would."""
+        if not self.index and not alone():
+            self.sequences.progress.watch()
         return self.sequences.static
 
     @property
@@ -285,8 +290,9 @@ class QuantizedLayer(CacheLayerMixin):
 
     def warm_up(self) -> None:
         """Run what `decode` runs, for a token that is not stored."""
-        (batch_size, heads, _, head_size), dtype, options = self._like
-        spec, like = self.pages.spec, {"dtype": dtype, "device": self.pages.device}
+        (_, heads, _, head_size), dtype, options = self._like
+        batch_size, spec = self.sequences.decodings[self.home].batch_size, self.pages.spec
+        like = {"dtype": dtype, "device": self.home}
         query = torch.zeros(batch_size, heads, 1, head_size, **like)
         new = (torch.zeros(batch_size, spec.num_kv_heads, 1, size, **like) for size in (spec.head_size, spec.head_size_v))
         self.decode(query, tuple(new), None, False, **options)
@@ -321,8 +327,8 @@ class QuantizedLayer(CacheLayerMixin):
         return progress.counter if progress.remote else self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.sequences.progress.remote:
-            return PagedLength.of(self.num_tokens, self.sequences.windows), 0
+        if self.sequences.progress.remote or torch.compiler.is_compiling():
+            return PagedLength.of(UNKNOWN, self.sequences.windows), 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
 
     def get_max_length(self) -> int:
