@@ -1,11 +1,10 @@
-"""Tiny random decoders of every family of transformers, and what generation over a `QuantizedCache` does with each.
-
-`observe` runs one and says, in the words of docs/models.md, what it saw; scripts/models_table.py writes the table from that.
-"""
+"""Tiny random decoders of every family of transformers that people name."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 
 VOCABULARY = 96
 WINDOW = 12  # prompts and continuations are longer
-BOUNDS = {"int8": 0.04, "int4": 0.4}  # error of the logits over format none, of their norm: an int8 step is 1/16 of an int4 step
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -61,17 +59,17 @@ class Architecture(NamedTuple):
 
     name: str
     family: str
-    sizes: dict[str, Any] = {}
+    sizes: Mapping[str, Any] = MappingProxyType({})
     config: str = "Config"
     model: str = "ForCausalLM"
     text: str = ""
-    beside: dict[str, Any] = {}
+    beside: Mapping[str, Any] = MappingProxyType({})
 
     def build(self) -> PreTrainedModel:
         """A random model in float32."""
         kind = getattr(transformers, self.family + self.config)
         sizes = {**SIZES, **self.sizes}
-        config = kind(**{self.text: sizes}, **copy.deepcopy(self.beside)) if self.text else kind(**copy.deepcopy(sizes))
+        config = kind(**{self.text: sizes}, **copy.deepcopy(dict(self.beside))) if self.text else kind(**copy.deepcopy(sizes))
         torch.manual_seed(0)
         model = getattr(transformers, self.family + self.model)(config).eval().float()
         with torch.no_grad():
@@ -212,7 +210,7 @@ ARCHITECTURES = [
         "Zamba2",
         "Zamba2",
         {
-            "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
             "num_hidden_layers": 4,
             "mamba_d_state": 16,
             "mamba_ngroups": 1,
@@ -303,7 +301,6 @@ ARCHITECTURES = [
         text="text_config",
         beside={"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92},
     ),
-    # refused
     A("MiniMax-M1", "MiniMax", {**EXPERTS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "block_size": 16}),
     A("Falcon", "Falcon"),
     A("Bloom", "Bloom", {"n_head": 4}),
@@ -316,8 +313,7 @@ ARCHITECTURES = [
         "Zamba",
         "Zamba",
         {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
             "num_hidden_layers": 4,
             "mamba_d_state": 8,
             "mamba_dt_rank": 8,

@@ -81,11 +81,7 @@ def quantkv_attention(
         raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
     window = layer.sequences.kind.window
     if sliding_window not in (None, window) or (sliding_window is None and window and window not in layer.sequences.windows):
-        refuse(
-            "sliding_window",
-            sliding_window,
-            f"config gives this layer a window or chunks of {window}, and its model asks for {sliding_window}",
-        )
+        refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None

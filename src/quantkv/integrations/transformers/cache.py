@@ -64,6 +64,7 @@ class QuantizedCache(Cache):
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
         self.sequences = {kind: Sequences(kind, block_size, self.progress) for kind in kinds}
         options = dtype, fresh_prefill, num_tokens
+        self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
 
     def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:
@@ -83,13 +84,9 @@ class QuantizedCache(Cache):
 
     @property
     def passed_layers(self) -> dict[int, str]:
-        """What transformers' own layers keep at the model's precision, by the layer's number: the name of their class. A layer with
-        attention beside a recurrence is here, for its states, and in `quantized_layers`."""
-        return {
-            i: LinearAttentionLayer.__name__ if isinstance(layer, HybridLayer) else type(layer).__name__
-            for i, layer in enumerate(self.layers)
-            if not isinstance(layer, QuantizedLayer) or isinstance(layer, HybridLayer)
-        }
+        """The layers with states that transformers' own classes keep, at the model's precision, by their number in the model: the name
+        of the class. A layer with attention beside a recurrence is here, for its states, and in `quantized_layers`."""
+        return dict(self._passed)
 
     @property
     def is_initialized(self) -> bool:

@@ -11,7 +11,8 @@ from ..passes import Kind
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-OTHER_TYPES = ("linear_attention", "conv", "moe", "mlp", "dummy")  # no keys and values of their own
+STATE_TYPES = ("linear_attention", "conv")  # states of recurrences and convolutions
+EMPTY_TYPES = ("moe", "mlp", "dummy")  # nothing of their own
 REASONS = {
     "indexed_attention": "each query reads the keys that an index chooses",
     "deepseek_sparse_attention": "each query reads the keys that an index chooses",
@@ -20,6 +21,12 @@ REASONS = {
     "compressed_sparse_attention": "it keeps compressed blocks of keys",
     "heavily_compressed_attention": "it keeps compressed blocks of keys",
 }
+MODELS = {  # model_type, where the layers alone do not tell
+    "diffllama": "its code joins keys and values of two halves of its heads after it has read the cache",
+    "jetmoe": "its code repeats keys and values after it has read the cache",
+    "doge": "its masks depend on the values",
+    "minimax": "it takes a cache of its own class only",
+}
 
 
 class LayerPlan(NamedTuple):
@@ -27,12 +34,14 @@ class LayerPlan(NamedTuple):
 
     kind: which of its keys its queries see; None: it has none.
     latent: size of the vector that its keys and values are computed from, which it keeps in their place; 0: it keeps keys and values.
-    own: transformers' layer for what else it keeps (states of convolutions and recurrences); None: nothing.
+    own: transformers' layer for what else it keeps; None: it has none.
+    states: whether it keeps states of a recurrence or convolution there.
     """
 
     kind: Kind | None
     latent: int = 0
     own: Any = None
+    states: bool = False
 
 
 def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -41,9 +50,11 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"config: {name} is an encoder-decoder; decoders only")
     config = config.get_text_config(decoder=True)
+    if config.model_type in MODELS:
+        raise NotImplementedError(f"config: {name}: {MODELS[config.model_type]}")
     types = _types(config)
     for given in types:
-        if given not in (*ATTENTION_TYPES, *HYBRID_TYPES, *OTHER_TYPES):
+        if given not in (*ATTENTION_TYPES, *HYBRID_TYPES, *STATE_TYPES, *EMPTY_TYPES):
             reason = f" ({REASONS[given]})" if given in REASONS else ""
             raise NotImplementedError(
                 f"config.layer_types: {given!r} of {name}{reason}; allowed: {', '.join(ATTENTION_TYPES)}, and no attention"
@@ -68,14 +79,14 @@ def _types(config: PreTrainedConfig) -> list[str]:
 
 
 def _plan(config: PreTrainedConfig, given: str, own: Any) -> LayerPlan:
-    if given in OTHER_TYPES:
-        return LayerPlan(None, own=own)
+    if given in STATE_TYPES or given in EMPTY_TYPES:
+        return LayerPlan(None, own=own, states=given in STATE_TYPES)
     attention = HYBRID_TYPES.get(given, given)
     kind = Kind() if attention == "full_attention" else Kind(own.sliding_window, attention == "chunked_attention")
     latent = getattr(config, "kv_lora_rank", None) or 0
     if latent and kind != Kind():
         raise NotImplementedError(f"config.kv_lora_rank={latent}: {given!r} layers that keep latents instead of keys and values")
-    return LayerPlan(kind, latent, own if given in HYBRID_TYPES else None)
+    return LayerPlan(kind, latent, own, True) if given in HYBRID_TYPES else LayerPlan(kind, latent)
 
 
 def shares_keys(config: PreTrainedConfig) -> bool:
