@@ -11,7 +11,9 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from quantkv import available_formats, get_format  # noqa: E402
-from quantkv.integrations.sequences import Kind, Progress, Sequences, Step  # noqa: E402
+from quantkv.integrations.passes import Kind, Pass  # noqa: E402
+from quantkv.integrations.progress import Progress  # noqa: E402
+from quantkv.integrations.sequences import Sequences  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
 from quantkv.integrations.transformers.layers import PagedLength  # noqa: E402
 
@@ -179,11 +181,13 @@ def stored(layer):
     """Bytes of every sequence's tokens, page by page."""
     table, parts = layer.sequences.table, []
     for row, length in zip(table.rows, table.lengths):
-        assert 0 <= len(row) * table.block_size - length < table.block_size
+        assert length <= len(row) * table.block_size
         for side in (layer.pages.k, layer.pages.v):
             for field in side.codes, side.meta:
                 if field is not None:
-                    parts.append(field[row].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten())
+                    parts.append(
+                        field[row[: -(-length // table.block_size)]].contiguous().view(torch.uint8).flatten(0, 1)[:length].flatten()
+                    )
     return torch.cat(parts)
 
 
@@ -543,12 +547,12 @@ def fail_in(place, model, cache, monkeypatch, **inputs):
         if place == "between":
             patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
         else:
-            patch.setattr(Step, "attend", failing(cache.layers[place].pages))
+            patch.setattr(Pass, "attend", failing(cache.layers[place].pages))
         refused((ZeroDivisionError, KeyboardInterrupt), None, model, past_key_values=cache, **inputs)
 
 
 def failing(pages):
-    attend = Step.attend
+    attend = Pass.attend
 
     def call(step, cache, *args, **kwargs):
         if cache is pages:

@@ -12,7 +12,7 @@ class PageTable:
     """Pages and lengths of a batch of sequences. Sequences may share pages; one that is about to be written to is copied first.
 
     rows: for each sequence, its pages in order; `RELEASED` where one was given back (behind a sliding window).
-    lengths: tokens of each sequence.
+    lengths: tokens of each sequence, which may hold pages for more.
     num_pages: pages that a cache must have so far, used or free.
     Errors: ValueError naming the argument, its value and what is allowed, before anything changes.
     """
@@ -29,29 +29,41 @@ class PageTable:
 
     @property
     def used_pages(self) -> int:
-        """Pages that at least one sequence holds."""
-        return self.num_pages - len(self._free)
+        """Pages that hold tokens of at least one sequence."""
+        return len({p for row, n in zip(self.rows, self.lengths) for p in row[: -(-n // self.block_size)] if p != self.RELEASED})
 
     def append(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Lengthen sequence i by `counts[i]` tokens -> pages `(source, target)` to copy before anything is written."""
         counts = self._each("counts", counts)
+        lengths = [length + count for length, count in zip(self.lengths, counts)]
+        copies = self.reserve(lengths)
+        self.lengths = lengths
+        return copies
+
+    def reserve(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """Pages of its own for sequence i to grow to `lengths[i]` tokens; it keeps its length -> pages `(source, target)` to copy before
+        anything is written."""
         copies = []
-        for i, count in enumerate(counts):
-            row = self.rows[i]
-            if count and self.lengths[i] % self.block_size and self._references[row[-1]] > 1:
-                source, row[-1] = row[-1], self._take()
+        for row, held, length in zip(self.rows, self.lengths, self._each("lengths", lengths)):
+            column, within = divmod(held, self.block_size)
+            if length > held and within and self._references[row[column]] > 1:
+                source, row[column] = row[column], self._take()
                 self._drop((source,))
-                copies.append((source, row[-1]))
-            self.lengths[i] += count
-            while len(row) * self.block_size < self.lengths[i]:
+                copies.append((source, row[column]))
+            while len(row) * self.block_size < length:
                 row.append(self._take())
         return copies
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Sequence i holds `lengths[i]` tokens, in the pages that it has."""
+        lengths = self._each("lengths", lengths, [len(row) * self.block_size for row in self.rows])
+        self.lengths = lengths
 
     def select(self, indices: Sequence[int]) -> None:
         """Make the batch that of the sequences `indices`; one that occurs twice shares its pages. Nothing is copied yet."""
         indices = [_integer("indices", i, 0, len(self.rows) - 1) for i in _items("indices", indices)]
-        rows = [list(self.rows[i]) for i in indices]
         lengths = [self.lengths[i] for i in indices]
+        rows = [self.rows[i][: -(-n // self.block_size)] for i, n in zip(indices, lengths)]  # what was reserved is given back
         for row in rows:
             self._references.update(p for p in row if p != self.RELEASED)
         for row in self.rows:

@@ -147,14 +147,15 @@ def check(result) -> None:
         raise RuntimeError(f"CUDA driver: {result[0]!r}")
 
 
-_SCRATCH: dict[tuple[int, int], torch.Tensor] = {}
+_SCRATCH: dict[int, torch.Tensor] = {}
 
 
 def scratch(size: int, index: int, stream: int) -> torch.Tensor:
-    """At least `size` bytes that every launch on a stream uses in its turn. A graph being captured gets its own, from its pool."""
-    if torch.cuda.is_current_stream_capturing():
+    """At least `size` bytes, which every launch on the default stream uses in its turn. On another stream, or in a graph, memory may come
+    from a pool that keeps nothing (torch.compile's graphs warm up so): what is launched next gets its own."""
+    if stream or torch.cuda.is_current_stream_capturing():
         return torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
-    held = _SCRATCH.get((index, stream))
+    held = _SCRATCH.get(index)
     if held is None or held.numel() < size:
-        held = _SCRATCH[index, stream] = torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
+        held = _SCRATCH[index] = torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
     return held

@@ -11,6 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...checks import refuse
+from ..passes import brief
+from .compiled import HANDED
 from .layers import ATTENTION, PagedLength
 
 
@@ -53,7 +55,8 @@ def quantkv_attention(
 
     Keys and values that no `QuantizedLayer` holds are attended to as by "sdpa" or "eager".
     """
-    layer = getattr(key, "layer", None)
+    compiling = torch.compiler.is_compiling()
+    layer = HANDED.take() if compiling else getattr(key, "layer", None)
     if layer is None:
         options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "is_causal": is_causal, **kwargs}
         if softcap is None and s_aux is None and not kwargs.get("output_attentions"):
@@ -68,13 +71,21 @@ def quantkv_attention(
     given = [name for name in ("output_attentions", "head_mask", "position_bias") if kwargs.get(name) not in (None, False)]
     if given:
         raise NotImplementedError(f"{', '.join(given)}: not supported by attention implementation {ATTENTION!r}")
-    attention_mask = getattr(attention_mask, "padding", attention_mask)
-    if attention_mask is not None and attention_mask.ndim != 2 and not layer.is_shared(key.update):
+    if compiling:
+        if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1):
+            attention_mask = attention_mask[:, 0, 0]
+    else:
+        attention_mask = getattr(attention_mask, "padding", attention_mask)
+    short = attention_mask is not None and query.shape[2] == 1 and attention_mask.dtype == torch.int32  # by `quantkv_mask`
+    if not (attention_mask is None or short or attention_mask.ndim == 2 or (not compiling and layer.is_shared(key.update))):
         raise NotImplementedError(f"attention_mask.shape={tuple(attention_mask.shape)}: only padding masks [batch, tokens]")
     window, asked = layer.sequences.kind.window, layer.sequences.windows
     if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
-    return layer.attend(query, attention_mask, key.update, scale=scaling, softcap=softcap or 0.0, sinks=s_aux), None
+    options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if compiling:
+        return layer.traced(query, key, value, attention_mask, **options), None
+    return layer.attend(query, attention_mask, key.update, **options), None
 
 
 def _eager(
@@ -96,7 +107,7 @@ def quantkv_mask(
     *,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | torch.Tensor = 0,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool | None = None,
     use_vmap: bool = False,
@@ -104,8 +115,8 @@ def quantkv_mask(
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """transformers' mask function. For a layer in pages: the padding mask, bool `[S, 1, 1, q_offset + q_length]`, in `padding` without
-    the dimensions of 1, or None where nothing is padded; what else a mask could say is refused, and causality and windows the cache
-    knows. For any other: sdpa's mask.
+    the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `passes.brief` of it, for which nothing is
+    read on the host. What else a mask could say is refused, and causality and windows the cache knows. For any other: sdpa's mask.
     """
     if not isinstance(kv_length, PagedLength):
         options = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "attention_mask": attention_mask}
@@ -115,10 +126,16 @@ def quantkv_mask(
     kv_length.windows.add(local_size)
     if attention_mask is None:
         return None
-    padding = attention_mask[:, : q_offset + q_length].bool()
+    padding = attention_mask.bool()
+    if not isinstance(q_offset, torch.Tensor):
+        padding = padding[:, : q_offset + q_length]
+    if q_length == 1:
+        return brief(padding)
+    mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
+    if torch.compiler.is_compiling():
+        return mask
     if bool(padding.all()):
         return None
-    mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
     mask.padding = padding
     return mask
 

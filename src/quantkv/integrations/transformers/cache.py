@@ -14,7 +14,8 @@ from ...checks import integer, refuse
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
-from ..sequences import Progress, Sequences
+from ..progress import Progress
+from ..sequences import Sequences
 from .config import LayerPlan, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .states import HybridLayer, LatentLayer
@@ -36,7 +37,9 @@ class QuantizedCache(Cache):
     fresh_prefill: False: a prompt attends to what was stored, so that the answer does not depend on how the prompt was cut into
         chunks. True: the first forward pass attends to its own exact keys and values, as engines commonly do: closer to the
         16-bit answer where the prompt comes whole, another answer where it comes in chunks.
-    num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed.
+    num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
+        of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
+        on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. With more tokens than that they are not captured any more.
     Errors: ValueError or NotImplementedError naming what is not supported: encoder-decoders, models without attention, attention that
         chooses keys by an index or compresses them, custom masks, gradients.
     """
@@ -56,6 +59,8 @@ class QuantizedCache(Cache):
         if fresh_prefill and shares_keys(config):
             raise NotImplementedError("fresh_prefill=True: layers share keys and values, and read them from the pages")
         self.progress = Progress()
+        self.progress.shared = shares_keys(config)
+        self.progress.capturable = not self.progress.shared and not any(plan.kind is None or plan.latent or plan.own for plan in plans)
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
         self.sequences = {kind: Sequences(kind, block_size, self.progress) for kind in kinds}
         options = dtype, fresh_prefill, num_tokens

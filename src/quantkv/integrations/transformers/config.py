@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ..sequences import Kind
+from ..passes import Kind
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}

@@ -13,9 +13,12 @@ from ...checks import ROW_DTYPES, number, refuse, tensor
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
+from ..passes import Decoding, alone, brief, sent
 from ..sequences import Sequences
+from .compiled import HANDED, decode_layer, known_by, pass_layer
 
 ATTENTION = "quantkv"
+UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
 
@@ -64,18 +67,66 @@ class PendingStates(torch.Tensor):
 class QuantizedLayer(CacheLayerMixin):
     """One layer of a `QuantizedCache`; its pages are those of `sequences`, which it shares with the layers of its kind."""
 
-    is_compileable = False
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
         super().__init__()
         self.requested, self.stored_dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
-        self.sequences, self.is_sliding, self.seen = sequences, sequences.kind.window > 0, 0
+        self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
         sequences.progress.num_layers += 1
+        sequences.num_tokens = max(sequences.num_tokens, num_tokens)
+        sequences.fixed = sequences.num_tokens > 0
         self.pages: PagedCache | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.updates = 0
+        self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
+        self.updates, self.turn = 0, 0  # passes that it went through
+        self.place: torch.Tensor | None = None  # where its pages begin: of the same size however many they are
+        self._enter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "token": None, "place": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._enter()
+
+    def _enter(self) -> None:
+        """Be known to the layers of the same kind, and to operators."""
+        self.sequences.join(self)
+        self.token = torch.empty(16, dtype=torch.uint8)
+        known_by(self.token, self)
+
+    @property
+    def seen(self) -> int:
+        """Tokens that it holds, padding included, as far as the host knows."""
+        progress = self.sequences.progress
+        return progress.seen + (progress.count if self.turn > progress.turn else 0)
+
+    @seen.setter
+    def seen(self, value: int) -> None:
+        self.turn = self.sequences.progress.turn
+
+    @property
+    def home(self) -> torch.device | None:
+        return None if self.pages is None else self.pages.device
+
+    @property
+    def geometry(self) -> Any:
+        return self.pages.kind, None if self._like is None else (self._like[0][1], self._like[1])
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of the layers that share its `Decoding`."""
+        return next(layer for layer in self.sequences.layers if layer.home == self.home) is self
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile passes of one token: pages for them are there, and no sequence outgrew them. `generate` asks
+        before each, which is when to see that one would."""
+        if not self.index and not alone():
+            self.sequences.progress.watch()
+        return self.sequences.static
 
     @property
     def record_past(self) -> bool:
@@ -100,12 +151,43 @@ class QuantizedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
-        self._new, self.updates = (key_states, value_states), self.updates + 1
+        if torch.compiler.is_compiling():
+            if self.sequences.progress.shared:
+                raise NotImplementedError("torch.compile: layers share keys and values: call the model without it")
+            HANDED.give(self)
+            return key_states, value_states
+        self.take(key_states, value_states)
         return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
+
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """`update`, for an attention call that follows at once."""
+        self._new, self.updates = (key_states, value_states), self.updates + 1
 
     def is_shared(self, update: int | None) -> bool:
         """Whether the rows of that update are stored, and asked for once more in their forward pass."""
         return self._new is None and update == self.updates
+
+    def traced(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`attend`, of rows that `update` was given, while torch.compile follows."""
+        sequences = self.sequences
+        if not (sequences.progress.ready and query.shape[2] == 1):
+            return pass_layer(query, key, value, mask, self.token, sinks, scale, softcap, self.index)
+        decoding = sequences.decodings[query.device]
+        if query.shape[0] != decoding.batch_size:
+            refuse("batch size", query.shape[0], f"the cache holds {decoding.batch_size} sequences; reset it or take another")
+        sequences.progress.follow(self.index)
+        if mask is None and sequences.progress.padded:
+            refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
+        return decode_layer(query, key, value, mask, self.place, decoding.place, sinks, scale, softcap, self.index)
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
         """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
@@ -119,21 +201,33 @@ class QuantizedLayer(CacheLayerMixin):
             return self._attend(torch.nn.functional.pad(query, (0, 0, left_out, 0)), **options)[:, left_out:]
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
-        (key, value), self._new, progress = self._new, None, self.sequences.progress
+        progress = self.sequences.progress
+        if query.shape[2] == 1 and alone() and progress.ready:
+            new, self._new = self._new, None
+            progress.follow(self.index)
+            return self.decode(query, new, mask, self.leads, **options)
+        progress.catch_up()
+        (key, value), self._new = self._new, None
         pages = self._new_pages(key, value) if self.pages is None else self.pages
         self._check(pages, query, key, value, **options)
         progress.enter(self.seen, query.shape[0], query.shape[2], mask)
-        self.pages, self.is_initialized = pages, True
+        self.pages, self.is_initialized = pages if self.pages is None else self.pages, True  # `enter` may have made them more
+        self._like = query.shape, query.dtype, options
         try:
-            self._make_room()
-            out = self._attend(query, (key, value), **options)
+            self.make_room(self.sequences.table.num_pages, [])
+            out = self._attend(query, (key, value), mask, **options)
+            self.turn = progress.turn + 1
+            progress.leave()
         except BaseException:
             progress.failed = True
             raise
-        self.seen = progress.leave()
         return out
 
-    def _attend(self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, mask: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        if self.sequences.loaded:
+            return self.decode(query, new, mask, **options)
         batch_size, _, count, _ = query.shape
         step, pages = self.sequences.step(query.device), self.pages
         if new is not None:
@@ -152,6 +246,59 @@ class QuantizedLayer(CacheLayerMixin):
             out = out.index_copy_(0, step.late.rows, late)
         return out.unflatten(0, (batch_size, count))
 
+    def decode(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: torch.Tensor | None,
+        leads: bool | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """A pass of one token a sequence; nothing here depends on what a tensor holds. leads: whether this layer is the first of those
+        that share a `Decoding`, and advances it; None: whichever comes first."""
+        decoding = self.sequences.decodings[query.device]
+        if leads is None:
+            leads = self._leads_now(decoding)
+        if leads:
+            decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask)
+        if new is not None:
+            decoding.write(self.pages, *(_last(t) for t in new))
+        out = decoding.attend(self.pages, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
+        return (decoding.poison(out) if leads else out)[:, None]
+
+    def _leads_now(self, decoding: Decoding) -> bool:
+        """Whether it is the first in this pass of the layers that share `decoding`."""
+        turn = self.sequences.progress.turn
+        first, decoding.turn = decoding.turn != turn, turn
+        return first
+
+    def store(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the new rows `[S, HK, N, D]` of the pass under way, of which none is padding."""
+        if not self.sequences.loaded:
+            self.sequences.step(key.device).write(self.pages, *(_tokens(t, None) for t in (key, value)))
+            return
+        decoding = self.sequences.decodings[key.device]
+        if self._leads_now(decoding):
+            decoding.advance(None)
+        decoding.write(self.pages, _last(key), _last(value))
+
+    def loaded(self, decoding: Decoding) -> None:
+        """The next pass may run without the host, over `decoding` and the pages as they are."""
+        known_by(decoding.place, self)
+        if self.place is None or self.place.data_ptr() != self.pages.buffer.data_ptr():
+            with torch.inference_mode(False):
+                self.place = self.pages.buffer.view(-1)[:16]
+            torch._dynamo.mark_static_address(self.place, guard=False)
+
+    def warm_up(self) -> None:
+        """Run what `decode` runs, for a token that is not stored."""
+        (_, heads, _, head_size), dtype, options = self._like
+        batch_size, spec = self.sequences.decodings[self.home].batch_size, self.pages.spec
+        like = {"dtype": dtype, "device": self.home}
+        query = torch.zeros(batch_size, heads, 1, head_size, **like)
+        new = (torch.zeros(batch_size, spec.num_kv_heads, 1, size, **like) for size in (spec.head_size, spec.head_size_v))
+        self.decode(query, tuple(new), None, False, **options)
+
     def _check(
         self, pages: PagedCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, **options: Any
     ) -> None:
@@ -166,24 +313,28 @@ class QuantizedLayer(CacheLayerMixin):
         if scale is not None:
             number("scaling", scale)
 
-    def _make_room(self) -> None:
-        """Pages for the tokens of the forward pass under way, and copies of those that are shared no longer."""
-        needed, step = self.sequences.table.num_pages, self.sequences.step(self.pages.device)
-        if needed > self.pages.num_blocks:
+    def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None:
+        """At least `num_pages` pages, and copies of those that are shared no longer."""
+        if self.pages is None:
+            return
+        if num_pages > self.pages.num_blocks:
             old = self.pages
-            self.pages = _pages(old.spec, max(needed, int(old.num_blocks * GROWTH)), old.device)
+            self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device)
             self.pages.buffer[: old.num_blocks] = old.buffer
-        if step.copies is not None:
-            self.pages.copy_pages(*step.copies)
+        if copies:
+            self.pages.copy_pages(*sent(torch.tensor(copies).T.contiguous(), self.pages.device))
 
-    def get_seq_length(self) -> int:
-        return self.seen
+    def get_seq_length(self) -> int | torch.Tensor:
+        progress = self.sequences.progress
+        return progress.counter if progress.remote else self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.sequences.progress.remote or torch.compiler.is_compiling():
+            return PagedLength.of(UNKNOWN, self.sequences.windows), 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
 
     def get_max_length(self) -> int:
-        return -1
+        return self.num_tokens if self.is_compileable else -1
 
 
 def _pages(spec: CacheSpec, num_blocks: int, device: torch.device) -> PagedCache:
@@ -195,3 +346,8 @@ def _tokens(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """`[S, H, N, D]` -> `[T, H, D]`, padding left out."""
     tokens = states.transpose(1, 2).flatten(0, 1)
     return tokens if rows is None else tokens[rows]
+
+
+def _last(states: torch.Tensor) -> torch.Tensor:
+    """`[S, H, 1, D]` -> `[S, H, D]`, dense: of the same strides in every pass."""
+    return states[:, :, -1].contiguous()

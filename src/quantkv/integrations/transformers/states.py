@@ -16,7 +16,9 @@ from .layers import QuantizedLayer
 class HybridLayer(LinearAttentionLayer, QuantizedLayer):
     """A layer with attention beside a convolution or recurrence: keys and values in pages, the states as transformers keeps them."""
 
-    is_compileable = False
+    @property
+    def is_compileable(self) -> bool:
+        return False
 
     def __init__(self, *args: Any, number_of_states: int) -> None:
         QuantizedLayer.__init__(self, *args)
@@ -35,6 +37,7 @@ class LatentLayer(QuantizedLayer):
         super().__init__(*args)
         self.latent = latent
 
+    @torch.compiler.disable
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store latents `[S, 1, N, latent]` and rotated dimensions `[S, 1, N, R]`; returns those of all tokens, read back."""
         if key_states.shape[1] != 1 or key_states.shape[3] != self.latent:
@@ -44,14 +47,15 @@ class LatentLayer(QuantizedLayer):
             self.requested = self._format(self.stored_dtype or key_states.dtype)
         pages, progress = self._new_pages(*new) if self.pages is None else self.pages, self.sequences.progress
         progress.enter(self.seen, batch_size, key_states.shape[2], None)
-        self.pages, self.is_initialized = pages, True
+        self.pages, self.is_initialized = pages if self.pages is None else self.pages, True
         try:
-            self._make_room()
-            self.sequences.step(key_states.device).write(self.pages, *(states.transpose(1, 2).flatten(0, 1) for states in new))
+            self.make_room(self.sequences.table.num_pages, [])
+            self.store(key_states, value_states)
+            self.turn = progress.turn + 1
+            progress.leave()
         except BaseException:
             progress.failed = True
             raise
-        self.seen = progress.leave()
         if first and self.fresh_prefill:
             return new
         rows = self.pages.dequantize(self._slots(key_states.device), dtype=key_states.dtype)
