@@ -152,8 +152,6 @@ class QuantizedLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
         if torch.compiler.is_compiling():
-            if self.sequences.progress.shared:
-                raise NotImplementedError("torch.compile: layers share keys and values: call the model without it")
             HANDED.give(self)
             return key_states, value_states
         self.take(key_states, value_states)
@@ -227,7 +225,7 @@ class QuantizedLayer(CacheLayerMixin):
         self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         if self.sequences.loaded:
-            return self.decode(query, new, mask, **options)
+            return self.decode(query, new, mask, None if new is not None else False, **options)  # a second reader advances nothing
         batch_size, _, count, _ = query.shape
         step, pages = self.sequences.step(query.device), self.pages
         if new is not None:
