@@ -94,6 +94,37 @@ def test_models_that_cannot_be_switched_are_refused_before_anything_changes(name
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Falcon-H1", "DeepSeek V3", "Qwen3-Next"])
+def test_a_compiled_model_answers_as_one_that_is_not(name):
+    """A padded prompt in two chunks, single tokens, and a call without a cache."""
+    inputs = prompts()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    answers = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = use_quantkv_attention(build(name))
+        call = torch.compile(model, backend="eager") if compiled else model
+        cache, outs = QuantizedCache(model.config, "int4"), []
+        with torch.no_grad():
+            for a, b in ((0, 12), (12, 18), (18, 19), (19, 20)):
+                outs.append(call(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits)
+            outs.append(call(ids[:1]).logits)
+        answers.append(outs)
+    real = mask.bool()
+    for i, (got, want) in enumerate(zip(*answers)):
+        at = real[:, [slice(0, 12), slice(12, 18), slice(18, 19), slice(19, 20)][i]] if i < 4 else slice(None)
+        assert torch.allclose(got[at], want[at], rtol=0, atol=1e-4 * float(want[at].abs().max()))
+
+
+@torch.no_grad()
+def test_compiling_layers_that_share_keys_is_refused():
+    torch._dynamo.reset()
+    model = use_quantkv_attention(build("Gemma 3n"))
+    assert not QuantizedCache(model.config, num_tokens=64).is_compileable
+    with pytest.raises(NotImplementedError, match="share keys and values"):
+        torch.compile(model, backend="eager")(torch.ones(1, 4, dtype=torch.long), past_key_values=QuantizedCache(model.config))
+
+
 # ---- layers of more than one sort
 
 

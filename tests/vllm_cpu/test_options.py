@@ -3,9 +3,9 @@
 import json
 
 import engine
-import families
 import prompts
 import pytest
+import tiny_models
 import torch
 
 LAYERS = 30
@@ -85,7 +85,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_the_weights_are_loaded(tmp_path, case):
     family, kv_cache_dtype, arguments, said = REFUSED[case]
-    report = engine.run(families.write(family, tmp_path), kv_cache_dtype, skip_tokenizer_init=True, max_model_len=256, **arguments)
+    report = engine.run(tiny_models.write(family, tmp_path), kv_cache_dtype, skip_tokenizer_init=True, max_model_len=256, **arguments)
     assert said in report.error
     assert "Loading weights took" not in report.log
 
@@ -100,7 +100,7 @@ WRONG_POLICIES = {
 @pytest.mark.parametrize("case", WRONG_POLICIES)
 def test_a_wrong_policy_is_refused_before_the_weights_are_loaded(tmp_path, case):
     content, said = WRONG_POLICIES[case]
-    folder = families.write("llama", tmp_path / "model")
+    folder = tiny_models.write("llama", tmp_path / "model")
     report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, **policy(tmp_path, **content))
     assert said in report.error
     assert "Loading weights took" not in report.log
@@ -109,6 +109,6 @@ def test_a_wrong_policy_is_refused_before_the_weights_are_loaded(tmp_path, case)
 def test_another_backend_was_not_asked_for(tmp_path):
     """Without CUSTOM vLLM's own backend would take pages that it cannot read: it says so itself."""
     report = engine.run(
-        families.write("llama", tmp_path), "quantkv_int4", skip_tokenizer_init=True, max_model_len=256, attention_backend=None
+        tiny_models.write("llama", tmp_path), "quantkv_int4", skip_tokenizer_init=True, max_model_len=256, attention_backend=None
     )
     assert "--kv-cache-dtype quantkv_int4 is not supported" in report.error

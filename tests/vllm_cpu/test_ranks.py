@@ -4,20 +4,20 @@ import json
 import math
 
 import engine
-import families
+import tiny_models
 import torch
 from safetensors.torch import save_file
 
-PROMPTS = [families.prompt(seed, length) for seed, length in enumerate((5, 90, 150))]
+PROMPTS = [tiny_models.prompt(seed, length) for seed, length in enumerate((5, 90, 150))]
 ARGUMENTS = {"tokens": 8, "scored": True, "skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 64}
 TWO = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
 
 
 def policy(folder):
     """int8 behind a rotation of each kv head's own, its keys shifted by positions: with another head's, nothing would be right."""
-    size, heads, random = families.SIZES["head_dim"], families.SIZES["num_key_value_heads"], torch.Generator().manual_seed(0)
+    size, heads, random = tiny_models.SIZES["head_dim"], tiny_models.SIZES["num_key_value_heads"], torch.Generator().manual_seed(0)
     tensors = {}
-    for layer in range(families.SIZES["num_hidden_layers"]):
+    for layer in range(tiny_models.SIZES["num_hidden_layers"]):
         for side in ("k", "v"):
             rotation = torch.linalg.qr(torch.randn(heads, size, size, generator=random))[0].contiguous()
             tensors[f"layers.{layer}.{side}.forward"] = rotation
@@ -35,7 +35,7 @@ def scores(report):
 
 
 def test_two_ranks_say_what_one_says(tmp_path):
-    folder, asked = families.write("llama", tmp_path / "model"), policy(tmp_path)
+    folder, asked = tiny_models.write("llama", tmp_path / "model"), policy(tmp_path)
     plain = scores(engine.run(folder, "quantkv_fp32", PROMPTS, **ARGUMENTS))
     one = scores(engine.run(folder, "quantkv_policy", PROMPTS, **ARGUMENTS, **asked))
     report = engine.run(folder, "quantkv_policy", PROMPTS, **ARGUMENTS, **asked, **TWO)

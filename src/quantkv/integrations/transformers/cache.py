@@ -77,6 +77,11 @@ class QuantizedCache(Cache):
             return HybridLayer(fmt, *options, number_of_states=plan.own.number_of_states)
         return QuantizedLayer(fmt, *options)
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.progress.shared and torch.compiler.is_compiling():
+            _refuse_to_compile()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     @property
     def quantized_layers(self) -> dict[int, QuantizedLayer]:
         """The layers whose keys and values (or latents) are in pages, by their number in the model."""
@@ -92,6 +97,11 @@ class QuantizedCache(Cache):
     def is_initialized(self) -> bool:
         """Whether every layer knows its sizes: after the first forward pass."""
         return all(layer.is_initialized for layer in self.quantized_layers.values())
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile passes of one token."""
+        return super().is_compileable and not self.progress.shared
 
     @property
     def is_linear(self) -> list[bool]:
@@ -187,6 +197,12 @@ class QuantizedCache(Cache):
     def _sync(self) -> None:
         for layer in self.quantized_layers.values():
             layer.seen, layer._new = self.progress.seen, None
+
+
+@torch.compiler.disable
+def _refuse_to_compile() -> None:
+    """Outside of what is compiled, where an error stays the one that it is."""
+    raise NotImplementedError("torch.compile: layers of this model share keys and values, which it cannot follow; leave it out")
 
 
 def _formats(

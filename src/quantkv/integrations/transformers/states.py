@@ -33,6 +33,8 @@ class LatentLayer(QuantizedLayer):
     latent: size of the vector.
     """
 
+    is_compileable = False
+
     def __init__(self, *args: Any, latent: int) -> None:
         super().__init__(*args)
         self.latent = latent

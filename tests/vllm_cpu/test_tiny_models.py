@@ -1,12 +1,12 @@
 """Softcap, sinks, ALiBi, sliding windows: tiny random models, compared with transformers by log-probability."""
 
 import engine
-import families
 import pytest
 import references
+import tiny_models
 import torch
 
-PROMPTS = [families.prompt(seed, length) for seed, length in enumerate((5, 33, 90, 150))]
+PROMPTS = [tiny_models.prompt(seed, length) for seed, length in enumerate((5, 33, 90, 150))]
 TOKENS = 12
 ARGUMENTS = {"skip_tokenizer_init": True, "max_model_len": 256}
 CHUNKED = {"max_num_batched_tokens": 64}
@@ -18,7 +18,7 @@ def folder_of(tmp_path_factory):
 
     def folder(family):
         if family not in made:
-            made[family] = families.write(family, tmp_path_factory.mktemp(family))
+            made[family] = tiny_models.write(family, tmp_path_factory.mktemp(family))
         return made[family]
 
     return folder
@@ -56,7 +56,7 @@ def test_scales_of_a_checkpoint(folder_of):
         assert report.error == ""
         scores = torch.cat([torch.tensor(p) for p in report.answers[0].prompt_logprobs])
         reports[family, stored] = scores, set(report.scales)
-    assert reports["scales", "fp8"][1] == {tuple(families.SCALES.values())}
+    assert reports["scales", "fp8"][1] == {tuple(tiny_models.SCALES.values())}
     assert reports["llama", "fp8"][1] == reports["scales", "int8"][1] == {(1.0, 1.0)}
     plain, unscaled, scaled = (reports[key][0] for key in (("llama", "fp32"), ("llama", "fp8"), ("scales", "fp8")))
     lost = (unscaled - plain).abs().mean()
