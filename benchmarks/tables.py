@@ -2,8 +2,8 @@
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
 of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached), of a file of
-`measure.py`; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`. Blocks of which
-no file tells stay as they are.
+`measure.py`; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`; transformers (a token
+and a prompt), of a file of `transformers_step.py`. Blocks of which no file tells stay as they are.
 Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
 
@@ -211,12 +211,35 @@ def model(figures: dict[str, Any]) -> str:
     )
 
 
+def transformers(figures: dict[str, Any]) -> str:
+    """A line for each cache and way to decode, and one for each prompt."""
+    steps, prompts = ([found for found in figures["results"] if found["kind"] == kind] for kind in ("Step", "Prompt"))
+    lines = [
+        "| cache | way | sequences x context | ms a token | first tokens, s | caches, GiB | peak, GiB |",
+        "| --- | --- | --- |" + " --: |" * 4,
+    ]
+    for x in sorted(steps, key=lambda x: (x["sequences"], x["context"], x["step_ms"])):
+        cells = (
+            x["cache"],
+            x["way"],
+            f"{x['sequences']} x {x['context']:,}",
+            *(f"{x[n]:.2f}" for n in ("step_ms", "first_s", "cache_gib", "peak_gib")),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| prompt | tokens | cold, s | warm, s |", "| --- | --: | --: | --: |"]
+    lines += [f"| {x['cache']} | {x['tokens']:,} | {x['cold_s']:.2f} | {x['warm_s']:.2f} |" for x in prompts]
+    versions = ", ".join(f"{k} {v}" for k, v in figures["versions"].items())
+    return "\n".join(lines) + f"\n\n{figures['device']}; {versions}."
+
+
 OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
 OF_END_TO_END: dict[str, Callable[[dict], str]] = {"end_to_end": end_to_end, "model": model}
 
 
 def blocks(figures: dict[str, Any]) -> dict[str, str]:
     """The blocks that a file of figures fills."""
+    if "results" in figures:
+        return {"transformers": transformers(figures)}
     if "end_to_end" in figures:
         return {name: render(figures) for name, render in OF_END_TO_END.items()}
     result = Result.from_dict(figures)
@@ -227,8 +250,9 @@ def update(text: str, filled: dict[str, str]) -> str:
     """The document with its blocks filled. ValueError for a block of an unknown name."""
 
     def fill(match: re.Match) -> str:
-        if match[2] not in OF_RESULT | OF_END_TO_END:
-            raise ValueError(f"bench:{match[2]}: one of {', '.join(OF_RESULT | OF_END_TO_END)}")
+        known = (*OF_RESULT, *OF_END_TO_END, "transformers")
+        if match[2] not in known:
+            raise ValueError(f"bench:{match[2]}: one of {', '.join(known)}")
         return f"{match[1]}{filled[match[2]].rstrip()}\n{match[3]}" if match[2] in filled else match[0]
 
     return BLOCK.sub(fill, text)
