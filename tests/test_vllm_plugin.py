@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
 from quantkv import PagedCache, get_format  # noqa: E402
+from quantkv.calls import AttentionOptions  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
@@ -184,13 +186,12 @@ def test_the_cpu_platform_takes_custom_where_it_is_asked_for():
         current_platform.get_attn_backend_cls(None, config)
 
 
-@pytest.mark.parametrize("case", BATCHES)
-def test_a_batch_is_what_its_lengths_say(case):
-    queries, keys, padding, kind, tokens = BATCHES[case]
+def common(queries, keys, padding=0, **more):
+    """What vLLM's runner tells a builder of sequences with these queries and keys; page i * 8 + j is page j of sequence i."""
     count = len(queries) + padding
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist(), *[sum(queries)] * padding], dtype=torch.int32)
     lengths = torch.tensor([*keys, *[0] * padding], dtype=torch.int32)
-    common = contract.CommonAttentionMetadata(
+    return contract.CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=lengths,
@@ -198,16 +199,69 @@ def test_a_batch_is_what_its_lengths_say(case):
         num_actual_tokens=sum(queries),
         max_query_len=max(queries),
         max_seq_len=max(keys),
-        block_table_tensor=torch.zeros(count, 8, dtype=torch.int32),
+        block_table_tensor=torch.arange(count * 8, dtype=torch.int32).view(count, 8),
         slot_mapping=torch.zeros(sum(queries), dtype=torch.int64),
         positions=torch.arange(sum(queries)),
         seq_lens_cpu_upper_bound=lengths,
+        **more,
     )
-    builder = QuantKVBuilder.__new__(QuantKVBuilder)
-    builder.reorder_batch_threshold, builder.device = 1, torch.device("cpu")
-    found = builder.build(0, common)
+
+
+@pytest.fixture
+def builder():
+    found = QuantKVBuilder.__new__(QuantKVBuilder)
+    found.reorder_batch_threshold, found.device = 1, torch.device("cpu")
+    return found
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_batch_is_what_its_lengths_say(case, builder):
+    queries, keys, padding, kind, tokens = BATCHES[case]
+    given = common(queries, keys, padding)
+    found = builder.build(0, given)
     assert (found.kind, found.num_tokens) == (kind, tokens)
-    served = count if kind == "decode" else len(queries)  # a graph's padding stays, what no graph holds goes
-    assert found.batch.seq_lens.tolist() == lengths[:served].tolist()
-    assert found.batch.cu_seqlens_q.tolist() == starts[: served + 1].tolist()
+    served = given.num_reqs if kind == "decode" else len(queries)  # a graph's padding stays, what no graph holds goes
+    assert found.batch.seq_lens.tolist() == given.seq_lens[:served].tolist()
+    assert found.batch.cu_seqlens_q.tolist() == given.query_start_loc[: served + 1].tolist()
     assert found.block_table.shape == (served, 8)
+
+
+def test_a_graph_is_promised_no_longest_sequence(builder):
+    given = common([1, 1], [5, 6])
+    assert builder.build(0, given).batch.max_seq_len == 6
+    assert builder.build_for_cudagraph_capture(given).batch.max_seq_len is None
+    assert builder.build_for_drafting(given, 0).batch.max_seq_len is None
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+def test_tokens_of_an_image_see_each_other(clamp, builder):
+    """The second sequence's positions 3 to 40 are an image; the window is 8."""
+    queries = [20, 60]
+    cache = PagedCache(get_format("fp32").cache_spec(1, 16), 16)
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = torch.randn(3, 80, 1, 16, generator=generator)
+    cache.write(k, v, torch.cat([torch.arange(20), 128 + torch.arange(60)]))
+    options = AttentionOptions(window=8)
+    plain, images = (builder.build(0, common(queries, queries, 1, **more)) for more in ({}, {"mm_req_doc_ranges": {1: [(3, 40)]}}))
+    before, after = (step.attend(0.25, options, clamp)(cache, q)[:, 0] for step in (plain, images))
+    changed = (before != after).any(1).nonzero()[:, 0].tolist()
+    assert changed == [20 + i for i in range(3, 40 + (not clamp))]  # clamped, the last token sees no more than causally
+    first = 33 if clamp else 3  # of what position 40 sees
+    weights = torch.softmax(0.25 * q[60, 0] @ k[20 + first : 61, 0].mT, -1)
+    assert torch.allclose(after[60], weights @ v[20 + first : 61, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "window", "clamp", "support"),
+    [
+        (False, 8, False, "UNIFORM_BATCH"),
+        (True, None, False, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        (True, 8, True, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        (True, 8, False, "NEVER"),
+    ],
+)
+def test_graphs_of_models_with_images(images, window, clamp, support):
+    layer = SimpleNamespace(sliding_window=window, mm_prefix_clamp_sliding_window=clamp)
+    compilation = SimpleNamespace(static_forward_context={"layer": layer})
+    config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=images), compilation_config=compilation)
+    assert QuantKVBuilder.get_cudagraph_support(config, None).name == support
