@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from quantkv import PagedCache, PageStore, get_format, prepare_attend, prepare_write
+from quantkv.bench.timing import capture
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128  # Llama-3-8B's
 ROUNDS = 7
@@ -48,7 +49,7 @@ class Model:
                 write(cache, key, value)
                 attend(cache, q, out=out)
 
-        self.step = _captured(step) if device.type == "cuda" else step
+        self.step = capture(step, 1).replay if device.type == "cuda" else step
         self.moving = [(torch.randperm(args.pages) + used + i * args.pages).tolist() for i in range(2)]  # those that go, those that come
         self.store = PageStore(self.caches, 2 * args.pages)
         self.gigabytes = args.pages * spec.block_bytes * args.layers / 1e9
@@ -71,19 +72,6 @@ class Model:
     def synchronize_steps(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # what compiles or allocates does so before the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay
 
 
 def check(model: Model) -> None:

@@ -23,9 +23,9 @@ def measure(call: Call, device: torch.device, graph: bool = True, rounds: int = 
         return _clock(call), "clock"
     if not graph:
         return _rounds(call, statistics.median(_events(call, 3)), rounds), "events"
-    alone = statistics.median(_events(_capture(call, 1).replay, 3))  # without the host's work, which a replay does not have
+    alone = statistics.median(_events(capture(call, 1).replay, 3))  # without the host's work, which a replay does not have
     calls = max(1, min(20, round(500 / alone)))  # replays of about 500 us hide the launch of the graph
-    captured = _capture(call, calls)
+    captured = capture(call, calls)
     replay = statistics.median(_events(captured.replay, 3))
     return _rounds(captured.replay, replay, rounds) / calls, "graph"
 
@@ -67,7 +67,8 @@ def _events(call: Call, repeats: int) -> list[float]:
     return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
 
-def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    """`calls` calls, one after the other, as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -75,8 +75,11 @@ def _part(call: AttendCall, seqs: slice, tokens: slice) -> AttendCall:
     starts = batch.cu_seqlens_q[seqs.start : seqs.stop + 1] - batch.cu_seqlens_q[seqs.start]
 
     def sliced(t):
+        if t is None:
+            return None
+        own = t[seqs]
         # Kernels are compiled for addresses that are multiples of 16: another variant for every odd start would stall a server.
-        return None if t is None else t[seqs] if t[seqs].data_ptr() % 16 == 0 else t[seqs].clone()
+        return own.clone() if own.data_ptr() % 16 else own
 
     part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs])
     segments = tuple(

@@ -124,13 +124,12 @@ class Progress:
                 refuse("attention_mask", "changed", "all layers of a forward pass have the same padding")
             self._masks.append(mask)
 
-    def leave(self) -> int:
-        """A layer is through. Returns the tokens that it holds now."""
-        seen, self._left = self.seen + self.count, self._left - 1
+    def leave(self) -> None:
+        """A layer is through."""
+        self._left -= 1
         if not self._left:
-            self.seen, self.turn = seen, self.turn + 1
+            self.seen, self.turn = self.seen + self.count, self.turn + 1
             self._load()
-        return seen
 
     def follow(self, index: int) -> None:
         """Layer `index` joins a pass of one token that is being compiled or captured: the host will not be there when it runs."""

@@ -196,7 +196,7 @@ class QuantizedCache(Cache):
 
     def _sync(self) -> None:
         for layer in self.quantized_layers.values():
-            layer.seen, layer._new = self.progress.seen, None
+            layer.forget_pass()
 
 
 @torch.compiler.disable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
 
 ATTENTION = "quantkv"
-SHAPE, DTYPE, DEVICE = (operator.attrgetter(name) for name in ("shape", "dtype", "device"))
 UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
@@ -106,9 +104,9 @@ class QuantizedLayer(CacheLayerMixin):
         progress = self.sequences.progress
         return progress.seen + (progress.count if self.turn > progress.turn else 0)
 
-    @seen.setter
-    def seen(self, value: int) -> None:
-        self.turn = self.sequences.progress.turn
+    def forget_pass(self) -> None:
+        """Be as far as all layers are: what it took for a pass under way is gone."""
+        self.turn, self._new = self.sequences.progress.turn, None
 
     @property
     def home(self) -> torch.device | None:
@@ -210,7 +208,7 @@ class QuantizedLayer(CacheLayerMixin):
         progress.catch_up()
         (key, value), self._new = self._new, None
         pages = self._new_pages(key, value) if self.pages is None else self.pages
-        call = tuple(f(t) for t in (query, key, value) for f in (SHAPE, DTYPE, DEVICE))
+        call = tuple((t.shape, t.dtype, t.device) for t in (query, key, value))
         call += tuple(id(v) if isinstance(v, torch.Tensor) else v for v in options.values())  # `_like` keeps them alive
         if call != self._checked:
             self._check(pages, query, key, value, **options)

@@ -24,7 +24,7 @@ calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "m
 
 
 def names() -> dict[str, str]:
-    """What --kv-cache-dtype takes -> the format. "none" and those of layers by a policy are formats at 16 bits or as the file says."""
+    """What --kv-cache-dtype takes -> the format; "none" stores what the model computes in. Formats by layer are `POLICY`."""
     return {PREFIX + name: name for name in (*available_formats(), "none")}
 
 

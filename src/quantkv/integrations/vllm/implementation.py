@@ -45,6 +45,15 @@ def policy_of(config: Any) -> Policy | None:
     return read_policy(path) if asked else None
 
 
+@cache
+def load_flash_attention() -> None:
+    """Load FlashAttention-3's operators, which dense attention then uses, where this vLLM has them."""
+    try:
+        import vllm.vllm_flash_attn  # noqa: F401
+    except Exception as error:
+        logger.debug("quantkv: no FlashAttention here: %s", error)
+
+
 class QuantKVImpl(AttentionImpl[Metadata]):
     """One layer's attention. Its format, its maps and its scales are known once the weights are loaded.
 
@@ -89,10 +98,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         )
         self._per_layer: dict[str, Any] = {}  # sinks and slopes, on the device
         self._cache: tuple[Any, PagedCache | None] = (lambda: None, None)
-        try:
-            import vllm.vllm_flash_attn  # noqa: F401  loads FlashAttention-3's operators, which dense attention then uses
-        except Exception as error:
-            logger.debug("quantkv: no FlashAttention here: %s", error)
+        load_flash_attention()
 
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
