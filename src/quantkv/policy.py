@@ -104,9 +104,13 @@ class Policy:
             if beyond:
                 refuse(f"policy.{name}", beyond, f"the model has layers 0 to {num_layers - 1}")
 
+    def name_of(self, layer: int) -> str:
+        """Name of a layer's format."""
+        return self.layers.get(layer, self.format)
+
     def of(self, layer: int, dtype: torch.dtype = torch.bfloat16) -> Format:
         """Format of a layer; "none" stores `dtype`."""
-        return get_format(self.layers.get(layer, self.format), dtype)
+        return get_format(self.name_of(layer), dtype)
 
     def maps_of(self, layer: int) -> LayerMaps:
         """Maps of a layer, for all of its kv heads: those given, else the calibration's; None on a side that the format decides.

@@ -16,7 +16,7 @@ from ...calibration import Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
 from ...maps import OFFSET_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
-from .config import max_positions, plan_layers, shares_keys
+from .config import geometry_of, max_positions, plan_layers, shares_keys
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
 
 ATTENTION = "quantkv_calibrate"
@@ -82,7 +82,7 @@ def calibrate(
         raise NotImplementedError(f"model: {type(model).__name__} does not attend to the keys of layers {apart} through transformers")
     moments = observer.moments(-(-limit // OFFSET_BUCKET) * OFFSET_BUCKET)
     told = {"model": type(model).__name__, "contexts": len(ids), "tokens": ids.numel(), **(made_of or {})}
-    return Calibration(max(len(plans), config.num_hidden_layers), moments, told)
+    return Calibration(geometry_of(model.config).num_layers, moments, told)
 
 
 class SeenCache(DynamicCache):
