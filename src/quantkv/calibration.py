@@ -186,7 +186,8 @@ class Calibration:
             moments = self.layers[layer]
             with_offset = fmt.k.signed if offset is None else offset
             k = _map(fmt.k, moments.key_metric, moments.key_offset if with_offset else None)
-            known[key] = LayerMaps(k, _map(fmt.v, moments.value_metric))
+            v = _map(fmt.v, moments.value_metric)
+            known[key] = LayerMaps(k, v, None if k is None and v is None else self.digest)
         return known[key]
 
     @cached_property

@@ -119,7 +119,7 @@ class Policy:
         if self.calibration is None:
             return given
         made = self.calibration.maps(layer, self.of(layer))
-        return LayerMaps(given.k or made.k, given.v or made.v)
+        return LayerMaps(made.k if given.k is None else given.k, made.v if given.v is None else given.v, made.calibration)
 
 
 def _layers(given: Any) -> dict[int, str]:

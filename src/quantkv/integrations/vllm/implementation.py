@@ -137,7 +137,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
                 side = side.heads(start, start + self.num_kv_heads) if total > 1 else side
                 side.check(head_size, self.num_kv_heads, "k" if side is maps.k else "v")
             sides.append(side)
-        return LayerMaps(*sides)
+        return LayerMaps(*sides, maps.calibration)
 
     def _page_spec(self, block_size: int):
         return self.format.cache_spec(self.num_kv_heads, self.head_size, self.head_size_v, block_size)
