@@ -161,6 +161,16 @@ class Calibration:
             if heads is not None:
                 self.check_layer(number, heads)
 
+    def check_one(self, num_layers: int, heads: Heads) -> None:
+        """ValueError unless it was made for a model of so many layers, of which one has these kv heads; the size of values is not compared.
+        For engines that make layers before these have their numbers."""
+        known = {found[:2] for found in self.geometry.heads.values()}
+        if self.num_layers != num_layers:
+            refuse("calibration", f"made for {self.num_layers} layers", f"the model has {num_layers}")
+        if heads[:2] not in known:
+            made = ", ".join(f"{count} of {size}" for count, size in sorted(known))
+            refuse("calibration", f"made for kv heads: {made}", f"the model has {heads.num_kv_heads} of {heads.head_size}")
+
     def check_layer(self, number: int, heads: Heads) -> None:
         """ValueError unless the layer is there, with these heads."""
         if number not in self.layers:

@@ -143,6 +143,11 @@ class LinearMap:
                     f"({'keys' if side == 'k' else 'values'})"
                 )
 
+    @property
+    def num_heads(self) -> int:
+        """Kv heads that it tells apart; 1: all share what it holds."""
+        return max(1 if t is None else t.shape[axis] for t, axis in ((self.forward, 0), (self.offset, 1), (self.metric, 0)))
+
     @cached_property
     def traits(self) -> tuple:
         """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
