@@ -126,7 +126,8 @@ class Calibration:
         """Write it to a file. OSError where that cannot be written."""
         metadata = {"format": FILE_FORMAT, "version": FILE_VERSION, "geometry": self._geometry_text()}
         metadata |= {"made_of": json.dumps(dict(self.made_of), sort_keys=True), "digest": self.digest}
-        Path(path).write_bytes(save({name: t.cpu().contiguous() for name, t in self._tensors().items()}, metadata))
+        own = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in self._tensors().items()}  # of no shared memory
+        Path(path).write_bytes(save(own, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

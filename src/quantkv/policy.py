@@ -160,7 +160,7 @@ def _map_tensors(maps: dict[int, LayerMaps]) -> Iterator[tuple[str, torch.Tensor
             for part in PARTS:
                 t = getattr(getattr(layer, side), part, None)
                 if t is not None:
-                    yield f"layers.{number}.{side}.{part}", t.contiguous()
+                    yield f"layers.{number}.{side}.{part}", t.clone(memory_format=torch.contiguous_format)  # layers may share one
 
 
 def _read_maps(path: Path) -> dict[int, LayerMaps]:
