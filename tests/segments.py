@@ -51,12 +51,10 @@ class Several(NamedTuple):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        capacity: int | None = None,
         **options,
     ) -> Several:
-        """Slots that are not read are poison, and pages that are not read do not exist. capacity: positions that every block table has
-        room for; as many as are there if None."""
-        longest = max(max(seq_lens), capacity or 0)
+        """Slots that are not read are poison, and pages that are not read do not exist."""
+        longest = max(seq_lens)
         data = [[rows(longest, num_kv_heads, head_size, dtype, 7 * s + i + seed) for s in range(len(seq_lens))] for i in range(2)]
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         q = torch.randn(int(starts[-1]), num_kv_heads * group, head_size, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -66,7 +64,7 @@ class Several(NamedTuple):
             held = [part.held(s, length) for s, length in enumerate(seq_lens)]
             begins = [0] * len(held) if part.starts is None else part.starts
             spans = [range((h.start - b) // block_size, -(-(h.stop - b) // block_size)) if h else range(0) for h, b in zip(held, begins)]
-            room = longest if part.starts is None else max([longest - b for b in begins])
+            room = max(length - begin for length, begin in zip(seq_lens, begins))
             table = torch.full((len(held), max(-(-room // block_size), 1)), NOWHERE, dtype=torch.int32)
             order = torch.randperm(sum(map(len, spans)) + 1, generator=torch.Generator().manual_seed(seed)).int()
             cache, used = PagedCache(spec, len(order), maps=part.maps), 0

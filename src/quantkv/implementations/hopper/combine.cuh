@@ -124,10 +124,11 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   if (mine && merger == 0) {
     const float top = APART ? fmaxf(all.top, plain.top) : all.top;
     const bool none = top == minus_infinity();  // no key was seen
-    const float sink = a.sinks ? sink_of(a, query_head(r)) * 1.4426950408889634f : minus_infinity(), best = none ? 0.f : fmaxf(top, sink);
+    const float sink = a.sinks ? sink_of(a, query_head(r)) * 1.4426950408889634f : minus_infinity(), most = fmaxf(top, sink);
+    const float best = most == minus_infinity() ? 0.f : most;
     const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
     const float total = (APART ? fmaf(beside, plain.sum, weight * all.sum) : weight * all.sum) + pow2(sink - best);
-    if (a.lse && lane == 0) a.lse[out_row(r)] = none ? minus_infinity() : (best + lg2(total)) * 0.6931471805599453f;
+    if (a.lse && lane == 0) a.lse[out_row(r)] = (best + lg2(total)) * 0.6931471805599453f;
     const float share = none ? 0.f : (VALUE_MAP == HADAMARD ? a.value_gain : 1.f) * weight / total;
 #pragma unroll
     for (int d = 0; d < E; d++) x[d][0] *= share;

@@ -152,5 +152,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
     combine<N, S, MERGERS>(a, Sequences{a.seq_lens, a.cu_queries, a.key_start, a.key_range, a.sequences, a.window}, map); \
   }
-COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES == 1 ? 8 : 1)
+COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : SEGMENTS > 1 ? 6 : 8)
 COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, 2)
