@@ -160,7 +160,7 @@ def test_long_runs_within_a_sequence(name, monkeypatch):
     b = Batch.make(name, (1, 2), (500_000, 100), head_size=128, num_kv_heads=1, group=2, dtype=torch.bfloat16, device="cuda")
     call = b.call(max_query_len=2)
     plan = hopper.Plan(call, 1)
-    assert plan.resident * 1024 * 16 * 2 < 500_000
+    assert plan.main.resident * 1024 * 16 * 2 < 500_000
     hopper.run(call)
     check(b, (call.out, call.lse))
 
@@ -294,8 +294,8 @@ def plan_of(lens, max_seq_len=None, name="int4", width=None, **shape):
 def test_no_more_blocks_than_are_resident(name, sequences, length):
     """However much there is to read: a block more would wait for all others, and double the time."""
     plan = plan_of((length,) * sequences, name=name)
-    assert plan.decode_grid[0] * plan.decode_grid[1] <= 132 * plan.config.blocks_per_sm
-    assert plan.resident == plan.decode_grid[0] * plan.config.warps
+    assert plan.main.decode_grid[0] * plan.main.decode_grid[1] <= 132 * plan.main.config.blocks_per_sm
+    assert plan.main.resident == plan.main.decode_grid[0] * plan.main.config.warps
 
 
 def test_scratch_follows_the_batch_and_not_the_block_table():

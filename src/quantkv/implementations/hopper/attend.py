@@ -212,23 +212,23 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
     )
 
 
-def _layer(call: AttendCall) -> Hashable:
+def _layer(s: Segment) -> Hashable:
     """What may differ between layers, and is compiled for."""
-    made = ((s.maps, s.fmt, s) for s in call.segments)  # codecs that a configuration keeps alive
-    return tuple((kind(maps.k), kind(maps.v), _has_offset(s), id(fmt.k), id(fmt.v)) for maps, fmt, s in made)
+    return kind(s.maps.k), kind(s.maps.v), _has_offset(s), id(s.fmt.k), id(s.fmt.v)  # codecs that a configuration keeps alive
+
+
+def _segment_shape(call: AttendCall, s: Segment) -> Hashable:
+    pages = s.k.base.stride(), s.k.codes.shape[1:3], s.block_table.shape, s.block_table.stride(0), _capacity(call, s)
+    return pages, s.key_start is None, s.key_range is None, _layer(s)
 
 
 def _shape(call: AttendCall) -> Hashable:
     """Equal for calls that one `Prepared` serves."""
     q, batch, options = call.q, call.batch, call.options
-    segments = (
-        (s.k.base.stride(), s.k.codes.shape[1:3], s.block_table.shape, s.block_table.stride(0), s.key_start is None, s.key_range is None)
-        for s in call.segments
-    )
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
-        (*segments, *(_capacity(call, s) for s in call.segments)),
-        (call.scale, options.window, options.softcap, options.sinks is None, _layer(call)),
+        (call.scale, options.window, options.softcap, options.sinks is None),
+        *[_segment_shape(call, s) for s in call.segments],
     )
 
 
@@ -238,7 +238,6 @@ class Prepared:
     def __init__(self, call: AttendCall):
         self.index = launch.device_index(call.q.device)
         self.plan = plan = Plan(call, launch.multiprocessors(self.index))
-        self.layer = _layer(call)
         self.reads = [Read(call, segment, part, plan.columns) for segment, part in zip(call.segments, plan.parts)]
         kernels = [_kernels(part.config, self.index) for part in plan.parts]
         self.main, self.others = self.reads[plan.merged[0]], plan.merged[1:]
@@ -262,11 +261,6 @@ class Prepared:
             raise ValueError(f"q at address {q}: rows begin at multiples of 16 bytes, as those of the call that was prepared")
         stream = launch.current_stream(self.index)
         with launch.LOCK:
-            if not all(read.has(s) for read, s in zip(self.reads, call.segments)):
-                if _layer(call) != self.layer:
-                    raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
-                for read, segment in zip(self.reads, call.segments):
-                    read.take_maps(segment)
             scratch = launch.scratch(self.plan.scratch_bytes, self.index, stream)
             for read, segment in zip(self.reads, call.segments):
                 read.fill(call, segment, q, scratch.data_ptr())
@@ -286,7 +280,7 @@ class Read:
 
     def __init__(self, call: AttendCall, segment: Segment, part: Part, columns: int):
         options = call.options
-        self.key_half, self.begin = part.config.key_half, part.scratch_begin
+        self.key_half, self.begin, self.layer = part.config.key_half, part.scratch_begin, _layer(segment)
         self.scale = call.scale * LOG2E * (2 / options.softcap if options.softcap else 1.0)
         self.arguments = launch.arguments("AttendArguments")(
             q_token=call.q.stride(0),
@@ -303,18 +297,18 @@ class Read:
         self.take_maps(segment)
 
     def fill(self, call: AttendCall, segment: Segment, q: int, scratch: int) -> None:
-        """The addresses of a call."""
+        """The addresses of a call, and its maps where they are others."""
+        if segment.maps.k is not self.maps.k or segment.maps.v is not self.maps.v:
+            self.take_maps(segment)
         a, batch, start, range_ = self.arguments, call.batch, segment.key_start, segment.key_range
         a.q, a.pages, a.block_table = q, segment.k.base.data_ptr(), segment.block_table.data_ptr()
         a.seq_lens, a.cu_queries = batch.seq_lens.data_ptr(), batch.cu_seqlens_q.data_ptr()
         a.key_start, a.key_range = None if start is None else start.data_ptr(), None if range_ is None else range_.data_ptr()
         a.pieces = scratch + self.begin
 
-    def has(self, segment: Segment) -> bool:
-        """Whether the maps whose operands are filled in are the segment's."""
-        return segment.maps.k is self.maps.k and segment.maps.v is self.maps.v
-
     def take_maps(self, segment: Segment) -> None:
+        if _layer(segment) != self.layer:
+            raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
         maps, a = segment.maps, self.arguments
         key_map, value_map = map_of(maps.k, self.key_half) or NO_MAP, map_of(maps.v, None) or NO_MAP
         offsets = offsets_of(maps.k, self.key_half)

@@ -24,7 +24,7 @@ template <int N> struct Constant { static constexpr int value = N; };
 // need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all.
 struct Turn {
   DI Turn() {
-    if (!FOLLOWS) wait_for_previous_kernel();
+    if (FOLLOWS) forget_what_was_read(); else wait_for_previous_kernel();
     launch_next_kernel();
   }
   DI ~Turn() {
