@@ -57,7 +57,7 @@ ALLOWED = {
         "dense",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
-    "cli": {"integrations", "cache", "formats", "policy", "spec", "bench", ""},
+    "cli": {"integrations", "cache", "calibration", "formats", "policy", "spec", "bench", ""},
     "__main__": {"cli"},
 }
 

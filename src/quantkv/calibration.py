@@ -23,6 +23,7 @@ from .checks import refuse
 from .format import Codec, Format
 from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
 
+MIN_TOKENS = 256  # fewer say too little of a model
 FILE_FORMAT, FILE_VERSION = "quantkv-calibration", "1"
 PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric"}  # name of a tensor: field of `LayerMoments`
 

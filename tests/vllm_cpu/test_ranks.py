@@ -35,10 +35,10 @@ def policy(folder):
 
 
 def calibrated(folder, model):
-    """levels4 by a calibration of the model's own, keys without their mean."""
+    """levels8 by a calibration of the model's own, keys without their mean."""
     ids = torch.randint(2, 90, (4, 128), generator=torch.Generator().manual_seed(0))
     made = calibrate(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), ids)
-    Policy("levels4", calibration=made).save(folder / "calibrated.json")
+    Policy("levels8", calibration=made).save(folder / "calibrated.json")
     return {"additional_config": {"quantkv_policy": str(folder / "calibrated.json")}}
 
 
@@ -47,7 +47,7 @@ def scores(report):
     return torch.cat([torch.tensor(p) for p in report.answers[0].prompt_logprobs])
 
 
-@pytest.mark.parametrize("fmt", ["int8", "levels4"])
+@pytest.mark.parametrize("fmt", ["int8", "levels8"])
 def test_two_ranks_say_what_one_says(tmp_path, fmt):
     folder = tiny_models.write("llama", tmp_path / "model")
     asked = policy(tmp_path) if fmt == "int8" else calibrated(tmp_path, folder)

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-MIN_TOKENS = 256  # fewer say too little of a model
-
 
 def add_to(commands: typer.Typer) -> None:
     """Register the command."""
@@ -40,6 +38,7 @@ def calibrate_command(
     dtype: Annotated[str, typer.Option("--dtype", metavar="float32|bfloat16|float16", help="The model's arithmetic.")] = "float32",
 ) -> None:
     """Measure a model once, so that its cache loses less in the same bytes: one pass over text, one file."""
+    from ..calibration import MIN_TOKENS
     from . import report
 
     report.check_output("--out", out, (".safetensors",))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
-from ...calibration import Calibration, LayerMoments
+from ...calibration import MIN_TOKENS, Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
 from ...maps import OFFSET_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
@@ -20,7 +20,6 @@ from .config import geometry_of, max_positions, plan_layers, shares_keys
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
 
 ATTENTION = "quantkv_calibrate"
-MIN_TOKENS = 256
 SKIPPED = 8  # tokens at the beginning of each context: their keys are not like others'
 TOKENS_AT_ONCE = 2048  # of a forward pass
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
