@@ -78,7 +78,9 @@ def signed_maps(head_size, matrix=None):
     return LayerMaps(LinearMap(forward, inverse, offset), plain)
 
 
-@pytest.mark.parametrize("queries, options", [(DECODE, {}), (VERIFY, {"window": 300, "softcap": 30.0}), (WIDE, {})], ids=["1", "few", "wide"])
+@pytest.mark.parametrize(
+    "queries, options", [(DECODE, {}), (VERIFY, {"window": 300, "softcap": 30.0}), (WIDE, {})], ids=["1", "few", "wide"]
+)
 @pytest.mark.parametrize("name", ["levels4", "levels5/int4"])
 def test_keys_that_are_stored_without_their_offset(name, queries, options, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name, queries, maps=signed_maps(128), max_tiles=4, options=options)
