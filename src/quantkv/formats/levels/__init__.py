@@ -21,6 +21,7 @@ from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...rounding import Rounding, round_to_levels, unbiased
 from ...spec import RowLayout
+from ..device import half_of
 from ..int8 import LARGEST_HALF
 
 SMALLEST_HALF = 2.0**-24
@@ -42,6 +43,18 @@ def levels(bits: int) -> torch.Tensor:
     return (t * (a + b * t * t)).half().float()
 
 
+@cache
+def boundaries(bits: int) -> torch.Tensor:
+    """Halfway between the levels: `[2**bits - 1]` float32."""
+    table = levels(bits)
+    return (table[1:] + table[:-1]) / 2
+
+
+def table_of(bits: int, head_size: int) -> torch.Tensor:
+    """The levels, then the boundaries: what kernels write by. They are the same for every head size."""
+    return torch.cat([levels(bits), boundaries(bits)])
+
+
 def _stored(scale: torch.Tensor) -> torch.Tensor:
     """Never zero, so that it has a sign."""
     return scale.clamp(SMALLEST_HALF, LARGEST_HALF).half()
@@ -54,7 +67,7 @@ def codec(bits: int) -> Codec:
         table = levels(bits).to(y.device)
         size = y.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         unit = y / size
-        codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
+        codes = torch.bucketize(unit, boundaries(bits).to(y.device))
         scale = size * unbiased(unit.square().sum(-1, keepdim=True), (unit * table[codes]).sum(-1, keepdim=True))
         return pack(codes, bits), _stored(scale)
 
@@ -77,6 +90,7 @@ def codec(bits: int) -> Codec:
         map="rht",
         head_size_multiple=8,
         planes=planes_of(bits),
+        triton=half_of(__name__, f"LEVELS{bits}"),
     )
 
 
