@@ -36,7 +36,9 @@ ALLOWED = {
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
     "warmup": {"cache", "calls", "implementations", "prepared"},
-    "policy": {"checks", "format", "formats", "maps"},
+    "exact": {"checks"},
+    "calibration": {"checks", "format", "maps"},
+    "policy": {"calibration", "checks", "exact", "format", "formats", "maps"},
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing", "page_views"},
     "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
     "integrations": {
@@ -49,6 +51,7 @@ ALLOWED = {
         "maps",
         "checks",
         "prepared",
+        "calibration",
         "policy",
         "warmup",
         "dense",

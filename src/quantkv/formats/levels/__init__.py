@@ -55,8 +55,8 @@ def table_of(bits: int, head_size: int) -> torch.Tensor:
     return torch.cat([levels(bits), boundaries(bits)])
 
 
-def _stored(scale: torch.Tensor) -> torch.Tensor:
-    """Never zero, so that it has a sign."""
+def stored_scale(scale: torch.Tensor) -> torch.Tensor:
+    """As fp16; never zero, so that it has a sign."""
     return scale.clamp(SMALLEST_HALF, LARGEST_HALF).half()
 
 
@@ -69,11 +69,11 @@ def codec(bits: int) -> Codec:
         unit = y / size
         codes = torch.bucketize(unit, boundaries(bits).to(y.device))
         scale = size * unbiased(unit.square().sum(-1, keepdim=True), (unit * table[codes]).sum(-1, keepdim=True))
-        return pack(codes, bits), _stored(scale)
+        return pack(codes, bits), stored_scale(scale)
 
     def encode_in(y, rounding: Rounding):
         codes, scale = round_to_levels(y, rounding, levels(bits).to(y.device))
-        return pack(codes, bits), _stored(scale)
+        return pack(codes, bits), stored_scale(scale)
 
     def decode(codes, scale, dtype):
         values = codes if bits == 8 else unpack(codes, bits)
