@@ -49,6 +49,7 @@ DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offs
       }
       const auto add = [](float a, float b) { return a + b; };
       alone = over_lanes(without, add) < over_lanes(with, add);
+      keep(shift);  // what it points to is loaded again: registers could not hold it
     }
 #pragma unroll
     for (int e = 0; e < E; e++) row.x[e] = alone ? -row.x[e] : row.x[e] - shift[4 * (e - e % CHUNK) + e % CHUNK];

@@ -62,7 +62,7 @@ def _laid_out(rounding: Rounding) -> torch.Tensor:
 
 @cache
 def numbers_of(cubic: tuple[float, float], bits: int) -> dict[str, list[float]]:
-    """What `Cubic` in rounded.cuh takes. Boundary s, counted from the middle, is s (p + b s^2); its inverse is fitted at the boundaries."""
+    """What `Odd` in rounded.cuh takes. Boundary s, counted from the middle, is s (p + b s^2); its inverse is fitted at the boundaries."""
     (a, b), half, steps = cubic, 2 ** (bits - 1), 2**bits - 1
     middle, p = steps / 2, a + 0.75 * b
     s = torch.arange(1, half, dtype=torch.float64, device="cpu")

@@ -24,22 +24,22 @@ constexpr __device__ int before_dim(int i) { return i * (2 * BLOCK + 1 - i) / 2;
 
 // Levels t (a + b t^2), t = code - (2^BITS - 1) / 2, as a polynomial of the code; and of a number, in odd powers, where among the codes
 // it lies, 0 .. 1 from the first to the last. REFINED: that times one Newton step, within +-EDGE. (operands of round.py)
-template <int B> struct Cubic;
-#define CUBIC(BITS_, NAME) \
-  template <> struct Cubic<BITS_> { \
+template <int B> struct Odd;
+#define ODD_CUBIC(BITS_, NAME) \
+  template <> struct Odd<BITS_> { \
     static constexpr float LEVEL[] = {NAME##_LEVEL}, PLACE[] = {NAME##_PLACE}, REFINE[] = {NAME##_REFINE}; \
   };
 #ifdef KEY_LEVEL
-CUBIC(KEY_BITS, KEY)
+ODD_CUBIC(KEY_BITS, KEY)
 #endif
 #ifdef VALUE_LEVEL
-CUBIC(VALUE_BITS, VALUE)
+ODD_CUBIC(VALUE_BITS, VALUE)
 #endif
 
 // 2^23 + the code of the level nearest to u. NaN: code 0.
 template <int B> DI float nearest_code(float u) {
-  constexpr auto& P = Cubic<B>::PLACE;
-  constexpr auto& R = Cubic<B>::REFINE;  // edge, p, b, 1 / steps
+  constexpr auto& P = Odd<B>::PLACE;
+  constexpr auto& R = Odd<B>::REFINE;  // edge, p, b, 1 / steps
   constexpr float STEPS = (1 << B) - 1, BASE = 8388608.f;
   if constexpr (B >= 5) u = fminf(fmaxf(u, -R[0]), R[0]);
   const float w = u * u;
@@ -59,7 +59,7 @@ template <int B> DI float nearest_code(float u) {
   return fmaf(place, STEPS, BASE);
 }
 template <int B> DI float level_of(float code) {
-  constexpr auto& L = Cubic<B>::LEVEL;
+  constexpr auto& L = Odd<B>::LEVEL;
   const float z = fmaf(fmaf(L[3], code, L[2]), code * code, fmaf(L[1], code, L[0]));
   return B < 5 ? z : low(half2(z, 0.f));  // as it is read: what is left of a row is no longer large beside that
 }
