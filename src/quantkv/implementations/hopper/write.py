@@ -91,7 +91,7 @@ class WriteConfig:
             **row_macros(self.key, self.value, self.head_size), BLOCK_SIZE=self.block_size, KEY_FACTOR=literal(self.key_factor),
             VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),
             VALUE_ROUNDED=int(self.value.round_mapped), KEY_SCALED=int(self.key_scaled), VALUE_SCALED=int(self.value_scaled),
-            KEY_SHIFTED=int(self.key_shifted), KEY_SIGNED=int(self.key.signed), SIDES=self.sides, ALIKE=int(self.alike),
+            KEY_SHIFTED=int(self.key_shifted), SIDES=self.sides, ALIKE=int(self.alike),
             ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
             ARGUMENT_BYTES=sizeof(launch.arguments("WriteArguments")),
         )  # fmt: skip
