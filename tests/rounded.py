@@ -43,11 +43,11 @@ class Rows:
             key[[3, 9]] *= 0.01
         return cls(key, value, slots, positions)
 
-    def caches(self, name, maps, count=2):
+    def caches(self, name, maps, count=2, device="cpu"):
         """Full of poison; each with the maps."""
         heads, head_size = self.key.shape[1:]
         spec = get_format(name).cache_spec(heads, head_size)
-        made = [PagedCache(spec, len(self.slots) // 16 + 3, maps=maps) for _ in range(count)]
+        made = [PagedCache(spec, len(self.slots) // 16 + 3, device, maps=maps) for _ in range(count)]
         for cache in made:
             cache.buffer.fill_(POISON)
         return made
@@ -66,6 +66,12 @@ class Compared:
     worst: float
     other: float
     scale: float
+
+
+def on_host(cache: PagedCache) -> PagedCache:
+    """A copy."""
+    spec, maps = cache.spec, LayerMaps(cache.maps.k.to("cpu"), cache.maps.v.to("cpu"))
+    return PagedCache(spec, cache.k.codes.shape[0], buffer=cache.buffer.cpu(), maps=maps)
 
 
 def compare(cache, expected, given: Rows) -> list[Compared]:
@@ -92,10 +98,14 @@ def compare(cache, expected, given: Rows) -> list[Compared]:
             assert torch.equal(meta < 0, meta_there < 0) and 0 < (meta < 0).sum() < len(meta)
             row = torch.where(meta < 0, -map_.apply(x, torch.float32), row)
         metric = map_.rounding.metric.double()
-        costs = [cost(codec.dequantize(c, m.abs(), torch.float64) - row.double(), metric) for c, m in ((codes, meta), (codes_there, meta_there))]
+        costs = [
+            cost(codec.dequantize(c, m.abs(), torch.float64) - row.double(), metric) for c, m in ((codes, meta), (codes_there, meta_there))
+        ]
         size, same = row.square().sum(-1), (codes == codes_there).all(-1)
         assert bool((meta.abs()[size == 0] < 1e-6).all())
         costs = [c[size > 0] for c in costs]
         scale = (meta[same] / meta_there[same] - 1).abs().max().item() if bool(same.any()) else math.nan
-        results.append(Compared((costs[0].mean() / costs[1].mean()).item(), (costs[0] / costs[1]).max().item(), 1 - same.float().mean().item(), scale))
+        results.append(
+            Compared((costs[0].mean() / costs[1].mean()).item(), (costs[0] / costs[1]).max().item(), 1 - same.float().mean().item(), scale)
+        )
     return results

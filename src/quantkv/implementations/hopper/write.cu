@@ -12,6 +12,7 @@
 #include "mapped.cuh"
 
 static_assert(sizeof(WriteArguments) == ARGUMENT_BYTES, "Python fills in another struct");
+static_assert(!KEY_SIGNED || KEY_META_BYTES == 2, "the scale's sign is that of 16 bits");
 constexpr int RESIDENT = D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
 
 // A lane's part of a row of codes: CHUNK * BITS / 8 bytes, four lanes after each other, for each of its chunks.

@@ -118,7 +118,7 @@ def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pag
 
 
 def map_view(matrix: torch.Tensor | None, offset: torch.Tensor | None = None, rounding: Rounding | None = None) -> MapView:
-    """matrix `[HK or 1, D, D]`, dense; offset `[buckets, HK or 1, D]`, its last axis dense. rounding: of rows that are rounded in a metric."""
+    """matrix `[HK or 1, D, D]`, dense; offset `[buckets, HK or 1, D]`, its last axis dense. rounding: of rows rounded in a metric."""
     view = MapView(matrix, 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0))
     if offset is not None:
         head = 0 if offset.shape[1] == 1 else offset.stride(1)
