@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from .write import WriteConfig
 
 BLOCK = 16  # dimensions that a lane rounds on its own
-SHARED_BYTES = 227 * 1024  # of an SM, for its blocks
-WARPS = {64: (4, 4), 128: (7, 2), 256: (6, 1)}  # of a block, and blocks of an SM, by head size: what shared memory has room for
+WARPS = {64: (4, 3), 128: (4, 3), 256: (6, 1)}  # of a block, and blocks of an SM, by head size: so that memory and registers suffice
 FEW = 2048  # rows of K up to which a block is one warp: there are fewer warps than an SM has places
 
 
