@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,7 +81,7 @@ def main() -> None:
                     cache = PagedCache(get_format(name).cache_spec(HEADS, size), most // 16, "cuda", maps=maps)
                     slots = torch.arange(tokens, device="cuda")
                     write = prepare_write(slots, slots, implementation=implementation)
-                    us, how = measure(lambda: write(cache, key[:tokens], value[:tokens]), torch.device("cuda"))
+                    us, how = measure(partial(write, cache, key[:tokens], value[:tokens]), torch.device("cuda"))
                     results.append(dict(format=name, by=implementation, what=what, tokens=tokens, us=round(us, 2), how=how, cost=ratio))
                     print(*results[-1].values(), sep="\t", flush=True)
     if args.json is not None:

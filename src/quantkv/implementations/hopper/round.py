@@ -105,12 +105,9 @@ class RoundConfig:
             "HOST_ROUNDING_BYTES": rounding_bytes(rows.head_size),
             "CANDIDATES": ", ".join(map(literal, CANDIDATES)),
             "RESIDENT": self.resident,
-            "SAME_LEVELS": int(rows.key.cubic == rows.value.cubic),
+            "SAME_LEVELS": int((rows.key.cubic, rows.key.row) == (rows.value.cubic, rows.value.row)),
         }
-        sides = {"KEY": rows.key, "VALUE": rows.value}
-        if rows.key.cubic == rows.value.cubic:
-            sides.pop("VALUE")
-        for name, codec in sides.items():
+        for name, codec in (("KEY", rows.key), ("VALUE", rows.value)):
             if codec.cubic is not None:
                 numbers = numbers_of(codec.cubic, codec.row.code_bits)
                 macros |= {f"{name}_{part}": ", ".join(map(literal, values)) for part, values in numbers.items()}
