@@ -8,6 +8,7 @@ moved, shared or computed elsewhere has no shadow, and is read quantized.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,9 +71,10 @@ class ExactPages:
 
     tokens: which are exact. num_seqs: sequences for which the pool has room, `shadows_needed` pages; where more are in use, those that
         have a shadow keep it.
-    num_blocks: pages of a cache. Later ones are added by `make_room`.
+    num_blocks: pages of a cache. `make_room` adds more of both.
     shadow_of: int64 `[num_blocks + 1]`, the shadow of each page, -1 for none; owner: int64 `[P + 1]`, the page of each shadow, or -1;
-        stamp: int64 `[P + 1]`, the step in which it was last of interest. The last entries are for what is to be dropped.
+        stamp: int64 `[P + 1]`, the step in which it was last of interest; now: int64, the step. The last entries are for what is to be
+        dropped.
     A shadow is believed only where the K rows beside it, as the cache that `watch` names stored them, are those of the page: whoever
     overwrites a page behind our back changes them. That should be the last of the layers, whose rows depend on the whole context.
     """
@@ -82,47 +84,60 @@ class ExactPages:
     ) -> None:
         self.tokens, self.block_size, self.device = tokens, block_size, torch.device(device)
         self.first, self.latest = shadows_of(tokens, block_size)
-        self.num_seqs, self.num_shadows = num_seqs, shadows_needed(tokens, block_size, num_seqs)
         self.watched: PagedCache | None = None
-        self._self = weakref.ref(self)
-        self.copies: list[torch.Tensor] = []  # of the rows of the watched cache, [P + 1, HK, block_size, bytes] uint8
         with torch.inference_mode(False):
-            self.owner, self.stamp = (torch.full((self.num_shadows + 1,), fill, device=self.device) for fill in (-1, 0))
-            self.shadow_of = torch.full((num_blocks + 1,), -1, device=self.device)
-            self.now = torch.zeros((), dtype=torch.int64, device=self.device)
+            self.copies = torch.zeros(0, dtype=torch.uint8, device=self.device)  # [P + 1, HK, block_size, bytes] of rows of `watched`
             self._column = torch.arange(self.first + self.latest, device=self.device)
             self._within = torch.arange(block_size, device=self.device)
+        self.state: torch.Tensor | None = None
+        self._resize(shadows_needed(tokens, block_size, num_seqs), num_blocks)
+        self._self = weakref.ref(self)
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.shadow_of) - 1
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_self": None}
 
-    def make_room(self, num_blocks: int) -> None:
-        """At least `num_blocks` pages."""
-        if num_blocks > self.num_blocks:
-            with torch.inference_mode(False):
-                self.shadow_of = torch.nn.functional.pad(self.shadow_of, (0, num_blocks - self.num_blocks), value=-1)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._views()
+        self._self = weakref.ref(self)
 
-    def grow(self, num_seqs: int) -> None:
-        """Room for at least `num_seqs` sequences."""
-        more = shadows_needed(self.tokens, self.block_size, num_seqs) - self.num_shadows
-        if more <= 0:
-            return
+    def _resize(self, num_shadows: int, num_blocks: int) -> None:
+        old = () if self.state is None else (self.now[None], self.owner[:-1], self.stamp[:-1], self.shadow_of[:-1])
         with torch.inference_mode(False):
-            self.owner[-1], self.stamp[-1] = -1, 0
-            self.owner, self.stamp = (torch.nn.functional.pad(t, (0, more), value=v) for t, v in ((self.owner, -1), (self.stamp, 0)))
-            self.copies = [torch.cat([t, t.new_zeros(more, *t.shape[1:])]) for t in self.copies]
-        self.num_seqs, self.num_shadows = num_seqs, self.num_shadows + more
+            self.state = torch.full((1 + 2 * (num_shadows + 1) + num_blocks + 1,), -1, device=self.device)
+            self.num_shadows, self.num_blocks = num_shadows, num_blocks
+            self._views()
+            self.now.zero_(), self.stamp.zero_()
+            for new, held in zip((self.now[None], self.owner, self.stamp, self.shadow_of), old):
+                new[: len(held)] = held
+            if len(self.copies):
+                self.copies = torch.cat([self.copies, self.copies.new_zeros(num_shadows + 1 - len(self.copies), *self.copies.shape[1:])])
+
+    def _views(self) -> None:
+        """Everything lies in one tensor, so that whoever captured a graph over it can tell that it is another."""
+        count = self.num_shadows + 1
+        self.now, self.owner, self.stamp = self.state[0], self.state[1 : 1 + count], self.state[1 + count : 1 + 2 * count]
+        self.shadow_of = self.state[1 + 2 * count :]
+
+    def make_room(self, num_seqs: int, num_blocks: int) -> None:
+        """For at least so many sequences and pages."""
+        num_shadows = max(shadows_needed(self.tokens, self.block_size, num_seqs), self.num_shadows)
+        if num_shadows > self.num_shadows or num_blocks > self.num_blocks:
+            self._resize(num_shadows, max(num_blocks, self.num_blocks))
 
     def watch(self, pages: PagedCache) -> None:
         """Keep copies of the K rows that `pages` stores."""
         known, self.watched = self.watched, pages
-        self.make_room(pages.num_blocks)
+        self.make_room(0, pages.num_blocks)
         if known is None or known.spec != pages.spec:
+            heads, size, width = pages.spec.num_kv_heads, self.block_size, sum(rows.shape[3] for rows in _rows(pages))
             with torch.inference_mode(False):
-                self.copies = [
-                    torch.zeros(self.num_shadows + 1, *rows.shape[1:], dtype=torch.uint8, device=self.device) for rows in _rows(pages)
-                ]
+                self.copies = torch.zeros(self.num_shadows + 1, heads, size, width, dtype=torch.uint8, device=self.device)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Rows of the watched pages, and their copies."""
+        rows = _rows(self.watched)
+        return zip(rows, self.copies.split([t.shape[3] for t in rows], 3))
 
     def clear(self) -> None:
         """No page has a shadow any more."""
@@ -176,7 +191,7 @@ class ExactPages:
         known, real = shadow.clamp_min(0), page.clamp_max(self.watched.num_blocks - 1)
         before = index[..., None] * self.block_size + self._within < stored[..., None]  # [S, N, block_size]
         differs = torch.zeros_like(before)
-        for rows, copies in zip(_rows(self.watched), self.copies):
+        for rows, copies in self._pairs():
             differs |= (rows[real] != copies[known]).any(-1).any(2)
         wrong = (differs & before).any(-1) & (shadow >= 0)
         self._assign(wrong, page, -1)
@@ -238,7 +253,7 @@ class ExactPages:
         slots, copies = slot_mapping.long().clamp_min(0), step.slots[: len(slot_mapping)].long()
         page, within = slots // self.block_size, slots % self.block_size
         target = torch.where(copies >= 0, copies // self.block_size, self.num_shadows)
-        for rows, kept in zip(_rows(self.watched), self.copies):
+        for rows, kept in self._pairs():
             kept[target, :, within] = rows[page, :, within]
 
 
@@ -254,7 +269,7 @@ class ShadowedCache:
         if (own.num_kv_heads, own.head_size, own.head_size_v, own.block_size) != expected:
             checks.refuse("shadow.spec", own, f"pages are {spec}")
         self.pages, self.shadow = pages, shadow
-        self.device, self.kind = pages.device, (pages.kind, shadow.kind)
+        self.device, self.maps, self.kind = pages.device, pages.maps, (pages.kind, shadow.kind)
 
     def segments(self, block_table: torch.Tensor, step: ExactStep, apart: bool) -> tuple[Segment, ...]:
         """What a step reads. apart: each key at its own position, for many queries and for options that go by position."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...checks import integer, refuse
+from ...exact import ExactTokens
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
@@ -40,6 +41,7 @@ class QuantizedCache(Cache):
     num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
         of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
         on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. With more tokens than that they are not captured any more.
+    exact: tokens that are read from 16-bit copies, docs/exact.md; None: none.
     Errors: ValueError or NotImplementedError naming what is not supported: encoder-decoders, models without attention, attention that
         chooses keys by an index or compresses them, custom masks, gradients.
     """
@@ -53,16 +55,19 @@ class QuantizedCache(Cache):
         dtype: torch.dtype | None = None,
         fresh_prefill: bool = False,
         num_tokens: int = 0,
+        exact: ExactTokens | None = None,
     ) -> None:
         plans = plan_layers(config)
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
         if fresh_prefill and shares_keys(config):
             raise NotImplementedError("fresh_prefill=True: layers share keys and values, and read them from the pages")
+        if exact is not None and any(plan.latent for plan in plans):
+            raise NotImplementedError(f"exact={exact}: layers that keep latents instead of keys and values read them back whole")
         self.progress = Progress()
         self.progress.shared = shares_keys(config)
         self.progress.capturable = not self.progress.shared and not any(plan.kind is None or plan.latent or plan.own for plan in plans)
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
-        self.sequences = {kind: Sequences(kind, block_size, self.progress) for kind in kinds}
+        self.sequences = {kind: Sequences(kind, block_size, self.progress, exact) for kind in kinds}
         options = dtype, fresh_prefill, num_tokens
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
@@ -137,8 +142,13 @@ class QuantizedCache(Cache):
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of all pages, used or not."""
-        return sum(layer.pages.nbytes for layer in self.quantized_layers.values() if layer.is_initialized)
+        """Bytes of all pages, used or not, and of the 16-bit copies."""
+        return self.exact_nbytes + sum(layer.pages.nbytes for layer in self.quantized_layers.values() if layer.is_initialized)
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes of the 16-bit copies of exact tokens, over all layers: as many for a sequence however long it is."""
+        return sum(layer.exact_nbytes for layer in self.quantized_layers.values())
 
     @property
     def batch_size(self) -> int:
