@@ -58,7 +58,7 @@ class Engine:
             pages.buffer.random_(0, 256, generator=self.generator)
             shadow = shadow_pages(pages, self.exact.num_shadows, torch.float32)
             shadow.buffer.fill_(0xFF)
-            self.caches.append(ShadowedCache(pages, shadow))
+            self.caches.append(ShadowedCache(pages, shadow, self.exact))
         self.exact.watch(self.caches[-1].pages)
         self.pages = self.caches[-1].pages
         self.pool, self.few = Pool(self.exact.num_shadows), few

@@ -46,7 +46,7 @@ class PreparedWrite:
             checks.refuse("exact", None, "a write to a cache with shadows needs the step that says which tokens have one")
         self._store(cache.pages, key, value)
         self._store(cache.shadow, key, value, self.exact.slots[: len(self.slot_mapping)])
-        self.exact.stored(cache.pages, self.slot_mapping)
+        cache.stored(self.slot_mapping, self.exact)
 
     def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> None:
         """copies: slots of a shadow, in place of those of the step."""

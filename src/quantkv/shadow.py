@@ -7,7 +7,6 @@ moved, shared or computed elsewhere has no shadow, and is read quantized.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,8 +35,6 @@ class ExactStep:
 
     def __init__(self, tokens: ExactTokens, block_size: int, num_seqs: int, num_tokens: int, device: torch.device, few: bool) -> None:
         first, latest = shadows_of(tokens, block_size)
-        self.pool: weakref.ref[ExactPages] | None = None  # who filled it
-        self.few, self.num_seqs, self.num_tokens = few, num_seqs, num_tokens
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -49,21 +46,14 @@ class ExactStep:
             self.first = (integers(num_seqs, first), integers(num_seqs, 2)) if first else None
             self.joined = (integers(num_seqs, first + latest), integers(num_seqs), integers(num_seqs, 2)) if first and few else None
 
-    def part(self, num_seqs: int, num_tokens: int) -> ExactStep:
-        """The same step for its first sequences and tokens: views."""
+    def part(self, num_seqs: int, few: bool) -> ExactStep:
+        """The same step for its first sequences: views."""
         part = object.__new__(ExactStep)
-        part.pool, part.few, part.num_seqs, part.num_tokens = self.pool, self.few, num_seqs, num_tokens
-        part.slots, part.between = self.slots[:num_tokens], self.between[:num_seqs]
+        part.slots, part.between = self.slots, self.between[:num_seqs]
         for name in ("latest", "first", "joined"):
             tensors = getattr(self, name)
-            setattr(part, name, None if tensors is None else tuple(t[:num_seqs] for t in tensors))
+            setattr(part, name, None if tensors is None or (name == "joined" and not few) else tuple(t[:num_seqs] for t in tensors))
         return part
-
-    def stored(self, pages: PagedCache, slot_mapping: torch.Tensor) -> None:
-        """`pages` hold the rows of the step."""
-        pool = None if self.pool is None else self.pool()
-        if pool is not None and pool.watched is pages:
-            pool.note(slot_mapping, self)
 
 
 class ExactPages:
@@ -91,15 +81,10 @@ class ExactPages:
             self._within = torch.arange(block_size, device=self.device)
         self.state: torch.Tensor | None = None
         self._resize(shadows_needed(tokens, block_size, num_seqs), num_blocks)
-        self._self = weakref.ref(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_self": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._views()
-        self._self = weakref.ref(self)
 
     def _resize(self, num_shadows: int, num_blocks: int) -> None:
         old = () if self.state is None else (self.now[None], self.owner[:-1], self.stamp[:-1], self.shadow_of[:-1])
@@ -165,7 +150,7 @@ class ExactPages:
 
         Nothing here waits for the device or depends on what a tensor holds, so that it can be captured in a graph.
         """
-        size, first, step.pool = self.block_size, self.first, self._self
+        size, first = self.block_size, self.first
         length, new = seq_lens.long()[:, None], cu_seqlens_q.long().diff()[:, None]
         base = (length - self.tokens.latest).clamp_min(0) // size  # the page in which the latest tokens begin
         index = torch.where(self._column < first, self._column, base + (self._column - first))  # [S, pages of interest]
@@ -260,16 +245,21 @@ class ExactPages:
 class ShadowedCache:
     """One layer's cache with the 16-bit pages in front of it. `prepare_write` and `prepare_attend` take it in place of a `PagedCache`.
 
-    pages: of all tokens. shadow: `[num_shadows]` pages, see `shadow_pages`.
+    pages: of all tokens. shadow: `exact.num_shadows` pages, see `shadow_pages`. exact: which pages have one.
     """
 
-    def __init__(self, pages: PagedCache, shadow: PagedCache) -> None:
+    def __init__(self, pages: PagedCache, shadow: PagedCache, exact: ExactPages) -> None:
         spec, own = pages.spec, shadow.spec
         expected = (spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
         if (own.num_kv_heads, own.head_size, own.head_size_v, own.block_size) != expected:
             checks.refuse("shadow.spec", own, f"pages are {spec}")
-        self.pages, self.shadow = pages, shadow
+        self.pages, self.shadow, self.exact = pages, shadow, exact
         self.device, self.maps, self.kind = pages.device, pages.maps, (pages.kind, shadow.kind)
+
+    def stored(self, slot_mapping: torch.Tensor, step: ExactStep) -> None:
+        """The rows of the step are in the pages."""
+        if self.exact.watched is self.pages:
+            self.exact.note(slot_mapping, step)
 
     def segments(self, block_table: torch.Tensor, step: ExactStep, apart: bool) -> tuple[Segment, ...]:
         """What a step reads. apart: each key at its own position, for many queries and for options that go by position."""

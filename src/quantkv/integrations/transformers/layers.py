@@ -122,12 +122,12 @@ class QuantizedLayer(CacheLayerMixin):
         if pool is None or pages.spec.format in UNQUANTIZED:
             return pages
         held = self._shadowed
-        if held is None or held.pages is not pages or held.shadow.num_blocks < pool.num_shadows:
+        if held is None or held.pages is not pages or held.exact is not pool or held.shadow.num_blocks < pool.num_shadows:
             with torch.inference_mode(False):
                 shadow = shadow_pages(pages, pool.num_shadows, self.rows_dtype)
                 if held is not None:
                     shadow.buffer[: held.shadow.num_blocks] = held.shadow.buffer
-            self._shadowed = ShadowedCache(pages, shadow)
+            self._shadowed = ShadowedCache(pages, shadow, pool)
             layers = [layer for layer in self.sequences.layers if layer.home == pages.device and layer._shadowed is not None]
             if layers[-1] is self:
                 pool.watch(pages)
