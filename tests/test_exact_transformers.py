@@ -14,6 +14,7 @@ from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.integrations.passes import Kind  # noqa: E402
 from quantkv.integrations.sequences import Sequences  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, use_cuda_graphs, use_quantkv_attention  # noqa: E402
+from quantkv.policy import Policy  # noqa: E402
 from test_transformers import MODELS, Attention, logits, prompts, tiny  # noqa: E402
 from test_transformers_static import compilation, graphs, stats  # noqa: E402, F401
 
@@ -35,7 +36,7 @@ def test_all_tokens_exact_equal_eager(name, size):
     cuts = [0, 24, *range(40, 50)]
     expected = logits(model, DynamicCache(config=model.config), ids, mask, cuts)
     use_quantkv_attention(model)
-    actual = logits(model, QuantizedCache(model.config, "int2", exact=ALL, num_tokens=size), ids, mask, cuts)
+    actual = logits(model, QuantizedCache(model.config, Policy("int2", exact=ALL), num_tokens=size), ids, mask, cuts)
     plain = logits(model, QuantizedCache(model.config, "int2", num_tokens=size), ids, mask, cuts)
     real = mask.bool()
     assert (actual - expected)[real].abs().max() <= 1e-5 * expected[real].abs().max()
@@ -79,7 +80,7 @@ def test_chunks_equal_one_shot(llama):
     ids, mask = prompts([90, 71])
     runs = []
     for cuts in ([0], [0, 7, 40, 57]):
-        cache = QuantizedCache(llama.config, "int4", exact=SOME)
+        cache = QuantizedCache(llama.config, Policy("int4", exact=SOME))
         logits(llama, cache, ids[:, :1], mask[:, :1], [0])  # the layers below see the same rows, whatever the cuts
         layer, generator = cache.layers[0], torch.Generator().manual_seed(0)
         layer.sequences.progress.reset()
@@ -97,8 +98,8 @@ def test_chunks_equal_one_shot(llama):
 def test_lost_copies_leave_the_plain_format(llama):
     """As after a preemption that keeps the pages: the very numbers of the format, until new pages begin."""
     ids, mask = prompts([60, 43])
-    plain, exact = QuantizedCache(llama.config, "int4", fresh_prefill=True), None
-    exact = QuantizedCache(llama.config, "int4", fresh_prefill=True, exact=SOME)
+    plain = QuantizedCache(llama.config, "int4", fresh_prefill=True)
+    exact = QuantizedCache(llama.config, Policy("int4", exact=SOME), fresh_prefill=True)
     for cache in (plain, exact):
         logits(llama, cache, ids[:, :50], mask[:, :50], [0])
     kept = copy.deepcopy(exact)
@@ -119,7 +120,7 @@ def step(model, cache, ids, mask, at):
 @torch.no_grad()
 def test_copies_of_a_cache_keep_their_exact_tokens(llama, again):
     ids, mask = prompts([60, 43])
-    cache = QuantizedCache(llama.config, "int2", exact=SOME)
+    cache = QuantizedCache(llama.config, Policy("int2", exact=SOME))
     logits(llama, cache, ids[:, :50], mask[:, :50], [0, 30])
     other = again(cache)
     first, second = ([step(llama, c, ids, mask, i) for i in range(50, 60)] for c in (cache, other))
@@ -130,7 +131,7 @@ def test_copies_of_a_cache_keep_their_exact_tokens(llama, again):
 def test_reorder(llama):
     """Whole pages that beams share stay exact for both; the page that one of them copies is read quantized, until it begins another."""
     ids, mask = prompts([56, 56])
-    cache = QuantizedCache(llama.config, "int2", exact=ExactTokens(16, 8))
+    cache = QuantizedCache(llama.config, Policy("int2", exact=ExactTokens(16, 8)))
     logits(llama, cache, ids[:, :40], mask[:, :40], [0])
     cache.reorder_cache(torch.tensor([1, 1]))
     sequences = cache.layers[0].sequences
@@ -152,7 +153,7 @@ def test_generate_with_everything_exact(name, options):
     fixed = {"attention_mask": mask, "max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, **options}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **fixed)
     use_quantkv_attention(model)
-    found = model.generate(ids, past_key_values=QuantizedCache(model.config, "int2", exact=ALL), **fixed)
+    found = model.generate(ids, past_key_values=QuantizedCache(model.config, Policy("int2", exact=ALL)), **fixed)
     plain = model.generate(ids, past_key_values=QuantizedCache(model.config, "int2"), **fixed)
     assert not torch.equal(plain, expected)
     assert torch.equal(found, expected) if not options else (found == expected).sum() > (plain == expected).sum()
@@ -164,13 +165,13 @@ def test_compiled_and_captured_passes(name, stats, graphs):  # noqa: F811
     model = use_quantkv_attention(tiny(name))
     ids, mask = prompts([24, 17, 9, 3])
     fixed = {"attention_mask": mask, "max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
-    expected = model.generate(ids, past_key_values=QuantizedCache(model.config, "int4", exact=SOME), **fixed)
+    expected = model.generate(ids, past_key_values=QuantizedCache(model.config, Policy("int4", exact=SOME)), **fixed)
     for _ in range(2):
-        cache = QuantizedCache(model.config, "int4", exact=SOME, num_tokens=96)
+        cache = QuantizedCache(model.config, Policy("int4", exact=SOME), num_tokens=96)
         assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=compilation(fullgraph=True), **fixed), expected)
         assert stats["unique_graphs"] == 1
     use_cuda_graphs(model)
     for _ in range(2):
-        cache = QuantizedCache(model.config, "int4", exact=SOME, num_tokens=96)
+        cache = QuantizedCache(model.config, Policy("int4", exact=SOME), num_tokens=96)
         assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=compilation(), **fixed), expected)
     assert len(graphs) == 2

@@ -33,7 +33,7 @@ class ExactGroup:
     @classmethod
     def of(cls, layers: dict[str, Any], config: Any, device: torch.device) -> ExactGroup | None:
         """None where no layer has exact tokens of its own."""
-        kept = {name: layer for name, layer in layers.items() if layer.impl.exact is not None and layer.impl.owner is layer.impl}
+        kept = {name: layer for name, layer in layers.items() if layer.impl.exact is not None and layer.impl.owner is None}
         return cls(kept, config, device) if kept else None
 
     def step(self, m: Any, count: int, advance: bool = True) -> ExactStep | None:
@@ -49,7 +49,7 @@ class ExactGroup:
             self.whole = ExactStep(self.tokens, kv_cache.shape[2], self.num_seqs, self.num_tokens, self.device, few=True)
             for layer in self.layers:
                 layer.impl.join(self.pages)
-        watched = self.last.impl.pages(kv_cache).pages
+        watched = self.last.impl.cache_of(kv_cache).pages
         if watched is not self.pages.watched:
             self.pages.watch(watched)
         step = self.whole.part(count, m.max_query_len <= FEW_QUERIES)
