@@ -47,11 +47,13 @@ class Pool:
 
 
 class Engine:
-    """Sequences over one cache with shadows. seqs: those that the pool has room for."""
+    """Sequences over layers with shadows; what the last layer reads is checked. room: sequences that the pool has room for."""
 
-    def __init__(self, fmt="int4", first=16, latest=24, *, seqs=4, num_blocks=64, few=True, seed=0, max_queries=64, layers=1):
+    def __init__(
+        self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, few=True, seed=0, layers=1, implementation="auto"
+    ):
         self.tokens, self.generator = ExactTokens(first, latest), torch.Generator().manual_seed(seed)
-        self.exact = ExactPages(self.tokens, SIZE, seqs, num_blocks)
+        self.exact, self.implementation = ExactPages(self.tokens, SIZE, room or seqs, num_blocks), implementation
         self.caches = []
         for _ in range(layers):
             pages = PagedCache(get_format(fmt).cache_spec(HEADS, D, block_size=SIZE), num_blocks)
@@ -65,6 +67,9 @@ class Engine:
         order = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.free, self.references = order, dict.fromkeys(order, 0)
         self.seqs = [Sequence() for _ in range(seqs)]
+
+    def new_step(self, num_seqs, num_tokens):
+        return ExactStep(self.tokens, SIZE, num_seqs, num_tokens, torch.device("cpu"), self.few)
 
     def rand(self, *shape):
         return torch.randn(*shape, generator=self.generator)
@@ -91,13 +96,31 @@ class Engine:
         new.key, new.value = old.key[: pages * SIZE].clone(), old.value[: pages * SIZE].clone()
         self.seqs[target] = new
 
+    def move(self, i):
+        """Whole pages of a sequence are copied to others, bytes and nothing else: as from host memory."""
+        seq, old = self.seqs[i], self.seqs[i].pages
+        seq.pages = [self.take() for _ in old]
+        for cache in self.caches:
+            cache.pages.copy_pages(torch.tensor(old), torch.tensor(seq.pages))
+        for page in seq.pages:
+            self.pool.lose(page)
+        for page in old:
+            self.references[page] -= 1
+            self.free.insert(0, page)
+
+    def overwrite(self, i, page, slots=range(SIZE)):
+        """Somebody stores other rows in some slots of the page of number `page` of a sequence."""
+        places = torch.tensor([self.seqs[i].pages[page] * SIZE + slot for slot in slots])
+        for cache in self.caches:
+            cache.pages.write(self.rand(len(places), HEADS, D), self.rand(len(places), HEADS, D), places)
+
     def interest(self, length):
         """Numbers of the pages of a sequence that are to be exact."""
         pages = -(-length // SIZE)
         first = range(min(-(-self.tokens.first // SIZE), pages))
         return [*first, *range(max(length - self.tokens.latest, 0) // SIZE, pages)]
 
-    def exact_set(self, seq, length, queries):
+    def exact_set(self, seq, length, queries, joined):
         """Positions that are read exactly: the first pages up to the first without a shadow, and the latest back to the first without."""
         pages = -(-length // SIZE)
         has = [page in self.pool.shadow for page in seq.pages[:pages]]
@@ -109,11 +132,11 @@ class Engine:
             end -= 1
         end = max(end, begin)
         latest_from = end * SIZE if end < pages or begin == pages else length
-        if self.few and end > begin and latest_from > length - queries + 1:
+        if joined and end > begin and latest_from > length - queries + 1:
             begin = 0
         return {j for j in range(length) if j < begin * SIZE or j >= latest_from}
 
-    def step(self, counts, slots=None, **options):
+    def step(self, counts, **options):
         """One step with `counts[i]` new tokens of sequence i, stored and queried -> the exact positions of each sequence. AssertionError
         where a query reads something else than it must."""
         before, written, interest = [len(s) for s in self.seqs], set(), []
@@ -132,18 +155,19 @@ class Engine:
         slot_mapping = torch.tensor(places, dtype=torch.int64)
         starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        step = ExactStep(self.tokens, SIZE, len(counts), total, torch.device("cpu"), self.few)
+        step = self.new_step(len(counts), total)
         self.exact.advance(table, seq_lens, starts, slot_mapping, step)
         key, value = (torch.cat([getattr(s, n)[b:] for s, b in zip(self.seqs, before)]) for n in ("key", "value"))
-        write = prepare_write(slot_mapping, exact=step)
+        write = prepare_write(slot_mapping, exact=step, implementation=self.implementation)
         for cache in self.caches:
             write(cache, key, value)
         q = self.rand(total, HEADS * GROUP, D)
-        attend = prepare_attend(block_table=table, seq_lens=seq_lens, cu_seqlens_q=starts, exact=step, max_query_len=max(counts), **options)
+        batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": max(counts)}
+        attend = prepare_attend(**batch, exact=step, implementation=self.implementation, **options)
         out = attend(self.caches[-1], q)
         found = []
         for i, (seq, count) in enumerate(zip(self.seqs, counts)):
-            exact = self.exact_set(seq, len(seq), count)
+            exact = self.exact_set(seq, len(seq), count, self.few and not options)
             found.append(exact)
             self._compare(seq, count, exact, q[starts[i] : starts[i + 1]], out[starts[i] : starts[i + 1]], options)
         return found

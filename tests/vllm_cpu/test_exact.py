@@ -1,0 +1,35 @@
+"""Exact tokens in stock vLLM, which knows nothing of them: nothing of int2 is to be seen where all tokens are exact."""
+
+import engine
+import prompts
+import pytest
+import references
+from test_smollm2 import CHUNKED, LAYERS, TIGHT, TOKENS
+
+from test_options import policy
+
+PREFIX = {"enable_prefix_caching": True}
+
+
+@pytest.fixture(scope="module")
+def asked(smollm2):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts.PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2, asked):
+    return [references.continued(smollm2, prompt, TOKENS) for prompt in asked]
+
+
+@pytest.mark.parametrize("arguments", [CHUNKED, TIGHT, PREFIX], ids=["chunked", "preempted", "prefix"])
+def test_all_tokens_exact_say_what_transformers_says(smollm2, asked, expected, tmp_path, arguments):
+    """Copies are made again after a preemption, and found with the pages of a prefix while the pool holds them."""
+    given = policy(tmp_path, format="int2", exact={"first": 16, "latest": 512})
+    report = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, rounds=1 + (arguments is PREFIX), **given, **arguments)
+    assert report.error == "" and set(report.formats) == {"int2"} and len(report.formats) == LAYERS
+    assert (report.preemptions > 0) == (arguments is TIGHT)
+    assert all(answers.tokens == expected for answers in report.answers)
+    assert (sum(report.answers[-1].cached) > 300) == (arguments is PREFIX)
