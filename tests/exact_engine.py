@@ -50,14 +50,14 @@ class Engine:
     """Sequences over layers with shadows; what the last layer reads is checked. room: sequences that the pool has room for."""
 
     def __init__(
-        self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, few=True, seed=0, layers=1, implementation="auto"
+        self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, few=True, seed=0, layers=1, device="cpu", **how
     ):
-        self.tokens, self.generator = ExactTokens(first, latest), torch.Generator().manual_seed(seed)
-        self.exact, self.implementation = ExactPages(self.tokens, SIZE, room or seqs, num_blocks), implementation
+        self.tokens, self.generator, self.how = ExactTokens(first, latest), torch.Generator().manual_seed(seed), how
+        self.device, self.exact = torch.device(device), ExactPages(self.tokens, SIZE, room or seqs, num_blocks, device)
         self.caches = []
         for _ in range(layers):
-            pages = PagedCache(get_format(fmt).cache_spec(HEADS, D, block_size=SIZE), num_blocks)
-            pages.buffer.random_(0, 256, generator=self.generator)
+            pages = PagedCache(get_format(fmt).cache_spec(HEADS, D, block_size=SIZE), num_blocks, device)
+            pages.buffer.random_(0, 256)
             shadow = shadow_pages(pages, self.exact.num_shadows, torch.float32)
             shadow.buffer.fill_(0xFF)
             self.caches.append(ShadowedCache(pages, shadow, self.exact))
@@ -69,7 +69,7 @@ class Engine:
         self.seqs = [Sequence() for _ in range(seqs)]
 
     def new_step(self, num_seqs, num_tokens):
-        return ExactStep(self.tokens, SIZE, num_seqs, num_tokens, torch.device("cpu"), self.few)
+        return ExactStep(self.tokens, SIZE, num_seqs, num_tokens, self.device, self.few)
 
     def rand(self, *shape):
         return torch.randn(*shape, generator=self.generator)
@@ -110,9 +110,9 @@ class Engine:
 
     def overwrite(self, i, page, slots=range(SIZE)):
         """Somebody stores other rows in some slots of the page of number `page` of a sequence."""
-        places = torch.tensor([self.seqs[i].pages[page] * SIZE + slot for slot in slots])
+        places = torch.tensor([self.seqs[i].pages[page] * SIZE + slot for slot in slots], device=self.device)
         for cache in self.caches:
-            cache.pages.write(self.rand(len(places), HEADS, D), self.rand(len(places), HEADS, D), places)
+            cache.pages.write(*(self.rand(len(places), HEADS, D).to(self.device) for _ in "kv"), places)
 
     def interest(self, length):
         """Numbers of the pages of a sequence that are to be exact."""
@@ -155,16 +155,10 @@ class Engine:
         slot_mapping = torch.tensor(places, dtype=torch.int64)
         starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        step = self.new_step(len(counts), total)
-        self.exact.advance(table, seq_lens, starts, slot_mapping, step)
         key, value = (torch.cat([getattr(s, n)[b:] for s, b in zip(self.seqs, before)]) for n in ("key", "value"))
-        write = prepare_write(slot_mapping, exact=step, implementation=self.implementation)
-        for cache in self.caches:
-            write(cache, key, value)
         q = self.rand(total, HEADS * GROUP, D)
-        batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": max(counts)}
-        attend = prepare_attend(**batch, exact=step, implementation=self.implementation, **options)
-        out = attend(self.caches[-1], q)
+        given = [t.to(self.device) for t in (table, seq_lens, starts, slot_mapping, key, value, q)]
+        out = self.serve(*given, max(counts), options).cpu()
         found = []
         for i, (seq, count) in enumerate(zip(self.seqs, counts)):
             exact = self.exact_set(seq, len(seq), count, self.few and not options)
@@ -172,11 +166,25 @@ class Engine:
             self._compare(seq, count, exact, q[starts[i] : starts[i + 1]], out[starts[i] : starts[i + 1]], options)
         return found
 
+    def serve(self, table, seq_lens, starts, slots, key, value, q, longest, options):
+        step = self.new_step(len(seq_lens), len(slots))
+        write = prepare_write(slots, exact=step, **self.how)
+        batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": longest}
+        return self.run(
+            step, write, prepare_attend(**batch, exact=step, **self.how, **options), table, seq_lens, starts, slots, key, value, q
+        )
+
+    def run(self, step, write, attend, table, seq_lens, starts, slots, key, value, q):
+        self.exact.advance(table, seq_lens, starts, slots, step)
+        for cache in self.caches:
+            write(cache, key, value)
+        return attend(self.caches[-1], q)
+
     def _compare(self, seq, count, exact, q, out, options):
         slots = torch.tensor([seq.pages[j // SIZE] * SIZE + j % SIZE for j in range(len(seq))], dtype=torch.int64)
         if not count:
             return
-        rows = self.pages.dequantize(slots, dtype=torch.float64)
+        rows = [t.cpu() for t in self.pages.dequantize(slots.to(self.device), dtype=torch.float64)]
         chosen = torch.tensor([j in exact for j in range(len(seq))])[:, None, None]
         key, value = (torch.where(chosen, own.double(), read) for own, read in zip((seq.key, seq.value), rows))
         key, value = key.repeat_interleave(GROUP, 1), value.repeat_interleave(GROUP, 1)
@@ -189,3 +197,32 @@ class Engine:
             expected = torch.einsum("hj,jhd->hd", score.softmax(-1), value[low:seen])
             error = (out[i] - expected).abs().max()
             assert error <= 1e-5 * value.abs().max(), f"position {seen - 1} of {len(seq)}: off by {error:.3f}"
+
+
+class Captured(Engine):
+    """On a GPU: steps of one token a sequence are one CUDA graph, which is replayed over other numbers."""
+
+    graph = None
+
+    def serve(self, *given):
+        *tensors, longest, options = given
+        if longest > 1:
+            return super().serve(*given)
+        wide = torch.full((len(tensors[1]), 32), -(2**30), dtype=torch.int32, device=self.device)
+        wide[:, : tensors[0].shape[1]] = tensors[0]
+        tensors[0] = wide
+        if self.graph is not None:
+            for held, t in zip(self.held, tensors):
+                held.copy_(t)
+            self.graph.replay()
+            return self.out
+        self.held, step = tensors, self.new_step(len(tensors[1]), len(tensors[3]))
+        table, seq_lens, starts, slots, *_ = tensors
+        batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": 1}
+        calls = step, prepare_write(slots, exact=step, **self.how), prepare_attend(**batch, exact=step, **self.how, **options)
+        out = self.run(*calls, *tensors).clone()  # compiles, and allocates what lasts
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.out = self.run(*calls, *tensors)
+        return out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exact_engine import HEADS, SIZE, D, Engine
+from exact_engine import HEADS, SIZE, Captured, D, Engine
 from quantkv import PagedCache, get_format, prepare_attend, prepare_write
 from quantkv.shadow import ShadowedCache, shadow_pages
 
@@ -142,13 +142,29 @@ def test_without_copies_the_very_numbers_of_the_format():
     assert torch.equal(seen[0][0], seen[1][0]) and torch.equal(seen[0][1], seen[1][1])
 
 
-def test_triton_reads_the_same(on_device):
+def test_triton_reads_the_same():
     pytest.importorskip("triton")
     engine = Engine(fmt="int4", seqs=2, layers=1, implementation="triton")
     for counts in ([40, 21], [1, 1], [3, 20], [1, 1], [17, 1]):
         engine.step(counts)
     engine.few = False
     engine.step([9, 2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("engine", [Engine, Captured])
+def test_on_a_gpu_and_in_a_graph(engine):
+    """Sequences that end and begin anew between replays; pages that somebody overwrites."""
+    engine = engine(seqs=3, room=2, layers=2, device="cuda")
+    engine.step([40, 21, 70])
+    for i in range(80):
+        if i % 23 == 22:
+            engine.drop(i % 3)
+            engine.step([33 * (i % 3 == s) for s in range(3)])
+        if i % 17 == 16:
+            engine.overwrite(1, 0)
+            engine.pool.lose(engine.seqs[1].pages[0])
+        engine.step([1, 1, 1])
 
 
 def test_refused():
