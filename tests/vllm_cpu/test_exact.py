@@ -33,3 +33,24 @@ def test_all_tokens_exact_say_what_transformers_says(smollm2, asked, expected, t
     assert (report.preemptions > 0) == (arguments is TIGHT)
     assert all(answers.tokens == expected for answers in report.answers)
     assert (sum(report.answers[-1].cached) > 300) == (arguments is PREFIX)
+
+
+@pytest.mark.parametrize("arguments", [TIGHT, PREFIX], ids=["preempted", "prefix"])
+def test_lost_copies_cost_no_more_than_the_format(smollm2, asked, tmp_path, arguments):
+    """Of int4 with few exact tokens: blocks that are taken away and computed again, and blocks of a prefix whose copies are gone."""
+    given = policy(tmp_path, format="int4", exact={"first": 16, "latest": 24})
+    whole = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, **given)
+    found = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, rounds=1 + (arguments is PREFIX), **given, **arguments)
+    assert (found.preemptions > 0) == (arguments is TIGHT)
+    off = differences(found, whole)
+    assert len(off) > TOKENS * len(asked) / 2 and off.mean() < BOUNDS["int4"]
+
+
+def differences(*reports):
+    """|difference of log-probabilities| of the tokens of two answers, as far as they are the same."""
+    assert [report.error for report in reports] == ["", ""]
+    (first, second), off = (report.answers[-1] for report in reports), []
+    for tokens, others, given, other in zip(first.tokens, second.tokens, first.logprobs, second.logprobs):
+        same = next((i for i, (t, o) in enumerate(zip(tokens, others)) if t != o), len(tokens))
+        off.append((torch.tensor(given[:same]) - torch.tensor(other[:same])).abs())
+    return torch.cat(off)
