@@ -4,7 +4,8 @@ import engine
 import prompts
 import pytest
 import references
-from test_smollm2 import CHUNKED, LAYERS, TIGHT, TOKENS
+import torch
+from test_smollm2 import BOUNDS, CHUNKED, LAYERS, TIGHT, TOKENS
 
 from test_options import policy
 
