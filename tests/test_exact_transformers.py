@@ -109,6 +109,61 @@ def test_lost_copies_leave_the_plain_format(llama):
     assert torch.equal(rest[0], rest[1]) and not torch.allclose(rest[0], rest[2], rtol=0.01)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@torch.no_grad()
+def test_crop_select_repeat_and_reset(name):
+    """With all tokens exact, whatever happens to a cache, it says what it says over 16 bits; a page that is copied is what it costs."""
+    model = use_quantkv_attention(tiny(name))
+    ids, mask = prompts([40, 33])
+    other, _ = prompts([60, 60], seed=2)
+    results = []
+    for fmt in ("none", Policy("int2", exact=ALL)):
+        cache = QuantizedCache(model.config, fmt)
+        logits(model, cache, *prompts([70, 5, 20], seed=3), [0, 31])
+        cache.reset()
+        cache.activate_past_recording()
+        logits(model, cache, torch.cat([ids[:, :20], other[:, 20:40]], 1), mask, [0, 15])
+        cache.crop(-20)
+        parts = [logits_from(model, cache, ids, mask, 20)]
+        cache.batch_select_indices([1])
+        cache.crop(-8)  # to where a page ends: nothing is copied
+        parts.append(logits_from(model, cache, ids[1:], mask[1:], 32))
+        results.append(torch.cat([p.flatten() for p in parts]))
+    assert (results[0] - results[1]).abs().max() <= 1e-5 * results[0].abs().max()
+
+
+def logits_from(model, cache, ids, mask, first):
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, first:]
+    return model(ids[:, first:], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+
+
+def test_a_batch_that_grows_gets_a_larger_pool(llama):
+    ids, mask = prompts([48, 33])
+    cache = QuantizedCache(llama.config, Policy("int2", exact=SOME))
+    logits(llama, cache, ids[:, :47], mask[:, :47], [0])
+    before = cache.exact_nbytes
+    cache.batch_repeat_interleave(3)
+    ids, mask = (t.repeat_interleave(3, 0) for t in (ids, mask))
+    with torch.no_grad():
+        rows = step(llama, cache, ids, mask, 47)
+    assert cache.exact_nbytes == 3 * before and cache.allocated_nbytes >= cache.nbytes + cache.exact_nbytes
+    assert torch.equal(rows[0], rows[1])  # both read a copy of the last page
+
+
+def test_latents_are_refused():
+    config = transformers.DeepseekV3Config(num_hidden_layers=1, kv_lora_rank=32)
+    with pytest.raises(NotImplementedError, match=r"policy\.exact: latents"):
+        QuantizedCache(config, Policy("int4", exact=SOME))
+
+
+def test_layers_of_16_bits_have_no_copies(llama):
+    ids, mask = prompts([40])
+    cache = QuantizedCache(llama.config, Policy("int4", layers={0: "none"}, exact=SOME))
+    logits(llama, cache, ids, mask, [0, *range(30, 40)])
+    assert [layer.exact_nbytes > 0 for layer in cache.layers] == [False, True]
+    assert cache.layers[1].sequences.pools[torch.device("cpu")].watched is cache.layers[1].pages
+
+
 def step(model, cache, ids, mask, at):
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     return model(
