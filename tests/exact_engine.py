@@ -47,7 +47,8 @@ class Pool:
 
 
 class Engine:
-    """Sequences over layers with shadows; what the last layer reads is checked. room: sequences that the pool has room for."""
+    """Sequences over layers with shadows; what the last layer reads is checked. room: sequences that the pool has room for. how: of
+    `prepare_attend`."""
 
     def __init__(
         self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, few=True, seed=0, layers=1, device="cpu", **how
@@ -168,7 +169,7 @@ class Engine:
 
     def serve(self, table, seq_lens, starts, slots, key, value, q, longest, options):
         step = self.new_step(len(seq_lens), len(slots))
-        write = prepare_write(slots, exact=step, **self.how)
+        write = prepare_write(slots, exact=step)
         batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": longest}
         return self.run(
             step, write, prepare_attend(**batch, exact=step, **self.how, **options), table, seq_lens, starts, slots, key, value, q
@@ -219,7 +220,7 @@ class Captured(Engine):
         self.held, step = tensors, self.new_step(len(tensors[1]), len(tensors[3]))
         table, seq_lens, starts, slots, *_ = tensors
         batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": 1}
-        calls = step, prepare_write(slots, exact=step, **self.how), prepare_attend(**batch, exact=step, **self.how, **options)
+        calls = step, prepare_write(slots, exact=step), prepare_attend(**batch, exact=step, **self.how, **options)
         out = self.run(*calls, *tensors).clone()  # compiles, and allocates what lasts
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

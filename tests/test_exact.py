@@ -5,7 +5,10 @@ import torch
 
 from exact_engine import HEADS, SIZE, Captured, D, Engine
 from quantkv import PagedCache, get_format, prepare_attend, prepare_write
-from quantkv.shadow import ShadowedCache, shadow_pages
+from quantkv.calls import AttendCall, Batch
+from quantkv.exact import ExactTokens
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.shadow import ExactPages, ExactStep, ShadowedCache, shadow_pages
 
 
 def rule(length, first, latest):
@@ -149,6 +152,30 @@ def test_triton_reads_the_same():
         engine.step(counts)
     engine.few = False
     engine.step([9, 2])
+
+
+def test_prompts_by_the_dense_path():
+    """Long chunks, of which the queries come before, in and after what is exact."""
+    engine = Engine(seqs=1, few=False, implementation="dense")
+    for count in (130, 128, 141):
+        assert engine.step([count]) == [rule(len(engine.seqs[0]), 16, 24)]
+    engine.overwrite(0, 0)
+    engine.pool.lose(engine.seqs[0].pages[0])
+    assert engine.step([128]) == [rule(527, 16, 24) - set(range(16))]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", ["int4", "tq3", "int8"])
+def test_hopper_takes_both_layouts(name, apart):
+    """Types, strides and shapes of what `ExactPages` fills, for a part of the sequences that it has room for."""
+    pages = PagedCache(get_format(name).cache_spec(2, 128), 4)
+    exact = ExactPages(ExactTokens(16, 24), 16, 5, 4)
+    cache = ShadowedCache(pages, shadow_pages(pages, 4, torch.bfloat16), exact)
+    step = ExactStep(exact.tokens, 16, 5, 5, pages.device, few=True).part(3, few=True)
+    segments = cache.segments(torch.zeros(3, 4, dtype=torch.int32), step, apart)
+    assert len(segments) == 2 + apart
+    batch = Batch.of(None, torch.ones(3, dtype=torch.int32))
+    assert hopper._unsupported(AttendCall(torch.zeros(3, 8, 128, dtype=torch.bfloat16), segments, batch)) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

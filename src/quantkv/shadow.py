@@ -189,9 +189,8 @@ class ExactPages:
         self.stamp[torch.where(shadow >= 0, shadow, self.num_shadows)] = self.now
         if not len(slot_mapping):
             return
-        begin = index * size  # position of the first slot
-        token = (cu_seqlens_q[:-1, None] + begin - (length - new)).clamp(0, len(slot_mapping) - 1)
-        written = (begin >= length - new) & (page < self.num_blocks) & (slot_mapping[token.long()] == page * size)
+        token = (cu_seqlens_q[:-1, None] + index * size - (length - new)).clamp(0, len(slot_mapping) - 1)  # of the first slot, if one is
+        written = (page < self.num_blocks) & (slot_mapping[token.long()] == page * size)
         once = (self._column < self.first) | (index >= self.first)  # a page that is of the first and of the latest
         claim = (written & once & (shadow < 0)).flatten()
         page = page.flatten()
@@ -266,7 +265,8 @@ class ShadowedCache:
         if step.joined is not None and not apart:
             table, key_start, between = step.joined
             return self.pages.segment(block_table, None, between), self.shadow.segment(table, key_start)
-        found = [self.pages.segment(block_table, None, step.between), self.shadow.segment(*step.latest)]
+        pages = self.pages.segment(block_table, None, step.between)._replace(complete=True)
+        found = [pages, self.shadow.segment(*step.latest)]
         if step.first is not None:
             found.append(self.shadow.segment(step.first[0], None, step.first[1]))
         return tuple(found)
