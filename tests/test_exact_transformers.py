@@ -150,6 +150,13 @@ def test_a_batch_that_grows_gets_a_larger_pool(llama):
     assert torch.equal(rows[0], rows[1])  # both read a copy of the last page
 
 
+def test_a_chunk_of_nothing_but_padding(llama):
+    ids, mask = prompts([40])
+    ids, mask = (torch.nn.functional.pad(t, (20, 0)) for t in (ids, mask))
+    results = [logits(llama, QuantizedCache(llama.config, fmt), ids, mask, [0, 16, 30, 58]) for fmt in ("none", Policy("int2", exact=ALL))]
+    assert (results[0] - results[1])[:, 20:].abs().max() <= 1e-5 * results[0].abs().max()
+
+
 def test_latents_are_refused():
     config = transformers.DeepseekV3Config(num_hidden_layers=1, kv_lora_rank=32)
     with pytest.raises(NotImplementedError, match=r"policy\.exact: latents"):

@@ -148,9 +148,13 @@ class ExactPages:
         """Before the step in which `slot_mapping [T]` is written to and read by queries `cu_seqlens_q [S + 1]`: which pages it reads
         exactly, into `step`. block_table: int `[S, pages]`. seq_lens: int `[S]`, keys, the new ones included.
 
-        Nothing here waits for the device or depends on what a tensor holds, so that it can be captured in a graph.
+        Nothing here waits for the device or depends on what a tensor holds, so that it can be captured in a graph. Whatever else changes
+        pages that this step reads must have done so before.
         """
         size, first = self.block_size, self.first
+        step.slots.fill_(-1)
+        if not block_table.shape[1]:  # no sequence holds a token
+            return
         length, new = seq_lens.long()[:, None], cu_seqlens_q.long().diff()[:, None]
         base = (length - self.tokens.latest).clamp_min(0) // size  # the page in which the latest tokens begin
         index = torch.where(self._column < first, self._column, base + (self._column - first))  # [S, pages of interest]
@@ -162,7 +166,6 @@ class ExactPages:
         self._claim(page, index, length, new, cu_seqlens_q, slot_mapping)
         shadow = self.shadow_of[page]
         self._lay_out(shadow, held, base, length, new, step)
-        step.slots.fill_(-1)
         if len(slot_mapping):
             slots = slot_mapping.long()
             copy = self.shadow_of[torch.where(slots >= 0, slots // size, self.num_blocks).clamp_max(self.num_blocks)]

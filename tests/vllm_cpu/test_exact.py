@@ -4,6 +4,7 @@ import engine
 import prompts
 import pytest
 import references
+import tiny_models
 import torch
 from test_smollm2 import BOUNDS, CHUNKED, LAYERS, TIGHT, TOKENS
 
@@ -34,6 +35,18 @@ def test_all_tokens_exact_say_what_transformers_says(smollm2, asked, expected, t
     assert (report.preemptions > 0) == (arguments is TIGHT)
     assert all(answers.tokens == expected for answers in report.answers)
     assert (sum(report.answers[-1].cached) > 300) == (arguments is PREFIX)
+
+
+def test_a_connector_that_loads_within_a_step_is_refused(tmp_path):
+    given = policy(tmp_path, format="int4", exact={"latest": 24})
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    folder = tiny_models.write("llama", tmp_path / "model")
+    report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, kv_transfer_config=connector, **given)
+    assert "policy.exact with kv_connector='ExampleConnector'" in report.error + report.log
 
 
 @pytest.mark.parametrize("arguments", [TIGHT, PREFIX], ids=["preempted", "prefix"])

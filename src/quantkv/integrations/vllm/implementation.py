@@ -30,6 +30,7 @@ from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_byte
 from .metadata import Metadata
 
 logger = init_logger("vllm.quantkv")
+LOAD_AHEAD = ("OffloadingConnector",)  # connectors of which a request waits for its blocks, before a step is made of it
 PROMPTS = (12, 24, 64, 512)  # queries of a sequence: one of each kind that another kernel serves
 
 
@@ -112,10 +113,23 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
         self.policy.check(self.config.model_config.get_total_num_hidden_layers())
-        if self.policy.exact is not None and self.config.parallel_config.use_ubatching:
-            raise NotImplementedError("quantkv: policy.exact with steps that are cut into two batches at once (enable_dbo)")
         for name in {self.policy.format, *self.policy.layers.values()}:
             token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
+        if self.policy.exact is not None:
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        """Refuse what would read copies that are not those of its tokens."""
+        if self.config.parallel_config.use_ubatching:
+            raise NotImplementedError("quantkv: policy.exact with steps that are cut into two batches at once (enable_dbo)")
+        connector = self.config.kv_transfer_config
+        if connector is None or not connector.is_kv_consumer:
+            return
+        if connector.kv_connector not in LOAD_AHEAD or connector.get_from_extra_config("sync_load_budget_bytes", 0):
+            raise NotImplementedError(
+                f"quantkv: policy.exact with kv_connector={connector.kv_connector!r}, which may load blocks in the step that reads them; "
+                f"allowed: {', '.join(LOAD_AHEAD)} without sync_load_budget_bytes, or one that only stores (kv_role='kv_producer')"
+            )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take what only the layer knows: its number, the size of its values, scales from a checkpoint."""
