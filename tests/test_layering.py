@@ -33,8 +33,8 @@ ALLOWED = {
     "shadow": {"calls", "cache", "checks", "exact", "formats"},
     "prepared": {"calls", "cache", "checks", "ops", "options", "shadow"},
     "page_table": set(),
-    "page_file": {"cache", "checks"},
-    "page_views": {"cache", "calls", "checks", "format", "maps"},
+    "page_file": {"cache", "checks", "page_views"},
+    "page_views": {"cache", "calls", "checks", "format", "maps", "spec"},
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
     "warmup": {"cache", "calls", "exact", "implementations", "prepared", "shadow"},
@@ -60,7 +60,7 @@ ALLOWED = {
         "dense",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
-    "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
+    "cli": {"integrations", "cache", "calibration", "formats", "policy", "spec", "bench", ""},
     "__main__": {"cli"},
 }
 

@@ -135,6 +135,7 @@ DI u32 bfloat2(float x, float y) { return bfloat1(x) | (u32)bfloat1(y) << 16; }
 DI float low(u32 h) { return cpu_of_half(h & 0xffff); }
 DI float high(u32 h) { return cpu_of_half(h >> 16); }
 DI u32 add2(u32 a, u32 b) { return half2(low(a) + low(b), high(a) + high(b)); }
+DI u32 mul2(u32 a, u32 b) { return half2(low(a) * low(b), high(a) * high(b)); }
 DI u32 fma2(u32 a, u32 b, u32 c) {
   return cpu_half((double)low(a) * low(b) + low(c)) | (u32)cpu_half((double)high(a) * high(b) + high(c)) << 16;
 }
