@@ -85,6 +85,16 @@ def test_a_page_overwritten_behind_our_back_is_not_believed(page, slots, fmt):
     assert engine.step([1, 1])[0] < rule(76, 16, 40)
 
 
+def test_first_pages_count_from_the_beginning():
+    """The first of two is lost: the second has a copy, but does not stand at the beginning."""
+    engine = Engine(first=32, latest=8, seqs=1)
+    engine.step([100])
+    engine.overwrite(0, 0)
+    engine.pool.lose(engine.seqs[0].pages[0])
+    assert engine.step([1]) == [set(range(80, 101))]
+    assert int(engine.exact.shadow_of[engine.seqs[0].pages[1]]) >= 0
+
+
 @pytest.mark.parametrize("part", ["codes", "meta"])
 def test_every_byte_of_the_last_layers_keys_counts(part):
     engine = prepared()
@@ -127,21 +137,22 @@ def test_pages_that_come_back_as_they_were_are_believed():
 
 
 def test_without_copies_the_very_numbers_of_the_format():
-    """As after everything was lost."""
+    """As after everything was lost. Tokens that are not stored again begin no page, not even the first of one."""
     engine = Engine(seqs=2)
-    engine.step([60, 75])
+    engine.step([49, 75])
     engine.exact.clear()
     engine.pool.shadow.clear()
     plain = engine.pages
     seen = []
     for exact in (True, False):
         table = torch.tensor([(s.pages + [0] * 5)[:5] for s in engine.seqs], dtype=torch.int32)
-        lens, starts = torch.tensor([60, 75], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+        lens, starts = torch.tensor([49, 75], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
         step = engine.new_step(2, 2)
         engine.exact.advance(table, lens, starts, torch.full((2,), -1), step)
         attend = prepare_attend(block_table=table, seq_lens=lens, max_query_len=1, exact=step if exact else None)
         q = torch.randn(2, 4, D, generator=torch.Generator().manual_seed(0))
         seen.append(attend(engine.caches[-1] if exact else plain, q, return_lse=True))
+    assert (engine.exact.shadow_of == -1).all()
     assert torch.equal(seen[0][0], seen[1][0]) and torch.equal(seen[0][1], seen[1][1])
 
 

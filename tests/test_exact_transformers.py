@@ -48,7 +48,7 @@ def exact_positions(length, tokens):
 
 
 @pytest.mark.parametrize("kind", [Kind(), Kind(20), Kind(20, chunked=True)])
-@pytest.mark.parametrize("fmt", ["int4", "fp8", "k8v4"])
+@pytest.mark.parametrize("fmt", ["int4", "fp8", "k8v4", "levels2"])
 def test_a_layer_reads_what_the_rule_says(fmt, kind):
     """Prompt, chunk and single tokens of a padded batch, against attention over the rows that the rule mixes."""
     generator = torch.Generator().manual_seed(0)
