@@ -51,9 +51,10 @@ ALLOWED = {
         "policy",
         "warmup",
         "dense",
+        "reference",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
-    "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
+    "cli": {"integrations", "cache", "checks", "format", "formats", "maps", "policy", "spec", "bench", ""},
     "__main__": {"cli"},
 }
 
