@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .packing import interleave
+from .rounding import Rounding
 from .spec import CacheSpec, RowLayout
 
 Meta = torch.Tensor | None
@@ -50,6 +51,9 @@ class Codec(ByName):
         `scale * operand + bias`; None stands for 1 and for 0. All are of `dtype` (float32 or float64), the operand of that or
         of a narrower one that holds its numbers exactly.
     planes: P > 1: the operand comes as its planes (`packing.py`), `[P, ..., D / P]`, so that packed codes need no shuffle.
+    encode_in: (rows `[T, HK, D]` float32, `Rounding`) -> codes and meta as of `encode`, chosen so that errors cost little in a layer's
+        metric. None: the codec rounds in one way, and a metric changes nothing.
+    signed: the first metadata field is a scale, and a key whose scale is negative was stored without its map's offset.
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
@@ -69,6 +73,8 @@ class Codec(ByName):
     head_size_multiple: int = 1
     power_of_two: bool = False
     planes: int = 1
+    encode_in: Callable[[torch.Tensor, Rounding], tuple[torch.Tensor, Meta]] | None = None
+    signed: bool = False
     triton: Callable[[], Any] | None = None
     hopper: Callable[[], Any] | None = None
 

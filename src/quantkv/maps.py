@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 
 from .format import Codec, Format
+from .rounding import Rounding
 
 OFFSET_BUCKET = 64  # positions that share one row of an offset table
+SIDE_TENSORS = 12  # of `LayerMaps.flatten`, for K and for V
 RHT_SEED = 0x9E3779B9
 
 
@@ -108,28 +110,34 @@ class LinearMap:
 
     forward, inverse: A and A^-1, `[HK or 1, D, D]` float32.
     offset: `[buckets, HK or 1, D]` float32, keys only; positions beyond the table use its last row. None: no offset.
+    metric: `[HK or 1, D, D]` float32, symmetric: an error e of a mapped row costs `e^T metric e`. It guides codecs that can round so
+        (`Codec.encode_in`), and changes nothing for who reads. None: all errors cost alike.
     """
 
     forward: torch.Tensor
     inverse: torch.Tensor
     offset: torch.Tensor | None = None
+    metric: torch.Tensor | None = None
     operands: MapOperands = field(default=None, repr=False, compare=False)  # derived; given only to spare the work
+    rounding: Rounding | None = field(default=None, repr=False, compare=False)  # of the metric; likewise
 
     def __post_init__(self) -> None:
-        for name, ndim in (("forward", 3), ("inverse", 3), ("offset", 3)):
+        for name in ("forward", "inverse", "offset", "metric"):
             t = getattr(self, name)
-            if t is not None and (t.ndim != ndim or t.dtype != torch.float32):
+            if t is not None and (t.ndim != 3 or t.dtype != torch.float32):
                 raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed")
         if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
             raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
         if self.operands is None:
             object.__setattr__(self, "operands", self._operands())
+        if self.metric is not None and self.rounding is None:
+            object.__setattr__(self, "rounding", Rounding.of(self.metric))
 
     def check(self, head_size: int, num_kv_heads: int, side: str) -> None:
         """ValueError unless the map fits rows of `head_size` of `num_kv_heads` heads. side: "k" or "v", for the message."""
-        for name in ("forward", "offset"):
+        for name in ("forward", "offset", "metric"):
             t = getattr(self, name)
-            if t is not None and (t.shape[-1] != head_size or t.shape[-3 if name == "forward" else 1] not in (1, num_kv_heads)):
+            if t is not None and (t.shape[-1] != head_size or t.shape[1 if name == "offset" else 0] not in (1, num_kv_heads)):
                 raise ValueError(
                     f"maps.{side}.{name}.shape={tuple(t.shape)}: the cache has {num_kv_heads} kv heads of {head_size} "
                     f"({'keys' if side == 'k' else 'values'})"
@@ -139,7 +147,8 @@ class LinearMap:
     def traits(self) -> tuple:
         """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
         offset = None if self.offset is None else (self.offset.shape, self.offset.stride())
-        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], offset
+        metric = None if self.metric is None else self.metric.shape
+        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], offset, metric
 
     @cached_property
     def _forward64(self) -> torch.Tensor:
@@ -187,14 +196,17 @@ class LinearMap:
         def part(t: torch.Tensor | None, axis: int) -> torch.Tensor | None:
             return t if t is None or t.shape[axis] == 1 else t.narrow(axis, start, stop - start)
 
-        own = part(self.forward, 0), part(self.inverse, 0), part(self.offset, 1)
-        return self if all(a is b for a, b in zip(own, (self.forward, self.inverse, self.offset))) else LinearMap(*own)
+        given = self.forward, self.inverse, self.offset, self.metric
+        own = [part(t, axis) for t, axis in zip(given, (0, 0, 1, 0))]
+        return self if all(a is b for a, b in zip(own, given)) else LinearMap(*own)
 
     def to(self, device: torch.device | str) -> LinearMap:
         def move(values):
             return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
 
-        return LinearMap(*move((self.forward, self.inverse, self.offset)), MapOperands(*move(self.operands)))
+        rounding = None if self.rounding is None else Rounding(*move(self.rounding))
+        given = self.forward, self.inverse, self.offset, self.metric
+        return LinearMap(*move(given), MapOperands(*move(self.operands)), rounding)
 
     def offset_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Rows `[..., HK or 1, D]` of the offset table for integer positions `[...]`."""
@@ -238,19 +250,25 @@ class LayerMaps:
         """Tensors and numbers, for an operator, which takes no dataclasses. `unflatten` reverses it."""
         tensors, factors = [], []
         for side in (self.k, self.v):
-            tensors += [None] * 8 if side is None else [side.forward, side.inverse, side.offset, *side.operands[:5]]
-            factors += [1.0, 1.0] if side is None else side.operands[5:]
+            if side is None:
+                tensors += [None] * SIDE_TENSORS
+                factors += [1.0, 1.0]
+            else:
+                rounding = [None] * 3 if side.rounding is None else side.rounding
+                tensors += [side.forward, side.inverse, side.offset, side.metric, *side.operands[:5], *rounding]
+                factors += side.operands[5:]
         return tensors, factors
 
     @classmethod
     def unflatten(cls, tensors: list[torch.Tensor | None], factors: list[float]) -> LayerMaps:
         def side(t, f):
-            return None if t[0] is None else LinearMap(*t[:3], MapOperands(*t[3:], *f))
+            rounding = None if t[3] is None else Rounding(*t[9:])
+            return None if t[0] is None else LinearMap(*t[:4], MapOperands(*t[4:9], *f), rounding)
 
-        return cls(side(tensors[:8], factors[:2]), side(tensors[8:], factors[2:]))
+        return cls(side(tensors[:SIDE_TENSORS], factors[:2]), side(tensors[SIDE_TENSORS:], factors[2:]))
 
     def fingerprint(self) -> str:
-        """Hash of every number in the maps: two caches with the same one hold comparable bytes."""
+        """Hash of what bytes mean: two caches with the same one hold comparable bytes. Metrics, which only guide a writer, are left out."""
         digest = hashlib.sha256()
         for side in (self.k, self.v):
             for tensor in () if side is None else (side.forward, side.inverse, side.offset):

@@ -133,7 +133,8 @@ def _attend_tile(read: Read, call: AttendCall, segment: Segment, options: Attent
     if k_bias is not None:
         score.addcmul_(mapped.sum(-1, keepdim=True), k_bias)
     score = score.unflatten(2, groups)
-    _add_by_position(score, rows, call.scale, read, options, segment)
+    shifted = k_scale >= 0 if fmt.k.signed else None
+    _add_by_position(score, rows, call.scale, read, options, segment, shifted)
     if seen is not None:
         score.masked_fill_(~seen[:, None, None], -math.inf)
 
@@ -204,9 +205,17 @@ def _softmax(score: torch.Tensor, sinks: torch.Tensor | None, return_lse: bool) 
 
 
 def _add_by_position(
-    score: torch.Tensor, rows: torch.Tensor, scale: float, read: Read, options: AttentionOptions, segment: Segment
+    score: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    read: Read,
+    options: AttentionOptions,
+    segment: Segment,
+    shifted: torch.Tensor | None,
 ) -> None:
-    """What is added to `score [S, H, G, M, N]`, in place, by where query and key stand: offset, then after the softcap ALiBi, bias."""
+    """What is added to `score [S, H, G, M, N]`, in place, by where query and key stand: offset, then after the softcap ALiBi, bias.
+
+    shifted: bool `[S, H, 1, N]`, which keys were stored with the offset taken off; None: all."""
     dtype, heads, tile = score.dtype, score.shape[1], read.tile
     map_ = segment.maps.k
     offset = None if map_ is None else map_.offset
@@ -215,7 +224,8 @@ def _add_by_position(
         since_context = key - tile.column(tile.contexts, score.device)
     if offset is not None:
         by_key = map_.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
-        score += ((rows * scale) @ by_key).unflatten(2, score.shape[2:4])
+        by_offset = (rows * scale) @ by_key
+        score += (by_offset if shifted is None else by_offset * shifted).unflatten(2, score.shape[2:4])
     if options.softcap > 0:
         score.div_(options.softcap).tanh_().mul_(options.softcap)
     if options.alibi_slopes is not None:

@@ -73,13 +73,22 @@ def as_integers(t: torch.Tensor) -> torch.Tensor:
 def encode(
     rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - offset) / scale)`. positions: int `[T]`, for an offset."""
-    y = rows.detach().float()
+    """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - offset) / scale)`. positions: int `[T]`, for an offset.
+
+    A signed codec stores the negative of `A rows` where that is shorter than `A (rows - offset)`, and a negative scale."""
+    y, alone = rows.detach().float(), None
     if map_ is not None:
-        if map_.offset is not None:
-            y = y - map_.offset_rows(positions)
-        y = map_.apply(y, rows.dtype if codec.round_mapped else torch.float32).float()
-    return codec.encode(y if scale == 1.0 else y / scale)
+        dtype = rows.dtype if codec.round_mapped else torch.float32
+        if map_.offset is not None and codec.signed:
+            alone = map_.apply(y, dtype).float()
+        y = map_.apply(y if map_.offset is None else y - map_.offset_rows(positions), dtype).float()
+    if alone is not None:
+        alone_is_shorter = alone.square().sum(-1, keepdim=True) < y.square().sum(-1, keepdim=True)
+        y = torch.where(alone_is_shorter, -alone, y)
+    y = y if scale == 1.0 else y / scale
+    rounding = None if map_ is None or codec.encode_in is None else map_.rounding
+    codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)
+    return codes, meta if alone is None else torch.where(alone_is_shorter, -meta, meta)
 
 
 def apply_map(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -104,5 +113,6 @@ def dequantize(
     if map_ is not None:
         rows = apply_map(map_.inverse, rows)
         if map_.offset is not None:
-            rows = rows + map_.offset_rows(positions).to(dtype)
+            offset = map_.offset_rows(positions).to(dtype)
+            rows = rows + (offset if not codec.signed else offset * (side.meta[at][..., :1] >= 0))
     return rows
