@@ -3,7 +3,7 @@ import pytest
 from quantkv.cli import text
 
 
-def words(string, verbose=False):
+def words(string, verbose=False, add_special_tokens=True):
     return {"input_ids": [len(word) for word in string.split()]}
 
 

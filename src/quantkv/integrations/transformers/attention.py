@@ -23,11 +23,6 @@ def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
     that does not know its options). `model.set_attn_implementation("sdpa")` or "eager" undoes it.
     Errors: NotImplementedError naming an encoder-decoder, or a model that does not ask transformers for its attention function.
     """
-    return set_attention(model, ATTENTION)
-
-
-def set_attention(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
-    """Set the attention implementation of the decoder of `model`, and of nothing else in it. NotImplementedError where it has none."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"model: {name} is an encoder-decoder; decoders only")
@@ -38,7 +33,7 @@ def set_attention(model: PreTrainedModel, implementation: str) -> PreTrainedMode
             f"model: {name} computes attention by itself and cannot be told to do it otherwise (its code does not use transformers' "
             "AttentionInterface), so it cannot read quantized pages"
         )
-    parts[0].set_attn_implementation({"": implementation})
+    parts[0].set_attn_implementation({"": ATTENTION})
     return model
 
 

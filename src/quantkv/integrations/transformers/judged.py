@@ -13,19 +13,22 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ...calls import Side
 from ...checks import refuse
-from ...format import Codec
+from ...exact import ExactTokens
+from ...format import Codec, Format
 from ...implementations.reference.write import dequantize, encode
 from ...maps import LayerMaps, LinearMap
 from ...policy import Policy
+from ...spec import CacheSpec
 from ..passes import Kind
-from .attention import set_attention
+from .attention import decoder_of
 from .config import LayerPlan, plan_layers, shares_keys
 
 JUDGED = "quantkv_judged"
@@ -33,17 +36,11 @@ BLOCK_SIZE = 16  # tokens of a page, by which exact tokens are counted
 QUERIES_AT_ONCE = 256
 
 
-class Exact(NamedTuple):
-    """The first tokens and the latest ones that are read exactly."""
-
-    first: int
-    latest: int
-
-
 class Judge:
     """What the queries of a model see of a cache by `policy`.
 
     config: the model's. dtype: what format "none" stores.
+    specs: geometry of the layers that a forward pass went through, by their number.
     Errors: NotImplementedError for layers that keep something else than their own keys and values; ValueError for a policy of another
         geometry.
     """
@@ -51,27 +48,39 @@ class Judge:
     def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16) -> None:
         self.plans, self.policy, self.dtype = judgeable(config), policy, dtype
         policy.check(len(self.plans))
-        self._maps: dict[int, LayerMaps] = {}
+        self.specs: dict[int, CacheSpec] = {}
+        self._layers: dict[int, tuple[Format, LinearMap | None, LinearMap | None]] = {}
 
-    def exact(self, layer: int) -> Exact | None:
+    def exact(self, layer: int) -> ExactTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
-        exact = getattr(self.policy, "exact", None)
-        if exact is None:
-            return None
-        return Exact(0 if self.plans[layer].kind.window else exact.first, exact.latest)
+        exact = self.policy.exact
+        if exact is None or not exact.first or not self.plans[layer].kind.window:
+            return exact
+        return replace(exact, first=0) if exact.latest else None
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""
-        fmt, size = self.policy.of(layer, self.dtype), (key.shape[2], value.shape[2])
-        if layer not in self._maps:
-            fmt.cache_spec(key.shape[0], *size)
-            maps = self.policy.maps.get(layer) or LayerMaps.of(fmt, *size, key.device)
-            for side, map_, d in (("k", maps.k, size[0]), ("v", maps.v, size[1])):
+        if layer not in self.specs:
+            heads, size, size_v = key.shape[0], key.shape[2], value.shape[2]
+            fmt = self.policy.of(layer, self.dtype)
+            self.specs[layer] = fmt.cache_spec(heads, size, size_v, BLOCK_SIZE)
+            maps = self._maps_of(layer, fmt, size, size_v)
+            for side, map_, d in (("k", maps.k, size), ("v", maps.v, size_v)):
                 if map_ is not None:
-                    map_.check(d, key.shape[0], side)
-            self._maps[layer] = LayerMaps(*(m if m is None else m.to(key.device) for m in (maps.k, maps.v)))
-        maps = self._maps[layer]
-        return reread(key, fmt.k, maps.k), reread(value, fmt.v, maps.v)
+                    map_.check(d, heads, side)
+            self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in (maps.k, maps.v))
+        fmt, k_map, v_map = self._layers[layer]
+        return reread(key, fmt.k, k_map), reread(value, fmt.v, v_map)
+
+    def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
+        """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
+        own = LayerMaps.of(fmt, head_size, head_size_v)
+        if layer in self.policy.maps:
+            return self.policy.maps[layer]
+        if self.policy.calibration is None:
+            return own
+        known = self.policy.calibration.maps(layer, fmt)
+        return LayerMaps(known.k or own.k, known.v or own.v)
 
 
 def judgeable(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -107,7 +116,7 @@ def attend(
     value: torch.Tensor,
     stored: tuple[torch.Tensor, torch.Tensor],
     scale: float,
-    exact: Exact | None = None,
+    exact: ExactTokens | None = None,
     kind: Kind = Kind(),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -171,7 +180,7 @@ def judged(model: PreTrainedModel, policy: Policy) -> Iterator[Judge]:
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
     over a cache by `policy`. After it the model's attention is its own again."""
     own, judge = model.config._attn_implementation, Judge(model.config, policy, model.dtype)
-    set_attention(model, JUDGED)
+    decoder_of(model).set_attn_implementation({"": JUDGED})
     token = _judge.set(judge)
     try:
         yield judge
