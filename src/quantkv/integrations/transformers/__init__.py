@@ -10,7 +10,16 @@ and attends to the pages. Tested with transformers 5.17 to 5.23.
 
 from .attention import quantkv_attention, quantkv_mask, use_quantkv_attention
 from .cache import QuantizedCache
+from .calibrate import calibrate
 from .captured import use_cuda_graphs
 from .layers import QuantizedLayer
 
-__all__ = ["QuantizedCache", "QuantizedLayer", "quantkv_attention", "quantkv_mask", "use_cuda_graphs", "use_quantkv_attention"]
+__all__ = [
+    "QuantizedCache",
+    "QuantizedLayer",
+    "calibrate",
+    "quantkv_attention",
+    "quantkv_mask",
+    "use_cuda_graphs",
+    "use_quantkv_attention",
+]

@@ -23,6 +23,12 @@ def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
     that does not know its options). `model.set_attn_implementation("sdpa")` or "eager" undoes it.
     Errors: NotImplementedError naming an encoder-decoder, or a model that does not ask transformers for its attention function.
     """
+    decoder_of(model).set_attn_implementation({"": ATTENTION})
+    return model
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of `model` that attends to cached keys. NotImplementedError where transformers cannot tell it how."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"model: {name} is an encoder-decoder; decoders only")
@@ -33,8 +39,7 @@ def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
             f"model: {name} computes attention by itself and cannot be told to do it otherwise (its code does not use transformers' "
             "AttentionInterface), so it cannot read quantized pages"
         )
-    parts[0].set_attn_implementation({"": ATTENTION})
-    return model
+    return parts[0]
 
 
 def quantkv_attention(

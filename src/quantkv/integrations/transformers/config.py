@@ -97,3 +97,13 @@ def shares_keys(config: PreTrainedConfig) -> bool:
     """Whether some layers read keys and values of others."""
     config = config.get_text_config(decoder=True)
     return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """How many tokens a model has positions for; None if its config sets no bound."""
+    config = config.get_text_config(decoder=True)
+    known = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if known and rope.get("rope_type") in ("linear", "dynamic", "yarn"):  # configs of the other types count the stretched positions
+        known = max(known, int((rope.get("original_max_position_embeddings") or known) * rope.get("factor", 1)))
+    return known

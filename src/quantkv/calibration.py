@@ -1,0 +1,232 @@
+"""What is measured of a model once, so that its cache loses less in the same bytes. docs/calibration.md says what it is good for.
+
+A calibration file is a safetensors file with, for each layer N that keeps keys and values, `layers.N.k.offset` float16
+`[buckets, HK, D]`, `layers.N.k.metric` float32 `[HK, D, D]` and `layers.N.v.metric` float32 `[HK, D_V, D_V]`. Its metadata: format,
+version, geometry (JSON), made_of (JSON, for people) and digest, a SHA-256 over the tensors and the geometry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from .checks import refuse
+from .format import Codec, Format
+from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
+
+FILE_FORMAT, FILE_VERSION = "quantkv-calibration", "1"
+PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric"}  # name of a tensor: field of `LayerMoments`
+
+
+class Heads(NamedTuple):
+    """The kv heads of one layer."""
+
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a model and a calibration have to have in common.
+
+    num_layers: of the model, with those that have no attention. heads: of the layers that keep keys and values; None for a layer whose
+    heads are not known yet.
+    """
+
+    num_layers: int
+    heads: Mapping[int, Heads | None]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMoments:
+    """Of one layer, for all of its kv heads, in the model's own space.
+
+    key_offset: float16 `[buckets, HK, D]`: the mean key of each bucket of 64 positions; None where the model's rotation of keys is not
+        understood.
+    key_metric: float32 `[HK, D, D]`: what an error e of a key costs, `e^T key_metric e`: second moments of the queries.
+    value_metric: float32 `[HK, D_V, D_V]`: the same of values: of the output projection's columns.
+    """
+
+    key_offset: torch.Tensor | None
+    key_metric: torch.Tensor
+    value_metric: torch.Tensor
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(*self.key_metric.shape[:2], self.value_metric.shape[1])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By their names in a file, without those of absent parts."""
+        return {part: t for part, name in PARTS.items() if (t := getattr(self, name)) is not None}
+
+    def check(self, layer: int) -> None:
+        """ValueError unless shapes, dtypes and numbers are what they have to be."""
+        (heads, size, size_v), offset = self.heads, self.key_offset
+        buckets = 1 if offset is None or not offset.ndim else max(offset.shape[0], 1)
+        needed = {"k.offset": ((buckets, heads, size), torch.float16)}
+        needed |= {"k.metric": ((heads, size, size), torch.float32), "v.metric": ((heads, size_v, size_v), torch.float32)}
+        for part, t in self.tensors().items():
+            shape, dtype = needed[part]
+            if tuple(t.shape) != shape or t.dtype != dtype:
+                refuse(f"layers.{layer}.{part}", f"{tuple(t.shape)} of {t.dtype}", f"{shape} of {dtype} is needed")
+            if not bool(t.isfinite().all()):
+                refuse(f"layers.{layer}.{part}", "numbers that are not finite", "finite ones are needed")
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Moments of a model's layers. `quantkv.integrations.transformers.calibrate` makes one, a `Policy` carries it.
+
+    num_layers: of the model. layers: moments by the number of the layer, of those that keep keys and values.
+    made_of: what it was made of, for people: the model, the text, how many tokens.
+    """
+
+    num_layers: int
+    layers: Mapping[int, LayerMoments]
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        beyond = sorted(number for number in self.layers if not 0 <= number < self.num_layers)
+        if beyond or not self.layers:
+            refuse("calibration.layers", beyond, f"layers of 0 to {self.num_layers - 1} are needed")
+        for number, moments in self.layers.items():
+            moments.check(number)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.num_layers, {number: moments.heads for number, moments in self.layers.items()})
+
+    @property
+    def positions(self) -> int:
+        """Positions that all offsets cover; beyond them the last bucket's is used. 0: some layer has no offset."""
+        return OFFSET_BUCKET * min(0 if m.key_offset is None else m.key_offset.shape[0] for m in self.layers.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, 64 hexadecimal digits, of every number and of the geometry."""
+        digest = hashlib.sha256(self._geometry_text().encode())
+        for name, t in sorted(self._tensors().items()):
+            digest.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
+            digest.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file. OSError where that cannot be written."""
+        metadata = {"format": FILE_FORMAT, "version": FILE_VERSION, "geometry": self._geometry_text()}
+        metadata |= {"made_of": json.dumps(dict(self.made_of), sort_keys=True), "digest": self.digest}
+        Path(path).write_bytes(save({name: t.cpu().contiguous() for name, t in self._tensors().items()}, metadata))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a file. ValueError naming it and the cause where it is absent, cut, damaged, or no calibration of this version."""
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"calibration={str(path)!r}: {error}") from error
+        for name, needed in (("format", FILE_FORMAT), ("version", FILE_VERSION)):
+            if metadata.get(name) != needed:
+                refuse(f"calibration={str(path)!r}: {name}", metadata.get(name), f"{needed!r} is needed")
+        try:
+            made = cls(*_parse(metadata, tensors))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"calibration={str(path)!r}: damaged, or no calibration: {error}") from error
+        if metadata.get("digest") != made.digest or metadata.get("geometry") != made._geometry_text():
+            found = f"its numbers have the digest {made.digest[:16]}, the file says {str(metadata.get('digest'))[:16]}"
+            raise ValueError(f"calibration={str(path)!r}: damaged: {found}")
+        return made
+
+    def check(self, geometry: Geometry) -> None:
+        """ValueError unless it was made for a model of this geometry: as many layers, keys and values in the same ones, the same heads."""
+        ours = self.geometry
+        if ours.num_layers != geometry.num_layers:
+            refuse("calibration", f"made for {ours.num_layers} layers", f"the model has {geometry.num_layers}")
+        if ours.heads.keys() != geometry.heads.keys():
+            apart = sorted(ours.heads.keys() ^ geometry.heads.keys())
+            refuse("calibration", f"keys and values in layers {sorted(ours.heads)}", f"the model differs in layers {apart}")
+        for number, heads in geometry.heads.items():
+            if heads is not None:
+                self.check_layer(number, heads)
+
+    def check_layer(self, number: int, heads: Heads) -> None:
+        """ValueError unless the layer is there, with these heads."""
+        if number not in self.layers:
+            refuse("calibration.layers", sorted(self.layers), f"layer {number} keeps keys and values and is not among them")
+        found = self.layers[number].heads
+        if found != heads:
+            names = "{} kv heads of {} (values {})".format
+            refuse("calibration", f"made for {names(*found)} in layer {number}", f"the model has {names(*heads)}")
+
+    def maps(self, layer: int, fmt: Format, offset: bool | None = None) -> LayerMaps:
+        """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the offset of the keys and with the
+        metric in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either.
+
+        offset: whether keys are stored without their mean; None: where that is known to help, which is where the codec can store a row
+            either way (`Codec.signed`).
+        ValueError for a layer that it does not hold, or a head size that the format cannot take.
+        """
+        known = self._maps
+        key = layer, fmt.name, offset
+        if key not in known:
+            if layer not in self.layers:
+                refuse("layer", layer, f"the calibration holds layers {sorted(self.layers)}")
+            moments = self.layers[layer]
+            with_offset = fmt.k.signed if offset is None else offset
+            k = _map(fmt.k, moments.key_metric, moments.key_offset if with_offset else None)
+            known[key] = LayerMaps(k, _map(fmt.v, moments.value_metric))
+        return known[key]
+
+    @cached_property
+    def _maps(self) -> dict[tuple[int, str, bool | None], LayerMaps]:
+        """Those that were asked for: an engine makes many caches of one model."""
+        return {}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {f"layers.{number}.{part}": t for number, moments in self.layers.items() for part, t in moments.tensors().items()}
+
+    def _geometry_text(self) -> str:
+        heads = {str(number): list(moments.heads) for number, moments in sorted(self.layers.items())}
+        geometry = {"num_layers": self.num_layers, "heads": heads, "positions": self.positions}
+        return json.dumps(geometry, sort_keys=True)
+
+
+def _parse(metadata: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> tuple[int, dict[int, LayerMoments], dict[str, Any]]:
+    """Number of layers, moments and made_of from what a file holds. ValueError, KeyError or TypeError where something is missing."""
+    num_layers, made_of = json.loads(metadata["geometry"])["num_layers"], json.loads(metadata.get("made_of", "{}"))
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for name, t in tensors.items():
+        prefix, number, part = name.split(".", 2)
+        if prefix != "layers" or part not in PARTS:
+            refuse("tensor", name, f"they are named layers.NUMBER and one of {', '.join(PARTS)}")
+        parts.setdefault(int(number), {})[PARTS[part]] = t
+    return num_layers, {number: LayerMoments(**{"key_offset": None, **given}) for number, given in sorted(parts.items())}, made_of
+
+
+def _map(codec: Codec, metric: torch.Tensor, offset: torch.Tensor | None = None) -> LinearMap | None:
+    """The codec's own map with what its writer can use of the metric `[HK, D, D]` and of the offset; None where that is nothing."""
+    if offset is None and codec.encode_in is None:
+        return None
+    size = metric.shape[1]
+    codec.check_head_size(size)
+    own = default_map(codec, size)
+    if own is None:
+        eye = torch.eye(size)[None]
+        own = LinearMap(eye, eye)
+    mapped = None
+    if codec.encode_in is not None:
+        inverse = own.inverse.double()
+        mapped = inverse.mT @ metric.double() @ inverse
+        mean = mapped.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        mapped = torch.where(mean > 0, mapped / mean, torch.eye(size, dtype=torch.float64)).float()  # a head that no query reads
+    return LinearMap(own.forward, own.inverse, None if offset is None else offset.float(), metric=mapped)

@@ -1,0 +1,322 @@
+"""Calibration of a transformers model: one forward pass over text in which queries, keys and the output projection are seen."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+
+from ...calibration import Calibration, LayerMoments
+from ...checks import integer, refuse, tensor
+from ...maps import OFFSET_BUCKET
+from .attention import decoder_of, quantkv_attention, quantkv_mask
+from .config import max_positions, plan_layers
+from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
+
+ATTENTION = "quantkv_calibrate"
+MIN_TOKENS = 256
+SKIPPED = 8  # tokens at the beginning of each context: their keys are not like others'
+TOKENS_AT_ONCE = 4096  # of a forward pass
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+LARGEST_HALF = torch.finfo(torch.float16).max
+
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def calibrate(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    *,
+    limit: int | None = None,
+    made_of: dict[str, Any] | None = None,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """One forward pass of `model` over contexts `ids [N, tokens]` int64.
+
+    positions: int64 like ids, where the tokens stand; None: from 0. They need not span those in use: what is seen is turned back by the
+        model's rotary embedding, and from there to every position.
+    limit: offsets for so many positions, and averages over them; None: the model's own limit, or the contexts' length where it has none.
+    made_of: what is written beside the numbers, for people. on_step: told how many contexts are done, of how many.
+    Memory: a batch of contexts with at most some 4,096 tokens, as in any forward pass. Gradients, the model's mode and its attention
+    implementation stay as they are.
+    Errors: ValueError for fewer than 256 tokens; NotImplementedError for models whose cache cannot be quantized or that keep latents
+    (DeepSeek's MLA), and for those that do not ask transformers for their attention function. A layer whose rotation of keys fits no
+    known one gets no offset and the moments at the positions seen; the log says so.
+    """
+    config, decoder = model.config.get_text_config(decoder=True), decoder_of(model)
+    plans = plan_layers(model.config)
+    if any(plan.latent for plan in plans):
+        raise NotImplementedError(f"model: {type(model).__name__} keeps latents in place of keys and values, which are not calibrated")
+    tensor("ids", ids, (None, None), (torch.int64,))
+    if ids.numel() < MIN_TOKENS:
+        refuse("ids", f"{ids.numel()} tokens", f"at least {MIN_TOKENS} are needed")
+    if ids.shape[1] <= SKIPPED:
+        refuse("ids.shape[1]", ids.shape[1], f"contexts of more than {SKIPPED} tokens are needed, as the first ones are left out")
+    if positions is not None:
+        tensor("positions", positions, tuple(ids.shape), (torch.int64,), ids.device)
+    limit = limit if limit is not None else max_positions(model.config) or ids.shape[1]
+    integer("limit", limit, 1, "a number of positions")
+    observer, batch = Observer(), max(TOKENS_AT_ONCE // ids.shape[1], 1)
+    options: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    with observer.watching(model, decoder):
+        for start in range(0, len(ids), batch):
+            on_step(start, len(ids))
+            part = slice(start, start + batch)
+            if positions is not None:
+                options["position_ids"] = positions[part].to(model.device)
+            model(ids[part].to(model.device), past_key_values=observer.cache(config), **options)
+    on_step(len(ids), len(ids))
+    needed = {number for number, plan in enumerate(plans) if plan.kind is not None}
+    if observer.layers.keys() != needed:
+        apart = sorted(needed ^ observer.layers.keys())
+        raise NotImplementedError(f"model: {type(model).__name__} does not attend to the keys of layers {apart} through transformers")
+    moments = observer.moments(-(-limit // OFFSET_BUCKET) * OFFSET_BUCKET)
+    told = {"model": type(model).__name__, "contexts": len(ids), "tokens": ids.numel(), **(made_of or {})}
+    return Calibration(max(len(plans), config.num_hidden_layers), moments, told)
+
+
+class SeenCache(DynamicCache):
+    """A cache that keeps no keys and values: it tells which layer's they are."""
+
+    def __init__(self, config: Any, numbers: dict[int, int], kept: list[torch.Tensor]) -> None:
+        super().__init__(config=config)
+        self.numbers, self.kept = numbers, kept
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.numbers[key_states.data_ptr()] = layer_idx
+        self.kept.append(key_states)  # no other tensor gets its address
+        return key_states, value_states
+
+
+class Repeated(Exception):
+    """The queries and keys of a call of an attention module that was repeated, so as to see them."""
+
+
+class LayerSums:
+    """Of one layer: sums over the tokens seen."""
+
+    def __init__(self) -> None:
+        self.count, self.key_sum, self.query_moments = 0, 0.0, 0.0
+        self.rotary: Rotary | None = None
+        self.layout: Layout | None = None
+        self.understood = True
+        self.value_moments: dict[torch.nn.Module, torch.Tensor] = {}  # by the module whose output projection it is
+
+
+class Observer:
+    """What a forward pass shows: registered as the model's attention function, with hooks that see how modules were called.
+
+    layers: what is known of each, by its number in the cache.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerSums] = {}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []
+        self._calls: dict[torch.nn.Module, tuple[tuple, dict]] = {}
+        self._rotaries: list[tuple[Rotary, Any]] = []  # of this forward pass, the latest last
+        self._layouts: dict[torch.nn.Module, Layout | None] = {}
+        self._repeating = False
+
+    def cache(self, config: Any) -> SeenCache:
+        """For the next forward pass."""
+        self._numbers, self._kept, self._rotaries = {}, [], []
+        return SeenCache(config, self._numbers, self._kept)
+
+    @contextmanager
+    def watching(self, model: PreTrainedModel, decoder: PreTrainedModel) -> Iterator[None]:
+        own, mode, handles = decoder.config._attn_implementation, model.training, []
+        for module in decoder.modules():
+            if "rotary" in type(module).__name__.lower():
+                handles.append(module.register_forward_hook(self._see_rotary, with_kwargs=True))
+            elif {"position_embeddings", "past_key_values"} & inspect.signature(module.forward).parameters.keys():
+                handles.append(module.register_forward_pre_hook(self._see_call, with_kwargs=True))
+        WATCHING.append(self)
+        try:
+            decoder.set_attn_implementation({"": ATTENTION})
+            model.eval()
+            yield
+        finally:
+            WATCHING.remove(self)
+            for handle in handles:
+                handle.remove()
+            decoder.set_attn_implementation({"": own})
+            model.train(mode)
+
+    def _see_call(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        self._calls[module] = args, kwargs
+
+    def _see_rotary(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if self._repeating:
+            return unturned(output)
+        form = form_of(output)
+        if form is not None:
+            self._rotaries.append((Rotary(module, args, kwargs, form), output))
+        return output
+
+    def see(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Queries `[B, HQ, N, D]`, keys and values `[B, HK, N, ..]` of an attention module."""
+        if self._repeating:
+            raise Repeated(query, key)
+        number = self._numbers.get(key.data_ptr())
+        if number is None:  # of no cache
+            return
+        layer = self.layers.setdefault(number, LayerSums())
+        if module not in layer.value_moments:
+            layer.value_moments[module] = _value_moments(module, query.shape[1], value)
+        turn = self._turn(module, layer, query, key)
+        self._calls.clear()  # they hold hidden states
+        if turn is not None:
+            back = turn.inverse()
+            query, key = (_by_context(back, t.float()) for t in (query, key))
+        heads, skipped = key.shape[1], slice(SKIPPED, None)
+        rows = query.float()[:, :, skipped].unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3)  # [HK, .., D]
+        layer.query_moments = layer.query_moments + (rows.mT @ rows).double()
+        layer.key_sum = layer.key_sum + key.float()[:, :, skipped].sum((0, 2)).double()
+        layer.count += key.shape[0] * (key.shape[2] - SKIPPED)
+
+    def _turn(self, module: torch.nn.Module, layer: LayerSums, query: torch.Tensor, key: torch.Tensor) -> Turn | None:
+        """The rotations of the rows of this call, one after the other; None where they are not turned, or it is not known how."""
+        rotary, embedding = self._rotary_of(module)
+        if module not in self._layouts:
+            layout, understood = self._layout(module, rotary, embedding, query, key)
+            self._layouts[module], layer.understood = layout, layer.understood and understood
+        layout = self._layouts[module]
+        if layout is None:
+            return None
+        if layer.layout not in (None, layout) or (layer.rotary is not None and layer.rotary.key != rotary.key):
+            layer.understood = False  # layers that share keys turn them in different ways
+        layer.layout, layer.rotary = layout, rotary
+        return layout.turn(table_of(embedding, rotary.form), key.shape[-1])
+
+    def _rotary_of(self, module: torch.nn.Module) -> tuple[Rotary | None, Any]:
+        """The rotary call whose angles the module was given, or else made, and these."""
+        _, kwargs = self._bound(module)
+        given = kwargs.get("position_embeddings")
+        if given is None:
+            return (None, None) if "position_embeddings" in kwargs or not self._rotaries else self._rotaries[-1]
+        for rotary, output in reversed(self._rotaries):
+            if output is given or all(a is b or torch.equal(a, b) for a, b in zip(_parts(output), _parts(given), strict=False)):
+                return rotary, given
+        return None, given
+
+    def _bound(self, module: torch.nn.Module) -> tuple[tuple, dict]:
+        """The last call of a module: everything by name that has one."""
+        args, kwargs = self._calls.get(module, ((), {}))
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        return args, {**bound.arguments, **bound.arguments.get("kwargs", {})}
+
+    def _layout(
+        self, module: torch.nn.Module, rotary: Rotary | None, embedding: Any, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[Layout | None, bool]:
+        """How the module turns its rows, None where it does not; and whether that is known."""
+        if embedding is None:
+            return None, not self._rotaries
+        before = self._repeat(module, unturned(embedding))
+        if before is None or any(a.shape != b.shape for a, b in zip(before, (query, key))):
+            return None, False
+        if torch.equal(before[0], query) and torch.equal(before[1], key):
+            return None, True  # it is given angles and does not use them
+        form = form_of(embedding)
+        if rotary is None or form is None:
+            return None, False
+        table, shape = table_of(embedding, form), key.shape
+        table = type(table)(*(t.view(-1, shape[2], t.shape[1]) for t in table))
+        if len(table.cos) not in (1, shape[0]):
+            return None, False
+        one = type(table)(*(t[0] for t in table))
+        found = [Layout.found(old[:1], new[:1], one, new.dtype) for old, new in zip(before, (query, key))]
+        return (found[0], True) if found[0] == found[1] and found[0] is not None else (None, False)
+
+    def _repeat(self, module: torch.nn.Module, unturned_embedding: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Queries and keys of the module's last call, had they not been turned; None where it cannot be repeated."""
+        args, kwargs = self._calls[module]
+        signature = inspect.signature(module.forward)
+        bound = signature.bind_partial(*args, **kwargs)
+        if "position_embeddings" in bound.arguments:
+            bound.arguments["position_embeddings"] = unturned_embedding
+        elif "position_embeddings" in kwargs:
+            bound.arguments[_rest(signature)]["position_embeddings"] = unturned_embedding
+        self._repeating = True
+        try:
+            module.forward(*bound.args, **bound.kwargs)
+        except Repeated as seen:
+            return seen.args
+        except Exception as error:
+            log.info("calibrate: %s cannot be called again: %s", type(module).__name__, error)
+        finally:
+            self._repeating = False
+        return None
+
+    def moments(self, count: int) -> dict[int, LayerMoments]:
+        """Those of all layers, with offsets and averages for positions below `count`."""
+        averages: dict[Any, Average] = {}
+        return {number: self._moments(number, layer, count, averages) for number, layer in sorted(self.layers.items())}
+
+    def _moments(self, number: int, layer: LayerSums, count: int, averages: dict[Any, Average]) -> LayerMoments:
+        queries, mean, offset = layer.query_moments / layer.count, layer.key_sum / layer.count, None
+        if not layer.understood:
+            log.warning("calibrate: layer %d: how keys turn with their position is not understood: no offset", number)
+        elif layer.layout is None:
+            offset = mean[None]
+        else:
+            key = layer.rotary.key, layer.layout, mean.shape[-1]
+            if key not in averages:
+                tables = layer.rotary.tables(count, OFFSET_BUCKET)
+                averages[key] = Average.of(tables, layer.layout, mean.shape[-1], OFFSET_BUCKET)
+            offset, queries = averages[key].turned_mean(mean), averages[key].turned_moments(queries)
+        offset = None if offset is None else offset.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
+        return LayerMoments(offset, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu())
+
+
+WATCHING: list[Observer] = []
+
+
+def _rest(signature: inspect.Signature) -> str:
+    """Name of `**kwargs`."""
+    return next(name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD)
+
+
+def _parts(embedding: Any) -> tuple:
+    return (embedding,) if isinstance(embedding, torch.Tensor) else tuple(embedding)
+
+
+def _by_context(turn: Turn, rows: torch.Tensor) -> torch.Tensor:
+    """Turn rows `[B, H, N, D]` by the rotations of N tokens, or of B times N."""
+    cos, sin = (t.view(-1, 1, rows.shape[2], rows.shape[3]) for t in (turn.cos, turn.sin))
+    return Turn(cos, sin, turn.partner).apply(rows)
+
+
+def _value_moments(module: torch.nn.Module, num_heads: int, value: torch.Tensor) -> torch.Tensor:
+    """`[HK, D_V, D_V]` float64: second moments of the columns of the module's output projection that read each kv head; the identity
+    where it is not found."""
+    heads, size = value.shape[1], value.shape[3]
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        if name.rpartition(".")[2] not in PROJECTIONS or not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            continue
+        columns = weight if isinstance(part, torch.nn.Linear) else weight.mT  # transformers' Conv1D is transposed
+        if columns.ndim == 2 and columns.shape[1] == num_heads * size:
+            columns = columns.detach().double().unflatten(1, (heads, -1, size))  # [hidden, HK, G, D_V]
+            return torch.einsum("ohgd,ohge->hde", columns, columns)
+    return torch.eye(size, dtype=torch.float64, device=value.device).repeat(heads, 1, 1)
+
+
+def _observed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any):
+    for observer in WATCHING:
+        observer.see(module, query, key, value)
+    return quantkv_attention(module, query, key, value, *args, **kwargs)
+
+
+AttentionInterface.register(ATTENTION, _observed_attention)
+AttentionMaskInterface.register(ATTENTION, quantkv_mask)
