@@ -106,7 +106,7 @@ def short_model(copied):
 
 
 def test_contexts_longer_than_the_model(run, fails, noisy, short_model, text_file):
-    args = ("eval", "--model", short_model, "--text", text_file, "--formats", "int8", "--tokens", 64, "--context")
+    args = ("eval", "--model", short_model, "--text", text_file, "--formats", "int8", "--tokens", 256, "--context")
     err = fails(*args, 33)
     assert "--context 33: model has 32 positions, 33 are needed; allowed: at most 32" in err
     assert run(*args, 32)[0] == 0
@@ -147,4 +147,4 @@ def test_texts_longer_than_the_model(run, fails, noisy, short_model):
 )
 def test_positions(config, positions):
     text = SimpleNamespace(**config)
-    assert models.positions(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))) == positions
+    assert models.positions(SimpleNamespace(get_text_config=lambda: text)) == positions

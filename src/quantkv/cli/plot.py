@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .eval import FormatResult, Result
+from .report import title
 
 EXACT = 1e-7  # nats; a smaller KL is the rounding of the arithmetic, not of the cache
 FRONT, BEHIND, GRID = "#0b6e99", "#9aa5b1", "#e4e7eb"
@@ -19,31 +19,37 @@ PLACES = [
 LEADER = 15  # points: from here on a line joins a label to its point
 
 
-def front(formats: list[FormatResult]) -> list[FormatResult]:
-    """The formats that no other beats in both bytes and KL, largest first."""
-    best: list[FormatResult] = []
-    for r in sorted(formats, key=lambda r: (r.bytes_per_token, r.comparison.kl)):
-        if not best or r.comparison.kl < best[-1].comparison.kl:
-            best.append(r)
+def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that no other beats in both bytes and KL, largest first."""
+    best: list[dict[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (row["bytes_per_head"], row["kl"])):
+        if not best or row["kl"] < best[-1]["kl"]:
+            best.append(row)
     return best[::-1]
 
 
-def draw(path: Path, result: Result, model: str, text: str) -> None:
-    """Write KL (log) against bytes a token (log) to `path`, PNG or SVG by its ending.
+def draw(path: Path, run: dict[str, Any]) -> None:
+    """Write KL (log) against bytes (log) to `path`, PNG or SVG by its ending: of a run as `report.table` takes it.
 
     An exact format, whose KL is 0, sits hollow on the floor. One whose KL is not finite is left out.
     """
+    rows = [row for row in run["formats"] if row.get("kl") is not None and math.isfinite(row["kl"])]
+    if not rows:
+        raise ValueError(f"--plot {path}: no format has a finite KL")
+    figure = loss_figure(run, rows)
+    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
+    """KL against bytes, standard errors as bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    formats = [r for r in result.formats if math.isfinite(r.comparison.kl)]
-    if not formats:
-        raise ValueError(f"--plot {path}: no format has a finite KL")
-    measurable = [r.comparison.kl for r in formats if r.comparison.kl > EXACT]
+    measurable = [row["kl"] for row in rows if row["kl"] > EXACT]
     floor = min(measurable, default=1e-4) / 4
-    heights = {id(r): r.comparison.kl if r.comparison.kl > EXACT else floor for r in formats}
-    best = front(formats)
+    heights = {id(row): row["kl"] if row["kl"] > EXACT else floor for row in rows}
+    best = front(rows)
 
     figure = Figure(figsize=(9, 6), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: nothing global changes, and no display is needed
@@ -51,42 +57,32 @@ def draw(path: Path, result: Result, model: str, text: str) -> None:
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="bytes a token (K and V, all layers)",
+        xlabel="bytes a token and kv head (K and V, exact tokens at their share)",
         ylabel="KL to the exact cache (nats a token; lower is better)",
     )
     axes.set_title("What each KV-cache format costs\n", loc="left", fontweight="bold", fontsize=13)
-    axes.text(
-        0,
-        1.02,
-        f"{model}, {text}: {result.tokens:,} tokens in contexts of {result.context:,}; beside a name: change of perplexity",
-        transform=axes.transAxes,
-        color="#52606d",
-        fontsize=9,
-    )
+    axes.text(0, 1.02, f"{title(run)}; beside a name: change of perplexity", transform=axes.transAxes, color="#52606d", fontsize=9)
     axes.grid(True, which="major", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.plot(
-        [r.bytes_per_token for r in best],
-        [heights[id(r)] for r in best],
+        [row["bytes_per_head"] for row in best],
+        [heights[id(row)] for row in best],
         color=FRONT,
         linewidth=1,
         alpha=0.35,
         label="best for their size",
         zorder=1,
     )
-    for r in formats:
-        exact = r.comparison.kl <= EXACT
-        axes.scatter(
-            r.bytes_per_token,
-            heights[id(r)],
-            s=38,
-            zorder=3,
-            linewidth=1.3,
-            color="white" if exact else FRONT if r in best else BEHIND,
-            edgecolor=FRONT if r in best else BEHIND,
-        )
-    sizes = sorted({r.bytes_per_token for r in formats})
+    for row in rows:
+        exact, color = row["kl"] <= EXACT, FRONT if row in best else BEHIND
+        at = row["bytes_per_head"], heights[id(row)]
+        error = row.get("kl_error")
+        if error is not None and math.isfinite(error) and not exact:
+            low = min(error, 0.9 * at[1])  # a logarithm has no place for 0
+            axes.errorbar(*at, yerr=[[low], [error]], color=color, linewidth=1, alpha=0.6, zorder=2)
+        axes.scatter(*at, s=38, zorder=3, linewidth=1.3, color="white" if exact else color, edgecolor=color)
+    sizes = sorted({row["bytes_per_head"] for row in rows})
     axes.set_xlim(sizes[0] / 1.25, sizes[-1] * 1.25)
     axes.set_ylim(floor / 1.6, max([*measurable, floor * 10]) * 3)
     axes.set_xticks(_spread(sizes))
@@ -94,8 +90,8 @@ def draw(path: Path, result: Result, model: str, text: str) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     if len(best) > 1:
         axes.legend(frameon=False, loc="upper right")
-    _label(figure, axes, formats, heights, best)
-    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    _label(figure, axes, rows, heights, best)
+    return figure
 
 
 def _spread(sizes: list[float], ratio: float = 1.16) -> list[float]:
@@ -107,7 +103,7 @@ def _spread(sizes: list[float], ratio: float = 1.16) -> list[float]:
     return ticks
 
 
-def _label(figure: Any, axes: Any, formats: list[FormatResult], heights: dict[int, float], best: list[FormatResult]) -> None:
+def _label(figure: Any, axes: Any, rows: list[dict[str, Any]], heights: dict[int, float], best: list[dict[str, Any]]) -> None:
     """Put each name where it covers no point, no other name and no edge, and the front's line only if it must."""
     from matplotlib.path import Path as Line
     from matplotlib.transforms import Bbox
@@ -115,11 +111,11 @@ def _label(figure: Any, axes: Any, formats: list[FormatResult], heights: dict[in
     figure.draw_without_rendering()  # fixes the layout, so that data and pixels correspond
     figure.set_layout_engine("none")
     scale = figure.dpi / 72
-    centre = {id(r): axes.transData.transform((r.bytes_per_token, heights[id(r)])) for r in formats}
+    centre = {id(row): axes.transData.transform((row["bytes_per_head"], heights[id(row)])) for row in rows}
     taken = [Bbox.from_bounds(x - 4 * scale, y - 4 * scale, 8 * scale, 8 * scale) for x, y in centre.values()]
     if legend := axes.get_legend():
         taken.append(legend.get_window_extent())
-    line = Line([centre[id(r)] for r in best])
+    line = Line([centre[id(row)] for row in best])
     inside = axes.get_window_extent()
 
     def at(label: Any, place: tuple[int, int]) -> Any:
@@ -135,15 +131,15 @@ def _label(figure: Any, axes: Any, formats: list[FormatResult], heights: dict[in
 
     labels = [
         axes.annotate(
-            f"{r.format}  {_percent(r)}",
-            (r.bytes_per_token, heights[id(r)]),
+            f"{row['format']}  {_percent(row)}",
+            (row["bytes_per_head"], heights[id(row)]),
             PLACES[0],
             fontsize=9,
             textcoords="offset points",
-            color="#1f2933" if r in best else "#616e7c",
+            color="#1f2933" if row in best else "#616e7c",
             zorder=4,
         )
-        for r in formats
+        for row in rows
     ]
     boxes: dict[int, Any] = {}
     for _ in range(2):  # the second round moves labels back to places that others have left
@@ -162,7 +158,7 @@ def _label(figure: Any, axes: Any, formats: list[FormatResult], heights: dict[in
             )
 
 
-def _percent(r: FormatResult) -> str:
-    if r.comparison.kl <= EXACT:
+def _percent(row: dict[str, Any]) -> str:
+    if row["kl"] <= EXACT:
         return "exact"
-    return f"{round(r.comparison.perplexity_change, 1) + 0.0:+.1f} %"  # + 0.0: no "-0.0"
+    return f"{round(row['perplexity_change'], 1) + 0.0:+.1f} %"  # + 0.0: no "-0.0"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .common import formats_of
 
 if TYPE_CHECKING:
+    from ..calibration import Geometry
     from ..exact import ExactTokens
     from ..policy import Policy
     from ..spec import CacheSpec
@@ -40,11 +41,11 @@ class Size:
         return 8 * self.bytes_per_token / self.elements
 
     @classmethod
-    def of(cls, specs: dict[int, CacheSpec], exact: ExactTokens | None, windows: dict[int, int], context: int) -> Size:
-        """specs: of the quantized layers, by number. windows: of the layers with a sliding window, which keep no exact first tokens."""
+    def of(cls, specs: dict[int, CacheSpec], exact: ExactTokens | None, sliding: set[int], context: int) -> Size:
+        """specs: of the quantized layers, by number. sliding: layers with a window, which keep no exact first tokens."""
         heads = sum(spec.num_kv_heads for spec in specs.values())
         total = sum(
-            spec.bytes_per_token + 2 * spec.elements_per_token * exact_share(exact, context, number in windows)
+            spec.bytes_per_token + 2 * spec.elements_per_token * exact_share(exact, context, number in sliding)
             for number, spec in specs.items()
         )
         return cls(total, total / heads, sum(spec.elements_per_token for spec in specs.values()))
@@ -84,7 +85,10 @@ def recipes_of(formats: str | None, policies: str | None, calibration: Path | No
         raise ValueError("--calibration and --exact are of --formats; a policy brings its own")
     tokens, moments = exact_of(exact), None if calibration is None else Calibration.load(calibration)
     ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.first},{tokens.latest}")
-    recipes = [Recipe(name + ending, Policy(name, calibration=moments, exact=tokens)) for name in names]
+    recipes = [
+        Recipe(name + ending, Policy(name, **{k: v for k, v in (("calibration", moments), ("exact", tokens)) if v is not None}))
+        for name in names
+    ]
     for given in (policies or "").split(","):
         if given.strip():
             recipes.append(Recipe(Path(given.strip()).stem, Policy.load(given.strip())))
@@ -101,12 +105,13 @@ def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
     return list(kept.values())
 
 
-def fitting(recipes: list[Recipe], config: Any, strict: bool) -> tuple[list[Recipe], dict[str, str]]:
-    """The recipes that the model's geometry can take, and reasons for the others; with `strict`, ValueError for the first other."""
-    kept, reasons = [], {}
+def fitting(recipes: Iterable[Recipe], config: Any, strict: bool) -> tuple[list[Recipe], dict[str, str]]:
+    """The recipes that a model of this configuration can take, and the reasons of the others; ValueError for the first of them if
+    `strict`."""
+    kept, reasons, geometry = [], {}, geometry_of(config)
     for recipe in recipes:
         try:
-            check(recipe.policy, config)
+            check(recipe.policy, geometry)
             kept.append(recipe)
         except ValueError as error:
             if strict:
@@ -115,6 +120,29 @@ def fitting(recipes: list[Recipe], config: Any, strict: bool) -> tuple[list[Reci
     return kept, reasons
 
 
-def check(policy: Policy, config: Any) -> None:
-    """ValueError where the model's configuration says that the policy is of another geometry."""
-    raise NotImplementedError
+def geometry_of(config: Any) -> Geometry:
+    """What a model's configuration says about its keys and values. NotImplementedError for one whose cache cannot be quantized."""
+    from ..calibration import Geometry, Heads
+    from ..integrations.transformers.config import plan_layers
+
+    plans, config = plan_layers(config), config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    known = None if getattr(config, "global_head_dim", None) else Heads(heads, size, size)  # those of Gemma 4 differ by layer
+    layers = {i: None if plan.latent else known for i, plan in enumerate(plans) if plan.kind is not None}
+    return Geometry(max(len(plans), config.num_hidden_layers), layers)
+
+
+def check(policy: Policy, geometry: Geometry) -> None:
+    """ValueError where a policy is of another geometry than the model: layers, heads, sizes that its formats cannot take."""
+    policy.check(geometry.num_layers)
+    for layer, heads in geometry.heads.items():
+        if heads is None:
+            continue
+        policy.of(layer).cache_spec(*heads)
+        maps = policy.maps.get(layer)
+        for side, map_, size in () if maps is None else (("k", maps.k, heads.head_size), ("v", maps.v, heads.head_size_v)):
+            if map_ is not None:
+                map_.check(size, heads.num_kv_heads, side)
+    if getattr(policy, "calibration", None) is not None:
+        policy.calibration.check(geometry)

@@ -80,6 +80,14 @@ def load(source: str | None, num_tokens: int) -> Text:
     return read_file(Path(source), max(1 << 20, num_tokens * BYTES_PER_TOKEN))
 
 
+def named(given: list[str] | None) -> list[str | None]:
+    """`--text` given several times, or as a list such as news,docs; None for the default."""
+    names: list[str | None] = []
+    for words in given or []:
+        names += [words] if Path(words).exists() else [word.strip() for word in words.split(",")]
+    return names or [None]
+
+
 def cut(text: Text, tokenizer: Any, context: int, num_tokens: int) -> torch.Tensor:
     """The text's first `num_tokens` tokens as contexts `[N, context]` int64, whole contexts only.
 

@@ -15,7 +15,7 @@ from .text import plain
 TESTS = ("kl", "copy", "codes", "greedy")
 UNSEEN = 15  # tokens of a copied passage that tell which one it is; they are not asked
 MARGIN = 64  # where the first passage begins, behind the first tokens
-SYLLABLES = "ba dro fen gol jor kel lo mun ne pra qui ri sha sti ta ux vi wem yel zu".split()
+SYLLABLES = ("ba", "dro", "fen", "gol", "jor", "kel", "lo", "mun", "pra", "qui", "ri", "sha", "sti", "ta", "ux", "vi", "wem", "zu")
 DIGITS = 4
 MOST_CODES = 40
 TOKENS_A_CODE = 51  # of a context: told once, asked once, and what stands between

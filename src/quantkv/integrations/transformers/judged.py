@@ -53,7 +53,7 @@ class Judge:
 
     def exact(self, layer: int) -> ExactTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
-        exact = self.policy.exact
+        exact = getattr(self.policy, "exact", None)
         if exact is None or not exact.first or not self.plans[layer].kind.window:
             return exact
         return replace(exact, first=0) if exact.latest else None
@@ -74,13 +74,10 @@ class Judge:
 
     def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
         """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
-        own = LayerMaps.of(fmt, head_size, head_size_v)
-        if layer in self.policy.maps:
-            return self.policy.maps[layer]
-        if self.policy.calibration is None:
-            return own
-        known = self.policy.calibration.maps(layer, fmt)
-        return LayerMaps(known.k or own.k, known.v or own.v)
+        own, given = LayerMaps.of(fmt, head_size, head_size_v), self.policy.maps.get(layer)
+        if given is None and getattr(self.policy, "calibration", None) is not None:
+            given = self.policy.calibration.maps(layer, fmt)
+        return own if given is None else LayerMaps(given.k or own.k, given.v or own.v)
 
 
 def judgeable(config: PreTrainedConfig) -> list[LayerPlan]:
