@@ -36,7 +36,9 @@ ALLOWED = {
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
     "warmup": {"cache", "calls", "implementations", "prepared"},
-    "policy": {"checks", "format", "formats", "maps"},
+    "exact": {"checks"},
+    "calibration": {"checks", "format", "maps"},
+    "policy": {"calibration", "checks", "exact", "format", "formats", "maps"},
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing", "page_views"},
     "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
     "integrations": {
@@ -49,13 +51,15 @@ ALLOWED = {
         "maps",
         "checks",
         "prepared",
+        "calibration",
+        "exact",
         "policy",
         "warmup",
         "dense",
         "reference",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
-    "cli": {"integrations", "cache", "checks", "format", "formats", "maps", "policy", "spec", "bench", ""},
+    "cli": {"integrations", "cache", "calibration", "checks", "exact", "format", "formats", "maps", "policy", "spec", "bench", ""},
     "__main__": {"cli"},
 }
 

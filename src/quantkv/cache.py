@@ -161,7 +161,7 @@ class PagedCache:
         """Keys `[T, HK, D]` and values `[T, HK, D_V]` that the slots `[T]` hold, mapped back. positions as in `write`."""
         checks.tensor("slots", slots, (None,), checks.INDEX_DTYPES, self.device)
         checks.in_range("slots", slots, 0, self.num_blocks * self.spec.block_size)
-        if positions is None and self.maps.k is not None and self.maps.k.offset is not None:
+        if positions is None and self.maps.by_position:
             checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
         sides = ((self.k, self.format.k, self.maps.k), (self.v, self.format.v, self.maps.v))
         return tuple(dequantize(*side, slots, positions, dtype) for side in sides)

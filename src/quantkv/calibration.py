@@ -108,8 +108,10 @@ class Calibration:
 
     @property
     def positions(self) -> int:
-        """Positions that all offsets cover; beyond them the last bucket's is used. 0: some layer has no offset."""
-        return OFFSET_BUCKET * min(0 if m.key_offset is None else m.key_offset.shape[0] for m in self.layers.values())
+        """Positions that the offsets of all layers cover; beyond them the last bucket's is used. A layer with one bucket, whose keys do
+        not turn with their position, covers all. 0: no layer has an offset."""
+        buckets = {m.key_offset.shape[0] for m in self.layers.values() if m.key_offset is not None}
+        return OFFSET_BUCKET * min(buckets - {1}, default=max(buckets, default=0))
 
     @cached_property
     def digest(self) -> str:

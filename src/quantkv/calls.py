@@ -282,7 +282,7 @@ class WriteCall:
                 map_.check(head_size, heads, name)
         if self.positions is not None:
             checks.tensor("positions", self.positions, (tokens,), checks.INDEX_DTYPES, device)
-        elif self.maps.k is not None and self.maps.k.offset is not None:
+        elif self.maps.by_position:
             checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
         if device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_values()

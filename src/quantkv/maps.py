@@ -242,6 +242,11 @@ class LayerMaps:
         """What the format asks for."""
         return cls(default_map(fmt.k, head_size, device), default_map(fmt.v, head_size_v, device))
 
+    @property
+    def by_position(self) -> bool:
+        """Whether what is stored of a key depends on its position: its map has an offset."""
+        return self.k is not None and self.k.offset is not None
+
     def heads(self, start: int, stop: int) -> LayerMaps:
         """The maps of kv heads start to before stop."""
         return LayerMaps(*(side if side is None else side.heads(start, stop) for side in (self.k, self.v)))

@@ -1,37 +1,46 @@
-"""Which format each layer of a model is stored in, as a file: a policy."""
+"""The recipe of a cache, as a file: a policy. Which format each layer is stored in, what guides its writers, which tokens stay exact."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
+from .calibration import Calibration
 from .checks import refuse
+from .exact import ExactTokens
 from .format import Format
 from .formats import get_format
 from .maps import LayerMaps, LinearMap
 
 VERSION = 1
-FIELDS = ("policy_version", "format", "layers", "maps")
-PARTS = ("forward", "inverse", "offset")  # of a map, as tensors of a file are named: layers.3.k.forward
+FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact")
+PARTS = ("forward", "inverse", "offset", "metric")  # of a map, as tensors of a file are named: layers.3.k.forward
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A format for every layer, and what replaces the maps that the formats ask for.
+    """A format for every layer, what replaces the maps that the formats ask for, and which tokens are read exactly.
 
     format: of the layers that `layers` does not name; "K/V" pairs and "none" (16 bits, as the model computes) are formats too.
     layers: format of a layer by its number, counted from 0.
-    maps: maps of a layer by its number, for all of its kv heads.
+    maps: maps of a layer by its number, for all of its kv heads; a side that they name goes before the calibration's.
+    calibration: of the model: offsets of keys and metrics for the writers of all layers.
+    exact: tokens with 16-bit copies; None: there are none.
     """
 
     format: str
     layers: dict[int, str] = field(default_factory=dict)
     maps: dict[int, LayerMaps] = field(default_factory=dict)
+    calibration: Calibration | None = None
+    exact: ExactTokens | None = None
 
     def __post_init__(self) -> None:
         for name in (self.format, *self.layers.values()):
@@ -39,10 +48,13 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
-        """Read a JSON file: `{"policy_version": 1, "format": "int4", "layers": {"0": "int8", "2-5": "k8v4"}, "maps": "maps.safetensors"}`.
+        """Read a JSON file: `{"policy_version": 1, "format": "int4", "layers": {"0": "int8", "2-5": "k8v4"}, "maps": "maps.safetensors",
+        "calibration": "model.safetensors", "exact": {"first": 16, "latest": 24}}`.
 
-        layers and maps may be left out. maps: a file beside this one, with tensors such as `layers.3.k.forward [HK or 1, D, D]`,
-        `layers.3.k.inverse` and, for keys, `layers.3.k.offset [buckets, HK or 1, D]`, float32. ValueError naming what is wrong.
+        All but the version and format may be left out. maps: a file beside this one, with tensors such as `layers.3.k.forward
+        [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
+        D]`, float32. calibration: a file of `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`.
+        ValueError naming what is wrong.
         """
         path = Path(path)
         try:
@@ -53,9 +65,37 @@ class Policy:
             refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
         if given.get("policy_version") != VERSION:
             refuse("policy_version", given.get("policy_version"), f"{VERSION} is needed")
-        layers = _layers(given.get("layers", {}))
+        for name in ("maps", "calibration"):
+            if not isinstance(given.get(name, ""), str):
+                refuse(f"policy.{name}", given[name], "the name of a file beside the policy is needed")
+        layers, exact = _layers(given.get("layers", {})), _exact(given.get("exact"))
         maps = _read_maps(path.parent / given["maps"]) if "maps" in given else {}
-        return cls(given["format"], layers, maps)
+        calibration = Calibration.load(path.parent / given["calibration"]) if "calibration" in given else None
+        return cls(given["format"], layers, maps, calibration, exact)
+
+    def save(self, path: str | Path, calibration: str | None = None) -> None:
+        """Write it to a JSON file, and what it names to files beside that: `NAME.maps.safetensors`, `NAME.calibration.safetensors`.
+
+        calibration: the name of a file there that holds its calibration already; none is written then.
+        ValueError where that file holds another one. OSError where a file cannot be written.
+        """
+        path = Path(path)
+        given: dict[str, Any] = {"policy_version": VERSION, "format": self.format}
+        if self.layers:
+            given["layers"] = dict(_ranges(self.layers))
+        if self.maps:
+            given["maps"] = f"{path.stem}.maps.safetensors"
+            (path.parent / given["maps"]).write_bytes(save(dict(_map_tensors(self.maps))))
+        if self.calibration is not None:
+            given["calibration"] = calibration or f"{path.stem}.calibration.safetensors"
+            file = path.parent / given["calibration"]
+            if calibration is None:
+                self.calibration.save(file)
+            elif Calibration.load(file).digest != self.calibration.digest:
+                refuse("calibration", str(file), "it holds another calibration than the policy")
+        if self.exact is not None:
+            given["exact"] = {"first": self.exact.first, "latest": self.exact.latest}
+        path.write_text(json.dumps(given, indent=2) + "\n")
 
     def check(self, num_layers: int) -> None:
         """ValueError where it names a layer that a model of `num_layers` lacks."""
@@ -64,9 +104,22 @@ class Policy:
             if beyond:
                 refuse(f"policy.{name}", beyond, f"the model has layers 0 to {num_layers - 1}")
 
+    def name_of(self, layer: int) -> str:
+        """Name of a layer's format."""
+        return self.layers.get(layer, self.format)
+
     def of(self, layer: int, dtype: torch.dtype = torch.bfloat16) -> Format:
         """Format of a layer; "none" stores `dtype`."""
-        return get_format(self.layers.get(layer, self.format), dtype)
+        return get_format(self.name_of(layer), dtype)
+
+    def maps_of(self, layer: int) -> LayerMaps:
+        """Maps of a layer, for all of its kv heads: those given, else the calibration's; None on a side that the format decides.
+        ValueError where the calibration does not hold the layer."""
+        given = self.maps.get(layer, LayerMaps())
+        if self.calibration is None:
+            return given
+        made = self.calibration.maps(layer, self.of(layer))
+        return LayerMaps(given.k or made.k, given.v or made.v)
 
 
 def _layers(given: Any) -> dict[int, str]:
@@ -85,6 +138,31 @@ def _layers(given: Any) -> dict[int, str]:
     return layers
 
 
+def _ranges(layers: dict[int, str]) -> Iterator[tuple[str, str]]:
+    """Numbers of layers as "3" and "2-5", the reverse of `_layers`."""
+    for (_, name), run in groupby(enumerate(sorted(layers)), lambda pair: (pair[1] - pair[0], layers[pair[1]])):
+        numbers = [number for _, number in run]
+        yield str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", name
+
+
+def _exact(given: Any) -> ExactTokens | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.keys() - {"first", "latest"}:
+        refuse("policy.exact", given, 'an object such as {"first": 16, "latest": 24} is needed')
+    return ExactTokens(**given)
+
+
+def _map_tensors(maps: dict[int, LayerMaps]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As a file names them, the reverse of `_read_maps`."""
+    for number, layer in maps.items():
+        for side in ("k", "v"):
+            for part in PARTS:
+                t = getattr(getattr(layer, side), part, None)
+                if t is not None:
+                    yield f"layers.{number}.{side}.{part}", t.contiguous()
+
+
 def _read_maps(path: Path) -> dict[int, LayerMaps]:
     parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     try:
@@ -98,7 +176,7 @@ def _read_maps(path: Path) -> dict[int, LayerMaps]:
                     or words[2] not in ("k", "v")
                     or words[3] not in PARTS
                 ):
-                    refuse("policy.maps", name, "tensors are named layers.NUMBER.k or v.forward, inverse or offset")
+                    refuse("policy.maps", name, f"tensors are named layers.NUMBER.k or v.{', '.join(PARTS)}")
                 parts.setdefault((int(words[1]), words[2]), {})[words[3]] = file.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"policy.maps={str(path)!r}: {error}") from error

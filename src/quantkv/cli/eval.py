@@ -148,8 +148,6 @@ def quantized_cache(model: Any, recipe: str | Policy) -> Any:
     """An empty quantized cache for the model; "none" stands for the model's dtype."""
     from quantkv.integrations.transformers import QuantizedCache
 
-    if isinstance(recipe, Policy):
-        recipe = [recipe.layers.get(i, recipe.format) for i in range(model.config.get_text_config().num_hidden_layers)]
     return QuantizedCache(model.config, recipe, dtype=model.dtype)
 
 
@@ -256,4 +254,4 @@ def measure(result: RecipeResult, specs: dict[int, CacheSpec], recipe: Recipe, m
     from ..integrations.transformers.config import plan_layers
 
     sliding = {number for number, plan in enumerate(plan_layers(model.config)) if plan.kind is not None and plan.kind.window}
-    result.size = Size.of(specs, getattr(recipe.policy, "exact", None), sliding, context)
+    result.size = Size.of(specs, recipe.policy.exact, sliding, context)

@@ -207,19 +207,11 @@ def check_supported(model: Any, argument: str) -> None:
         )
 
 
-def positions(config: Any) -> int | None:
-    """How many tokens a model has positions for, after its config; None if that sets no bound."""
-    config = config.get_text_config()
-    known = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if known and rope.get("rope_type") in ("linear", "dynamic", "yarn"):  # configs of the other types count the stretched positions
-        known = max(known, int((rope.get("original_max_position_embeddings") or known) * rope.get("factor", 1)))
-    return known
-
-
 def check_positions(loaded: Loaded | Found, argument: str, needed: int, taken: int = 0) -> None:
     """ValueError if the model has fewer than `needed` positions; `taken` of them are not the argument's."""
-    known = positions(loaded.config)
+    from quantkv.integrations.transformers.config import max_positions
+
+    known = max_positions(loaded.config)
     if known is None or needed <= known:
         return
     allowed = f"at most {known - taken:,}" if known > taken else "a shorter PROMPT"

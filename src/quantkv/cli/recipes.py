@@ -108,6 +108,8 @@ def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
 def fitting(recipes: Iterable[Recipe], config: Any, strict: bool) -> tuple[list[Recipe], dict[str, str]]:
     """The recipes that a model of this configuration can take, and the reasons of the others; ValueError for the first of them if
     `strict`."""
+    from ..integrations.transformers.config import geometry_of
+
     kept, reasons, geometry = [], {}, geometry_of(config)
     for recipe in recipes:
         try:
@@ -118,19 +120,6 @@ def fitting(recipes: Iterable[Recipe], config: Any, strict: bool) -> tuple[list[
                 raise ValueError(f"{recipe.name}: {error}") from error
             reasons[recipe.name] = str(error)
     return kept, reasons
-
-
-def geometry_of(config: Any) -> Geometry:
-    """What a model's configuration says about its keys and values. NotImplementedError for one whose cache cannot be quantized."""
-    from ..calibration import Geometry, Heads
-    from ..integrations.transformers.config import plan_layers
-
-    plans, config = plan_layers(config), config.get_text_config(decoder=True)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    known = None if getattr(config, "global_head_dim", None) else Heads(heads, size, size)  # those of Gemma 4 differ by layer
-    layers = {i: None if plan.latent else known for i, plan in enumerate(plans) if plan.kind is not None}
-    return Geometry(max(len(plans), config.num_hidden_layers), layers)
 
 
 def check(policy: Policy, geometry: Geometry) -> None:
@@ -144,5 +133,5 @@ def check(policy: Policy, geometry: Geometry) -> None:
         for side, map_, size in () if maps is None else (("k", maps.k, heads.head_size), ("v", maps.v, heads.head_size_v)):
             if map_ is not None:
                 map_.check(size, heads.num_kv_heads, side)
-    if getattr(policy, "calibration", None) is not None:
+    if policy.calibration is not None:
         policy.calibration.check(geometry)

@@ -34,6 +34,7 @@ class Pass:
 
     slots: `[T]`. block_table: `[S, pages]`. seq_lens: `[S]`. cu_seqlens_q: `[S + 1]`. All int32.
     lengths: (queries, keys) of each sequence; None: the device alone knows them.
+    positions: int32 `[T]`, where the tokens stand in their sequences, padding not counted; None for a pass that stores nothing.
     """
 
     def __init__(
@@ -43,16 +44,18 @@ class Pass:
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
         lengths: list[tuple[int, int]] | None = None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         self.slots, self.block_table, self.seq_lens, self.cu_seqlens_q = slots, block_table, seq_lens, cu_seqlens_q
-        self.lengths = lengths
+        self.lengths, self.positions = lengths, positions
         self.prepared: dict[Any, PreparedAttend | PreparedWrite] = {}
 
     def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`."""
-        if "write" not in self.prepared:
-            self.prepared["write"] = prepare_write(self.slots)
-        self.prepared["write"](cache, key, value)
+        kind = "write", cache.maps.by_position
+        if kind not in self.prepared:
+            self.prepared[kind] = prepare_write(self.slots, self.positions if cache.maps.by_position else None)
+        self.prepared[kind](cache, key, value)
 
     def attend(self, cache: PagedCache, q: torch.Tensor, sinks: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """Attention of a layer's `q [T, HQ, D]`. options: of `prepare_attend`; layers with the same ones share what is prepared."""
@@ -71,14 +74,22 @@ class Step(Pass):
         right is continued from the output of its last padding token. Each is a sequence of its own that stores nothing. None: none.
     """
 
-    def __init__(self, rows: torch.Tensor | None, *tensors: torch.Tensor, lengths: list[tuple[int, int]], late: Step | None = None) -> None:
-        super().__init__(*tensors, lengths)
+    def __init__(
+        self,
+        rows: torch.Tensor | None,
+        *tensors: torch.Tensor,
+        lengths: list[tuple[int, int]],
+        positions: torch.Tensor | None = None,
+        late: Step | None = None,
+    ) -> None:
+        super().__init__(*tensors, lengths, positions)
         self.rows, self.late = rows, late
 
     def to(self, device: torch.device) -> Step:
-        tensors = (self.rows, self.slots, self.block_table, self.seq_lens, self.cu_seqlens_q)
+        tensors = (self.rows, self.slots, self.block_table, self.seq_lens, self.cu_seqlens_q, self.positions)
+        *there, positions = (None if t is None else sent(t, device) for t in tensors)
         late = None if self.late is None else self.late.to(device)
-        return Step(*(None if t is None else sent(t, device) for t in tensors), lengths=self.lengths, late=late)
+        return Step(*there, lengths=self.lengths, positions=positions, late=late)
 
 
 class Late(NamedTuple):
@@ -106,12 +117,13 @@ class Decoding(Pass):
     def __init__(self, kind: Kind, block_size: int, batch_size: int, width: int, device: torch.device) -> None:
         padded = -(-batch_size // 4) * 4  # every part begins at a multiple of 16 bytes
         with torch.inference_mode(False):
-            self.state = torch.zeros(3 * padded + batch_size * width, dtype=torch.int32, device=device)
-            self.lengths_now, seq_lens, slots = (self.state[i * padded : i * padded + batch_size] for i in range(3))
-            table = self.state[3 * padded :].view(batch_size, width)
+            self.state = torch.zeros(4 * padded + batch_size * width, dtype=torch.int32, device=device)
+            self.lengths_now, seq_lens, slots, positions = (self.state[i * padded : i * padded + batch_size] for i in range(4))
+            table = self.state[4 * padded :].view(batch_size, width)
             self.place = self.state[:4]
             self.valid = torch.ones(batch_size, dtype=torch.bool, device=device)
-            super().__init__(slots, table, seq_lens, torch.arange(batch_size + 1, dtype=torch.int32, device=device))
+            ends = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+            super().__init__(slots, table, seq_lens, ends, positions=positions)
         self.kind, self.block_size, self.device = kind, block_size, device
         self.batch_size, self.width, self.capacity = batch_size, width, width * block_size
         self.turn = -1  # the pass that they were advanced for
@@ -143,6 +155,7 @@ class Decoding(Pass):
         self.valid &= valid
         stored = self.valid if real is None else self.valid & (real > 0)
         self.slots.copy_(torch.where(stored, page * size + lengths % size, -1))
+        self.positions.copy_(lengths)
         lengths += stored
         torch.clamp(lengths, min=1, out=self.seq_lens)
 

@@ -93,7 +93,8 @@ class Sequences:
         position = torch.arange(total) + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
         pairs, after = list(zip(counts, table.lengths)), None if late is None else late.step(self._block_table)
-        self._steps = {torch.device("cpu"): Step(rows, slots.int(), self._block_table, lengths, ends, lengths=pairs, late=after)}
+        tensors = rows, slots.int(), self._block_table, lengths, ends
+        self._steps = {torch.device("cpu"): Step(*tensors, lengths=pairs, positions=position.int(), late=after)}
 
     def step(self, device: torch.device) -> Step:
         """The forward pass under way, with tensors on `device`."""

@@ -14,12 +14,4 @@ from .calibrate import calibrate
 from .captured import use_cuda_graphs
 from .layers import QuantizedLayer
 
-__all__ = [
-    "QuantizedCache",
-    "QuantizedLayer",
-    "calibrate",
-    "quantkv_attention",
-    "quantkv_mask",
-    "use_cuda_graphs",
-    "use_quantkv_attention",
-]
+__all__ = ["QuantizedCache", "QuantizedLayer", "calibrate", "quantkv_attention", "quantkv_mask", "use_cuda_graphs", "use_quantkv_attention"]

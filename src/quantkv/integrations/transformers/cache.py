@@ -13,10 +13,11 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, Line
 from ...checks import integer, refuse
 from ...format import Format
 from ...formats import get_format
+from ...policy import Policy
 from ...spec import CacheSpec
 from ..progress import Progress
 from ..sequences import Sequences
-from .config import LayerPlan, plan_layers, shares_keys
+from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .states import HybridLayer, LatentLayer
 
@@ -31,7 +32,7 @@ class QuantizedCache(Cache):
     config: the model's; its layer types say what each layer is. Pages of layers with a sliding window or chunks that no query sees any
         more are given back.
     format: name of a format, or one for each layer, None for those without keys and values; "none" keeps rows as they are. Of a latent
-        the K half counts.
+        the K half counts. Or a `Policy`: formats by layer, with what guides their writers.
     block_size: tokens of a page.
     dtype: what "none" stores; the model's dtype if None.
     fresh_prefill: False: a prompt attends to what was stored, so that the answer does not depend on how the prompt was cut into
@@ -40,21 +41,24 @@ class QuantizedCache(Cache):
     num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
         of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
         on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. With more tokens than that they are not captured any more.
-    Errors: ValueError or NotImplementedError naming what is not supported: encoder-decoders, models without attention, attention that
-        chooses keys by an index or compresses them, custom masks, gradients.
+    Errors: ValueError for a policy or a calibration of another model; ValueError or NotImplementedError naming what is not supported:
+        encoder-decoders, models without attention, attention that chooses keys by an index or compresses them, custom masks, gradients.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        format: str | Format | Sequence[str | Format | None] = "int4",
+        format: str | Format | Policy | Sequence[str | Format | None] = "int4",
         *,
         block_size: int = 16,
         dtype: torch.dtype | None = None,
         fresh_prefill: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        plans = plan_layers(config)
+        plans, policy = plan_layers(config), format if isinstance(format, Policy) else None
+        if policy is not None:
+            _check_policy(policy, config, plans)
+            format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
         if fresh_prefill and shares_keys(config):
             raise NotImplementedError("fresh_prefill=True: layers share keys and values, and read them from the pages")
@@ -66,6 +70,9 @@ class QuantizedCache(Cache):
         options = dtype, fresh_prefill, num_tokens
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
+        if policy is not None:
+            for number, layer in self.quantized_layers.items():
+                layer.maps = policy.maps_of(number)
 
     def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:
         if plan.kind is None:
@@ -203,6 +210,16 @@ class QuantizedCache(Cache):
 def _refuse_to_compile() -> None:
     """Outside of what is compiled, where an error stays the one that it is."""
     raise NotImplementedError("torch.compile: layers of this model share keys and values, which it cannot follow; leave it out")
+
+
+def _check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[LayerPlan]) -> None:
+    """Refuse, before anything is made, what was made for another model."""
+    geometry = geometry_of(config)
+    policy.check(geometry.num_layers)
+    if policy.calibration is not None:
+        if any(plan.latent for plan in plans):
+            raise NotImplementedError("policy.calibration: latents in place of keys and values are not calibrated")
+        policy.calibration.check(geometry)
 
 
 def _formats(

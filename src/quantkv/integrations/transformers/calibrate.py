@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...calibration import Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
 from ...maps import OFFSET_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
-from .config import max_positions, plan_layers
+from .config import geometry_of, max_positions, plan_layers, shares_keys
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
 
 ATTENTION = "quantkv_calibrate"
@@ -65,8 +66,8 @@ def calibrate(
     integer("limit", limit, 1, "a number of positions")
     observer, batch = Observer(), max(TOKENS_AT_ONCE // ids.shape[1], 1)
     options: dict[str, Any] = {"use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = 1
+    if "logits_to_keep" in inspect.signature(model.forward).parameters and not shares_keys(model.config):
+        options["logits_to_keep"] = 1  # where keys are shared, the last layers would be left out for the other tokens
     with observer.watching(model, decoder):
         for start in range(0, len(ids), batch):
             on_step(start, len(ids))
@@ -81,19 +82,21 @@ def calibrate(
         raise NotImplementedError(f"model: {type(model).__name__} does not attend to the keys of layers {apart} through transformers")
     moments = observer.moments(-(-limit // OFFSET_BUCKET) * OFFSET_BUCKET)
     told = {"model": type(model).__name__, "contexts": len(ids), "tokens": ids.numel(), **(made_of or {})}
-    return Calibration(max(len(plans), config.num_hidden_layers), moments, told)
+    return Calibration(geometry_of(model.config).num_layers, moments, told)
 
 
 class SeenCache(DynamicCache):
-    """A cache that keeps no keys and values: it tells which layer's they are."""
+    """A cache that keeps no keys and values for later: it tells which layer's they are.
 
-    def __init__(self, config: Any, numbers: dict[int, int], kept: list[torch.Tensor]) -> None:
+    keys: those of this forward pass by their address, with the layer.
+    """
+
+    def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.numbers, self.kept = numbers, kept
+        self.keys: dict[int, tuple[int, torch.Tensor]] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.numbers[key_states.data_ptr()] = layer_idx
-        self.kept.append(key_states)  # no other tensor gets its address
+        self.keys.setdefault(key_states.data_ptr(), (layer_idx, key_states))
         return key_states, value_states
 
 
@@ -105,7 +108,8 @@ class LayerSums:
     """Of one layer: sums over the tokens seen."""
 
     def __init__(self) -> None:
-        self.count, self.key_sum, self.query_moments = 0, 0.0, 0.0
+        self.keys, self.key_sum = 0, 0.0
+        self.queries, self.query_moments = 0, 0.0
         self.rotary: Rotary | None = None
         self.layout: Layout | None = None
         self.understood = True
@@ -120,8 +124,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSums] = {}
-        self._numbers: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []
+        self._cache: SeenCache | None = None
         self._calls: dict[torch.nn.Module, tuple[tuple, dict]] = {}
         self._rotaries: list[tuple[Rotary, Any]] = []  # of this forward pass, the latest last
         self._layouts: dict[torch.nn.Module, Layout | None] = {}
@@ -129,8 +132,8 @@ class Observer:
 
     def cache(self, config: Any) -> SeenCache:
         """For the next forward pass."""
-        self._numbers, self._kept, self._rotaries = {}, [], []
-        return SeenCache(config, self._numbers, self._kept)
+        self._cache, self._rotaries = SeenCache(config), []
+        return self._cache
 
     @contextmanager
     def watching(self, model: PreTrainedModel, decoder: PreTrainedModel) -> Iterator[None]:
@@ -167,9 +170,9 @@ class Observer:
         """Queries `[B, HQ, N, D]`, keys and values `[B, HK, N, ..]` of an attention module."""
         if self._repeating:
             raise Repeated(query, key)
-        number = self._numbers.get(key.data_ptr())
-        if number is None:  # of no cache
+        if key.data_ptr() not in self._cache.keys:  # of no cache
             return
+        number, _ = self._cache.keys[key.data_ptr()]
         layer = self.layers.setdefault(number, LayerSums())
         if module not in layer.value_moments:
             layer.value_moments[module] = _value_moments(module, query.shape[1], value)
@@ -182,7 +185,7 @@ class Observer:
         rows = query.float()[:, :, skipped].unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3)  # [HK, .., D]
         layer.query_moments = layer.query_moments + (rows.mT @ rows).double()
         layer.key_sum = layer.key_sum + key.float()[:, :, skipped].sum((0, 2)).double()
-        layer.count += key.shape[0] * (key.shape[2] - SKIPPED)
+        layer.keys, layer.queries = layer.keys + key.shape[0] * (key.shape[2] - SKIPPED), layer.queries + rows.shape[1]
 
     def _turn(self, module: torch.nn.Module, layer: LayerSums, query: torch.Tensor, key: torch.Tensor) -> Turn | None:
         """The rotations of the rows of this call, one after the other; None where they are not turned, or it is not known how."""
@@ -193,8 +196,8 @@ class Observer:
         layout = self._layouts[module]
         if layout is None:
             return None
-        if layer.layout not in (None, layout) or (layer.rotary is not None and layer.rotary.key != rotary.key):
-            layer.understood = False  # layers that share keys turn them in different ways
+        if layer.rotary is not None and (layer.layout, layer.rotary.key) != (layout, rotary.key):
+            layer.understood = False  # the queries of layers that share keys turn in different ways
         layer.layout, layer.rotary = layout, rotary
         return layout.turn(table_of(embedding, rotary.form), key.shape[-1])
 
@@ -235,12 +238,15 @@ class Observer:
         if len(table.cos) not in (1, shape[0]):
             return None, False
         one = type(table)(*(t[0] for t in table))
-        found = [Layout.found(old[:1], new[:1], one, new.dtype) for old, new in zip(before, (query, key))]
-        return (found[0], True) if found[0] == found[1] and found[0] is not None else (None, False)
+        shared = torch.equal(before[1], key)  # another layer has turned them
+        rows = zip(before[:1], (query,)) if shared else zip(before, (query, key))
+        found = {Layout.found(old[:1], new[:1], one, new.dtype) for old, new in rows}
+        return (found.pop(), True) if len(found) == 1 and None not in found else (None, False)
 
     def _repeat(self, module: torch.nn.Module, unturned_embedding: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Queries and keys of the module's last call, had they not been turned; None where it cannot be repeated."""
         args, kwargs = self._calls[module]
+        args, kwargs = tuple(map(_own, args)), {name: _own(v) for name, v in kwargs.items()}
         signature = inspect.signature(module.forward)
         bound = signature.bind_partial(*args, **kwargs)
         if "position_embeddings" in bound.arguments:
@@ -264,7 +270,7 @@ class Observer:
         return {number: self._moments(number, layer, count, averages) for number, layer in sorted(self.layers.items())}
 
     def _moments(self, number: int, layer: LayerSums, count: int, averages: dict[Any, Average]) -> LayerMoments:
-        queries, mean, offset = layer.query_moments / layer.count, layer.key_sum / layer.count, None
+        queries, mean, offset = layer.query_moments / layer.queries, layer.key_sum / layer.keys, None
         if not layer.understood:
             log.warning("calibrate: layer %d: how keys turn with their position is not understood: no offset", number)
         elif layer.layout is None:
@@ -287,6 +293,11 @@ def _rest(signature: inspect.Signature) -> str:
     return next(name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD)
 
 
+def _own(value: Any) -> Any:
+    """A copy of what modules put the keys into that they share."""
+    return copy.copy(value) if isinstance(value, MutableMapping) else value
+
+
 def _parts(embedding: Any) -> tuple:
     return (embedding,) if isinstance(embedding, torch.Tensor) else tuple(embedding)
 
@@ -303,7 +314,7 @@ def _value_moments(module: torch.nn.Module, num_heads: int, value: torch.Tensor)
     heads, size = value.shape[1], value.shape[3]
     for name, part in module.named_modules():
         weight = getattr(part, "weight", None)
-        if name.rpartition(".")[2] not in PROJECTIONS or not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        if not set(name.split(".")) & set(PROJECTIONS) or not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             continue
         columns = weight if isinstance(part, torch.nn.Linear) else weight.mT  # transformers' Conv1D is transposed
         if columns.ndim == 2 and columns.shape[1] == num_heads * size:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from ...calibration import Geometry, Heads
 from ..passes import Kind
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -21,6 +22,7 @@ REASONS = {
     "compressed_sparse_attention": "it keeps compressed blocks of keys",
     "heavily_compressed_attention": "it keeps compressed blocks of keys",
 }
+UNEVEN = ("global_head_dim", "num_global_key_value_heads", "v_head_dim", "attention_head_dim")  # heads that are not those of all layers
 MODELS = {  # model_type, where the layers alone do not tell
     "diffllama": "its code joins keys and values of two halves of its heads after it has read the cache",
     "jetmoe": "its code repeats keys and values after it has read the cache",
@@ -97,6 +99,19 @@ def shares_keys(config: PreTrainedConfig) -> bool:
     """Whether some layers read keys and values of others."""
     config = config.get_text_config(decoder=True)
     return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+
+
+def geometry_of(config: PreTrainedConfig) -> Geometry:
+    """Of the model's layers and heads what its config says; heads are None where they differ from layer to layer."""
+    plans, config = plan_layers(config), config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None)
+    if not isinstance(heads, int) or any(getattr(config, name, None) for name in UNEVEN):
+        common = None
+    else:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        common = Heads(heads, size, size)
+    numbers = [number for number, plan in enumerate(plans) if plan.kind is not None]
+    return Geometry(max(len(plans), config.num_hidden_layers), dict.fromkeys(numbers, common))
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

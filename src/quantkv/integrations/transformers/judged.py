@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ...calls import Side
 from ...checks import refuse
@@ -29,7 +29,7 @@ from ...policy import Policy
 from ...spec import CacheSpec
 from ..passes import Kind
 from .attention import decoder_of
-from .config import LayerPlan, plan_layers, shares_keys
+from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 
 JUDGED = "quantkv_judged"
 BLOCK_SIZE = 16  # tokens of a page, by which exact tokens are counted
@@ -47,13 +47,16 @@ class Judge:
 
     def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16) -> None:
         self.plans, self.policy, self.dtype = judgeable(config), policy, dtype
-        policy.check(len(self.plans))
+        geometry = geometry_of(config)
+        policy.check(geometry.num_layers)
+        if policy.calibration is not None:
+            policy.calibration.check(geometry)
         self.specs: dict[int, CacheSpec] = {}
         self._layers: dict[int, tuple[Format, LinearMap | None, LinearMap | None]] = {}
 
     def exact(self, layer: int) -> ExactTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
-        exact = getattr(self.policy, "exact", None)
+        exact = self.policy.exact
         if exact is None or not exact.first or not self.plans[layer].kind.window:
             return exact
         return replace(exact, first=0) if exact.latest else None
@@ -74,10 +77,8 @@ class Judge:
 
     def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
         """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
-        own, given = LayerMaps.of(fmt, head_size, head_size_v), self.policy.maps.get(layer)
-        if given is None and getattr(self.policy, "calibration", None) is not None:
-            given = self.policy.calibration.maps(layer, fmt)
-        return own if given is None else LayerMaps(given.k or own.k, given.v or own.v)
+        own, given = LayerMaps.of(fmt, head_size, head_size_v), self.policy.maps_of(layer)
+        return LayerMaps(given.k or own.k, given.v or own.v)
 
 
 def judgeable(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -95,7 +96,7 @@ def judgeable(config: PreTrainedConfig) -> list[LayerPlan]:
 
 def reread(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> torch.Tensor:
     """`rows [HK, N, D]` of positions 0 to N - 1, written to a page and read back: float32."""
-    rows = rows.transpose(0, 1)
+    rows = rows.transpose(0, 1).contiguous()
     at = torch.arange(rows.shape[0], device=rows.device)
     codes, meta = encode(rows, codec, map_, at)
     page = Side(codes[None], None if meta is None else meta[None])
@@ -203,8 +204,6 @@ def judged_attention(
         raise RuntimeError(f"attention implementation {JUDGED!r} works inside quantkv's judged(model, policy) only")
     if key.shape[2] != query.shape[2]:
         refuse("past_key_values", f"{key.shape[2] - query.shape[2]} tokens", "a judged pass takes whole sequences and no cache")
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise NotImplementedError("attention_mask: a judged pass takes sequences without padding")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     exact, kind = judge.exact(layer), judge.plans[layer].kind
     outs = [
@@ -214,4 +213,11 @@ def judged_attention(
     return torch.stack(outs), None
 
 
+def judged_mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """transformers' mask function inside `judged`: causality and windows are known by layer, and there is nothing else to mask."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise NotImplementedError("attention_mask: a judged pass takes sequences without padding")
+
+
 AttentionInterface.register(JUDGED, judged_attention)
+AttentionMaskInterface.register(JUDGED, judged_mask)

@@ -12,6 +12,7 @@ from ...calls import AttentionOptions
 from ...checks import ROW_DTYPES, number, refuse, tensor
 from ...format import Format
 from ...formats import get_format
+from ...maps import LayerMaps
 from ...spec import CacheSpec
 from ..passes import Decoding, alone, brief, sent
 from ..sequences import Sequences
@@ -78,6 +79,7 @@ class QuantizedLayer(CacheLayerMixin):
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
         sequences.fixed = sequences.num_tokens > 0
         self.pages: PagedCache | None = None
+        self.maps: LayerMaps | None = None  # in place of those that the format asks for
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
         self.updates, self.turn = 0, 0  # passes that it went through
@@ -148,7 +150,7 @@ class QuantizedLayer(CacheLayerMixin):
         """Pages for rows such as key and value, `[S, HK, N, D]`."""
         fmt = get_format(self.requested, self.stored_dtype or key.dtype)
         spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
-        return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device)
+        return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device, self.maps)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
@@ -324,7 +326,7 @@ class QuantizedLayer(CacheLayerMixin):
             return
         if num_pages > self.pages.num_blocks:
             old = self.pages
-            self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device)
+            self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device, old.maps)
             self.pages.buffer[: old.num_blocks] = old.buffer
         if copies:
             self.pages.copy_pages(*sent(torch.tensor(copies).T.contiguous(), self.pages.device))
@@ -342,9 +344,9 @@ class QuantizedLayer(CacheLayerMixin):
         return self.num_tokens if self.is_compileable else -1
 
 
-def _pages(spec: CacheSpec, num_blocks: int, device: torch.device) -> PagedCache:
+def _pages(spec: CacheSpec, num_blocks: int, device: torch.device, maps: LayerMaps | None) -> PagedCache:
     with torch.inference_mode(False):  # a buffer born in inference mode could not be written to outside it
-        return PagedCache(spec, num_blocks, device)
+        return PagedCache(spec, num_blocks, device, maps=maps)
 
 
 def _tokens(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

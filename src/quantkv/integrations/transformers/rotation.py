@@ -155,16 +155,19 @@ class Rotary:
         step = bucket if "dynamic" in kind or "longrope" in kind else AT_ONCE // bucket * bucket
         for start in range(0, count, step):
             positions = torch.arange(start, min(start + step, count))
+            args = [_at(positions, value) for value in self.args]
+            yield table_of(module(*args, **{name: _at(positions, value) for name, value in self.kwargs.items()}), self.form)
 
-            def there(value: Any) -> Any:
-                if not isinstance(value, torch.Tensor):
-                    return value
-                if value.is_floating_point():  # hidden states: of use for their dtype and device only
-                    return value.reshape(-1)[:1].view(1, 1, 1).float()
-                batch = (1,) if value.ndim > 1 else ()
-                return positions.to(value.device).expand(*value.shape[:-2], *batch, len(positions))
 
-            yield table_of(module(*map(there, self.args), **{name: there(v) for name, v in self.kwargs.items()}), self.form)
+def _at(positions: torch.Tensor, value: Any) -> Any:
+    """An argument of a rotary module in a call for other positions `[N]`: these in place of positions, `[.., N]`, and of hidden states,
+    which matter for their dtype and device only, one float32 number."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_floating_point():
+        return value.reshape(-1)[:1].view(1, 1, 1).float()
+    batch = (1,) if value.ndim > 1 else ()
+    return positions.to(value.device).expand(*value.shape[:-2], *batch, len(positions))
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,8 @@ class LatentLayer(QuantizedLayer):
             raise
         if first and self.fresh_prefill:
             return new
-        rows = self.pages.dequantize(self._slots(key_states.device), dtype=key_states.dtype)
+        positions = torch.arange(self.seen, device=key_states.device).repeat(batch_size)
+        rows = self.pages.dequantize(self._slots(key_states.device), positions, dtype=key_states.dtype)
         return tuple(states.unflatten(0, (batch_size, self.seen)).transpose(1, 2) for states in rows)
 
     def _format(self, dtype: torch.dtype) -> Format:

@@ -189,8 +189,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         step = step[layer.layer_name] if isinstance(step, dict) else step
         pages, count = self._pages(kv_cache), slot_mapping.shape[0]
         calls["write"] += 1
-        offset = pages.maps.k is not None and pages.maps.k.offset is not None
-        step.write(slot_mapping, offset)(pages, key[:count], value[:count])
+        step.write(slot_mapping, pages.maps.by_position)(pages, key[:count], value[:count])
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         """Attention of `query [T, HQ, D]` into `output [T, HQ, D_V]`."""

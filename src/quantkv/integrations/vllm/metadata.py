@@ -44,11 +44,11 @@ class Metadata:
             self._attends[key] = PreparedAttend(self.batch, self.block_table, scale, options)
         return self._attends[key]
 
-    def write(self, slot_mapping: torch.Tensor, offset: bool) -> PreparedWrite:
-        """What stores the rows of the layers of one page table. offset: whether their keys' map has one, which depends on positions."""
-        key = id(slot_mapping), offset
+    def write(self, slot_mapping: torch.Tensor, by_position: bool) -> PreparedWrite:
+        """What stores the rows of the layers of one page table. by_position: see `LayerMaps`."""
+        key = id(slot_mapping), by_position
         if key not in self._writes:
-            self._writes[key] = PreparedWrite(slot_mapping, self.positions[: len(slot_mapping)] if offset else None)
+            self._writes[key] = PreparedWrite(slot_mapping, self.positions[: len(slot_mapping)] if by_position else None)
         return self._writes[key]
 
 
