@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,14 +76,13 @@ def eval_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Run text through the cache in every format or policy: size, KL, perplexity, and what is found again, beside the exact cache's."""
-    from . import report
+    from . import html, report
 
     report.check_output("--json", json_file)
     report.check_output("--plot", plot_file, (".png", ".svg"))
     report.check_output("--html", html_file)
-    for argument, file in (("--plot", plot_file), ("--html", html_file)):
-        if file is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(f"{argument} {file}: needs the package matplotlib: pip install matplotlib")
+    html.check_plots("--plot", plot_file)
+    html.check_plots("--html", html_file)
     if tokens < context:
         raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
     if tokens < recipes.LEAST_TOKENS:
@@ -112,11 +110,9 @@ def eval_command(
     if plot_file is not None:
         from . import plot
 
-        plot.draw(plot_file, runs[0])
+        plot.draw(plot_file, runs[0])  # of the first model and text
         options.say(console, f"plot: {plot_file}")
     if html_file is not None:
-        from . import html
-
         html.write(html_file, runs)
         options.say(console, f"report: {html_file}")
     if not runs[-1]["complete"]:

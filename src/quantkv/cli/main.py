@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench, eval_command, options
+from . import bench, eval_command, html, options, tune
 from .common import formats_of
 from .options import Device, Dtype, Model
 
@@ -62,6 +62,8 @@ def generate_command(
 
 
 eval_command.add_to(commands)
+tune.add_to(commands)
+html.add_to(commands)
 bench.add_to(commands)
 
 

@@ -1,4 +1,4 @@
-"""Loss against bytes: every format a labelled point."""
+"""Loss against bytes, every format a labelled point; what is found by depth; what each layer loses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from .report import title
 
 EXACT = 1e-7  # nats; a smaller KL is the rounding of the arithmetic, not of the cache
+LINES = ("#b42318", "#c77700", "#0b6e99", "#1b7f4b", "#6b4fa0", "#52606d")
 FRONT, BEHIND, GRID = "#0b6e99", "#9aa5b1", "#e4e7eb"
 # Places for a label around its point, in points, nearest first.
 PLACES = [
@@ -91,6 +92,62 @@ def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
     if len(best) > 1:
         axes.legend(frameon=False, loc="upper right")
     _label(figure, axes, rows, heights, best)
+    return figure
+
+
+def depth_figure(run: dict[str, Any]) -> Any:
+    """How much of a copied passage is found: a row for each recipe, a column for each depth, a panel for each length of a context."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [{"format": "exact", **run["reference"]}, *run["formats"]]
+    rows = [row for row in rows if "copy" in row]
+    shares = [{(c["length"], c["depth"]): c["share"] for c in row["copy"]["cells"]} for row in rows]
+    lengths = sorted({length for cells in shares for length, _ in cells})
+    depths = sorted({depth for cells in shares for _, depth in cells})
+    width = 2.2 + len(lengths) * max(0.75 * len(depths), 2.2)
+    figure = Figure(figsize=(width, 1.5 + 0.34 * len(rows)), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
+    for axes, length in zip(panels, lengths):
+        values = [[cells.get((length, depth), math.nan) for depth in depths] for cells in shares]
+        image = axes.imshow(values, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
+        axes.set_title(f"contexts of {length:,}", fontsize=10)
+        axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths], fontsize=9)
+        axes.set_xlabel("depth, % (0: first)", fontsize=9)
+        axes.set_yticks(range(len(rows)), [row["format"] for row in rows], fontsize=9)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        for y, line in enumerate(values):
+            for x, value in enumerate(line):
+                if math.isfinite(value):
+                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color="white" if value > 55 else "#1f2933")
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02)
+    bar.set_label("found, %", fontsize=9)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def sensitivity_figure(tuned: dict[str, Any]) -> Any:
+    """KL (log) by layer of keys alone and of values alone, a line for each format; filled marks are what was chosen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.6), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    layers = tuned["layers"]
+    for axes, side, what in zip(figure.subplots(2, 1, sharex=True, sharey=True), ("k", "v"), ("keys", "values")):
+        for color, (name, losses) in zip(LINES * len(tuned["kl"][side]), tuned["kl"][side].items()):
+            axes.plot(layers, losses, color=color, linewidth=1.2, marker="o", markersize=4.5, markerfacecolor="white", label=name, zorder=2)
+            chosen = [(layer, loss) for layer, loss, kept in zip(layers, losses, tuned["chosen"][side]) if kept == name]
+            axes.scatter(*zip(*chosen), s=26, color=color, zorder=3) if chosen else None
+        axes.set(yscale="log", ylabel="KL, nats a token")
+        axes.set_title(f"{what} of one layer alone", loc="left", fontsize=10)
+        axes.grid(True, which="major", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("layer (filled: chosen)")
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=len(tuned["kl"]["k"]))
     return figure
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ from rich.text import Text
 SCHEMA = 2
 
 
+def change(percent: float) -> tuple[str, str]:
+    """A change in percent, and how it is: "good" below 1 %, "fair" below 5 %, "bad" beyond and for NaN."""
+    kind = "good" if abs(percent) < 1 else "fair" if abs(percent) < 5 else "bad"
+    return f"{percent:+.2f}" if abs(percent) < 100 else f"{percent:+.0f}", kind
+
+
 def _change(percent: float) -> Text:
-    """Green below 1 %, yellow below 5 %, red beyond and for NaN."""
-    style = "green" if abs(percent) < 1 else "yellow" if abs(percent) < 5 else "red"
-    return Text(f"{percent:+.2f}" if abs(percent) < 100 else f"{percent:+.0f}", style=style)
+    text, kind = change(percent)
+    return Text(text, style={"good": "green", "fair": "yellow", "bad": "red"}[kind])
 
 
 def kl_text(kl: float) -> str:
@@ -74,12 +79,28 @@ def columns(run: dict[str, Any]) -> list[Column]:
     return [*SIZES, *tried, ("\nseconds", lambda r: f"{r['seconds']:.1f}")]
 
 
+TEST_OF = {header: test for test, given in TESTED.items() for header, _ in given}
+
+
+def has(row: dict[str, Any], header: str) -> bool:
+    """Whether a row was tried with what a column shows."""
+    return header not in TEST_OF or TEST_OF[header] in row
+
+
 def reference_cells(run: dict[str, Any]) -> list[str]:
     """The exact cache's, in the same columns."""
     exact = run["reference"]
-    shown = {"per-\nplexity": lambda r: f"{r['perplexity']:.2f}", "\nseconds": lambda r: f"{r['seconds']:.1f}"}
-    shown |= {header: cell for test in ("copy", "codes", "greedy") for header, cell in TESTED[test]}
-    return [shown[header](exact) if header in shown else "" for header, _ in columns(run)]
+    own = {
+        "per-\nplexity": lambda r: f"{number(r['perplexity']):.2f}" if "perplexity" in r else "",
+        "\nseconds": lambda r: f"{r['seconds']:.1f}",
+    }
+    cells = []
+    for header, cell in columns(run):
+        if header in own:
+            cells.append(own[header](exact))
+        else:
+            cells.append(cell(exact) if TEST_OF.get(header, "kl") != "kl" and has(exact, header) else "")
+    return cells
 
 
 def table(run: dict[str, Any]) -> Table:
@@ -99,7 +120,7 @@ def table(run: dict[str, Any]) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_row("exact", *reference_cells(run), style="dim", end_section=True)
     for row in run["formats"]:
-        cells = [cell(row) for _, cell in columns(run)]
+        cells = [cell(row) if has(row, header) else "" for header, cell in columns(run)]
         table.add_row(row["format"], *(_change(cell) if isinstance(cell, float) else cell for cell in cells))
     return table
 
@@ -123,29 +144,30 @@ def check_output(argument: str, path: Path | None, suffixes: tuple[str, ...] = (
         raise ValueError(f"{argument} {path}: no permission to write it")
 
 
-def write_json(path: Path, runs: list[dict[str, Any]]) -> None:
-    """The tables' figures, unrounded, with what they were measured on; null for what is not finite."""
+def write_json(path: Path, runs: Sequence[dict[str, Any]] = (), tuned: Sequence[dict[str, Any]] = ()) -> None:
+    """Figures of evaluations and of tunings, unrounded, with what they were measured on; null for what is not finite."""
     import platform
 
     import torch
     import transformers
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-    values = {"schema": SCHEMA, "runs": runs, "versions": versions}
+    values = {"schema": SCHEMA, "runs": list(runs), "tuned": list(tuned), "versions": versions}
     path.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file of `write_json`. FileNotFoundError or ValueError naming it."""
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote. FileNotFoundError or ValueError naming the file."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; a file of quantkv eval --json is needed")
+        raise FileNotFoundError(f"{path}: no such file; a file of quantkv eval --json or quantkv tune --json is needed")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(values, dict) or values.get("schema") != SCHEMA or not isinstance(values.get("runs"), list):
-        raise ValueError(f"{path}: a file of quantkv eval --json is needed, of schema {SCHEMA}")
-    return values["runs"]
+    lists = isinstance(values, dict) and all(isinstance(values.get(name), list) for name in ("runs", "tuned"))
+    if not lists or values.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: a file of quantkv eval --json or quantkv tune --json is needed, of schema {SCHEMA}")
+    return values
 
 
 def plain(value: Any) -> Any:

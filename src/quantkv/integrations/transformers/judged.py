@@ -148,7 +148,7 @@ def attend(
             nearby = (block @ key[:, near].mT).unflatten(1, (groups, -1))
             score[..., left:] = torch.where(is_exact, nearby, score[..., left:])
         if softcap:
-            score.div_(softcap).tanh_().mul_(softcap)
+            score = softcap * torch.tanh(score / softcap)
         hidden = keys > rows
         if kind.chunked:
             hidden = hidden | (keys // kind.window != rows // kind.window)
