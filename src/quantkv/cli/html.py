@@ -23,9 +23,9 @@ h2 { font-size: 1.25rem; margin-top: 3rem; padding-top: 1rem; border-top: 1px so
 h3 { font-size: 1rem; margin: 2rem 0 .4rem }
 p, li { max-width: 46rem } .quiet { color: #52606d; font-size: .9rem }
 .scroll { overflow-x: auto } img { max-width: 100%; height: auto; display: block; margin: .75rem 0 }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .75rem 0 }
-th, td { padding: .28rem .7rem; text-align: right; white-space: nowrap } th:first-child, td:first-child { text-align: left }
-thead th { border-bottom: 2px solid #9aa5b1; vertical-align: bottom; font-weight: 600; white-space: pre-line }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; margin: .75rem 0 }
+th, td { padding: .28rem .55rem; text-align: right; white-space: nowrap } th:first-child, td:first-child { text-align: left }
+thead th { border-bottom: 2px solid #9aa5b1; vertical-align: bottom; font-weight: 600; white-space: pre }
 tbody tr { border-bottom: 1px solid #e4e7eb } tr.exact { color: #52606d } tr.best td:first-child { font-weight: 600; color: #0b6e99 }
 .good { color: #1b7f4b } .fair { color: #9a6700 } .bad { color: #b42318 }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.2rem; max-width: 54rem } dt { font-weight: 600 } dd { margin: 0 }
@@ -105,7 +105,11 @@ def _run(run: dict[str, Any]) -> str:
     from . import plot
 
     rows = [row for row in run["formats"] if row.get("kl") is not None and math.isfinite(row["kl"])]
-    parts = [f"<h2>{escape(run['model'])}, {escape(run['text'])}</h2>", f"<p class=quiet>{escape(_about(run))}</p>", _table(run, rows)]
+    parts = [
+        f"<h2>{escape(run['model'])}, {escape(run['text'])}, contexts of {run['context']:,}</h2>",
+        f"<p class=quiet>{escape(_about(run))}</p>",
+        _table(run, rows),
+    ]
     if len(rows) > 1:
         parts += ["<h3>Loss against bytes</h3>", _image(plot.loss_figure(run, rows), "KL against bytes, with the best for their size")]
     if any("copy" in row for row in run["formats"]):

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .report import title
+from .report import number, title
 
 EXACT = 1e-7  # nats; a smaller KL is the rounding of the arithmetic, not of the cache
 LINES = ("#b42318", "#c77700", "#0b6e99", "#1b7f4b", "#6b4fa0", "#52606d")
@@ -37,12 +37,12 @@ def draw(path: Path, run: dict[str, Any]) -> None:
     rows = [row for row in run["formats"] if row.get("kl") is not None and math.isfinite(row["kl"])]
     if not rows:
         raise ValueError(f"--plot {path}: no format has a finite KL")
-    figure = loss_figure(run, rows)
+    figure = loss_figure(run, rows, titled=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
-    """KL against bytes, standard errors as bars."""
+def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]], titled: bool = False) -> Any:
+    """KL against bytes, standard errors as bars. titled: it stands alone, and says what it shows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
@@ -61,8 +61,9 @@ def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
         xlabel="bytes a token and kv head (K and V, exact tokens at their share)",
         ylabel="KL to the exact cache (nats a token; lower is better)",
     )
-    axes.set_title("What each KV-cache format costs\n", loc="left", fontweight="bold", fontsize=13)
-    axes.text(0, 1.02, f"{title(run)}; beside a name: change of perplexity", transform=axes.transAxes, color="#52606d", fontsize=9)
+    if titled:
+        axes.set_title("What each KV-cache format costs\n", loc="left", fontweight="bold", fontsize=13)
+        axes.text(0, 1.02, f"{title(run)}; beside a name: change of perplexity", transform=axes.transAxes, color="#52606d", fontsize=9)
     axes.grid(True, which="major", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -85,7 +86,7 @@ def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
         axes.scatter(*at, s=38, zorder=3, linewidth=1.3, color="white" if exact else color, edgecolor=color)
     sizes = sorted({row["bytes_per_head"] for row in rows})
     axes.set_xlim(sizes[0] / 1.25, sizes[-1] * 1.25)
-    axes.set_ylim(floor / 1.6, max([*measurable, floor * 10]) * 3)
+    axes.set_ylim(min(heights.values()) / 1.8, max([*measurable, floor * 10]) * 3)
     axes.set_xticks(_spread(sizes))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -105,13 +106,15 @@ def depth_figure(run: dict[str, Any]) -> Any:
     shares = [{(c["length"], c["depth"]): c["share"] for c in row["copy"]["cells"]} for row in rows]
     lengths = sorted({length for cells in shares for length, _ in cells})
     depths = sorted({depth for cells in shares for _, depth in cells})
+    found = [share for cells in shares for share in cells.values() if share is not None and math.isfinite(share)]
+    least = min(80, 10 * int(min(found, default=0) // 10))  # where the colours begin: the bar says so
     width = 2.2 + len(lengths) * max(0.75 * len(depths), 2.2)
     figure = Figure(figsize=(width, 1.5 + 0.34 * len(rows)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
     for axes, length in zip(panels, lengths):
-        values = [[cells.get((length, depth), math.nan) for depth in depths] for cells in shares]
-        image = axes.imshow(values, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
+        values = [[number(cells.get((length, depth))) for depth in depths] for cells in shares]
+        image = axes.imshow(values, vmin=least, vmax=100, cmap="YlGnBu", aspect="auto")
         axes.set_title(f"contexts of {length:,}", fontsize=10)
         axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths], fontsize=9)
         axes.set_xlabel("depth, % (0: first)", fontsize=9)
@@ -121,7 +124,15 @@ def depth_figure(run: dict[str, Any]) -> Any:
         for y, line in enumerate(values):
             for x, value in enumerate(line):
                 if math.isfinite(value):
-                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color="white" if value > 55 else "#1f2933")
+                    axes.text(
+                        x,
+                        y,
+                        f"{value:.0f}",
+                        ha="center",
+                        va="center",
+                        fontsize=9,
+                        color="white" if value > 0.55 * (100 - least) + least else "#1f2933",
+                    )
     bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02)
     bar.set_label("found, %", fontsize=9)
     bar.outline.set_visible(False)

@@ -17,8 +17,7 @@ UNSEEN = 15  # tokens of a copied passage that tell which one it is; they are no
 MARGIN = 64  # where the first passage begins, behind the first tokens
 SYLLABLES = ("ba", "dro", "fen", "gol", "jor", "kel", "lo", "mun", "pra", "qui", "ri", "sha", "sti", "ta", "ux", "vi", "wem", "zu")
 DIGITS = 4
-MOST_CODES = 40
-TOKENS_A_CODE = 51  # of a context: told once, asked once, and what stands between
+MOST_CODES = 40  # of a context
 
 
 @dataclass
@@ -135,27 +134,27 @@ def codes(filler: Sequence[int], tokenizer: Any, begin: Sequence[int], context: 
 
     begin: tokens that a text begins with. ValueError where the context is too short for three names.
     """
-    source, count = random.Random(seed), min(MOST_CODES, context // TOKENS_A_CODE)
-    names: list[str] = []
-    while len(names) < count:
+    source, told, stop = random.Random(seed), {}, plain(tokenizer, ".")
+    room = context // 4  # for what is told, and as much for asking it: half of the context stays text
+    while len(told) < MOST_CODES:
         name = "".join(source.choices(SYLLABLES, k=3)).capitalize()
-        if name not in names:
-            names.append(name)
-    told = {}
-    for name in names:
         digits = plain(tokenizer, " " + "".join(source.choices("0123456789", k=DIGITS)))
         skip = sum(1 for token in digits if not any(c.isdigit() for c in tokenizer.decode([token])))
-        told[name] = plain(tokenizer, f" The code of {name} is"), digits, skip
-    stop = plain(tokenizer, ".")
+        sentence = plain(tokenizer, f" The code of {name} is")
+        room -= len(sentence) + len(digits) + len(stop)
+        if room < 0:
+            break
+        told[name] = sentence, digits, skip
+    names = list(told)
     asked = source.sample(names, len(names))
     tail, places = [], []
     for name in asked:
         sentence, digits, skip = told[name]
         places.append((name, len(tail) + len(sentence) + skip, len(digits) - skip))
         tail += [*sentence, *digits, *stop]
-    gap = (context - len(begin) - 2 * len(tail)) // max(count, 1)
-    if count < 3 or gap < 1:
-        raise ValueError(f"--lengths {context}: too short for names and codes; allowed: {3 * TOKENS_A_CODE} or more")
+    if len(names) < 3:
+        raise ValueError(f"--lengths {context}: too short for three names and their codes")
+    gap = (context - len(begin) - 2 * len(tail)) // len(names)
     body, told_at, used = list(begin), {}, 0
     for name in names:
         body += filler[used : used + gap]
