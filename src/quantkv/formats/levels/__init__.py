@@ -42,8 +42,8 @@ def levels(bits: int) -> torch.Tensor:
     return (t * (a + b * t * t)).half().float()
 
 
-def _stored(scale: torch.Tensor) -> torch.Tensor:
-    """Never zero, so that it has a sign."""
+def stored_scale(scale: torch.Tensor) -> torch.Tensor:
+    """As fp16; never zero, so that it has a sign."""
     return scale.clamp(SMALLEST_HALF, LARGEST_HALF).half()
 
 
@@ -56,11 +56,11 @@ def codec(bits: int) -> Codec:
         unit = y / size
         codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
         scale = size * unbiased(unit.square().sum(-1, keepdim=True), (unit * table[codes]).sum(-1, keepdim=True))
-        return pack(codes, bits), _stored(scale)
+        return pack(codes, bits), stored_scale(scale)
 
     def encode_in(y, rounding: Rounding):
         codes, scale = round_to_levels(y, rounding, levels(bits).to(y.device))
-        return pack(codes, bits), _stored(scale)
+        return pack(codes, bits), stored_scale(scale)
 
     def decode(codes, scale, dtype):
         values = codes if bits == 8 else unpack(codes, bits)

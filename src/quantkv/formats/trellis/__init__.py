@@ -1,0 +1,52 @@
+"""2 bits by a trellis: a code of 4 bits and the one before it, 8 bits of the row, say two numbers, so that a row of 2 bits a number chooses
+among many more of them than one that rounds each number, and loses a third less.
+
+A row, mapped by a randomized Hadamard matrix, is a string of 4-bit codes, lowest bits of a byte first; every 64 dimensions a chain of
+codes begins, as after a code of 0. Numbers 2 i and 2 i + 1 are `PAIRS[code[i - 1], code[i]]` times one fp16 scale a row, which is unbiased
+and, for keys, has the sign that it has in `levels`. (Trellis-coded quantization: Marcellin and Fischer 1990; with a look-up of a sliding
+window: QTIP, arXiv 2406.11235.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ...format import Codec, Format, register
+from ...packing import interleave, pack, unpack
+from ...rounding import Rounding, unbiased
+from ...spec import RowLayout
+from ..levels import stored_scale
+from .pairs import PAIRS
+from .search import CHAIN, STATES, search
+
+WIDE = 1.1  # in a metric: rows are aimed at with the errors of others on top
+
+
+@cache
+def pairs(device: str = "cpu") -> torch.Tensor:
+    """`[16, 16, 2]` float32, numbers of fp16: by the code before and the code."""
+    return torch.frombuffer(bytearray(bytes.fromhex(PAIRS)), dtype=torch.float16).view(STATES, STATES, 2).float().to(device)
+
+
+def _encode(y: torch.Tensor, rounding: Rounding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = y.reshape(-1, 1, y.shape[-1]) if rounding is None else y
+    size = rows.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    unit = rows / (size if rounding is None else size * WIDE)
+    codes, rounded = search(unit, pairs(str(y.device)), rounding)
+    weighted = unit if rounding is None else (unit.double().transpose(0, 1) @ rounding.metric.double()).transpose(0, 1).float()
+    dots = ((weighted * t).sum(-1, keepdim=True) for t in (unit, rounded))
+    scale = (size if rounding is None else size * WIDE) * unbiased(*dots)
+    return pack(codes, 4).view(*y.shape[:-1], -1), stored_scale(scale).view(*y.shape[:-1], 1)
+
+
+def _decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
+    code = interleave(unpack(codes, 4)).int()
+    before = torch.nn.functional.pad(code[..., :-1], (1, 0))
+    before[..., :: CHAIN // 2] = 0
+    return pairs(str(codes.device))[before, code].flatten(-2).to(dtype), scale.to(dtype), None
+
+
+TRELLIS2 = Codec("trellis2", RowLayout(2, ("float16",)), _encode, _decode, encode_in=_encode, signed=True, map="rht", head_size_multiple=16)
+register(Format("trellis2", TRELLIS2, TRELLIS2, "2 bits by a trellis of 16 states, one scale a row"))
