@@ -52,10 +52,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Text(Trial):
-    """Text: KL, the same likeliest token, perplexity."""
+    """Text: KL, the same likeliest token, perplexity, of the last `keep` tokens."""
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        scores.comparison.add(exact, logits, ids)
+        scores.comparison.add(exact, logits, ids[-self.keep :])
 
 
 @dataclass(frozen=True)
