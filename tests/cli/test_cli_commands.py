@@ -40,7 +40,7 @@ def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_p
     assert code == 0, err
     assert all(word in out for word in ("int4", "int8", "fp32", "exact", "256 tokens in contexts of 64", model_dir.name))
     values = json.loads(files[0].read_text())
-    assert set(values) == {"schema", "runs", "versions"}
+    assert set(values) == {"schema", "runs", "tuned", "versions"} and values["tuned"] == []
     (run,) = values["runs"]
     assert (run["complete"], run["context"], run["tokens"], run["text"]) == (True, 64, 256, "text.txt")
     assert [f["format"] for f in run["formats"]] == ["fp32", "int8", "int4"]  # largest first
