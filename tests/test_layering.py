@@ -23,9 +23,9 @@ ALLOWED = {
     "reads": {"options"},
     "calls": {"checks", "format", "maps", "options", "reads"},
     "reference": {"calls", "format", "maps", "packing", "reads"},
-    "triton": {"calls", "format", "maps", "reads"},
+    "triton": {"calls", "format", "maps", "reads", "rounding"},
     "dense": {"calls", "format", "maps", "reference", "triton"},
-    "hopper": {"calls", "format", "maps"},
+    "hopper": {"calls", "format", "maps", "rounding"},
     "implementations": {"calls", "reference", "triton", "dense", "hopper"},
     "flat": {"calls", "format", "maps"},
     "ops": {"flat", "calls", "format", "maps", "implementations"},
@@ -58,9 +58,10 @@ ALLOWED = {
         "policy",
         "warmup",
         "dense",
+        "reference",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
-    "cli": {"integrations", "cache", "calibration", "formats", "policy", "spec", "bench", ""},
+    "cli": {"integrations", "cache", "calibration", "checks", "exact", "format", "formats", "maps", "policy", "spec", "bench", ""},
     "__main__": {"cli"},
 }
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from ctypes import sizeof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from ...calls import WriteCall
 from ...format import Codec
-from ...maps import LinearMap
-from . import launch
+from ...maps import LinearMap, rounding_of
+from . import launch, round
 from .codec import literal
 from .launch import Kernel, Launch
 from .nvrtc import compile_cubin
@@ -20,6 +20,7 @@ from .operands import kept
 from .records import pages_of, row_macros, unsuitable
 
 CHUNK = 8  # numbers of one load
+KEYS, VALUES, BOTH = 1, 2, 3  # sides that a kernel writes
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def hadamard_of(map_: LinearMap | None) -> Hadamard | None:
 
 @dataclass(frozen=True)
 class WriteConfig:
-    """What one compiled kernel is made for. key_factor, value_factor: of the maps; 0: none."""
+    """What one compiled kernel is made for. key_factor, value_factor: of the maps; 0: none. sides: KEYS, VALUES or BOTH."""
 
     key: Codec
     value: Codec
@@ -77,6 +78,7 @@ class WriteConfig:
     key_shifted: bool = False
     wide_positions: bool = False
     warps: int = 4
+    sides: int = BOTH
 
     @property
     def alike(self) -> bool:
@@ -89,8 +91,8 @@ class WriteConfig:
             **row_macros(self.key, self.value, self.head_size), BLOCK_SIZE=self.block_size, KEY_FACTOR=literal(self.key_factor),
             VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),
             VALUE_ROUNDED=int(self.value.round_mapped), KEY_SCALED=int(self.key_scaled), VALUE_SCALED=int(self.value_scaled),
-            KEY_SHIFTED=int(self.key_shifted), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots),
-            POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
+            KEY_SHIFTED=int(self.key_shifted), SIDES=self.sides, ALIKE=int(self.alike),
+            ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
             ARGUMENT_BYTES=sizeof(launch.arguments("WriteArguments")),
         )  # fmt: skip
 
@@ -134,6 +136,9 @@ def _unsupported(call: WriteCall) -> str | None:
         return reason
     if hadamard_of(call.maps.k) is None or hadamard_of(call.maps.v) is None:
         return "maps: a Hadamard matrix of the head size, or none"
+    for codec, map_ in ((fmt.k, call.maps.k), (fmt.v, call.maps.v)):
+        if rounding_of(codec, map_) is not None and (codec.cubic is None or codec.round_mapped or codec.row.meta_bytes != 2):
+            return f"maps: a metric, and {codec.name} has no code for Hopper that rounds in one"
     return None
 
 
@@ -149,12 +154,28 @@ def prepare(call: WriteCall) -> Prepared:
 
 def compile_for(call: WriteCall) -> None:
     """Compile what `call` needs, and launch nothing. May run in several threads at once."""
-    configuration(call).cubin()
+    for config in configurations(call):
+        config.cubin()
+
+
+def configurations(call: WriteCall) -> list[WriteConfig | round.RoundConfig]:
+    """What the kernels that serve `call` are compiled for: one for the sides that are rounded in a metric, one for the others."""
+    config, rounded = configuration(call), rounded_sides(call)
+    rows = call.key.shape[0] * call.key.shape[1]
+    plain = [] if rounded == BOTH else [replace(config, sides=BOTH & ~rounded)]
+    return plain + ([round.RoundConfig.of(replace(config, sides=rounded), rows)] if rounded else [])
+
+
+def rounded_sides(call: WriteCall) -> int:
+    """KEYS and VALUES of which the rows are rounded in a metric, added up; 0: neither."""
+    fmt, maps = call.fmt, call.maps
+    sides = ((KEYS, fmt.k, maps.k), (VALUES, fmt.v, maps.v))
+    return sum(side for side, codec, map_ in sides if rounding_of(codec, map_) is not None)
 
 
 def configuration(call: WriteCall) -> WriteConfig:
-    """What a kernel that serves `call` is compiled for."""
-    key_factor, value_factor, key_scaled, value_scaled, shifted, *_ = _layer(call)
+    """What a kernel that serves `call` is compiled for, where nothing is rounded in a metric."""
+    key_factor, value_factor, _, key_scaled, value_scaled, shifted, *_ = _layer(call)
     tokens, heads, D = call.key.shape
     return WriteConfig(
         call.fmt.k,
@@ -183,7 +204,15 @@ def _layer(call: WriteCall) -> tuple:
     maps, fmt = call.maps, call.fmt
     shifted = maps.k is not None and maps.k.offset is not None
     factors = (0.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v))
-    return (*factors, call.k.scale != 1.0, call.v.scale != 1.0, shifted, id(fmt.k), id(fmt.v))  # codecs that a configuration keeps alive
+    return (
+        *factors,
+        rounded_sides(call),
+        call.k.scale != 1.0,
+        call.v.scale != 1.0,
+        shifted,
+        id(fmt.k),
+        id(fmt.v),
+    )  # codecs that a configuration keeps alive
 
 
 def _shape(call: WriteCall) -> Hashable:
@@ -201,20 +230,21 @@ class Prepared:
     def __init__(self, call: WriteCall):
         self.index = launch.device_index(call.key.device)
         self.layer = _layer(call)
-        self.config = config = configuration(call)
         pages = call.k.base
         tokens, heads, _ = call.key.shape
-        self.arguments = launch.arguments("WriteArguments")(
-            key_token=call.key.stride(0),
-            key_head=call.key.stride(1),
-            value_token=call.value.stride(0),
-            value_head=call.value.stride(1),
-            page_stride=pages.stride(0),
-            head_stride=pages.stride(1),
-            tokens=tokens,
-        )
+        self.rounding = launch.arguments("RoundArguments")()
+        self.arguments = a = self.rounding.rows  # of which the struct for rounding is an extension
+        (a.key_token, a.key_head), (a.value_token, a.value_head) = call.key.stride()[:2], call.value.stride()[:2]
+        a.page_stride, a.head_stride, a.tokens = pages.stride(0), pages.stride(1), tokens
         self._take_layer(call)
-        self.launch = Launch(_kernel(config, self.index), (2 * -(-tokens // (8 * config.warps)), heads, 1), self.arguments)
+        self.launches = [self._launch_of(config, tokens, heads) for config in configurations(call)]
+
+    def _launch_of(self, config: WriteConfig | round.RoundConfig, tokens: int, heads: int) -> Launch:
+        rounds = isinstance(config, round.RoundConfig)
+        rows = config.rows if rounds else config
+        grid = (rows.sides.bit_count() * -(-tokens // (8 * rows.warps)), heads, 1)
+        kernel, arguments = (round.kernel, self.rounding) if rounds else (_kernel, self.arguments)
+        return Launch(kernel(config, self.index), grid, arguments)
 
     def __call__(self, call: WriteCall) -> None:
         if self.arguments.tokens == 0:
@@ -234,7 +264,8 @@ class Prepared:
                 self._take_layer(call)
             a.key, a.value, a.pages, a.slots = key, value, call.k.base.data_ptr(), call.slot_mapping.data_ptr()
             a.positions = None if call.positions is None else call.positions.data_ptr()
-            self.launch(stream)
+            for each in self.launches:
+                each(stream)
 
     def _take_layer(self, call: WriteCall) -> None:
         if _layer(call) != self.layer:
@@ -246,7 +277,14 @@ class Prepared:
             offset = maps.k.operands.mapped_offset  # [buckets, HK or 1, D] float32, contiguous
             a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
             a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0
-        self.maps, self.scales, self.operands = maps, (call.k.scale, call.v.scale), (key_map, value_map)  # alive as long as used
+        feedback = [
+            None if rounding_of(codec, m) is None else round.feedback_of(m.rounding)
+            for codec, m in ((call.fmt.k, maps.k), (call.fmt.v, maps.v))
+        ]
+        r = self.rounding
+        r.key_feedback, r.value_feedback = (None if t is None else t.data_ptr() for t in feedback)
+        r.key_head, r.value_head = (0 if t is None or t.shape[0] == 1 else t.stride(0) for t in feedback)
+        self.maps, self.scales, self.operands = maps, (call.k.scale, call.v.scale), (key_map, value_map, feedback)  # alive as long as used
 
 
 _PREPARED = launch.ByShape(_shape, Prepared)

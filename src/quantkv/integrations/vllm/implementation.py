@@ -151,7 +151,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         scales = getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
         self.scales = tuple(s if codec.scaled_per_tensor else 1.0 for s, codec in zip(scales, (self.format.k, self.format.v)))
         self.kind = (self.format.name, self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v, self.options)
-        self.kind += (self.maps.k is None, self.maps.v is None, self.sinks is None, self.slopes is None)
+        self.kind += tuple(None if map_ is None else map_.traits for map_ in (self.maps.k, self.maps.v))
+        self.kind += (self.sinks is None, self.slopes is None)
         if self.kv_cache_dtype not in UNQUANTIZED:
             layer.attn_backend = backend_of(self.format)
         self.owner = None if layers[owner].impl is self else layers[owner].impl
