@@ -17,6 +17,8 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 HOPPER = {"implementation": "hopper"}
 FORMATS = ["int8", "fp8_token", "int4", "int2", "k8v4", "k4v2", "tq_k8v4", "tq4", "tq_k3v4", "tq3", "tq4/int8", "int2/tq4"]
+LEVELS = ["levels2", "levels3", "levels4", "levels5", "levels6", "levels8"]
+FORMATS += [*LEVELS, "levels4/levels2", "levels3/int8", "int4/levels6"]
 LENS = (700, 33, 1, 1300)  # ragged: several splits, part of a page, one token
 
 
@@ -48,7 +50,7 @@ def test_much_work(name):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4", "tq3"])
+@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4", "tq3", *LEVELS])
 @pytest.mark.parametrize("queries", [(2, 4, 1, 3), (8, 8, 1, 8)])
 def test_several_queries(name, queries):
     run(batch(name, queries), window=500)
@@ -130,6 +132,33 @@ def test_key_offsets(name, heads, buckets):
 
 
 @hopper_only
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (8, 8, 1, 8)])
+@pytest.mark.parametrize("name", [*LEVELS, "levels4/int4"])
+def test_keys_that_are_stored_without_their_offset(name, queries):
+    """Some are, some are not."""
+    generator = torch.Generator().manual_seed(2)
+    offset = 0.2 * torch.randn(9, 8, 128, generator=generator)
+    for a in (hadamard(128)[None] / 128**0.5, torch.linalg.qr(torch.randn(8, 128, 128, generator=generator, dtype=torch.float64))[0]):
+        b = batch(name, queries, maps=LayerMaps(LinearMap(a.float(), torch.linalg.inv(a).float(), offset)))
+        assert 0.1 < (b.cache.k.meta[b.slots // 16, b.slots % 16] < 0).float().mean() < 0.9
+        run(b)
+        run(b, window=300, softcap=30.0)
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["levels4", "levels8/levels2"])
+@pytest.mark.parametrize("head_size", [64, 256])
+def test_levels_at_other_head_sizes(name, head_size):
+    run(batch(name, head_size=head_size))
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["levels3", "levels5", "levels6"])
+def test_odd_widths_at_256_dimensions(name):
+    run(batch(name, (2, 4, 1, 3), head_size=256))
+
+
+@hopper_only
 @pytest.mark.parametrize(
     "make", [lambda t: t.repeat_interleave(3)[::3], lambda t: t[:1].expand(32), torch.Tensor.bfloat16, torch.Tensor.half]
 )
@@ -160,7 +189,7 @@ def test_long_runs_within_a_sequence(name, monkeypatch):
     b = Batch.make(name, (1, 2), (500_000, 100), head_size=128, num_kv_heads=1, group=2, dtype=torch.bfloat16, device="cuda")
     call = b.call(max_query_len=2)
     plan = hopper.Plan(call, 1)
-    assert plan.resident * 1024 * 16 * 2 < 500_000
+    assert plan.main.resident * 1024 * 16 * 2 < 500_000
     hopper.run(call)
     check(b, (call.out, call.lse))
 
@@ -242,7 +271,7 @@ def test_a_hadamard_matrix_is_recognised():
     assert LinearMap(torch.eye(64)[None], torch.eye(64)[None]).operands.signs is None
 
 
-@pytest.mark.parametrize("name,served", [("int4", True), ("int8/tq3", True), ("fp8", False), ("bf16", False)])
+@pytest.mark.parametrize("name,served", [("int4", True), ("int8/tq3", True), ("fp16", True), ("fp8", False), ("fp32", False)])
 def test_pages_of_records_are_recognised(name, served):
     """The rule's view of a cache: its buffer where both sides are records in it, and nothing else."""
     b = Batch.make(name, (1,), (20,), head_size=128)
@@ -263,7 +292,7 @@ def test_what_the_rule_refuses():
     assert "max_query_len=None" in hopper._unsupported(b.call())
     assert "max_query_len=9" in hopper._unsupported(b.call(max_query_len=9))
     assert "key_range" in hopper._unsupported(b.call(max_query_len=2, key_range=torch.tensor([[0, 5], [0, 5]])))
-    assert "key_start" in hopper._unsupported(b.call(max_query_len=2, key_start=torch.zeros(2, dtype=torch.int32)))
+    assert hopper._unsupported(b.call(max_query_len=2, key_start=torch.zeros(2, dtype=torch.int32))) is None
     assert "float32" in hopper._unsupported(dataclasses.replace(b, q=b.q.float()).call(max_query_len=2))
     shifted = torch.zeros(b.q.numel() + 1, dtype=b.q.dtype)[1:].view(b.q.shape)
     assert "16 bytes" in hopper._unsupported(dataclasses.replace(b, q=shifted).call(max_query_len=2))
@@ -294,8 +323,8 @@ def plan_of(lens, max_seq_len=None, name="int4", width=None, **shape):
 def test_no_more_blocks_than_are_resident(name, sequences, length):
     """However much there is to read: a block more would wait for all others, and double the time."""
     plan = plan_of((length,) * sequences, name=name)
-    assert plan.decode_grid[0] * plan.decode_grid[1] <= 132 * plan.config.blocks_per_sm
-    assert plan.resident == plan.decode_grid[0] * plan.config.warps
+    assert plan.main.decode_grid[0] * plan.main.decode_grid[1] <= 132 * plan.main.config.blocks_per_sm
+    assert plan.main.resident == plan.main.decode_grid[0] * plan.main.config.warps
 
 
 def test_scratch_follows_the_batch_and_not_the_block_table():
@@ -310,7 +339,9 @@ def test_scratch_follows_the_batch_and_not_the_block_table():
 def test_arguments_are_read_from_the_header():
     """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
     attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
-    assert len(attend._fields_) == 31 and len(write._fields_) == 20
+    assert len(attend._fields_) == 38 and len(write._fields_) == 20
     for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
         assert getattr(attend, name).offset == offset
-    assert ctypes.sizeof(attend) == 184 and ctypes.sizeof(write) == 8 * 16 + 4 * 4
+    for name, offset, size in (("key_start", 184, 8), ("other_pieces", 200, 24), ("other_resident", 272, 12), ("other_warps", 284, 12)):
+        assert (getattr(attend, name).offset, getattr(attend, name).size) == (offset, size)
+    assert ctypes.sizeof(attend) == 296 and ctypes.sizeof(write) == 8 * 16 + 4 * 4

@@ -135,6 +135,7 @@ DI u32 bfloat2(float x, float y) { return bfloat1(x) | (u32)bfloat1(y) << 16; }
 DI float low(u32 h) { return cpu_of_half(h & 0xffff); }
 DI float high(u32 h) { return cpu_of_half(h >> 16); }
 DI u32 add2(u32 a, u32 b) { return half2(low(a) + low(b), high(a) + high(b)); }
+DI u32 mul2(u32 a, u32 b) { return half2(low(a) * low(b), high(a) * high(b)); }
 DI u32 fma2(u32 a, u32 b, u32 c) {
   return cpu_half((double)low(a) * low(b) + low(c)) | (u32)cpu_half((double)high(a) * high(b) + high(c)) << 16;
 }
@@ -235,6 +236,7 @@ template <int N> inline void wait_for_all_copies_but() {
 }
 DI void wait_for_previous_kernel() {}
 DI void launch_next_kernel() {}
+DI void forget_what_was_read() {}
 
 // ---- a launch: one block after the other
 static void (*cpu_kernel)();

@@ -145,7 +145,7 @@ def quantized_attention(model: Any) -> Iterator[None]:
 
 
 def quantized_cache(model: Any, recipe: str | Policy) -> Any:
-    """An empty quantized cache for the model; "none" stands for the model's dtype."""
+    """An empty quantized cache for the model, in a format or by a policy; "none" stands for the model's dtype."""
     from quantkv.integrations.transformers import QuantizedCache
 
     return QuantizedCache(model.config, recipe, dtype=model.dtype)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench, eval_command, html, options, tune
-from .common import formats_of
+from . import bench, calibrate, eval_command, html, options, tune
+from .common import recipe_of
 from .options import Device, Dtype, Model
 
 commands = typer.Typer(
@@ -23,7 +23,7 @@ commands = typer.Typer(
 @commands.command("generate")
 def generate_command(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to continue or, for a chat model, to answer.")],
-    kv: Annotated[str, typer.Option("--kv", metavar="FORMAT", help="Format of the cache.")] = "int4",
+    kv: Annotated[str, typer.Option("--kv", metavar="FORMAT|FILE.json", help="Format of the cache, or a policy.")] = "int4",
     compare: Annotated[bool, typer.Option("--compare", help="Also run the exact cache; show where the two part.")] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
@@ -32,7 +32,7 @@ def generate_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Stream text (greedy) from a quantized cache; with --compare, show where it leaves the exact cache's."""
-    (name,) = formats_of(kv, argument="--kv", single=True)
+    name, recipe = recipe_of(kv, argument="--kv")
     from rich.console import Console
 
     errors = options.stderr()
@@ -48,7 +48,7 @@ def generate_command(
         print(text, end="", flush=True)
 
     out.rule(f"{name} cache", align="left", style="cyan")
-    steps, cache = generate.run(loaded.model, loaded.tokenizer, ids, name, max_new_tokens, write)
+    steps, cache = generate.run(loaded.model, loaded.tokenizer, ids, recipe, max_new_tokens, write)
     print()
     sixteen_bits = sum(2 * spec.elements_per_token for spec in cache.specs) * cache.get_seq_length()
     errors.print(
@@ -65,6 +65,7 @@ eval_command.add_to(commands)
 tune.add_to(commands)
 html.add_to(commands)
 bench.add_to(commands)
+calibrate.add_to(commands)
 
 
 def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any], exact: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ DI u32 prmt(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 // Pairs of 16-bit floats in a register, the first in its low half.
 DI u32 add2(u32 a, u32 b) { u32 r; asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI u32 mul2(u32 a, u32 b) { u32 r; asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 fma2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DI u32 half2(float x, float y) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x)); return r; }
 DI u32 bfloat2(float x, float y) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x)); return r; }
@@ -103,3 +104,4 @@ template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait
 // Kernels of one stream that overlap.
 DI void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DI void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
+DI void forget_what_was_read() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }  // and lies in a cache that sees no writes

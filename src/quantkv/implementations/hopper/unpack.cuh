@@ -4,6 +4,7 @@
 //   BIASED, bias(meta)     the row has a bias that is no multiple of its scale
 //   ZERO_POINTS            or one that is: -zero_point(meta) * scale, an integer below 16 in the lowest bits of the word
 //   NORMALISED             keys: scale(meta) is the length of the row, whatever the length of the operand
+//   BFLOAT                 operands are bf16, and not fp16
 //   GAIN                   brings products of operands as registers hold them to their values
 // and of one that serves keys,
 //   HALF, ODD_UNIT, ZERO   the distance of the two dimensions of a register; what odd registers are worth more than even ones, a
@@ -38,13 +39,19 @@ template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
 // What a codec is unless it says otherwise.
 template <class TABLE> struct ReadBy : TABLE {
   static constexpr int META_BYTES = 0, HALF = 1;
-  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false;
+  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false;
   static constexpr float GAIN = 1.f, ODD_UNIT = 1.f, ZERO = 0.f, CENTRE = 0.f;
   static constexpr __device__ float unit(int) { return 1.f; }
   static DI float scale(u32 meta) { return as_float(meta); }
   static DI float bias(u32) { return 0.f; }
 };
 using CodecDefaults = ReadBy<Table<0, 0, 0>>;
+
+// Products of a codec's operands, and what they are multiplied by.
+template <class C> DI void product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if constexpr (C::BFLOAT) mma_bfloat(c, a0, a1, a2, a3, b0, b1); else mma(c, a0, a1, a2, a3, b0, b1);
+}
+template <class C> DI u32 operand_pair(float x, float y) { return C::BFLOAT ? bfloat2(x, y) : half2(x, y); }
 
 // Unsigned codes of 1 to 7 bits one after the other, lowest bits first: subnormals where they stand.
 template <int B> struct Fields : CodecDefaults {
@@ -76,4 +83,21 @@ template <> struct Fields<4> : CodecDefaults {  // fields of a half word that ar
   static DI u32 field(u32 w, int j) { return w >> (j & 2) * 4 & (j & 1 ? 0x00f000f0u : 0x000f000fu); }
   static DI u32 key_pair(const u32* w, int j) { return field(w[j / 4], j % 4); }
   static DI u32 pair(const u32* x, int j) { return field(x[j / 4], j % 4); }
+};
+// 2 bits: levels -10, -3, 3, 10, times 2^-24. Values by arithmetic; keys by a table of the 256 bytes, to spare the integer pipe.
+struct FourLevels : ReadBy<Table<256, 2, 256>> {
+  static constexpr int BITS = 2;
+  // Field j of both halves. 20/3 code - 10 is -10, -3.33, 3.33, 10: the level, once rounded to an integer, and fp16 subnormals are
+  // integers. So one multiply-add makes it.
+  static DI u32 level(u32 w, int j) {
+    const int at = j < 5 ? j : j - 3;
+    return fma2((j < 5 ? w : w >> 6) & twice(3u << 2 * at), twice(0x46abu - 0x800u * at), 0x800a800au);
+  }
+  static DI void fill(u32 e) { put(e, level(e & 3 | (e & 12) << 14, 0), level(e >> 4 & 3 | e >> 6 << 16, 0)); }
+  static DI uint2 key_pair(const u32* a, const u32* b, int j, u32 lane) {  // a byte of the index: two codes of a, two of b
+    const u32 x = a[j / 8], y = b[j / 8];
+    const u32 index = j & 1 ? x >> 4 & 0x0f0f0f0fu | y & 0xf0f0f0f0u : x & 0x0f0f0f0fu | y << 4 & 0xf0f0f0f0u;
+    return entries(prmt(index, lane, 0x5504 | j % 8 / 2 << 4));
+  }
+  static DI u32 pair(const u32* x, int j) { return level(x[j / 8], j % 8); }
 };

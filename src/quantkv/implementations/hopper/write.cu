@@ -7,12 +7,13 @@
 //
 // Compile-time, from write.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE
 // BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED
-// VALUE_SCALED KEY_SHIFTED ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
+// VALUE_SCALED KEY_SHIFTED KEY_SIGNED ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
 #include "arguments.cuh"
 #include "hadamard.cuh"
 
 static_assert(sizeof(WriteArguments) == ARGUMENT_BYTES, "Python fills in another struct");
 static_assert(CHUNK == 8, "16-bit numbers of one load");
+static_assert(!KEY_SIGNED || KEY_META_BYTES == 2, "the scale's sign is that of 16 bits");
 constexpr int RESIDENT = D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
 
 // A lane's part of a row of codes: CHUNK * BITS / 8 bytes, four lanes after each other, for each of its chunks.
@@ -62,7 +63,19 @@ struct Offset {
   int buckets;
 };
 
-template <class CODEC, bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED>
+// Whether the row, over its four lanes, is shorter than the row less the offset, of which a lane's numbers begin at `offset`.
+DI bool is_shorter(const float (&row)[E], const float* offset) {
+  float own = 0.f, rest = 0.f;
+#pragma unroll
+  for (int e = 0; e < E; e++) {
+    const float less = row[e] - offset[4 * (e - e % CHUNK) + e % CHUNK];
+    own = fmaf(row[e], row[e], own), rest = fmaf(less, less, rest);
+  }
+  auto add = [](float a, float b) { return a + b; };
+  return over_lanes(own, add) < over_lanes(rest, add);
+}
+
+template <class CODEC, bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED>
 DI void write_row(const RowSource& side, float factor, const Offset& offset, const SLOT* slots, int token, int tokens, u8* records, i64 page_stride) {
   constexpr bool ROUNDED = MAPPED && ROUND;
   constexpr int FLIPS = (E + 31) / 32;
@@ -81,12 +94,17 @@ DI void write_row(const RowSource& side, float factor, const Offset& offset, con
       for (int i = 0; i < FLIPS; i++) flips[i] = side.signs[c * FLIPS + i];
     hadamard(row, flips, factor);
   }
-  if constexpr (SHIFTED)
-    if (token < tokens) {
-      const float* shift = offset.table + min((int)(offset.positions[token] / 64), offset.buckets - 1) * offset.stride + CHUNK * c;
-#pragma unroll
-      for (int e = 0; e < E; e++) row.x[e] -= shift[4 * (e - e % CHUNK) + e % CHUNK];
+  bool alone = false;  // without its offset, and negated
+  if constexpr (SHIFTED) {
+    const float* shift = offset.table;
+    if (token < tokens) shift += min((int)(offset.positions[token] / 64), offset.buckets - 1) * offset.stride + CHUNK * c;
+    if constexpr (SIGNED) {
+      alone = is_shorter(row.x, shift);
+      keep(shift);  // what it points to is loaded again: registers could not hold it
     }
+#pragma unroll
+    for (int e = 0; e < E; e++) row.x[e] = alone ? -row.x[e] : row.x[e] - shift[4 * (e - e % CHUNK) + e % CHUNK];
+  }
   if constexpr (ROUNDED)
 #pragma unroll
     for (int e = 0; e < E; e += 2) row.pairs[e / 2] = pair_of(row.x[e], row.x[e + 1]);
@@ -97,7 +115,7 @@ DI void write_row(const RowSource& side, float factor, const Offset& offset, con
     for (int e = 0; e < E; e++) row.x[e] = quotient(row.x[e], side.scale, inverse);
   }
   u32 words[WORDS<CODEC::BITS>];
-  const u32 meta = CODEC::encode(row, words);
+  const u32 meta = CODEC::encode(row, words) ^ (alone ? 0x8000u : 0u);
   share_words<CODEC::BITS>(c, words);
   if (slot < 0) return;
   const unsigned long long place = slot;  // unsigned: a shift and a mask
@@ -121,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write
                                 : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
   const Offset offset{a.key_offset + head * a.offset_head, (const POSITION*)a.positions, a.offset_bucket, a.buckets};
   if (ALIKE || is_key)  // one copy of the code where K and V are treated alike
-    write_row<KEY, KEY_FACTOR != 0.f, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED>(side, KEY_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
+    write_row<KEY, KEY_FACTOR != 0.f, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(side, KEY_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
   else
-    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_ROUNDED, VALUE_SCALED, false>(side, VALUE_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
+    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_ROUNDED, VALUE_SCALED, false, false>(side, VALUE_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
 }

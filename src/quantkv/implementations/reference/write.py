@@ -113,6 +113,11 @@ def dequantize(
     if map_ is not None:
         rows = apply_map(map_.inverse, rows)
         if map_.offset is not None:
-            offset = map_.offset_rows(positions).to(dtype)
-            rows = rows + (offset if not codec.signed else offset * (side.meta[at][..., :1] >= 0))
+            rows = rows + stored_offset(side, codec, map_, slots, positions).to(dtype)
     return rows
+
+
+def stored_offset(side: Side, codec: Codec, map_: LinearMap, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What belongs to the keys in slots `[T]`, at positions `[T]`, beside what is stored: `[T, HK or 1, D]`, of a map with an offset."""
+    offset, block_size = map_.offset_rows(positions), side.codes.shape[1]
+    return offset * (side.meta[slots // block_size, slots % block_size][..., :1] >= 0) if codec.signed else offset

@@ -78,11 +78,13 @@ def device_codec(codec: Codec, ptx: int = 0, exact: bool = False) -> TritonCodec
 def row_plan(
     codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: PagesView, target: Target, exact: bool = False
 ) -> RowPlan:
+    offset = map_ is not None and map_.offset is not None
     return RowPlan(
         device_codec(codec, target.ptx, exact),
         head_size,
         map_ is not None,
-        map_ is not None and map_.offset is not None,
+        offset,
+        offset and codec.signed,
         codec.round_mapped,
         scale != 1.0,
         math.gcd(16, pages.stride_page, pages.stride_slot, pages.stride_head),

@@ -140,6 +140,7 @@ class RowPlan(_Constant):
     head_size: int
     mapped: bool = False
     offset: bool = False
+    signed: bool = False  # rows with a negative scale were stored without the offset
     rounded: bool = False  # the mapped row is rounded to the input's dtype before it is encoded
     scaled: bool = False  # a per-tensor scale other than 1
     align: int = 1  # rows begin at multiples of so many words: what Triton cannot see where strides are no multiples of 16
