@@ -1,7 +1,6 @@
 """Write an evaluation into a document: `python benchmarks/eval_table.py benchmarks/results/eval.json README.md`.
 
-The JSON is that of `quantkv eval --json`, of which the first run counts; the lines between `<!-- eval -->` and `<!-- /eval -->` are
-replaced.
+The JSON is that of `quantkv eval --json`: its first run counts. The lines between `<!-- eval -->` and `<!-- /eval -->` are replaced.
 """
 
 from __future__ import annotations

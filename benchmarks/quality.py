@@ -31,7 +31,7 @@ PARTS = ("kl", "copy", "codes", "long", "rivals")
 CHOICES = ("levels2", "levels3", "levels4", "levels5", "levels6")  # of formats by layer
 WINDOW, LONG_WINDOW, NO_WINDOW = "16,24", "16,128", "16,0"
 CALIBRATED_ON = 4096  # tokens
-TAIL = 127  # tokens that transformers' caches keep at 16 bits, at most; they requantize every 128
+TAIL = 126  # tokens that they keep at 16 bits, at most 127; hqq packs two groups in a byte, and needs an even number of them
 
 
 @dataclass(frozen=True)

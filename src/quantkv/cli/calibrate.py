@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
+from .options import Device, Dtype
 
 
 def add_to(commands: typer.Typer) -> None:
@@ -17,9 +18,7 @@ def add_to(commands: typer.Typer) -> None:
 
 def calibrate_command(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=options.DEFAULT_MODEL, help=options.MODEL_HELP)] = None,
-    text: Annotated[
-        str, typer.Option("--text", metavar="FILE|news|docs", help="UTF-8 text; news (of the package gensim); docs (Python's own).")
-    ] = "docs",
+    text: Annotated[str, typer.Option("--text", metavar="FILE|news|docs", help=options.TEXT_HELP)] = "docs",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", show_default="MODEL.calibration.safetensors", help="Where to write it.")
     ] = None,
@@ -28,8 +27,8 @@ def calibrate_command(
     positions: Annotated[
         int | None, typer.Option("--positions", metavar="N", min=1, show_default="the model's limit", help="Positions to cover.")
     ] = None,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
 ) -> None:
     """Measure a model once, so that its cache loses less in the same bytes: one pass over text, one file."""
     from ..calibration import MIN_TOKENS
@@ -40,6 +39,8 @@ def calibrate_command(
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed")
     if tokens < context:
         raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
+    from rich.console import Console
+
     from . import models
     from . import text as texts
 
@@ -47,32 +48,24 @@ def calibrate_command(
     chosen = texts.load(text, tokens)
     found = options.find(model, device, dtype, errors)
     models.check_positions(found, f"--context {context}", context)
-    contexts = texts.cut(chosen, found.tokenizer, context, tokens)  # before the weights are loaded
+    contexts = texts.cut(chosen, found.tokenizer, context, tokens)
     if contexts.numel() < MIN_TOKENS:
         raise ValueError(f"--text {chosen.name}: {contexts.numel()} tokens in whole contexts, {MIN_TOKENS} are needed")
     if contexts.numel() < tokens // context * context:
-        options.say(errors, f"--text {chosen.name}: only {contexts.numel():,} tokens in whole contexts", style="yellow")
+        options.say(errors, f"--text {chosen.name}: only {contexts.numel():,} tokens in whole contexts", "yellow")
     out = Path(f"{found.name}.calibration.safetensors") if out is None else out
     report.check_output("--out", out)
     loaded = options.load(found, device, dtype, errors)
-    with options.progress(errors, len(contexts)) as advance:
-        from quantkv.integrations.transformers import calibrate
+    from quantkv.integrations.transformers import calibrate
 
-        made = calibrate(
-            loaded.model,
-            contexts,
-            limit=positions,
-            made_of={"model": loaded.name, "text": chosen.name},
-            on_step=lambda done, total: advance("contexts", done),
-        )
+    with options.progress(errors, len(contexts)) as on_step:
+        told = {"model": loaded.name, "text": chosen.name}
+        made = calibrate(loaded.model, contexts, limit=positions, made_of=told, on_step=lambda done, total: on_step("contexts", done))
     made.save(out)
-    _print_summary(made, out)
+    _print_summary(Console(highlight=False, soft_wrap=True), made, out)
 
 
-def _print_summary(made: Any, out: Path) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+def _print_summary(console: Any, made: Any, out: Path) -> None:
     count, tokens = len(made.layers), made.made_of["tokens"]
     without = sum(layer.key_offset is None for layer in made.layers.values())
     console.print(f"{out}: {count} layers, {made.positions:,} positions, from {tokens:,} tokens; digest {made.digest[:16]}", markup=False)

@@ -76,6 +76,7 @@ def eval_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Run text through the cache in every format or policy: size, KL, perplexity, and what is found again, beside the exact cache's."""
+    from ..calibration import MIN_TOKENS
     from . import html, report
 
     report.check_output("--json", json_file)
@@ -85,8 +86,8 @@ def eval_command(
     html.check_plots("--html", html_file)
     if tokens < context:
         raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
-    if tokens < recipes.LEAST_TOKENS:
-        raise ValueError(f"--tokens {tokens}: at least {recipes.LEAST_TOKENS} are needed for figures that say anything")
+    if tokens < MIN_TOKENS:
+        raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
     plan = Plan(tests, context, tokens, lengths, passage, depths)
     chosen = recipes.distinct(recipes.recipes_of(formats, policy, calibration, exact))
     strict = bool(formats not in (None, "all") or policy)
@@ -141,13 +142,14 @@ class Plan:
 
     def trials(self, text: Text, tokenizer: Any) -> list[Trial]:
         """ValueError where the text is too short."""
+        from ..calibration import MIN_TOKENS
         from . import text as texts
         from . import trials
 
         made: list[Trial] = []
         contexts = texts.cut(text, tokenizer, self.context, self.tokens)
-        if contexts.numel() < recipes.LEAST_TOKENS:
-            raise ValueError(f"--text {text.name}: {contexts.numel()} tokens in whole contexts; {recipes.LEAST_TOKENS} are needed")
+        if contexts.numel() < MIN_TOKENS:
+            raise ValueError(f"--text {text.name}: {contexts.numel()} tokens in whole contexts; {MIN_TOKENS} are needed")
         if "kl" in self.tests:
             made += [trials.Text(ids) for ids in contexts]
         for length in self.lengths:

@@ -17,14 +17,14 @@ from . import options, report
 
 STYLE = """
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1f2933; background: #fff;
-  max-width: 68rem; margin: 2.5rem auto; padding: 0 1.25rem }
+  max-width: 76rem; margin: 2.5rem auto; padding: 0 1.25rem }
 h1 { font-size: 1.7rem; margin-bottom: .2rem }
 h2 { font-size: 1.25rem; margin-top: 3rem; padding-top: 1rem; border-top: 1px solid #e4e7eb }
 h3 { font-size: 1rem; margin: 2rem 0 .4rem }
 p, li { max-width: 46rem } .quiet { color: #52606d; font-size: .9rem }
 .scroll { overflow-x: auto } img { max-width: 100%; height: auto; display: block; margin: .75rem 0 }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; margin: .75rem 0 }
-th, td { padding: .28rem .55rem; text-align: right; white-space: nowrap } th:first-child, td:first-child { text-align: left }
+table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; margin: .75rem 0 }
+th, td { padding: .28rem .45rem; text-align: right; white-space: nowrap } th:first-child, td:first-child { text-align: left }
 thead th { border-bottom: 2px solid #9aa5b1; vertical-align: bottom; font-weight: 600; white-space: pre }
 tbody tr { border-bottom: 1px solid #e4e7eb } tr.exact { color: #52606d } tr.best td:first-child { font-weight: 600; color: #0b6e99 }
 .good { color: #1b7f4b } .fair { color: #9a6700 } .bad { color: #b42318 }

@@ -133,7 +133,7 @@ def depth_figure(run: dict[str, Any]) -> Any:
                         fontsize=9,
                         color="white" if value > 0.55 * (100 - least) + least else "#1f2933",
                     )
-    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02)
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02, format="%.0f", ticks=range(least, 101, 5 if least >= 60 else 20))
     bar.set_label("found, %", fontsize=9)
     bar.outline.set_visible(False)
     return figure

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..spec import CacheSpec
 
 BLOCK_SIZE = 16
-LEAST_TOKENS = 256  # of text: fewer say nothing
 
 
 @dataclass(frozen=True)

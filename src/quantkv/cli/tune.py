@@ -51,6 +51,7 @@ def tune_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Find out what each layer's keys and values lose in each format, and choose formats by layer for a budget: a policy file."""
+    from ..calibration import MIN_TOKENS
     from . import report
     from . import text as texts
 
@@ -63,8 +64,8 @@ def tune_command(
     names = formats_of(formats)
     if len(names) < 2 or any("/" in name for name in names):
         raise ValueError(f"--formats {formats}: two or more are needed to choose from, each for keys and for values alike")
-    if tokens < max(context, recipes.LEAST_TOKENS):
-        raise ValueError(f"--tokens {tokens}: at least {max(context, recipes.LEAST_TOKENS)} are needed")
+    if tokens < max(context, MIN_TOKENS):
+        raise ValueError(f"--tokens {tokens}: at least {max(context, MIN_TOKENS)} are needed")
     tried = recipes.recipes_of(",".join(names), None, calibration, exact)
     console = options.stderr()
     chosen_text = texts.load(text, tokens)
