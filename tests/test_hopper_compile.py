@@ -29,6 +29,7 @@ BUDGET = {
     ("tq8", "u4", 4): 220, ("tq4", "u4", 4): 275, ("tq3", "u4", 4): 315, ("tq3", "u3", 4): 340,
     ("int4", "int2", 4): 224, ("int2", "u4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 24): 350, ("int4", "int4", 32): 400,
     ("int2", "int2", 24): 330, ("int2", "int2", 32): 380,
+    ("trellis2", "trellis2", 4): 300, ("trellis2", "trellis2", 24): 420, ("int8", "trellis2", 4): 285, ("int2", "trellis2", 4): 275,
 }  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def test_an_edit_of_a_snippet_compiles_anew(tmp_path, monkeypatch):
 
 
 DECODE_NUMBERS = ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "KEY_HALF", "KEY_ODD_UNIT", "KEY_TABLE_BYTES", "TILE"]
-DECODE_NUMBERS += ["WARP_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES"]
+DECODE_NUMBERS += ["TABLES_BYTES", "WARP_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES"]
 
 
 @pytest.mark.parametrize("name", DECODE_NUMBERS)

@@ -22,7 +22,11 @@ def attend(monkeypatch, folder, name, queries=DECODE, lens=LENS, multiprocessors
     check(b, (call.out, call.lse), **(options or {}))
 
 
-@pytest.mark.parametrize("name", ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8"])
+DECODED = ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8"]
+DECODED += ["trellis2", "int8/trellis2", "tq3/trellis2", "trellis2/int4"]
+
+
+@pytest.mark.parametrize("name", DECODED)
 def test_decode(name, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name)
 
@@ -45,6 +49,12 @@ def test_sequences_that_warps_pass_over(monkeypatch, tmp_path):
 )
 def test_shapes(shape, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, "int4", multiprocessors=1, max_tiles=6, **shape)
+
+
+@pytest.mark.parametrize("head_size, queries", [(64, DECODE), (256, DECODE), (128, VERIFY), (128, WIDE)])
+def test_chains_of_a_trellis(head_size, queries, monkeypatch, tmp_path):
+    """A chain is the share of four lanes, of two or of one."""
+    attend(monkeypatch, tmp_path, "trellis2", queries, head_size=head_size)
 
 
 SINKS = [lambda t: t.repeat_interleave(3)[::3], lambda t: t[:1].half().expand(8), torch.Tensor.bfloat16]

@@ -8,7 +8,7 @@ struct Int2 : ReadBy<Table<256, 2, 256>> {
     const int at = j < 5 ? j : j - 3;
     return fma2((j < 5 ? w : w >> 6) & twice(3u << 2 * at), twice(0x46abu - 0x800u * at), 0x800a800au);
   }
-  static DI void fill(u32 e) { put(e, level(e & 3 | (e & 12) << 14, 0), level(e >> 4 & 3 | e >> 6 << 16, 0)); }
+  static DI void fill(u32 e, u8* table) { put(table, e, level(e & 3 | (e & 12) << 14, 0), level(e >> 4 & 3 | e >> 6 << 16, 0)); }
   static DI uint2 key_pair(const u32* a, const u32* b, int j, u32 lane) {  // a byte of the index: two codes of a, two of b
     const u32 x = a[j / 8], y = b[j / 8];
     const u32 index = j & 1 ? x >> 4 & 0x0f0f0f0fu | y & 0xf0f0f0f0u : x & 0x0f0f0f0fu | y << 4 & 0xf0f0f0f0u;

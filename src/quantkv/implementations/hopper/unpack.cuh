@@ -12,7 +12,10 @@
 // of one that serves values,
 //   CENTRE, unit(j)        what is taken off every operand; what register j is worth more than its operands
 //   pair(x, j)             dimension j of a lane's, of two tokens; x[k]: 16 bits of each
-// of keys that are read by a Table: fill(entry), and key_pair(.., j, lane), of TOKENS tokens at once.
+// of keys that are read by a Table: fill(entry, table), and key_pair(.., j, lane), of TOKENS tokens at once.
+//   VALUES_BY_TABLE        so are values: pair(.., j, lane). A table of their own begins at a multiple of 2^16 bytes, which is in `lane`
+//   OVERLAP                bits of a code that is read with the one before it in its CHAIN of bytes, 0 before the first: behind w, or x,
+//                          comes shifted, the same moved up by a code, with the code before in the lowest bits
 // Integer codes stay fp16 *subnormals*: a field masked in place is worth unit * code * 2^-24, the tensor core takes it at full
 // speed, and GAIN / unit is multiplied into the query or the output, never into a code.
 // Every function is pure and j a constant after unrolling, so the compiler shares what two calls have in common.
@@ -29,8 +32,8 @@ constexpr u32 TABLE_ADDRESS = 1024;
 template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
   static constexpr int ENTRIES = ENTRIES_, TOKENS = TOKENS_, SPACING = SPACING_, TABLE_BYTES = ENTRIES * SPACING;
   static DI u32 lane() { return threadIdx.x % 32 * 4 * TOKENS; }  // bytes from an entry to this lane's copy
-  static DI void put(u32 at, u32 x) { ((u32*)(shared + at * SPACING))[threadIdx.x % 32] = x; }
-  static DI void put(u32 at, u32 x, u32 y) { ((uint2*)(shared + at * SPACING))[threadIdx.x % 32] = make_uint2(x, y); }
+  static DI void put(u8* table, u32 at, u32 x) { ((u32*)(table + at * SPACING))[threadIdx.x % 32] = x; }
+  static DI void put(u8* table, u32 at, u32 x, u32 y) { ((uint2*)(table + at * SPACING))[threadIdx.x % 32] = make_uint2(x, y); }
   static DI u32 entry(u32 at) { return load_constant<TABLE_ADDRESS>(at); }
   static DI uint2 entries(u32 at) { return load_constants<TABLE_ADDRESS>(at); }
 };
@@ -38,7 +41,8 @@ template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
 // What a codec is unless it says otherwise.
 template <class TABLE> struct ReadBy : TABLE {
   static constexpr int META_BYTES = 0, HALF = 1;
-  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false;
+  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, VALUES_BY_TABLE = false;
+  static constexpr int OVERLAP = 0, CHAIN = 16;
   static constexpr float GAIN = 1.f, ODD_UNIT = 1.f, ZERO = 0.f, CENTRE = 0.f;
   static constexpr __device__ float unit(int) { return 1.f; }
   static DI float scale(u32 meta) { return as_float(meta); }
