@@ -36,9 +36,9 @@ def words() -> torch.Tensor:
     return pairs("cpu").half().transpose(0, 1).contiguous().view(torch.int32).flatten()
 
 
-def _numbers(head_size: int) -> dict[str, list[int]]:
+def _numbers(head_size: int) -> dict[str, list[int] | list[float]]:
     """What `hopper.cuh` reads."""
-    return {"TRELLIS_PAIRS": [word & 0xFFFFFFFF for word in words().tolist()]}
+    return {"TRELLIS_PAIRS": [word & 0xFFFFFFFF for word in words().tolist()], "TRELLIS_WIDE": [WIDE]}
 
 
 def _encode(y: torch.Tensor, rounding: Rounding | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,9 +26,8 @@ def arguments(name: str) -> type[ctypes.Structure]:
     body = re.search(rf"^struct {name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL).group(1)
     fields = re.findall(r"^  (.+?)(\*?) (\w+);", body, re.MULTILINE)
     assert len(fields) == len(body.splitlines()), body
-    return type(
-        name, (ctypes.Structure,), {"_fields_": [(field, ctypes.c_void_p if star else C_TYPES[kind]) for kind, star, field in fields]}
-    )
+    types = [ctypes.c_void_p if star else C_TYPES.get(kind) or arguments(kind) for kind, star, _ in fields]
+    return type(name, (ctypes.Structure,), {"_fields_": [(field, kind) for (_, _, field), kind in zip(fields, types)]})
 
 
 @cache

@@ -1,0 +1,67 @@
+// A row on its way to its codes: loaded, mapped, less its offset.
+#pragma once
+#include "hadamard.cuh"
+
+static_assert(CHUNK == 8, "16-bit numbers of one load");
+
+// K or V: this token's row, the signs of its map, the per-tensor scale, where codes and metadata begin in a record.
+struct RowSource {
+  const u16* row;
+  const u32* signs;
+  float scale;
+  int codes, meta;
+};
+
+// The mapped offset of the keys of every 64 positions, of one head; what lies beyond the table has its last row.
+struct Offset {
+  const float* table;
+  const POSITION* positions;
+  i64 stride;
+  int buckets;
+};
+
+// Fills in a lane's part of the row of `token`, which is there if `given`. Whether the row is kept without its offset: then it is
+// negated, as SIGNED codecs store what is shorter so.
+template <bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class R>
+DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offset, int token, bool given) {
+  constexpr int FLIPS = (E + 31) / 32;
+  const int c = threadIdx.x % 4;
+  u32 flips[FLIPS] = {};
+  bool alone = false;
+  if (given)
+#pragma unroll
+    for (int e = 0; e < E; e += CHUNK) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
+  if constexpr (MAPPED) {
+    if (side.signs)
+#pragma unroll
+      for (int i = 0; i < FLIPS; i++) flips[i] = side.signs[c * FLIPS + i];
+    hadamard(row, flips, factor);
+  }
+  if constexpr (SHIFTED) {
+    const int bucket = given ? min((int)(offset.positions[token] / 64), offset.buckets - 1) : 0;
+    const float* shift = offset.table + bucket * offset.stride + CHUNK * c;
+    if constexpr (SIGNED) {
+      float with = 0.f, without = 0.f;
+#pragma unroll
+      for (int e = 0; e < E; e++) {
+        const float x = row.x[e], y = x - shift[4 * (e - e % CHUNK) + e % CHUNK];
+        with += y * y, without += x * x;
+      }
+      const auto add = [](float a, float b) { return a + b; };
+      alone = over_lanes(without, add) < over_lanes(with, add);
+      keep(shift);  // what it points to is loaded again: registers could not hold it
+    }
+#pragma unroll
+    for (int e = 0; e < E; e++) row.x[e] = alone ? -row.x[e] : row.x[e] - shift[4 * (e - e % CHUNK) + e % CHUNK];
+  }
+  if constexpr (MAPPED && ROUND)
+#pragma unroll
+    for (int e = 0; e < E; e += 2) row.pairs[e / 2] = pair_of(row.x[e], row.x[e + 1]);
+  if constexpr (!MAPPED || ROUND) row.unpack();
+  if constexpr (SCALED) {
+    const float inverse = 1.f / side.scale;
+#pragma unroll
+    for (int e = 0; e < E; e++) row.x[e] = quotient(row.x[e], side.scale, inverse);
+  }
+  return alone;
+}
