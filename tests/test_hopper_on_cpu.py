@@ -22,11 +22,12 @@ def attend(monkeypatch, folder, name, queries=DECODE, lens=LENS, multiprocessors
     check(b, (call.out, call.lse), **(options or {}))
 
 
-DECODED = ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8"]
-DECODED += ["trellis2", "int8/trellis2", "tq3/trellis2", "trellis2/int4"]
+LEVELS = ["levels2", "levels3", "levels4", "levels5", "levels6", "levels8", "levels3/int4", "int2/levels2", "levels5/levels2"]
+READ = ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8", *LEVELS]
+READ += ["trellis2", "int8/trellis2", "tq3/trellis2", "trellis2/int4"]
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", READ)
 def test_decode(name, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name)
 
@@ -76,7 +77,28 @@ def test_matrices_and_offsets(name, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name, VERIFY, maps=LayerMaps(*sides), max_tiles=4, options={"window": 300, "softcap": 30.0})
 
 
-WRITTEN = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "five_bits", "five_bits/int4"]
+def signed_maps(head_size, matrix=None):
+    """Of both sides, and offsets with which some keys are shorter, and some are not."""
+    plain = default_map(get_format("levels4").k, head_size)
+    forward, inverse = (plain.forward, plain.inverse) if matrix is None else (matrix, torch.linalg.inv(matrix.double()).float())
+    offset = 2.4 / head_size**0.5 * torch.randn(5, 2, head_size, generator=torch.Generator().manual_seed(0))
+    return LayerMaps(LinearMap(forward, inverse, offset), plain)
+
+
+@pytest.mark.parametrize(
+    "queries, options", [(DECODE, {}), (VERIFY, {"window": 300, "softcap": 30.0}), (WIDE, {})], ids=["1", "few", "wide"]
+)
+@pytest.mark.parametrize("name", ["levels4", "levels5/int4"])
+def test_keys_that_are_stored_without_their_offset(name, queries, options, monkeypatch, tmp_path):
+    attend(monkeypatch, tmp_path, name, queries, maps=signed_maps(128), max_tiles=4, options=options)
+
+
+def test_keys_without_their_offset_under_any_matrix(monkeypatch, tmp_path):
+    matrix = torch.linalg.qr(torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1)))[0].contiguous()
+    attend(monkeypatch, tmp_path, "levels2", VERIFY, maps=signed_maps(128, matrix), max_tiles=4)
+
+
+WRITTEN = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "five_bits", "five_bits/int4", *LEVELS[:6], "levels6/levels3"]
 
 
 @pytest.mark.parametrize("head_size, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
@@ -86,6 +108,14 @@ def test_bytes(name, head_size, dtype, monkeypatch, tmp_path):
     scale = 0.37 if name == "fp8" else 1.0
     caches = [PagedCache(get_format(name).cache_spec(2, head_size), 5, k_scale=scale, v_scale=scale) for _ in range(2)]
     write(caches, monkeypatch, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("name, head_size", [("levels4", 128), ("levels8", 64), ("levels5/int8", 256)])
+def test_bytes_of_keys_without_their_offset(name, head_size, monkeypatch, tmp_path):
+    caches = [PagedCache(get_format(name).cache_spec(2, head_size), 5, maps=signed_maps(head_size)) for _ in range(2)]
+    write(caches, monkeypatch, tmp_path, torch.bfloat16, torch.arange(45) * 6)
+    scales = caches[0].k.meta.view(torch.int16)[caches[0].k.meta.isfinite()]
+    assert 0.1 < (scales < 0).float().mean() < 0.9
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -113,7 +143,7 @@ def write(caches, monkeypatch, folder, dtype, positions=None):
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float16, 65504.0), (torch.bfloat16, 2.0**66)], ids=str)
-@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits"])
+@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits", "levels2", "levels5", "levels8"])
 def test_finite_rows_are_stored_as_finite_ones(name, dtype, size, monkeypatch, tmp_path):
     """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""
     cache = PagedCache(get_format(name).cache_spec(2, 128), 2)

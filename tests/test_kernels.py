@@ -56,12 +56,13 @@ def test_encode_gives_the_reference_bytes(format_name, head_size):
 
 
 # Shares of the bytes of mapped rows, and of their fields, that may differ from the reference's, by codec (docs/formats.md).
-BYTES_BOUND = {"int4": 4e-3, "int2": 4e-3, "tq4": 7e-4, "tq3": 7e-4}
-FIELDS_BOUND = {"int4": 0.25, "int2": 0.25, "tq4": 7e-4, "tq3": 7e-4}
+LEVELS = [f"levels{bits}" for bits in (2, 3, 4, 5, 6, 8)]
+BYTES_BOUND = {"int4": 4e-3, "int2": 4e-3, "tq4": 7e-4, "tq3": 7e-4, **dict.fromkeys(LEVELS, 7e-4)}
+FIELDS_BOUND = {"int4": 0.25, "int2": 0.25, "tq4": 7e-4, "tq3": 7e-4, **dict.fromkeys(LEVELS, 5e-3)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["int8", "fp8_token", "fp8", "int4", "int2", "tq4", "tq3"])
+@pytest.mark.parametrize("name", ["int8", "fp8_token", "fp8", "int4", "int2", "tq4", "tq3", *LEVELS])
 def test_bytes_of_many_rows(name, dtype):
     """Where a row is not mapped, all bytes are those of the reference on a CPU; where it is, all but a share, counted."""
     tokens, heads = (4096, 8) if DEVICE == "cuda" else (64, 2)
@@ -197,6 +198,27 @@ def test_any_map_and_offset(name):
         assert (side.codes.view(torch.uint8) != codes).float().mean() <= 0.004
 
 
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("name", ["levels4", "levels2/int4", "levels5", "levels8"])
+def test_keys_that_are_stored_without_their_offset(name, head_size):
+    """Some are, some are not: what reads them adds the offset to the others alone, and what writes them chooses as the reference does."""
+    maps = LayerMaps(random_map(2, head_size, 0, buckets=3), None)
+    maps.k.offset.mul_(0.15)
+    maps = LayerMaps(LinearMap(maps.k.forward, maps.k.inverse, maps.k.offset), None)
+    b = batch(name, ((3, 12), (40, 150)), head_size=head_size, maps=maps)
+    stored = b.cache.k.meta[b.slots // 16, b.slots % 16].clone()
+    assert 0.1 < (stored < 0).float().mean() < 0.9
+    check(b, b.attend(**TRITON))
+    before = b.cache.k.codes.clone()
+    b.cache.buffer.fill_(255)
+    b.cache.write(b.key, b.value, b.slots, b.positions, **TRITON)
+    again = b.cache.k.meta[b.slots // 16, b.slots % 16]
+    assert torch.equal(again < 0, stored < 0)
+    torch.testing.assert_close(again, stored, rtol=2e-3, atol=0)
+    at = b.slots // 16, b.slots % 16
+    assert (b.cache.k.codes[at] != before[at]).float().mean() <= 2e-3
+
+
 @pytest.mark.parametrize("name", ["int8", "tq4"])
 def test_offsets_go_by_position_not_by_slot(name):
     """A cache whose first slot holds position 16: tiles of keys straddle the offsets' buckets of 64 positions."""
@@ -234,7 +256,7 @@ def test_softcap_of_keys_without_metadata(name):
     assert relative_error(b.attend(**TRITON)[0], b.oracle(softcap=0.5)[0]) > 0.05
 
 
-@pytest.mark.parametrize("name", ["tq3", "tq4", "tq4/tq3", "int4/int2"])
+@pytest.mark.parametrize("name", ["tq3", "tq4", "tq4/tq3", "int4/int2", "levels3", "levels8/levels5"])
 @pytest.mark.parametrize("group", [3, 64])
 def test_float32_queries_meet_float32_levels(name, group):
     b = batch(name, ((1, 3), (37, 40)), dtype=torch.float32, group=group, num_kv_heads=1)

@@ -135,6 +135,7 @@ DI u32 bfloat2(float x, float y) { return bfloat1(x) | (u32)bfloat1(y) << 16; }
 DI float low(u32 h) { return cpu_of_half(h & 0xffff); }
 DI float high(u32 h) { return cpu_of_half(h >> 16); }
 DI u32 add2(u32 a, u32 b) { return half2(low(a) + low(b), high(a) + high(b)); }
+DI u32 mul2(u32 a, u32 b) { return half2(low(a) * low(b), high(a) * high(b)); }
 DI u32 fma2(u32 a, u32 b, u32 c) {
   return cpu_half((double)low(a) * low(b) + low(c)) | (u32)cpu_half((double)high(a) * high(b) + high(c)) << 16;
 }
@@ -217,6 +218,10 @@ inline void load_transposed(u32 at, u32& a, u32& b) {
 inline void load_transposed(u32 at, u32& a, u32& b, u32& c, u32& d) {
   const Lanes lanes = cpu_exchange(at);
   a = cpu_load_transposed(lanes, 0), b = cpu_load_transposed(lanes, 1), c = cpu_load_transposed(lanes, 2), d = cpu_load_transposed(lanes, 3);
+}
+inline void load_matrices(u32 at, u32 (&a)[4]) {
+  const Lanes lanes = cpu_exchange(at);
+  for (int m = 0; m < 4; m++) memcpy(&a[m], cpu_at((u32)lanes(8 * m + cpu_lane() / 4), 16) + cpu_lane() % 4 * 4, 4);
 }
 
 DI const u8* advance(const u8* p, u32 n, u32 step) { return p + (u64)n * step; }

@@ -21,6 +21,7 @@ from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...rounding import Rounding, round_to_levels, unbiased
 from ...spec import RowLayout
+from ..device import cuda_half, half_of
 from ..int8 import LARGEST_HALF
 
 SMALLEST_HALF = 2.0**-24
@@ -42,6 +43,37 @@ def levels(bits: int) -> torch.Tensor:
     return (t * (a + b * t * t)).half().float()
 
 
+@cache
+def boundaries(bits: int) -> torch.Tensor:
+    """Halfway between the levels: `[2**bits - 1]` float32."""
+    table = levels(bits)
+    return (table[1:] + table[:-1]) / 2
+
+
+def table_of(bits: int, head_size: int) -> torch.Tensor:
+    """The levels, then the boundaries: what kernels write by. They are the same for every head size."""
+    return torch.cat([levels(bits), boundaries(bits)])
+
+
+def _numbers(head_size: int) -> dict[str, tuple[float, ...]]:
+    """What `hopper.cuh` reads."""
+    from .arithmetic import cubic
+
+    return {f"CUBIC_{bits}": (*cubic(bits), *CUBICS[bits]) for bits in CUBICS}
+
+
+def _hopper(bits: int):
+    half = {2: 1, 4: 4, 8: 2}.get(bits, 16)
+    import os
+
+    if os.environ.get("QUANTKV_LEVELS") == "both" and bits == 4:
+        return cuda_half(__file__, "Levels4BothByTable", numbers=_numbers, table_bytes=1 << 16)
+    if os.environ.get("QUANTKV_LEVELS") == "table" and bits in (3, 4):
+        table = {3: {"table_bytes": 1 << 13}, 4: {"table_bytes": 1 << 16}}[bits]
+        return cuda_half(__file__, f"Levels{bits}ByTable", numbers=_numbers, **table)
+    return cuda_half(__file__, f"Levels<{bits}>", numbers=_numbers, half=half, table_bytes=1 << 16 if bits == 2 else 0)
+
+
 def stored_scale(scale: torch.Tensor) -> torch.Tensor:
     """As fp16; never zero, so that it has a sign."""
     return scale.clamp(SMALLEST_HALF, LARGEST_HALF).half()
@@ -54,7 +86,7 @@ def codec(bits: int) -> Codec:
         table = levels(bits).to(y.device)
         size = y.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         unit = y / size
-        codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
+        codes = torch.bucketize(unit, boundaries(bits).to(y.device))
         scale = size * unbiased(unit.square().sum(-1, keepdim=True), (unit * table[codes]).sum(-1, keepdim=True))
         return pack(codes, bits), stored_scale(scale)
 
@@ -72,10 +104,13 @@ def codec(bits: int) -> Codec:
         encode,
         decode,
         encode_in=encode_in,
+        cubic=CUBICS[bits],
         signed=True,
         map="rht",
         head_size_multiple=8,
         planes=planes_of(bits),
+        triton=half_of(__name__, f"LEVELS{bits}"),
+        hopper=_hopper(bits),
     )
 
 

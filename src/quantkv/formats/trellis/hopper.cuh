@@ -6,7 +6,7 @@ struct Trellis : ReadBy<Table<256, 1, 256>> {
   static constexpr float WIDE = TRELLIS_WIDE;  // of rows that are searched in a metric
   static DI float scale(u32 meta) { return low(meta); }
   static constexpr u32 PAIRS[] = {TRELLIS_PAIRS};
-  static DI void fill(u32 e, u8* table) { put(table, e, PAIRS[e]); }
+  static DI void fill(u32 e) { put(e, PAIRS[e % ENTRIES]); }
   static DI u32 at(u32 w, int byte, u32 lane) { return entry(prmt(w, lane, 0x7604 | byte << 4)); }
   static DI u32 key_pair(const u32* w, const u32* shifted, int j, u32 lane) { return at((j & 1 ? w : shifted)[j / 8], j % 8 / 2, lane); }
   // The numbers of two tokens, two dimensions each, transposed.

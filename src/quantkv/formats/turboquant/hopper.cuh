@@ -10,9 +10,9 @@ template <int B> struct Codebook : ReadBy<Table<1 << 2 * B, 1, B == 4 ? 256 : 12
   static constexpr int BITS = B, META_BYTES = 2, HALVES = 1 << (B - 1);
   static constexpr bool NORMALISED = true;
   static DI float scale(u32 meta) { return low(meta); }
-  static DI void fill(u32 e, u8* table) {
+  static DI void fill(u32 e) {
     constexpr auto& LEVEL = Levels<B>::AT;
-    Pairs::put(table, e, half2(LEVEL[e % (1 << B)], LEVEL[e >> B]));
+    Pairs::put(e, half2(LEVEL[e % (1 << B)], LEVEL[e >> B]));
   }
   static DI u32 key_pair(const u32* w, int j, u32 lane) {
     const int bit = 2 * B * j, at = bit % 32, i = bit / 32;

@@ -24,7 +24,8 @@ def gather_rows(
     BACK: tl.constexpr,
 ):
     """Decode keys first + index of one head, times factor, into `target [HK, room, D]`: mapped as they are, or mapped back, times
-    back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: in units of what is stored."""
+    back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: in units of what is stored; not added to
+    rows that were stored without."""
     FACTORS: tl.constexpr = PLAN.factors
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
@@ -34,6 +35,9 @@ def gather_rows(
     page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
     words, meta = load_cached(pages, page, key % PAGE, head, mask, PLAN)
     planes, affine = decode(words, meta, pages.table, PLAN, False)
+    shifted = mask
+    if PLAN.signed:
+        shifted = mask & (affine[0] >= 0)
     rows = ()
     for p in tl.static_range(P):
         x = planes[p].to(tl.float32) * FACTORS[p]
@@ -43,7 +47,8 @@ def gather_rows(
             x += affine[1][:, None]
         x *= factor
         if PLAN.offset and not BACK:
-            x += offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
+            offset = offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
+            x += tl.where(shifted[:, None], offset, 0.0)
         rows = rows + (x.to(target.dtype.element_ty),)
     column = tl.arange(0, W * P)
     if BACK:
@@ -54,7 +59,7 @@ def gather_rows(
         matrix = load_matrix(map, head, column, 0, D, W * P)
         joined = map_product(operand, matrix, tl.zeros([index.shape[0], W * P], tl.float32), "ieee") * back_factor
         if PLAN.offset:
-            joined += offset_row(map, head, (key // 64)[:, None], column[None, :], D)
+            joined += tl.where(shifted[:, None], offset_row(map, head, (key // 64)[:, None], column[None, :], D), 0.0)
         joined = joined.to(target.dtype.element_ty)
     else:
         joined = join_planes(rows)

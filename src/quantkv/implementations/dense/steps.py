@@ -12,7 +12,7 @@ from ...calls import Side
 from ...format import Format
 from ...maps import LayerMaps, LinearMap
 from ..reference.attend import merge
-from ..reference.write import apply_map, dequantize
+from ..reference.write import apply_map, dequantize, stored_offset
 
 
 class Part(NamedTuple):
@@ -54,7 +54,7 @@ class TorchSteps:
             slots = pages[position // size].long() * size + position % size
             rows = dequantize(side, codec, row_map if self.back else None, slots, position)
             if map_ is not None and map_.offset is not None:
-                rows = rows + apply_map(map_.forward, map_.offset_rows(position).expand_as(rows))
+                rows = rows + apply_map(map_.forward, stored_offset(side, codec, map_, slots, position).expand_as(rows))
             target[:, :count] = rows.transpose(0, 1) / gain(map_)
             target[:, count:] = 0
 

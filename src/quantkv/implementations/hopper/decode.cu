@@ -5,7 +5,7 @@
 // a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised piece and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
-// Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET VALUE_MAP
+// Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
 // QUERY_BF16 SOFTCAP; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
 // ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.

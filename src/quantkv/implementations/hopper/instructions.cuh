@@ -18,6 +18,7 @@ DI u32 prmt(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 // Pairs of 16-bit floats in a register, the first in its low half.
 DI u32 add2(u32 a, u32 b) { u32 r; asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI u32 mul2(u32 a, u32 b) { u32 r; asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 fma2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DI u32 half2(float x, float y) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x)); return r; }
 DI u32 bfloat2(float x, float y) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x)); return r; }
@@ -77,6 +78,11 @@ template <u32 BASE> DI uint2 load_constants(u32 at) {
   uint2 x;
   asm("ld.shared.v2.b32 {%0,%1}, [%2 + %3];" : "=r"(x.x), "=r"(x.y) : "r"(at), "n"(BASE));
   return x;
+}
+// 8 x 8 matrices of 16-bit numbers as mma takes them: rows 0 to 7, 8 to 15, then both of the next 8 columns. Of each, lanes have the
+// address of a row in this order.
+DI void load_matrices(u32 at, u32 (&a)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
 }
 // 8 x 8 matrices of 16-bit numbers, transposed while they are loaded; lane i of each eight has the address of a row.
 DI void load_transposed(u32 at, u32& a, u32& b) {

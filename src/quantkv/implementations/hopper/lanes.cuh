@@ -147,14 +147,14 @@ template <class Value> DI u32 value_pair(const u32* x, int j, u32 lane) {
   else if constexpr (Value::VALUES_BY_TABLE) return Value::pair(x, j, lane);
   else return Value::pair(x, j);
 }
-template <class Codec> DI void fill_table(u32 warp, u8* table) {
+template <class Codec> DI void fill_table(u32 warp, u32 at) {
   if constexpr (Codec::ENTRIES > 0)
-    for (u32 e = warp; e < Codec::ENTRIES; e += WARPS) Codec::fill(e, table);
+    for (u32 e = warp; e < Codec::ENTRIES; e += WARPS) Codec::fill(at / Codec::SPACING + e);
 }
 DI void fill_tables(u32 warp) {
   if (TABLES_BYTES == 0) return;
   if (shared_address(shared) != TABLE_ADDRESS) __trap();
-  fill_table<KEY>(warp, shared);
-  if (OWN_TABLE) fill_table<VALUE>(warp, shared + VALUE_TABLE_AT);
+  fill_table<KEY>(warp, 0);
+  if (OWN_TABLE) fill_table<VALUE>(warp, VALUE_TABLE_AT);
   __syncthreads();
 }

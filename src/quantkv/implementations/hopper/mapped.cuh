@@ -20,6 +20,18 @@ struct Offset {
   int buckets;
 };
 
+// Whether the row, over its four lanes, is shorter than the row less the offset, of which a lane's numbers begin at `offset`.
+DI bool is_shorter(const float (&row)[E], const float* offset) {
+  float own = 0.f, rest = 0.f;
+#pragma unroll
+  for (int e = 0; e < E; e++) {
+    const float less = row[e] - offset[4 * (e - e % CHUNK) + e % CHUNK];
+    own = fmaf(row[e], row[e], own), rest = fmaf(less, less, rest);
+  }
+  auto add = [](float a, float b) { return a + b; };
+  return over_lanes(own, add) < over_lanes(rest, add);
+}
+
 // Fills in a lane's part of the row of `token`, which is there if `given`. Whether the row is kept without its offset: then it is
 // negated, as SIGNED codecs store what is shorter so.
 template <bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class R>
@@ -41,14 +53,7 @@ DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offs
     const int bucket = given ? min((int)(offset.positions[token] / 64), offset.buckets - 1) : 0;
     const float* shift = offset.table + bucket * offset.stride + CHUNK * c;
     if constexpr (SIGNED) {
-      float with = 0.f, without = 0.f;
-#pragma unroll
-      for (int e = 0; e < E; e++) {
-        const float x = row.x[e], y = x - shift[4 * (e - e % CHUNK) + e % CHUNK];
-        with += y * y, without += x * x;
-      }
-      const auto add = [](float a, float b) { return a + b; };
-      alone = over_lanes(without, add) < over_lanes(with, add);
+      alone = is_shorter(row.x, shift);
       keep(shift);  // what it points to is loaded again: registers could not hold it
     }
 #pragma unroll

@@ -15,7 +15,7 @@ def page_bytes(key: Codec, value: Codec, head_size: int, block_size: int) -> int
 
 def row_macros(key: Codec, value: Codec, head_size: int) -> dict[str, object]:
     """What both kernels are told of the codecs and their rows."""
-    macros: dict[str, object] = {"HEAD_SIZE": head_size}
+    macros: dict[str, object] = {"HEAD_SIZE": head_size, "KEY_SIGNED": int(key.signed)}
     for name, codec in (("KEY", key), ("VALUE", value)):
         half = codec.hopper()
         macros |= {name: half.type, f"{name}_BITS": codec.row.code_bits, f"{name}_META_BYTES": codec.row.meta_bytes}

@@ -18,7 +18,7 @@ from .operands import kept, tiles
 if TYPE_CHECKING:
     from .write import WriteConfig
 
-WARPS = 8  # of a block: a row each
+ROWS = 8  # of a block: a warp each
 CHAIN, BLOCK = 64, 8  # dimensions that hang together, and that one product feeds
 
 
@@ -64,7 +64,7 @@ class SearchConfig:
 
     @staticmethod
     def of(rows: WriteConfig, metric: bool) -> SearchConfig:
-        return SearchConfig(replace(rows, warps=WARPS), metric)
+        return SearchConfig(replace(rows, warps=ROWS), metric)
 
     @property
     def shared_bytes(self) -> int:
@@ -86,4 +86,4 @@ class SearchConfig:
 
 @cache
 def kernel(config: SearchConfig, index: int) -> Kernel:
-    return Kernel(launch.load(config.cubin(), index), "search_kernel", 32 * WARPS, config.shared_bytes, index)
+    return Kernel(launch.load(config.cubin(), index), "search_kernel", 32 * ROWS, config.shared_bytes, index)

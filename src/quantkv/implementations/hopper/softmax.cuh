@@ -96,7 +96,10 @@ struct Softmax {
 #pragma unroll
       for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) s[n][nt][e] = z0 * q.sum[nt][e], s[n][nt][2 + e] = z1 * q.sum[nt][e];
+        for (int e = 0; e < 2; e++) {
+          s[n][nt][e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? z0 * q.sum[nt][e] : 0.f;
+          s[n][nt][2 + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? z1 * q.sum[nt][e] : 0.f;
+        }
       float odd[4] = {};  // products depend on each other: with one column tile alone, two sums take half the time
 #pragma unroll
       for (int w = 0; w < D / 16; w++) {
@@ -114,6 +117,8 @@ struct Softmax {
       if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
       const float f[2] = {key_scale(meta[0], norms[0]) * scale, key_scale(meta[1], norms[2]) * scale};
       const float z[2] = {KEY::bias(meta[0]) * scale, KEY::bias(meta[1]) * scale};
+      // A negative scale says that the key was stored without its offset.
+      const float shifted[2] = {KEY_SIGNED && KEY::scale(meta[0]) < 0.f ? 0.f : 1.f, KEY_SIGNED && KEY::scale(meta[1]) < 0.f ? 0.f : 1.f};
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
         u32 offset[2] = {};  // what is added to the scores of a column, of both rows
@@ -121,6 +126,7 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           float y = s[n][nt][i], o = as_float(offset[i & 1]);
+          if (KEY_SIGNED && KEY_OFFSET) o *= shifted[i / 2];
           if (KEY::BIASED) o = fmaf(z[i / 2], q.sum[nt][i & 1], KEY_OFFSET ? o : 0.f);
           if (SOFTCAP) {  // scale brings the score to 2 log2(e) / softcap, so y = softcap log2(e) tanh(score / softcap)
             y = softcap - 2.f * softcap * inverse(1.f + pow2(ADDED ? fmaf(y, f[i / 2], o) : y * f[i / 2])) - m[nt][i & 1];

@@ -12,8 +12,9 @@
 // of one that serves values,
 //   CENTRE, unit(j)        what is taken off every operand; what register j is worth more than its operands
 //   pair(x, j)             dimension j of a lane's, of two tokens; x[k]: 16 bits of each
-// of keys that are read by a Table: fill(entry, table), and key_pair(.., j, lane), of TOKENS tokens at once.
-//   VALUES_BY_TABLE        so are values: pair(.., j, lane). A table of their own begins at a multiple of 2^16 bytes, which is in `lane`
+// of keys that are read by a Table: fill(entry), and key_pair(.., j, lane), of TOKENS tokens at once.
+//   VALUES_BY_TABLE        so are values: pair(.., j, lane). A table of their own begins at a multiple of 2^16 bytes, which is in `lane`, and
+//                          of ENTRIES entries, by which the entries that it is filled in by are larger
 //   OVERLAP                bits of a code that is read with the one before it in its CHAIN of bytes, 0 before the first: behind w, or x,
 //                          comes shifted, the same moved up by a code, with the code before in the lowest bits
 // Integer codes stay fp16 *subnormals*: a field masked in place is worth unit * code * 2^-24, the tensor core takes it at full
@@ -32,8 +33,8 @@ constexpr u32 TABLE_ADDRESS = 1024;
 template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
   static constexpr int ENTRIES = ENTRIES_, TOKENS = TOKENS_, SPACING = SPACING_, TABLE_BYTES = ENTRIES * SPACING;
   static DI u32 lane() { return threadIdx.x % 32 * 4 * TOKENS; }  // bytes from an entry to this lane's copy
-  static DI void put(u8* table, u32 at, u32 x) { ((u32*)(table + at * SPACING))[threadIdx.x % 32] = x; }
-  static DI void put(u8* table, u32 at, u32 x, u32 y) { ((uint2*)(table + at * SPACING))[threadIdx.x % 32] = make_uint2(x, y); }
+  static DI void put(u32 at, u32 x) { ((u32*)(shared + at * SPACING))[threadIdx.x % 32] = x; }
+  static DI void put(u32 at, u32 x, u32 y) { ((uint2*)(shared + at * SPACING))[threadIdx.x % 32] = make_uint2(x, y); }
   static DI u32 entry(u32 at) { return load_constant<TABLE_ADDRESS>(at); }
   static DI uint2 entries(u32 at) { return load_constants<TABLE_ADDRESS>(at); }
 };
@@ -47,6 +48,7 @@ template <class TABLE> struct ReadBy : TABLE {
   static constexpr __device__ float unit(int) { return 1.f; }
   static DI float scale(u32 meta) { return as_float(meta); }
   static DI float bias(u32) { return 0.f; }
+  template <class R, class W> static DI u32 encode(const R&, W&) { return 0; }  // rows that write.cu does not write
 };
 using CodecDefaults = ReadBy<Table<0, 0, 0>>;
 
@@ -80,4 +82,21 @@ template <> struct Fields<4> : CodecDefaults {  // fields of a half word that ar
   static DI u32 field(u32 w, int j) { return w >> (j & 2) * 4 & (j & 1 ? 0x00f000f0u : 0x000f000fu); }
   static DI u32 key_pair(const u32* w, int j) { return field(w[j / 4], j % 4); }
   static DI u32 pair(const u32* x, int j) { return field(x[j / 4], j % 4); }
+};
+// 2 bits: levels -10, -3, 3, 10, times 2^-24. Values by arithmetic; keys by a table of the 256 bytes, to spare the integer pipe.
+struct FourLevels : ReadBy<Table<256, 2, 256>> {
+  static constexpr int BITS = 2;
+  // Field j of both halves. 20/3 code - 10 is -10, -3.33, 3.33, 10: the level, once rounded to an integer, and fp16 subnormals are
+  // integers. So one multiply-add makes it.
+  static DI u32 level(u32 w, int j) {
+    const int at = j < 5 ? j : j - 3;
+    return fma2((j < 5 ? w : w >> 6) & twice(3u << 2 * at), twice(0x46abu - 0x800u * at), 0x800a800au);
+  }
+  static DI void fill(u32 e) { put(e, level(e & 3 | (e & 12) << 14, 0), level(e >> 4 & 3 | e >> 6 << 16, 0)); }
+  static DI uint2 key_pair(const u32* a, const u32* b, int j, u32 lane) {  // a byte of the index: two codes of a, two of b
+    const u32 x = a[j / 8], y = b[j / 8];
+    const u32 index = j & 1 ? x >> 4 & 0x0f0f0f0fu | y & 0xf0f0f0f0u : x & 0x0f0f0f0fu | y << 4 & 0xf0f0f0f0u;
+    return entries(prmt(index, lane, 0x5504 | j % 8 / 2 << 4));
+  }
+  static DI u32 pair(const u32* x, int j) { return level(x[j / 8], j % 8); }
 };

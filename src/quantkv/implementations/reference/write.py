@@ -9,7 +9,7 @@ import torch
 
 from ...calls import Side, WriteCall
 from ...format import Codec
-from ...maps import LinearMap
+from ...maps import LinearMap, rounding_of
 
 Places = tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
 
@@ -86,7 +86,7 @@ def encode(
         alone_is_shorter = alone.square().sum(-1, keepdim=True) < y.square().sum(-1, keepdim=True)
         y = torch.where(alone_is_shorter, -alone, y)
     y = y if scale == 1.0 else y / scale
-    rounding = None if map_ is None or codec.encode_in is None else map_.rounding
+    rounding = rounding_of(codec, map_)
     codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)
     return codes, meta if alone is None else torch.where(alone_is_shorter, -meta, meta)
 
@@ -113,6 +113,11 @@ def dequantize(
     if map_ is not None:
         rows = apply_map(map_.inverse, rows)
         if map_.offset is not None:
-            offset = map_.offset_rows(positions).to(dtype)
-            rows = rows + (offset if not codec.signed else offset * (side.meta[at][..., :1] >= 0))
+            rows = rows + stored_offset(side, codec, map_, slots, positions).to(dtype)
     return rows
+
+
+def stored_offset(side: Side, codec: Codec, map_: LinearMap, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What belongs to the keys in slots `[T]`, at positions `[T]`, beside what is stored: `[T, HK or 1, D]`, of a map with an offset."""
+    offset, block_size = map_.offset_rows(positions), side.codes.shape[1]
+    return offset * (side.meta[slots // block_size, slots % block_size][..., :1] >= 0) if codec.signed else offset

@@ -65,8 +65,9 @@ def key_score(q_operand, q_sum, operand, affine, factor, K: tl.constexpr, PRECIS
 
 
 @triton.jit
-def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.constexpr):
-    """score + factor * q . offset, of each key's bucket of 64 positions. key `[N]` counts up from first_key; map.offset is mapped."""
+def offset_score(score, q_planes, map, head, key, first_key, affine, factor, K: tl.constexpr):
+    """score + factor * q . offset, of each key's bucket of 64 positions; nothing where a key was stored without. key `[N]` counts up from
+    first_key; map.offset is mapped."""
     FACTORS: tl.constexpr = K.factors
     P: tl.constexpr = len(q_planes)
     word = tl.arange(0, K.width)
@@ -76,7 +77,10 @@ def offset_score(score, q_planes, map, head, key, first_key, factor, K: tl.const
         for p in tl.static_range(P):
             offset = offset_row(map, head, bucket + i, word * P + p, K.head_size) * (FACTORS[0] / FACTORS[p])
             row += tl.sum(q_planes[p].to(tl.float32) * offset[None, :], axis=1)
-        score += tl.where((key // 64 == bucket + i)[None, :], (row * factor)[:, None], 0.0)
+        here = key // 64 == bucket + i
+        if K.signed:
+            here = here & (affine[0] >= 0)
+        score += tl.where(here[None, :], (row * factor)[:, None], 0.0)
     return score
 
 
@@ -249,7 +253,7 @@ def attend_kernel(
                 operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
             score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
             if K.offset:
-                score = offset_score(score, q_planes, k_map, head, key, start + first_slot, factor, K)
+                score = offset_score(score, q_planes, k_map, head, key, start + first_slot, affine, factor, K)
             if NATURAL:
                 score = natural_score(score * q_unit[:, None], position, key[None, :], context, slope, row_mask[:, None], extras, F)
             score = tl.where(seen, score, float("-inf"))

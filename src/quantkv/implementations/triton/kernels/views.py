@@ -45,6 +45,10 @@ class MapView(NamedTuple):
     offset_bucket: Any = 0
     offset_head: Any = 0
     num_buckets: Any = 0
+    feedback: Any = None  # of a metric, [HK or 1, D, D] float32
+    feedback_head: Any = 0
+    gain: Any = None  # [HK or 1, D] float32
+    gain_head: Any = 0
 
 
 class BatchView(NamedTuple):
@@ -144,8 +148,10 @@ class RowPlan(_Constant):
     head_size: int
     mapped: bool = False
     offset: bool = False
+    signed: bool = False  # rows with a negative scale were stored without the offset
     rounded: bool = False  # the mapped row is rounded to the input's dtype before it is encoded
     scaled: bool = False  # a per-tensor scale other than 1
+    cubic: tuple[float, float] | None = None  # rows are rounded in a metric, to these levels: see `Codec.cubic`
     align: int = 1  # rows begin at multiples of so many words: what Triton cannot see where strides are no multiples of 16
 
     @property

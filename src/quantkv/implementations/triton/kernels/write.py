@@ -3,8 +3,35 @@
 import triton
 import triton.language as tl
 
-from .codes import LARGEST, LARGEST_HALF, saturate
+from .codes import LARGEST, LARGEST_HALF, saturate, sum_of_squares
+from .rounding import round_rows
 from .tiles import load_rows, meta_pointers, word_pointers
+
+
+@triton.jit
+def mapped_rows(at, given, map, head, position, factor, PLAN: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr):
+    """The rows at the pointers `at [R]` as planes in float32: less their offset, mapped, rounded as the codec wants them."""
+    DTYPE: tl.constexpr = at.dtype.element_ty
+    loaded = load_rows(at, given, map, head, position, PLAN, OFFSET, PRECISION)
+    x = ()
+    for p in tl.static_range(len(loaded)):
+        plane = loaded[p].to(tl.float32)
+        if PLAN.mapped:
+            plane = saturate(plane * factor, LARGEST_HALF if PLAN.rounded and tl.float16 == DTYPE else LARGEST)
+            if PLAN.rounded:
+                plane = plane.to(DTYPE).to(tl.float32)
+        x = x + (plane,)
+    return x
+
+
+@triton.jit
+def choose_rows(x, alone):
+    """x, or the negative of what `alone` has of a row where that is shorter; which rows those are `[R]`."""
+    shorter = tl.sum(sum_of_squares(alone), axis=1) < tl.sum(sum_of_squares(x), axis=1)
+    chosen = ()
+    for p in tl.static_range(len(x)):
+        chosen = chosen + (tl.where(shorter[:, None], -alone[p], x[p]),)
+    return chosen, shorter
 
 
 @triton.jit
@@ -16,21 +43,20 @@ def write_rows(
     CODEC: tl.constexpr = PLAN.codec
     P: tl.constexpr = PLAN.codec.planes
     NUM_META: tl.constexpr = PLAN.codec.num_meta
-    DTYPE: tl.constexpr = rows.ptr.dtype.element_ty
     at = rows.ptr + token * rows.stride_token + head * rows.stride_head
-    loaded = load_rows(at, given, map, head, position, PLAN, PLAN.offset, PRECISION)
-    x = ()
-    for p in tl.static_range(P):
-        plane = loaded[p].to(tl.float32)
-        if PLAN.mapped:
-            plane = saturate(plane * factor, LARGEST_HALF if PLAN.rounded and tl.float16 == DTYPE else LARGEST)
-            if PLAN.rounded:
-                plane = plane.to(DTYPE).to(tl.float32)
-        if PLAN.scaled:
-            plane = tl.div_rn(plane, tl.zeros(plane.shape, tl.float32) + scale)
-        x = x + (plane,)
+    x = mapped_rows(at, given, map, head, position, factor, PLAN, PLAN.offset, PRECISION)
+    if PLAN.signed:
+        x, alone = choose_rows(x, mapped_rows(at, given, map, head, position, factor, PLAN, False, PRECISION))
+    if PLAN.scaled:
+        scaled = ()
+        for p in tl.static_range(P):
+            scaled = scaled + (tl.div_rn(x[p], tl.zeros(x[p].shape, tl.float32) + scale),)
+        x = scaled
     real = tl.arange(0, PLAN.width) < PLAN.columns
-    words, meta = CODEC.encode(x, real, pages.table, PLAN)
+    if PLAN.cubic is None:
+        words, meta = CODEC.encode(x, real, pages.table, PLAN)
+    else:
+        words, meta = round_rows(x, map, head, PLAN, PRECISION)
     at = word_pointers(pages, page, slot, head, PLAN)
     stored = mask[:, None] & real[None, :]
     tl.store(at, words, mask=stored)
@@ -41,7 +67,10 @@ def write_rows(
     if NUM_META > 0:
         at = meta_pointers(pages, page, slot, head)
         for i in tl.static_range(NUM_META):
-            tl.store(at + i, meta[i], mask=mask)
+            field = meta[i]
+            if PLAN.signed and i == 0:
+                field = tl.where(alone, -field, field)
+            tl.store(at + i, field, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
