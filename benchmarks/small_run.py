@@ -52,7 +52,27 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
             got, _ = ops.attend(call, implementation)
             want, _ = compute(call, torch.float64)
             worst.append(((got.double() - want).norm() / want.norm()).item())
+        if counts is decode:  # the same beside exact tokens
+            call = beside_exact(call, lens[chosen], rows)
+            if implementations.refusal(implementation, call) is None:
+                got, _ = ops.attend(call, implementation)
+                want, _ = compute(call, torch.float64)
+                worst.append(((got.double() - want).norm() / want.norm()).item())
     return max(worst, default=None)
+
+
+def beside_exact(call: AttendCall, lens: list[int], rows) -> AttendCall:
+    """The call with its keys from the last page but one on in a 16-bit cache."""
+    (segment,), device = call.segments, call.q.device
+    heads, size, head_size = segment.k.codes.shape[2], segment.k.codes.shape[1], call.q.shape[2]
+    exact = PagedCache(get_format("none").cache_spec(heads, head_size, block_size=size), 2 * len(lens), device)
+    begins = [max(-(-n // size) - 2, 0) * size for n in lens]
+    slots = torch.cat([2 * size * s + torch.arange(n - begin, device=device) for s, (n, begin) in enumerate(zip(lens, begins))])
+    exact.write(rows(len(slots), heads), rows(len(slots), heads), slots)
+    starts = torch.tensor(begins, device=device, dtype=torch.int32)
+    table = torch.arange(2 * len(lens), device=device, dtype=torch.int32).view(-1, 2)
+    ranges = torch.stack([torch.zeros_like(starts), starts], 1)
+    return AttendCall(call.q, (segment._replace(key_range=ranges), exact.segment(table, starts)), call.batch, options=call.options)
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ BUDGET = {
     ("int2", "int2", 4): 218,
     ("tq8", "u4", 4): 220, ("tq4", "u4", 4): 275, ("tq3", "u4", 4): 315, ("tq3", "u3", 4): 340,
     ("int4", "int2", 4): 224, ("int2", "u4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 24): 350, ("int4", "int4", 32): 400,
-    ("int2", "int2", 24): 330, ("int2", "int2", 32): 380,
+    ("int2", "int2", 24): 330, ("int2", "int2", 32): 380, ("bf16", "bf16", 4): 208, ("bf16", "bf16", 16): 320, ("bf16", "bf16", 24): 410,
     ("trellis2", "trellis2", 4): 300, ("trellis2", "trellis2", 24): 420, ("int8", "trellis2", 4): 285, ("int2", "trellis2", 4): 275,
 }  # fmt: skip
 
@@ -73,6 +73,20 @@ def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path
     plain = tmp_path / "plain.cubin"
     plain.write_bytes(build(config(key, "int4")))
     assert len(step(cubin)) <= len(step(plain)) * (1.05 if key_offset else 1.02)
+
+
+@pytest.mark.parametrize("key, value_map", [("int4", "HADAMARD"), ("int4", "MATRIX"), ("int2", "HADAMARD"), ("bf16", "NO_MAP")])
+def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, tmp_path):
+    """And out of local memory, in the kernels that merge as well."""
+    plain = config(key, key, key_map=value_map, value_map=value_map)
+    chosen = replace(plain, ranges=True, follows=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
+    steps = []
+    for name, each in (("plain", plain), ("chosen", chosen)):
+        cubin = tmp_path / f"{name}.cubin"
+        cubin.write_bytes(build(each))
+        steps.append(len(step(cubin)))
+        assert not {"LDL", "STL"} & set(opcodes(cubin)), name
+    assert steps[1] <= steps[0] + 4
 
 
 def test_every_configuration_has_a_ring():

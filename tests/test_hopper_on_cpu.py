@@ -144,7 +144,9 @@ def write(caches, monkeypatch, folder, dtype, positions=None):
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float16, 65504.0), (torch.bfloat16, 2.0**66)], ids=str)
-@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits", "levels2", "levels5", "levels8", "trellis2"])
+@pytest.mark.parametrize(
+    "name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits", "levels2", "levels5", "levels8", "trellis2"]
+)
 def test_finite_rows_are_stored_as_finite_ones(name, dtype, size, monkeypatch, tmp_path):
     """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""
     cache = PagedCache(get_format(name).cache_spec(2, 128), 2)

@@ -7,12 +7,12 @@ import torch
 
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import get_format
-from quantkv.prepared import prepare_write
 from quantkv.calls import WriteCall
 from quantkv.formats.levels import CUBICS
 from quantkv.implementations.hopper import round as rounds
 from quantkv.implementations.hopper import write as hopper
 from quantkv.maps import LayerMaps, LinearMap
+from quantkv.prepared import prepare_write
 from rounded import Rows, compare, layer, on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -240,6 +240,7 @@ template <int N> inline void wait_for_all_copies_but() {
 }
 DI void wait_for_previous_kernel() {}
 DI void launch_next_kernel() {}
+DI void forget_what_was_read() {}
 
 // ---- a launch: one block after the other
 static void (*cpu_kernel)();

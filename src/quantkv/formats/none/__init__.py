@@ -8,10 +8,7 @@ from ...format import Codec, Format, register
 from ...spec import RowLayout
 from ..device import cuda_half, half_of
 
-CUDA_HALVES = {
-    dtype: cuda_half(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>", keys=False, values=False)
-    for dtype in (torch.bfloat16, torch.float16)
-}
+CUDA_HALVES = {dtype: cuda_half(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>") for dtype in (torch.bfloat16, torch.float16)}
 
 
 def _plain(name: str, dtype: torch.dtype) -> Codec:

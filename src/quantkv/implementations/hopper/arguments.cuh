@@ -37,6 +37,13 @@ struct AttendArguments {
   float softcap;          // base 2
   float offset_gain;
   float value_gain;
+  const int* key_start;   // [sequences]: position of the key in a segment's first slot
+  const int* key_range;   // [sequences, 2]: positions that are read
+  const u32* other_pieces[3];  // of the segments that combine merges besides: those that share the values' map come first
+  const int* other_starts[3];
+  const int* other_ranges[3];
+  int other_resident[3];
+  int other_warps[3];
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and heads in bytes.

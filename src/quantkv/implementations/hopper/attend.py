@@ -1,14 +1,17 @@
-"""Reads on Hopper: paged decode and verification, of one call or of all that share its shape."""
+"""Reads on Hopper: paged decode and verification, of one call or of all that share its shape.
+
+A call with several segments is a decode kernel for each, which overlap, and one that merges their pieces."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
-from ...calls import AttendCall
+from ...calls import AttendCall, Segment
 from . import launch
 from .decode import COMBINE_COLUMNS, COMBINE_WARPS, TILE, DecodeConfig, choose
 from .launch import Kernel, Launch
@@ -17,6 +20,8 @@ from .records import pages_of, unsuitable
 
 HONOURED = frozenset({"window", "softcap", "sinks"})
 QUERIES = range(9)  # of a sequence
+SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
+SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
 LOG2E = math.log2(math.e)
 SINK_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in arguments.cuh
 
@@ -28,27 +33,44 @@ def refusal(call: AttendCall) -> str | None:
 
 def _unsupported(call: AttendCall) -> str | None:
     """Why no Hopper GPU can serve it."""
-    q, batch, segment = call.q, call.batch, call.segments[0]
-    if len(call.segments) != 1:
-        return f"{len(call.segments)} segments: one is needed"
-    if segment.key_start is not None or segment.key_range is not None:
-        return "key_start, key_range: all keys of a sequence, from position 0, are needed"
-    fmt, k, v = segment.fmt, segment.k, segment.v
+    q, batch, first = call.q, call.batch, call.segments[0]
+    if len(call.segments) > SEGMENTS:
+        return f"{len(call.segments)} segments: at most {SEGMENTS}"
+    if not batch.max_query_len or batch.max_query_len not in QUERIES:
+        return f"max_query_len={batch.max_query_len}: 1 to {QUERIES[-1]} queries a sequence must be promised"
+    D, HQ, HK = q.shape[2], q.shape[1], first.k.codes.shape[2]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q.dtype {q.dtype}: bfloat16 or float16"
+    if HQ // HK > 16:
+        return f"{HQ} query heads over {HK} kv heads: at most 16 share one"
+    for segment in call.segments:
+        if reason := _unsupported_segment(segment, D, q.dtype):
+            return reason
+    if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+        return f"q strides {q.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
+    if call.out.dtype != q.dtype or not call.out.is_contiguous():
+        return f"out of {call.out.dtype}, strides {call.out.stride()}: contiguous, of q's dtype"
+    if call.lse is not None and not call.lse.is_contiguous():
+        return f"lse strides {call.lse.stride()}: contiguous"
+    for name, t in (("seq_lens", batch.seq_lens), ("cu_seqlens_q", batch.cu_seqlens_q)):
+        if t.dtype != torch.int32 or not t.is_contiguous():
+            return f"{name} of {t.dtype}, strides {t.stride()}: int32, contiguous"
+    return None
+
+
+def _unsupported_segment(segment: Segment, D: int, dtype: torch.dtype) -> str | None:
+    """Why no Hopper GPU can read this segment with queries of head size D and this dtype."""
+    fmt, k, v, block_size = segment.fmt, segment.k, segment.v, segment.k.codes.shape[1]
     for name, codec, use in (("keys", fmt.k, "keys"), ("values", fmt.v, "values")):
         if codec.hopper is None or not getattr(codec.hopper(), use):
             return f"format {fmt.name}: {name} of {codec.name} have no code for Hopper"
+        if codec.code_dtype == torch.bfloat16 != dtype:
+            return f"format {fmt.name}: {name} of {codec.name} need queries of it, and q.dtype is {dtype}"
     if k.scale != 1.0 or v.scale != 1.0:
         return f"per-tensor scales {k.scale}, {v.scale}: 1 is needed"
-    if not batch.max_query_len or batch.max_query_len not in QUERIES:
-        return f"max_query_len={batch.max_query_len}: 1 to {QUERIES[-1]} queries a sequence must be promised"
-    D, HQ, HK, block_size = q.shape[2], q.shape[1], k.codes.shape[2], k.codes.shape[1]
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q.dtype {q.dtype}: bfloat16 or float16"
     odd = [codec.row.code_bits for codec in (fmt.k, fmt.v) if 16 % codec.row.code_bits]
     if segment.head_size_v != D or D not in (64, 128, 256) or (D == 64 and odd):
-        return f"head sizes {D}, {segment.head_size_v}: both 64 (with 2, 4 or 8 bits), 128 or 256"
-    if HQ // HK > 16:
-        return f"{HQ} query heads over {HK} kv heads: at most 16 share one"
+        return f"head sizes {D}, {segment.head_size_v}: both 64 (with 2, 4, 8 or 16 bits), 128 or 256"
     if block_size not in (16, 32, 64, 128):
         return f"block_size {block_size}: 16, 32, 64 or 128"
     pages = pages_of(k, v)
@@ -58,15 +80,13 @@ def _unsupported(call: AttendCall) -> str | None:
         return f"pages strides {pages.stride()}: a page under 4 GiB"
     if reason := unsuitable(pages, fmt.k, fmt.v, D, block_size):
         return reason
-    if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
-        return f"q strides {q.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
-    if call.out.dtype != q.dtype or not call.out.is_contiguous():
-        return f"out of {call.out.dtype}, strides {call.out.stride()}: contiguous, of q's dtype"
-    if call.lse is not None and not call.lse.is_contiguous():
-        return f"lse strides {call.lse.stride()}: contiguous"
-    for name, t in (("block_table", segment.block_table), ("seq_lens", batch.seq_lens), ("cu_seqlens_q", batch.cu_seqlens_q)):
-        if t.dtype != torch.int32 or t.stride(-1) != 1:
-            return f"{name} of {t.dtype}, strides {t.stride()}: int32, last dimension contiguous"
+    if segment.block_table.dtype != torch.int32 or segment.block_table.stride(-1) != 1:
+        return f"block_table of {segment.block_table.dtype}, strides {segment.block_table.stride()}: int32, last dimension contiguous"
+    for name, t in (("key_start", segment.key_start), ("key_range", segment.key_range)):
+        if t is not None and (t.dtype != torch.int32 or not t.is_contiguous()):
+            return f"{name} of {t.dtype}, strides {t.stride()}: int32, contiguous"
+    if segment.key_start is not None and _has_offset(segment):
+        return "key_start with an offset of the keys' map: all positions from 0 have a slot where keys have offsets"
     return None
 
 
@@ -88,21 +108,44 @@ def scratch_bytes(call: AttendCall) -> int:
 
 def compile_for(call: AttendCall) -> None:
     """Compile what `call` needs, and launch nothing. May run in several threads at once."""
-    configuration(call).cubin()
+    for config in configurations(call):
+        config.cubin()
 
 
-def _capacity(call: AttendCall) -> int:
+def _capacity(call: AttendCall, segment: Segment) -> int:
     """Tiles that may be read, at most; to a power of two, so that few configurations differ."""
-    segment, promised = call.segments[0], call.batch.max_seq_len
+    promised = call.batch.max_seq_len
     longest = segment.block_table.shape[1] * segment.k.codes.shape[1]
     if promised is not None:
         longest = min(longest, promised)
     return call.batch.num_seqs * segment.k.codes.shape[2] << max(-(-longest // TILE) - 1, 0).bit_length()
 
 
-def configuration(call: AttendCall) -> DecodeConfig:
-    """What a kernel that serves `call` is compiled for."""
-    segment, (_, HQ, D), HK = call.segments[0], call.q.shape, call.segments[0].k.codes.shape[2]
+def _has_offset(segment: Segment) -> bool:
+    return segment.maps.k is not None and segment.maps.k.offset is not None
+
+
+def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
+    """Of the segments: in which order their kernels are launched, and in which order their pieces are merged. The kernels of the first to
+    be merged have the values' map, if there is one, and merge the others, of which those without a map come last."""
+    sizes = [_capacity(call, s) for s in call.segments]
+    launched = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=not SMALL_FIRST)
+    return launched, sorted(range(len(sizes)), key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
+
+
+def configurations(call: AttendCall) -> list[DecodeConfig]:
+    """What a kernel that serves `call` is compiled for, for each of its segments."""
+    launched, merged = _orders(call)
+    mapped = sum(s.maps.v is not None for s in call.segments) or len(merged)
+    ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
+    configs = [replace(_configuration(call, s), ranges=ranges, follows=i != launched[0]) for i, s in enumerate(call.segments)]
+    configs[merged[0]] = replace(configs[merged[0]], segments=len(merged), mapped_segments=mapped)
+    return configs
+
+
+def _configuration(call: AttendCall, segment: Segment) -> DecodeConfig:
+    """What suits a segment if it were alone."""
+    (_, HQ, D), HK = call.q.shape, segment.k.codes.shape[2]
     return choose(
         segment.fmt.k,
         segment.fmt.v,
@@ -116,27 +159,46 @@ def configuration(call: AttendCall) -> DecodeConfig:
         call.options.softcap > 0,
         kind(segment.maps.k),
         kind(segment.maps.v),
-        segment.maps.k is not None and segment.maps.k.offset is not None,
-        _capacity(call),
+        _has_offset(segment),
+        _capacity(call, segment),
     )
 
 
+@dataclass(frozen=True)
+class Part:
+    """How a segment is cut: the configuration, the grid of its decode kernel, the warps that work at once, its place in the scratch."""
+
+    config: DecodeConfig
+    decode_grid: tuple[int, int, int]
+    resident: int
+    scratch_begin: int
+    scratch_bytes: int
+
+
 class Plan:
-    """How a call is cut: the configuration, the grids of both kernels, the warps that work at once, the scratch."""
+    """How a call is cut: its segments, the grid of the kernel that merges them, the scratch.
+
+    parts: of the segments in the call's order. launched, merged: indices of them, see `_orders`."""
 
     def __init__(self, call: AttendCall, multiprocessors: int):
-        self.config = config = configuration(call)
-        sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * config.kv_heads
-        self.columns = columns = call.batch.max_query_len * config.group
-        column_blocks = -(-columns // (8 * config.column_tiles))
-        blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
-        blocks = max(1, min(blocks, -(-_capacity(call) // config.warps)))
-        self.resident = blocks * config.warps
-        self.decode_grid = (blocks, column_blocks, 1)
+        configs = configurations(call)
+        self.launched, self.merged = _orders(call)
+        group, kv_heads = configs[0].group, configs[0].kv_heads
+        sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * kv_heads
+        self.columns = columns = call.batch.max_query_len * group
+        self.parts, self.scratch_bytes = [], 0
+        for config, segment in zip(configs, call.segments):
+            column_blocks = -(-columns // (8 * config.column_tiles))
+            blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
+            blocks = max(1, min(blocks, -(-_capacity(call, segment) // config.warps)))
+            resident = blocks * config.warps
+            size = (resident + pairs) * columns * config.piece_bytes
+            self.parts.append(Part(config, (blocks, column_blocks, 1), resident, self.scratch_bytes, size))
+            self.scratch_bytes += size
+        self.main = self.parts[self.merged[0]]
         self.few = multiprocessors >= 8 * pairs  # sequences: with more than eight pieces each
-        across = (sequences, columns) if self.few else (-(-sequences // config.combined), -(-columns // COMBINE_COLUMNS))
-        self.combine_grid = (across[0], config.kv_heads, across[1])
-        self.scratch_bytes = (self.resident + pairs) * columns * config.piece_bytes
+        across = (sequences, columns) if self.few else (-(-sequences // self.main.config.combined), -(-columns // COMBINE_COLUMNS))
+        self.combine_grid = (across[0], kv_heads, across[1])
 
 
 @cache
@@ -150,20 +212,23 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
     )
 
 
-def _layer(call: AttendCall) -> Hashable:
+def _layer(s: Segment) -> Hashable:
     """What may differ between layers, and is compiled for."""
-    maps, fmt = call.segments[0].maps, call.segments[0].fmt
-    offset = maps.k is not None and maps.k.offset is not None
-    return kind(maps.k), kind(maps.v), offset, id(fmt.k), id(fmt.v)  # codecs that a configuration keeps alive
+    return kind(s.maps.k), kind(s.maps.v), _has_offset(s), id(s.fmt.k), id(s.fmt.v)  # codecs that a configuration keeps alive
+
+
+def _segment_shape(call: AttendCall, s: Segment) -> Hashable:
+    pages = s.k.base.stride(), s.k.codes.shape[1:3], s.block_table.shape, s.block_table.stride(0), _capacity(call, s)
+    return pages, s.key_start is None, s.key_range is None, _layer(s)
 
 
 def _shape(call: AttendCall) -> Hashable:
     """Equal for calls that one `Prepared` serves."""
-    q, segment, batch, options = call.q, call.segments[0], call.batch, call.options
+    q, batch, options = call.q, call.batch, call.options
     return (
-        (q.shape[1:], q.stride(), q.dtype, q.device, segment.k.base.stride(), segment.k.codes.shape[1:3]),
-        (segment.block_table.shape, segment.block_table.stride(0), batch.num_seqs, batch.max_query_len, _capacity(call)),
-        (call.scale, options.window, options.softcap, options.sinks is None, _layer(call)),
+        (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
+        (call.scale, options.window, options.softcap, options.sinks is None),
+        *[_segment_shape(call, s) for s in call.segments],
     )
 
 
@@ -173,25 +238,14 @@ class Prepared:
     def __init__(self, call: AttendCall):
         self.index = launch.device_index(call.q.device)
         self.plan = plan = Plan(call, launch.multiprocessors(self.index))
-        self.key_half, self.layer = plan.config.key_half, _layer(call)
-        segment, options = call.segments[0], call.options
-        self.scale = call.scale * LOG2E * (2 / options.softcap if options.softcap else 1.0)
-        self.arguments = launch.arguments("AttendArguments")(
-            q_token=call.q.stride(0),
-            q_head=call.q.stride(1),
-            page_stride=segment.k.base.stride(0),
-            table_width=segment.block_table.shape[1],
-            table_stride=segment.block_table.stride(0),
-            sequences=call.batch.num_seqs,
-            window=options.window,
-            resident=plan.resident,
-            all_columns=plan.columns,
-            softcap=options.softcap * LOG2E,
-        )
-        self._take_maps(call)
-        decode, *combine = _kernels(plan.config, self.index)
-        self.decode = Launch(decode, plan.decode_grid, self.arguments)
-        self.combine = Launch(combine[plan.few], plan.combine_grid, self.arguments)
+        self.reads = [Read(call, segment, part, plan.columns) for segment, part in zip(call.segments, plan.parts)]
+        kernels = [_kernels(part.config, self.index) for part in plan.parts]
+        self.main, self.others = self.reads[plan.merged[0]], plan.merged[1:]
+        for place, i in enumerate(self.others):
+            self.main.arguments.other_resident[place] = plan.parts[i].resident
+            self.main.arguments.other_warps[place] = plan.parts[i].config.warps
+        self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments) for i in plan.launched]
+        self.launches.append(Launch(kernels[plan.merged[0]][1 + plan.few], plan.combine_grid, self.main.arguments))
 
     def __call__(self, call: AttendCall) -> None:
         if call.q.shape[0] == 0:
@@ -202,28 +256,60 @@ class Prepared:
         self._launch(call)
 
     def _launch(self, call: AttendCall) -> None:
-        segment, batch, a = call.segments[0], call.batch, self.arguments
-        maps, sinks, lse, q = segment.maps, call.options.sinks, call.lse, call.q.data_ptr()
+        sinks, lse, q, main = call.options.sinks, call.lse, call.q.data_ptr(), self.main.arguments
         if q % 16:
             raise ValueError(f"q at address {q}: rows begin at multiples of 16 bytes, as those of the call that was prepared")
         stream = launch.current_stream(self.index)
         with launch.LOCK:
-            if maps.k is not self.maps.k or maps.v is not self.maps.v:
-                self._take_maps(call)
-            a.q, a.out, a.lse = q, call.out.data_ptr(), None if lse is None else lse.data_ptr()
-            a.pages, a.block_table = segment.k.base.data_ptr(), segment.block_table.data_ptr()
-            a.seq_lens, a.cu_queries = batch.seq_lens.data_ptr(), batch.cu_seqlens_q.data_ptr()
-            if sinks is not None:
-                a.sinks, a.sinks_stride, a.sinks_type = sinks.data_ptr(), sinks.stride(0), SINK_TYPES[sinks.dtype]
             scratch = launch.scratch(self.plan.scratch_bytes, self.index, stream)
-            a.pieces = scratch.data_ptr()
-            self.decode(stream)
-            self.combine(stream)
+            for read, segment in zip(self.reads, call.segments):
+                read.fill(call, segment, q, scratch.data_ptr())
+            main.out, main.lse = call.out.data_ptr(), None if lse is None else lse.data_ptr()
+            if sinks is not None:
+                main.sinks, main.sinks_stride, main.sinks_type = sinks.data_ptr(), sinks.stride(0), SINK_TYPES[sinks.dtype]
+            for place, i in enumerate(self.others):
+                other = self.reads[i].arguments
+                main.other_pieces[place] = other.pieces
+                main.other_starts[place], main.other_ranges[place] = other.key_start, other.key_range
+            for each in self.launches:
+                each(stream)
 
-    def _take_maps(self, call: AttendCall) -> None:
-        if _layer(call) != self.layer:
+
+class Read:
+    """The arguments of the kernels of one segment."""
+
+    def __init__(self, call: AttendCall, segment: Segment, part: Part, columns: int):
+        options = call.options
+        self.key_half, self.begin, self.layer = part.config.key_half, part.scratch_begin, _layer(segment)
+        self.scale = call.scale * LOG2E * (2 / options.softcap if options.softcap else 1.0)
+        self.arguments = launch.arguments("AttendArguments")(
+            q_token=call.q.stride(0),
+            q_head=call.q.stride(1),
+            page_stride=segment.k.base.stride(0),
+            table_width=segment.block_table.shape[1],
+            table_stride=segment.block_table.stride(0),
+            sequences=call.batch.num_seqs,
+            window=options.window,
+            resident=part.resident,
+            all_columns=columns,
+            softcap=options.softcap * LOG2E,
+        )
+        self.take_maps(segment)
+
+    def fill(self, call: AttendCall, segment: Segment, q: int, scratch: int) -> None:
+        """The addresses of a call, and its maps where they are others."""
+        if segment.maps.k is not self.maps.k or segment.maps.v is not self.maps.v:
+            self.take_maps(segment)
+        a, batch, start, range_ = self.arguments, call.batch, segment.key_start, segment.key_range
+        a.q, a.pages, a.block_table = q, segment.k.base.data_ptr(), segment.block_table.data_ptr()
+        a.seq_lens, a.cu_queries = batch.seq_lens.data_ptr(), batch.cu_seqlens_q.data_ptr()
+        a.key_start, a.key_range = None if start is None else start.data_ptr(), None if range_ is None else range_.data_ptr()
+        a.pieces = scratch + self.begin
+
+    def take_maps(self, segment: Segment) -> None:
+        if _layer(segment) != self.layer:
             raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
-        maps, a = call.segments[0].maps, self.arguments
+        maps, a = segment.maps, self.arguments
         key_map, value_map = map_of(maps.k, self.key_half) or NO_MAP, map_of(maps.v, None) or NO_MAP
         offsets = offsets_of(maps.k, self.key_half)
         a.key_map, a.key_map_stride, a.scale = key_map.address, key_map.head_stride, self.scale * key_map.gain

@@ -11,56 +11,46 @@ DI float sink_of(const AttendArguments& a, int head) {
   return a.sinks_type == BFLOAT16 ? as_float((u32)x << 16) : low(x);
 }
 
-// Merges the pieces of N columns of S sequences (MERGERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, adds
-// the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
-template <int N, int S, int MERGERS>
-DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
-  constexpr int E = D / 32, AT_ONCE = 32 / E;                     // a lane has dimensions lane * E and on; pieces in flight
-  __shared__ __align__(16) float merged[MERGERS][N * S][D + 4];  // rows, their maxima and sums
-  __shared__ __align__(16) u32 parts[2][N * S][D / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / MERGERS, merger = warp % MERGERS, head = blockIdx.y;
-  auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
-  auto column = [&](int r) { return (int)blockIdx.z * N + r % N; };
-  auto there = [&](int r) { return sequence(r) < sequences.count && column(r) < sequences.queries(sequence(r)) * GROUP; };
-  auto query_head = [&](int r) { return head * GROUP + column(r) % GROUP; };
-  auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
-  const int s = sequence(r);
-  const bool mine = there(r);
-  int start;
-  const int line = sequences.total_tiles(s, start);
-  const Pieces pieces(Cut(line * KV_HEADS, a.resident), head * line + start, sequences.tiles(s), head * sequences.count + s);
-  MatrixRows map_rows;
-  if (VALUE_MAP == MATRIX) map_rows = MatrixRows(value_map, warp % (D / 16));
+// What some pieces of a row come to: outputs x of dimensions lane * E and on, times `sum`; that and the maximum are base 2.
+struct Merged {
+  static constexpr int E = D / 32, AT_ONCE = 32 / E;  // pieces in flight
   float top = minus_infinity(), sum = 0.f, x[E][1] = {};
-  wait_for_previous_kernel();  // all that was read so far is older than the decode kernel
-  for (int i0 = merger; i0 < pieces.count && mine; i0 += MERGERS * AT_ONCE) {
-    float e[AT_ONCE], f[AT_ONCE], up = top;
-    u32 y[AT_ONCE][E / 2];
+
+  // The pieces of one column that are this merger's, one of so many; all: of the segment.
+  DI void add(const u32* all, const Pieces& pieces, int columns, int column, int merger, int mergers) {
+    const int lane = threadIdx.x % 32;
+    for (int i0 = merger; i0 < pieces.count; i0 += mergers * AT_ONCE) {
+      float e[AT_ONCE], f[AT_ONCE], up = top;
+      u32 y[AT_ONCE][E / 2];
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      const bool any = i0 + k * MERGERS < pieces.count;
-      const u32* row = a.pieces + ((i64)pieces.row(i0 + k * MERGERS) * a.all_columns + column(r)) * PIECE;
-      e[k] = any ? as_float(row[LSE]) : minus_infinity(), f[k] = any ? as_float(row[FACTOR]) : 0.f;
+      for (int k = 0; k < AT_ONCE; k++) {
+        const bool any = i0 + k * mergers < pieces.count;
+        const u32* row = all + ((i64)pieces.row(i0 + k * mergers) * columns + column) * PIECE;
+        e[k] = any ? as_float(row[LSE]) : minus_infinity(), f[k] = any ? as_float(row[FACTOR]) : 0.f;
 #pragma unroll
-      for (int d = 0; d < E / 2; d++) y[k][d] = any ? row[lane * (E / 2) + d] : 0;
-      up = fmaxf(up, e[k]);
-    }
-    if (up == minus_infinity()) continue;
-    const float old = pow2(top - up);
-    top = up, sum *= old;
+        for (int d = 0; d < E / 2; d++) y[k][d] = any ? row[lane * (E / 2) + d] : 0;
+        up = fmaxf(up, e[k]);
+      }
+      if (up == minus_infinity()) continue;
+      const float old = pow2(top - up);
+      top = up, sum *= old;
 #pragma unroll
-    for (int d = 0; d < E; d++) x[d][0] *= old;
+      for (int d = 0; d < E; d++) x[d][0] *= old;
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      const float weight = pow2(e[k] - up);
-      sum += weight;
+      for (int k = 0; k < AT_ONCE; k++) {
+        const float weight = pow2(e[k] - up);
+        sum += weight;
 #pragma unroll
-      for (int d = 0; d < E; d += 2) {
-        x[d][0] = fmaf(weight * f[k], low(y[k][d / 2]), x[d][0]), x[d + 1][0] = fmaf(weight * f[k], high(y[k][d / 2]), x[d + 1][0]);
+        for (int d = 0; d < E; d += 2) {
+          x[d][0] = fmaf(weight * f[k], low(y[k][d / 2]), x[d][0]), x[d + 1][0] = fmaf(weight * f[k], high(y[k][d / 2]), x[d + 1][0]);
+        }
       }
     }
   }
-  if constexpr (MERGERS > 1) {
+
+  // Into merger 0: what the others have of the same row. merged: a row of each, its maximum and its sum behind it.
+  template <int MERGERS, int ROWS> DI void across(float (&merged)[MERGERS][ROWS][D + 4], int r, int merger) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int d = 0; d < E; d++) merged[merger][r][lane * E + d] = x[d][0];
     if (lane == 0) merged[merger][r][D] = top, merged[merger][r][D + 1] = sum;
@@ -82,11 +72,63 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
       }
     }
   }
+};
+
+// Merges the pieces of N columns of S sequences (MERGERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, adds
+// the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
+// Segments whose values have no map beside those that share one are merged apart, and added behind it.
+template <int N, int S, int MERGERS>
+DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
+  constexpr int E = Merged::E, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
+  constexpr bool APART = MAPPED_SEGMENTS < SEGMENTS;
+  __shared__ __align__(16) float merged[MERGERS][N * S][D + 4];  // rows, their maxima and sums; what is added behind a matrix
+  __shared__ __align__(16) u32 parts[2][N * S][D / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / MERGERS, merger = warp % MERGERS, head = blockIdx.y;
+  auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
+  auto column = [&](int r) { return (int)blockIdx.z * N + r % N; };
+  auto there = [&](int r) { return sequence(r) < sequences.count && column(r) < sequences.queries(sequence(r)) * GROUP; };
+  auto query_head = [&](int r) { return head * GROUP + column(r) % GROUP; };
+  auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
+  const int s = sequence(r);
+  const bool mine = there(r);
+  const auto pieces_of = [&](const Sequences& sequences, int resident, int warps) {
+    int start;
+    const int line = sequences.total_tiles(s, start);
+    return Pieces(Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, warps);
+  };
+  const Pieces pieces = pieces_of(sequences, a.resident, WARPS);
+  Pieces others[OTHERS];
+  if constexpr (SEGMENTS > 1) {
+#pragma unroll
+    for (int i = 0; i < OTHERS; i++) {
+      others[i] = pieces_of({a.seq_lens, a.cu_queries, a.other_starts[i], a.other_ranges[i], a.sequences, a.window}, a.other_resident[i],
+                            a.other_warps[i]);
+    }
+  }
+  MatrixRows map_rows;
+  if (VALUE_MAP == MATRIX) map_rows = MatrixRows(value_map, warp % (D / 16));
+  Merged all, plain;
+  float (&x)[E][1] = all.x;
+  wait_for_previous_kernel();  // all that was read so far is older than the decode kernels
+  if (mine) all.add(a.pieces, pieces, a.all_columns, column(r), merger, MERGERS);
+  if constexpr (SEGMENTS > 1) {
+#pragma unroll
+    for (int i = 0; i < OTHERS; i++) {
+      if (mine) (i + 1 < MAPPED_SEGMENTS ? all : plain).add(a.other_pieces[i], others[i], a.all_columns, column(r), merger, MERGERS);
+    }
+  }
+  if constexpr (MERGERS > 1) {
+    all.across(merged, r, merger);
+    if constexpr (APART) __syncthreads(), plain.across(merged, r, merger);
+  }
   if (mine && merger == 0) {
+    const float top = APART ? fmaxf(all.top, plain.top) : all.top;
     const bool none = top == minus_infinity();  // no key was seen
-    const float sink = a.sinks ? sink_of(a, query_head(r)) * 1.4426950408889634f : minus_infinity(), best = none ? 0.f : fmaxf(top, sink);
-    const float weight = pow2(top - best), total = weight * sum + pow2(sink - best);
-    if (a.lse && lane == 0) a.lse[out_row(r)] = none ? minus_infinity() : (best + lg2(total)) * 0.6931471805599453f;
+    const float sink = a.sinks ? sink_of(a, query_head(r)) * 1.4426950408889634f : minus_infinity(), most = fmaxf(top, sink);
+    const float best = most == minus_infinity() ? 0.f : most;
+    const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
+    const float total = (APART ? fmaf(beside, plain.sum, weight * all.sum) : weight * all.sum) + pow2(sink - best);
+    if (a.lse && lane == 0) a.lse[out_row(r)] = (best + lg2(total)) * 0.6931471805599453f;
     const float share = none ? 0.f : (VALUE_MAP == HADAMARD ? a.value_gain : 1.f) * weight / total;
 #pragma unroll
     for (int d = 0; d < E; d++) x[d][0] *= share;
@@ -97,6 +139,13 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
 #pragma unroll
         for (int k = 1; k < 32; k <<= 1) x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
         if (value_map) x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
+      }
+    }
+    if constexpr (APART) {
+#pragma unroll
+      for (int d = 0; d < E; d++) {
+        const float y = none ? 0.f : plain.x[d][0] * (beside / total);
+        if (VALUE_MAP == MATRIX) merged[0][r][lane * E + d] = y; else x[d][0] += y;
       }
     }
 #pragma unroll
@@ -129,7 +178,8 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         const int to = r0 + 2 * c + k % 2;
-        if (to < N * S && there(to)) a.out[out_row(to) * D + 16 * t + g + k / 2 * 8] = query_type(y[k] * a.value_gain);
+        const int d = 16 * t + g + k / 2 * 8;
+        if (to < N * S && there(to)) a.out[out_row(to) * D + d] = query_type(y[k] * a.value_gain + (APART ? merged[0][to][d] : 0.f));
       }
     }
   }

@@ -6,7 +6,7 @@
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
 // Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
-// QUERY_BF16 SOFTCAP; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
+// QUERY_BF16 SOFTCAP RANGES FOLLOWS SEGMENTS MAPPED_SEGMENTS; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
 // ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "combine.cuh"
@@ -20,14 +20,25 @@ constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the po
 
 template <int N> struct Constant { static constexpr int value = N; };
 
+// The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one start: that one
+// need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all.
+struct Turn {
+  DI Turn() {
+    if (FOLLOWS) forget_what_was_read(); else wait_for_previous_kernel();
+    launch_next_kernel();
+  }
+  DI ~Turn() {
+    if (FOLLOWS) wait_for_previous_kernel();
+  }
+};
+
 // Grid (blocks, column groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_kernel(const __grid_constant__ AttendArguments a) {
-  wait_for_previous_kernel();
-  launch_next_kernel();
+  const Turn turn;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
   int *begun_in = (int*)(shared + TABLES_BYTES + WARPS * WARP_BYTES), *ended_in = begun_in + WARPS;
   const int worker = blockIdx.x * WARPS + warp, column0 = blockIdx.y * COLUMNS;
-  const Sequences sequences{a.seq_lens, a.cu_queries, a.sequences, a.window};
+  const Sequences sequences{a.seq_lens, a.cu_queries, a.key_start, a.key_range, a.sequences, a.window};
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
   int start;
@@ -61,14 +72,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     __syncthreads();
   }
   while (left > 0) {
-    const int end = min(sequences.last_tile(s), tile + min(left, MAX_TILES)), len = a.seq_lens[s], context = len - sequences.queries(s);
+    const int end = min(sequences.last_tile(s), tile + min(left, MAX_TILES)), len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - tile;
     if (end > tile) {
       Query query;
       query.load(queries, a.key_map, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : 0, sequences, s, head, column0);
       if (PARKED) query.park(ring + PARKED_AT);
       Softmax softmax;
-      const int all_see = (context + 1) / TILE, all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
+      const int low = sequences.first_slot(s), high = sequences.slots(s);
+      const int all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
+      int all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
+      if (RANGES) all_in_window = max(all_in_window, (low + TILE - 1) / TILE);
       int scored = -1;  // the group of offsets whose scores are in shared memory
       auto step = [&](auto count, auto masked) {
         constexpr int N = decltype(count)::value;
@@ -85,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int nt, int e) {
               int key = (tile + n) * TILE + at.token + 8 * half, position = context + (column0 + nt * 8 + 2 * c + e) / GROUP;
-              return key <= position && (window <= 0 || position - key < window);
-            });
+              return key <= position && (window <= 0 || position - key < window) && (!RANGES || key >= low && key < high);
+            },
+            [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });
         if (CENTRED_LATER && tile % 8 < N) softmax.centre();
         tile += N;
       };
@@ -135,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   extern "C" __global__ void __launch_bounds__(32 * N * S * MERGERS, BLOCKS) NAME(const __grid_constant__ AttendArguments a) { \
     launch_next_kernel(); \
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
-    combine<N, S, MERGERS>(a, Sequences{a.seq_lens, a.cu_queries, a.sequences, a.window}, map); \
+    combine<N, S, MERGERS>(a, Sequences{a.seq_lens, a.cu_queries, a.key_start, a.key_range, a.sequences, a.window}, map); \
   }
-COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES == 1 ? 8 : 1)
+COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : SEGMENTS > 1 ? 6 : 8)
 COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, 2)

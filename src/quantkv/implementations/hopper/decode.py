@@ -35,6 +35,10 @@ class DecodeConfig:
     key_map: str = "NO_MAP"  # or HADAMARD or MATRIX: `KernelMap.kind`
     value_map: str = "NO_MAP"
     key_offset: bool = False
+    ranges: bool = False  # segments with key_start or key_range
+    follows: bool = False  # the kernel of another segment
+    segments: int = 1  # that are merged
+    mapped_segments: int = 1  # of them: those whose values have the map, or all of them where none has one
     warps: int = 8
     blocks_per_sm: int = 1
     tiles_per_step: int = 1
@@ -114,9 +118,10 @@ class DecodeConfig:
         return dict(
             **row_macros(self.key, self.value, self.head_size), GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
             RECORD_BYTES=self.record_bytes, KEY_HALF=key.half, KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=key.table_bytes,
-            TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map, KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map,
-            QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap), COLUMN_TILES=self.column_tiles, WARPS=self.warps,
-            BLOCKS_PER_SM=self.blocks_per_sm,
+            TABLES_BYTES=self.table_bytes,
+            KEY_MAP=self.key_map, KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16),
+            SOFTCAP=int(self.softcap), RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments,
+            MAPPED_SEGMENTS=self.mapped_segments, COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, TILE=TILE, WARP_BYTES=self.warp_bytes,
             BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS,
             COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS, ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),

@@ -109,3 +109,4 @@ template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait
 // Kernels of one stream that overlap.
 DI void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DI void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
+DI void forget_what_was_read() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }  // and lies in a cache that sees no writes

@@ -33,6 +33,7 @@ constexpr int ALL_K_WORDS = K_WORDS * (KEY::OVERLAP ? 2 : 1), ALL_V_PAIRS = V_PA
 constexpr bool IN_HALVES = 16 % VALUE::BITS == 0;  // no code of V lies across a 16-bit boundary
 constexpr int RUN = IN_HALVES ? 16 / VALUE::BITS : D / 8;  // successive dimensions of the output that a lane has
 constexpr u32 ONES = 0x3c003c00u;  // in fp16
+static_assert(QUERY_BF16 || !KEY::BFLOAT && !VALUE::BFLOAT, "queries of another type");
 
 DI float max_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, k)); return x; }
 DI float sum_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x += __shfl_xor_sync(~0u, x, k); return x; }

@@ -24,10 +24,11 @@ LOCK = threading.Lock()
 def arguments(name: str) -> type[ctypes.Structure]:
     """The struct of that name in arguments.cuh, where its fields are said once."""
     body = re.search(rf"^struct {name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL).group(1)
-    fields = re.findall(r"^  (.+?)(\*?) (\w+);", body, re.MULTILINE)
+    fields = re.findall(r"^  (.+?)(\*?) (\w+)(?:\[(\d)\])?;", body, re.MULTILINE)
     assert len(fields) == len(body.splitlines()), body
-    types = [ctypes.c_void_p if star else C_TYPES.get(kind) or arguments(kind) for kind, star, _ in fields]
-    return type(name, (ctypes.Structure,), {"_fields_": [(field, kind) for (_, _, field), kind in zip(fields, types)]})
+    types = [ctypes.c_void_p if star else C_TYPES.get(kind) or arguments(kind) for kind, star, _, _ in fields]
+    made = [(field, one * int(count) if count else one) for one, (_, _, field, count) in zip(types, fields)]
+    return type(name, (ctypes.Structure,), {"_fields_": made})
 
 
 @cache

@@ -29,3 +29,4 @@ constexpr bool permutes_bits() {  // of j: then a Hadamard matrix over dimension
   return true;
 }
 constexpr u32 half_pair(float x) { u32 e = 15; while (x > 1.f) x /= 2.f, e++; return twice(e << 10); }  // of a power of two
+constexpr u32 key_ones(int j) { return KEY::BFLOAT ? twice(0x3f80) : half_pair(key_unit(j)); }            // what register j is worth

@@ -35,13 +35,15 @@ DI void merge_pieces(const u8* pieces, int count, int index, int columns, u32* t
 // Where the pieces of a sequence and kv head lie: one for each block in which the run of some warp ended in it, in the row of
 // the first such warp, and one for the warp, if any, that went on to the next sequence, in row `workers + pair`.
 struct Pieces {
-  int first, blocks, count, other;
-  DI Pieces(const Cut& cut, int begin, int tiles, int pair) : first(0), blocks(0), count(0), other(cut.workers + pair) {
+  int warps, first, blocks, count, other;  // warps: of a block
+  DI Pieces() {}
+  DI Pieces(const Cut& cut, int begin, int tiles, int pair, int warps = WARPS)
+      : warps(warps), first(0), blocks(0), count(0), other(cut.workers + pair) {
     if (tiles == 0) return;
     first = cut.worker_of(begin);
     const int last = cut.worker_of(begin + tiles - 1);
     const bool went_on = cut.begin(last + 1) > begin + tiles;
-    blocks = last - went_on < first ? 0 : (last - went_on) / WARPS - first / WARPS + 1, count = blocks + went_on;
+    blocks = last - went_on < first ? 0 : (last - went_on) / warps - first / warps + 1, count = blocks + went_on;
   }
-  DI int row(int i) const { return i == blocks ? other : i == 0 ? first : (first / WARPS + i) * WARPS; }
+  DI int row(int i) const { return i == blocks ? other : i == 0 ? first : (first / warps + i) * warps; }
 };

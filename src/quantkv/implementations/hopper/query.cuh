@@ -53,18 +53,19 @@ struct Query {
       words[4 * i] = y.x, words[4 * i + 1] = y.y, words[4 * i + 2] = y.z, words[4 * i + 3] = y.w;
     }
   }
-  static DI void arrange(u32 (&x)[D / 8], const u32 (&words)[D / 8]) {  // as fp16, in the order of the keys' registers
+  static DI void arrange(u32 (&x)[D / 8], const u32 (&words)[D / 8]) {  // in the order of the keys' registers; to be mapped, as fp16
 #pragma unroll
     for (int j = 0; j < D / 8; j++) {
       const int d = key_dim(j);
-      x[j] = query_pair(KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410));
+      const u32 pair = KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410);
+      x[j] = KEY::BFLOAT && KEY_MAP == NO_MAP ? pair : query_pair(pair);
     }
   }
 
   // Tile w of the operands, out of rows 16 w and following of the mapped columns.
   static DI void operands(u32& b0, u32& b1, const float (&y)[4], int w) {
     const float u0 = NORM / key_unit(2 * w), u1 = NORM / key_unit(2 * w + 1);
-    b0 = transpose(half2(y[0] * u0, y[1] * u0)), b1 = transpose(half2(y[2] * u1, y[3] * u1));
+    b0 = transpose(operand_pair<KEY>(y[0] * u0, y[1] * u0)), b1 = transpose(operand_pair<KEY>(y[2] * u1, y[3] * u1));
   }
 
   // mapped: where QueryMapper put the operands, of KEY_MAP MATRIX.
@@ -90,15 +91,17 @@ struct Query {
       }
 #pragma unroll
       for (int w = 0; w < D / 16; w++) {
-        if constexpr (KEY_MAP == NO_MAP) {
+        if constexpr (KEY_MAP == NO_MAP && KEY::BFLOAT) {
+          b[nt][2 * w] = x[2 * w], b[nt][2 * w + 1] = x[2 * w + 1];
+        } else if constexpr (KEY_MAP == NO_MAP) {
           const float u0 = 1.f / key_unit(2 * w), u1 = 1.f / key_unit(2 * w + 1);
           b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
           b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
         } else if constexpr (KEY_MAP == HADAMARD) {
           operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
         }
-        const u32 a0 = half_pair(key_unit(2 * w)), a1 = half_pair(key_unit(2 * w + 1));
-        mma(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
+        const u32 a0 = key_ones(2 * w), a1 = key_ones(2 * w + 1);
+        product<KEY>(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
       }
       sum[nt][0] = total[0] / KEY::GAIN, sum[nt][1] = total[1] / KEY::GAIN;
     }
@@ -117,6 +120,7 @@ struct Query {
       for (int w = 0; w < D / 16; w++) {
         if (PARKED) load_shared<8>(parked + (nt / 2 * (D / 16) + w) * 512 + nt % 2 * 8, x + 2 * w);
         else x[2 * w] = b[nt][2 * w], x[2 * w + 1] = b[nt][2 * w + 1];
+        if (KEY::BFLOAT) x[2 * w] = query_pair(x[2 * w]), x[2 * w + 1] = query_pair(x[2 * w + 1]);
       }
       rows.multiply(y, x);
 #pragma unroll

@@ -7,13 +7,23 @@ static_assert(TILE == 16, "rows of an mma");
 
 // All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both kernels
 // derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change.
+//
+// Keys are counted by slots: that in slot 0 stands at position start(s). Where RANGES is 0 a segment has all keys of a sequence.
 struct Sequences {
-  const int *lens, *cu_queries;
+  const int *lens, *cu_queries, *key_start, *key_range;
   int count, window;
   DI int queries(int s) const { return cu_queries[s + 1] - cu_queries[s]; }
   DI int first_query(int s) const { return cu_queries[s]; }
-  DI int first_tile(int s) const { return window > 0 ? max(0, lens[s] - queries(s) - window + 1) / TILE : 0; }
-  DI int last_tile(int s) const { return (lens[s] + TILE - 1) / TILE; }
+  DI int start(int s) const { return RANGES && key_start ? key_start[s] : 0; }
+  DI int first_slot(int s) const {  // that some query may see
+    const int low = max(0, window > 0 ? lens[s] - queries(s) - window + 1 : 0);
+    return RANGES ? max(0, max(low, key_range ? key_range[2 * s] : 0) - start(s)) : low;
+  }
+  DI int slots(int s) const { return RANGES ? min(lens[s], key_range ? key_range[2 * s + 1] : lens[s]) - start(s) : lens[s]; }  // to the last
+  DI int first_tile(int s) const { return window > 0 || RANGES ? first_slot(s) / TILE : 0; }
+  DI int last_tile(int s) const {
+    return RANGES && slots(s) <= first_slot(s) ? first_tile(s) : (slots(s) + TILE - 1) / TILE;
+  }
   DI int tiles(int s) const { return s < count ? last_tile(s) - first_tile(s) : 0; }
   DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
     int all = 0, some = 0;

@@ -5,6 +5,7 @@
 
 constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;
 constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
+constexpr bool WIDE = VALUE::BIASED || VALUE::BITS == 16;  // an output may be larger than weights times a code, and is looked for
 constexpr bool ADDED = KEY_OFFSET || KEY::BIASED;  // a score is more than a product
 static_assert(!ZERO_POINTS || V_META == 4, "where zero points are");
 DI float zero_point(u32 meta) { return (float)(meta & 15u); }
@@ -110,7 +111,7 @@ struct Softmax {
           squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])), squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
         }
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) mma(NT == 1 && w % 2 ? odd : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+        for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
       }
       if (NT == 1) for (int i = 0; i < 4; i++) s[n][0][i] += odd[i];
       float norms[4] = {};  // squared: of the row in 0 and 1, of the row 8 further in 2 and 3
@@ -140,9 +141,10 @@ struct Softmax {
   }
 
   // Adds N tiles: their scores, as above, and values.
-  // valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n?
-  template <int N, bool MASKED, class Copies, class Valid>
-  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale, float softcap, Copies copies, Valid valid) {
+  // valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n? ours(n, half): is it of the segment?
+  template <int N, bool MASKED, class Copies, class Valid, class Ours>
+  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale, float softcap, Copies copies, Valid valid,
+              Ours ours) {
     float s[N][NT][4], x[NT][2], v_top;
     score(s, tile, offsets, at, q, scale, softcap, copies);
     if constexpr (MASKED) {
@@ -165,6 +167,10 @@ struct Softmax {
         if constexpr (V_META > 0) load_shared<V_META>(tile[n] + TILE_VM + (at.token + 8 * r) * V_META, &meta);
         v_scale[n][r] = V_META > 0 ? VALUE::scale(meta) : 1.f;
         if constexpr (VALUE::BIASED) v_bias[n][r] = fmaf(v_scale[n][r], VALUE::CENTRE, VALUE::bias(meta));
+        if (MASKED && RANGES && V_META > 0 && !ours(n, r)) {
+          v_scale[n][r] = 0.f;
+          if constexpr (VALUE::BIASED) v_bias[n][r] = 0.f;
+        }
         if constexpr (ZERO_POINTS) {
           u32 two[2];
           load_shared<8>(tile[n] + TILE_VM + at.pair + 8 * r * V_META, two);
@@ -213,7 +219,7 @@ struct Softmax {
           if constexpr (VALUE::BIASED) {
             bias[nt][0] = fmaf(p0, v_bias[n][r] * v_norm, bias[nt][0]), bias[nt][1] = fmaf(p1, v_bias[n][r] * v_norm, bias[nt][1]);
           }
-          p[nt][r] = transpose(half2(p0 * u, p1 * u));
+          p[nt][r] = transpose(operand_pair<VALUE>(p0 * u, p1 * u));
         }
       if constexpr (CENTRED_LATER) {
         const u32 a = ZERO_POINTS ? zeros[n][0] : ONES, b = ZERO_POINTS ? zeros[n][1] : ONES;
@@ -233,7 +239,7 @@ struct Softmax {
           a2 = minus(a2, zeros[n][1], VALUE::unit(2 * i)), a3 = minus(a3, zeros[n][1], VALUE::unit(2 * i + 1));
         }
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) mma(o[nt][i], a0, a1, a2, a3, p[nt][0], p[nt][1]);
+        for (int nt = 0; nt < NT; nt++) product<VALUE>(o[nt][i], a0, a1, a2, a3, p[nt][0], p[nt][1]);
       }
     }
   }
@@ -243,7 +249,8 @@ struct Softmax {
   DI void write(u32* to, int columns, const u32* held) {
     if (CENTRED_LATER) centre();
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const auto place = [&](int j) { return (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };  // of dimension j of this lane and the next
+    // Of dimension j of this lane and the next. Where they are no neighbours, pairs of lanes exchange one of each two.
+    const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -256,6 +263,13 @@ struct Softmax {
         float lse = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity(), top = 0.f;
 #pragma unroll
         for (int j = 0; j < D / 8; j++) value(j) = fmaf(value(j), VALUE::GAIN / VALUE::unit(j) * r, z);
+        if constexpr (RUN == 1) {
+#pragma unroll
+          for (int j = 0; j < D / 8; j += 2) {
+            const float other = __shfl_xor_sync(~0u, g % 2 ? value(j) : value(j + 1), 4);
+            (g % 2 ? value(j) : value(j + 1)) = other;
+          }
+        }
         if (held && there) {
           const u32* old = held + column * PIECE;
           const float before = as_float(old[LSE]), both = fmaxf(before, lse), base = both == minus_infinity() ? 0.f : both;
@@ -268,15 +282,15 @@ struct Softmax {
           }
           lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
         }
-        // No output is larger than weights, of at most 16 / v_norm, times a code; a bias may be, and then the largest output is looked for.
+        // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
         float factor = piece_factor(32.f / v_norm);
-        if (VALUE::BIASED) {
+        if (WIDE) {
 #pragma unroll
           for (int j = 0; j < D / 8; j++) top = fmaxf(top, fabsf(value(j)));
           factor = piece_factor(max_over_tokens(top));
         }
         if (held) {
-          if (!VALUE::BIASED && there) factor = fmaxf(factor, as_float(held[column * PIECE + FACTOR]));
+          if (!WIDE && there) factor = fmaxf(factor, as_float(held[column * PIECE + FACTOR]));
           __syncwarp();  // what is held has been read
         }
         const float shrink = inverse_power(factor);

@@ -10,7 +10,7 @@ constexpr int UNUSED_BYTES = META_PIECES > 0 ? 32 * 16 : 0;
 
 // 16-byte chunks of a row are permuted by an xor, so that any chunk of 8 successive rows lies in 32 different banks.
 template <int ROW> constexpr __device__ int swizzle(int row) {
-  return (ROW == 32 ? row >> 2 & 1 : ROW == 64 ? row >> 1 & 3 : ROW == 128 || ROW == 256 ? row & 7 : 0) << 4;
+  return (ROW == 32 ? row >> 2 & 1 : ROW == 64 ? row >> 1 & 3 : ROW >= 128 && ROW <= 512 && ROW % 128 == 0 ? row & 7 : 0) << 4;
 }
 template <int ROW> DI int chunk_address(int row, int chunk) { return row * ROW + (chunk << 4 ^ swizzle<ROW>(row)); }
 
@@ -52,19 +52,21 @@ struct Loader {
     page0 = page, ids = at < table_width ? *id : 0;
     if (at + 32 < table_width) prefetch(id + 32);
   }
-  template <int ROW> DI void rows(const u8* src, u32 dst, u32 to, int valid) const {
+  template <int ROW> DI void rows(const u8* src, u32 dst, u32 to, int valid, int from) const {
 #pragma unroll
     for (int i = 0; i < (ROW + 31) / 32; i++) {
       const int row = (lane + 32 * i) / (ROW / 16);  // 16 bytes a lane; whole instructions but for the rows of 3-bit codes
       const u32 at = dst + (to ^ swizzle<ROW>(512 / ROW * i)) + 512 * i;
-      copy16_if(ROW % 32 == 0 || lane + 32 * i < ROW, at, src + 512 * i, valid == TILE || row < valid ? 16 : 0);
+      copy16_if(ROW % 32 == 0 || lane + 32 * i < ROW, at, src + 512 * i,
+                 (valid == TILE || row < valid) && (!RANGES || row >= from) ? 16 : 0);
     }
   }
-  DI void copy(u32 slot, int valid) {  // the next tile, of which the first `valid` tokens were written
+  // The next tile, of which the first `valid` tokens were written. The rows before `from` arrive as zero too: they may be anybody's.
+  DI void copy(u32 slot, int valid, int from = 0) {
     const int sub = next_tile % PER_PAGE;
     const u8* record = records + (u64)(u32)__shfl_sync(~0u, ids, next_tile / PER_PAGE) * page_stride;
-    rows<K_ROW>(record + sub * TILE * K_ROW, slot, k_to, valid);
-    rows<V_ROW>(record + PAGE_V + sub * TILE * V_ROW, slot + TILE_V, v_to, valid);
+    rows<K_ROW>(record + sub * TILE * K_ROW, slot, k_to, valid, from);
+    rows<V_ROW>(record + PAGE_V + sub * TILE * V_ROW, slot + TILE_V, v_to, valid, from);
     // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Those beyond read the last again, to a place of their own,
     // `unused`: no lane writes what another one does, and a branch around them would cost more.
     if constexpr (META_PIECES > 0) {
@@ -81,9 +83,11 @@ struct Loader {
       open(next_head ? 0 : seq + 1, sequences.first_tile(next_head ? 0 : seq + 1));
     }
     if (next_tile == 32 * PER_PAGE) load_ids(page0 + 32), next_tile = 0;
-    const int full = sequences.lens[seq] / TILE - page0 * PER_PAGE, run = min(min(left, full - next_tile), 32 * PER_PAGE - next_tile);
+    const int from = RANGES ? max(0, sequences.first_slot(seq) - (page0 * PER_PAGE + next_tile) * TILE) : 0;
+    const int full = sequences.slots(seq) / TILE - page0 * PER_PAGE;
+    const int run = from > 0 ? 0 : min(min(left, full - next_tile), 32 * PER_PAGE - next_tile);
     left -= max(run, 1), run_end = next_tile + run;
-    copy(slot, run > 0 ? TILE : sequences.lens[seq] % TILE);
+    copy(slot, run > 0 || RANGES && next_tile < full ? TILE : sequences.slots(seq) % TILE, from);
   }
   template <int N> DI void next(const u32 (&slots)[N]) {
     if (next_tile + N <= run_end) {

@@ -4,6 +4,7 @@
 //   BIASED, bias(meta)     the row has a bias that is no multiple of its scale
 //   ZERO_POINTS            or one that is: -zero_point(meta) * scale, an integer below 16 in the lowest bits of the word
 //   NORMALISED             keys: scale(meta) is the length of the row, whatever the length of the operand
+//   BFLOAT                 operands are bf16, and not fp16
 //   GAIN                   brings products of operands as registers hold them to their values
 // and of one that serves keys,
 //   HALF, ODD_UNIT, ZERO   the distance of the two dimensions of a register; what odd registers are worth more than even ones, a
@@ -42,7 +43,7 @@ template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
 // What a codec is unless it says otherwise.
 template <class TABLE> struct ReadBy : TABLE {
   static constexpr int META_BYTES = 0, HALF = 1;
-  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, VALUES_BY_TABLE = false;
+  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false, VALUES_BY_TABLE = false;
   static constexpr int OVERLAP = 0, CHAIN = 16;
   static constexpr float GAIN = 1.f, ODD_UNIT = 1.f, ZERO = 0.f, CENTRE = 0.f;
   static constexpr __device__ float unit(int) { return 1.f; }
@@ -51,6 +52,12 @@ template <class TABLE> struct ReadBy : TABLE {
   template <class R, class W> static DI u32 encode(const R&, W&) { return 0; }  // rows that write.cu does not write
 };
 using CodecDefaults = ReadBy<Table<0, 0, 0>>;
+
+// Products of a codec's operands, and what they are multiplied by.
+template <class C> DI void product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if constexpr (C::BFLOAT) mma_bfloat(c, a0, a1, a2, a3, b0, b1); else mma(c, a0, a1, a2, a3, b0, b1);
+}
+template <class C> DI u32 operand_pair(float x, float y) { return C::BFLOAT ? bfloat2(x, y) : half2(x, y); }
 
 // Unsigned codes of 1 to 7 bits one after the other, lowest bits first: subnormals where they stand.
 template <int B> struct Fields : CodecDefaults {
