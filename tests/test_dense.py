@@ -137,6 +137,20 @@ def random_maps(heads):
 
 @pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("back", [0, 1000])
+@pytest.mark.parametrize("name", ["levels4", "levels3/int8"])
+def test_keys_that_are_stored_without_their_offset(name, back, triton, monkeypatch):
+    """Some are, some are not, whether rows are mapped back or queries are mapped."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
+    maps = quantkv.LayerMaps.of(get_format(name), HEAD_SIZE, HEAD_SIZE)
+    offset = 0.3 * torch.randn(2, HEADS, HEAD_SIZE, generator=torch.Generator().manual_seed(2)) + 0.3
+    cache, q, arguments = batch(name, maps=LayerMaps(LinearMap(maps.k.forward, maps.k.inverse, offset), maps.v))
+    scales = cache.k.meta[cache.k.meta.isfinite()]
+    assert 0.1 < (scales < 0).float().mean() < 0.9
+    compare(cache, q, arguments, FLOAT32, triton=triton)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("back", [0, 1000])
 @pytest.mark.parametrize("head_size,head_size_v", [(80, 80), (64, 32), (256, 256)])
 def test_head_sizes(head_size, head_size_v, back, triton, monkeypatch):
     """Sizes that are no power of two, values of another size than keys, and those that a tile splits."""

@@ -17,6 +17,8 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 HOPPER = {"implementation": "hopper"}
 FORMATS = ["int8", "fp8_token", "int4", "int2", "k8v4", "k4v2", "tq_k8v4", "tq4", "tq_k3v4", "tq3", "tq4/int8", "int2/tq4"]
+LEVELS = ["levels2", "levels3", "levels4", "levels5", "levels6", "levels8"]
+FORMATS += [*LEVELS, "levels4/levels2", "levels3/int8", "int4/levels6"]
 FORMATS += ["trellis2", "int8/trellis2", "tq4/trellis2"]
 LENS = (700, 33, 1, 1300)  # ragged: several splits, part of a page, one token
 
@@ -49,7 +51,7 @@ def test_much_work(name):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4", "tq3", "trellis2"])
+@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4", "tq3", *LEVELS, "trellis2"])
 @pytest.mark.parametrize("queries", [(2, 4, 1, 3), (8, 8, 1, 8)])
 def test_several_queries(name, queries):
     run(batch(name, queries), window=500)
@@ -128,6 +130,33 @@ def test_key_offsets(name, heads, buckets):
         maps = LayerMaps(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
         run(batch(name, maps=maps))
         run(batch(name, (4, 2, 1, 3), maps=maps), window=300, softcap=30.0)
+
+
+@hopper_only
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (8, 8, 1, 8)])
+@pytest.mark.parametrize("name", [*LEVELS, "levels4/int4"])
+def test_keys_that_are_stored_without_their_offset(name, queries):
+    """Some are, some are not."""
+    generator = torch.Generator().manual_seed(2)
+    offset = 0.2 * torch.randn(9, 8, 128, generator=generator)
+    for a in (hadamard(128)[None] / 128**0.5, torch.linalg.qr(torch.randn(8, 128, 128, generator=generator, dtype=torch.float64))[0]):
+        b = batch(name, queries, maps=LayerMaps(LinearMap(a.float(), torch.linalg.inv(a).float(), offset)))
+        assert 0.1 < (b.cache.k.meta[b.slots // 16, b.slots % 16] < 0).float().mean() < 0.9
+        run(b)
+        run(b, window=300, softcap=30.0)
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["levels4", "levels8/levels2"])
+@pytest.mark.parametrize("head_size", [64, 256])
+def test_levels_at_other_head_sizes(name, head_size):
+    run(batch(name, head_size=head_size))
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["levels3", "levels5", "levels6"])
+def test_odd_widths_at_256_dimensions(name):
+    run(batch(name, (2, 4, 1, 3), head_size=256))
 
 
 @hopper_only

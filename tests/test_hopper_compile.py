@@ -29,6 +29,8 @@ BUDGET = {
     ("tq8", "u4", 4): 220, ("tq4", "u4", 4): 275, ("tq3", "u4", 4): 315, ("tq3", "u3", 4): 340,
     ("int4", "int2", 4): 224, ("int2", "u4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 24): 350, ("int4", "int4", 32): 400,
     ("int2", "int2", 24): 330, ("int2", "int2", 32): 380, ("bf16", "bf16", 4): 208, ("bf16", "bf16", 16): 320, ("bf16", "bf16", 24): 410,
+    ("levels2", "levels2", 4): 222, ("levels3", "levels3", 4): 380, ("levels4", "levels4", 4): 325, ("levels5", "levels5", 4): 470,
+    ("levels6", "levels6", 4): 460, ("levels8", "levels8", 4): 390, ("levels4", "levels2", 4): 245, ("levels4", "levels4", 32): 475,
     ("trellis2", "trellis2", 4): 300, ("trellis2", "trellis2", 24): 420, ("int8", "trellis2", 4): 285, ("int2", "trellis2", 4): 275,
 }  # fmt: skip
 
@@ -64,7 +66,7 @@ def test_other_shapes_compile(head_size, columns):
     build(config("int4", "int4", head_size, columns))
 
 
-@pytest.mark.parametrize("key", ["int4", "tq3"])
+@pytest.mark.parametrize("key", ["int4", "tq3", "levels4"])
 @pytest.mark.parametrize("key_map, value_map, key_offset", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
 def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path):
     chosen = config(key, "int4", key_map=key_map, value_map=value_map, key_offset=key_offset)
@@ -93,7 +95,7 @@ def test_every_configuration_has_a_ring():
     """At least a tile on its way beyond those of a step, in the shared memory that there is."""
     shapes = itertools.product(KEYS, VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
     for key, value, head_size, columns, key_map, key_offset in shapes:
-        if head_size > 64 or 3 not in (CODECS[key].row.code_bits, CODECS[value].row.code_bits):
+        if head_size > 64 or not any(16 % CODECS[side].row.code_bits for side in (key, value)):
             chosen = config(key, value, head_size, columns, key_map=key_map, key_offset=key_offset)
             assert chosen.stages >= chosen.tiles_per_step + 1, chosen
             assert chosen.blocks_per_sm * (chosen.shared_bytes + 1024) <= 228 * 1024, chosen
@@ -133,8 +135,10 @@ WRITE_BUDGET = {
     ("bf16", "bf16"): 170, ("fp8_e4m3", "fp8_e4m3"): 200, ("fp8_e5m2", "fp8_e5m2"): 200, ("fp8_token", "fp8_token"): 260,
     ("int8", "int8"): 370, ("int4", "int4"): 530, ("int2", "int2"): 580, ("int8", "int4"): 830, ("tq8", "u4"): 590,
     ("tq4", "u4"): 1340, ("tq3", "u4"): 1130, ("tq3", "u3"): 1140,
+    ("levels2", "levels2"): 900, ("levels3", "levels3"): 1050, ("levels4", "levels4"): 1290, ("levels5", "levels5"): 1880,
+    ("levels6", "levels6"): 1880, ("levels8", "levels8"): 1820, ("levels4", "levels2"): 2100,
 }  # fmt: skip
-MAPPED = {"int4": 1.0, "int2": 1.0, "tq4": 128**-0.5, "tq3": 128**-0.5}
+MAPPED = {"int4": 1.0, "int2": 1.0, "tq4": 128**-0.5, "tq3": 128**-0.5, **{name: 1.0 for name in CODECS if name.startswith("levels")}}
 
 
 def write_config(key, value, head_size=128, bf16=True, wide_slots=True):
@@ -155,6 +159,13 @@ def test_a_write_fits_its_budget_and_its_registers(key, value, tmp_path):
 @pytest.mark.parametrize("key, value", [("int4", "int4"), ("tq3", "u3"), ("int2", "fp8_token")])
 def test_writes_of_other_head_sizes_compile(key, value, head_size):
     write_config(key, value, head_size, bf16=False, wide_slots=False).cubin()
+
+
+@pytest.mark.parametrize("name", ["levels2", "levels4", "levels8"])
+def test_a_write_of_keys_that_may_go_without_their_offset_keeps_its_registers(name, tmp_path):
+    cubin = tmp_path / "write.cubin"
+    cubin.write_bytes(replace(write_config(name, name), key_shifted=True).cubin())
+    assert not {"LDL", "STL"} & set(opcodes(cubin))
 
 
 def test_a_write_with_offsets_and_scales_compiles():

@@ -94,7 +94,25 @@ def test_key_offsets(name, heads):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("name", ["levels2", "levels3", "levels4", "levels5", "levels6", "levels8", "levels4/int2"])
+def test_keys_without_their_offset(name, head_size):
+    """The same keys as the reference's; the rows that are read do not show which sum was rounded in which order."""
+    spec, map_ = get_format(name).cache_spec(8, head_size), default_map(get_format(name).k, head_size)
+    offset = 2.4 / head_size**0.5 * torch.randn(3, 8, head_size, generator=torch.Generator().manual_seed(0))
+    maps = LayerMaps(k=LinearMap(map_.forward, map_.inverse, offset))
+    expected, cache = (PagedCache(spec, 8, device, maps=maps) for device in ("cpu", "cuda"))
+    key, value = torch.randn(2, 100, 8, head_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    slots, positions = torch.randperm(128)[:100], torch.randint(0, 300, (100,))
+    expected.write(key, value, slots, positions)
+    cache.write(key.cuda(), value.cuda(), slots.cuda(), positions.cuda(), implementation="hopper")
+    scales, right = (c.k.meta.cpu()[slots // 16, slots % 16] for c in (cache, expected))
+    assert 0.1 < (right < 0).float().mean() < 0.9 and torch.equal(scales < 0, right < 0)
+    assert_same(cache, expected)
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "levels2", "levels4", "levels6"])
 def test_rows_that_break_quantizers(name):
     """Tiny, large and one-sided rows keep their bytes; a row with infinities spoils no other."""
     expected, cache = caches(name, 128, 2)

@@ -55,23 +55,21 @@ def table_of(bits: int, head_size: int) -> torch.Tensor:
     return torch.cat([levels(bits), boundaries(bits)])
 
 
+READS = {  # of `hopper.cuh`, how keys lie in registers
+    2: {"table_bytes": 1 << 16},
+    3: {"table_bytes": 1 << 13},
+    4: {"table_bytes": 1 << 16},
+    5: {"half": 16},
+    6: {"half": 16},
+    8: {"half": 2},
+}
+
+
 def _numbers(head_size: int) -> dict[str, tuple[float, ...]]:
     """What `hopper.cuh` reads."""
     from .arithmetic import cubic
 
     return {f"CUBIC_{bits}": (*cubic(bits), *CUBICS[bits]) for bits in CUBICS}
-
-
-def _hopper(bits: int):
-    half = {2: 1, 4: 4, 8: 2}.get(bits, 16)
-    import os
-
-    if os.environ.get("QUANTKV_LEVELS") == "both" and bits == 4:
-        return cuda_half(__file__, "Levels4BothByTable", numbers=_numbers, table_bytes=1 << 16)
-    if os.environ.get("QUANTKV_LEVELS") == "table" and bits in (3, 4):
-        table = {3: {"table_bytes": 1 << 13}, 4: {"table_bytes": 1 << 16}}[bits]
-        return cuda_half(__file__, f"Levels{bits}ByTable", numbers=_numbers, **table)
-    return cuda_half(__file__, f"Levels<{bits}>", numbers=_numbers, half=half, table_bytes=1 << 16 if bits == 2 else 0)
 
 
 def stored_scale(scale: torch.Tensor) -> torch.Tensor:
@@ -110,7 +108,7 @@ def codec(bits: int) -> Codec:
         head_size_multiple=8,
         planes=planes_of(bits),
         triton=half_of(__name__, f"LEVELS{bits}"),
-        hopper=_hopper(bits),
+        hopper=cuda_half(__file__, f"Levels<{bits}>", numbers=_numbers, **READS[bits]),
     )
 
 

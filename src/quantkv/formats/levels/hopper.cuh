@@ -76,7 +76,11 @@ template <int B> struct LevelsByTable : CubicLevels<B> {
   }
 };
 
-template <int B, class READER = CubicLevels<B>> struct Levels : READER {
+template <int B> struct ReadLevels : CubicLevels<B> {};
+template <> struct ReadLevels<3> : LevelsByTable<3> {};
+template <> struct ReadLevels<4> : LevelsByTable<4> {};
+
+template <int B> struct Levels : ReadLevels<B> {
   static constexpr int BITS = B, META_BYTES = 2, HALVES = 1 << (B - 1);
   static constexpr float A = Cubic<B>::OF[2], B3 = Cubic<B>::OF[3];
   static DI float scale(u32 meta) { return low(meta); }
@@ -144,13 +148,3 @@ template <int B, class READER = CubicLevels<B>> struct Levels : READER {
     return half2(saturate(unbiased < LEAST ? LEAST : unbiased, LARGEST_HALF), 0.f);
   }
 };
-struct Levels4OfBoth : LevelsByTable<4> {
-  static DI u32 pair(const u32* x, int j) {
-    const u32 a = prmt(x[j / 8 * 2], x[j / 8 * 2 + 1], 0x5410), b = prmt(x[j / 8 * 2], x[j / 8 * 2 + 1], 0x7632);
-    const u32 index = j & 1 ? a >> 4 & 0x0f0f0f0fu | b & 0xf0f0f0f0u : a & 0x0f0f0f0fu | b << 4 & 0xf0f0f0f0u;
-    return Pairs::entry(prmt(index, lane(), 0x5504 | j % 8 / 2 << 4));
-  }
-};
-using Levels3ByTable = Levels<3, LevelsByTable<3>>;
-using Levels4ByTable = Levels<4, LevelsByTable<4>>;
-using Levels4BothByTable = Levels<4, Levels4OfBoth>;

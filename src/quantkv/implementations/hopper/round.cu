@@ -25,7 +25,8 @@ DI Target target_of(const RowSource& side, int row_bytes, const SLOT* slots, boo
   return {record + side.codes + place % BLOCK_SIZE * row_bytes, record + side.meta + place % BLOCK_SIZE * 2};
 }
 
-template <int B> DI void round_rows(const float (&x)[E], bool alone, u32 feedback, u32 levels, const Target& to) {
+template <int SIDE> DI void round_rows(const float (&x)[E], bool alone, u32 feedback, u32 levels, const Target& to) {
+  constexpr int B = Odd<SIDE>::BITS;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, candidate = lane / 8;
   const auto add = [](float a, float b) { return a + b; };
   float squares = 0.f;
@@ -37,7 +38,7 @@ template <int B> DI void round_rows(const float (&x)[E], bool alone, u32 feedbac
   const float inverses[4] = {1.f / CANDIDATE[0], 1.f / CANDIDATE[1], 1.f / CANDIDATE[2], 1.f / CANDIDATE[3]};
   Left left{};
 #pragma unroll 1
-  for (int j = 0; j < BLOCKS; j++) next_block<B>(j, feedback, levels, inverses, left);
+  for (int j = 0; j < BLOCKS; j++) next_block<SIDE>(j, feedback, levels, inverses, left);
 
   // this lane's row and candidate
   const float tried = candidate < 2 ? candidate == 0 ? CANDIDATE[0] : CANDIDATE[1] : candidate == 2 ? CANDIDATE[2] : CANDIDATE[3];
@@ -89,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) round_kernel(
   wait_for_all_copies_but<0>();
   __syncthreads();
   const u32 first = shared_address(shared), levels = first + FEEDBACK_BYTES + threadIdx.x / 32 * ROUNDING_BYTES;
-  if (SIDES == 1 || SAME_LEVELS || is_key) round_rows<KEY_BITS>(row.x, alone, first, levels, to);
-  else round_rows<VALUE_BITS>(row.x, alone, first, levels, to);
+  constexpr int FIRST = SIDES == VALUES ? VALUES : KEYS, SECOND = SIDES == (KEYS | VALUES) && !SAME_LEVELS ? VALUES : FIRST;
+  if (FIRST == SECOND || is_key) round_rows<FIRST>(row.x, alone, first, levels, to);
+  else round_rows<SECOND>(row.x, alone, first, levels, to);
 }

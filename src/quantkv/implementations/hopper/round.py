@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from .write import WriteConfig
 
 BLOCK = 16  # dimensions that a lane rounds on its own
-SHARED_BYTES = 227 * 1024  # of an SM, for its blocks
-WARPS = {64: (4, 4), 128: (7, 2), 256: (6, 1)}  # of a block, and blocks of an SM, by head size: what shared memory has room for
+WARPS = {64: (4, 3), 128: (4, 3), 256: (6, 1)}  # of a block, and blocks of an SM, by head size: so that memory and registers suffice
 FEW = 2048  # rows of K up to which a block is one warp: there are fewer warps than an SM has places
 
 
@@ -106,12 +105,9 @@ class RoundConfig:
             "HOST_ROUNDING_BYTES": rounding_bytes(rows.head_size),
             "CANDIDATES": ", ".join(map(literal, CANDIDATES)),
             "RESIDENT": self.resident,
-            "SAME_LEVELS": int(rows.key.cubic == rows.value.cubic),
+            "SAME_LEVELS": int((rows.key.cubic, rows.key.row) == (rows.value.cubic, rows.value.row)),
         }
-        sides = {"KEY": rows.key, "VALUE": rows.value}
-        if rows.key.cubic == rows.value.cubic:
-            sides.pop("VALUE")
-        for name, codec in sides.items():
+        for name, codec in (("KEY", rows.key), ("VALUE", rows.value)):
             if codec.cubic is not None:
                 numbers = numbers_of(codec.cubic, codec.row.code_bits)
                 macros |= {f"{name}_{part}": ", ".join(map(literal, values)) for part, values in numbers.items()}

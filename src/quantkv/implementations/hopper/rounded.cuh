@@ -23,23 +23,26 @@ constexpr __device__ int before_block(int j) { return j * (j + 1) / 2; }       /
 constexpr __device__ int before_dim(int i) { return i * (2 * BLOCK + 1 - i) / 2; }  // coefficients of the dimensions before dimension i of a block
 
 // Levels t (a + b t^2), t = code - (2^BITS - 1) / 2, as a polynomial of the code; and of a number, in odd powers, where among the codes
-// it lies, 0 .. 1 from the first to the last. REFINED: that times one Newton step, within +-EDGE. (operands of round.py)
-template <int B> struct Odd;
-#define ODD_CUBIC(BITS_, NAME) \
-  template <> struct Odd<BITS_> { \
+// it lies, 0 .. 1 from the first to the last. REFINE, of 5 bits and more: for one step of Newton's method. round.py has the numbers.
+template <int SIDE> struct Odd;  // KEYS or VALUES
+enum { KEYS = 1, VALUES = 2 };
+#define ODD_CUBIC(SIDE, NAME) \
+  template <> struct Odd<SIDE> { \
+    static constexpr int BITS = NAME##_BITS; \
     static constexpr float LEVEL[] = {NAME##_LEVEL}, PLACE[] = {NAME##_PLACE}, REFINE[] = {NAME##_REFINE}; \
   };
 #ifdef KEY_LEVEL
-ODD_CUBIC(KEY_BITS, KEY)
+ODD_CUBIC(KEYS, KEY)
 #endif
 #ifdef VALUE_LEVEL
-ODD_CUBIC(VALUE_BITS, VALUE)
+ODD_CUBIC(VALUES, VALUE)
 #endif
 
 // 2^23 + the code of the level nearest to u. NaN: code 0.
-template <int B> DI float nearest_code(float u) {
-  constexpr auto& P = Odd<B>::PLACE;
-  constexpr auto& R = Odd<B>::REFINE;  // edge, p, b, 1 / steps
+template <int SIDE> DI float nearest_code(float u) {
+  constexpr int B = Odd<SIDE>::BITS;
+  constexpr auto& P = Odd<SIDE>::PLACE;
+  constexpr auto& R = Odd<SIDE>::REFINE;  // edge, p, b, 1 / steps
   constexpr float STEPS = (1 << B) - 1, BASE = 8388608.f;
   if constexpr (B >= 5) u = fminf(fmaxf(u, -R[0]), R[0]);
   const float w = u * u;
@@ -58,10 +61,10 @@ template <int B> DI float nearest_code(float u) {
   }
   return fmaf(place, STEPS, BASE);
 }
-template <int B> DI float level_of(float code) {
-  constexpr auto& L = Odd<B>::LEVEL;
+template <int SIDE> DI float level_of(float code) {
+  constexpr auto& L = Odd<SIDE>::LEVEL;
   const float z = fmaf(fmaf(L[3], code, L[2]), code * code, fmaf(L[1], code, L[0]));
-  return B < 5 ? z : low(half2(z, 0.f));  // as it is read: what is left of a row is no longer large beside that
+  return Odd<SIDE>::BITS < 5 ? z : low(half2(z, 0.f));  // as it is read: what is left of a row is no longer large beside that
 }
 
 // What is left of a rounded row, in the metric: sum gain d^2, and sum gain p d with p of the row's own units.
@@ -71,7 +74,8 @@ struct Left {
 
 // Rounds a lane's next 16 dimensions: u[16] with everything fed forward but among themselves, p their products. words: their codes, one
 // after the other; halves: their levels, in pairs.
-template <int B> DI void round_block(float (&u)[BLOCK], const float (&p)[BLOCK], u32 coefficients, Left& left, u32 (&words)[4], u32 (&halves)[8]) {
+template <int SIDE> DI void round_block(float (&u)[BLOCK], const float (&p)[BLOCK], u32 coefficients, Left& left, u32 (&words)[4], u32 (&halves)[8]) {
+  constexpr int B = Odd<SIDE>::BITS;
   u32 loaded[4];
   float even = 0.f;
 #pragma unroll
@@ -81,7 +85,7 @@ template <int B> DI void round_block(float (&u)[BLOCK], const float (&p)[BLOCK],
       if (at % 4 == 0) load_shared<16>(coefficients + 4 * at, loaded);
       return as_float(loaded[at % 4]);
     };
-    const float code = nearest_code<B>(u[i]), z = level_of<B>(code - 8388608.f), d = u[i] - z, weighted = coefficient(i) * d;
+    const float code = nearest_code<SIDE>(u[i]), z = level_of<SIDE>(code - 8388608.f), d = u[i] - z, weighted = coefficient(i) * d;
     left.cost = fmaf(weighted, d, left.cost), left.cross = fmaf(weighted, p[i], left.cross);
 #pragma unroll
     for (int k = i + 1; k < BLOCK; k++) u[k] = fmaf(coefficient(k), z, u[k]);
@@ -151,7 +155,7 @@ DI float put_products(u32 feedback, u32 levels) {
 }
 
 // One block for the 32 lanes: what the blocks before feed forward, then dimension after dimension. `inverse`: of each candidate scale.
-template <int B> DI void next_block(int j, u32 feedback, u32 levels, const float (&inverse)[4], Left& left) {
+template <int SIDE> DI void next_block(int j, u32 feedback, u32 levels, const float (&inverse)[4], Left& left) {
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, row = lane % 8;
   const u32 products = levels + PRODUCTS_AT;
   const int room = 2 * min(j, BLOCKS - 2);  // 64 bytes of a lane's levels that are not taken yet, or not needed any more
@@ -177,7 +181,7 @@ template <int B> DI void next_block(int j, u32 feedback, u32 levels, const float
 #pragma unroll
     for (int i = 0; i < 4; i++) p[4 * n + i] = as_float(x[i]);
   }
-  round_block<B>(u, p, feedback + COEFFICIENTS_AT + j * COEFFICIENTS * 4, left, words, halves);
+  round_block<SIDE>(u, p, feedback + COEFFICIENTS_AT + j * COEFFICIENTS * 4, left, words, halves);
   __syncwarp();  // all four lanes of a row have read its products
   store_shared(products + chunk_at<PRODUCT_ROW>(row, 4 * j + lane / 8), words[0], words[1], words[2], words[3]);
   store_shared(levels + chunk_at<LEVEL_ROW>(lane, 2 * j), halves[0], halves[1], halves[2], halves[3]);
