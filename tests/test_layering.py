@@ -31,8 +31,8 @@ ALLOWED = {
     "ops": {"flat", "calls", "format", "maps", "implementations"},
     "prepared": {"calls", "cache", "checks", "ops", "options"},
     "page_table": set(),
-    "page_file": {"cache", "checks"},
-    "page_views": {"cache", "calls", "checks", "format", "maps"},
+    "page_file": {"cache", "checks", "page_views"},
+    "page_views": {"cache", "calls", "checks", "format", "maps", "spec"},
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
     "warmup": {"cache", "calls", "implementations", "prepared"},
@@ -57,7 +57,7 @@ ALLOWED = {
         "dense",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
-    "cli": {"integrations", "cache", "formats", "spec", "bench", ""},
+    "cli": {"integrations", "cache", "calibration", "formats", "policy", "spec", "bench", ""},
     "__main__": {"cli"},
 }
 

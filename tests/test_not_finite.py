@@ -32,7 +32,9 @@ def test_a_query_does_not_disturb_others_of_its_tile(value):
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8", "fp8_e5m2", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "tq_k8v4"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "fp8", "fp8_e5m2", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "tq_k8v4", "levels5"]
+)
 def test_what_a_query_does_not_see_does_not_reach_it(name, value, side):
     """0 x NaN: the last ten of twenty queries see a row that is not finite, the first ten are in the same tile and do not."""
     b = batch(name, ((20,), (60,)))

@@ -208,8 +208,8 @@ TURN = torch.eye(64).roll(1, 0)[None]
         (dict(name="k4v2"), "source format=int4/int4: the target's is int4/int2"),
         (dict(block_size=32), "source block_size=16: the target's is 32"),
         (dict(heads=4), "source num_kv_heads=2: the target's is 4"),
-        (dict(d=128), r"source head sizes=\(64, 64\): the target's is \(128, 128\)"),
-        (dict(v_scale=0.5), r"source scales=\(1.0, 1.0\): the target's is \(1.0, 0.5\)"),
+        (dict(d=128), "source head_size=64: the target's is 128"),
+        (dict(v_scale=0.5), r"source scales=\[1.0, 1.0\]: the target's is \[1.0, 0.5\]"),
         (dict(maps=LayerMaps(k=LinearMap(TURN, TURN.mT))), "source maps=[0-9a-f]{16}: the target's is [0-9a-f]{16}"),
     ],
 )

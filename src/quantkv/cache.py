@@ -58,7 +58,8 @@ class PagedCache:
         self.buffer, self.device = buffer, buffer.device
         given = LayerMaps() if maps is None else maps
         default = LayerMaps.of(self.format, spec.head_size, spec.head_size_v, self.device)
-        self.maps = LayerMaps(*(d if g is None else g.to(self.device) for g, d in ((given.k, default.k), (given.v, default.v))))
+        sides = (d if g is None else g.to(self.device) for g, d in ((given.k, default.k), (given.v, default.v)))
+        self.maps = LayerMaps(*sides, given.calibration)
         for side, map_, head_size in (("k", self.maps.k, spec.head_size), ("v", self.maps.v, spec.head_size_v)):
             if map_ is not None:
                 map_.check(head_size, spec.num_kv_heads, side)

@@ -23,6 +23,7 @@ from .checks import refuse
 from .format import Codec, Format
 from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
 
+MIN_TOKENS = 256  # fewer say too little of a model
 FILE_FORMAT, FILE_VERSION = "quantkv-calibration", "1"
 PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric"}  # name of a tensor: field of `LayerMoments`
 
@@ -126,7 +127,8 @@ class Calibration:
         """Write it to a file. OSError where that cannot be written."""
         metadata = {"format": FILE_FORMAT, "version": FILE_VERSION, "geometry": self._geometry_text()}
         metadata |= {"made_of": json.dumps(dict(self.made_of), sort_keys=True), "digest": self.digest}
-        Path(path).write_bytes(save({name: t.cpu().contiguous() for name, t in self._tensors().items()}, metadata))
+        own = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in self._tensors().items()}  # of no shared memory
+        Path(path).write_bytes(save(own, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -161,6 +163,16 @@ class Calibration:
             if heads is not None:
                 self.check_layer(number, heads)
 
+    def check_one(self, num_layers: int, heads: Heads) -> None:
+        """ValueError unless it was made for a model of so many layers, of which one has these kv heads; the size of values is not compared.
+        For engines that make layers before these have their numbers."""
+        known = {found[:2] for found in self.geometry.heads.values()}
+        if self.num_layers != num_layers:
+            refuse("calibration", f"made for {self.num_layers} layers", f"the model has {num_layers}")
+        if heads[:2] not in known:
+            made = ", ".join(f"{count} of {size}" for count, size in sorted(known))
+            refuse("calibration", f"made for kv heads: {made}", f"the model has {heads.num_kv_heads} of {heads.head_size}")
+
     def check_layer(self, number: int, heads: Heads) -> None:
         """ValueError unless the layer is there, with these heads."""
         if number not in self.layers:
@@ -186,7 +198,8 @@ class Calibration:
             moments = self.layers[layer]
             with_offset = fmt.k.signed if offset is None else offset
             k = _map(fmt.k, moments.key_metric, moments.key_offset if with_offset else None)
-            known[key] = LayerMaps(k, _map(fmt.v, moments.value_metric))
+            v = _map(fmt.v, moments.value_metric)
+            known[key] = LayerMaps(k, v, None if k is None and v is None else self.digest)
         return known[key]
 
     @cached_property

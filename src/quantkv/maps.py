@@ -7,7 +7,7 @@ Nothing that reads a map may assume that it is a Hadamard matrix.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -143,6 +143,11 @@ class LinearMap:
                     f"({'keys' if side == 'k' else 'values'})"
                 )
 
+    @property
+    def num_heads(self) -> int:
+        """Kv heads that it tells apart; 1: all share what it holds."""
+        return max(1 if t is None else t.shape[axis] for t, axis in ((self.forward, 0), (self.offset, 1), (self.metric, 0)))
+
     @cached_property
     def traits(self) -> tuple:
         """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
@@ -233,10 +238,14 @@ def _default_map(kind: str, head_size: int, device: str) -> LinearMap | None:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """The maps of one layer's K and V; None: rows are stored as they are. ValueError for a V map with an offset: none is added back."""
+    """The maps of one layer's K and V; None: rows are stored as they are. ValueError for a V map with an offset: none is added back.
+
+    calibration: the digest of the `Calibration` that they are of, for people; it changes nothing.
+    """
 
     k: LinearMap | None = None
     v: LinearMap | None = None
+    calibration: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.v is not None and self.v.offset is not None:
@@ -254,7 +263,7 @@ class LayerMaps:
 
     def heads(self, start: int, stop: int) -> LayerMaps:
         """The maps of kv heads start to before stop."""
-        return LayerMaps(*(side if side is None else side.heads(start, stop) for side in (self.k, self.v)))
+        return replace(self, **{name: side.heads(start, stop) for name in ("k", "v") if (side := getattr(self, name)) is not None})
 
     def flatten(self) -> tuple[list[torch.Tensor | None], list[float]]:
         """Tensors and numbers, for an operator, which takes no dataclasses. `unflatten` reverses it."""

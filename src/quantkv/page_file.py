@@ -26,6 +26,7 @@ import torch
 
 from . import checks
 from .checks import refuse
+from .page_views import meaning
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -89,13 +90,8 @@ def _load(cache: PagedCache, file: BinaryIO, name: str, size: int | None, pages:
 
 def _header(cache: PagedCache) -> dict[str, str]:
     """What has to be equal for bytes to mean the same, each field in JSON or plain words."""
-    return {
-        "format": FILE_FORMAT,
-        "version": str(FILE_VERSION),
-        "spec": json.dumps(cache.spec.to_dict(), sort_keys=True),
-        "maps": cache.maps.fingerprint(),
-        "scales": json.dumps([float(cache.k.scale), float(cache.v.scale)]),
-    }
+    fields = {"format": FILE_FORMAT, "version": str(FILE_VERSION)}
+    return fields | {name: v if isinstance(v, str) else json.dumps(v, sort_keys=True) for name, v in meaning(cache).items()}
 
 
 def _check_header(cache: PagedCache, header: Any, name: str) -> tuple[int, tuple[str, str]]:
@@ -151,7 +147,8 @@ def checksums(pages: torch.Tensor) -> list[int]:
 def _write(file: Any, cache: PagedCache, index: torch.Tensor) -> None:
     """A safetensors file, chunk by chunk: the host never holds all pages, and the checksums are those of the bytes written."""
     shape = [len(index), *cache.buffer.shape[1:]]
-    header = {"__metadata__": _header(cache), **_tensors(shape)}
+    told = {} if cache.maps.calibration is None else {"calibration": cache.maps.calibration}  # for people: no reader compares it
+    header = {"__metadata__": _header(cache) | told, **_tensors(shape)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     _write_whole(file, len(text).to_bytes(8, "little") + text)

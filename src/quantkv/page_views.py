@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,7 @@ from . import checks
 from .calls import Segment, Side
 from .format import Format
 from .maps import LayerMaps
+from .spec import CacheSpec
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -32,6 +33,12 @@ class PageViews:
     @property
     def num_blocks(self) -> int:
         return self.k.codes.shape[0]
+
+    @property
+    def spec(self) -> CacheSpec:
+        """Its geometry; where the bytes of a page lie is the engine's own."""
+        (size, heads), sides = self.k.codes.shape[1:3], ((self.format.k, self.k), (self.format.v, self.v))
+        return self.format.cache_spec(heads, *(codec.head_size(side.codes) for codec, side in sides), block_size=size)
 
     @property
     def device(self) -> torch.device:
@@ -55,30 +62,25 @@ def copy_pages_between(
     targets = checks.page_numbers(pages if target_pages is None else target_pages, target.num_blocks, "target_pages")
     if len(targets) != len(pages):
         checks.refuse("target_pages", len(targets), f"a page is needed for each of the {len(pages)} to copy")
-    for name, theirs, ours in _meaning(source, target):
-        if theirs != ours:
-            checks.refuse(f"source {name}", theirs, f"the target's is {ours}")
+    theirs, ours = _in_words(source), _in_words(target)
+    for name, value in theirs.items():
+        if value != ours[name]:
+            checks.refuse(f"source {name}", value, f"the target's is {ours[name]}")
     index, into = (torch.tensor(n, dtype=torch.int64, device=c.device) for n, c in ((pages, source), (targets, target)))
     for theirs, ours in zip(_bytes(source), _bytes(target)):
         ours[into] = theirs[index].to(target.device)
 
 
-def _meaning(*both: PagedCache | PageViews) -> list[tuple[str, object, object]]:
-    """What has to be equal for bytes to mean the same: name, the source's, the target's."""
-    rows = []
-    for c in both:
-        (size, heads), sides = c.k.codes.shape[1:3], ((c.format.k, c.k), (c.format.v, c.v))
-        rows.append(
-            {
-                "format": "/".join(codec.name for codec, _ in sides),
-                "block_size": size,
-                "num_kv_heads": heads,
-                "head sizes": tuple(codec.head_size(side.codes) for codec, side in sides),
-                "scales": (c.k.scale, c.v.scale),
-                "maps": c.maps.fingerprint(),
-            }
-        )
-    return [(name, theirs, rows[1][name]) for name, theirs in rows[0].items()]
+def meaning(cache: PagedCache | PageViews) -> dict[str, Any]:
+    """What has to be equal for bytes of pages to mean the same, as plain values: geometry with the format, maps, per-tensor scales.
+    Metrics are not among them: they only guide who writes."""
+    return {"spec": cache.spec.to_dict(), "maps": cache.maps.fingerprint(), "scales": [float(cache.k.scale), float(cache.v.scale)]}
+
+
+def _in_words(cache: PagedCache | PageViews) -> dict[str, Any]:
+    """The same, one value a name. A format is what its codecs are, whatever it is called."""
+    values = meaning(cache)
+    return {**values.pop("spec"), "format": f"{cache.format.k.name}/{cache.format.v.name}", **values}
 
 
 def _bytes(cache: PagedCache | PageViews) -> list[torch.Tensor]:

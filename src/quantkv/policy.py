@@ -119,7 +119,7 @@ class Policy:
         if self.calibration is None:
             return given
         made = self.calibration.maps(layer, self.of(layer))
-        return LayerMaps(given.k or made.k, given.v or made.v)
+        return LayerMaps(made.k if given.k is None else given.k, made.v if given.v is None else given.v, made.calibration)
 
 
 def _layers(given: Any) -> dict[int, str]:
@@ -160,7 +160,7 @@ def _map_tensors(maps: dict[int, LayerMaps]) -> Iterator[tuple[str, torch.Tensor
             for part in PARTS:
                 t = getattr(getattr(layer, side), part, None)
                 if t is not None:
-                    yield f"layers.{number}.{side}.{part}", t.contiguous()
+                    yield f"layers.{number}.{side}.{part}", t.clone(memory_format=torch.contiguous_format)  # layers may share one
 
 
 def _read_maps(path: Path) -> dict[int, LayerMaps]:

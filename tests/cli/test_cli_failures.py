@@ -11,6 +11,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from quantkv.cli import models
+from quantkv.integrations.transformers.config import max_positions
 
 WITHOUT = "import runpy, sys; sys.modules[sys.argv.pop(1)] = None; runpy.run_module('quantkv', run_name='__main__', alter_sys=True)"
 
@@ -147,4 +148,4 @@ def test_texts_longer_than_the_model(run, fails, noisy, short_model):
 )
 def test_positions(config, positions):
     text = SimpleNamespace(**config)
-    assert models.positions(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))) == positions
+    assert max_positions(SimpleNamespace(get_text_config=lambda decoder: text)) == positions

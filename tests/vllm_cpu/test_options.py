@@ -8,6 +8,8 @@ import pytest
 import tiny_models
 import torch
 
+from quantkv.calibration import Calibration, LayerMoments
+
 LAYERS = 30
 SCORED = [prompts.SCORED]
 ASK = {"tokens": 2, "scored": True}
@@ -95,6 +97,24 @@ WRONG_POLICIES = {
     "an unknown format": ({"format": "int3"}, "int3"),
     "an unknown field": ({"format": "int4", "layer": {}}, "'layer'"),
 }
+
+
+WRONG_CALIBRATIONS = {  # layers, kv heads, head size
+    "of another model": ((3, 2, 64), "made for 3 layers: the model has 2"),
+    "of other heads": ((2, 4, 64), "made for kv heads: 4 of 64: the model has 2 of 64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALIBRATIONS)
+def test_a_wrong_calibration_is_refused_before_the_weights_are_loaded(tmp_path, case):
+    (layers, heads, size), said = WRONG_CALIBRATIONS[case]
+    eye = torch.eye(size).repeat(heads, 1, 1)
+    Calibration(layers, {i: LayerMoments(None, eye, eye) for i in range(layers)}).save(tmp_path / "other.safetensors")
+    asked = policy(tmp_path, format="levels4", calibration="other.safetensors")
+    folder = tiny_models.write("llama", tmp_path / "model")
+    report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, **asked)
+    assert said in report.error
+    assert "Loading weights took" not in report.log
 
 
 @pytest.mark.parametrize("case", WRONG_POLICIES)

@@ -1,4 +1,4 @@
-"""The command line: `quantkv eval`, `quantkv generate`, `quantkv bench`. Heavy packages are imported by the command that needs them."""
+"""The command line: `quantkv eval`, `generate`, `calibrate` and `bench`. Heavy packages are imported by the command that needs them."""
 
 from __future__ import annotations
 

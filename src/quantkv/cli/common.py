@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +23,19 @@ def formats_of(names: str, argument: str = "--formats", single: bool = False) ->
         except ValueError as error:
             raise ValueError(f"{argument}: {error}") from error
     return list(dict.fromkeys(chosen))
+
+
+def recipe_of(kv: str, argument: str) -> tuple[str, Any]:
+    """Name and recipe of a cache: a policy, where a JSON file is named, else a format's name. ValueError before anything is loaded."""
+    if not kv.endswith(".json"):
+        (name,) = formats_of(kv, argument=argument, single=True)
+        return name, name
+    from quantkv.policy import Policy
+
+    try:
+        return Path(kv).stem, Policy.load(kv)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error
 
 
 def print_table(table: Any) -> None:

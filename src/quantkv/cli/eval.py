@@ -82,11 +82,11 @@ def quantized_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def quantized_cache(model: Any, name: str) -> Any:
-    """An empty quantized cache for the model; "none" stands for the model's dtype."""
+def quantized_cache(model: Any, recipe: Any) -> Any:
+    """An empty quantized cache for the model, in a format or by a policy; "none" stands for the model's dtype."""
     from quantkv.integrations.transformers import QuantizedCache
 
-    return QuantizedCache(model.config, name, dtype=model.dtype)
+    return QuantizedCache(model.config, recipe, dtype=model.dtype)
 
 
 def unusable(model: Any, formats: Sequence[str]) -> dict[str, str]:

@@ -86,13 +86,13 @@ def run(
     model: Any,
     tokenizer: Any,
     ids: torch.Tensor,
-    kv: str | None,
+    kv: Any,
     max_new_tokens: int,
     write: Callable[[str], None],
-    make_cache: Callable[[Any, str], Any] = quantized_cache,
+    make_cache: Callable[[Any, Any], Any] = quantized_cache,
     attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
 ) -> tuple[list[Step], Any]:
-    """Generate with the format `kv`, or the model's own cache if None, streaming text to `write`. Returns the cache too."""
+    """Generate with the format or policy `kv`, or the model's own cache if None, streaming text to `write`. Returns the cache too."""
     ends = end_tokens(model, tokenizer)
     streamer, steps = Streamer(tokenizer, write), []
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench
-from .common import formats_of, print_table
+from . import bench, calibrate
+from .common import formats_of, print_table, recipe_of
 from .interrupt import Interrupted
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,7 +77,7 @@ def eval_command(
     from . import text as texts
 
     chosen = texts.load(text, tokens)
-    loaded = _load(model, device, dtype, errors)
+    loaded = load_model(model, device, dtype, errors)
     from . import models
 
     models.check_positions(loaded, f"--context {context}", context)
@@ -124,7 +124,7 @@ def eval_command(
 @commands.command("generate")
 def generate_command(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to continue or, for a chat model, to answer.")],
-    kv: Annotated[str, typer.Option("--kv", metavar="FORMAT", help="Format of the cache.")] = "int4",
+    kv: Annotated[str, typer.Option("--kv", metavar="FORMAT|FILE.json", help="Format of the cache, or a policy.")] = "int4",
     compare: Annotated[bool, typer.Option("--compare", help="Also run the exact cache; show where the two part.")] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
@@ -133,11 +133,11 @@ def generate_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Stream text (greedy) from a quantized cache; with --compare, show where it leaves the exact cache's."""
-    (name,) = formats_of(kv, argument="--kv", single=True)
+    name, recipe = recipe_of(kv, argument="--kv")
     from rich.console import Console
 
     errors = Console(file=sys.stderr)  # by name: a conversion silences sys.stderr, not the spinner
-    loaded = _load(model, device, dtype, errors)
+    loaded = load_model(model, device, dtype, errors)
     from . import generate, models
 
     ids = generate.encode(loaded.tokenizer, prompt, raw)
@@ -149,7 +149,7 @@ def generate_command(
         print(text, end="", flush=True)
 
     out.rule(f"{name} cache", align="left", style="cyan")
-    steps, cache = generate.run(loaded.model, loaded.tokenizer, ids, name, max_new_tokens, write)
+    steps, cache = generate.run(loaded.model, loaded.tokenizer, ids, recipe, max_new_tokens, write)
     print()
     sixteen_bits = sum(2 * spec.elements_per_token for spec in cache.specs) * cache.get_seq_length()
     errors.print(
@@ -163,6 +163,7 @@ def generate_command(
 
 
 bench.add_to(commands)
+calibrate.add_to(commands)
 
 
 def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any], exact: Sequence[Any]) -> None:
@@ -193,7 +194,7 @@ def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any],
     out.print(Text(note, style="bold"))
 
 
-def _load(model: str | None, device: str, dtype: str, console: Any) -> Any:
+def load_model(model: str | None, device: str, dtype: str, console: Any) -> Any:
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: allowed: {', '.join(DTYPES)}")
     with console.status("loading the model (the first run converts it)"):

@@ -12,6 +12,7 @@ from .arithmetic import cubic
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 LEAST = tl.constexpr(SMALLEST_HALF)
+KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 CUBIC = tl.constexpr(CUBICS)
 ROOTS = tl.constexpr({bits: cubic(bits)[0] for bits in CUBICS})
 GAINS = tl.constexpr({bits: cubic(bits)[1] for bits in CUBICS})
@@ -22,7 +23,8 @@ def levels_encode(x, real, table, PLAN: tl.constexpr):
     """table: the levels, then the boundaries between them. A code is how many boundaries are below the number, found bit by bit."""
     BITS: tl.constexpr = PLAN.bits
     squares = tl.sum(sum_of_squares(x), axis=1)
-    size = tl.maximum(tl.sqrt_rn(tl.div_rn(squares, tl.full(squares.shape, PLAN.head_size * 1.0, tl.float32))), TINY)
+    mean = tl.div_rn(squares, tl.full(squares.shape, PLAN.head_size * 1.0, tl.float32))
+    size = tl.maximum(tl.sqrt_rn(mean), TINY, propagate_nan=KEEP_NAN)
     codes = ()
     itself = tl.zeros(x[0].shape, tl.float32)
     dot = tl.zeros(x[0].shape, tl.float32)
@@ -36,7 +38,7 @@ def levels_encode(x, real, table, PLAN: tl.constexpr):
         itself += unit * unit
         dot += unit * tl.load(table + code)
     unbiased = tl.clamp(tl.div_rn(tl.sum(itself, axis=1), tl.maximum(tl.sum(dot, axis=1), TINY)), 0.5, 2.0)
-    return pack_codes(codes, BITS), (tl.clamp(size * unbiased, LEAST, LARGEST_HALF),)
+    return pack_codes(codes, BITS), (tl.clamp(size * unbiased, LEAST, LARGEST_HALF, propagate_nan=KEEP_NAN),)
 
 
 @triton.jit

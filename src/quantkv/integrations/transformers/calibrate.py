@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
-from ...calibration import Calibration, LayerMoments
+from ...calibration import MIN_TOKENS, Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
 from ...maps import OFFSET_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
@@ -20,9 +20,8 @@ from .config import geometry_of, max_positions, plan_layers, shares_keys
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
 
 ATTENTION = "quantkv_calibrate"
-MIN_TOKENS = 256
 SKIPPED = 8  # tokens at the beginning of each context: their keys are not like others'
-TOKENS_AT_ONCE = 4096  # of a forward pass
+TOKENS_AT_ONCE = 2048  # of a forward pass
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 LARGEST_HALF = torch.finfo(torch.float16).max
 
@@ -45,7 +44,7 @@ def calibrate(
         model's rotary embedding, and from there to every position.
     limit: offsets for so many positions, and averages over them; None: the model's own limit, or the contexts' length where it has none.
     made_of: what is written beside the numbers, for people. on_step: told how many contexts are done, of how many.
-    Memory: a batch of contexts with at most some 4,096 tokens, as in any forward pass. Gradients, the model's mode and its attention
+    Memory: a batch of contexts with at most some 2,048 tokens, as in any forward pass. Gradients, the model's mode and its attention
     implementation stay as they are.
     Errors: ValueError for fewer than 256 tokens; NotImplementedError for models whose cache cannot be quantized or that keep latents
     (DeepSeek's MLA), and for those that do not ask transformers for their attention function. A layer whose rotation of keys fits no

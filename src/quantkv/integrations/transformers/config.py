@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig
@@ -22,7 +23,7 @@ REASONS = {
     "compressed_sparse_attention": "it keeps compressed blocks of keys",
     "heavily_compressed_attention": "it keeps compressed blocks of keys",
 }
-UNEVEN = ("global_head_dim", "num_global_key_value_heads", "v_head_dim", "attention_head_dim")  # heads that are not those of all layers
+UNEVEN = ("global_head_dim", "num_global_key_value_heads", "v_head_dim", "attention_head_dim")  # other sizes in some layers, or of values
 MODELS = {  # model_type, where the layers alone do not tell
     "diffllama": "its code joins keys and values of two halves of its heads after it has read the cache",
     "jetmoe": "its code repeats keys and values after it has read the cache",
@@ -102,16 +103,19 @@ def shares_keys(config: PreTrainedConfig) -> bool:
 
 
 def geometry_of(config: PreTrainedConfig) -> Geometry:
-    """Of the model's layers and heads what its config says; heads are None where they differ from layer to layer."""
+    """Of the model's layers and heads what its config says; heads are None where it does not say."""
     plans, config = plan_layers(config), config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None)
-    if not isinstance(heads, int) or any(getattr(config, name, None) for name in UNEVEN):
-        common = None
-    else:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        common = Heads(heads, size, size)
-    numbers = [number for number, plan in enumerate(plans) if plan.kind is not None]
-    return Geometry(max(len(plans), config.num_hidden_layers), dict.fromkeys(numbers, common))
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(plans)
+    heads = {number: _heads(layer) for number, (plan, layer) in enumerate(zip(plans, layers)) if plan.kind is not None}
+    return Geometry(max(len(plans), config.num_hidden_layers), heads)
+
+
+def _heads(config: PreTrainedConfig) -> Heads | None:
+    """Of all layers, or of one with a config of its own. None where its class has no word for kv heads, or more than one for sizes."""
+    if "num_key_value_heads" not in signature(type(config)).parameters or any(getattr(config, name, None) for name in UNEVEN):
+        return None
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Heads(config.num_key_value_heads, size, size) if isinstance(config.num_key_value_heads, int) else None
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

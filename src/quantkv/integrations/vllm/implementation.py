@@ -16,6 +16,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...cache import PagedCache
+from ...calibration import Heads
 from ...calls import AttentionOptions
 from ...format import Format
 from ...implementations.dense.attend import SCRATCH_BYTES
@@ -102,7 +103,10 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
-        self.policy.check(self.config.model_config.get_total_num_hidden_layers())
+        layers, calibration = self.config.model_config.get_total_num_hidden_layers(), self.policy.calibration
+        self.policy.check(layers)
+        if calibration is not None:
+            calibration.check_one(layers, Heads(self._all_kv_heads(), self.head_size, self.head_size))
         for name in {self.policy.format, *self.policy.layers.values()}:
             token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
 
@@ -118,7 +122,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         else:
             number = extract_layer_index(owner)
             self.format = self.policy.of(number, self.dtype)
-            self.maps = self._of_this_rank(self.policy.maps.get(number, LayerMaps()))
+            self.maps = self._of_this_rank(self._maps_of(number))
         scales = getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
         self.scales = tuple(s if codec.scaled_per_tensor else 1.0 for s, codec in zip(scales, (self.format.k, self.format.v)))
         self.kind = (self.format.name, self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v, self.options)
@@ -126,18 +130,31 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         if self.kv_cache_dtype not in UNQUANTIZED:
             layer.attn_backend = backend_of(self.format)
 
+    def _maps_of(self, number: int) -> LayerMaps:
+        """The policy's maps of a layer, for the kv heads of all ranks. ValueError where its calibration is of other heads."""
+        calibration = self.policy.calibration
+        if calibration is not None:
+            calibration.check_layer(number, Heads(self._all_kv_heads(), self.head_size, self.head_size_v))
+        return self.policy.maps_of(number)
+
+    def _all_kv_heads(self) -> int:
+        """Of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
+        ranks = self.config.parallel_config.tensor_parallel_size
+        alone = self.num_kv_heads > 1 or ranks == 1
+        return self.num_kv_heads * ranks if alone else self.config.model_config.get_total_num_kv_heads()
+
     def _of_this_rank(self, maps: LayerMaps) -> LayerMaps:
         """The maps of the kv heads that this rank of a tensor-parallel group holds."""
         sides = []
         for side, head_size in ((maps.k, self.head_size), (maps.v, self.head_size_v)):
             if side is not None:
                 ranks = self.config.parallel_config.tensor_parallel_size
-                total = max(side.forward.shape[0], 1 if side.offset is None else side.offset.shape[1])
+                total = side.num_heads
                 start = get_tensor_model_parallel_rank() * total // ranks  # fewer heads than ranks: several hold the same
                 side = side.heads(start, start + self.num_kv_heads) if total > 1 else side
                 side.check(head_size, self.num_kv_heads, "k" if side is maps.k else "v")
             sides.append(side)
-        return LayerMaps(*sides)
+        return LayerMaps(*sides, maps.calibration)
 
     def _page_spec(self, block_size: int):
         return self.format.cache_spec(self.num_kv_heads, self.head_size, self.head_size_v, block_size)

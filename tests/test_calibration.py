@@ -1,0 +1,253 @@
+"""Calibrations as files and as maps: what is in them, what is refused, what a writer makes of them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkv import LayerMaps, LinearMap, PagedCache, get_format
+from quantkv.calibration import Calibration, Geometry, Heads, LayerMoments
+from quantkv.exact import ExactTokens
+from quantkv.policy import Policy
+
+HEADS, SIZE, SIZE_V = 2, 32, 16
+
+
+def moments(seed=0, buckets=3, heads=HEADS, size=SIZE, size_v=SIZE_V):
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(heads, n, 2 * n, generator=generator) for n in (size, size_v))
+    offset = None if buckets is None else 3 * torch.randn(buckets, heads, size, generator=generator).half()
+    return LayerMoments(offset, k @ k.mT, v @ v.mT)
+
+
+def calibration(**changes):
+    return Calibration(4, {1: moments(1, **changes), 3: moments(3, **changes)}, {"model": "toy", "tokens": 512})
+
+
+def test_a_file_holds_it_all(tmp_path):
+    made = calibration()
+    made.save(tmp_path / "toy.safetensors")
+    read = Calibration.load(tmp_path / "toy.safetensors")
+    shared = LayerMoments(None, eye := torch.eye(4).repeat(2, 1, 1), eye)
+    Calibration(2, {0: shared, 1: shared}).save(tmp_path / "shared.safetensors")
+    assert Calibration.load(tmp_path / "shared.safetensors").geometry.heads == {0: (2, 4, 4), 1: (2, 4, 4)}
+    assert (read.num_layers, read.made_of, read.digest, read.positions) == (4, {"model": "toy", "tokens": 512}, made.digest, 192)
+    assert list(read.layers) == [1, 3] and read.geometry == Geometry(4, dict.fromkeys((1, 3), Heads(HEADS, SIZE, SIZE_V)))
+    for number, layer in made.layers.items():
+        assert all(torch.equal(t, read.layers[number].tensors()[part]) for part, t in layer.tensors().items())
+    tensors = load_file(tmp_path / "toy.safetensors")
+    assert tensors["layers.1.k.offset"].shape == (3, HEADS, SIZE) and tensors["layers.1.k.offset"].dtype == torch.float16
+    without = calibration(buckets=None)
+    without.save(tmp_path / "toy.safetensors")
+    assert Calibration.load(tmp_path / "toy.safetensors").layers[1].key_offset is None
+    assert without.positions == 0 and without.digest != made.digest
+
+
+def test_positions_are_those_that_every_offset_covers():
+    """Of a layer whose keys do not turn one bucket says all."""
+    layers = {0: moments(buckets=1), 1: moments(buckets=5), 2: moments(buckets=9)}
+    assert Calibration(3, layers).positions == 5 * 64
+    assert Calibration(1, {0: layers[0]}).positions == 64
+
+
+DAMAGE = {"cut": lambda raw: raw[:-8], "a number": lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), "no such file": None}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named(damage, tmp_path):
+    path = tmp_path / "toy.safetensors"
+    if damage is not None:
+        calibration().save(path)
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"calibration='.*toy.safetensors'"):
+        Calibration.load(path)
+
+
+WRONG = {
+    "another format": ({"format": "quantkv-pages"}, {}, "format=quantkv-pages: 'quantkv-calibration' is needed"),
+    "another version": ({"version": "2"}, {}, "version=2: '1' is needed"),
+    "another digest": ({"digest": "0" * 64}, {}, "damaged: its numbers have the digest .*the file says 0000"),
+    "another number of layers": ({"geometry": json.dumps({"num_layers": 5})}, {}, "damaged"),
+    "no geometry": ({"geometry": "[]"}, {}, "damaged, or no calibration"),
+    "too few layers": ({"geometry": json.dumps({"num_layers": 2})}, {}, "layers of 0 to 1 are needed"),
+    "a tensor of another shape": ({}, {"layers.1.k.metric": torch.eye(SIZE).repeat(3, 1, 1)}, r"\(3, 3, 32\) of torch.float16 is needed"),
+    "a tensor of another dtype": ({}, {"layers.1.k.offset": torch.zeros(3, HEADS, SIZE)}, "float16 is needed"),
+    "a tensor of another name": ({}, {"layers.1.k.mean": torch.zeros(2)}, "they are named"),
+    "a number that is none": ({}, {"layers.1.k.metric": torch.full((HEADS, SIZE, SIZE), float("nan"))}, "not finite"),
+    "a part missing": ({}, {"layers.2.k.metric": torch.eye(SIZE).repeat(HEADS, 1, 1)}, "value_metric"),
+}
+
+
+@pytest.mark.parametrize("metadata, tensors, message", WRONG.values(), ids=WRONG)
+def test_wrong_files_are_refused(metadata, tensors, message, tmp_path):
+    from safetensors import safe_open
+
+    path = tmp_path / "toy.safetensors"
+    calibration().save(path)
+    with safe_open(path, "pt") as file:
+        before = file.metadata()
+    save_file({**load_file(path), **tensors}, path, {**before, **metadata})
+    with pytest.raises(ValueError, match=message):
+        Calibration.load(path)
+
+
+def test_another_geometry_is_refused():
+    made, heads = calibration(), Heads(HEADS, SIZE, SIZE_V)
+    made.check(Geometry(4, {1: heads, 3: heads}))
+    made.check(Geometry(4, {1: None, 3: None}))
+    cases = {
+        "made for 4 layers: the model has 5": Geometry(5, {1: heads, 3: heads}),
+        r"keys and values in layers \[1, 3\]: the model differs in layers \[2\]": Geometry(4, {1: heads, 2: heads, 3: heads}),
+        r"made for 2 kv heads of 32 \(values 16\) in layer 3: the model has 4 kv heads of 32 \(values 16\)": Geometry(
+            4, {1: heads, 3: Heads(4, SIZE, SIZE_V)}
+        ),
+    }
+    for message, geometry in cases.items():
+        with pytest.raises(ValueError, match=message):
+            made.check(geometry)
+    with pytest.raises(ValueError, match=r"layer=2: the calibration holds layers \[1, 3\]"):
+        made.maps(2, get_format("levels4"))
+
+
+def test_maps_are_the_formats_own_with_what_its_writer_can_use():
+    made = calibration()
+    own = LayerMaps.of(get_format("levels4"), SIZE, SIZE_V)
+    levels = made.maps(1, get_format("levels4"))
+    assert torch.equal(levels.k.forward, own.k.forward) and torch.equal(levels.k.offset, made.layers[1].key_offset.float())
+    assert levels.v.offset is None and levels.calibration == made.digest
+    for map_, given in ((levels.k, made.layers[1].key_metric), (levels.v, made.layers[1].value_metric)):
+        error = torch.randn(5, HEADS, map_.forward.shape[-1], dtype=torch.float64)
+        mapped = error @ map_.forward.double()[0].mT  # what an error costs does not depend on where it is seen, but for one factor a head
+        cost = torch.einsum("thd,hde,the->th", error, given.double(), error)
+        seen = torch.einsum("thd,hde,the->th", mapped, map_.metric.double(), mapped)
+        factor = seen / cost
+        assert torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5)
+        assert torch.allclose(map_.metric.diagonal(dim1=1, dim2=2).mean(1), torch.ones(HEADS), atol=1e-5)
+    assert made.maps(1, get_format("levels4")) is levels  # made once
+    assert made.maps(1, get_format("levels4"), offset=False).k.offset is None
+    for name in ("bf16", "fp8", "int8"):
+        assert made.maps(1, get_format(name)) == LayerMaps()
+    int8 = made.maps(1, get_format("int8"), offset=True).k  # a codec without a map of its own
+    assert torch.equal(int8.forward[0], torch.eye(SIZE)) and int8.offset is not None and int8.metric is None
+
+
+def test_a_head_that_nothing_reads_has_a_plain_metric():
+    layer = moments()
+    layer.key_metric[1] = 0
+    metric = Calibration(1, {0: layer}).maps(0, get_format("levels4")).k.metric
+    assert torch.equal(metric[1], torch.eye(SIZE)) and not torch.equal(metric[0], torch.eye(SIZE))
+
+
+@pytest.mark.parametrize("name", ["levels2", "levels4"])
+def test_a_calibrated_cache_attends_as_its_rows_read_back(name):
+    """Attention over what the slots hold, in float64; and rounding in the metric costs less than plain rounding, in the metric."""
+    layer = moments(heads=HEADS, size=64, size_v=64)
+    calibrated = Calibration(1, {0: layer})
+    fmt, generator = get_format(name), torch.Generator().manual_seed(5)
+    tokens = 150  # in three buckets
+    offsets = layer.key_offset.float().repeat_interleave(64, 0)[:tokens]
+    key, value = offsets + torch.randn(tokens, HEADS, 64, generator=generator), torch.randn(tokens, HEADS, 64, generator=generator)
+    key[::20] *= 0.05  # nearer to zero than to the mean key
+    query, slots = torch.randn(2, 4, 64, generator=generator), torch.arange(tokens)
+    costs = []
+    for maps in (calibrated.maps(0, fmt), None):
+        cache = PagedCache(fmt.cache_spec(HEADS, 64), 10, maps=maps)
+        cache.write(key, value, slots, slots if maps else None)
+        k, v = cache.dequantize(slots, slots if maps else None, dtype=torch.float64)
+        error = (k - key).double(), (v - value).double()
+        costs.append([torch.einsum("thd,hde,the->", e, m.double(), e) for e, m in zip(error, (layer.key_metric, layer.value_metric))])
+        table, lengths = torch.arange(10)[None].int(), torch.tensor([tokens]).int()
+        out = cache.attend(query, block_table=table, seq_lens=lengths, cu_seqlens_q=torch.tensor([0, 2]).int())
+        for i in range(2):
+            seen = tokens - 1 + i
+            scores = torch.einsum("hgd,thd->hgt", query[i].double().view(HEADS, 2, 64), k[:seen]) / 8
+            want = torch.einsum("hgt,thd->hgd", scores.softmax(-1), v[:seen]).reshape(4, 64)
+            assert torch.allclose(out[i].double(), want, atol=2e-5)
+    assert costs[0][0] < costs[1][0] / 2 and costs[0][1] < costs[1][1]
+
+
+def write(folder, **given):
+    path = folder / "policy.json"
+    path.write_text(json.dumps({"policy_version": 1, "format": "levels4", **given}))
+    return path
+
+
+def test_a_policy_carries_it(tmp_path):
+    made = calibration()
+    made.save(tmp_path / "toy.safetensors")
+    policy = Policy.load(write(tmp_path, layers={"3": "int8"}, calibration="toy.safetensors", exact={"latest": 24}))
+    assert policy.calibration.digest == made.digest and policy.exact == ExactTokens(0, 24)
+    assert policy.maps_of(1).k.offset is not None and policy.maps_of(3) == LayerMaps()
+    own = LinearMap(2 * torch.eye(SIZE)[None], torch.eye(SIZE)[None] / 2)
+    mixed = Policy("levels4", maps={1: LayerMaps(k=own)}, calibration=made).maps_of(1)
+    assert mixed.k is own and mixed.v.metric is not None  # a side that is given goes before the calibration's
+    with pytest.raises(ValueError, match=r"layer=2: the calibration holds"):
+        policy.maps_of(2)
+
+
+def test_a_policy_can_be_saved(tmp_path):
+    made = calibration()
+    given = LayerMaps(LinearMap(2 * torch.eye(4)[None], torch.eye(4)[None] / 2, torch.randn(2, 3, 4), torch.eye(4).repeat(3, 1, 1)))
+    layers = {0: "none", 2: "int8", 3: "int8", 4: "int8", 5: "int4"}
+    policy = Policy("levels3", layers, {7: given, 8: given}, made, ExactTokens(16, 24))
+    policy.save(tmp_path / "mine.json")
+    assert json.loads((tmp_path / "mine.json").read_text()) == {
+        "policy_version": 1,
+        "format": "levels3",
+        "layers": {"0": "none", "2-4": "int8", "5": "int4"},
+        "maps": "mine.maps.safetensors",
+        "calibration": "mine.calibration.safetensors",
+        "exact": {"first": 16, "latest": 24},
+    }
+    read = Policy.load(tmp_path / "mine.json")
+    assert (read.format, read.layers, read.exact, read.calibration.digest) == (policy.format, policy.layers, policy.exact, made.digest)
+    assert read.maps[7].fingerprint() == given.fingerprint() and torch.equal(read.maps[7].k.metric, given.k.metric)
+    made.save(tmp_path / "model.safetensors")
+    Policy("levels3", calibration=made).save(tmp_path / "other.json", calibration="model.safetensors")
+    assert Policy.load(tmp_path / "other.json").calibration.digest == made.digest
+    assert not (tmp_path / "other.calibration.safetensors").exists()
+    with pytest.raises(ValueError, match="it holds another calibration"):
+        Policy("levels3", calibration=calibration(buckets=4)).save(tmp_path / "third.json", calibration="model.safetensors")
+    assert not (tmp_path / "third.json").exists()
+
+
+BAD_POLICIES = {
+    "no file": ({"calibration": "absent.safetensors"}, "calibration=.*absent"),
+    "no name": ({"calibration": 3}, "policy.calibration=3"),
+    "exact no object": ({"exact": 24}, "policy.exact=24"),
+    "exact of something else": ({"exact": {"last": 24}}, "policy.exact="),
+    "exact of none": ({"exact": {"first": 0}}, "first or latest is at least 1"),
+    "exact negative": ({"exact": {"latest": -1}}, "exact.latest=-1"),
+    "exact broken": ({"exact": {"latest": 2.5}}, "exact.latest=2.5"),
+}
+
+
+@pytest.mark.parametrize("given, message", BAD_POLICIES.values(), ids=BAD_POLICIES)
+def test_bad_policies_are_refused(given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Policy.load(write(tmp_path, **given))
+
+
+def test_a_page_file_names_it_and_no_reader_minds(tmp_path):
+    """Bytes mean the same whatever metric guided their writer; the digest is there for people."""
+    from safetensors import safe_open
+
+    fmt = get_format("levels4")
+    spec = fmt.cache_spec(HEADS, SIZE, SIZE_V)
+    one = Calibration(1, {0: moments(0)})
+    another = Calibration(
+        1, {0: LayerMoments(one.layers[0].key_offset, *(2 * m + 1 for m in (moments(1).key_metric, moments(1).value_metric)))}
+    )
+    cache, reader, plain = (PagedCache(spec, 2, maps=maps) for maps in (one.maps(0, fmt), another.maps(0, fmt), None))
+    slots = torch.arange(32)
+    cache.write(torch.randn(32, HEADS, SIZE), torch.randn(32, HEADS, SIZE_V), slots, slots)
+    cache.save(tmp_path / "pages")
+    with safe_open(tmp_path / "pages", "pt") as file:
+        assert file.metadata()["calibration"] == one.digest != another.digest
+    reader.load(tmp_path / "pages")
+    assert torch.equal(reader.buffer, cache.buffer)
+    with pytest.raises(ValueError, match="maps="):
+        plain.load(tmp_path / "pages")
+    cache = PagedCache(spec, 2, maps=one.maps(0, fmt).heads(0, HEADS))
+    assert cache.maps.calibration == one.digest
