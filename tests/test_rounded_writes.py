@@ -195,3 +195,21 @@ def test_prepared_and_captured_on_a_gpu():
         captured.write(key, value, slots, positions)
     graph.replay()
     assert torch.equal(eager.buffer, prepared.buffer) and torch.equal(eager.buffer, captured.buffer)
+
+
+# ---- compiled without a GPU
+
+
+@pytest.mark.parametrize("bits, head_size, rows_of_k", [(4, 128, 1 << 16), (4, 128, 64), (8, 256, 1 << 16)])
+def test_the_kernel_keeps_what_it_rounds_in_registers(bits, head_size, rows_of_k, tmp_path, monkeypatch):
+    pytest.importorskip("cuda.core")
+    from quantkv.implementations.hopper.sass import opcodes
+
+    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
+    codec = get_format(f"levels{bits}").k
+    config = rounds.RoundConfig.of(hopper.WriteConfig(codec, codec, head_size, 16, True, True, 1.0, 1.0, key_shifted=True), rows_of_k)
+    cubin = tmp_path / "round.cubin"
+    cubin.write_bytes(config.cubin())
+    names = opcodes(cubin)
+    assert not {"LDL", "STL"} & set(names) and len(names) < 3300
+    assert config.resident * (config.shared_bytes + 1024) <= 228 * 1024
