@@ -6,10 +6,8 @@ template <int> struct SearchedOf { using type = KEY; };
 template <> struct SearchedOf<2> { using type = VALUE; };
 using SEARCHED = SearchedOf<SIDES>::type;  // of both sides, where both are written
 
-constexpr int STATES = 16, CHAIN = 8 * SEARCHED::CHAIN / SEARCHED::BITS, CHAINS = D / CHAIN, STEPS = CHAIN / 2, ROWS = 8;
+constexpr int STATES = 16, CHAIN = 8 * SEARCHED::CHAIN / SEARCHED::BITS, CHAINS = D / CHAIN, ROWS = 8;
 static_assert(SEARCHED::OVERLAP == 4 && CHAIN == 64 && SEARCHED::META_BYTES == 2, "chains of 32 codes of 4 bits, and a scale");
-constexpr float TINY = 1.17549435e-38f, SMALLEST_HALF = 1.f / (1 << 24);
-DI float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays NaN
 
 // Shared memory of a block. Rows are in units of their size.
 struct Searching {

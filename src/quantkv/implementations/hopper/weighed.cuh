@@ -62,7 +62,7 @@ struct Weighed {
 #pragma unroll
         for (int b = 0; b < 8; b++) {
           const float4 s = now[8 * half + b];
-          const float d = s.x - first[b], e = s.y - across * first[b] - second[b], y = d * d * gain[i] + gain[i + 1] * (e * e) + s.z;
+          const float d = s.x - first[b], e = s.y - across * first[b] - second[b], y = fmaf(gain[i + 1] * e, e, fmaf(gain[i] * d, d, s.z));
           if (b == 0 || y < least) least = y, from = 8 * half + b;
         }
         const float other = __shfl_xor_sync(~0u, least, 16);
