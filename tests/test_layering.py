@@ -58,9 +58,10 @@ ALLOWED = {
         "policy",
         "warmup",
         "dense",
+        "reference",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
-    "cli": {"integrations", "cache", "calibration", "formats", "policy", "spec", "bench", ""},
+    "cli": {"integrations", "cache", "calibration", "checks", "exact", "format", "formats", "maps", "policy", "spec", "bench", ""},
     "__main__": {"cli"},
 }
 

@@ -158,7 +158,8 @@ def choose(
     if column_tiles * head_size > 256:
         shape = dict(warps=8, max_stages=3)
     elif column_tiles * head_size > 128:
-        shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=12)
+        plain = 16 in (key.row.code_bits, value.row.code_bits)  # whose rows take more registers
+        shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=8 if plain else 12)
     else:
         small = (key.row.code_bits + value.row.code_bits) * head_size <= 512
         warps = min(12 if capacity > 1 << 14 else 8, key.hopper().warps)
