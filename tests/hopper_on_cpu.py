@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from quantkv.calls import AttendCall, WriteCall
-from quantkv.implementations.hopper import attend, launch, nvrtc, round, write
+from quantkv.implementations.hopper import attend, launch, nvrtc, round, search, write
 from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
 
 AVAILABLE = shutil.which("g++") is not None
@@ -19,6 +19,7 @@ KERNELS = {
     "decode.cu": ("Attend", ["decode_kernel", "combine_kernel", "combine_one_kernel"]),
     "write.cu": ("Write", ["write_kernel"]),
     "round.cu": ("Round", ["round_kernel"]),
+    "search.cu": ("Round", ["search_kernel"]),
 }
 
 
@@ -65,6 +66,7 @@ class Device:
         monkeypatch.setattr(attend, "_kernels", self._decode_kernels)
         monkeypatch.setattr(write, "_kernel", self._write_kernel)
         monkeypatch.setattr(round, "kernel", self._round_kernel)
+        monkeypatch.setattr(search, "kernel", self._search_kernel)
         for module in (attend, write):
             monkeypatch.setattr(module, "Launch", Launch)
         monkeypatch.setattr(launch, "current_device", lambda: 0)
@@ -93,6 +95,10 @@ class Device:
 
     def _round_kernel(self, config, index):
         run = self._library("round.cu", config)["run_round_kernel"]
+        return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
+
+    def _search_kernel(self, config, index):
+        run = self._library("search.cu", config)["run_search_kernel"]
         return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
 
     def serve(self, call: AttendCall | WriteCall) -> None:

@@ -157,7 +157,7 @@ def test_what_no_kernel_rounds_is_the_reference_s():
     call = call_of(given.caches("trellis2", maps, 1)[0], given)
     assert "trellis2" in triton_write.refusal(call)
     call = call_of(given.caches("levels4", layer("levels4", 64), 1)[0], given)
-    assert hopper._unsupported(call) is None and hopper.rounded_sides(call) == hopper.BOTH
+    assert hopper._unsupported(call) is None and hopper.ways(call) == ((False, True),) * 2
     odd = replace(get_format("levels4").k, cubic=None)
     assert "levels4" in hopper._unsupported(replace(call, fmt=replace(call.fmt, k=odd)))
 

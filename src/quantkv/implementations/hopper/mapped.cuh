@@ -3,6 +3,8 @@
 #include "hadamard.cuh"
 
 static_assert(CHUNK == 8, "16-bit numbers of one load");
+constexpr float TINY = 1.17549435e-38f, SMALLEST_HALF = 1.f / (1 << 24);  // the least scales: of a row, and as it is stored
+DI float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays NaN
 
 // K or V: this token's row, the signs of its map, the per-tensor scale, where codes and metadata begin in a record.
 struct RowSource {

@@ -10,8 +10,6 @@
 
 static_assert(sizeof(RoundArguments) == ARGUMENT_BYTES, "Python fills in another struct");
 constexpr float CANDIDATE[4] = {CANDIDATES};
-constexpr float TINY = 1.17549435e-38f, SMALLEST_HALF = 1.f / (1 << 24);
-DI float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays NaN
 
 // Where a token's row goes.
 struct Target {

@@ -12,7 +12,7 @@ import torch
 from ...calls import WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
-from . import launch, round
+from . import launch, round, search
 from .codec import literal
 from .launch import Kernel, Launch
 from .nvrtc import compile_cubin
@@ -101,6 +101,9 @@ class WriteConfig:
         return compile_cubin("write.cu", self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
 
 
+Config = WriteConfig | round.RoundConfig | search.SearchConfig
+
+
 def _integer(wide: bool) -> str:
     return "long long" if wide else "int"
 
@@ -137,7 +140,8 @@ def _unsupported(call: WriteCall) -> str | None:
     if hadamard_of(call.maps.k) is None or hadamard_of(call.maps.v) is None:
         return "maps: a Hadamard matrix of the head size, or none"
     for codec, map_ in ((fmt.k, call.maps.k), (fmt.v, call.maps.v)):
-        if rounding_of(codec, map_) is not None and (codec.cubic is None or codec.round_mapped or codec.row.meta_bytes != 2):
+        cubic = codec.cubic is not None and not codec.round_mapped and codec.row.meta_bytes == 2
+        if rounding_of(codec, map_) is not None and not cubic and not codec.hopper().searched:
             return f"maps: a metric, and {codec.name} has no code for Hopper that rounds in one"
     return None
 
@@ -158,19 +162,26 @@ def compile_for(call: WriteCall) -> None:
         config.cubin()
 
 
-def configurations(call: WriteCall) -> list[WriteConfig | round.RoundConfig]:
-    """What the kernels that serve `call` are compiled for: one for the sides that are rounded in a metric, one for the others."""
-    config, rounded = configuration(call), rounded_sides(call)
+def configurations(call: WriteCall) -> list[Config]:
+    """What the kernels that serve `call` are compiled for: one for the sides that are written in one way."""
+    config, (key_way, value_way) = configuration(call), ways(call)
     rows = call.key.shape[0] * call.key.shape[1]
-    plain = [] if rounded == BOTH else [replace(config, sides=BOTH & ~rounded)]
-    return plain + ([round.RoundConfig.of(replace(config, sides=rounded), rows)] if rounded else [])
+    if key_way == value_way:
+        return [_config(config, key_way, rows)]
+    return [_config(replace(config, sides=side), way, rows) for side, way in ((KEYS, key_way), (VALUES, value_way))]
 
 
-def rounded_sides(call: WriteCall) -> int:
-    """KEYS and VALUES of which the rows are rounded in a metric, added up; 0: neither."""
-    fmt, maps = call.fmt, call.maps
-    sides = ((KEYS, fmt.k, maps.k), (VALUES, fmt.v, maps.v))
-    return sum(side for side, codec, map_ in sides if rounding_of(codec, map_) is not None)
+def _config(config: WriteConfig, way: tuple[bool, bool], rows: int) -> Config:
+    searched, metric = way
+    if searched:
+        return search.SearchConfig.of(config, metric)
+    return round.RoundConfig.of(config, rows) if metric else config
+
+
+def ways(call: WriteCall) -> tuple[tuple[bool, bool], ...]:
+    """Of keys and of values: whether codes are searched for, and whether errors cost by a metric."""
+    sides = ((call.fmt.k, call.maps.k), (call.fmt.v, call.maps.v))
+    return tuple((codec.hopper().searched, rounding_of(codec, map_) is not None) for codec, map_ in sides)
 
 
 def configuration(call: WriteCall) -> WriteConfig:
@@ -206,7 +217,7 @@ def _layer(call: WriteCall) -> tuple:
     factors = (0.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v))
     return (
         *factors,
-        rounded_sides(call),
+        ways(call),
         call.k.scale != 1.0,
         call.v.scale != 1.0,
         shifted,
@@ -239,11 +250,14 @@ class Prepared:
         self._take_layer(call)
         self.launches = [self._launch_of(config, tokens, heads) for config in configurations(call)]
 
-    def _launch_of(self, config: WriteConfig | round.RoundConfig, tokens: int, heads: int) -> Launch:
-        rounds = isinstance(config, round.RoundConfig)
-        rows = config.rows if rounds else config
-        grid = (rows.sides.bit_count() * -(-tokens // (8 * rows.warps)), heads, 1)
-        kernel, arguments = (round.kernel, self.rounding) if rounds else (_kernel, self.arguments)
+    def _launch_of(self, config: Config, tokens: int, heads: int) -> Launch:
+        if isinstance(config, WriteConfig):
+            rows, kernel, arguments = config, _kernel, self.arguments
+        else:
+            rows, arguments = config.rows, self.rounding
+            kernel = round.kernel if isinstance(config, round.RoundConfig) else search.kernel
+        tokens_of_block = search.ROWS if kernel is search.kernel else 8 * rows.warps
+        grid = (rows.sides.bit_count() * -(-tokens // tokens_of_block), heads, 1)
         return Launch(kernel(config, self.index), grid, arguments)
 
     def __call__(self, call: WriteCall) -> None:
@@ -278,8 +292,8 @@ class Prepared:
             a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
             a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0
         feedback = [
-            None if rounding_of(codec, m) is None else round.feedback_of(m.rounding)
-            for codec, m in ((call.fmt.k, maps.k), (call.fmt.v, maps.v))
+            None if not metric else (search.metric_of if searched else round.feedback_of)(map_.rounding)
+            for (searched, metric), map_ in zip(ways(call), (maps.k, maps.v))
         ]
         r = self.rounding
         r.key_feedback, r.value_feedback = (None if t is None else t.data_ptr() for t in feedback)

@@ -29,6 +29,8 @@ def refusal(device: torch.device, sides: Sequence[tuple[Side, Codec]], stored: b
     for side, codec in sides:
         if codec.triton is None:
             return f"codec {codec.name} has no Triton half"
+        if stored and codec.triton().encode is None:
+            return f"codec {codec.name}: its rows have no code in Triton"
         codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
         if codes.stride(3) != 1 or (meta is not None and meta.shape[3] > 1 and meta.stride(3) != 1):
             return f"cache strides {codes.stride()}: the bytes of a row, and its metadata, must lie one after the other"
