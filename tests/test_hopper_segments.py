@@ -129,6 +129,40 @@ def test_exact_tokens_on_a_cpu(name, queries, multiprocessors, shape, on_cpu):
 
 
 @emulated
+@pytest.mark.parametrize(
+    "name, latest, queries, multiprocessors, shape",
+    [
+        ("int4", 100, VERIFY, 2, dict(softcap=20.0)),
+        ("int4", 100, DECODE, 64, SINKS),
+        ("int2", 24, DECODE, 64, dict(head_size=64, dtype=torch.float16)),
+        ("int8", 100, WIDE, 2, dict(window=60, group=3, num_kv_heads=1)),
+        ("int4", 24, DECODE, 2, dict(head_size=256)),
+        ("int4", 60, VERIFY, 64, dict(block_size=64, maps=calibrated())),
+        ("int4", 60, WIDE, 2, dict(block_size=32, maps=calibrated(1), num_kv_heads=1)),
+        ("int4", 24, VERIFY, 2, dict(maps=signed(), window=30)),
+    ],
+    ids=str,
+)
+def test_a_few_exact_rows_have_no_kernel(name, latest, queries, multiprocessors, shape, on_cpu):
+    """The kernels that merge attend to them: of more tiles than they have warps, of columns that are no multiple of theirs."""
+    parts = exact(name, LENS, latest, block_size=shape.get("block_size", 16), maps=shape.get("maps"))
+    several = Several.make(parts, queries, LENS, **{key: value for key, value in shape.items() if key != "maps"})
+    assert hopper._exact(several.call) == 1 and len(hopper.configurations(several.call)) == 1
+    on_cpu(several, multiprocessors)
+
+
+@emulated
+@pytest.mark.parametrize("multiprocessors", [2, 64])
+def test_exact_rows_that_come_first_and_have_a_range(multiprocessors, on_cpu):
+    """One sequence has none of them, another has no quantized token."""
+    starts, ranges = (200, 0, 0, 400), [(230, 300), (0, 0), (0, 1), (400, 493)]
+    parts = [Part("bf16", starts, ranges), Part("int4", None, [(0, 230), (0, 33), (0, 0), (0, 400)])]
+    several = Several.make(parts, VERIFY, LENS, **SINKS)
+    assert hopper._exact(several.call) == 0
+    on_cpu(several, multiprocessors)
+
+
+@emulated
 @pytest.mark.parametrize("multiprocessors", [2, 64])
 @pytest.mark.parametrize("maps", [calibrated(), signed()], ids=["matrix", "hadamard"])
 def test_exact_tokens_with_maps_on_a_cpu(maps, multiprocessors, on_cpu):
@@ -145,6 +179,7 @@ def test_no_key_is_seen_anywhere(on_cpu):
 def test_the_order_of_the_kernels_is_free(monkeypatch, on_cpu):
     """That of the smaller segment may come last; both outputs are the same to the bit."""
     outs = []
+    monkeypatch.setattr(hopper, "BY_COMBINE", False)
     for small_first in (True, False):
         monkeypatch.setattr(hopper, "SMALL_FIRST", small_first)
         several = Several.make(exact("int4", LENS), DECODE, LENS)
@@ -244,21 +279,37 @@ def test_exact_tokens_with_maps(name, lens):
 
 
 @hopper_only
-@pytest.mark.parametrize("small_first", [True, False])
+@pytest.mark.parametrize("name", ["int4", "int2", "fp8_token"])
+@pytest.mark.parametrize("latest", [24, 100])
+@pytest.mark.parametrize("queries", [DECODE, VERIFY, WIDE])
+def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatch):
+    """The one that merges, or one of their own."""
+    for by_combine in (True, False):
+        monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+        several = Several.make(exact(name, LONG, latest), queries, LONG, **PLAIN)
+        assert len(hopper.configurations(several.call)) == 2 - by_combine
+        run(several)
+    run(Several.make(exact(name, (9000,), latest), queries[1:2], (9000,), **PLAIN))
+
+
+@hopper_only
+@pytest.mark.parametrize("small_first", [True, False, None])
 @pytest.mark.parametrize("lens", [(1,), (5, 20), (0, 1, 15, 16, 17), (24, 25, 40, 41), (9000,), tuple(range(0, 600, 9))], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_lengths(lens, kv_heads, small_first, monkeypatch):
-    """Sequences that are shorter than what is exact, or have no token at all."""
+    """Sequences that are shorter than what is exact, or have no token at all. None: without a kernel for what is exact."""
     monkeypatch.setattr(hopper, "SMALL_FIRST", small_first)
+    monkeypatch.setattr(hopper, "BY_COMBINE", small_first is None)
     queries = tuple(min(n, 1) for n in lens)
     run(Several.make(exact("int4", lens), queries, lens, num_kv_heads=kv_heads, device="cuda"))
 
 
 @hopper_only
-@pytest.mark.parametrize("small_first", [True, False])
+@pytest.mark.parametrize("small_first", [True, False, None])
 def test_kernels_that_overlap_wait_for_each_other(small_first, monkeypatch):
     """Calls one after the other over the same scratch, of which each must find what the one before it left in q."""
     monkeypatch.setattr(hopper, "SMALL_FIRST", small_first)
+    monkeypatch.setattr(hopper, "BY_COMBINE", small_first is None)
     lens = (30000, 700)
     several = Several.make(exact("int4", lens), (1, 1), lens, **PLAIN)
     ops.attend(several.call, "hopper")
@@ -304,6 +355,25 @@ def test_auto_takes_several_segments_and_16_bits():
 # ---- the rule that says when it runs
 
 
+def test_which_segment_has_no_kernel():
+    """Of two, one of a few rows of the queries' type as given, from some position on."""
+
+    def exact_of(parts, lens=(20, 300), **shape):
+        return hopper._exact(Several.make(parts, (1, 1), lens, **shape).call)
+
+    lens = (20, 300)
+    assert exact_of(exact("int4", lens)) == 1 and exact_of(exact("int4", lens)[::-1]) == 0
+    assert exact_of(exact("int4", lens, 110)) == 1 and exact_of(exact("int4", lens, 120)) is None, "more than 128 rows"
+    assert exact_of(exact("int4", lens, 24, 16)) is None, "three segments"
+    assert exact_of(exact("int4", lens), dtype=torch.float16) == 1
+    assert exact_of([Part("int4", None, [(0, 0), (0, 288)]), Part("fp16", [0, 288])]) is None, "of another type than the queries"
+    assert exact_of([Part("int4", None, [(0, 0), (0, 288)]), Part("bf16", [0, 288], maps=LayerMaps(None, signed().v))]) is None, "mapped"
+    assert exact_of([Part("int4", [16, 288]), Part("bf16", None, [(0, 16), (0, 288)])]) is None, "no key_start"
+    wide = dict(head_size=256, num_kv_heads=1)
+    assert exact_of(exact("int4", lens, maps=signed(256)), **wide) == 1
+    assert exact_of(exact("int4", lens, maps=calibrated(1, 256)), **wide) is None, "shared memory"
+
+
 def test_what_the_rule_refuses():
     lens = (20, 300)
 
@@ -325,12 +395,13 @@ def test_what_the_rule_refuses():
         assert name in hopper._unsupported(several.with_tensors(several.q, several.out, None, tuple(segments)))
 
 
-def test_the_small_segment_takes_few_blocks():
+def test_the_small_segment_takes_few_blocks(monkeypatch):
     """And what may follow waits for nobody: the last to be launched merges, or the one with the values' map."""
     lens = (2048,) * 2
     several = Several.make(exact("int4", lens), (1, 1), lens, num_kv_heads=8)
+    monkeypatch.setattr(hopper, "BY_COMBINE", False)
     plan = hopper.Plan(several.call, 132)
-    quantized, latest = plan.parts
+    quantized, latest = plan.parts.values()
     assert plan.launched == [1, 0] and plan.merged == [0, 1]
     assert latest.decode_grid[0] <= 16 and quantized.decode_grid[0] * quantized.config.warps <= plan.main.resident
     assert not latest.config.follows and quantized.config.follows

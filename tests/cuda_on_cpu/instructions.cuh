@@ -108,10 +108,12 @@ inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline int __float2int_rz(float x) { return (int)x; }
 inline void __trap() { cpu_fail("trap", 0); }
 struct uint2 { u32 x, y; };
+struct float2 { float x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <class A, class B, class T = std::common_type_t<A, B>> constexpr T min(A a, B b) { return (T)a < (T)b ? (T)a : (T)b; }
 template <class A, class B, class T = std::common_type_t<A, B>> constexpr T max(A a, B b) { return (T)a > (T)b ? (T)a : (T)b; }
@@ -226,8 +228,14 @@ inline void load_matrices(u32 at, u32 (&a)[4]) {
 
 DI const u8* advance(const u8* p, u32 n, u32 step) { return p + (u64)n * step; }
 template <class T> DI void prefetch(const T*) {}
+DI void prefetch_to_l2(const void*) {}
 inline void copy16_if(bool p, u32 to, const u8* from, int bytes) {
   if (p) cpu_at(to, 16), cpu_fiber->open.push_back({to, from, bytes});
+}
+DI int load_past_l1(const int* from) { return *from; }
+DI uint4 load_past_l1(const uint4* from) {
+  if ((uintptr_t)from % 16) cpu_fail("source of a load", 0);
+  return *from;
 }
 inline void commit_copies() { cpu_fiber->groups.push_back(cpu_fiber->open), cpu_fiber->open.clear(); }
 template <int N> inline void wait_for_all_copies_but() {

@@ -44,6 +44,14 @@ struct AttendArguments {
   const int* other_ranges[3];
   int other_resident[3];
   int other_warps[3];
+  const u8* exact_pages;       // of the segment that combine attends to itself, with its table and positions
+  const int* exact_table;
+  const int* exact_start;
+  const int* exact_range;
+  i64 exact_page_stride;
+  i64 exact_head_stride;
+  int exact_table_stride;
+  float exact_scale;      // as scale
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and heads in bytes.

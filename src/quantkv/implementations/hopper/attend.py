@@ -1,6 +1,7 @@
 """Reads on Hopper: paged decode and verification, of one call or of all that share its shape.
 
-A call with several segments is a decode kernel for each, which overlap, and one that merges their pieces."""
+A call with several segments is a decode kernel for each, which overlap, and one that merges their pieces. Where one of two segments holds
+a few 16-bit rows, the kernel that merges attends to it by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 
 from ...calls import AttendCall, Segment
 from . import launch
-from .decode import COMBINE_COLUMNS, COMBINE_WARPS, TILE, DecodeConfig, choose
+from .decode import COMBINE_COLUMNS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig, choose
 from .launch import Kernel, Launch
 from .operands import NO_MAP, kind, map_of, offsets_of
 from .records import pages_of, unsuitable
@@ -22,6 +23,7 @@ HONOURED = frozenset({"window", "softcap", "sinks"})
 QUERIES = range(9)  # of a sequence
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
+BY_COMBINE = True  # the kernel that merges attends to a few 16-bit rows; where not, they have a decode kernel
 LOG2E = math.log2(math.e)
 SINK_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in arguments.cuh
 
@@ -125,22 +127,43 @@ def _has_offset(segment: Segment) -> bool:
     return segment.maps.k is not None and segment.maps.k.offset is not None
 
 
+def _is_exact(segment: Segment, dtype: torch.dtype) -> bool:
+    """Whether it holds a few rows of the queries' type as given, in pages that begin at some position."""
+    few = segment.block_table.shape[1] * segment.k.codes.shape[1] <= EXACT_TILES * TILE
+    as_given = segment.fmt.k.code_dtype == segment.fmt.v.code_dtype == dtype and segment.maps.k is None and segment.maps.v is None
+    return few and as_given and segment.key_start is not None
+
+
+def _exact(call: AttendCall) -> int | None:
+    """Which of two segments the kernel that merges attends to."""
+    others = [_is_exact(s, call.q.dtype) for s in call.segments]
+    if not BY_COMBINE or len(others) != 2 or not any(others):
+        return None
+    exact = others.index(True)
+    matrix = kind(call.segments[1 - exact].maps.v) == "MATRIX"
+    return None if matrix and call.q.shape[2] > 128 else exact  # as shared memory allows
+
+
 def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
-    """Of the segments: in which order their kernels are launched, and in which order their pieces are merged. The kernels of the first to
-    be merged have the values' map, if there is one, and merge the others, of which those without a map come last."""
-    sizes = [_capacity(call, s) for s in call.segments]
-    launched = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=not SMALL_FIRST)
-    return launched, sorted(range(len(sizes)), key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
+    """Of the segments with kernels of their own: in which order these are launched, and in which order their pieces are merged. The
+    kernels of the first to be merged have the values' map, if there is one, and merge the others, of which those without a map come
+    last."""
+    sizes, exact = [_capacity(call, s) for s in call.segments], _exact(call)
+    own = [i for i in range(len(sizes)) if i != exact]
+    launched = sorted(own, key=sizes.__getitem__, reverse=not SMALL_FIRST)
+    return launched, sorted(own, key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
 
 
 def configurations(call: AttendCall) -> list[DecodeConfig]:
-    """What a kernel that serves `call` is compiled for, for each of its segments."""
+    """What a kernel that serves `call` is compiled for, for each of its segments that has one."""
     launched, merged = _orders(call)
+    exact = _exact(call)
     mapped = sum(s.maps.v is not None for s in call.segments) or len(merged)
     ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
-    configs = [replace(_configuration(call, s), ranges=ranges, follows=i != launched[0]) for i, s in enumerate(call.segments)]
-    configs[merged[0]] = replace(configs[merged[0]], segments=len(merged), mapped_segments=mapped)
-    return configs
+    configs = {i: replace(_configuration(call, call.segments[i]), ranges=ranges, follows=i != launched[0]) for i in sorted(merged)}
+    merges = dict(segments=len(merged), mapped_segments=mapped, exact=0 if exact is None else call.segments[exact].k.codes.shape[1])
+    configs[merged[0]] = replace(configs[merged[0]], **merges)
+    return list(configs.values())
 
 
 def _configuration(call: AttendCall, segment: Segment) -> DecodeConfig:
@@ -164,6 +187,11 @@ def _configuration(call: AttendCall, segment: Segment) -> DecodeConfig:
     )
 
 
+def _scale(call: AttendCall) -> float:
+    """Of scores, as the kernels take it: base 2, over half of softcap where there is one."""
+    return call.scale * LOG2E * (2 / call.options.softcap if call.options.softcap else 1.0)
+
+
 @dataclass(frozen=True)
 class Part:
     """How a segment is cut: the configuration, the grid of its decode kernel, the warps that work at once, its place in the scratch."""
@@ -178,22 +206,24 @@ class Part:
 class Plan:
     """How a call is cut: its segments, the grid of the kernel that merges them, the scratch.
 
-    parts: of the segments in the call's order. launched, merged: indices of them, see `_orders`."""
+    exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched, merged:
+    these indices, see `_orders`."""
 
     def __init__(self, call: AttendCall, multiprocessors: int):
         configs = configurations(call)
-        self.launched, self.merged = _orders(call)
+        self.exact, (self.launched, self.merged) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
         sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * kv_heads
         self.columns = columns = call.batch.max_query_len * group
-        self.parts, self.scratch_bytes = [], 0
-        for config, segment in zip(configs, call.segments):
+        self.parts: dict[int, Part] = {}
+        self.scratch_bytes = 0
+        for i, config in zip(sorted(self.merged), configs):
             column_blocks = -(-columns // (8 * config.column_tiles))
             blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
-            blocks = max(1, min(blocks, -(-_capacity(call, segment) // config.warps)))
+            blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
             resident = blocks * config.warps
             size = (resident + pairs) * columns * config.piece_bytes
-            self.parts.append(Part(config, (blocks, column_blocks, 1), resident, self.scratch_bytes, size))
+            self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, self.scratch_bytes, size)
             self.scratch_bytes += size
         self.main = self.parts[self.merged[0]]
         self.few = multiprocessors >= 8 * pairs  # sequences: with more than eight pieces each
@@ -227,7 +257,7 @@ def _shape(call: AttendCall) -> Hashable:
     q, batch, options = call.q, call.batch, call.options
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
-        (call.scale, options.window, options.softcap, options.sinks is None),
+        (call.scale, options.window, options.softcap, options.sinks is None, SMALL_FIRST, BY_COMBINE),
         *[_segment_shape(call, s) for s in call.segments],
     )
 
@@ -238,9 +268,13 @@ class Prepared:
     def __init__(self, call: AttendCall):
         self.index = launch.device_index(call.q.device)
         self.plan = plan = Plan(call, launch.multiprocessors(self.index))
-        self.reads = [Read(call, segment, part, plan.columns) for segment, part in zip(call.segments, plan.parts)]
-        kernels = [_kernels(part.config, self.index) for part in plan.parts]
-        self.main, self.others = self.reads[plan.merged[0]], plan.merged[1:]
+        self.reads = {i: Read(call, call.segments[i], part, plan.columns) for i, part in plan.parts.items()}
+        kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
+        self.main, self.others, self.exact = self.reads[plan.merged[0]], plan.merged[1:], plan.exact
+        if self.exact is not None:
+            exact, main = call.segments[self.exact], self.main.arguments
+            main.exact_page_stride, main.exact_head_stride = exact.k.base.stride(0), exact.k.base.stride(1)
+            main.exact_table_stride, main.exact_scale = exact.block_table.stride(0), _scale(call)
         for place, i in enumerate(self.others):
             self.main.arguments.other_resident[place] = plan.parts[i].resident
             self.main.arguments.other_warps[place] = plan.parts[i].config.warps
@@ -262,8 +296,10 @@ class Prepared:
         stream = launch.current_stream(self.index)
         with launch.LOCK:
             scratch = launch.scratch(self.plan.scratch_bytes, self.index, stream)
-            for read, segment in zip(self.reads, call.segments):
-                read.fill(call, segment, q, scratch.data_ptr())
+            for i, read in self.reads.items():
+                read.fill(call, call.segments[i], q, scratch.data_ptr())
+            if self.exact is not None:
+                self._fill_exact(call.segments[self.exact])
             main.out, main.lse = call.out.data_ptr(), None if lse is None else lse.data_ptr()
             if sinks is not None:
                 main.sinks, main.sinks_stride, main.sinks_type = sinks.data_ptr(), sinks.stride(0), SINK_TYPES[sinks.dtype]
@@ -275,13 +311,21 @@ class Prepared:
                 each(stream)
 
 
+    def _fill_exact(self, segment: Segment) -> None:
+        a, range_ = self.main.arguments, segment.key_range
+        if segment.maps.k is not None or segment.maps.v is not None:
+            raise ValueError("segments: maps where the call that was prepared had none")
+        a.exact_pages, a.exact_table, a.exact_start = segment.k.base.data_ptr(), segment.block_table.data_ptr(), segment.key_start.data_ptr()
+        a.exact_range = None if range_ is None else range_.data_ptr()
+
+
 class Read:
     """The arguments of the kernels of one segment."""
 
     def __init__(self, call: AttendCall, segment: Segment, part: Part, columns: int):
         options = call.options
         self.key_half, self.begin, self.layer = part.config.key_half, part.scratch_begin, _layer(segment)
-        self.scale = call.scale * LOG2E * (2 / options.softcap if options.softcap else 1.0)
+        self.scale = _scale(call)
         self.arguments = launch.arguments("AttendArguments")(
             q_token=call.q.stride(0),
             q_head=call.q.stride(1),

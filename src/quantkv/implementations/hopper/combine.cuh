@@ -1,6 +1,7 @@
 // One result out of the pieces of a sequence.
 #pragma once
 #include "arguments.cuh"
+#include "exact.cuh"
 #include "pieces.cuh"
 #include "query.cuh"
 
@@ -48,9 +49,29 @@ struct Merged {
     }
   }
 
-  // Into merger 0: what the others have of the same row. merged: a row of each, its maximum and its sum behind it.
-  template <int MERGERS, int ROWS> DI void across(float (&merged)[MERGERS][ROWS][D + 4], int r, int merger) {
+  // `count` of MOST rows of a column, `step` apart: outputs times their sum, behind them the maximum and the sum. Before any piece.
+  template <int MOST> DI void take(const float (*rows)[D + 4], int count, int step) {
     const int lane = threadIdx.x % 32;
+    float2 about[MOST];
+#pragma unroll
+    for (int w = 0; w < MOST; w++) {
+      about[w] = w < count ? *(const float2*)(rows[w * step] + D) : make_float2(minus_infinity(), 0.f);
+      top = fmaxf(top, about[w].x);
+    }
+#pragma unroll
+    for (int w = 0; w < MOST; w++) {
+      if (about[w].x == minus_infinity()) continue;
+      const float weight = pow2(about[w].x - top);
+      sum = fmaf(weight, about[w].y, sum);
+#pragma unroll
+      for (int d = 0; d < E; d++) x[d][0] = fmaf(weight, rows[w * step][lane * E + d], x[d][0]);
+    }
+  }
+
+  // Into merger 0: what the others have of the same row. merged [MERGERS * ROWS]: a row of each, its maximum and its sum behind it.
+  template <int MERGERS, int ROWS> DI void across(float (*rows)[D + 4], int r, int merger) {
+    const int lane = threadIdx.x % 32;
+    const auto merged = (float(*)[ROWS][D + 4])rows;
 #pragma unroll
     for (int d = 0; d < E; d++) merged[merger][r][lane * E + d] = x[d][0];
     if (lane == 0) merged[merger][r][D] = top, merged[merger][r][D + 1] = sum;
@@ -80,8 +101,10 @@ struct Merged {
 template <int N, int S, int MERGERS>
 DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
   constexpr int E = Merged::E, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
-  constexpr bool APART = MAPPED_SEGMENTS < SEGMENTS;
-  __shared__ __align__(16) float merged[MERGERS][N * S][D + 4];  // rows, their maxima and sums; what is added behind a matrix
+  constexpr bool APART = EXACT ? VALUE_MAP != NO_MAP : MAPPED_SEGMENTS < SEGMENTS;
+  constexpr int TEAM = N * MERGERS;  // warps of a sequence, between which exact tokens are divided
+  // Rows, their maxima and sums: of exact tokens, a warp's after the other; of mergers; what is added behind a matrix.
+  __shared__ __align__(16) float merged[(EXACT ? TEAM : MERGERS) * N * S][D + 4];
   __shared__ __align__(16) u32 parts[2][N * S][D / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / MERGERS, merger = warp % MERGERS, head = blockIdx.y;
   auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
@@ -91,6 +114,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
   const int s = sequence(r);
   const bool mine = there(r);
+  [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % TEAM);
   const auto pieces_of = [&](const Sequences& sequences, int resident, int warps) {
     int start;
     const int line = sequences.total_tiles(s, start);
@@ -105,10 +129,19 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
                             a.other_warps[i]);
     }
   }
-  MatrixRows map_rows;
-  if (VALUE_MAP == MATRIX) map_rows = MatrixRows(value_map, warp % (D / 16));
   Merged all, plain;
   float (&x)[E][1] = all.x;
+  if constexpr (EXACT > 0) {
+    float(*rows)[D + 4] = merged + warp / TEAM * TEAM * N;
+    const int busy = min(exact.tiles(), TEAM);
+    exact.attend(TEAM);
+    if (warp % TEAM < busy) exact.write(rows + warp % TEAM * N);
+    __syncthreads();
+    if (merger == 0) (APART ? plain : all).template take<TEAM>(rows + r % N, busy, N);
+    __syncthreads();
+  }
+  MatrixRows map_rows;
+  if (VALUE_MAP == MATRIX) map_rows = MatrixRows(value_map, warp % (D / 16));
   wait_for_previous_kernel();  // all that was read so far is older than the decode kernels
   if (mine) all.add(a.pieces, pieces, a.all_columns, column(r), merger, MERGERS);
   if constexpr (SEGMENTS > 1) {
@@ -118,8 +151,8 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     }
   }
   if constexpr (MERGERS > 1) {
-    all.across(merged, r, merger);
-    if constexpr (APART) __syncthreads(), plain.across(merged, r, merger);
+    all.template across<MERGERS, N * S>(merged, r, merger);
+    if constexpr (APART && !EXACT) __syncthreads(), plain.template across<MERGERS, N * S>(merged, r, merger);
   }
   if (mine && merger == 0) {
     const float top = APART ? fmaxf(all.top, plain.top) : all.top;
@@ -145,7 +178,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
 #pragma unroll
       for (int d = 0; d < E; d++) {
         const float y = none ? 0.f : plain.x[d][0] * (beside / total);
-        if (VALUE_MAP == MATRIX) merged[0][r][lane * E + d] = y; else x[d][0] += y;
+        if (VALUE_MAP == MATRIX) merged[r][lane * E + d] = y; else x[d][0] += y;
       }
     }
 #pragma unroll
@@ -179,7 +212,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
       for (int k = 0; k < 4; k++) {
         const int to = r0 + 2 * c + k % 2;
         const int d = 16 * t + g + k / 2 * 8;
-        if (to < N * S && there(to)) a.out[out_row(to) * D + d] = query_type(y[k] * a.value_gain + (APART ? merged[0][to][d] : 0.f));
+        if (to < N * S && there(to)) a.out[out_row(to) * D + d] = query_type(y[k] * a.value_gain + (APART ? merged[to][d] : 0.f));
       }
     }
   }

@@ -6,7 +6,7 @@
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
 // Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
-// QUERY_BF16 SOFTCAP RANGES FOLLOWS SEGMENTS MAPPED_SEGMENTS; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
+// QUERY_BF16 SOFTCAP RANGES FOLLOWS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
 // ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "combine.cuh"
@@ -21,7 +21,8 @@ constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the po
 template <int N> struct Constant { static constexpr int value = N; };
 
 // The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one start: that one
-// need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all.
+// need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all. No kernel reads what another of these wrote before
+// it has waited; combine reads exact tokens before, which is right as no decode block lets it start before that block has waited.
 struct Turn {
   DI Turn() {
     if (FOLLOWS) forget_what_was_read(); else wait_for_previous_kernel();
@@ -152,5 +153,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
     combine<N, S, MERGERS>(a, Sequences{a.seq_lens, a.cu_queries, a.key_start, a.key_range, a.sequences, a.window}, map); \
   }
-COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : SEGMENTS > 1 ? 6 : 8)
-COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, 2)
+COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 6 : 8)
+COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, EXACT && D > 128 ? 1 : 2)

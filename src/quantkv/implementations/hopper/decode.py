@@ -14,6 +14,7 @@ from .records import page_bytes, row_macros
 
 SHARED_BYTES = 227 * 1024  # of one SM
 TILE = 16  # tokens of a tile: rows of an mma
+EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at most
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
 
@@ -39,6 +40,7 @@ class DecodeConfig:
     follows: bool = False  # the kernel of another segment
     segments: int = 1  # that are merged
     mapped_segments: int = 1  # of them: those whose values have the map, or all of them where none has one
+    exact: int = 0  # tokens of a page of the segment that the merging kernel attends to itself; 0: there is none
     warps: int = 8
     blocks_per_sm: int = 1
     tiles_per_step: int = 1
@@ -121,7 +123,7 @@ class DecodeConfig:
             TABLES_BYTES=self.table_bytes,
             KEY_MAP=self.key_map, KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16),
             SOFTCAP=int(self.softcap), RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments,
-            MAPPED_SEGMENTS=self.mapped_segments, COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
+            MAPPED_SEGMENTS=self.mapped_segments, EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, TILE=TILE, WARP_BYTES=self.warp_bytes,
             BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS,
             COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS, ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),

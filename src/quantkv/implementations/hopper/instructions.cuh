@@ -99,9 +99,17 @@ DI const u8* advance(const u8* p, u32 n, u32 step) {  // p + n step, as one inst
   return r;
 }
 template <class T> DI void prefetch(const T* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+DI void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DI void copy16_if(bool p, u32 to, const u8* from, int bytes) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}" ::"r"((int)p), "r"(to),
                "l"(from), "r"(bytes));
+}
+// From L2, at once: none is sunk to where it is used.
+DI int load_past_l1(const int* from) { int x; asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(x) : "l"(from)); return x; }
+DI uint4 load_past_l1(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
 }
 DI void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
