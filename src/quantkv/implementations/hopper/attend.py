@@ -310,12 +310,15 @@ class Prepared:
             for each in self.launches:
                 each(stream)
 
-
     def _fill_exact(self, segment: Segment) -> None:
         a, range_ = self.main.arguments, segment.key_range
         if segment.maps.k is not None or segment.maps.v is not None:
             raise ValueError("segments: maps where the call that was prepared had none")
-        a.exact_pages, a.exact_table, a.exact_start = segment.k.base.data_ptr(), segment.block_table.data_ptr(), segment.key_start.data_ptr()
+        a.exact_pages, a.exact_table, a.exact_start = (
+            segment.k.base.data_ptr(),
+            segment.block_table.data_ptr(),
+            segment.key_start.data_ptr(),
+        )
         a.exact_range = None if range_ is None else range_.data_ptr()
 
 
