@@ -90,7 +90,9 @@ def compare(cache, expected, given: Rows) -> list[Compared]:
         codes, meta, codes_there, meta_there = (t[at] for t in (side.codes, side.meta, other.codes, other.meta))
         if rounding_of(codec, map_) is None:
             assert (codes != codes_there).float().mean() < 1e-3
-            torch.testing.assert_close(meta, meta_there, rtol=4e-3, atol=0)
+            same = (codes == codes_there).all(-1)  # another code, where a sum's last bit decides, has another scale
+            torch.testing.assert_close(meta[same], meta_there[same], rtol=4e-3, atol=0)
+            torch.testing.assert_close(meta[~same], meta_there[~same], rtol=2e-2, atol=0)
             continue
         x = rows_[kept].float()
         row = map_.apply(x if map_.offset is None else x - map_.offset_rows(positions), torch.float32)

@@ -52,6 +52,22 @@ def test_random_steps(seed, few, options):
             engine.step(counts, **OPTIONS[options])
 
 
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_a_step_that_nothing_filled_reads_pages_alone(queries):
+    """Engines run kernels over it before there are sequences, with any lengths."""
+    spec, tokens = get_format("int4").cache_spec(2, 64), ExactTokens(16, 24)
+    pages = PagedCache(spec, 40)
+    pages.buffer.random_(0, 100, generator=torch.Generator().manual_seed(0))
+    cache = ShadowedCache(pages, shadow_pages(pages, 4, torch.float32), ExactPages(tokens, 16, 1, 40))
+    cache.shadow.buffer.fill_(0xFF)
+    q = torch.randn(queries, 4, 64, generator=torch.Generator().manual_seed(1))
+    batch = {"block_table": torch.arange(40, dtype=torch.int32)[None], "seq_lens": torch.tensor([600], dtype=torch.int32)}
+    batch["cu_seqlens_q"] = torch.tensor([0, queries], dtype=torch.int32)
+    step = ExactStep(tokens, 16, 1, queries, torch.device("cpu"), few=queries <= 8)
+    out = prepare_attend(**batch, exact=step, max_query_len=queries)(cache, q)
+    torch.testing.assert_close(out, pages.attend(q, **batch), rtol=1e-5, atol=1e-6)
+
+
 def test_a_small_pool_leaves_the_copies_to_those_that_have_them():
     """Room for one sequence of four: some keep their exact tokens, none reads another's."""
     engine = Engine(room=1, few=False)

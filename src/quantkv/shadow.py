@@ -18,6 +18,7 @@ from .calls import AttentionOptions, Segment
 from .exact import ExactTokens
 from .formats import get_format
 
+BEYOND = 1 << 30  # a position that no key has
 FEW_QUERIES = 8  # of a sequence: a step of decode, or of verification, for which first and latest tokens are one segment
 
 
@@ -31,6 +32,8 @@ class ExactStep:
         is read quantized.
     first: `block_table` and `key_range` of the first tokens; None where there are none. latest: `block_table` and `key_start`.
     between: `key_range` of what is read quantized beside `first` and `latest`: here each key stands at its own position.
+
+    Until it is filled nothing is exact, whatever the lengths are: engines run kernels over it before there are sequences.
     """
 
     def __init__(self, tokens: ExactTokens, block_size: int, num_seqs: int, num_tokens: int, device: torch.device, few: bool) -> None:
@@ -45,6 +48,10 @@ class ExactStep:
             self.latest = integers(num_seqs, latest), integers(num_seqs)
             self.first = (integers(num_seqs, first), integers(num_seqs, 2)) if first else None
             self.joined = (integers(num_seqs, first + latest), integers(num_seqs), integers(num_seqs, 2)) if first and few else None
+        for key_start in (self.latest[1], *(() if self.joined is None else self.joined[1:2])):
+            key_start.fill_(BEYOND)
+        for key_range in (self.between, *(() if self.joined is None else self.joined[2:])):
+            key_range[:, 1] = BEYOND
 
     def part(self, num_seqs: int, few: bool) -> ExactStep:
         """The same step for its first sequences: views."""

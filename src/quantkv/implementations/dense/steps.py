@@ -70,7 +70,7 @@ class TorchSteps:
             return
         position = torch.arange(low, high, device=table.device)
         slot = position if segment.key_start is None else position - segment.key_start[sequence]
-        here = slot >= 0
+        here = (slot >= 0) & (slot < room)
         if segment.key_range is not None:
             here &= (position >= segment.key_range[sequence, 0]) & (position < segment.key_range[sequence, 1])
         slots = torch.where(here, table[(slot.clamp_min(0) // size).long()] * size + slot % size, 0).long()
