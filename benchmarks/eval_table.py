@@ -1,6 +1,6 @@
 """Write an evaluation into a document: `python benchmarks/eval_table.py benchmarks/results/eval.json README.md`.
 
-The JSON is that of `quantkv eval --json`; the lines between `<!-- eval -->` and `<!-- /eval -->` are replaced.
+The JSON is that of `quantkv eval --json`: its first run counts. The lines between `<!-- eval -->` and `<!-- /eval -->` are replaced.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     values, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    values = values["runs"][0] if "runs" in values else values  # schema 1 had one run
     block = lambda match: f"{match[1]}{table(values)}\n{match[2]}"
     path.write_text(re.sub(r"(<!-- eval -->\n).*?(<!-- /eval -->)", block, path.read_text(), flags=re.DOTALL))
 

@@ -81,7 +81,8 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
         cache = PagedCache(fmt.cache_spec(8, head_size), 64)
         rows = torch.zeros(64, 8, head_size, dtype=dtype)
         slots = torch.zeros(64, dtype=torch.int64)
-        write.run(WriteCall(rows, rows, cache.k, cache.v, fmt, slots, cache.maps, slots))
+        if all(codec.triton().encode is not None for codec in (fmt.k, fmt.v)):
+            write.run(WriteCall(rows, rows, cache.k, cache.v, fmt, slots, cache.maps, slots))
         for length in query_lens:
             q = torch.zeros(4 * length, 32, head_size, dtype=dtype)
             batch = Batch(torch.arange(5, dtype=torch.int32) * length, torch.full((4,), 1024, dtype=torch.int32), length)

@@ -10,12 +10,17 @@ from types import SimpleNamespace
 import torch
 
 from quantkv.calls import AttendCall, WriteCall
-from quantkv.implementations.hopper import attend, launch, nvrtc, write
+from quantkv.implementations.hopper import attend, launch, nvrtc, round, search, write
 from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
 
 AVAILABLE = shutil.which("g++") is not None
 HEADER = Path(__file__).parent / "cuda_on_cpu" / "instructions.cuh"
-KERNELS = {"decode.cu": ("Attend", ["decode_kernel", "combine_kernel", "combine_one_kernel"]), "write.cu": ("Write", ["write_kernel"])}
+KERNELS = {
+    "decode.cu": ("Attend", ["decode_kernel", "combine_kernel", "combine_one_kernel"]),
+    "write.cu": ("Write", ["write_kernel"]),
+    "round.cu": ("Round", ["round_kernel"]),
+    "search.cu": ("Round", ["search_kernel"]),
+}
 
 
 def compile_library(folder: Path, source: str, macros: dict[str, object], snippets: Iterable[Path], max_tiles: int) -> ctypes.CDLL:
@@ -60,6 +65,8 @@ class Device:
         self.folder, self.max_tiles, self.scratch = folder, max_tiles, None
         monkeypatch.setattr(attend, "_kernels", self._decode_kernels)
         monkeypatch.setattr(write, "_kernel", self._write_kernel)
+        monkeypatch.setattr(round, "kernel", self._round_kernel)
+        monkeypatch.setattr(search, "kernel", self._search_kernel)
         for module in (attend, write):
             monkeypatch.setattr(module, "Launch", Launch)
         monkeypatch.setattr(launch, "current_device", lambda: 0)
@@ -73,7 +80,8 @@ class Device:
         return self.scratch
 
     def _library(self, source, config):
-        snippets = (codec.hopper().source for codec in (config.key, config.value))
+        rows = getattr(config, "rows", config)
+        snippets = (codec.hopper().source for codec in (rows.key, rows.value))
         return compile_library(self.folder, source, config.macros(), snippets, self.max_tiles)
 
     def _decode_kernels(self, config, index):
@@ -84,6 +92,14 @@ class Device:
 
     def _write_kernel(self, config, index):
         return SimpleNamespace(run=self._library("write.cu", config)["run_write_kernel"], threads=32 * config.warps, shared_bytes=0)
+
+    def _round_kernel(self, config, index):
+        run = self._library("round.cu", config)["run_round_kernel"]
+        return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
+
+    def _search_kernel(self, config, index):
+        run = self._library("search.cu", config)["run_search_kernel"]
+        return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
 
     def serve(self, call: AttendCall | WriteCall) -> None:
         module = attend if isinstance(call, AttendCall) else write

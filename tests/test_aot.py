@@ -57,6 +57,7 @@ def test_compiles(results, case):
     compiled = results[case].result()
     assert not isinstance(compiled, str), compiled
     steps = set() if len(case) > 4 else {"gather_kernel", "fold_kernel"}
-    assert {kernel for kernel, _ in compiled} == {"write_kernel", "attend_kernel", "combine_kernel"} | steps
+    written = set() if case[0] == "trellis2" else {"write_kernel"}  # rows that the reference searches
+    assert {kernel for kernel, _ in compiled} == {"attend_kernel", "combine_kernel"} | written | steps
     for kernel, shared in compiled:
         assert shared <= SHARED_MEMORY[case[1]] * 1024, (kernel, shared)

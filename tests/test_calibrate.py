@@ -183,13 +183,27 @@ def test_metric_of_values_is_what_an_error_does_behind_the_projection(name):
             assert torch.allclose(error[head] @ layer.value_metric[head].double() @ error[head], cost, rtol=1e-5)
 
 
-def test_what_is_not_understood_gets_no_offset(caplog):
-    """A norm after the rotation, with weights of its own: no rotation of keys gives what is stored."""
-    model, ids = build("Hunyuan"), contexts()
+def norm_after_rotation():
+    """With weights of its own: no rotation of keys gives what is stored."""
+    model = build("Hunyuan")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_layernorm.weight") and "self_attn" in name:
                 parameter.uniform_(0.5, 2)
+    return model
+
+
+def angles_from_nowhere():
+    """No module that is known to give angles gave these, so those of other positions are not known."""
+    model = build("Llama")
+    rotary = model.model.rotary_emb
+    rotary.__class__ = type("Angles", (torch.nn.Module,), {"forward": type(rotary).forward})
+    return model
+
+
+@pytest.mark.parametrize("make", [norm_after_rotation, angles_from_nowhere])
+def test_what_is_not_understood_gets_no_offset(make, caplog):
+    model, ids = make(), contexts()
     with caplog.at_level(logging.WARNING):
         made = calibrate(model, ids)
     assert [message.split(":")[1] for message in said(caplog)] == [" layer 0", " layer 1"]

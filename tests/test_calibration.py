@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkv import LayerMaps, LinearMap, PagedCache, get_format
+from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
 from quantkv.calibration import Calibration, Geometry, Heads, LayerMoments
 from quantkv.exact import ExactTokens
 from quantkv.policy import Policy
@@ -128,6 +128,10 @@ def test_maps_are_the_formats_own_with_what_its_writer_can_use():
     assert made.maps(1, get_format("levels4"), offset=False).k.offset is None
     for name in ("bf16", "fp8", "int8"):
         assert made.maps(1, get_format(name)) == LayerMaps()
+    with_offset = {name for name in available_formats() if (k := made.maps(3, get_format(name)).k) is not None and k.offset is not None}
+    four_bits = {"int4", "k4v2", "tq4"}
+    assert with_offset == four_bits | {name for name in available_formats() if get_format(name).k.signed} > four_bits
+    assert made.maps(3, get_format("int4")).k.metric is None and made.maps(3, get_format("int4")).v is None
     int8 = made.maps(1, get_format("int8"), offset=True).k  # a codec without a map of its own
     assert torch.equal(int8.forward[0], torch.eye(SIZE)) and int8.offset is not None and int8.metric is None
 

@@ -293,3 +293,33 @@ def test_flash_attention_3(flash3, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert dense.choose(gpu, torch.bfloat16, *sizes) == chosen
     assert dense.choose(gpu, torch.float32, 128, 128) is None
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("slice_tokens,back", [(32, 0), (64, 1000), (1 << 16, 0)])
+@pytest.mark.parametrize("name", ["int8", "tq3", "int4", "int4 with offsets"])
+def test_segments_beside_one_that_holds_all_positions(name, slice_tokens, back, triton, monkeypatch):
+    """Exact first and latest tokens of some sequences: as by the reference, which reads three segments."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", back)
+    name, offsets = name.split()[0], "offsets" in name
+    own = quantkv.PagedCache(get_format(name).cache_spec(HEADS, HEAD_SIZE), 1).maps
+    maps = LayerMaps(LinearMap(own.k.forward, own.k.inverse, torch.randn(3, HEADS, HEAD_SIZE))) if offsets else None
+    cache, q, arguments = batch(name, maps=maps)
+    exact = quantkv.PagedCache(
+        get_format("fp32").cache_spec(HEADS, HEAD_SIZE, block_size=BLOCK), 12, DEVICE, v_scale=2.0 if cache.maps.v is None else 1.0
+    )
+    exact.buffer.fill_(0xFF)
+    slots = torch.randperm(exact.num_blocks, device=DEVICE)[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)
+    exact.write(*torch.randn(2, 12 * BLOCK, HEADS, HEAD_SIZE, device=DEVICE), slots.flatten())
+    lens, end = arguments["seq_lens"], torch.tensor([40, 48, 100], device=DEVICE)  # a sequence of which nothing is exact, but the first
+    begin = torch.tensor([16, 0, 32], device=DEVICE)
+    pages = slots[:, 0] // BLOCK
+    main = cache.segment(arguments["block_table"], None, torch.stack([begin, end], 1))._replace(complete=True)
+    first = exact.segment(pages[:6].view(3, 2), None, torch.stack([torch.zeros_like(begin), begin], 1))
+    latest = exact.segment(pages[6:12].view(3, 2), end)
+    common = {"cu_seqlens_q": arguments["cu_seqlens_q"], "seq_lens": lens, "scale": arguments["scale"]}
+    call = direct.attend_call(q, [main, latest, first], **common)
+    expected, sums = direct.attend_segments(q, [main, latest, first], **common, dtype=torch.float64)
+    prefill.serve(call, backend="math", triton=triton, scratch_bytes=slice_tokens * 2 * HEADS * HEAD_SIZE * 4)
+    assert (call.out - expected).norm() <= FLOAT32 * expected.norm()
+    assert (call.lse - sums).abs().max() <= FLOAT32 * sums.abs().max()

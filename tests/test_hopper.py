@@ -19,6 +19,7 @@ HOPPER = {"implementation": "hopper"}
 FORMATS = ["int8", "fp8_token", "int4", "int2", "k8v4", "k4v2", "tq_k8v4", "tq4", "tq_k3v4", "tq3", "tq4/int8", "int2/tq4"]
 LEVELS = ["levels2", "levels3", "levels4", "levels5", "levels6", "levels8"]
 FORMATS += [*LEVELS, "levels4/levels2", "levels3/int8", "int4/levels6"]
+FORMATS += ["trellis2", "int8/trellis2", "tq4/trellis2"]
 LENS = (700, 33, 1, 1300)  # ragged: several splits, part of a page, one token
 
 
@@ -50,7 +51,7 @@ def test_much_work(name):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4", "tq3", *LEVELS])
+@pytest.mark.parametrize("name", ["int4", "int8", "int2", "tq4", "tq3", *LEVELS, "trellis2"])
 @pytest.mark.parametrize("queries", [(2, 4, 1, 3), (8, 8, 1, 8)])
 def test_several_queries(name, queries):
     run(batch(name, queries), window=500)

@@ -24,6 +24,7 @@ def attend(monkeypatch, folder, name, queries=DECODE, lens=LENS, multiprocessors
 
 LEVELS = ["levels2", "levels3", "levels4", "levels5", "levels6", "levels8", "levels3/int4", "int2/levels2", "levels5/levels2"]
 READ = ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8", *LEVELS]
+READ += ["trellis2", "int8/trellis2", "tq3/trellis2", "trellis2/int4"]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -49,6 +50,12 @@ def test_sequences_that_warps_pass_over(monkeypatch, tmp_path):
 )
 def test_shapes(shape, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, "int4", multiprocessors=1, max_tiles=6, **shape)
+
+
+@pytest.mark.parametrize("head_size, queries", [(64, DECODE), (256, DECODE), (128, VERIFY), (128, WIDE)])
+def test_chains_of_a_trellis(head_size, queries, monkeypatch, tmp_path):
+    """A chain is the share of four lanes, of two or of one."""
+    attend(monkeypatch, tmp_path, "trellis2", queries, head_size=head_size)
 
 
 SINKS = [lambda t: t.repeat_interleave(3)[::3], lambda t: t[:1].half().expand(8), torch.Tensor.bfloat16]
@@ -81,7 +88,7 @@ def signed_maps(head_size, matrix=None):
 @pytest.mark.parametrize(
     "queries, options", [(DECODE, {}), (VERIFY, {"window": 300, "softcap": 30.0}), (WIDE, {})], ids=["1", "few", "wide"]
 )
-@pytest.mark.parametrize("name", ["levels4", "levels5/int4"])
+@pytest.mark.parametrize("name", ["levels4", "levels5/int4", "trellis2"])
 def test_keys_that_are_stored_without_their_offset(name, queries, options, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name, queries, maps=signed_maps(128), max_tiles=4, options=options)
 
@@ -92,6 +99,7 @@ def test_keys_without_their_offset_under_any_matrix(monkeypatch, tmp_path):
 
 
 WRITTEN = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "five_bits", "five_bits/int4", *LEVELS[:6], "levels6/levels3"]
+WRITTEN += ["trellis2", "int8/trellis2", "trellis2/levels4"]
 
 
 @pytest.mark.parametrize("head_size, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
@@ -103,7 +111,7 @@ def test_bytes(name, head_size, dtype, monkeypatch, tmp_path):
     write(caches, monkeypatch, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("name, head_size", [("levels4", 128), ("levels8", 64), ("levels5/int8", 256)])
+@pytest.mark.parametrize("name, head_size", [("levels4", 128), ("levels8", 64), ("levels5/int8", 256), ("trellis2", 128)])
 def test_bytes_of_keys_without_their_offset(name, head_size, monkeypatch, tmp_path):
     caches = [PagedCache(get_format(name).cache_spec(2, head_size), 5, maps=signed_maps(head_size)) for _ in range(2)]
     write(caches, monkeypatch, tmp_path, torch.bfloat16, torch.arange(45) * 6)
@@ -136,7 +144,9 @@ def write(caches, monkeypatch, folder, dtype, positions=None):
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float16, 65504.0), (torch.bfloat16, 2.0**66)], ids=str)
-@pytest.mark.parametrize("name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits", "levels2", "levels5", "levels8"])
+@pytest.mark.parametrize(
+    "name", ["int8", "fp8_token", "int4", "int2", "tq4", "tq3", "five_bits", "levels2", "levels5", "levels8", "trellis2"]
+)
 def test_finite_rows_are_stored_as_finite_ones(name, dtype, size, monkeypatch, tmp_path):
     """Rows of the largest fp16 number, whose rotation no fp16 holds, and of 2^66, whose squares no float32 holds."""
     cache = PagedCache(get_format(name).cache_spec(2, 128), 2)

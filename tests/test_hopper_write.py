@@ -107,7 +107,7 @@ def test_keys_without_their_offset(name, head_size):
     expected.write(key, value, slots, positions)
     cache.write(key.cuda(), value.cuda(), slots.cuda(), positions.cuda(), implementation="hopper")
     scales, right = (c.k.meta.cpu()[slots // 16, slots % 16] for c in (cache, expected))
-    assert 0.1 < (right < 0).float().mean() < 0.9 and torch.equal(scales < 0, right < 0)
+    assert 0.05 < (right < 0).float().mean() < 0.95 and torch.equal(scales < 0, right < 0)
     assert_same(cache, expected)
 
 

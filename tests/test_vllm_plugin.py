@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 import quantkv.integrations.vllm as plug_in  # noqa: E402
 from quantkv import PagedCache, get_format  # noqa: E402
 from quantkv.calls import AttentionOptions  # noqa: E402
+from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
+from quantkv.integrations.vllm.exact import ExactGroup  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
 
@@ -231,6 +234,43 @@ def test_a_graph_is_promised_no_longest_sequence(builder):
     assert builder.build(0, given).batch.max_seq_len == 6
     assert builder.build_for_cudagraph_capture(given).batch.max_seq_len is None
     assert builder.build_for_drafting(given, 0).batch.max_seq_len is None
+
+
+def test_exact_tokens_of_a_step(builder):
+    """Its tensors stay where they are; a graph's capture changes no state, the steps after it do."""
+    fmt = get_format("int4")
+    spec = fmt.cache_spec(HEADS, 64)
+    layer = QuantKVImpl.__new__(QuantKVImpl)
+    layer.format, layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.dtype = fmt, HEADS, 64, 64, torch.bfloat16
+    layer.maps, layer.scales = PagedCache(spec, 1).maps, (1.0, 1.0)
+    layer.exact, layer.sinks, layer.slopes, layer._cache = ExactTokens(16, 24), None, None, (lambda: None, None)
+    memory = torch.zeros(16, HEADS, 16, spec.page_bytes // 16, dtype=torch.uint8)
+    scheduler = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=128)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]), scheduler_config=scheduler)
+    layers = {"model.layers.0.attn": SimpleNamespace(impl=layer, kv_cache=memory)}
+    builder.exact = ExactGroup.of(layers, config, torch.device("cpu"))
+
+    def step(queries, keys, build):
+        given = common(queries, keys)
+        places = [s * 128 + p for s, (n, m) in enumerate(zip(queries, keys)) for p in range(m - n, m)]
+        found = build(replace(given, slot_mapping=torch.tensor(places)))
+        return found, found.write(torch.tensor(places), False), found.attend(0.125, AttentionOptions(), False)
+
+    first, *_ = step([1, 1], [4, 4], builder.build_for_cudagraph_capture)
+    assert int(builder.exact.pages.now) == 0 and int(builder.exact.pages.owner.max()) == -1
+    cache = layer.cache_of(memory)
+    k, v = torch.randn(2, 90, HEADS, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q = torch.randn(2, 2 * HEADS, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    _, write, _ = step([40, 50], [40, 50], lambda m: builder.build(0, m))
+    write(cache, k, v)
+    found, write, attend = step([1, 1], [41, 51], lambda m: builder.build(0, m))
+    write(cache, k[:2], v[:2])
+    assert [t.data_ptr() for t in found.exact.joined] == [t.data_ptr() for t in first.exact.joined]
+    assert found.exact.joined[2].tolist() == [[16, 16], [16, 16]] and found.exact.joined[1].tolist() == [0, 0]
+    own = PagedCache(get_format("bf16").cache_spec(HEADS, 64), 16)
+    own.write(torch.cat([k, k[:2]]), torch.cat([v, v[:2]]), torch.cat([torch.arange(40), 128 + torch.arange(50), torch.tensor([40, 178])]))
+    expected = own.attend(q, block_table=found.block_table, seq_lens=found.batch.seq_lens, scale=0.125)
+    assert torch.equal(attend(cache, q), expected)
 
 
 @pytest.mark.parametrize("clamp", [False, True])

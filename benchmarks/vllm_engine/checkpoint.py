@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 HEAD_SIZE, VOCABULARY = 128, 32000
+POSITIONS = 33280
 
 
 def write_weights(folder: Path, geometry: dict) -> None:
@@ -49,4 +50,26 @@ def write_policy(folder: Path, geometry: dict) -> str:
     save_file(maps, folder / "maps.safetensors")
     path = folder / "policy.json"
     path.write_text(json.dumps({"policy_version": 1, "format": "int8", "maps": "maps.safetensors"}))
+    return str(path)
+
+
+def write_calibrated_policy(folder: Path, geometry: dict, fmt: str) -> str:
+    """A format with offsets and metrics at random, and exact tokens: what a calibrated cache costs, whatever it was calibrated on."""
+    from quantkv.calibration import Calibration, LayerMoments
+    from quantkv.exact import ExactTokens
+    from quantkv.policy import Policy
+
+    heads, generator = geometry["num_key_value_heads"], torch.Generator().manual_seed(8)
+
+    def moments() -> torch.Tensor:
+        rows = torch.randn(heads, 2 * HEAD_SIZE, HEAD_SIZE, generator=generator) * torch.logspace(0, -1, HEAD_SIZE)
+        return rows.mT @ rows / HEAD_SIZE
+
+    offset = 0.1 * torch.randn(-(-POSITIONS // 64), heads, HEAD_SIZE, generator=generator).half()
+    layer = LayerMoments(offset, moments(), moments())
+    calibration = Calibration(geometry["num_hidden_layers"], dict.fromkeys(range(geometry["num_hidden_layers"]), layer))
+    folder = folder / "policy"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{fmt}.json"
+    Policy(fmt, calibration=calibration, exact=ExactTokens(first=16, latest=24)).save(path)
     return str(path)

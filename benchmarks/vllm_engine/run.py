@@ -6,7 +6,9 @@ Needs vLLM 0.33 with quantkv in the same environment, and a GPU. Each job is an 
 line of results.jsonl in --out, and `report.py` makes the table. Jobs:
 
     smoke      a model of two layers: does it start, does it repeat
-    main       Llama-3-8B: prefill, a serving mix, and decode over contexts that count as computed, up to all that fit
+    main       Llama-3-8B: prefill, a serving mix, and decode over contexts that count as computed, up to all that fit. The type
+               quantkv_policy:FORMAT is FORMAT with a calibration (numbers at random), written in its metric, and exact tokens; its
+               contexts are computed, as exact tokens are of pages that were written here
     verify     the same model with drafts found in the text (ngram, 4 tokens)
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
     two_gpus   a quarter of Llama-3-70B's layers on two GPUs
@@ -70,6 +72,11 @@ def write_config(folder: Path, **geometry) -> str:
     return str(folder)
 
 
+def with_exact_tokens(kv_type: str) -> str | None:
+    """The format of a type quantkv_policy:FORMAT; None for any other."""
+    return kv_type.partition(":")[2] or None
+
+
 def engine(job: str, kv_type: str, out: Path, args) -> object:
     """An LLM of vLLM for this job and this KV type."""
     import checkpoint
@@ -83,7 +90,7 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "kv_cache_dtype": kv_type,
+        "kv_cache_dtype": kv_type.partition(":")[0],
         "max_model_len": 33280,
         "max_num_seqs": most,
         "max_num_batched_tokens": 8192 + most,
@@ -95,6 +102,9 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     }
     if kv_type.startswith("quantkv_"):
         options["attention_backend"] = "CUSTOM"
+    if fmt := with_exact_tokens(kv_type):
+        options["additional_config"] = {"quantkv_policy": checkpoint.write_calibrated_policy(folder, geometry, fmt)}
+        return LLM(str(folder), **options, **json.loads(args.extra))
     if job in ("two_gpus", "two_ranks"):
         options["tensor_parallel_size"] = 2
     if job in FROM_CHECKPOINT:
@@ -141,7 +151,8 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         note("prefill", scenarios.prefill, 8, 8192)
         note("prefill", scenarios.prefill, 2, 32768)
         note("serving", scenarios.serving, args.requests, args.rate)
-    scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
+    if not with_exact_tokens(kv_type):
+        scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
     if job == "verify":
         note("verify", scenarios.speculative, 64, 8192)
         return found
@@ -207,7 +218,7 @@ def main() -> None:
             if time.perf_counter() - start > args.deadline:
                 print(f"{job} {kv_type}: not started, {args.deadline:.0f} s are over", flush=True)
                 continue
-            log = args.out / f"{job}-{kv_type}.log"
+            log = args.out / f"{job}-{kv_type.replace(':', '-')}.log"
             process = os.fork()
             if process == 0:
                 child(job, kv_type, log, args)

@@ -186,8 +186,7 @@ class Calibration:
         """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the offset of the keys and with the
         metric in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either.
 
-        offset: whether keys are stored without their mean; None: where that is known to help, which is where the codec can store a row
-            either way (`Codec.signed`).
+        offset: whether keys are stored without their mean; None: where `gains_from_offset`.
         ValueError for a layer that it does not hold, or a head size that the format cannot take.
         """
         known = self._maps
@@ -196,7 +195,7 @@ class Calibration:
             if layer not in self.layers:
                 refuse("layer", layer, f"the calibration holds layers {sorted(self.layers)}")
             moments = self.layers[layer]
-            with_offset = fmt.k.signed if offset is None else offset
+            with_offset = gains_from_offset(fmt.k) if offset is None else offset
             k = _map(fmt.k, moments.key_metric, moments.key_offset if with_offset else None)
             v = _map(fmt.v, moments.value_metric)
             known[key] = LayerMaps(k, v, None if k is None and v is None else self.digest)
@@ -226,6 +225,16 @@ def _parse(metadata: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> 
             refuse("tensor", name, f"they are named layers.NUMBER and one of {', '.join(PARTS)}")
         parts.setdefault(int(number), {})[PARTS[part]] = t
     return num_layers, {number: LayerMoments(**{"key_offset": None, **given}) for number, given in sorted(parts.items())}, made_of
+
+
+def gains_from_offset(codec: Codec) -> bool:
+    """Whether keys in this codec are known to lose less without their mean.
+
+    Those of a codec that stores a row either way do (`Codec.signed`), and so do rotated ones of 4 bits and more, with key biases by far. At
+    2 and 3 bits such rows shrink: a key that matches is scored too low beside exact tokens. Without a rotation of its own a codec would
+    need a map that costs time.
+    """
+    return codec.signed or (codec.map != "none" and codec.row.code_bits >= 4)
 
 
 def _map(codec: Codec, metric: torch.Tensor, offset: torch.Tensor | None = None) -> LinearMap | None:

@@ -45,6 +45,7 @@ class Segment(NamedTuple):
     maps: the layer's linear maps.
     key_start: int `[S]`: position of the key in the first slot; 0 if None.
     key_range: int `[S, 2]`: only positions from start to before end are read; all below the sequence's length if None.
+    complete: a promise: the table holds every position from 0, and those outside of key_range are in the call's other segments.
     """
 
     k: Side
@@ -54,6 +55,7 @@ class Segment(NamedTuple):
     maps: LayerMaps
     key_start: torch.Tensor | None = None
     key_range: torch.Tensor | None = None
+    complete: bool = False
 
     @property
     def head_size_v(self) -> int:

@@ -218,6 +218,11 @@ class LinearMap:
         return self.offset[(positions // OFFSET_BUCKET).clamp_max(self.offset.shape[0] - 1).long()]
 
 
+def rounding_of(codec: Codec, map_: LinearMap | None) -> Rounding | None:
+    """What rows of `codec` are rounded by under `map_`; None where each number becomes the nearest one that the codec has."""
+    return None if map_ is None or codec.encode_in is None else map_.rounding
+
+
 def default_map(codec: Codec, head_size: int, device: torch.device | str = "cpu") -> LinearMap | None:
     """The map that `codec` asks for, shared by all heads; None where it asks for none."""
     return _default_map(codec.map, head_size, str(device))

@@ -10,8 +10,9 @@ import torch
 
 from . import checks, ops
 from .cache import PagedCache
-from .calls import AttendCall, Batch, WriteCall
+from .calls import AttendCall, Batch, Segment, WriteCall
 from .options import AttentionOptions
+from .shadow import ExactStep, ShadowedCache, as_segments, goes_by_position
 
 PER_LAYER = ("sinks", "alibi_slopes", "qq_bias")  # options that may differ from layer to layer
 
@@ -27,17 +28,35 @@ class PreparedWrite:
     positions are read when it runs, so their tensors may be filled anew for the next step.
     """
 
-    def __init__(self, slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, implementation: str = "auto") -> None:
-        self.slot_mapping, self.positions, self.implementation = slot_mapping, positions, implementation
+    def __init__(
+        self,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        implementation: str = "auto",
+        exact: ExactStep | None = None,
+    ) -> None:
+        self.slot_mapping, self.positions, self.implementation, self.exact = slot_mapping, positions, implementation, exact
         self._prepared: dict[Any, tuple[WriteCall, ops.Launch]] = {}
 
-    def __call__(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key [T, HK, D]` and `value [T, HK, D_V]`."""
+    def __call__(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with shadows in both."""
+        if not isinstance(cache, ShadowedCache):
+            return self._store(cache, key, value)
+        if self.exact is None:
+            checks.refuse("exact", None, "a write to a cache with shadows needs the step that says which tokens have one")
+        self._store(cache.pages, key, value)
+        self._store(cache.shadow, key, value, self.exact.slots[: len(self.slot_mapping)])
+        cache.stored(self.slot_mapping, self.exact)
+
+    def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> None:
+        """copies: slots of a shadow, in place of those of the step."""
         aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
         shape = (cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
+        shape += (copies is None,)
         known = self._prepared.get(shape)
         if known is None:
-            call = WriteCall(key, value, cache.k, cache.v, cache.format, self.slot_mapping, cache.maps, self.positions)
+            slots, positions = (self.slot_mapping, self.positions) if copies is None else (copies, None)
+            call = WriteCall(key, value, cache.k, cache.v, cache.format, slots, cache.maps, positions)
             known = self._prepared[shape] = call, ops.prepare(call, self.implementation)
         else:
             call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
@@ -61,14 +80,17 @@ class PreparedAttend:
         key_start: torch.Tensor | None = None,
         key_range: torch.Tensor | None = None,
         implementation: str = "auto",
+        exact: ExactStep | None = None,
     ) -> None:
+        if exact is not None and (key_start is not None or key_range is not None):
+            checks.refuse("exact", exact, "key_start and key_range are its own")
         self.batch, self.block_table, self.scale, self.options = batch, block_table, scale, options
-        self.ranges, self.implementation = (key_start, key_range), implementation
+        self.ranges, self.implementation, self.exact = (key_start, key_range), implementation, exact
         self._prepared: dict[Any, tuple[AttendCall, ops.Launch]] = {}
 
     def __call__(
         self,
-        cache: PagedCache,
+        cache: PagedCache | ShadowedCache,
         q: torch.Tensor,
         *,
         out: torch.Tensor | None = None,
@@ -92,16 +114,19 @@ class PreparedAttend:
             for name in given:
                 _same(name, options[name], getattr(first.options, name))
             layer = replace(first.options, **{name: options[name] for name in given}) if given else first.options
-            launch(first.with_tensors(q, out, lse, (cache.segment(self.block_table, *self.ranges),), layer))
+            launch(first.with_tensors(q, out, lse, self._segments(cache, layer), layer))
         return (out, lse) if return_lse else out
 
-    def _first(self, shape, cache: PagedCache, q, out, return_lse: bool, given: dict[str, torch.Tensor]):
+    def _segments(self, cache: PagedCache | ShadowedCache, options: AttentionOptions) -> tuple[Segment, ...]:
+        return as_segments(cache, self.block_table, self.ranges, self.exact, goes_by_position(options))
+
+    def _first(self, shape, cache: PagedCache | ShadowedCache, q, out, return_lse: bool, given: dict[str, torch.Tensor]):
         unknown = given.keys() - set(PER_LAYER)
         if unknown:
             checks.refuse("options", sorted(unknown), f"those of a layer are {', '.join(PER_LAYER)}")
         options = replace(self.options, **given) if given else self.options
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        call = AttendCall(q, (cache.segment(self.block_table, *self.ranges),), self.batch, self.scale, options, out, lse)
+        call = AttendCall(q, self._segments(cache, options), self.batch, self.scale, options, out, lse)
         launch = ops.prepare(call, self.implementation)
         self._prepared[shape] = call, launch
         launch(call)
@@ -120,13 +145,20 @@ def prepare_attend(
     key_start: torch.Tensor | None = None,
     key_range: torch.Tensor | None = None,
     implementation: str = "auto",
+    exact: ExactStep | None = None,
     **options: Any,
 ) -> PreparedAttend:
-    """A call of `PagedCache.attend` for all layers of a step: `attend(cache, q)` serves each. Arguments as there."""
+    """A call of `PagedCache.attend` for all layers of a step: `attend(cache, q)` serves each. Arguments as there.
+
+    exact: what the step reads exactly, for caches with shadows; None: they are read quantized."""
     batch = Batch.of(None, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
-    return PreparedAttend(batch, block_table, scale, AttentionOptions.of(options), key_start, key_range, implementation)
+    return PreparedAttend(batch, block_table, scale, AttentionOptions.of(options), key_start, key_range, implementation, exact)
 
 
-def prepare_write(slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, *, implementation: str = "auto") -> PreparedWrite:
-    """A call of `PagedCache.write` for all layers of a step: `write(cache, key, value)` serves each. Arguments as there."""
-    return PreparedWrite(slot_mapping, positions, implementation)
+def prepare_write(
+    slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, *, implementation: str = "auto", exact: ExactStep | None = None
+) -> PreparedWrite:
+    """A call of `PagedCache.write` for all layers of a step: `write(cache, key, value)` serves each. Arguments as there.
+
+    exact: which tokens have copies, for caches with shadows."""
+    return PreparedWrite(slot_mapping, positions, implementation, exact)

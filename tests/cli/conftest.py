@@ -92,13 +92,14 @@ def run(capsys):
 class NoisyCache(DynamicCache):
     """Stores keys and values with an error that grows as the format's bits shrink."""
 
-    def __init__(self, model, name):
+    def __init__(self, model, recipe):
         super().__init__(config=model.config)
-        config = model.config
+        config, name = model.config, recipe if isinstance(recipe, str) else recipe.format
         self.spec = quantkv.get_format(name).cache_spec(config.num_key_value_heads, config.head_dim)
         self.noise = 0.0 if name == "fp32" else 2.0**-self.spec.bits_per_element
         self.random = torch.Generator().manual_seed(0)
         self.specs = [self.spec] * config.num_hidden_layers
+        self.quantized_layers = range(config.num_hidden_layers)
         self.nbytes = 0
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
@@ -111,10 +112,11 @@ class NoisyCache(DynamicCache):
 @pytest.fixture
 def noisy(monkeypatch):
     """The commands with NoisyCache, which this is, in the quantized cache's place."""
+    read = eval_module.ThroughCache(None, NoisyCache, lambda model: nullcontext())
+    evaluate, generated = eval_module.evaluate, generate.run
+    monkeypatch.setattr(eval_module, "evaluate", lambda *a, **k: evaluate(*a, **{**k, "read": read}))
     keywords = {"make_cache": NoisyCache, "attention": lambda model: nullcontext()}
-    for module, function in ((eval_module, "evaluate"), (generate, "run")):
-        original = getattr(module, function)
-        monkeypatch.setattr(module, function, lambda *a, _f=original, **k: _f(*a, **{**keywords, **k}))
+    monkeypatch.setattr(generate, "run", lambda *a, **k: generated(*a, **{**keywords, **k}))
     return NoisyCache
 
 

@@ -2,16 +2,20 @@
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import quantkv
 from quantkv.cli import eval as eval_module
-from quantkv.cli import generate, models, plot, text
+from quantkv.cli import generate, models, plot, recipes, text, trials
+from quantkv.cli.recipes import Recipe
+from quantkv.policy import Policy
 
 
 def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_path):
@@ -27,54 +31,52 @@ def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_p
         "--context",
         64,
         "--tokens",
-        150,
+        300,
         "--json",
         files[0],
         "--plot",
         files[1],
     )
     assert code == 0, err
-    assert all(word in out for word in ("int4", "int8", "fp32", "exact", "128 tokens in contexts of 64", model_dir.name))
+    assert all(word in out for word in ("int4", "int8", "fp32", "exact", "256 tokens in contexts of 64", model_dir.name))
     values = json.loads(files[0].read_text())
-    assert set(values) == {"schema", "complete", "model", "text", "context", "tokens", "chunk", "reference", "formats", "versions"}
-    assert (values["complete"], values["context"], values["tokens"], values["text"]) == (True, 64, 128, "text.txt")
-    assert [f["format"] for f in values["formats"]] == ["fp32", "int8", "int4"]  # largest first
-    exact, int8, int4 = values["formats"]
-    assert set(int8) == {
-        "format",
-        "bits_per_element",
-        "bytes_per_token",
-        "compression",
-        "cache_bytes",
-        "perplexity",
-        "perplexity_change",
-        "kl",
-        "same_top1",
-        "seconds",
-    }
+    assert set(values) == {"schema", "runs", "tuned", "versions"} and values["tuned"] == []
+    (run,) = values["runs"]
+    assert (run["complete"], run["context"], run["tokens"], run["text"]) == (True, 64, 256, "text.txt")
+    assert [f["format"] for f in run["formats"]] == ["fp32", "int8", "int4"]  # largest first
+    exact, int8, int4 = run["formats"]
     assert abs(exact["kl"]) < 1e-6 and exact["same_top1"] == 100
-    assert exact["perplexity"] == pytest.approx(values["reference"]["perplexity"], rel=1e-5)
+    assert exact["perplexity"] == pytest.approx(run["reference"]["perplexity"], rel=1e-5)
     assert exact["kl"] < int8["kl"] < int4["kl"]
-    assert int8["bytes_per_token"] == 2 * quantkv.get_format("int8").cache_spec(1, 64).bytes_per_token
-    assert int8["cache_bytes"] == 64 * int8["bytes_per_token"]
+    spec = quantkv.get_format("int8").cache_spec(1, 64)
+    assert int8["bytes_per_token"] == 2 * spec.bytes_per_token and int8["bytes_per_head"] == spec.bytes_per_token
+    assert len(int8["kl_of_contexts"]) == 4 and int8["kl"] == pytest.approx(sum(int8["kl_of_contexts"]) / 4)
+    assert int8["kl_error"] == pytest.approx(statistics.stdev(int8["kl_of_contexts"]) / 2)
     assert ElementTree.parse(files[1]).getroot().tag.endswith("svg")
+
+
+def evaluated(loaded, contexts, name, read=None):
+    """The comparison of one format over contexts."""
+    made = [trials.Text(ids) for ids in contexts]
+    return eval_module.evaluate(loaded.model, made, [Recipe(name, Policy(name))], read=read)
 
 
 def test_perplexity_is_transformers_own_loss(noisy, model_dir, text_file):
     loaded = models.load(str(model_dir))
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 50, 100)
-    result = eval_module.evaluate(loaded.model, contexts, ["fp32"])
+    result = evaluated(loaded, contexts, "fp32")
     with torch.no_grad():
         losses = [loaded.model(ids[None], labels=ids[None]).loss.item() for ids in contexts]
-    assert result.perplexity == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
+    assert result.to_dict()["reference"]["perplexity"] == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
 
 
-def test_chunks_change_nothing_for_an_exact_cache(noisy, model_dir, text_file):
+@pytest.mark.parametrize("read", [eval_module.ThroughCache(), eval_module.ThroughCache(7), eval_module.Judged()], ids=lambda r: r.name)
+def test_an_exact_cache_changes_nothing(model_dir, text_file, read):
     loaded = models.load(str(model_dir))
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 50, 100)
-    whole, cut = (eval_module.evaluate(loaded.model, contexts, ["fp32"], chunk=n).formats[0] for n in (None, 7))
-    assert cut.comparison.perplexity == pytest.approx(whole.comparison.perplexity, rel=1e-5)
-    assert abs(cut.comparison.kl) < 1e-6
+    comparison = evaluated(loaded, contexts, "fp32", read).recipes[0].scores.comparison
+    assert comparison.perplexity == pytest.approx(comparison.reference_perplexity, rel=1e-5)
+    assert abs(comparison.kl) < 1e-6 and comparison.predictions == 100
 
 
 def test_png_and_labels_that_do_not_overlap(tmp_path, monkeypatch):
@@ -83,41 +85,35 @@ def test_png_and_labels_that_do_not_overlap(tmp_path, monkeypatch):
     drawn = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
-    formats = []
+    rows = []
     for i, name in enumerate(quantkv.available_formats()):
         spec = quantkv.get_format(name).cache_spec(3, 64)
-        r = eval_module.FormatResult(name, spec.bits_per_element, 30 * spec.bytes_per_token, spec.compression)
-        r.comparison = eval_module.Comparison(100, 99, 300.0 + i, 300.0, 100 * 2.0**-spec.bits_per_element, 90)
-        formats.append(r)
-    broken = eval_module.FormatResult("broken", 4.0, 6000.0, 4.0)
-    broken.comparison = eval_module.Comparison(100, 99, math.nan, 300.0, math.nan, 90)
+        kl = 2.0**-spec.bits_per_element
+        row = {"format": name, "bytes_per_head": spec.bytes_per_token / 3, "kl": kl, "kl_error": kl / 5, "perplexity_change": 1.0 + i / 7}
+        rows.append(row)
+    rows.append({**rows[0], "format": "broken", "kl": math.nan})
     file = tmp_path / "a.png"
-    plot.draw(file, eval_module.Result(1024, 4096, None, "float32", 30.0, 1.0, [*formats, broken]), "model", "news")
+    plot.draw(file, {"model": "model", "text": "news", "tokens": 4096, "context": 1024, "formats": rows})
     assert file.read_bytes().startswith(b"\x89PNG")
     labels = [t for t in drawn[0].axes[0].texts if "%" in t.get_text() or "exact" in t.get_text()]
     labels = [t for t in labels if t.get_text().split()[0] in quantkv.available_formats()]
     boxes = [t.get_window_extent() for t in labels]
-    assert len(boxes) == len(formats)
+    assert len(boxes) == len(rows) - 1
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_formats_that_cannot_take_the_head_size_are_named():
-    from types import SimpleNamespace
-
-    config = SimpleNamespace(hidden_size=160, num_attention_heads=2, num_key_value_heads=1)
-    config.get_text_config = lambda: config
-    reasons = eval_module.unusable(SimpleNamespace(config=config), ["int8", "int2"])
-    assert list(reasons) == ["int2"] and "80" in reasons["int2"]
+    config = LlamaConfig(hidden_size=160, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    given = [Recipe(name, Policy(name)) for name in ("int8", "int2")]
+    kept, reasons = recipes.fitting(given, config, strict=False)
+    assert [recipe.name for recipe in kept] == ["int8"] and list(reasons) == ["int2"] and "80" in reasons["int2"]
+    with pytest.raises(ValueError, match=r"int2: head_size=80"):
+        recipes.fitting(given, config, strict=True)
 
 
 def test_front_is_what_nothing_beats():
-    def result(name, size, kl):
-        r = eval_module.FormatResult(name, bytes_per_token=size)
-        r.comparison.predictions, r.comparison.divergence = 1, kl
-        return r
-
-    formats = [result("a", 4, 0.1), result("b", 4, 0.2), result("c", 2, 0.5), result("d", 3, 0.6)]
-    assert [r.format for r in plot.front(formats)] == ["a", "c"]
+    rows = [{"format": f, "bytes_per_head": size, "kl": kl} for f, size, kl in (("a", 4, 0.1), ("b", 4, 0.2), ("c", 2, 0.5), ("d", 3, 0.6))]
+    assert [row["format"] for row in plot.front(rows)] == ["a", "c"]
 
 
 def test_generate_compare(run, noisy, model_dir):
@@ -171,6 +167,15 @@ def test_streamer_holds_back_half_a_character(model_dir):
         (["eval", "--json", "no/such/dir/x.json"], ["--json", "no such directory"]),
         (["eval", "--tokens", "10", "--context", "100"], ["--tokens", "--context 100"]),
         (["eval", "--context", "1"], ["--context"]),
+        (["eval", "--context", "100", "--tokens", "255"], ["--tokens 255", "256"]),
+        (["eval", "--tests", "kl,recall"], ["--tests", "recall", "codes"]),
+        (["eval", "--tests", "copy", "--lengths", "12"], ["--lengths 12", "64"]),
+        (["eval", "--tests", "copy", "--depths", "0,2"], ["--depths 2"]),
+        (["eval", "--tests", "greedy", "--context", "100"], ["--context 100", "greedy"]),
+        (["eval", "--policy", "none.json"], ["none.json"]),
+        (["eval", "--exact", "16"], ["--exact 16", "16,24"]),
+        (["eval", "--formats", "int4", "--calibration", "none.safetensors"], ["none.safetensors"]),
+        (["eval", "--html", "no/such/dir/x.html"], ["--html", "no such directory"]),
         (["eval", "--text", "no-such.txt"], ["no-such.txt"]),
         (["eval", "--model", "/no/such/model"], ["/no/such/model"]),
         (["eval", "--device", "nowhere"], ["--device", "nowhere"]),

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from quantkv.bench import timing
 from quantkv.cli import eval as eval_module
 
+evaluated = eval_module.evaluate
 FORMATS = "fp32,int8,int4"
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 # A package whose import takes the exception for something else, as torch's and transformers' do.
 IMPORT = """
 import os, signal, time
@@ -27,11 +30,11 @@ EVALUATION = """
 import os, signal, sys
 from quantkv.cli import app, eval
 measure, measured = eval.measure, []
-def interrupted(cache, result):
-    measured.append(result.format)
+def interrupted(result, *rest):
+    measured.append(result.name)
     if len(measured) == 2:
         os.kill(os.getpid(), signal.SIGINT)
-    measure(cache, result)
+    measure(result, *rest)
 eval.measure = interrupted
 app(sys.argv[1:])
 """
@@ -39,10 +42,11 @@ app(sys.argv[1:])
 
 @pytest.fixture
 def evaluate(run, noisy, model_dir, text_file, tmp_path, monkeypatch):
-    """Run an evaluation in contexts of 64 tokens: (exit code, stdout, stderr, figures)."""
+    """Run an evaluation in contexts of 256 tokens: (exit code, stdout, stderr, figures)."""
+    text_file.write_text(TEXT)
 
     def evaluate(tokens, interrupted_pass=None, *more):
-        cache, count, original = noisy, itertools.count(), eval_module.evaluate
+        cache, count = noisy, itertools.count()
 
         def make_cache(model, name):
             if next(count) == interrupted_pass:
@@ -52,15 +56,18 @@ def evaluate(run, noisy, model_dir, text_file, tmp_path, monkeypatch):
         file = tmp_path / "out.json"
         file.unlink(missing_ok=True)
         with monkeypatch.context() as patch:
-            patch.setattr(eval_module, "evaluate", lambda *a, **k: original(*a, **{**k, "make_cache": make_cache}))
-            args = ("eval", "--model", model_dir, "--text", text_file, "--formats", FORMATS, "--context", 64, "--tokens", tokens)
+            read = eval_module.ThroughCache(None, make_cache, lambda model: nullcontext())
+            patch.setattr(eval_module, "evaluate", lambda *a, **k: evaluated(*a, **{**k, "read": read}))
+            args = ("eval", "--model", model_dir, "--text", text_file, "--formats", FORMATS, "--context", 256, "--tokens", tokens)
             code, out, err = run(*args, "--json", file, *more)
-        return code, out, err, json.loads(file.read_text()) if file.exists() else None
+        return code, out, err, json.loads(file.read_text())["runs"][0] if file.exists() else None
 
     return evaluate
 
 
 def without_times(figures):
+    for name in ("contexts_asked", "formats_asked"):
+        del figures[name]
     for row in (figures["reference"], *figures["formats"]):
         del row["seconds"]
     return figures
@@ -69,26 +76,26 @@ def without_times(figures):
 @pytest.mark.parametrize("interrupted_pass", [3, 5])
 def test_whole_contexts_are_kept(evaluate, interrupted_pass):
     """Interrupted in the second context: the figures are those of a run over the first, none of them over more."""
-    code, _, _, first = evaluate(64)
+    code, _, _, first = evaluate(256)
     assert code == 0
-    code, out, err, figures = evaluate(192, interrupted_pass)
-    assert code == 130 and err.splitlines()[-1] == "interrupted: the figures are over 64 of 192 tokens, of 3 of 3 formats"
-    assert "64 tokens in contexts of 64" in out and all(name in out for name in FORMATS.split(","))
+    code, out, err, figures = evaluate(768, interrupted_pass)
+    assert code == 130 and err.splitlines()[-1] == "interrupted: the figures are over 1 of 3 contexts, of 3 of 3 formats"
+    assert "256 tokens in contexts of 256" in out and all(name in out for name in FORMATS.split(","))
     assert figures.pop("complete") is False and first.pop("complete") is True
     assert without_times(figures) == without_times(first)
 
 
 def test_formats_that_are_through_the_first_context_are_kept(evaluate, tmp_path):
-    _, _, _, first = evaluate(64)
-    code, out, err, figures = evaluate(192, 2, "--plot", tmp_path / "out.svg")
-    assert code == 130 and err.splitlines()[-1] == "interrupted: the figures are over 64 of 192 tokens, of 2 of 3 formats"
+    _, _, _, first = evaluate(256)
+    code, out, err, figures = evaluate(768, 2, "--plot", tmp_path / "out.svg")
+    assert code == 130 and err.splitlines()[-1] == "interrupted: the figures are over 1 of 3 contexts, of 2 of 3 formats"
     assert "int8" in out and "int4" not in out
     assert "int8" in (tmp_path / "out.svg").read_text()
     assert without_times(figures)["formats"] == without_times(first)["formats"][:2]
 
 
 def test_nothing_finished(evaluate):
-    code, out, err, figures = evaluate(64, 0)
+    code, out, err, figures = evaluate(256, 0)
     assert (code, out, err.strip(), figures) == (130, "", "interrupted", None)
 
 
@@ -126,7 +133,7 @@ def test_signal_during_an_import(tmp_path):
 
 
 def test_signal_during_an_evaluation(model_dir, text_file):
-    args = ("eval", "--model", model_dir, "--text", text_file, "--formats", "int8,int4", "--context", 64, "--tokens", 64)
+    args = ("eval", "--model", model_dir, "--text", text_file, "--formats", "int8,int4", "--context", 256, "--tokens", 256)
     found = interruptible("-c", EVALUATION, *map(str, args))
     assert found.returncode == 130 and "int8" in found.stdout and "int4" not in found.stdout
-    assert found.stderr.strip() == "interrupted: the figures are over 64 of 64 tokens, of 1 of 2 formats"
+    assert found.stderr.strip() == "interrupted: the figures are over 1 of 1 contexts, of 1 of 2 formats"

@@ -3,7 +3,7 @@ import pytest
 from quantkv.cli import text
 
 
-def words(string, verbose=False):
+def words(string, verbose=False, add_special_tokens=True):
     return {"input_ids": [len(word) for word in string.split()]}
 
 
@@ -55,5 +55,7 @@ def test_cut_keeps_whole_contexts():
     assert text.cut(sample, words, context=2, num_tokens=3).tolist() == [[1, 2]]
     with pytest.raises(ValueError, match=r"sample: 5 tokens.*--context 6"):
         text.cut(sample, words, context=6, num_tokens=6)
+    begun = lambda string, add_special_tokens=True, **options: {"input_ids": [7] * add_special_tokens + words(string)["input_ids"]}
+    assert text.cut(sample, begun, context=2, num_tokens=5).tolist() == [[7, 1], [7, 2]]
     with pytest.raises(ValueError, match="--tokens 1"):
         text.cut(sample, words, context=2, num_tokens=1)

@@ -221,6 +221,10 @@ inline void load_transposed(u32 at, u32& a, u32& b, u32& c, u32& d) {
   const Lanes lanes = cpu_exchange(at);
   a = cpu_load_transposed(lanes, 0), b = cpu_load_transposed(lanes, 1), c = cpu_load_transposed(lanes, 2), d = cpu_load_transposed(lanes, 3);
 }
+inline void load_matrices(u32 at, u32 (&a)[4]) {
+  const Lanes lanes = cpu_exchange(at);
+  for (int m = 0; m < 4; m++) memcpy(&a[m], cpu_at((u32)lanes(8 * m + cpu_lane() / 4), 16) + cpu_lane() % 4 * 4, 4);
+}
 
 DI const u8* advance(const u8* p, u32 n, u32 step) { return p + (u64)n * step; }
 template <class T> DI void prefetch(const T*) {}

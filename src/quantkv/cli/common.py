@@ -44,5 +44,5 @@ def print_table(table: Any) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.measure(table).maximum, 80))
+        console = Console(width=max(Console(width=1000).measure(table).maximum, 80))  # a measure is at most the console's width
     console.print(table)

@@ -1,72 +1,134 @@
-"""Run text through a model with every cache format and compare its predictions with the exact cache's."""
+"""Run trials through a model with every recipe of a cache, and compare its predictions with the exact cache's."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from .metrics import Comparison
+from ..policy import Policy
+from ..spec import CacheSpec
+from .metrics import Share, standard_error
+from .recipes import Recipe, Size
+from .trials import Scores, Trial
+
+EXACT = "exact"
 
 
 @dataclass
-class FormatResult:
-    """What one format costs and saves. Bytes and compression are the whole model's; `seconds` is its forward passes'."""
+class RecipeResult:
+    """What one recipe costs and saves. seconds: its forward passes'. size: None before the first of them."""
 
-    format: str
-    bits_per_element: float = 0.0
-    bytes_per_token: float = 0.0
-    compression: float = 0.0
-    cache_bytes: int = 0
+    name: str
+    scores: Scores = field(default_factory=Scores)
     seconds: float = 0.0
-    comparison: Comparison = field(default_factory=Comparison)
+    size: Size | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        c = self.comparison
-        return {
-            "format": self.format,
-            "bits_per_element": self.bits_per_element,
-            "bytes_per_token": self.bytes_per_token,
-            "compression": self.compression,
-            "cache_bytes": self.cache_bytes,
+        c, size = self.scores.comparison, self.size
+        sizes = {
+            "bits_per_element": size.bits_per_element,
+            "bytes_per_token": size.bytes_per_token,
+            "bytes_per_head": size.bytes_per_head,
+            "compression": 16 / size.bits_per_element,
+        }
+        kl = {
             "perplexity": c.perplexity,
             "perplexity_change": c.perplexity_change,
             "kl": c.kl,
+            "kl_error": c.kl_error,
+            "kl_of_contexts": c.kl_of_contexts,
             "same_top1": c.top1,
-            "seconds": self.seconds,
         }
+        return {"format": self.name, **sizes, **(kl if c.predictions else {}), **found(self.scores), "seconds": self.seconds}
+
+
+def found(scores: Scores) -> dict[str, Any]:
+    """Retrieval and greedy agreement as plain values; what was not tried is left out."""
+    values: dict[str, Any] = {}
+    if scores.copied:
+        total = sum(scores.copied.values(), Share())
+        cells = [
+            {"length": length, "depth": depth, "share": share.percent, "error": share.error, "asked": sum(share.asked)}
+            for (length, depth), share in sorted(scores.copied.items())
+        ]
+        values["copy"] = {"share": total.percent, "error": total.error, "asked": sum(total.asked), "cells": cells}
+    if scores.codes:
+        by_distance = sorted(scores.codes)
+        total = _digits(by_distance)
+        third = -(-len(by_distance) // 3)
+        parts = zip(("near", "middle", "far"), (by_distance[i : i + third] for i in range(0, len(by_distance), third)))
+        values["codes"] = {"share": total.percent, "error": total.error, "asked": sum(total.asked), "whole": total.whole}
+        values["codes"] |= {name: _digits(part).percent for name, part in parts}
+    if scores.agreed:
+        agreed = scores.agreed
+        values["greedy"] = {"tokens": sum(agreed) / len(agreed), "error": standard_error(agreed), "continuations": len(agreed)}
+    return values
+
+
+def _digits(codes: Sequence[tuple[int, int, int]]) -> Share:
+    return Share([right for _, right, _ in codes], [asked for _, _, asked in codes])
 
 
 @dataclass
 class Result:
-    """A run of `evaluate`: the exact cache's figures and every format's, largest first.
+    """A run of `evaluate`: the exact cache's figures and every recipe's, largest first.
 
-    complete: False where the run was interrupted; `tokens` and `formats` are then what was finished.
+    complete: False where the run was interrupted; `trials` and `recipes` are then what was finished.
     """
 
     context: int
-    tokens: int
-    chunk: int | None
+    trials: int
     dtype: str
-    perplexity: float
-    seconds: float
-    formats: list[FormatResult]
+    exact: RecipeResult
+    recipes: list[RecipeResult]
     complete: bool = True
 
+    @property
+    def tokens(self) -> int:
+        """Of text, whose predictions KL and perplexity are over."""
+        return self.exact.scores.comparison.predictions
+
     def to_dict(self) -> dict[str, Any]:
+        c = self.exact.scores.comparison
+        perplexity = {"perplexity": c.reference_perplexity} if c.predictions else {}
         return {
             "complete": self.complete,
             "context": self.context,
             "tokens": self.tokens,
-            "chunk": self.chunk,
-            "reference": {"dtype": self.dtype, "perplexity": self.perplexity, "seconds": self.seconds},
-            "formats": [f.to_dict() for f in self.formats],
+            "reference": {"dtype": self.dtype, **perplexity, **found(self.exact.scores), "seconds": self.exact.seconds},
+            "formats": [recipe.to_dict() for recipe in self.recipes],
         }
+
+
+class Reader(Protocol):
+    """How a recipe's predictions come about. name: for tables.
+
+    Called with model, tokens `[T]`, recipe and how many of the last logits are needed (0: all): logits `[.., vocabulary]` and the geometry
+    of the quantized layers by number.
+    """
+
+    name: str
+
+    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]: ...
+
+
+class Judged:
+    """One pass in which each query sees what a decoding step at its position would read."""
+
+    name = "judged as decoding"
+
+    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
+        from ..integrations.transformers.judged import judged
+
+        with judged(model, recipe.policy) as judge:
+            return last_logits(model, ids, keep, use_cache=False), judge.specs
 
 
 @contextmanager
@@ -82,117 +144,114 @@ def quantized_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def quantized_cache(model: Any, recipe: Any) -> Any:
+def quantized_cache(model: Any, recipe: str | Policy) -> Any:
     """An empty quantized cache for the model, in a format or by a policy; "none" stands for the model's dtype."""
     from quantkv.integrations.transformers import QuantizedCache
 
     return QuantizedCache(model.config, recipe, dtype=model.dtype)
 
 
-def unusable(model: Any, formats: Sequence[str]) -> dict[str, str]:
-    """The formats that cannot take the model's head size, each with the reason."""
-    from quantkv import get_format
+class ThroughCache:
+    """A `QuantizedCache`, filled by passes of `chunk` tokens (None: one pass)."""
 
-    config = model.config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    reasons = {}
-    for name in formats:
-        try:
-            get_format(name).cache_spec(getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_size)
-        except ValueError as error:
-            reasons[name] = str(error)
-    return reasons
+    def __init__(
+        self,
+        chunk: int | None = None,
+        make_cache: Callable[[Any, str | Policy], Any] = quantized_cache,
+        attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
+    ) -> None:
+        self.chunk, self.make_cache, self.attention = chunk, make_cache, attention
+        self.name = "through the cache" if chunk is None else f"through the cache, {chunk} tokens a pass"
+
+    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
+        cache, chunk = self.make_cache(model, recipe.policy), self.chunk or len(ids)
+        with self.attention(model):
+            if chunk >= len(ids):
+                logits = last_logits(model, ids, keep, past_key_values=cache, use_cache=True)
+            else:
+                parts = [model(part[None], past_key_values=cache, use_cache=True).logits[0] for part in ids.split(chunk)]
+                logits = torch.cat(parts)[-keep:]
+        return logits, dict(zip(cache.quantized_layers, cache.specs))
 
 
-def measure(cache: Any, result: FormatResult) -> None:
-    """Take sizes from a filled cache, over all its layers."""
-    result.bytes_per_token = sum(spec.bytes_per_token for spec in cache.specs)
-    result.bits_per_element = 8 * result.bytes_per_token / sum(spec.elements_per_token for spec in cache.specs)
-    result.compression = 16 / result.bits_per_element
-    result.cache_bytes = max(result.cache_bytes, cache.nbytes)
+def last_logits(model: Any, ids: torch.Tensor, keep: int, **options: Any) -> torch.Tensor:
+    """The last `keep` logits (0: all) `[.., vocabulary]` of a pass over tokens `[T]`."""
+    if keep and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = keep
+    return model(ids[None], **options).logits[0][-keep:]
 
 
 @torch.inference_mode()
 def evaluate(
     model: Any,
-    contexts: torch.Tensor,
-    formats: Sequence[str],
+    trials: Sequence[Trial],
+    recipes: Sequence[Recipe],
     *,
-    chunk: int | None = None,
-    make_cache: Callable[[Any, str], Any] = quantized_cache,
-    attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
+    read: Reader | None = None,
+    context: int | None = None,
     on_step: Callable[[str, int], None] = lambda name, step: None,
 ) -> Result:
-    """Teacher-forced comparison of each format with the model's own unquantized attention.
+    """Teacher-forced comparison of each recipe with the model's own unquantized attention.
 
-    contexts: tokens `[N, context]` int64; each context starts with an empty cache.
-    formats: names that `make_cache(model, name)` understands.
-    chunk: tokens of a forward pass over a quantized cache, the whole context if None.
-    on_step: called with a format's name (or "exact") and the number of passes done, before each pass over a context.
+    trials: each starts with an empty cache.
+    context: tokens of which exact tokens have their share of the bytes; those of the first trial if None.
+    read: how a recipe is read: `Judged` unless `ThroughCache` is given.
+    on_step: called with a recipe's name (or "exact") and the number of passes done, before each pass.
 
-    Contexts are the outer loop, so only one context's exact logits are held: `[context, vocabulary]`.
-    After Ctrl-C it returns what was finished, with all figures over the same tokens: the contexts that every format is
-    through, or the formats that are through the first. KeyboardInterrupt where there is nothing yet.
+    Trials are the outer loop, so only one context's exact logits are held: `[T, vocabulary]`.
+    After Ctrl-C it returns what was finished, with all figures over the same trials: those that every recipe is through, or the
+    recipes that are through the first. KeyboardInterrupt where there is nothing yet.
     """
-    finished = None
+    context, finished = context or len(trials[0].ids), None
     try:
-        for state in _finished(model, contexts.to(model.device), formats, chunk, make_cache, attention, on_step):
+        for state in _finished(model, trials, recipes, Judged() if read is None else read, context, on_step):
             finished = state
     except KeyboardInterrupt:
         if finished is None:
             raise
-    done, exact_seconds, results = finished
-    results.sort(key=lambda r: (-r.bytes_per_token, r.comparison.kl))
-    return Result(
-        contexts.shape[1],
-        done * contexts.shape[1],
-        chunk,
-        str(model.dtype).removeprefix("torch."),
-        results[0].comparison.reference_perplexity,
-        exact_seconds,
-        results,
-        complete=done == len(contexts) and len(results) == len(formats),
-    )
+    done, exact, results = finished
+    results.sort(key=lambda r: (-r.size.bytes_per_token, r.scores.comparison.divergence))
+    complete = done == len(trials) and len(results) == len(recipes)
+    return Result(context, done, str(model.dtype).removeprefix("torch."), exact, results, complete)
 
 
 def _finished(
-    model: Any,
-    contexts: torch.Tensor,
-    formats: Sequence[str],
-    chunk: int | None,
-    make_cache: Callable[[Any, str], Any],
-    attention: Callable[[Any], AbstractContextManager[None]],
-    on_step: Callable[[str, int], None],
-) -> Iterator[tuple[int, float, list[FormatResult]]]:
-    """Contexts done, the exact cache's seconds, and the formats' results, each time that all of these are over the same tokens."""
-    exact_seconds, step, results = 0.0, 0, [FormatResult(name) for name in formats]
-    for index, ids in enumerate(contexts):
-        on_step("exact", step)
-        exact, seconds = _logits(model, ids, None, None)
-        exact_seconds, step, before, results = exact_seconds + seconds, step + 1, results, []
-        with attention(model):
-            for result in copy.deepcopy(before):
-                on_step(result.format, step)
-                cache = make_cache(model, result.format)
-                logits, seconds = _logits(model, ids, cache, chunk)
-                result.seconds += seconds
-                result.comparison.add(exact, logits, ids)
-                measure(cache, result)
-                results.append(result)
-                step += 1
-                if index == 0 or len(results) == len(formats):
-                    yield index + 1, exact_seconds, list(results)
+    model: Any, trials: Sequence[Trial], recipes: Sequence[Recipe], read: Reader, context: int, on_step: Callable[[str, int], None]
+) -> Iterator[tuple[int, RecipeResult, list[RecipeResult]]]:
+    """Trials done, the exact cache's result and the recipes', each time that all of these are over the same trials."""
+    step, exact_result, results = 0, RecipeResult(EXACT), [RecipeResult(recipe.name) for recipe in recipes]
+    for index, trial in enumerate(trials):
+        on_step(EXACT, step)
+        ids = trial.tokens(model)
+        start = time.perf_counter()
+        exact = last_logits(model, ids, trial.keep, use_cache=False)
+        exact_result = copy.deepcopy(exact_result)
+        _score(exact_result, trial, exact, exact, ids, start)
+        step, before, results = step + 1, results, []
+        for recipe, result in zip(recipes, copy.deepcopy(before)):
+            on_step(recipe.name, step)
+            start = time.perf_counter()
+            logits, specs = read(model, ids, recipe, trial.keep)
+            _score(result, trial, exact, logits, ids, start)
+            measure(result, specs, recipe, model, context)
+            results.append(result)
+            step += 1
+            if index == 0 or len(results) == len(recipes):
+                yield index + 1, exact_result, list(results)
         del exact
     on_step("", step)
 
 
-def _logits(model: Any, ids: torch.Tensor, cache: Any, chunk: int | None) -> tuple[torch.Tensor, float]:
-    """Logits `[T, vocabulary]` for tokens `[T]`, and the seconds that they took."""
-    start = time.perf_counter()
-    if cache is None:
-        parts = [model(ids[None], use_cache=False).logits[0]]
-    else:
-        parts = [model(part[None], past_key_values=cache, use_cache=True).logits[0] for part in ids.split(chunk or len(ids))]
+def _score(result: RecipeResult, trial: Trial, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, start: float) -> None:
     if ids.is_cuda:
         torch.cuda.synchronize(ids.device)
-    return torch.cat(parts) if len(parts) > 1 else parts[0], time.perf_counter() - start
+    result.seconds += time.perf_counter() - start
+    trial.score(result.scores, exact, logits, ids)
+
+
+def measure(result: RecipeResult, specs: dict[int, CacheSpec], recipe: Recipe, model: Any, context: int) -> None:
+    """Take sizes from the geometry of the layers."""
+    from ..integrations.transformers.config import plan_layers
+
+    sliding = {number for number, plan in enumerate(plan_layers(model.config)) if plan.kind is not None and plan.kind.window}
+    result.size = Size.of(specs, recipe.policy.exact, sliding, context)

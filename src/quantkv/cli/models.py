@@ -33,6 +33,32 @@ class Loaded:
     tokenizer: Any
     name: str
 
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model whose weights are not loaded yet. argument: what names it, for messages."""
+
+    folder: Path
+    name: str
+    argument: str
+    config: Any
+    tokenizer: Any
+
+    def load(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+        """With its weights. ValueError for what is damaged, missing or not supported."""
+        from safetensors import safe_open
+
+        for file in sorted(self.folder.glob("*.safetensors")):
+            with _reading(self.argument, file), safe_open(file, "pt"):
+                pass
+        model, tokenizer = _from_pretrained(self.argument, self.folder, dtype)
+        check_supported(model, self.argument)
+        return Loaded(model.to(device).eval(), tokenizer, self.name)
+
 
 def cache_folder() -> Path:
     """`$QUANTKV_CACHE`, or the platform's folder for caches."""
@@ -181,11 +207,11 @@ def check_supported(model: Any, argument: str) -> None:
         )
 
 
-def check_positions(loaded: Loaded, argument: str, needed: int, taken: int = 0) -> None:
+def check_positions(loaded: Loaded | Found, argument: str, needed: int, taken: int = 0) -> None:
     """ValueError if the model has fewer than `needed` positions; `taken` of them are not the argument's."""
     from quantkv.integrations.transformers.config import max_positions
 
-    known = max_positions(loaded.model.config)
+    known = max_positions(loaded.config)
     if known is None or needed <= known:
         return
     allowed = f"at most {known - taken:,}" if known > taken else "a shorter PROMPT"
@@ -210,28 +236,36 @@ def _folder(source: str | None) -> tuple[Path, str]:
     return path, path.resolve().name
 
 
-def load(source: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
-    """Load `--model source`: a transformers directory, a GGUF file, or None for SmolLM2-135M-Instruct.
+def find(source: str | None = None) -> Found:
+    """What `--model source` names, without its weights: a transformers directory, a GGUF file, or None for SmolLM2-135M-Instruct.
 
-    FileNotFoundError or ValueError, naming the argument, for what is missing or not supported.
+    FileNotFoundError or ValueError, naming the argument, for what is missing or damaged.
     """
-    from safetensors import safe_open
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
-    _check_device(device)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder, name = _folder(source)
     argument = f"--model {source or folder}"
-    for file in sorted(folder.glob("*.safetensors")):
-        with _reading(argument, file), safe_open(file, "pt"):
-            pass
-    model, tokenizer = _from_pretrained(argument, folder, dtype)
-    check_supported(model, argument)
-    return Loaded(model.to(device).eval(), tokenizer, name)
+    with _reading(argument):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with _reading(f"{argument}: its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return Found(folder, name, argument, config, tokenizer)
 
 
-def _check_device(device: str) -> None:
+def load(source: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+    """Load `--model source`, as `find` takes it.
+
+    FileNotFoundError or ValueError, naming the argument, for what is missing or not supported.
+    """
+    check_device(device)
+    return find(source).load(device, dtype)
+
+
+def check_device(device: str) -> None:
+    """ValueError unless there is one."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .eval import FormatResult, Result
+SCHEMA = 2
+
+
+def change(percent: float) -> tuple[str, str]:
+    """A change in percent, and how it is: "good" below 1 %, "fair" below 5 %, "bad" beyond and for NaN."""
+    kind = "good" if abs(percent) < 1 else "fair" if abs(percent) < 5 else "bad"
+    return f"{percent:+.2f}" if abs(percent) < 100 else f"{percent:+.0f}", kind
 
 
 def _change(percent: float) -> Text:
-    """Green below 1 %, yellow below 5 %, red beyond and for NaN."""
-    style = "green" if abs(percent) < 1 else "yellow" if abs(percent) < 5 else "red"
-    return Text(f"{percent:+.2f}" if abs(percent) < 100 else f"{percent:+.0f}", style=style)
+    text, kind = change(percent)
+    return Text(text, style={"good": "green", "fair": "yellow", "bad": "red"}[kind])
 
 
 def kl_text(kl: float) -> str:
@@ -28,27 +34,81 @@ def kl_text(kl: float) -> str:
     return f"{kl:.0e}" if abs(kl) < 0.00005 else f"{kl:.4f}"
 
 
-def _row(r: FormatResult) -> list[str | Text]:
-    c = r.comparison
-    return [
-        r.format,
-        f"{r.bits_per_element:.2f}",
-        f"{r.bytes_per_token:,.0f}",
-        f"{r.compression:.2f}",
-        f"{c.perplexity:.2f}",
-        _change(c.perplexity_change),
-        kl_text(c.kl),
-        f"{c.top1:.1f}",
-        f"{r.seconds:.1f}",
-    ]
+def with_error(value: float, error: float | None, digits: int = 1) -> str:
+    """A value with its standard error, where there is one."""
+    shown = f"{value:.{digits}f}"
+    return shown if error is None or not math.isfinite(error) else f"{shown} ± {error:.{digits}f}"
 
 
-def table(result: Result, model: str, text: str) -> Table:
-    """The formats, largest first, under the exact cache's own figures."""
+def kl_with_error(row: dict[str, Any]) -> str:
+    error = row.get("kl_error")
+    small = row["kl"] is None or not abs(row["kl"]) >= 0.00005
+    return kl_text(number(row["kl"])) if small or error is None or not math.isfinite(error) else with_error(row["kl"], error, 4)
+
+
+def number(value: float | None) -> float:
+    """What JSON has null for is not finite."""
+    return math.nan if value is None else value
+
+
+Column = tuple[str, Callable[[dict[str, Any]], Any]]
+SIZES: list[Column] = [
+    ("bits a\nvalue", lambda r: f"{r['bits_per_element']:.2f}"),
+    ("bytes a token\nand kv head", lambda r: f"{r['bytes_per_head']:.1f}"),
+    ("x\nsmaller", lambda r: f"{r['compression']:.2f}"),
+]
+TESTED: dict[str, list[Column]] = {  # by what a row has where it was tried
+    "kl": [
+        ("per-\nplexity", lambda r: f"{number(r['perplexity']):.2f}"),
+        ("change\n%", lambda r: number(r["perplexity_change"])),
+        ("\nKL", kl_with_error),
+        ("same\ntop-1 %", lambda r: f"{r['same_top1']:.1f}"),
+    ],
+    "copy": [("copied,\nfound %", lambda r: with_error(r["copy"]["share"], r["copy"]["error"]))],
+    "codes": [
+        ("codes,\ndigits %", lambda r: with_error(r["codes"]["share"], r["codes"]["error"])),
+        ("near, middle,\nfar", lambda r: " ".join(f"{r['codes'].get(part, math.nan):.0f}" for part in ("near", "middle", "far"))),
+    ],
+    "greedy": [("greedy,\ntokens", lambda r: with_error(r["greedy"]["tokens"], r["greedy"]["error"]))],
+}
+
+
+def columns(run: dict[str, Any]) -> list[Column]:
+    """What there is to show of a run: header and cell of a row."""
+    tried = [column for test, given in TESTED.items() if any(test in row for row in run["formats"]) for column in given]
+    return [*SIZES, *tried, ("\nseconds", lambda r: f"{r['seconds']:.1f}")]
+
+
+TEST_OF = {header: test for test, given in TESTED.items() for header, _ in given}
+
+
+def has(row: dict[str, Any], header: str) -> bool:
+    """Whether a row was tried with what a column shows."""
+    return header not in TEST_OF or TEST_OF[header] in row
+
+
+def reference_cells(run: dict[str, Any]) -> list[str]:
+    """The exact cache's, in the same columns."""
+    exact = run["reference"]
+    own = {
+        "per-\nplexity": lambda r: f"{number(r['perplexity']):.2f}" if "perplexity" in r else "",
+        "\nseconds": lambda r: f"{r['seconds']:.1f}",
+    }
+    cells = []
+    for header, cell in columns(run):
+        if header in own:
+            cells.append(own[header](exact))
+        else:
+            cells.append(cell(exact) if TEST_OF.get(header, "kl") != "kl" and has(exact, header) else "")
+    return cells
+
+
+def table(run: dict[str, Any]) -> Table:
+    """The recipes of a run (`Result.to_dict` with its model, text and reader), largest first, under the exact cache's own figures."""
     table = Table(
-        title=f"{model}, {text}: {result.tokens:,} tokens in contexts of {result.context:,}",
+        title=title(run),
         box=box.SIMPLE_HEAD,
-        caption="bytes: K and V of all layers; change, KL, top-1: against the exact cache",
+        caption=f"{run['read']}; bytes: K and V, exact tokens at their share; change, KL, top-1: against the exact cache",
         caption_justify="left",
         title_justify="left",
         title_style="bold",
@@ -56,12 +116,18 @@ def table(result: Result, model: str, text: str) -> Table:
         pad_edge=False,
     )
     table.add_column("format", style="bold", no_wrap=True)
-    for header in ("bits a\nvalue", "bytes a\ntoken", "x\nsmaller", "per-\nplexity", "change\n%", "\nKL", "same\ntop-1 %", "\nseconds"):
+    for header, _ in columns(run):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_row("exact", "", "", "", f"{result.perplexity:.2f}", "", "", "", f"{result.seconds:.1f}", style="dim", end_section=True)
-    for r in result.formats:
-        table.add_row(*_row(r))
+    table.add_row("exact", *reference_cells(run), style="dim", end_section=True)
+    for row in run["formats"]:
+        cells = [cell(row) if has(row, header) else "" for header, cell in columns(run)]
+        table.add_row(row["format"], *(_change(cell) if isinstance(cell, float) else cell for cell in cells))
     return table
+
+
+def title(run: dict[str, Any]) -> str:
+    tokens = f"{run['tokens']:,} tokens" if run["tokens"] else f"{run['contexts']} trials"
+    return f"{run['model']}, {run['text']}: {tokens} in contexts of {run['context']:,}"
 
 
 def check_output(argument: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:
@@ -78,27 +144,36 @@ def check_output(argument: str, path: Path | None, suffixes: tuple[str, ...] = (
         raise ValueError(f"{argument} {path}: no permission to write it")
 
 
-def write_json(path: Path, result: Result, model: str, text: str) -> None:
-    """The table's figures, unrounded, with what they were measured on; null for what is not finite."""
+def write_json(path: Path, runs: Sequence[dict[str, Any]] = (), tuned: Sequence[dict[str, Any]] = ()) -> None:
+    """Figures of evaluations and of tunings, unrounded, with what they were measured on; null for what is not finite."""
     import platform
 
     import torch
     import transformers
 
-    values: dict[str, Any] = {
-        "schema": 1,
-        "model": model,
-        "text": text,
-        **result.to_dict(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    path.write_text(json.dumps(_plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    values = {"schema": SCHEMA, "runs": list(runs), "tuned": list(tuned), "versions": versions}
+    path.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote. FileNotFoundError or ValueError naming the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; a file of quantkv eval --json or quantkv tune --json is needed")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    lists = isinstance(values, dict) and all(isinstance(values.get(name), list) for name in ("runs", "tuned"))
+    if not lists or values.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: a file of quantkv eval --json or quantkv tune --json is needed, of schema {SCHEMA}")
+    return values
+
+
+def plain(value: Any) -> Any:
     """The value with NaN and infinity, which JSON does not have, as None."""
     if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
+        return {key: plain(v) for key, v in value.items()}
     if isinstance(value, list):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -80,16 +80,41 @@ def load(source: str | None, num_tokens: int) -> Text:
     return read_file(Path(source), max(1 << 20, num_tokens * BYTES_PER_TOKEN))
 
 
+def named(given: list[str] | None) -> list[str | None]:
+    """`--text` given several times, or as a list such as news,docs; None for the default."""
+    names: list[str | None] = []
+    for words in given or []:
+        names += [words] if Path(words).exists() else [word.strip() for word in words.split(",")]
+    return names or [None]
+
+
 def cut(text: Text, tokenizer: Any, context: int, num_tokens: int) -> torch.Tensor:
     """The text's first `num_tokens` tokens as contexts `[N, context]` int64, whole contexts only.
 
-    ValueError if the text or `num_tokens` is shorter than one context.
+    Each begins with the tokens that the tokenizer begins a text with, as a prompt would. ValueError if the text or `num_tokens` is
+    shorter than one context.
     """
     if num_tokens < context:
         raise ValueError(f"--tokens {num_tokens}: at least one context is needed (--context {context})")
-    ids = tokenizer(text.text, verbose=False)["input_ids"][:num_tokens]
-    if len(ids) < context:
+    begin = beginning(tokenizer)
+    size = context - len(begin)
+    if size < 1:
+        raise ValueError(f"--context {context}: more than the {len(begin)} tokens that a text begins with are needed")
+    ids = plain(tokenizer, text.text)[: num_tokens // context * size]
+    if len(ids) < size:
         raise ValueError(
-            f"--text {text.name}: {len(ids)} tokens, fewer than one context (--context {context}); give a longer text or a shorter context"
+            f"--text {text.name}: {len(begin) + len(ids)} tokens, fewer than one context (--context {context}); "
+            "give a longer text or a shorter context"
         )
-    return torch.tensor(ids[: len(ids) // context * context]).view(-1, context)
+    contexts = torch.tensor(ids[: len(ids) // size * size]).view(-1, size)
+    return torch.cat([torch.tensor(begin, dtype=torch.long).expand(len(contexts), -1), contexts], 1)
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """Tokens that the tokenizer puts before any text: mostly none, or one."""
+    return list(tokenizer("")["input_ids"])
+
+
+def plain(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text, without those that it begins with."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

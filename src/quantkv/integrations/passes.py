@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cache import PagedCache
+from ..exact import ExactTokens
 from ..prepared import PreparedAttend, PreparedWrite, prepare_attend, prepare_write
+from ..shadow import ExactPages, ExactStep, ShadowedCache
 
 
 class Kind(NamedTuple):
@@ -35,6 +37,7 @@ class Pass:
     slots: `[T]`. block_table: `[S, pages]`. seq_lens: `[S]`. cu_seqlens_q: `[S + 1]`. All int32.
     lengths: (queries, keys) of each sequence; None: the device alone knows them.
     positions: int32 `[T]`, where the tokens stand in their sequences, padding not counted; None for a pass that stores nothing.
+    exact: what it reads exactly; None: nothing is.
     """
 
     def __init__(
@@ -48,21 +51,22 @@ class Pass:
     ) -> None:
         self.slots, self.block_table, self.seq_lens, self.cu_seqlens_q = slots, block_table, seq_lens, cu_seqlens_q
         self.lengths, self.positions = lengths, positions
+        self.exact: ExactStep | None = None
         self.prepared: dict[Any, PreparedAttend | PreparedWrite] = {}
 
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`."""
         kind = "write", cache.maps.by_position
         if kind not in self.prepared:
-            self.prepared[kind] = prepare_write(self.slots, self.positions if cache.maps.by_position else None)
+            self.prepared[kind] = prepare_write(self.slots, self.positions if cache.maps.by_position else None, exact=self.exact)
         self.prepared[kind](cache, key, value)
 
-    def attend(self, cache: PagedCache, q: torch.Tensor, sinks: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    def attend(self, cache: PagedCache | ShadowedCache, q: torch.Tensor, sinks: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """Attention of a layer's `q [T, HQ, D]`. options: of `prepare_attend`; layers with the same ones share what is prepared."""
         key = tuple(options.items())
         if key not in self.prepared:
             batch = {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
-            self.prepared[key] = prepare_attend(**batch, lengths=self.lengths, **options)
+            self.prepared[key] = prepare_attend(**batch, lengths=self.lengths, exact=self.exact, **options)
         return self.prepared[key](cache, q, sinks=sinks)
 
 
@@ -114,7 +118,9 @@ class Decoding(Pass):
         stored: what it gets then is not a number, and `Progress.settle` refuses.
     """
 
-    def __init__(self, kind: Kind, block_size: int, batch_size: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, kind: Kind, block_size: int, batch_size: int, width: int, device: torch.device, tokens: ExactTokens | None = None
+    ) -> None:
         padded = -(-batch_size // 4) * 4  # every part begins at a multiple of 16 bytes
         with torch.inference_mode(False):
             self.state = torch.zeros(4 * padded + batch_size * width, dtype=torch.int32, device=device)
@@ -124,6 +130,8 @@ class Decoding(Pass):
             self.valid = torch.ones(batch_size, dtype=torch.bool, device=device)
             ends = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
             super().__init__(slots, table, seq_lens, ends, positions=positions)
+        if tokens is not None:
+            self.exact = ExactStep(tokens, block_size, batch_size, batch_size, device, few=True)
         self.kind, self.block_size, self.device = kind, block_size, device
         self.batch_size, self.width, self.capacity = batch_size, width, width * block_size
         self.turn = -1  # the pass that they were advanced for
@@ -142,8 +150,8 @@ class Decoding(Pass):
             self.seq_lens.copy_(self.lengths_now.clamp_min(1))
             self.valid.fill_(True)
 
-    def advance(self, mask: torch.Tensor | None) -> None:
-        """One token more for every sequence. mask: see `brief`; None: all are real."""
+    def advance(self, mask: torch.Tensor | None, pool: ExactPages | None = None) -> None:
+        """One token more for every sequence. mask: see `brief`; None: all are real. pool: says what is read exactly."""
         lengths, size = self.lengths_now, self.block_size
         page = self.block_table.gather(1, (lengths // size).clamp_max(self.width - 1).long()[:, None])[:, 0]
         valid, real = lengths < self.capacity, None
@@ -158,6 +166,8 @@ class Decoding(Pass):
         self.positions.copy_(lengths)
         lengths += stored
         torch.clamp(lengths, min=1, out=self.seq_lens)
+        if pool is not None:
+            pool.advance(self.block_table, self.seq_lens, self.cu_seqlens_q, self.slots, self.exact)
 
     def poison(self, out: torch.Tensor) -> torch.Tensor:
         """Rows `[S, HQ, D]` of sequences that are not valid become not a number."""
@@ -187,13 +197,22 @@ _FREE: dict[Hashable, list[Decoding]] = {}
 _MADE: list[Decoding] = []
 
 
-def lasting(owner: object, geometry: Hashable, kind: Kind, block_size: int, batch_size: int, width: int, device: torch.device) -> Decoding:
+def lasting(
+    owner: object,
+    geometry: Hashable,
+    kind: Kind,
+    block_size: int,
+    batch_size: int,
+    width: int,
+    device: torch.device,
+    tokens: ExactTokens | None = None,
+) -> Decoding:
     """A `Decoding` that is never freed: its owner's as long as that lives, then another's of the same geometry."""
-    free = _FREE.setdefault((geometry, kind, block_size, batch_size, width, device), [])
+    free = _FREE.setdefault((geometry, kind, block_size, batch_size, width, device, tokens), [])
     if free:
         decoding = free.pop()
     else:
-        decoding = Decoding(kind, block_size, batch_size, width, device)
+        decoding = Decoding(kind, block_size, batch_size, width, device, tokens)
         torch._dynamo.mark_static_address(decoding.place, guard=False)
         _MADE.append(decoding)
     weakref.finalize(owner, free.append, decoding)

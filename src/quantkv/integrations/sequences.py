@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..exact import ExactTokens
 from ..page_table import PageTable
-from .passes import Decoding, Kind, Late, Step, lasting
+from ..shadow import FEW_QUERIES, ExactPages, ExactStep
+from .passes import Decoding, Kind, Late, Step, lasting, sent
 from .progress import Progress
 
 SPARE = 1.25  # a table that is full grows by this factor
@@ -19,6 +21,7 @@ class Layer(Protocol):
 
     home: torch.device | None  # where its pages are; None before there are any
     geometry: Any  # equal for layers whose prepared calls are the same
+    written: list[torch.Tensor]  # what a pass of one token writes to
 
     def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None: ...
 
@@ -31,16 +34,21 @@ class Sequences:
     """The batch as the layers of one kind see it: which pages they hold, and the tensors of the forward pass under way.
 
     progress: what these layers share with those of other kinds; one of its own if None.
+    exact: which tokens are read exactly; None: none. With a window no first ones are, as no query sees them for long.
+    pools: which pages have a 16-bit copy, on each device.
     layers: those of this kind, which join by themselves.
     num_tokens: tokens a sequence whose pages are there from the first pass on, so that a pass of one token can be captured; 0: pages
         are added as they are needed.
     windows: those that the model asked masks for, None for a mask without one.
     """
 
-    def __init__(self, kind: Kind, block_size: int, progress: Progress | None = None) -> None:
+    def __init__(self, kind: Kind, block_size: int, progress: Progress | None = None, exact: ExactTokens | None = None) -> None:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
         self.fixed = False  # num_tokens > 0: torch.compile must not look at the number
         self.windows: set[int | None] = set()
+        if exact is not None and kind.window:
+            exact = ExactTokens(0, exact.latest) if exact.latest else None
+        self.exact, self.pools = exact, {}
         self.progress = Progress() if progress is None else progress
         self.progress.kinds.append(self)
         self._layers: list[weakref.ref[Layer]] = []
@@ -63,6 +71,8 @@ class Sequences:
         self.table: PageTable | None = None
         self._steps: dict[torch.device, Step] = {}
         self._block_table = torch.empty(0, 0, dtype=torch.int32)
+        for pool in self.pools.values():
+            pool.clear()
         self.unload()
 
     def unload(self) -> None:
@@ -100,7 +110,18 @@ class Sequences:
         """The forward pass under way, with tensors on `device`."""
         if device not in self._steps:
             self._steps[device] = self._steps[torch.device("cpu")].to(device)
-        return self._steps[device]
+        step = self._steps[device]
+        if self.exact is not None and step.exact is None:
+            few = max((queries for queries, _ in step.lengths), default=0) <= FEW_QUERIES
+            step.exact = ExactStep(self.exact, self.block_size, len(step.lengths), len(step.slots), device, few)
+            self.pool(device).advance(step.block_table, step.seq_lens, step.cu_seqlens_q, step.slots, step.exact)
+        return step
+
+    def pool(self, device: torch.device) -> ExactPages | None:
+        """Which pages have a 16-bit copy; None where no token is exact."""
+        if self.exact is not None and device not in self.pools:
+            self.pools[device] = ExactPages(self.exact, self.block_size, len(self.table.rows), self.table.num_pages, device)
+        return self.pools.get(device)
 
     def decode(self, counts: list[int]) -> None:
         """Make room for one new token of sequence i, or none where `counts[i]` is 0, in a pass of one token a sequence."""
@@ -140,18 +161,19 @@ class Sequences:
         batch_size, width = len(self.table.rows), max(max(map(len, self.table.rows), default=0), 1)
         if not self.static:
             if device not in self._owned or not self._owned[device].fits(batch_size, width):
-                self._owned[device] = Decoding(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device)
+                self._owned[device] = Decoding(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device, self.exact)
             return self._owned[device]
         layers = [layer for layer in self.layers if layer.home == device]
         geometry = tuple(layer.geometry for layer in layers)
         key = (device, batch_size, width, geometry)
         if key not in self._owned:
-            self._owned[key] = lasting(layers[0], geometry, self.kind, self.block_size, batch_size, width, device)
+            self._owned[key] = lasting(layers[0], geometry, self.kind, self.block_size, batch_size, width, device, self.exact)
         return self._owned[key]
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        return tuple(d.place.data_ptr() for d in self.decodings.values()) + tuple(layer.pages.buffer.data_ptr() for layer in self.layers)
+        written = [t for layer in self.layers for t in layer.written]
+        return tuple(t.data_ptr() for t in (*(d.place for d in self.decodings.values()), *written))
 
     def warm_up(self) -> None:
         """Everything that a pass of one token compiles or allocates for good, before one is captured."""
@@ -161,6 +183,8 @@ class Sequences:
                 layer.loaded(decoding)
                 if layer.home.type == "cuda" and not decoding.warm:
                     decoding.slots.fill_(-1)
+                    if decoding.exact is not None:
+                        decoding.exact.slots.fill_(-1)
                     layer.warm_up()
         for decoding in self.decodings.values():
             decoding.warm = True
@@ -179,6 +203,10 @@ class Sequences:
         self.unload()
 
     def _make_room(self, copies: list[tuple[int, int]]) -> None:
+        for device, pool in self.pools.items():
+            pool.make_room(len(self.table.rows), self.table.num_pages)
+            if copies:
+                pool.forget(sent(torch.tensor([target for _, target in copies]), device))
         for layer in self.layers:
             layer.make_room(self.table.num_pages, copies)
 

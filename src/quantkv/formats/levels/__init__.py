@@ -102,6 +102,7 @@ def codec(bits: int) -> Codec:
         encode,
         decode,
         encode_in=encode_in,
+        cubic=CUBICS[bits],
         signed=True,
         map="rht",
         head_size_multiple=8,

@@ -17,6 +17,7 @@ from ...format import Codec, Format, register
 from ...packing import interleave, pack, unpack
 from ...rounding import Rounding, unbiased
 from ...spec import RowLayout
+from ..device import cuda_half, half_of
 from ..levels import stored_scale
 from .pairs import PAIRS
 from .search import CHAIN, STATES, search
@@ -28,6 +29,16 @@ WIDE = 1.1  # in a metric: rows are aimed at with the errors of others on top
 def pairs(device: str = "cpu") -> torch.Tensor:
     """`[16, 16, 2]` float32, numbers of fp16: by the code before and the code."""
     return torch.frombuffer(bytearray(bytes.fromhex(PAIRS)), dtype=torch.float16).view(STATES, STATES, 2).float().to(device)
+
+
+def words() -> torch.Tensor:
+    """`[256]` int32, as decoders look them up: the two fp16 numbers of a code and of the one before it, which is the index's low half."""
+    return pairs("cpu").half().transpose(0, 1).contiguous().view(torch.int32).flatten()
+
+
+def _numbers(head_size: int) -> dict[str, list[int] | list[float]]:
+    """What `hopper.cuh` reads."""
+    return {"TRELLIS_PAIRS": [word & 0xFFFFFFFF for word in words().tolist()], "TRELLIS_WIDE": [WIDE]}
 
 
 def _encode(y: torch.Tensor, rounding: Rounding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,5 +59,16 @@ def _decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
     return pairs(str(codes.device))[before, code].flatten(-2).to(dtype), scale.to(dtype), None
 
 
-TRELLIS2 = Codec("trellis2", RowLayout(2, ("float16",)), _encode, _decode, encode_in=_encode, signed=True, map="rht", head_size_multiple=16)
+TRELLIS2 = Codec(
+    "trellis2",
+    RowLayout(2, ("float16",)),
+    _encode,
+    _decode,
+    encode_in=_encode,
+    signed=True,
+    map="rht",
+    head_size_multiple=16,
+    triton=half_of(__name__, "TRELLIS"),
+    hopper=cuda_half(__file__, "Trellis", searched=True, table_bytes=1 << 16, values_by_table=True, numbers=_numbers),
+)
 register(Format("trellis2", TRELLIS2, TRELLIS2, "2 bits by a trellis of 16 states, one scale a row"))

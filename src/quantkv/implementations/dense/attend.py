@@ -5,6 +5,8 @@ an H200, where 4,096 queries of 32 heads cost 100 ns. So the pages are dequantiz
 is (`backends.py`) runs on each slice, and log-sum-exps merge the results. New tokens are read back like all others: the result
 is attention over the cache, whatever ran.
 
+Segments beside one that holds all positions, exact tokens say, are written over its rows in the scratch.
+
 Rows may stay in their mapped space, where a slice needs no product: `q . k^ = (A^-T q) . (y^ + A off)`, so q is mapped once, and
 the merged output once. Where there are not many more rows than queries, the rows are mapped back as they are written out: one
 product in a launch that waits for memory, instead of two launches.
@@ -38,8 +40,10 @@ QUERIES = range(MIN_QUERIES, 1 << 62)  # of a sequence, that this is made for
 def refusal(call: AttendCall) -> str | None:
     """Why `run` does not serve a call, None where it does: the one rule. Reads no tensor."""
     q, s, num_seqs, lengths = call.q, call.segments[0], call.batch.num_seqs, call.batch.lengths
-    if len(call.segments) > 1 or s.key_start is not None or s.key_range is not None:
-        return "several segments, or a range of keys"
+    if s.key_start is not None or ((len(call.segments) > 1 or s.key_range is not None) and not s.complete):
+        return "several segments, or a range of keys, of which the first does not hold all positions"
+    if any((other.key_start is None) == (other.key_range is None) for other in call.segments[1:]):
+        return "a second segment with neither key_start nor key_range, or with both"
     if call.out.dtype != q.dtype:
         return f"out of {call.out.dtype}: q's dtype is needed"
     if num_seqs > MAX_SEQUENCES:
@@ -105,6 +109,8 @@ def serve(
             room = len(queries) if causal and not whole else count
             sliced = [buffer[: heads * room * size].view(heads, room, size) for buffer, size in zip(scratch, sizes)]
             steps.gather(block_table[piece.sequence], first, count, sliced)
+            for other in call.segments[1:]:
+                steps.patch(other, piece.sequence, lengths[piece.sequence][1], first, count, sliced)
             target = out[piece.tokens]
             ready = len(piece.slices) == 1 and steps.maps[1] is None and len(queries) == len(target)  # nothing is left to do to the rows
             found = backends.attend(backend, queries, *sliced, scale, causal, target if ready else None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...calls import Side
+from ...calls import Segment, Side
 from ...format import Format
 from ...maps import LayerMaps, LinearMap
 from ..reference.attend import merge
@@ -57,6 +57,30 @@ class TorchSteps:
                 rows = rows + apply_map(map_.forward, stored_offset(side, codec, map_, slots, position).expand_as(rows))
             target[:, :count] = rows.transpose(0, 1) / gain(map_)
             target[:, count:] = 0
+
+    def patch(self, segment: Segment, sequence: int, keys: int, first: int, count: int, scratch: list[torch.Tensor]) -> None:
+        """Put the keys and values that another segment holds of a sequence of `keys` tokens in their places of what `gather` filled.
+
+        Which they are is on the device: with key_start the last ones, as many as its table has room for, or fewer; else the first."""
+        size, table = segment.k.codes.shape[1], segment.block_table[sequence]
+        room = len(table) * size
+        low, high = (0, min(room, keys)) if segment.key_start is None else (max(keys - room, 0), keys)
+        low, high = max(low, first), min(high, first + count)
+        if low >= high:
+            return
+        position = torch.arange(low, high, device=table.device)
+        slot = position if segment.key_start is None else position - segment.key_start[sequence]
+        here = slot >= 0
+        if segment.key_range is not None:
+            here &= (position >= segment.key_range[sequence, 0]) & (position < segment.key_range[sequence, 1])
+        slots = torch.where(here, table[(slot.clamp_min(0) // size).long()] * size + slot % size, 0).long()
+        sides = zip((segment.k, segment.v), (segment.fmt.k, segment.fmt.v), (segment.maps.k, segment.maps.v), self.maps, scratch)
+        for side, codec, row_map, map_, target in sides:
+            rows = dequantize(side, codec, row_map, slots, position)
+            if map_ is not None:
+                rows = apply_map(map_.forward, rows)
+            held = target[:, low - first : high - first]
+            held.copy_(torch.where(here[:, None], rows.transpose(0, 1) / gain(map_), held.float()))
 
     def merge(self, a: Part, b: Part) -> Part:
         """Attention over the union of two key sets."""

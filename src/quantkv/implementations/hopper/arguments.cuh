@@ -77,3 +77,12 @@ struct WriteArguments {
   float key_scale;
   float value_scale;
 };
+
+// What rounds rows in a metric: F of each head as round.py lays it out, heads so many bytes apart (0: one for all).
+struct RoundArguments {
+  WriteArguments rows;
+  const u8* key_feedback;
+  const u8* value_feedback;
+  i64 key_head;
+  i64 value_head;
+};

@@ -12,13 +12,13 @@ class HopperCodec:
     """A codec for the Hopper kernels. The snippet is included after `encode.cuh`, which says, with `unpack.cuh`, what the struct has.
 
     source: file of the snippet. type: name of the struct in it.
-    keys, values, written: what it has code for.
+    keys, values, written: what it has code for. searched: rows are written by `search.cu`.
     half: the two dimensions of a key that share a register are so far apart (`HALF`).
     odd_unit: odd registers of a key are worth so much more than even ones (`ODD_UNIT`).
-    table_bytes: of the table in shared memory that keys are read by.
+    table_bytes: of the table in shared memory that keys are read by. values_by_table: so are values.
     warps: of a block that reads its keys, at most: fewer have more registers.
-    numbers: head size -> numbers that the snippet reads as a list, by the macro's name.
-    `half`, `odd_unit` and `table_bytes` stand in the snippet too: kernels compile only where both say the same.
+    numbers: head size -> numbers that the snippet reads as a list, by the macro's name: floats, or words as int.
+    `half`, `odd_unit`, `table_bytes` and `values_by_table` stand in the snippet too: kernels compile only where both say the same.
     """
 
     source: Path
@@ -26,16 +26,18 @@ class HopperCodec:
     keys: bool = True
     values: bool = True
     written: bool = True
+    searched: bool = False
     half: int = 1
     odd_unit: float = 1.0
     table_bytes: int = 0
+    values_by_table: bool = False
     warps: int = 12
-    numbers: Callable[[int], Mapping[str, Sequence[float]]] | None = None
+    numbers: Callable[[int], Mapping[str, Sequence[float | int]]] | None = None
 
     def macros(self, head_size: int) -> dict[str, str]:
         """The snippet's numbers as macros."""
         numbers = {} if self.numbers is None else self.numbers(head_size)
-        return {name: ", ".join(map(literal, values)) for name, values in numbers.items()}
+        return {name: ", ".join(f"{x:#x}u" if isinstance(x, int) else literal(x) for x in values) for name, values in numbers.items()}
 
 
 def literal(x: float) -> str:

@@ -7,7 +7,7 @@
 //
 // Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
 // QUERY_BF16 SOFTCAP RANGES FOLLOWS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
-// ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES
+// ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "combine.cuh"
 #include "query_mapper.cuh"
@@ -37,7 +37,7 @@ struct Turn {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_kernel(const __grid_constant__ AttendArguments a) {
   const Turn turn;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-  int *begun_in = (int*)(shared + KEY::TABLE_BYTES + WARPS * WARP_BYTES), *ended_in = begun_in + WARPS;
+  int *begun_in = (int*)(shared + TABLES_BYTES + WARPS * WARP_BYTES), *ended_in = begun_in + WARPS;
   const int worker = blockIdx.x * WARPS + warp, column0 = blockIdx.y * COLUMNS;
   const Sequences sequences{a.seq_lens, a.cu_queries, a.key_start, a.key_range, a.sequences, a.window};
   const Queries queries{a.q, a.q_token, a.q_head};
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
   int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0, head = begin / line;
   int s = sequences.holding(begin - head * line, start), tile = sequences.first_tile(s) + begin - head * line - start;
-  u32 ring = shared_address(shared) + KEY::TABLE_BYTES + warp * WARP_BYTES;
+  u32 ring = shared_address(shared) + TABLES_BYTES + warp * WARP_BYTES;
   keep(ring);
   Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left,
                 ring + UNUSED_AT);
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const float scale = a.scale * (KEY::GAIN / Query::NORM);
   constexpr int AHEAD = STAGES - TILES_PER_STEP;
   for (int i = 0; i < AHEAD; i++) loader.next({ring + i * TILE_BYTES});
-  fill_table<KEY>(warp);  // while the first tiles are on their way
+  fill_tables(warp);  // while the first tiles are on their way
   const Lane at(g, c);
   u32 slot = ring;
   bool is_held = false;  // what a stretch of this sequence came to
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       __syncwarp();
       const bool goes_on = left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
-      u32* to = left == 0 ? (u32*)(shared + KEY::TABLE_BYTES + warp * WARP_BYTES)
+      u32* to = left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WARP_BYTES)
                 : goes_on ? held : a.pieces + ((i64)(cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
       softmax.write(to, min(COLUMNS, sequences.queries(s) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   int first = warp, past = warp + 1;
   while (first > 0 && ended_in[first - 1] == pair) first--;
   while (past < WARPS && ended_in[past] == pair) past++;
-  merge_pieces(shared + KEY::TABLE_BYTES + first * WARP_BYTES, past - first, warp - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
+  merge_pieces(shared + TABLES_BYTES + first * WARP_BYTES, past - first, warp - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
                a.pieces + ((i64)(worker - warp + first) * a.all_columns + column0) * PIECE);
 }
 

@@ -51,13 +51,21 @@ class DecodeConfig:
         return self.key.hopper()
 
     @property
+    def table_bytes(self) -> int:
+        """Shared memory of a block for tables: the keys', and the values' at VALUE_TABLE_AT of lanes.cuh, unless it is the same."""
+        key, value = self.key_half, self.value.hopper()
+        if not value.values_by_table or self.value == self.key:
+            return key.table_bytes
+        return -(-key.table_bytes // (1 << 16)) * (1 << 16) + value.table_bytes
+
+    @property
     def tile_bytes(self) -> int:
         return page_bytes(self.key, self.value, self.head_size, TILE)
 
     @property
     def room(self) -> int:
         """Shared memory of a warp for its ring."""
-        per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.key_half.table_bytes) // self.warps
+        per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
         return per_warp - self.beside_ring - self.mapped_bytes
 
     @property
@@ -105,13 +113,14 @@ class DecodeConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return self.key_half.table_bytes + self.warps * (self.warp_bytes + BARRIER_BYTES)
+        return self.table_bytes + self.warps * (self.warp_bytes + BARRIER_BYTES)
 
     def macros(self) -> dict[str, object]:
         key = self.key_half
         return dict(
             **row_macros(self.key, self.value, self.head_size), GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
             RECORD_BYTES=self.record_bytes, KEY_HALF=key.half, KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=key.table_bytes,
+            TABLES_BYTES=self.table_bytes,
             KEY_MAP=self.key_map, KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16),
             SOFTCAP=int(self.softcap), RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments,
             MAPPED_SEGMENTS=self.mapped_segments, EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps,
@@ -151,7 +160,8 @@ def choose(
     if column_tiles * head_size > 256:
         shape = dict(warps=8, max_stages=3)
     elif column_tiles * head_size > 128:
-        shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=12)
+        plain = 16 in (key.row.code_bits, value.row.code_bits)  # whose rows take more registers
+        shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=8 if plain else 12)
     else:
         small = (key.row.code_bits + value.row.code_bits) * head_size <= 512
         warps = min(12 if capacity > 1 << 14 else 8, key.hopper().warps)

@@ -79,6 +79,11 @@ template <u32 BASE> DI uint2 load_constants(u32 at) {
   asm("ld.shared.v2.b32 {%0,%1}, [%2 + %3];" : "=r"(x.x), "=r"(x.y) : "r"(at), "n"(BASE));
   return x;
 }
+// 8 x 8 matrices of 16-bit numbers as mma takes them: rows 0 to 7, 8 to 15, then both of the next 8 columns. Of each, lanes have the
+// address of a row in this order.
+DI void load_matrices(u32 at, u32 (&a)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
 // 8 x 8 matrices of 16-bit numbers, transposed while they are loaded; lane i of each eight has the address of a row.
 DI void load_transposed(u32 at, u32& a, u32& b) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(at));

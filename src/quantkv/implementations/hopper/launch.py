@@ -26,7 +26,7 @@ def arguments(name: str) -> type[ctypes.Structure]:
     body = re.search(rf"^struct {name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL).group(1)
     fields = re.findall(r"^  (.+?)(\*?) (\w+)(?:\[(\d)\])?;", body, re.MULTILINE)
     assert len(fields) == len(body.splitlines()), body
-    types = [ctypes.c_void_p if star else C_TYPES[kind] for kind, star, _, _ in fields]
+    types = [ctypes.c_void_p if star else C_TYPES.get(kind) or arguments(kind) for kind, star, _, _ in fields]
     made = [(field, one * int(count) if count else one) for one, (_, _, field, count) in zip(types, fields)]
     return type(name, (ctypes.Structure,), {"_fields_": made})
 

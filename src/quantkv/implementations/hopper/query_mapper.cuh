@@ -16,7 +16,7 @@ struct QueryMapper {
 
   DI QueryMapper(const Queries& q, const u16* matrices, int stride, const Sequences& sequences, int column0)
       : q(q), matrices(matrices), stride(stride), sequences(sequences), column0(column0) {}
-  static DI u32 slot(int warp) { return shared_address(shared) + KEY::TABLE_BYTES + warp * WARP_BYTES + MAPPED_AT; }
+  static DI u32 slot(int warp) { return shared_address(shared) + TABLES_BYTES + warp * WARP_BYTES + MAPPED_AT; }
   static DI int next(const int* begun_in, int w) {  // the next warp that begins with another pair than warp w
     const int pair = begun_in[w];
     while (++w < WARPS && begun_in[w] == pair) {}

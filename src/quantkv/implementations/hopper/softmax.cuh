@@ -78,7 +78,7 @@ struct Softmax {
   template <int N, class Copies>
   DI void score(float (&s)[N][NT][4], const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale,
                 float softcap, Copies copies) const {
-    u32 keys[N][2][K_WORDS], metas[N][2] = {};
+    u32 keys[N][2][ALL_K_WORDS], metas[N][2] = {};
 #pragma unroll
     for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -90,7 +90,8 @@ struct Softmax {
     copies();
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      const u32(&ka)[K_WORDS] = keys[n][0], (&kb)[K_WORDS] = keys[n][1], (&meta)[2] = metas[n];
+      u32(&ka)[ALL_K_WORDS] = keys[n][0], (&kb)[ALL_K_WORDS] = keys[n][1], (&meta)[2] = metas[n];
+      at.overlap_key<KEY>(ka), at.overlap_key<KEY>(kb);
       u32 squares[2] = {};
       const float z0 = KEY::ZERO_POINTS ? -zero_point(meta[0]) : -KEY::ZERO, z1 = KEY::ZERO_POINTS ? -zero_point(meta[1]) : -KEY::ZERO;
 #pragma unroll
@@ -155,7 +156,7 @@ struct Softmax {
           for (int i = 0; i < 4; i++)
             if (!valid(n, i / 2, nt, i & 1)) s[n][nt][i] = minus_infinity();
     }
-    u32 va[N][V_PAIRS], vb[N][V_PAIRS];
+    u32 va[N][ALL_V_PAIRS], vb[N][ALL_V_PAIRS];
     u32 zeros[N][2];
     float v_scale[N][2], v_bias[N][2];
 #pragma unroll
@@ -178,6 +179,7 @@ struct Softmax {
         v_top = n + r == 0 ? v_scale[n][r] : fmaxf(v_top, v_scale[n][r]);
       }
       at.values.load(tile[n] + TILE_V, va[n], vb[n]);
+      at.overlap_values<VALUE>(va[n]), at.overlap_values<VALUE>(vb[n]);
     }
     float top;
 #pragma unroll
@@ -226,8 +228,8 @@ struct Softmax {
       }
 #pragma unroll
       for (int i = 0; i < D / 16; i++) {
-        u32 a0 = VALUE::pair(va[n], 2 * i), a1 = VALUE::pair(va[n], 2 * i + 1);
-        u32 a2 = VALUE::pair(vb[n], 2 * i), a3 = VALUE::pair(vb[n], 2 * i + 1);
+        u32 a0 = value_pair<VALUE>(va[n], 2 * i, at.value_table), a1 = value_pair<VALUE>(va[n], 2 * i + 1, at.value_table);
+        u32 a2 = value_pair<VALUE>(vb[n], 2 * i, at.value_table), a3 = value_pair<VALUE>(vb[n], 2 * i + 1, at.value_table);
         if (SUBTRACT) {
           auto minus = [](u32 code, u32 zero, float unit) {
             if (ZERO_POINTS) return fma2(zero, half_pair(unit) ^ 0x80008000u, code);

@@ -14,6 +14,10 @@
 //   CENTRE, unit(j)        what is taken off every operand; what register j is worth more than its operands
 //   pair(x, j)             dimension j of a lane's, of two tokens; x[k]: 16 bits of each
 // of keys that are read by a Table: fill(entry), and key_pair(.., j, lane), of TOKENS tokens at once.
+//   VALUES_BY_TABLE        so are values: pair(.., j, lane). A table of their own begins at a multiple of 2^16 bytes, which is in `lane`, and
+//                          of ENTRIES entries, by which the entries that it is filled in by are larger
+//   OVERLAP                bits of a code that is read with the one before it in its CHAIN of bytes, 0 before the first: behind w, or x,
+//                          comes shifted, the same moved up by a code, with the code before in the lowest bits
 // Integer codes stay fp16 *subnormals*: a field masked in place is worth unit * code * 2^-24, the tensor core takes it at full
 // speed, and GAIN / unit is multiplied into the query or the output, never into a code.
 // Every function is pure and j a constant after unrolling, so the compiler shares what two calls have in common.
@@ -39,11 +43,13 @@ template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
 // What a codec is unless it says otherwise.
 template <class TABLE> struct ReadBy : TABLE {
   static constexpr int META_BYTES = 0, HALF = 1;
-  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false;
+  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false, VALUES_BY_TABLE = false;
+  static constexpr int OVERLAP = 0, CHAIN = 16;
   static constexpr float GAIN = 1.f, ODD_UNIT = 1.f, ZERO = 0.f, CENTRE = 0.f;
   static constexpr __device__ float unit(int) { return 1.f; }
   static DI float scale(u32 meta) { return as_float(meta); }
   static DI float bias(u32) { return 0.f; }
+  template <class R, class W> static DI u32 encode(const R&, W&) { return 0; }  // rows that write.cu does not write
 };
 using CodecDefaults = ReadBy<Table<0, 0, 0>>;
 

@@ -7,12 +7,11 @@
 //
 // Compile-time, from write.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE
 // BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED
-// VALUE_SCALED KEY_SHIFTED KEY_SIGNED ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
+// VALUE_SCALED KEY_SHIFTED KEY_SIGNED SIDES ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
 #include "arguments.cuh"
-#include "hadamard.cuh"
+#include "mapped.cuh"
 
 static_assert(sizeof(WriteArguments) == ARGUMENT_BYTES, "Python fills in another struct");
-static_assert(CHUNK == 8, "16-bit numbers of one load");
 static_assert(!KEY_SIGNED || KEY_META_BYTES == 2, "the scale's sign is that of 16 bits");
 constexpr int RESIDENT = D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
 
@@ -47,75 +46,15 @@ template <int BITS> DI void share_words(int c, u32 (&words)[WORDS<BITS>]) {
     for (u32& word : words) word = word >> 8 * c | __shfl_down_sync(~0u, word, 1) << 24 - 8 * c;
 }
 
-// K or V: this token's row, the signs of its map, the per-tensor scale, where codes and metadata begin in a record.
-struct RowSource {
-  const u16* row;
-  const u32* signs;
-  float scale;
-  int codes, meta;
-};
-
-// The mapped offset of the keys of every 64 positions, of one head; what lies beyond the table has its last row.
-struct Offset {
-  const float* table;
-  const POSITION* positions;
-  i64 stride;
-  int buckets;
-};
-
-// Whether the row, over its four lanes, is shorter than the row less the offset, of which a lane's numbers begin at `offset`.
-DI bool is_shorter(const float (&row)[E], const float* offset) {
-  float own = 0.f, rest = 0.f;
-#pragma unroll
-  for (int e = 0; e < E; e++) {
-    const float less = row[e] - offset[4 * (e - e % CHUNK) + e % CHUNK];
-    own = fmaf(row[e], row[e], own), rest = fmaf(less, less, rest);
-  }
-  auto add = [](float a, float b) { return a + b; };
-  return over_lanes(own, add) < over_lanes(rest, add);
-}
-
 template <class CODEC, bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED>
 DI void write_row(const RowSource& side, float factor, const Offset& offset, const SLOT* slots, int token, int tokens, u8* records, i64 page_stride) {
-  constexpr bool ROUNDED = MAPPED && ROUND;
-  constexpr int FLIPS = (E + 31) / 32;
   const int c = threadIdx.x % 4;
-  i64 slot = -1;
-  u32 flips[FLIPS] = {};
-  Row<(!MAPPED || ROUNDED) && !SCALED> row = {};
-  if (token < tokens) {
-    slot = slots[token];
-#pragma unroll
-    for (int e = 0; e < E; e += CHUNK) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
-  }
-  if constexpr (MAPPED) {
-    if (side.signs)
-#pragma unroll
-      for (int i = 0; i < FLIPS; i++) flips[i] = side.signs[c * FLIPS + i];
-    hadamard(row, flips, factor);
-  }
-  bool alone = false;  // without its offset, and negated
-  if constexpr (SHIFTED) {
-    const float* shift = offset.table;
-    if (token < tokens) shift += min((int)(offset.positions[token] / 64), offset.buckets - 1) * offset.stride + CHUNK * c;
-    if constexpr (SIGNED) {
-      alone = is_shorter(row.x, shift);
-      keep(shift);  // what it points to is loaded again: registers could not hold it
-    }
-#pragma unroll
-    for (int e = 0; e < E; e++) row.x[e] = alone ? -row.x[e] : row.x[e] - shift[4 * (e - e % CHUNK) + e % CHUNK];
-  }
-  if constexpr (ROUNDED)
-#pragma unroll
-    for (int e = 0; e < E; e += 2) row.pairs[e / 2] = pair_of(row.x[e], row.x[e + 1]);
-  if constexpr (!MAPPED || ROUNDED) row.unpack();
-  if constexpr (SCALED) {
-    const float inverse = 1.f / side.scale;
-#pragma unroll
-    for (int e = 0; e < E; e++) row.x[e] = quotient(row.x[e], side.scale, inverse);
-  }
+  const bool given = token < tokens;
+  const i64 slot = given ? slots[token] : -1;
+  Row<(!MAPPED || ROUND) && !SCALED> row = {};
+  const bool alone = load_row<MAPPED, ROUND, SCALED, SHIFTED, SIGNED>(row, side, factor, offset, token, given);
   u32 words[WORDS<CODEC::BITS>];
-  const u32 meta = CODEC::encode(row, words) ^ (alone ? 0x8000u : 0u);
+  const u32 meta = CODEC::encode(row, words) ^ (SHIFTED && SIGNED && alone ? 0x8000u : 0u);  // the sign of an fp16 scale
   share_words<CODEC::BITS>(c, words);
   if (slot < 0) return;
   const unsigned long long place = slot;  // unsigned: a shift and a mask
@@ -126,19 +65,19 @@ DI void write_row(const RowSource& side, float factor, const Offset& offset, con
   if (CODEC::META_BYTES == 2 && c == 0) *(u16*)(record + side.meta + at * 2) = meta;
 }
 
-// Grid (2 tokens / (8 WARPS), kv heads), K and V in turns: one may wait for memory while the other computes.
+// Grid (tokens / (8 WARPS) for each of SIDES, kv heads), K and V in turns: one may wait for memory while the other computes.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write_kernel(const __grid_constant__ WriteArguments a) {
   wait_for_previous_kernel();
   launch_next_kernel();
-  const int token = blockIdx.x / 2 * (8 * WARPS) + threadIdx.x / 4;
+  const int token = blockIdx.x / (SIDES == 3 ? 2 : 1) * (8 * WARPS) + threadIdx.x / 4;
   const i64 head = blockIdx.y;
   const SLOT* slots = (const SLOT*)a.slots;
   u8* records = a.pages + head * a.head_stride;
-  const bool is_key = blockIdx.x % 2 == 0;
+  const bool is_key = SIDES == 3 ? blockIdx.x % 2 == 0 : SIDES == 1;
   const RowSource side = is_key ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
                                 : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
   const Offset offset{a.key_offset + head * a.offset_head, (const POSITION*)a.positions, a.offset_bucket, a.buckets};
-  if (ALIKE || is_key)  // one copy of the code where K and V are treated alike
+  if (SIDES == 1 || ALIKE || is_key)  // one copy of the code where K and V are treated alike
     write_row<KEY, KEY_FACTOR != 0.f, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(side, KEY_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
   else
     write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_ROUNDED, VALUE_SCALED, false, false>(side, VALUE_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);

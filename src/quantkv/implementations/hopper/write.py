@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from ctypes import sizeof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from ...calls import WriteCall
 from ...format import Codec
-from ...maps import LinearMap
-from . import launch
+from ...maps import LinearMap, rounding_of
+from . import launch, round, search
 from .codec import literal
 from .launch import Kernel, Launch
 from .nvrtc import compile_cubin
@@ -20,6 +20,7 @@ from .operands import kept
 from .records import pages_of, row_macros, unsuitable
 
 CHUNK = 8  # numbers of one load
+KEYS, VALUES, BOTH = 1, 2, 3  # sides that a kernel writes
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def hadamard_of(map_: LinearMap | None) -> Hadamard | None:
 
 @dataclass(frozen=True)
 class WriteConfig:
-    """What one compiled kernel is made for. key_factor, value_factor: of the maps; 0: none."""
+    """What one compiled kernel is made for. key_factor, value_factor: of the maps; 0: none. sides: KEYS, VALUES or BOTH."""
 
     key: Codec
     value: Codec
@@ -77,6 +78,7 @@ class WriteConfig:
     key_shifted: bool = False
     wide_positions: bool = False
     warps: int = 4
+    sides: int = BOTH
 
     @property
     def alike(self) -> bool:
@@ -89,14 +91,17 @@ class WriteConfig:
             **row_macros(self.key, self.value, self.head_size), BLOCK_SIZE=self.block_size, KEY_FACTOR=literal(self.key_factor),
             VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),
             VALUE_ROUNDED=int(self.value.round_mapped), KEY_SCALED=int(self.key_scaled), VALUE_SCALED=int(self.value_scaled),
-            KEY_SHIFTED=int(self.key_shifted), ALIKE=int(self.alike), ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots),
-            POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
+            KEY_SHIFTED=int(self.key_shifted), SIDES=self.sides, ALIKE=int(self.alike),
+            ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
             ARGUMENT_BYTES=sizeof(launch.arguments("WriteArguments")),
         )  # fmt: skip
 
     def cubin(self) -> bytes:
         """Compiled, once."""
         return compile_cubin("write.cu", self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
+
+
+Config = WriteConfig | round.RoundConfig | search.SearchConfig
 
 
 def _integer(wide: bool) -> str:
@@ -134,6 +139,10 @@ def _unsupported(call: WriteCall) -> str | None:
         return reason
     if hadamard_of(call.maps.k) is None or hadamard_of(call.maps.v) is None:
         return "maps: a Hadamard matrix of the head size, or none"
+    for codec, map_ in ((fmt.k, call.maps.k), (fmt.v, call.maps.v)):
+        cubic = codec.cubic is not None and not codec.round_mapped and codec.row.meta_bytes == 2
+        if rounding_of(codec, map_) is not None and not cubic and not codec.hopper().searched:
+            return f"maps: a metric, and {codec.name} has no code for Hopper that rounds in one"
     return None
 
 
@@ -149,12 +158,35 @@ def prepare(call: WriteCall) -> Prepared:
 
 def compile_for(call: WriteCall) -> None:
     """Compile what `call` needs, and launch nothing. May run in several threads at once."""
-    configuration(call).cubin()
+    for config in configurations(call):
+        config.cubin()
+
+
+def configurations(call: WriteCall) -> list[Config]:
+    """What the kernels that serve `call` are compiled for: one for the sides that are written in one way."""
+    config, (key_way, value_way) = configuration(call), ways(call)
+    rows = call.key.shape[0] * call.key.shape[1]
+    if key_way == value_way:
+        return [_config(config, key_way, rows)]
+    return [_config(replace(config, sides=side), way, rows) for side, way in ((KEYS, key_way), (VALUES, value_way))]
+
+
+def _config(config: WriteConfig, way: tuple[bool, bool], rows: int) -> Config:
+    searched, metric = way
+    if searched:
+        return search.SearchConfig.of(config, metric)
+    return round.RoundConfig.of(config, rows) if metric else config
+
+
+def ways(call: WriteCall) -> tuple[tuple[bool, bool], ...]:
+    """Of keys and of values: whether codes are searched for, and whether errors cost by a metric."""
+    sides = ((call.fmt.k, call.maps.k), (call.fmt.v, call.maps.v))
+    return tuple((codec.hopper().searched, rounding_of(codec, map_) is not None) for codec, map_ in sides)
 
 
 def configuration(call: WriteCall) -> WriteConfig:
-    """What a kernel that serves `call` is compiled for."""
-    key_factor, value_factor, key_scaled, value_scaled, shifted, *_ = _layer(call)
+    """What a kernel that serves `call` is compiled for, where nothing is rounded in a metric."""
+    key_factor, value_factor, _, key_scaled, value_scaled, shifted, *_ = _layer(call)
     tokens, heads, D = call.key.shape
     return WriteConfig(
         call.fmt.k,
@@ -183,7 +215,15 @@ def _layer(call: WriteCall) -> tuple:
     maps, fmt = call.maps, call.fmt
     shifted = maps.k is not None and maps.k.offset is not None
     factors = (0.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v))
-    return (*factors, call.k.scale != 1.0, call.v.scale != 1.0, shifted, id(fmt.k), id(fmt.v))  # codecs that a configuration keeps alive
+    return (
+        *factors,
+        ways(call),
+        call.k.scale != 1.0,
+        call.v.scale != 1.0,
+        shifted,
+        id(fmt.k),
+        id(fmt.v),
+    )  # codecs that a configuration keeps alive
 
 
 def _shape(call: WriteCall) -> Hashable:
@@ -201,20 +241,24 @@ class Prepared:
     def __init__(self, call: WriteCall):
         self.index = launch.device_index(call.key.device)
         self.layer = _layer(call)
-        self.config = config = configuration(call)
         pages = call.k.base
         tokens, heads, _ = call.key.shape
-        self.arguments = launch.arguments("WriteArguments")(
-            key_token=call.key.stride(0),
-            key_head=call.key.stride(1),
-            value_token=call.value.stride(0),
-            value_head=call.value.stride(1),
-            page_stride=pages.stride(0),
-            head_stride=pages.stride(1),
-            tokens=tokens,
-        )
+        self.rounding = launch.arguments("RoundArguments")()
+        self.arguments = a = self.rounding.rows  # of which the struct for rounding is an extension
+        (a.key_token, a.key_head), (a.value_token, a.value_head) = call.key.stride()[:2], call.value.stride()[:2]
+        a.page_stride, a.head_stride, a.tokens = pages.stride(0), pages.stride(1), tokens
         self._take_layer(call)
-        self.launch = Launch(_kernel(config, self.index), (2 * -(-tokens // (8 * config.warps)), heads, 1), self.arguments)
+        self.launches = [self._launch_of(config, tokens, heads) for config in configurations(call)]
+
+    def _launch_of(self, config: Config, tokens: int, heads: int) -> Launch:
+        if isinstance(config, WriteConfig):
+            rows, kernel, arguments = config, _kernel, self.arguments
+        else:
+            rows, arguments = config.rows, self.rounding
+            kernel = round.kernel if isinstance(config, round.RoundConfig) else search.kernel
+        tokens_of_block = search.ROWS if kernel is search.kernel else 8 * rows.warps
+        grid = (rows.sides.bit_count() * -(-tokens // tokens_of_block), heads, 1)
+        return Launch(kernel(config, self.index), grid, arguments)
 
     def __call__(self, call: WriteCall) -> None:
         if self.arguments.tokens == 0:
@@ -234,7 +278,8 @@ class Prepared:
                 self._take_layer(call)
             a.key, a.value, a.pages, a.slots = key, value, call.k.base.data_ptr(), call.slot_mapping.data_ptr()
             a.positions = None if call.positions is None else call.positions.data_ptr()
-            self.launch(stream)
+            for each in self.launches:
+                each(stream)
 
     def _take_layer(self, call: WriteCall) -> None:
         if _layer(call) != self.layer:
@@ -246,7 +291,14 @@ class Prepared:
             offset = maps.k.operands.mapped_offset  # [buckets, HK or 1, D] float32, contiguous
             a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
             a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0
-        self.maps, self.scales, self.operands = maps, (call.k.scale, call.v.scale), (key_map, value_map)  # alive as long as used
+        feedback = [
+            None if not metric else (search.metric_of if searched else round.feedback_of)(map_.rounding)
+            for (searched, metric), map_ in zip(ways(call), (maps.k, maps.v))
+        ]
+        r = self.rounding
+        r.key_feedback, r.value_feedback = (None if t is None else t.data_ptr() for t in feedback)
+        r.key_head, r.value_head = (0 if t is None or t.shape[0] == 1 else t.stride(0) for t in feedback)
+        self.maps, self.scales, self.operands = maps, (call.k.scale, call.v.scale), (key_map, value_map, feedback)  # alive as long as used
 
 
 _PREPARED = launch.ByShape(_shape, Prepared)

@@ -9,7 +9,7 @@ import torch
 
 from ...calls import Side, WriteCall
 from ...format import Codec
-from ...maps import LinearMap
+from ...maps import LinearMap, rounding_of
 
 Places = tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
 
@@ -86,7 +86,7 @@ def encode(
         alone_is_shorter = alone.square().sum(-1, keepdim=True) < y.square().sum(-1, keepdim=True)
         y = torch.where(alone_is_shorter, -alone, y)
     y = y if scale == 1.0 else y / scale
-    rounding = None if map_ is None or codec.encode_in is None else map_.rounding
+    rounding = rounding_of(codec, map_)
     codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)
     return codes, meta if alone is None else torch.where(alone_is_shorter, -meta, meta)
 

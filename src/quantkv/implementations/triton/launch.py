@@ -16,6 +16,7 @@ import triton
 from ...calls import Side
 from ...format import Codec
 from ...maps import LinearMap
+from ...rounding import Rounding
 from .kernels.views import MapView, PagesView, RowPlan, RowsView, TritonCodec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,6 +29,8 @@ def refusal(device: torch.device, sides: Sequence[tuple[Side, Codec]], stored: b
     for side, codec in sides:
         if codec.triton is None:
             return f"codec {codec.name} has no Triton half"
+        if stored and codec.triton().encode is None:
+            return f"codec {codec.name}: its rows have no code in Triton"
         codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
         if codes.stride(3) != 1 or (meta is not None and meta.shape[3] > 1 and meta.stride(3) != 1):
             return f"cache strides {codes.stride()}: the bytes of a row, and its metadata, must lie one after the other"
@@ -87,7 +90,7 @@ def row_plan(
         offset and codec.signed,
         codec.round_mapped,
         scale != 1.0,
-        math.gcd(16, pages.stride_page, pages.stride_slot, pages.stride_head),
+        align=math.gcd(16, pages.stride_page, pages.stride_slot, pages.stride_head),
     )
 
 
@@ -116,12 +119,16 @@ def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pag
     return PagesView(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
 
 
-def map_view(matrix: torch.Tensor | None, offset: torch.Tensor | None = None) -> MapView:
-    """matrix `[HK or 1, D, D]`, dense; offset `[buckets, HK or 1, D]`, its last axis dense."""
-    stride = 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0)
-    if offset is None:
-        return MapView(matrix, stride)
-    return MapView(matrix, stride, offset, offset.stride(0), 0 if offset.shape[1] == 1 else offset.stride(1), offset.shape[0])
+def map_view(matrix: torch.Tensor | None, offset: torch.Tensor | None = None, rounding: Rounding | None = None) -> MapView:
+    """matrix `[HK or 1, D, D]`, dense; offset `[buckets, HK or 1, D]`, its last axis dense. rounding: of rows rounded in a metric."""
+    view = MapView(matrix, 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0))
+    if offset is not None:
+        head = 0 if offset.shape[1] == 1 else offset.stride(1)
+        view = view._replace(offset=offset, offset_bucket=offset.stride(0), offset_head=head, num_buckets=offset.shape[0])
+    if rounding is not None:
+        heads = [0 if t.shape[0] == 1 else t[0].numel() for t in rounding[1:]]
+        view = view._replace(feedback=rounding.feedback, feedback_head=heads[0], gain=rounding.gain, gain_head=heads[1])
+    return view
 
 
 def dense(t: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ...calls import WriteCall
+from ...format import Codec
+from ...maps import LinearMap, rounding_of
 
 try:
     import triton
@@ -19,7 +22,8 @@ else:
 
 PLACES = (
     "key.ptr", "value.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta",
-    "k_map.matrix", "k_map.offset", "v_map.matrix", "slot_mapping", "positions",
+    "k_map.matrix", "k_map.offset", "k_map.feedback", "k_map.gain", "v_map.matrix", "v_map.feedback", "v_map.gain",
+    "slot_mapping", "positions",
 )  # fmt: skip
 
 
@@ -27,6 +31,9 @@ def refusal(call: WriteCall) -> str | None:
     """Why `run` does not serve a call; None where it does."""
     if triton is None:
         return "the package triton is missing: pip install 'quantkv[triton]'"
+    for codec, map_ in ((call.fmt.k, call.maps.k), (call.fmt.v, call.maps.v)):
+        if rounding_of(codec, map_) is not None and codec.cubic is None:
+            return f"maps: a metric, and {codec.name} has no Triton kernel that rounds in one"
     return launch.refusal(call.key.device, ((call.k, call.fmt.k), (call.v, call.fmt.v)), stored=True)
 
 
@@ -67,28 +74,38 @@ def _tensors(call: WriteCall) -> tuple[torch.Tensor | None, ...]:
         call.v.meta,
         None if k_map is None else k_map.operands.forward,
         None if k_map is None else launch.dense_rows(k_map.offset),
+        *_rounding(call.fmt.k, k_map),
         None if v_map is None else v_map.operands.forward,
+        *_rounding(call.fmt.v, v_map),
         launch.dense(call.slot_mapping),
         launch.dense(call.positions),
     )
 
 
+def _rounding(codec: Codec, map_: LinearMap | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Feedback and gain."""
+    rounding = rounding_of(codec, map_)
+    return (None, None) if rounding is None else (rounding.feedback, rounding.gain)
+
+
 def _launch_of(call: WriteCall) -> launch.Launch:
     target = Target.of(call.key.device)
     tokens, heads, head_size = call.key.shape
-    key, value, *_, k_matrix, k_offset, v_matrix, slot_mapping, positions = _tensors(call)
+    key, value, *_, k_matrix, k_offset, _, _, v_matrix, _, _, slot_mapping, positions = _tensors(call)
     sides = ((call.fmt.k, key, call.maps.k, call.k), (call.fmt.v, value, call.maps.v, call.v))
     views = [launch.pages(side, codec, rows.shape[2], stored=True) for codec, rows, _, side in sides]
     plans = [launch.row_plan(codec, rows.shape[2], map_, side.scale, view, target) for (codec, rows, map_, side), view in zip(sides, views)]
+    roundings = [rounding_of(codec, map_) for codec, _, map_, _ in sides]
+    plans = [plan if r is None else replace(plan, cubic=codec.cubic) for plan, r, (codec, *_) in zip(plans, roundings, sides)]
     mapped = call.maps.k is not None or call.maps.v is not None
-    block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), mapped, target)
+    block_t, num_warps = write_tile(tokens * heads, max(head_size, value.shape[2]), mapped, roundings != [None, None], target)
     arguments = {
         "key": launch.rows_view(key),
         "value": launch.rows_view(value),
         "k_pages": views[0],
         "v_pages": views[1],
-        "k_map": launch.map_view(k_matrix, k_offset),
-        "v_map": launch.map_view(v_matrix),
+        "k_map": launch.map_view(k_matrix, k_offset, roundings[0]),
+        "v_map": launch.map_view(v_matrix, None, roundings[1]),
         "slot_mapping": slot_mapping,
         "positions": positions,
         "num_tokens": tokens,
@@ -105,8 +122,10 @@ def _launch_of(call: WriteCall) -> launch.Launch:
     return launch.Launch(write_kernel, (triton.cdiv(tokens, block_t), heads, 2), arguments, options, PLACES)
 
 
-def write_tile(rows: int, head_size: int, mapped: bool, target: Target) -> tuple[int, int]:
-    """Tokens of a tile, and warps. A map is a dot, which takes 16 rows or more."""
+def write_tile(rows: int, head_size: int, mapped: bool, rounded: bool, target: Target) -> tuple[int, int]:
+    """Tokens of a tile, and warps. A map is a dot, which takes 16 rows or more; rounding in a metric holds each of them four times."""
+    if rounded:
+        return 16, 4 if head_size <= 128 else 8
     if rows <= 64 * target.processors:
         return 16 if mapped else 4, 4
     return (64, 4) if head_size <= 128 else (32, 4)

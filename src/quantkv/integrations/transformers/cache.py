@@ -32,7 +32,7 @@ class QuantizedCache(Cache):
     config: the model's; its layer types say what each layer is. Pages of layers with a sliding window or chunks that no query sees any
         more are given back.
     format: name of a format, or one for each layer, None for those without keys and values; "none" keeps rows as they are. Of a latent
-        the K half counts. Or a `Policy`: formats by layer, with what guides their writers.
+        the K half counts. Or a `Policy`: formats by layer, with what guides their writers, and tokens that are exact.
     block_size: tokens of a page.
     dtype: what "none" stores; the model's dtype if None.
     fresh_prefill: False: a prompt attends to what was stored, so that the answer does not depend on how the prompt was cut into
@@ -66,7 +66,7 @@ class QuantizedCache(Cache):
         self.progress.shared = shares_keys(config)
         self.progress.capturable = not self.progress.shared and not any(plan.kind is None or plan.latent or plan.own for plan in plans)
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
-        self.sequences = {kind: Sequences(kind, block_size, self.progress) for kind in kinds}
+        self.sequences = {kind: Sequences(kind, block_size, self.progress, policy and policy.exact) for kind in kinds}
         options = dtype, fresh_prefill, num_tokens
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
@@ -144,8 +144,13 @@ class QuantizedCache(Cache):
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of all pages, used or not."""
-        return sum(layer.pages.nbytes for layer in self.quantized_layers.values() if layer.is_initialized)
+        """Bytes of all pages, used or not, and of the 16-bit copies."""
+        return self.exact_nbytes + sum(layer.pages.nbytes for layer in self.quantized_layers.values() if layer.is_initialized)
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes of the 16-bit copies of exact tokens, over all layers: as many for a sequence however long it is."""
+        return sum(layer.exact_nbytes for layer in self.quantized_layers.values())
 
     @property
     def batch_size(self) -> int:
@@ -216,6 +221,8 @@ def _check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[Laye
     """Refuse, before anything is made, what was made for another model."""
     geometry = geometry_of(config)
     policy.check(geometry.num_layers)
+    if policy.exact is not None and any(plan.latent for plan in plans):
+        raise NotImplementedError("policy.exact: latents in place of keys and values are read back whole")
     if policy.calibration is not None:
         if any(plan.latent for plan in plans):
             raise NotImplementedError("policy.calibration: latents in place of keys and values are not calibrated")

@@ -63,7 +63,7 @@ def calibrate(
         tensor("positions", positions, tuple(ids.shape), (torch.int64,), ids.device)
     limit = limit if limit is not None else max_positions(model.config) or ids.shape[1]
     integer("limit", limit, 1, "a number of positions")
-    observer, batch = Observer(), max(TOKENS_AT_ONCE // ids.shape[1], 1)
+    observer, batch = Observer(config), max(TOKENS_AT_ONCE // ids.shape[1], 1)
     options: dict[str, Any] = {"use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters and not shares_keys(model.config):
         options["logits_to_keep"] = 1  # where keys are shared, the last layers would be left out for the other tokens
@@ -118,10 +118,11 @@ class LayerSums:
 class Observer:
     """What a forward pass shows: registered as the model's attention function, with hooks that see how modules were called.
 
-    layers: what is known of each, by its number in the cache.
+    config: the decoder's. layers: what is known of each, by its number in the cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
+        self._turns = bool(getattr(config, "rope_parameters", None))
         self.layers: dict[int, LayerSums] = {}
         self._cache: SeenCache | None = None
         self._calls: dict[torch.nn.Module, tuple[tuple, dict]] = {}
@@ -223,7 +224,8 @@ class Observer:
     ) -> tuple[Layout | None, bool]:
         """How the module turns its rows, None where it does not; and whether that is known."""
         if embedding is None:
-            return None, not self._rotaries
+            _, kwargs = self._bound(module)
+            return None, "position_embeddings" in kwargs or not (self._rotaries or self._turns)  # told not to turn, or nothing turns
         before = self._repeat(module, unturned(embedding))
         if before is None or any(a.shape != b.shape for a, b in zip(before, (query, key))):
             return None, False

@@ -57,15 +57,15 @@ def _layer(tensor: torch.Tensor, index: int) -> QuantizedLayer:
 @torch.library.custom_op(
     "quantkv::decode_layer",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor pages, Tensor state, Tensor? sinks, float? scale, float softcap, "
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor[] places, Tensor? sinks, float? scale, float softcap, "
     "int index) -> Tensor",
 )
-def decode_layer(query, key, value, mask, pages, state, sinks, scale, softcap, index):
+def decode_layer(query, key, value, mask, places, sinks, scale, softcap, index):
     """`QuantizedLayer.decode`.
 
-    pages, state: where what it writes to begins: a graph that was captured over them is valid for no others. They are not declared as
-    written to: nothing else in a compiled graph reads them, and none may copy them."""
-    layer = _layer(state, index)
+    places: where what it writes to begins, that of its `Decoding` first: a graph that was captured over them is valid for no others.
+    They are not declared as written to: nothing else in a compiled graph reads them, and none may copy them."""
+    layer = _layer(places[0], index)
     return layer.decode(query, (key, value), mask, layer.leads, scale=scale, softcap=softcap, sinks=sinks)
 
 

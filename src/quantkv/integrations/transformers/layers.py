@@ -13,12 +13,14 @@ from ...checks import ROW_DTYPES, number, refuse, tensor
 from ...format import Format
 from ...formats import get_format
 from ...maps import LayerMaps
+from ...shadow import ShadowedCache, shadow_pages
 from ...spec import CacheSpec
 from ..passes import Decoding, alone, brief, sent
 from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
 
 ATTENTION = "quantkv"
+UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
 UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
@@ -84,11 +86,12 @@ class QuantizedLayer(CacheLayerMixin):
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
         self.updates, self.turn = 0, 0  # passes that it went through
         self._checked: tuple[Any, ...] | None = None  # shapes, types and options of the last call, which were found right
-        self.place: torch.Tensor | None = None  # where its pages begin: of the same size however many they are
+        self.places: list[torch.Tensor] = []  # where what is `written` begins: of the same sizes however many pages there are
+        self._shadowed: ShadowedCache | None = None
         self._enter()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "token": None, "place": None, "_like": None, "_checked": None}
+        return {**vars(self), "token": None, "places": [], "_like": None, "_checked": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -115,8 +118,36 @@ class QuantizedLayer(CacheLayerMixin):
         return None if self.pages is None else self.pages.device
 
     @property
+    def cache(self) -> PagedCache | ShadowedCache:
+        """Its pages, with the 16-bit copies in front of them where tokens are exact."""
+        pages, pool = self.pages, self.sequences.pool(self.pages.device)
+        if pool is None or pages.spec.format in UNQUANTIZED:
+            return pages
+        held = self._shadowed
+        if held is None or held.pages is not pages or held.exact is not pool or held.shadow.num_blocks < pool.num_shadows:
+            with torch.inference_mode(False):
+                shadow = shadow_pages(pages, pool.num_shadows, self.rows_dtype)
+                if held is not None:
+                    shadow.buffer[: held.shadow.num_blocks] = held.shadow.buffer
+            self._shadowed = ShadowedCache(pages, shadow, pool)
+            layers = [layer for layer in self.sequences.layers if layer.home == pages.device and layer._shadowed is not None]
+            if layers[-1] is self:
+                pool.watch(pages)
+        return self._shadowed
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """What a pass of one token writes to, beside its `Decoding`."""
+        cache, pool = self.cache, self.sequences.pools.get(self.home)
+        return [self.pages.buffer] + ([cache.shadow.buffer, pool.state, pool.copies] if isinstance(cache, ShadowedCache) else [])
+
+    @property
+    def exact_nbytes(self) -> int:
+        return 0 if self._shadowed is None else self._shadowed.shadow.nbytes
+
+    @property
     def geometry(self) -> Any:
-        return self.pages.kind, None if self._like is None else (self._like[0][1], self._like[1])
+        return self.cache.kind, None if self._like is None else (self._like[0][1], self._like[1])
 
     @property
     def leads(self) -> bool:
@@ -148,7 +179,8 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
         """Pages for rows such as key and value, `[S, HK, N, D]`."""
-        fmt = get_format(self.requested, self.stored_dtype or key.dtype)
+        self.rows_dtype = self.stored_dtype or key.dtype
+        fmt = get_format(self.requested, self.rows_dtype)
         spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
         return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device, self.maps)
 
@@ -188,7 +220,7 @@ class QuantizedLayer(CacheLayerMixin):
         sequences.progress.follow(self.index)
         if mask is None and sequences.progress.padded:
             refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
-        return decode_layer(query, key, value, mask, self.place, decoding.place, sinks, scale, softcap, self.index)
+        return decode_layer(query, key, value, mask, [decoding.place, *self.places], sinks, scale, softcap, self.index)
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, update: int | None = None, **options: Any) -> torch.Tensor:
         """Store the new rows, then attention of `query [S, HQ, N, D]` over the pages -> `[S, N, HQ, D_V]`; 0 for padding on the left.
@@ -234,12 +266,12 @@ class QuantizedLayer(CacheLayerMixin):
         if self.sequences.loaded:
             return self.decode(query, new, mask, **options)
         batch_size, _, count, _ = query.shape
-        step, pages = self.sequences.step(query.device), self.pages
+        step, pages = self.sequences.step(query.device), self.cache
         if new is not None:
             key, value = (_tokens(t, step.rows) for t in new)
             step.write(pages, key, value)
             if self.seen == 0 and self.fresh_prefill:
-                plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
+                plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], self.sequences.block_size)
                 pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
                 step.write(pages, key, value)
         options = {**self.sequences.kind.options, **options}
@@ -265,10 +297,10 @@ class QuantizedLayer(CacheLayerMixin):
         if leads is None:
             leads = new is not None and self._leads_now(decoding)
         if leads:
-            decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask)
+            decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask, self.sequences.pools.get(query.device))
         if new is not None:
-            decoding.write(self.pages, *(_last(t) for t in new))
-        out = decoding.attend(self.pages, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
+            decoding.write(self.cache, *(_last(t) for t in new))
+        out = decoding.attend(self.cache, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
         return (decoding.poison(out) if leads else out)[:, None]
 
     def _leads_now(self, decoding: Decoding) -> bool:
@@ -290,10 +322,12 @@ class QuantizedLayer(CacheLayerMixin):
     def loaded(self, decoding: Decoding) -> None:
         """The next pass may run without the host, over `decoding` and the pages as they are."""
         known_by(decoding.place, self)
-        if self.place is None or self.place.data_ptr() != self.pages.buffer.data_ptr():
+        written = self.written
+        if [t.data_ptr() for t in written] != [t.data_ptr() for t in self.places]:
             with torch.inference_mode(False):
-                self.place = self.pages.buffer.view(-1)[:16]
-            torch._dynamo.mark_static_address(self.place, guard=False)
+                self.places = [t.view(-1).view(torch.uint8)[:16] for t in written]
+            for place in self.places:
+                torch._dynamo.mark_static_address(place, guard=False)
 
     def warm_up(self) -> None:
         """Run what `decode` runs, for a token that is not stored."""
@@ -330,6 +364,8 @@ class QuantizedLayer(CacheLayerMixin):
             self.pages.buffer[: old.num_blocks] = old.buffer
         if copies:
             self.pages.copy_pages(*sent(torch.tensor(copies).T.contiguous(), self.pages.device))
+        if self._shadowed is not None:
+            _ = self.cache  # as many shadows as the pool has now
 
     def get_seq_length(self) -> int | torch.Tensor:
         progress = self.sequences.progress

@@ -13,21 +13,25 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...cache import PagedCache
 from ...calibration import Heads
 from ...calls import AttentionOptions
+from ...exact import ExactTokens
 from ...format import Format
 from ...implementations.dense.attend import SCRATCH_BYTES
 from ...maps import LayerMaps
 from ...policy import Policy
+from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages, shadows_needed
 from ...warmup import warm_up
 from . import POLICY, POLICY_OPTION, calls
 from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_bytes
 from .metadata import Metadata
 
 logger = init_logger("vllm.quantkv")
+LOAD_AHEAD = ("OffloadingConnector",)  # connectors of which a request waits for its blocks, before a step is made of it
 PROMPTS = (12, 24, 64, 512)  # queries of a sequence: one of each kind that another kernel serves
 
 
@@ -59,7 +63,13 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     """One layer's attention. Its format, its maps and its scales are known once the weights are loaded.
 
     format: of its pages. maps: for the kv heads of this rank. kind: equal for layers that the same kernels serve.
+    exact: tokens with 16-bit copies, None where it has none. owner: the layer whose pages it reads; None: they are its own.
     """
+
+    exact: ExactTokens | None = None
+    owner: QuantKVImpl | None = None
+    _pool: ExactPages | None = None
+    _shadow: PagedCache | None = None
 
     def __init__(
         self,
@@ -98,7 +108,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
         )
         self._per_layer: dict[str, Any] = {}  # sinks and slopes, on the device
-        self._cache: tuple[Any, PagedCache | None] = (lambda: None, None)
+        self._cache: tuple[Any, PagedCache | ShadowedCache | None] = (lambda: None, None)
         load_flash_attention()
 
     def _check_policy(self) -> None:
@@ -109,6 +119,21 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             calibration.check_one(layers, Heads(self._all_kv_heads(), self.head_size, self.head_size))
         for name in {self.policy.format, *self.policy.layers.values()}:
             token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
+        if self.policy.exact is not None:
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        """Refuse what would read copies that are not those of its tokens."""
+        if self.config.parallel_config.use_ubatching:
+            raise NotImplementedError("quantkv: policy.exact with steps that are cut into two batches at once (enable_dbo)")
+        connector = self.config.kv_transfer_config
+        if connector is None or not connector.is_kv_consumer:
+            return
+        if connector.kv_connector not in LOAD_AHEAD or connector.get_from_extra_config("sync_load_budget_bytes", 0):
+            raise NotImplementedError(
+                f"quantkv: policy.exact with kv_connector={connector.kv_connector!r}, which may load blocks in the step that reads them; "
+                f"allowed: {', '.join(LOAD_AHEAD)} without sync_load_budget_bytes, or one that only stores (kv_role='kv_producer')"
+            )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take what only the layer knows: its number, the size of its values, scales from a checkpoint."""
@@ -126,9 +151,29 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         scales = getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
         self.scales = tuple(s if codec.scaled_per_tensor else 1.0 for s, codec in zip(scales, (self.format.k, self.format.v)))
         self.kind = (self.format.name, self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v, self.options)
-        self.kind += (self.maps.k is None, self.maps.v is None, self.sinks is None, self.slopes is None)
+        self.kind += tuple(None if map_ is None else map_.traits for map_ in (self.maps.k, self.maps.v))
+        self.kind += (self.sinks is None, self.slopes is None)
         if self.kv_cache_dtype not in UNQUANTIZED:
             layer.attn_backend = backend_of(self.format)
+        self.owner = None if layers[owner].impl is self else layers[owner].impl
+        if self.policy is not None and self.policy.exact is not None and self.format is not format_of("none", self.dtype):
+            self._keep_exact(self.policy.exact)
+
+    def _keep_exact(self, tokens: ExactTokens) -> None:
+        """Take the memory of the 16-bit copies now, so that vLLM gives the rest of the GPU to pages and no more."""
+        if goes_by_position(self.options) or self.slopes is not None:
+            if not tokens.latest:
+                return
+            tokens = ExactTokens(0, tokens.latest)
+        self.exact = tokens
+        if self.owner is None:
+            block_size = self.config.cache_config.block_size
+            count = shadows_needed(tokens, block_size, self.config.scheduler_config.max_num_seqs)
+            self._shadow = shadow_pages(self._sample(torch.device(current_platform.device_type), block_size), count, self.dtype)
+
+    def join(self, pool: ExactPages) -> None:
+        """Which pages have a copy, from now on."""
+        self._pool, self._cache = pool, (lambda: None, None)
 
     def _maps_of(self, number: int) -> LayerMaps:
         """The policy's maps of a layer, for the kv heads of all ranks. ValueError where its calibration is of other heads."""
@@ -163,15 +208,23 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         k_scale, v_scale = self.scales
         return PagedCache.wrap(buffer, self._page_spec(block_size), maps=self.maps, k_scale=k_scale, v_scale=v_scale)
 
+    def _sample(self, device: torch.device, block_size: int) -> PagedCache:
+        """A page such as this layer's."""
+        spec = self._page_spec(block_size)
+        return self._over(torch.zeros(1, spec.num_kv_heads, spec.page_bytes, dtype=torch.uint8, device=device), block_size)
+
     def warm_up(self, device: torch.device, block_size: int, verified: int) -> dict[str, str]:
         """Compile what this layer's calls need, and say who serves them. verified: queries of a sequence that verifies."""
         if device.type != "cuda":
             return {"all": "reference"}
-        kernel_block = next(size for size in BLOCK_SIZES if block_size % size == 0)
-        spec = self._page_spec(kernel_block)
-        cache = self._over(torch.zeros(1, spec.num_kv_heads, spec.page_bytes, dtype=torch.uint8, device=device), kernel_block)
+        cache = self._sample(device, next(size for size in BLOCK_SIZES if block_size % size == 0))
         scheduler = self.config.scheduler_config
-        common = {"dtype": self.dtype, "max_seq_len": self.config.model_config.max_model_len, "window": self.options.window}
+        common = {
+            "dtype": self.dtype,
+            "max_seq_len": self.config.model_config.max_model_len,
+            "window": self.options.window,
+            "exact": self.exact,
+        }
         common |= {name: getattr(self.options, name) for name in ("softcap", "alibi_sqrt", "batch_invariant")} | self._tensors(device)
         tokens = (1, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         steps = sorted({1, verified})
@@ -185,17 +238,23 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         given = {"sinks": self.sinks, "alibi_slopes": self.slopes}
         return {name: t.detach().to(device) for name, t in given.items() if t is not None}
 
-    def _pages(self, kv_cache: torch.Tensor) -> PagedCache:
+    def cache_of(self, kv_cache: torch.Tensor) -> PagedCache | ShadowedCache:
         """vLLM's tensor as a cache. Kept while it is the same: profiling binds a small one first, waking up a new one."""
-        held, pages = self._cache
+        held, found = self._cache
         if held() is not kv_cache:
-            pages = self._wrap(kv_cache)
-            self._cache = weakref.ref(kv_cache), pages
+            found = self._wrap(kv_cache)
+            self._cache = weakref.ref(kv_cache), found
             self._per_layer = self._tensors(kv_cache.device)
-        return pages
+        return found
 
-    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
-        return self._over(kv_cache, kv_cache.shape[2])
+    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache | ShadowedCache:
+        pages, owner = self._over(kv_cache, kv_cache.shape[2]), self.owner or self
+        pool, held = owner._pool, owner._shadow
+        if pool is None:
+            return pages
+        if held is None or held.spec.block_size != pages.spec.block_size or held.num_blocks < pool.num_shadows:  # than when it was taken
+            held = owner._shadow = shadow_pages(pages, pool.num_shadows, self.dtype)
+        return ShadowedCache(pages, held, pool)
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` in the slots `slot_mapping`; rows beyond these are padding."""
@@ -204,9 +263,9 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         step = get_forward_context().attn_metadata
         step = step[0] if isinstance(step, list) else step
         step = step[layer.layer_name] if isinstance(step, dict) else step
-        pages, count = self._pages(kv_cache), slot_mapping.shape[0]
+        cache, count = self.cache_of(kv_cache), slot_mapping.shape[0]
         calls["write"] += 1
-        step.write(slot_mapping, pages.maps.by_position)(pages, key[:count], value[:count])
+        step.write(slot_mapping, cache.maps.by_position)(cache, key[:count], value[:count])
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         """Attention of `query [T, HQ, D]` into `output [T, HQ, D_V]`."""
@@ -216,8 +275,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             return output.fill_(0)
         if output_scale is not None:
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")
-        pages, count = self._pages(kv_cache), attn_metadata.num_tokens
+        cache, count = self.cache_of(kv_cache), attn_metadata.num_tokens
         calls[attn_metadata.kind] += 1
         attend = attn_metadata.attend(self.scale, self.options, self.clamp_images)
-        attend(pages, query[:count], out=output[:count], **self._per_layer)
+        attend(cache, query[:count], out=output[:count], **self._per_layer)
         return output

@@ -12,7 +12,9 @@ from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 
 from ...calls import AttentionOptions, Batch
 from ...prepared import PreparedAttend, PreparedWrite
+from ...shadow import ExactStep
 from . import served
+from .exact import ExactGroup
 
 logger = init_logger("vllm.quantkv")
 
@@ -24,6 +26,7 @@ class Metadata:
     kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
     num_tokens: rows of the query that are no padding.
     image_ranges: int32 `[S, R, 2]`, positions of images whose tokens see each other, inclusive; None: there are none.
+    exact: what it reads exactly; None: nothing.
     """
 
     kind: str
@@ -32,6 +35,7 @@ class Metadata:
     block_table: torch.Tensor
     positions: torch.Tensor | None
     image_ranges: torch.Tensor | None = None
+    exact: ExactStep | None = None
     _attends: dict[Any, PreparedAttend] = field(default_factory=dict)
     _writes: dict[int, PreparedWrite] = field(default_factory=dict)
 
@@ -41,14 +45,15 @@ class Metadata:
         if key not in self._attends:
             if self.image_ranges is not None:
                 options = replace(options, prefix_ranges=self.image_ranges, clamp_prefix_to_window=clamp)
-            self._attends[key] = PreparedAttend(self.batch, self.block_table, scale, options)
+            self._attends[key] = PreparedAttend(self.batch, self.block_table, scale, options, exact=self.exact)
         return self._attends[key]
 
     def write(self, slot_mapping: torch.Tensor, by_position: bool) -> PreparedWrite:
         """What stores the rows of the layers of one page table. by_position: see `LayerMaps`."""
         key = id(slot_mapping), by_position
         if key not in self._writes:
-            self._writes[key] = PreparedWrite(slot_mapping, self.positions[: len(slot_mapping)] if by_position else None)
+            positions = self.positions[: len(slot_mapping)] if by_position else None
+            self._writes[key] = PreparedWrite(slot_mapping, positions, exact=self.exact)
         return self._writes[key]
 
 
@@ -56,11 +61,13 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
     """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    exact: ExactGroup | None = None  # where its layers have exact tokens
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
+        layers, self.exact = list(named.values()), ExactGroup.of(named, vllm_config, device)
         for number, impl in enumerate(dict((layer.impl.kind, layer.impl) for layer in layers).values()):
             served[impl.format.name] = who = impl.warm_up(device, kv_cache_spec.block_size, self.reorder_batch_threshold)
             if number == 0:
@@ -85,19 +92,23 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata):
-        return self._build(common_attn_metadata, None)  # a graph is replayed with longer sequences
+        return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
 
     def build_for_drafting(self, common_attn_metadata, draft_index):
+        if self.exact is not None:
+            raise NotImplementedError("quantkv: policy.exact in a model that drafts")
         return self._build(common_attn_metadata, None)
 
-    def _build(self, m, max_seq_len: int | None) -> Metadata:
+    def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Metadata:
+        """advance: whether the step runs now; False: it is captured, and its numbers come later."""
         if m.causal is not True:
             raise NotImplementedError("quantkv: attention that is not causal")
         count = m.num_reqs
         ranges = compute_mm_prefix_range_tensor(m.mm_req_doc_ranges, count, self.device)
         if m.max_query_len <= self.reorder_batch_threshold:
             batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, max_seq_len)
-            return Metadata("decode", m.num_actual_tokens, batch, m.block_table_tensor[:count], m.positions, ranges)
+            exact = self.exact and self.exact.step(m, count, advance)
+            return Metadata("decode", m.num_actual_tokens, batch, m.block_table_tensor[:count], m.positions, ranges, exact)
         starts = m.query_start_loc_cpu[: count + 1].tolist()
         while starts[count - 1] == starts[count]:  # padding
             count -= 1
@@ -108,4 +119,5 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
             lengths = tuple((end - start, n) for start, end, n in zip(starts, starts[1:], keys))
         batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
         ranges = None if ranges is None else ranges[:count]
-        return Metadata("mixed", starts[count], batch, m.block_table_tensor[:count], m.positions, ranges)
+        exact = self.exact and self.exact.step(m, count, advance)
+        return Metadata("mixed", starts[count], batch, m.block_table_tensor[:count], m.positions, ranges, exact)

@@ -163,6 +163,13 @@ def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
         if PLAN.width != PLAN.columns:
             real = real & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
         words = tl.load(word_pointers(pages, page, slot, head, PLAN), mask=real, other=0)
+        if PLAN.codec.overlap > 0:
+            OVERLAP: tl.constexpr = PLAN.codec.overlap
+            BITS: tl.constexpr = words.dtype.primitive_bitwidth
+            goes_on = (tl.arange(0, PLAN.width) % PLAN.codec.chain != 0)[None, :]
+            before = tl.load(word_pointers(pages, page, slot, head, PLAN) - 1, mask=real & goes_on, other=0).to(tl.int32)
+            last = (before >> (BITS - OVERLAP)) & ((1 << OVERLAP) - 1)
+            words = ((words.to(tl.int32) & ((1 << BITS) - 1)) << OVERLAP) | last
     meta = ()
     if NUM_META > 0:
         at = meta_pointers(pages, page, slot, head)

@@ -45,6 +45,10 @@ class MapView(NamedTuple):
     offset_bucket: Any = 0
     offset_head: Any = 0
     num_buckets: Any = 0
+    feedback: Any = None  # of a metric, [HK or 1, D, D] float32
+    feedback_head: Any = 0
+    gain: Any = None  # [HK or 1, D] float32
+    gain_head: Any = 0
 
 
 class BatchView(NamedTuple):
@@ -89,12 +93,14 @@ class TritonCodec(_Constant):
 
     planes: values of a word.
     encode: (x, real, table, PLAN) -> words, meta. x: tuple of planes `[T, W]` float32, zero where not `real [W]`; words
-        `[T, W]`, meta a tuple of `[T]`, one for each field. PLAN is the `RowPlan`.
+        `[T, W]`, meta a tuple of `[T]`, one for each field. PLAN is the `RowPlan`. None: no kernel writes rows.
     unpack: (words, table, PLAN) -> tuple of planes of dtype `operand`. words `[N, W]` or `[W, N]`, zero beyond the row's columns.
         Planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
     affine: (planes, meta, PLAN, TURNED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TURNED,
         stand for. meta: a tuple of `[N]` float32. None: it is the metadata as it is.
     word_bytes: bytes of a word, which an integer of 8, 16, 32 or 64 bits holds; of 3 bytes an int32 whose highest byte may hold anything.
+    overlap: > 0: `unpack` gets int32 words of which the lowest `overlap` bits are the highest of the word before, 0 for the first of every
+        `chain` words, and the others the word's own, of at most three bytes.
     num_meta: fields beside a row.
     table: head_size -> numbers (1-D) that encode and unpack find, in float32, at the pointer `table`; None: they take none.
     operand: dtype of the planes.
@@ -109,6 +115,8 @@ class TritonCodec(_Constant):
     unpack: Any
     affine: Any = None
     word_bytes: int = 2
+    overlap: int = 0
+    chain: int = 0
     num_meta: int = 0
     operand: Any = tl.float16
     exponents: tuple[int, ...] = ()
@@ -143,6 +151,7 @@ class RowPlan(_Constant):
     signed: bool = False  # rows with a negative scale were stored without the offset
     rounded: bool = False  # the mapped row is rounded to the input's dtype before it is encoded
     scaled: bool = False  # a per-tensor scale other than 1
+    cubic: tuple[float, float] | None = None  # rows are rounded in a metric, to these levels: see `Codec.cubic`
     align: int = 1  # rows begin at multiples of so many words: what Triton cannot see where strides are no multiples of 16
 
     @property

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .codes import LARGEST, LARGEST_HALF, saturate, sum_of_squares
+from .rounding import round_rows
 from .tiles import load_rows, meta_pointers, word_pointers
 
 
@@ -52,7 +53,10 @@ def write_rows(
             scaled = scaled + (tl.div_rn(x[p], tl.zeros(x[p].shape, tl.float32) + scale),)
         x = scaled
     real = tl.arange(0, PLAN.width) < PLAN.columns
-    words, meta = CODEC.encode(x, real, pages.table, PLAN)
+    if PLAN.cubic is None:
+        words, meta = CODEC.encode(x, real, pages.table, PLAN)
+    else:
+        words, meta = round_rows(x, map, head, PLAN, PRECISION)
     at = word_pointers(pages, page, slot, head, PLAN)
     stored = mask[:, None] & real[None, :]
     tl.store(at, words, mask=stored)

@@ -1,0 +1,285 @@
+"""What the cache costs on real models, row by row against what was aimed at: `python benchmarks/quality.py --out quality.json`.
+
+SmolLM2-135M is the default model; others are named by path (`--qwen DIR --gemma DIR`), and a row of a model that is not given is left out.
+For each text the calibration and the formats by layer come from the other text. transformers' own 4-bit caches run beside the recipes where
+their packages (optimum-quanto, hqq) are installed. `--parts` runs some of it; a file that exists is added to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkv.calibration import Calibration
+from quantkv.cli import eval as evaluation
+from quantkv.cli import html, models, report, text, trials, tune
+from quantkv.cli.allocation import allocate
+from quantkv.cli.metrics import Comparison
+from quantkv.cli.recipes import Recipe, exact_of
+from quantkv.formats import get_format
+from quantkv.integrations.transformers import calibrate
+from quantkv.integrations.transformers.sensitivity import sensitivities
+from quantkv.policy import Policy
+
+PARTS = ("kl", "copy", "codes", "long", "rivals")
+CHOICES = ("levels2", "levels3", "levels4", "levels5", "levels6")  # of formats by layer
+WINDOW, LONG_WINDOW, NO_WINDOW = "16,24", "16,128", "16,0"
+CALIBRATED_ON = 4096  # tokens
+TAIL = 126  # tokens that they keep at 16 bits, at most 127; hqq packs two groups in a byte, and needs an even number of them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One target. figure: of a recipe's JSON; least: smaller is better. formats: uniform ones, and "tuned" for formats by layer that fill
+    `limit` bytes of a token and kv head at head size 64, or `limit` of the model's own."""
+
+    label: str
+    part: str
+    model: str
+    limit: float
+    formats: tuple[str, ...]
+    must: float
+    aim: float
+    exact: str = WINDOW
+    head_size: int = 64
+
+    @property
+    def less_is_better(self) -> bool:
+        return self.part in ("kl", "long")
+
+
+ROWS = (
+    Row("KL, <= 104 bytes", "kl", "smollm2", 104, ("levels6/levels5", "tuned"), 0.0003, 0.0001),
+    Row("KL, <= 80", "kl", "smollm2", 80, ("levels4", "tuned"), 0.0012, 0.0008),
+    Row("KL, <= 72", "kl", "smollm2", 72, ("levels4/levels3", "tuned"), 0.0024, 0.0016),
+    Row("KL, <= 64", "kl", "smollm2", 64, ("levels3", "tuned"), 0.0033, 0.0022),
+    Row("KL, <= 56", "kl", "smollm2", 56, ("levels3/levels2", "tuned"), 0.0078, 0.0055),
+    Row("KL, <= 48", "kl", "smollm2", 48, ("levels2", "trellis2"), 0.0187, 0.0120),
+    Row("KL, <= 40, first tokens exact only", "kl", "smollm2", 40, ("levels2", "trellis2"), 0.17, 0.12, NO_WINDOW),
+    Row("copied passage found, %, <= 80", "copy", "smollm2", 80, ("levels4",), 96.2, 96.7),
+    Row("copied passage found, %, <= 64", "copy", "smollm2", 64, ("levels3", "levels4/levels2", "tuned"), 95.5, 96.2),
+    Row("copied passage found, %, <= 48", "copy", "smollm2", 48, ("levels2", "trellis2"), 92.9, 95.0),
+    Row("digits of codes right, %, <= 80", "codes", "smollm2", 80, ("levels4",), 78.0, 78.8),
+    Row("digits of codes right, %, <= 60", "codes", "smollm2", 60, ("tuned",), 78.0, 78.5),
+    Row("digits of codes right, %, <= 48", "codes", "smollm2", 48, ("levels2", "trellis2"), 68.0, 74.0),
+    Row("KL, context 4,096, <= 80", "long", "smollm2", 80, ("levels4",), 0.0004, 0.0003, LONG_WINDOW),
+    Row("KL, context 4,096, <= 48", "long", "smollm2", 48, ("levels2", "trellis2"), 0.0091, 0.0065, LONG_WINDOW),
+    Row("Qwen2 (key bias): KL, <= 80", "kl", "qwen", 80, ("levels4", "tuned"), 0.0031, 0.002),
+    Row("Qwen2 (key bias): KL, <= 52", "kl", "qwen", 52, ("levels2", "tuned"), 0.029, 0.018),
+    Row("Gemma 3 270M: KL, 4 bits", "kl", "gemma", 80, ("levels4", "tuned"), 0.0038, 0.0025, head_size=256),
+    Row("Gemma 3 270M: KL, 2 bits", "kl", "gemma", 48, ("levels2", "trellis2"), 0.06, 0.04, head_size=256),
+)
+CONTEXTS = {"kl": 1024, "copy": 2048, "codes": 2048, "long": 4096, "rivals": 1024}
+PASSAGE = 256  # copied from the beginning of a context of 2,048: 1,700 tokens back
+
+
+class Bench:
+    """One model over one text, calibrated and tuned on another."""
+
+    def __init__(self, name: str, loaded: models.Loaded, on: str, by: str, count: int) -> None:
+        self.name, self.loaded, self.on, self.count = name, loaded, text.load(on, 1 << 16), count
+        self.other = text.load(by, 1 << 16)
+        self.rows = [row for row in ROWS if row.model == name]
+        self._calibration: Calibration | None = None
+        self._lost: dict[str, Any] = {}
+
+    @property
+    def calibration(self) -> Calibration:
+        if self._calibration is None:
+            ids = text.cut(self.other, self.loaded.tokenizer, CALIBRATED_ON, CALIBRATED_ON)
+            say(f"{self.name}: calibrating on {self.other.name}")
+            self._calibration = calibrate(self.loaded.model, ids, limit=8192)
+        return self._calibration
+
+    def recipe(self, name: str, row: Row) -> Recipe | None:
+        """A calibrated one with the row's exact tokens; None for a format that is not there."""
+        exact = exact_of(row.exact)
+        if name == "tuned":
+            return Recipe(f"tuned {row.limit:g} +{row.exact}", self.tuned(row))
+        try:
+            get_format(name)
+        except ValueError:
+            return None
+        return Recipe(f"{name} +{row.exact}", Policy(name, calibration=self.calibration, exact=exact))
+
+    def tuned(self, row: Row) -> Policy:
+        """Formats by layer that fill the row's bytes, chosen by what each layer loses over the other text."""
+        base = Policy(CHOICES[0], calibration=self.calibration, exact=exact_of(row.exact))
+        if row.exact not in self._lost:
+            ids = text.cut(self.other, self.loaded.tokenizer, 1024, 1024)
+            say(f"{self.name}: sensitivities over {self.other.name}")
+            self._lost[row.exact] = sensitivities(self.loaded.model, ids, CHOICES, base)
+        room = tune.Room(self.loaded.config, list(CHOICES), base, CONTEXTS["kl"])
+        limit = row.limit * row.head_size / 64
+        return tune.policy_of(allocate(room.choices(self._lost[row.exact]), room.left(limit)), base)
+
+    def trials(self, part: str) -> list[trials.Trial]:
+        """Contexts of unseen text, and what is asked of them."""
+        context, tokenizer = CONTEXTS[part], self.loaded.tokenizer
+        contexts = text.cut(self.on, tokenizer, context, context * self.count)
+        if part == "copy":
+            return trials.copies(contexts, PASSAGE, [0.0])
+        if part == "codes":
+            begin = text.beginning(tokenizer)
+            return [trials.codes(ids[len(begin) :].tolist(), tokenizer, begin, context, seed) for seed, ids in enumerate(contexts)]
+        return [trials.Text(ids) for ids in contexts]
+
+    def run(self, part: str) -> dict[str, Any] | None:
+        """The figures of all recipes of a part; None where no row asks for it."""
+        made: dict[str, Recipe] = {}
+        for row in self.rows:
+            if row.part == part:
+                made |= {r.name: r for r in (self.recipe(name, row) for name in row.formats) if r is not None}
+        if not made:
+            return None
+        if part in ("kl", "copy", "codes"):
+            made["int4"] = Recipe("int4", Policy("int4"))  # as others store it
+        say(f"{self.name}, {self.on.name}, {part}: {', '.join(made)}")
+        asked = self.trials(part)
+        result = evaluation.evaluate(self.loaded.model, asked, list(made.values()), context=min(CONTEXTS[part], 1024))
+        told = {"part": part, "model": self.name, "text": self.on.name, "calibrated_on": self.other.name, "read": evaluation.Judged.name}
+        return {**told, "contexts": len(asked), **result.to_dict()}
+
+    def rivals(self) -> dict[str, Any]:
+        """transformers' own quantized caches and this project's, over the last tokens of contexts."""
+        contexts = text.cut(self.on, self.loaded.tokenizer, CONTEXTS["rivals"], CONTEXTS["rivals"] * self.count)
+        row = next(row for row in self.rows if row.limit == 80)
+        tails = [trials.Text(ids, TAIL) for ids in contexts]
+        ours = [self.recipe("levels4", row), Recipe("int4", Policy("int4"))]
+        say(f"{self.name}, {self.on.name}, rivals")
+        rows = evaluation.evaluate(self.loaded.model, tails, ours).to_dict()["formats"]
+        for backend, options in (("quanto", {}), ("hqq", {"axis_key": 1, "axis_value": 1})):
+            try:
+                rows.append(rival(self.loaded.model, contexts, backend, options))
+            except ImportError as error:
+                say(f"{backend} is left out: {str(error).splitlines()[0]}")
+        return {"part": "rivals", "model": self.name, "text": self.on.name, "tokens": TAIL * len(contexts), "formats": rows}
+
+
+@torch.inference_mode()
+def rival(model: Any, contexts: torch.Tensor, backend: str, options: dict[str, int]) -> dict[str, Any]:
+    """transformers' cache of 4 bits over the last TAIL tokens, which it keeps exact from one to the next as it would step by step."""
+    from transformers import QuantizedCache
+
+    comparison, size = Comparison(), 0.0
+    for ids in contexts.to(model.device):
+        exact = evaluation.last_logits(model, ids, TAIL, use_cache=False)
+        cache = QuantizedCache(backend, model.config, nbits=4, **options)
+        model(ids[None, :-TAIL], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = model(ids[None, -TAIL:], past_key_values=cache, use_cache=True).logits[0]
+        comparison.add(exact, logits, ids[-TAIL:])
+        geometry = model.config.get_text_config()
+        heads = len(cache.layers) * geometry.num_key_value_heads
+        stored = sum(nbytes(layer._quantized_keys) + nbytes(layer._quantized_values) for layer in cache.layers) / (len(ids) - TAIL)
+        elements = heads * 2 * (getattr(geometry, "head_dim", None) or geometry.hidden_size // geometry.num_attention_heads)
+        half = (TAIL + 1) / 2 / len(ids)  # of the tokens, on average, are at 16 bits
+        size = (stored * (1 - half) + 2 * elements * half) / heads
+    return {"format": f"transformers {backend} 4-bit", "bytes_per_head": size, "kl": comparison.kl, "kl_error": comparison.kl_error}
+
+
+def nbytes(value: Any) -> float:
+    """Bytes of all tensors inside, with floats (scales, zero points) as 16 bits each."""
+    if isinstance(value, torch.Tensor):
+        names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        if names:
+            return sum(nbytes(getattr(value, name)) for name in names)
+        return value.numel() * (2 if value.is_floating_point() else value.element_size())
+    if isinstance(value, dict):
+        return sum(map(nbytes, value.values()))
+    return sum(map(nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def figure(row: Row, found: dict[str, Any]) -> tuple[float, float | None]:
+    """What a recipe's JSON says for a row, with its standard error."""
+    if row.less_is_better:
+        return found["kl"], found["kl_error"]
+    return found[row.part]["share"], found[row.part]["error"]
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """Markdown: every target with what was measured, the best recipe within the bytes first; exact caches' shares beside theirs."""
+    texts = list(dict.fromkeys(run["text"] for run in runs))
+    lines = ["| target | must | aim | " + " | ".join(texts) + " |", "|---|--:|--:|" + "---|" * len(texts)]
+    for row in ROWS:
+        cells = []
+        for name in texts:
+            run = next((r for r in runs if (r["part"], r["model"], r["text"]) == (row.part, row.model, name)), None)
+            cells.append("" if run is None else "; ".join(measured(row, run)))
+        if any(cells):
+            lines.append(f"| {row.label} | {row.must:g} | {row.aim:g} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def measured(row: Row, run: dict[str, Any]) -> list[str]:
+    """A row's recipes, each with its bytes, figure and standard error; bold where it reaches what it must."""
+    names = {f"{name} +{row.exact}" for name in row.formats if name != "tuned"} | {f"tuned {row.limit:g} +{row.exact}"}
+    shown = []
+    for found in run["formats"]:
+        if found["format"] in names:
+            value, error = figure(row, found)
+            reached = value <= row.must if row.less_is_better else value >= row.must
+            text_ = report.with_error(value, error, 4 if row.less_is_better else 1)
+            shown.append(
+                (
+                    value if row.less_is_better else -value,
+                    f"{'**' * reached}{text_}{'**' * reached} `{found['format']}` {found['bytes_per_head']:.1f} B",
+                )
+            )
+    exact = "" if row.less_is_better else [f"16 bits {run['reference'][row.part]['share']:.1f}"]
+    return [words for _, words in sorted(shown)] + list(exact)
+
+
+def rivals_table(runs: list[dict[str, Any]]) -> list[str]:
+    lines = ["| model, text | cache | bytes | KL |", "|---|---|--:|--:|"]
+    for run in runs:
+        for found in run["formats"] if run["part"] == "rivals" else ():
+            kl = report.with_error(found["kl"], found["kl_error"], 4)
+            lines.append(f"| {run['model']}, {run['text']} | {found['format']} | {found['bytes_per_head']:.1f} | {kl} |")
+    return lines if len(lines) > 2 else []
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", metavar="DIR", help="instead of the package's; none to leave it out")
+    parser.add_argument("--qwen", metavar="DIR", help="a Qwen2 with key biases, head size 64")
+    parser.add_argument("--gemma", metavar="DIR", help="Gemma 3 270M")
+    parser.add_argument("--texts", default="news,docs", help="two, each calibrated on the other")
+    parser.add_argument("--on", help="one of the texts; all if left out")
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "quality.json")
+    parser.add_argument("--html", type=Path, help="a report as well")
+    given = parser.parse_args()
+    texts = given.texts.split(",")
+    runs = report.read_json(given.out)["runs"] if given.out.exists() else []
+    for name in ("smollm2", "qwen", "gemma"):
+        source = getattr(given, name)
+        if source == "none" or (source is None and name != "smollm2"):
+            continue
+        loaded = models.load(source, given.device)
+        for on, by in ((texts[0], texts[-1]), (texts[-1], texts[0])):
+            bench = Bench(name, loaded, on, by, given.contexts)
+            for part in given.parts.split(",") if given.on in (None, on) else ():
+                run = bench.rivals() if part == "rivals" else bench.run(part)
+                if run is None:
+                    continue
+                runs = [r for r in runs if (r["part"], r["model"], r["text"]) != (part, name, run["text"])] + [run]
+                report.write_json(given.out, runs)
+    print("\n".join([*table(runs), "", *rivals_table(runs)]))
+    if given.html:
+        html.write(given.html, [run for run in runs if run["part"] != "rivals"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""`quantkv eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options, recipes
+from .common import print_table
+from .interrupt import Interrupted
+from .options import CalibrationFile, Device, Dtype, ExactOption
+
+if TYPE_CHECKING:
+    from .eval import Reader
+    from .models import Found
+    from .recipes import Recipe
+    from .text import Text
+    from .trials import Trial
+
+CONTINUED = 64  # tokens of a greedy continuation
+
+
+def add_to(commands: typer.Typer) -> None:
+    """Register the command."""
+    commands.command("eval")(eval_command)
+
+
+def eval_command(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="DIR|GGUF", show_default=options.DEFAULT_MODEL, help=options.MODEL_HELP + " May be given several times."
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text", metavar="FILE|news|docs", show_default=options.DEFAULT_TEXT, help=options.TEXT_HELP + " May be given several times."
+        ),
+    ] = None,
+    formats: Annotated[
+        str | None,
+        typer.Option("--formats", metavar="A,B,...", show_default="all, unless there are policies", help="Formats to run; K/V pairs two."),
+    ] = None,
+    policy: Annotated[str | None, typer.Option("--policy", metavar="A.json,B.json", help="Policies to run: formats by layer.")] = None,
+    calibration: CalibrationFile = None,
+    exact: ExactOption = None,
+    tests: Annotated[
+        str,
+        typer.Option(
+            "--tests",
+            metavar="kl,copy,codes,greedy",
+            help="kl: predictions of text. copy: a passage from earlier found again. codes: names and codes asked again. greedy: how "
+            "long a continuation agrees.",
+        ),
+    ] = "kl",
+    context: Annotated[int, typer.Option("--context", min=2, help="Tokens of a context; each starts an empty cache.")] = 1024,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of text, rounded down to whole contexts.")] = 4096,
+    lengths: Annotated[str, typer.Option("--lengths", metavar="N,M,...", help="Of copy and codes: tokens of a context.")] = "2048",
+    passage: Annotated[int, typer.Option("--passage", min=1, help="Of copy: tokens of a passage.")] = 64,
+    depths: Annotated[
+        str, typer.Option("--depths", metavar="A,B,...", help="Of copy: where passages stand, from 0 (first) to 1.")
+    ] = "0,0.25,0.5,0.75,1",
+    through_cache: Annotated[
+        bool, typer.Option("--through-cache", help="Read a QuantizedCache, as a model does, instead of judging decoding in one pass.")
+    ] = False,
+    chunk: Annotated[
+        int | None, typer.Option("--chunk", min=1, show_default="the whole context", help="Tokens of one forward pass through the cache.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot loss against bytes.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report: tables and plots in one file.")] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+) -> None:
+    """Run text through the cache in every format or policy: size, KL, perplexity, and what is found again, beside the exact cache's."""
+    from ..calibration import MIN_TOKENS
+    from . import html, report
+
+    report.check_output("--json", json_file)
+    report.check_output("--plot", plot_file, (".png", ".svg"))
+    report.check_output("--html", html_file)
+    html.check_plots("--plot", plot_file)
+    html.check_plots("--html", html_file)
+    if tokens < context:
+        raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
+    if tokens < MIN_TOKENS:
+        raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
+    plan = Plan(tests, context, tokens, lengths, passage, depths)
+    chosen = recipes.distinct(recipes.recipes_of(formats, policy, calibration, exact))
+    strict = bool(formats not in (None, "all") or policy)
+    console = options.stderr()
+    from . import text as texts
+
+    loaded_texts = [texts.load(name, max(tokens, *plan.lengths)) for name in texts.named(text)]
+    found = [options.find(name, device, dtype, console) for name in model or [None]]
+    prepared = [_prepare(one, plan, chosen, strict, loaded_texts, console) for one in found]
+    from .eval import Judged, ThroughCache
+
+    read = ThroughCache(chunk) if through_cache or chunk else Judged()
+    runs: list[dict[str, Any]] = []
+    for one, (usable, trials) in zip(found, prepared):
+        _run(one, usable, list(zip(loaded_texts, trials)), plan, read, runs, device, dtype, console)
+        if not runs[-1]["complete"]:
+            break
+    if json_file is not None:
+        report.write_json(json_file, runs)
+        options.say(console, f"figures: {json_file}")
+    if plot_file is not None:
+        from . import plot
+
+        plot.draw(plot_file, runs[0])  # of the first model and text
+        options.say(console, f"plot: {plot_file}")
+    if html_file is not None:
+        html.write(html_file, runs)
+        options.say(console, f"report: {html_file}")
+    if not runs[-1]["complete"]:
+        last = runs[-1]
+        raise Interrupted(
+            f"the figures are over {last['contexts']} of {last['contexts_asked']} contexts, of {len(last['formats'])} of "
+            f"{last['formats_asked']} formats"
+        )
+
+
+class Plan:
+    """What is tried, by the command's options. ValueError for those that make no sense, before anything is loaded."""
+
+    def __init__(self, tests: str, context: int, tokens: int, lengths: str, passage: int, depths: str) -> None:
+        from .trials import TESTS
+
+        self.tests = [name.strip() for name in tests.split(",") if name.strip()]
+        if not self.tests or not set(self.tests) <= set(TESTS):
+            raise ValueError(f"--tests {tests}: allowed: {', '.join(TESTS)}")
+        self.context, self.tokens, self.passage = context, tokens, passage
+        retrieval = {"copy", "codes"} & set(self.tests)
+        self.lengths = [int(_number("--lengths", word, 64, 1 << 30)) for word in lengths.split(",")] if retrieval else [context]
+        self.depths = [_number("--depths", word, 0, 1) for word in depths.split(",")]
+        if "greedy" in self.tests and context < 2 * CONTINUED:
+            raise ValueError(f"--context {context}: of {2 * CONTINUED} tokens or more for --tests greedy, which continues {CONTINUED}")
+
+    def trials(self, text: Text, tokenizer: Any) -> list[Trial]:
+        """ValueError where the text is too short."""
+        from ..calibration import MIN_TOKENS
+        from . import text as texts
+        from . import trials
+
+        made: list[Trial] = []
+        contexts = texts.cut(text, tokenizer, self.context, self.tokens)
+        if contexts.numel() < MIN_TOKENS:
+            raise ValueError(f"--text {text.name}: {contexts.numel()} tokens in whole contexts; {MIN_TOKENS} are needed")
+        if "kl" in self.tests:
+            made += [trials.Text(ids) for ids in contexts]
+        for length in self.lengths:
+            longer = texts.cut(text, tokenizer, length, max(length, self.tokens))
+            if "copy" in self.tests:
+                made += trials.copies(longer, self.passage, self.depths)
+            if "codes" in self.tests:
+                begin = texts.beginning(tokenizer)
+                made += [trials.codes(ids[len(begin) :].tolist(), tokenizer, begin, length, seed) for seed, ids in enumerate(longer)]
+        if "greedy" in self.tests:
+            made += [trials.Greedy(ids[:-CONTINUED], CONTINUED + 1) for ids in contexts]
+        return made
+
+
+def _number(argument: str, word: str, low: float, high: float) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise ValueError(f"{argument} {word}: a number from {low:,} to {high:,} is needed")
+    return value
+
+
+def _prepare(
+    found: Found, plan: Plan, chosen: list[Recipe], strict: bool, texts: list[Text], console: Any
+) -> tuple[list[Recipe], list[list[Trial]]]:
+    """The recipes that the model can take, and the trials of each text. ValueError for what does not fit the model."""
+    from . import models
+
+    for length in {plan.context, *plan.lengths}:
+        models.check_positions(found, f"--{'context' if length == plan.context else 'lengths'} {length}", length)
+    usable, reasons = recipes.fitting(chosen, found.config, strict)
+    for name, reason in reasons.items():
+        options.say(console, f"{name} is left out: {reason}", "yellow")
+    if not usable:
+        raise ValueError(f"--model {found.name}: no format can take its head size")
+    trials = [plan.trials(text, found.tokenizer) for text in texts]
+    for text, made in zip(texts, trials):
+        seen = sum(len(trial.ids) for trial in made if not trial.keep)
+        if "kl" in plan.tests and seen < plan.tokens // plan.context * plan.context:
+            options.say(console, f"--text {text.name}: only {seen:,} tokens in whole contexts", "yellow")
+    return usable, trials
+
+
+def _run(
+    found: Found,
+    usable: list[Recipe],
+    tried: list[tuple[Text, list[Trial]]],
+    plan: Plan,
+    read: Reader,
+    runs: list[dict[str, Any]],
+    device: str,
+    dtype: str,
+    console: Any,
+) -> None:
+    """One model over each text; each is printed and added to `runs` when it is through, or interrupted."""
+    from . import eval as evaluation
+    from . import report
+
+    loaded = options.load(found, device, dtype, console)
+    for text, trials in tried:
+        with options.progress(console, len(trials) * (len(usable) + 1)) as on_step:
+            result = evaluation.evaluate(loaded.model, trials, usable, read=read, on_step=on_step, context=plan.context)
+        asked = {"contexts": result.trials, "contexts_asked": len(trials), "formats_asked": len(usable)}
+        runs.append({"model": found.name, "text": text.name, "read": read.name, **result.to_dict(), **asked})
+        print_table(report.table(runs[-1]))
+        if not result.complete:
+            return

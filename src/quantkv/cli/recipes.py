@@ -1,0 +1,136 @@
+"""What is evaluated: formats, policies, calibrations and exact tokens, by name, and what each takes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .common import formats_of
+
+if TYPE_CHECKING:
+    from ..calibration import Geometry
+    from ..exact import ExactTokens
+    from ..policy import Policy
+    from ..spec import CacheSpec
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A policy under the name that tables show."""
+
+    name: str
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a recipe takes at a context: bytes a token over all layers, and of one layer's token and kv head on average; with exact
+    tokens at their share. elements: K and V of a token."""
+
+    bytes_per_token: float
+    bytes_per_head: float
+    elements: int
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.bytes_per_token / self.elements
+
+    @classmethod
+    def of(cls, specs: dict[int, CacheSpec], exact: ExactTokens | None, sliding: set[int], context: int) -> Size:
+        """specs: of the quantized layers, by number. sliding: layers with a window, which keep no exact first tokens."""
+        heads = sum(spec.num_kv_heads for spec in specs.values())
+        total = sum(
+            spec.bytes_per_token + 2 * spec.elements_per_token * exact_share(exact, context, number in sliding)
+            for number, spec in specs.items()
+        )
+        return cls(total, total / heads, sum(spec.elements_per_token for spec in specs.values()))
+
+
+def exact_share(exact: ExactTokens | None, context: int, sliding: bool = False) -> float:
+    """Tokens with a 16-bit copy, of those of a context, on average over where the latest page ends."""
+    if exact is None:
+        return 0.0
+    latest = exact.latest + (BLOCK_SIZE - 1) / 2 if exact.latest else 0
+    return min((0 if sliding else exact.first) + latest, context) / context
+
+
+def exact_of(given: str | None) -> ExactTokens | None:
+    """`--exact first,latest`. ValueError for anything but two numbers of tokens."""
+    if given is None:
+        return None
+    from ..exact import ExactTokens
+
+    words = given.split(",")
+    if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"--exact {given}: two numbers of tokens are needed, the first and the latest, such as 16,24")
+    first, latest = map(int, words)
+    return ExactTokens(first=first, latest=latest) if first or latest else None
+
+
+def recipes_of(formats: str | None, policies: str | None, calibration: Path | None, exact: str | None) -> list[Recipe]:
+    """Recipes by what the command line says; every format where it names neither formats nor policies.
+
+    calibration, exact: of the recipes of `formats`; a policy brings its own. ValueError for names, files and numbers that are wrong.
+    """
+    from ..calibration import Calibration
+    from ..policy import Policy
+
+    names = formats_of(formats or "all") if formats or not policies else []
+    if not names and (calibration is not None or exact is not None):
+        raise ValueError("--calibration and --exact are of --formats; a policy brings its own")
+    tokens, moments = exact_of(exact), None if calibration is None else Calibration.load(calibration)
+    ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.first},{tokens.latest}")
+    recipes = [
+        Recipe(name + ending, Policy(name, **{k: v for k, v in (("calibration", moments), ("exact", tokens)) if v is not None}))
+        for name in names
+    ]
+    for given in (policies or "").split(","):
+        if given.strip():
+            recipes.append(Recipe(Path(given.strip()).stem, Policy.load(given.strip())))
+    return recipes
+
+
+def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """ValueError where two have one name."""
+    kept: dict[str, Recipe] = {}
+    for recipe in recipes:
+        if recipe.name in kept:
+            raise ValueError(f"--formats, --policy: {recipe.name!r} is named twice")
+        kept[recipe.name] = recipe
+    return list(kept.values())
+
+
+def fitting(recipes: Iterable[Recipe], config: Any, strict: bool) -> tuple[list[Recipe], dict[str, str]]:
+    """The recipes that a model of this configuration can take, and the reasons of the others; ValueError for the first of them if
+    `strict`."""
+    from ..integrations.transformers.config import geometry_of
+
+    kept, reasons, geometry = [], {}, geometry_of(config)
+    for recipe in recipes:
+        try:
+            check(recipe.policy, geometry)
+            kept.append(recipe)
+        except ValueError as error:
+            if strict:
+                raise ValueError(f"{recipe.name}: {error}") from error
+            reasons[recipe.name] = str(error)
+    return kept, reasons
+
+
+def check(policy: Policy, geometry: Geometry) -> None:
+    """ValueError where a policy is of another geometry than the model: layers, heads, sizes that its formats cannot take."""
+    policy.check(geometry.num_layers)
+    for layer, heads in geometry.heads.items():
+        if heads is None:
+            continue
+        policy.of(layer).cache_spec(*heads)
+        maps = policy.maps.get(layer)
+        for side, map_, size in () if maps is None else (("k", maps.k, heads.head_size), ("v", maps.v, heads.head_size_v)):
+            if map_ is not None:
+                map_.check(size, heads.num_kv_heads, side)
+    if policy.calibration is not None:
+        policy.calibration.check(geometry)

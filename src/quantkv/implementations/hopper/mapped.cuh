@@ -1,0 +1,74 @@
+// A row on its way to its codes: loaded, mapped, less its offset.
+#pragma once
+#include "hadamard.cuh"
+
+static_assert(CHUNK == 8, "16-bit numbers of one load");
+constexpr float TINY = 1.17549435e-38f, SMALLEST_HALF = 1.f / (1 << 24);  // the least scales: of a row, and as it is stored
+DI float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays NaN
+
+// K or V: this token's row, the signs of its map, the per-tensor scale, where codes and metadata begin in a record.
+struct RowSource {
+  const u16* row;
+  const u32* signs;
+  float scale;
+  int codes, meta;
+};
+
+// The mapped offset of the keys of every 64 positions, of one head; what lies beyond the table has its last row.
+struct Offset {
+  const float* table;
+  const POSITION* positions;
+  i64 stride;
+  int buckets;
+};
+
+// Whether the row, over its four lanes, is shorter than the row less the offset, of which a lane's numbers begin at `offset`.
+DI bool is_shorter(const float (&row)[E], const float* offset) {
+  float own = 0.f, rest = 0.f;
+#pragma unroll
+  for (int e = 0; e < E; e++) {
+    const float less = row[e] - offset[4 * (e - e % CHUNK) + e % CHUNK];
+    own = fmaf(row[e], row[e], own), rest = fmaf(less, less, rest);
+  }
+  auto add = [](float a, float b) { return a + b; };
+  return over_lanes(own, add) < over_lanes(rest, add);
+}
+
+// Fills in a lane's part of the row of `token`, which is there if `given`. Whether the row is kept without its offset: then it is
+// negated, as SIGNED codecs store what is shorter so.
+template <bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class R>
+DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offset, int token, bool given) {
+  constexpr int FLIPS = (E + 31) / 32;
+  const int c = threadIdx.x % 4;
+  u32 flips[FLIPS] = {};
+  bool alone = false;
+  if (given)
+#pragma unroll
+    for (int e = 0; e < E; e += CHUNK) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
+  if constexpr (MAPPED) {
+    if (side.signs)
+#pragma unroll
+      for (int i = 0; i < FLIPS; i++) flips[i] = side.signs[c * FLIPS + i];
+    hadamard(row, flips, factor);
+  }
+  if constexpr (SHIFTED) {
+    const int bucket = given ? min((int)(offset.positions[token] / 64), offset.buckets - 1) : 0;
+    const float* shift = offset.table + bucket * offset.stride + CHUNK * c;
+    if constexpr (SIGNED) {
+      alone = is_shorter(row.x, shift);
+      keep(shift);  // what it points to is loaded again: registers could not hold it
+    }
+#pragma unroll
+    for (int e = 0; e < E; e++) row.x[e] = alone ? -row.x[e] : row.x[e] - shift[4 * (e - e % CHUNK) + e % CHUNK];
+  }
+  if constexpr (MAPPED && ROUND)
+#pragma unroll
+    for (int e = 0; e < E; e += 2) row.pairs[e / 2] = pair_of(row.x[e], row.x[e + 1]);
+  if constexpr (!MAPPED || ROUND) row.unpack();
+  if constexpr (SCALED) {
+    const float inverse = 1.f / side.scale;
+#pragma unroll
+    for (int e = 0; e < E; e++) row.x[e] = quotient(row.x[e], side.scale, inverse);
+  }
+  return alone;
+}

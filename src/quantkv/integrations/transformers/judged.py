@@ -1,0 +1,223 @@
+"""A cache judged in one forward pass: every query sees the rows that a decoding step at its position would read.
+
+    with judged(model, policy):
+        logits = model(ids, use_cache=False).logits
+
+Each layer's keys and values go through the codecs and maps that write and read pages; what a query reads exactly goes by its position.
+Nothing is stored, so a context costs about one plain pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from ...calls import Side
+from ...checks import refuse
+from ...exact import ExactTokens
+from ...format import Codec, Format
+from ...implementations.reference.write import dequantize, encode
+from ...maps import LayerMaps, LinearMap
+from ...policy import Policy
+from ...spec import CacheSpec
+from ..passes import Kind
+from .attention import decoder_of
+from .config import LayerPlan, geometry_of, plan_layers, shares_keys
+
+JUDGED = "quantkv_judged"
+BLOCK_SIZE = 16  # tokens of a page, by which exact tokens are counted
+QUERIES_AT_ONCE = 256
+
+
+class Judge:
+    """What the queries of a model see of a cache by `policy`.
+
+    config: the model's. dtype: what format "none" stores.
+    specs: geometry of the layers that a forward pass went through, by their number.
+    Errors: NotImplementedError for layers that keep something else than their own keys and values; ValueError for a policy of another
+        geometry.
+    """
+
+    def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.plans, self.policy, self.dtype = judgeable(config), policy, dtype
+        geometry = geometry_of(config)
+        policy.check(geometry.num_layers)
+        if policy.calibration is not None:
+            policy.calibration.check(geometry)
+        self.specs: dict[int, CacheSpec] = {}
+        self._layers: dict[int, tuple[Format, LinearMap | None, LinearMap | None]] = {}
+
+    def exact(self, layer: int) -> ExactTokens | None:
+        """What is read exactly in a layer: where a window moves on, no first tokens."""
+        exact = self.policy.exact
+        if exact is None or not exact.first or not self.plans[layer].kind.window:
+            return exact
+        return replace(exact, first=0) if exact.latest else None
+
+    def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""
+        if layer not in self.specs:
+            heads, size, size_v = key.shape[0], key.shape[2], value.shape[2]
+            fmt = self.policy.of(layer, self.dtype)
+            self.specs[layer] = fmt.cache_spec(heads, size, size_v, BLOCK_SIZE)
+            maps = self._maps_of(layer, fmt, size, size_v)
+            for side, map_, d in (("k", maps.k, size), ("v", maps.v, size_v)):
+                if map_ is not None:
+                    map_.check(d, heads, side)
+            self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in (maps.k, maps.v))
+        fmt, k_map, v_map = self._layers[layer]
+        return reread(key, fmt.k, k_map), reread(value, fmt.v, v_map)
+
+    def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
+        """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
+        own, given = LayerMaps.of(fmt, head_size, head_size_v), self.policy.maps_of(layer)
+        return LayerMaps(given.k or own.k, given.v or own.v)
+
+
+def judgeable(config: PreTrainedConfig) -> list[LayerPlan]:
+    """What each layer keeps. NotImplementedError for a model that only a real cache can judge."""
+    name, plans = type(config).__name__, plan_layers(config)
+    if shares_keys(config):
+        raise NotImplementedError(f"config: layers of {name} share keys and values; they can be judged through a QuantizedCache only")
+    for plan in plans:
+        if plan.kind is None or plan.latent or plan.own is not None:
+            raise NotImplementedError(
+                f"config: {name} has layers that keep states or latents; they can be judged through a QuantizedCache only"
+            )
+    return plans
+
+
+def reread(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> torch.Tensor:
+    """`rows [HK, N, D]` of positions 0 to N - 1, written to a page and read back: float32."""
+    rows = rows.transpose(0, 1).contiguous()
+    at = torch.arange(rows.shape[0], device=rows.device)
+    codes, meta = encode(rows, codec, map_, at)
+    page = Side(codes[None], None if meta is None else meta[None])
+    return dequantize(page, codec, map_, at, at).transpose(0, 1)
+
+
+def exact_from(positions: torch.Tensor, latest: int) -> torch.Tensor:
+    """From where a query at each of `positions` reads exactly: the page in which the latest `latest` of its tokens begin."""
+    return ((positions + 1 - latest).div(BLOCK_SIZE, rounding_mode="floor") * BLOCK_SIZE).clamp_min(0)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stored: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    exact: ExactTokens | None = None,
+    kind: Kind = Kind(),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of `query [HQ, N, D]`, position i over positions 0 to i, to `[N, HQ, D_V]` float32.
+
+    key, value: `[HK, N, D]`, `[HK, N, D_V]`: the exact rows. stored: the same as they come back from pages.
+    """
+    heads, count = key.shape[0], query.shape[1]
+    query = (query.float() * scale).unflatten(0, (heads, -1))  # [HK, G, N, D]
+    groups = query.shape[1]
+    key, value = key.float(), value.float()
+    stored_key, stored_value = stored
+    latest = 0 if exact is None else exact.latest
+    if exact is not None and exact.first:
+        head, tail = slice(None, exact.first), slice(exact.first, None)
+        stored_key = torch.cat([key[:, head], stored_key[:, tail]], 1)
+        stored_value = torch.cat([value[:, head], stored_value[:, tail]], 1)
+    out = query.new_empty(count, heads * groups, value.shape[-1])
+    position = torch.arange(count, device=query.device)
+    for start in range(0, count, QUERIES_AT_ONCE):
+        stop = min(count, start + QUERIES_AT_ONCE)
+        seen = slice(kind.first_seen(start), stop)
+        rows, keys = position[start:stop, None], position[None, seen]
+        block = query[:, :, start:stop].flatten(1, 2)
+        score = (block @ stored_key[:, seen].mT).unflatten(1, (groups, -1))
+        if latest:
+            near = slice(max(int(exact_from(position[start], latest)), seen.start), stop)
+            left = near.start - seen.start
+            is_exact = position[None, near] >= exact_from(rows, latest)
+            nearby = (block @ key[:, near].mT).unflatten(1, (groups, -1))
+            score[..., left:] = torch.where(is_exact, nearby, score[..., left:])
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        hidden = keys > rows
+        if kind.chunked:
+            hidden = hidden | (keys // kind.window != rows // kind.window)
+        elif kind.window:
+            hidden = hidden | (rows - keys >= kind.window)
+        score.masked_fill_(hidden, -math.inf)
+        if sinks is None:
+            weight = score.softmax(-1)
+        else:
+            column = sinks.float().view(heads, groups, 1, 1).expand(*score.shape[:3], 1)
+            weight = torch.cat([score, column], -1).softmax(-1)[..., :-1]
+        if latest:
+            from_exact = (weight[..., left:] * is_exact).flatten(1, 2) @ value[:, near]
+            weight[..., left:].masked_fill_(is_exact, 0)
+            result = weight.flatten(1, 2) @ stored_value[:, seen] + from_exact
+        else:
+            result = weight.flatten(1, 2) @ stored_value[:, seen]
+        out[start:stop] = result.view(heads * groups, stop - start, -1).transpose(0, 1)
+    return out
+
+
+_judge: ContextVar[Judge] = ContextVar("judge")
+
+
+@contextmanager
+def judged(model: PreTrainedModel, policy: Policy) -> Iterator[Judge]:
+    """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
+    over a cache by `policy`. After it the model's attention is its own again."""
+    own, judge = model.config._attn_implementation, Judge(model.config, policy, model.dtype)
+    decoder_of(model).set_attn_implementation({"": JUDGED})
+    token = _judge.set(judge)
+    try:
+        yield judge
+    finally:
+        _judge.reset(token)
+        model.set_attn_implementation(own)
+
+
+def judged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function inside `judged`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights."""
+    judge, layer = _judge.get(None), module.layer_idx
+    if judge is None:
+        raise RuntimeError(f"attention implementation {JUDGED!r} works inside quantkv's judged(model, policy) only")
+    if key.shape[2] != query.shape[2]:
+        refuse("past_key_values", f"{key.shape[2] - query.shape[2]} tokens", "a judged pass takes whole sequences and no cache")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    exact, kind = judge.exact(layer), judge.plans[layer].kind
+    outs = [
+        attend(q, k, v, judge.rows(layer, k, v), scale, exact, kind, softcap or 0.0, s_aux).to(query.dtype)
+        for q, k, v in zip(query, key, value)
+    ]
+    return torch.stack(outs), None
+
+
+def judged_mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """transformers' mask function inside `judged`: causality and windows are known by layer, and there is nothing else to mask."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise NotImplementedError("attention_mask: a judged pass takes sequences without padding")
+
+
+AttentionInterface.register(JUDGED, judged_attention)
+AttentionMaskInterface.register(JUDGED, judged_mask)

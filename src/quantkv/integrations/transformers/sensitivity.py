@@ -1,0 +1,154 @@
+"""How much a model loses where the keys, or the values, of one layer alone are stored in a format: from one backward pass.
+
+To second order the KL between the exact predictions and others is that of a change e of an attention's output: half the mean of
+`(g . e)^2`, g the gradient of the loss of a token drawn from the exact predictions. So one backward pass gives g for every layer, and each
+format costs one attention of one layer instead of a pass of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ...checks import refuse
+from ...policy import Policy
+from .attention import decoder_of
+from .judged import Judge, attend, judged_mask
+
+CAPTURED = "quantkv_captured"
+SKIPPED = 64  # queries at the beginning of a context, which see little of a cache
+SIDES = ("k", "v")
+
+Sensitivities = dict[tuple[int, str, str], float]  # by layer, side and format: nats a token
+
+
+class Seen(NamedTuple):
+    """What one layer's attention was given, and what it gave. Axes as in `judged.attend`; out `[N, HQ, D_V]`, with a gradient."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    softcap: float
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+
+
+class Capture:
+    """Registered as an attention function while a model runs over one context: keeps what each layer saw."""
+
+    current: Capture | None = None
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.layers = judge, {}
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        scale, layer = query.shape[-1] ** -0.5 if scaling is None else scaling, module.layer_idx
+        out = attend(query[0], key[0], value[0], (key[0], value[0]), scale, None, self.judge.plans[layer].kind, softcap or 0.0, sinks)
+        out.retain_grad()
+        own = None if sinks is None else sinks.detach()
+        self.layers[layer] = Seen(query[0].detach(), key[0].detach(), value[0].detach(), scale, softcap or 0.0, own, out)
+        return out[None].to(query.dtype)
+
+
+def captured_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function inside `sensitivities`."""
+    if Capture.current is None:
+        raise RuntimeError(f"attention implementation {CAPTURED!r} works inside quantkv's sensitivities() only")
+    return Capture.current(module, query, key, value, scaling, softcap, s_aux), None
+
+
+AttentionInterface.register(CAPTURED, captured_attention)
+AttentionMaskInterface.register(CAPTURED, judged_mask)
+
+
+def sensitivities(
+    model: PreTrainedModel,
+    contexts: torch.Tensor,
+    formats: Sequence[str],
+    policy: Policy,
+    on_step: Callable[[str, int], None] = lambda name, step: None,
+) -> Sensitivities:
+    """KL in nats a token by layer, side ("k" or "v") and format, of that layer's side alone.
+
+    contexts: tokens `[N, T]` int64. policy: its calibration and exact tokens, which formats are tried with; its formats do not matter.
+    on_step: called with what is done and the number of layers that are through, of N * layers.
+    The sum over layers predicts the KL of all together within a factor of two. ValueError for contexts of at most 64 tokens.
+    """
+    if contexts.shape[1] <= SKIPPED:
+        refuse("contexts.shape[1]", contexts.shape[1], f"more than {SKIPPED} tokens are needed")
+    judges = {name: Judge(model.config, Policy(name, calibration=policy.calibration, exact=policy.exact), model.dtype) for name in formats}
+    judge, sums, step = next(iter(judges.values())), {}, 0
+    for index, ids in enumerate(contexts):
+        on_step("gradients", step)
+        seen = _backward(model, ids.to(model.device), judge, index)
+        for layer, one in sorted(seen.items()):
+            on_step(f"layer {layer}", step)
+            for (side, name), value in _losses(layer, one, judges).items():
+                sums[layer, side, name] = sums.get((layer, side, name), 0.0) + value / len(contexts)
+            step += 1
+    on_step("", step)
+    return sums
+
+
+def _backward(model: PreTrainedModel, ids: torch.Tensor, judge: Judge, seed: int) -> dict[int, Seen]:
+    """Every layer's rows and output over tokens `[T]`, with the gradient of the loss of tokens drawn from the predictions."""
+    own, needed = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
+    capture = Capture(judge)
+    try:
+        for parameter in needed:
+            parameter.requires_grad_(False)
+        decoder_of(model).set_attn_implementation({"": CAPTURED})
+        Capture.current = capture
+        with torch.enable_grad():
+            embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()
+            predicted = model(inputs_embeds=embedded, use_cache=False).logits[0].float().log_softmax(-1)
+            chances = predicted.detach().exp().cpu()
+            drawn = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(seed)).to(ids.device)
+            (-predicted.gather(1, drawn)[SKIPPED:].sum()).backward()
+    finally:
+        Capture.current = None
+        model.set_attn_implementation(own)
+        for parameter in needed:
+            parameter.requires_grad_(True)
+    return capture.layers
+
+
+@torch.no_grad()
+def _losses(layer: int, seen: Seen, judges: dict[str, Judge]) -> dict[tuple[str, str], float]:
+    """Of one layer, by side and format."""
+    query, key, value, scale, softcap, sinks, out = seen
+    losses, known = {}, {}
+    for name, judge in judges.items():
+        fmt = judge.policy.of(layer, judge.dtype)
+        stored = judge.rows(layer, key, value)
+        exact, kind = judge.exact(layer), judge.plans[layer].kind
+        for side, codec, rows in (("k", fmt.k, (stored[0], value)), ("v", fmt.v, (key, stored[1]))):
+            if (side, codec.name) not in known:
+                change = (attend(query, key, value, rows, scale, exact, kind, softcap, sinks) - out.detach()) * out.grad
+                by_query = change[SKIPPED:].sum((1, 2)).double()
+                known[side, codec.name] = 0.5 * by_query.square().mean().item()
+            losses[side, name] = known[side, codec.name]
+    return losses

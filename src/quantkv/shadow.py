@@ -1,0 +1,314 @@
+"""16-bit copies of the tokens that are read exactly, in front of the pages of a cache.
+
+Every token is quantized into its page. Some pages have a *shadow*, a page of 16-bit rows in a small pool, found by the number of the
+page. Which ones is worked out once a step, on the device, from the block table alone: an engine keeps no state for it. A page that was
+moved, shared or computed elsewhere has no shadow, and is read quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import checks
+from .cache import PagedCache
+from .calls import AttentionOptions, Segment
+from .exact import ExactTokens
+from .formats import get_format
+
+FEW_QUERIES = 8  # of a sequence: a step of decode, or of verification, for which first and latest tokens are one segment
+
+
+class ExactStep:
+    """What one step reads exactly, filled by `ExactPages.advance`: int32 tensors of S sequences and T new tokens, which stay where they
+    are from step to step, so that prepared calls and graphs read the latest numbers.
+
+    slots: `[T]`, where the copies of the new tokens go; -1: nowhere.
+    joined: for at most `FEW_QUERIES` queries a sequence, else None: `block_table [S, pages]`, the first shadows and after them the latest
+        ones, `key_start [S]`, which puts the latest at their positions and the first right before these, and `key_range [S, 2]` of what
+        is read quantized.
+    first: `block_table` and `key_range` of the first tokens; None where there are none. latest: `block_table` and `key_start`.
+    between: `key_range` of what is read quantized beside `first` and `latest`: here each key stands at its own position.
+    """
+
+    def __init__(self, tokens: ExactTokens, block_size: int, num_seqs: int, num_tokens: int, device: torch.device, few: bool) -> None:
+        first, latest = shadows_of(tokens, block_size)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        with torch.inference_mode(False):
+            self.slots = integers(num_tokens).fill_(-1)
+            self.between = integers(num_seqs, 2)
+            self.latest = integers(num_seqs, latest), integers(num_seqs)
+            self.first = (integers(num_seqs, first), integers(num_seqs, 2)) if first else None
+            self.joined = (integers(num_seqs, first + latest), integers(num_seqs), integers(num_seqs, 2)) if first and few else None
+
+    def part(self, num_seqs: int, few: bool) -> ExactStep:
+        """The same step for its first sequences: views."""
+        part = object.__new__(ExactStep)
+        part.slots, part.between = self.slots, self.between[:num_seqs]
+        for name in ("latest", "first", "joined"):
+            tensors = getattr(self, name)
+            setattr(part, name, None if tensors is None or (name == "joined" and not few) else tuple(t[:num_seqs] for t in tensors))
+        return part
+
+
+class ExactPages:
+    """Which pages have a shadow, for all layers that share block tables: on the device, and changed by its operations alone.
+
+    tokens: which are exact. num_seqs: sequences for which the pool has room, `shadows_needed` pages; where more are in use, those that
+        have a shadow keep it.
+    num_blocks: pages of a cache. `make_room` adds more of both.
+    shadow_of: int64 `[num_blocks + 1]`, the shadow of each page, -1 for none; owner: int64 `[P + 1]`, the page of each shadow, or -1;
+        stamp: int64 `[P + 1]`, the step in which it was last of interest; now: int64, the step. The last entries are for what is to be
+        dropped.
+    A shadow is believed only where the K rows beside it, as the cache that `watch` names stored them, are those of the page: whoever
+    overwrites a page behind our back changes them. That should be the last of the layers, whose rows depend on the whole context.
+    """
+
+    def __init__(
+        self, tokens: ExactTokens, block_size: int, num_seqs: int, num_blocks: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
+        self.tokens, self.block_size, self.device = tokens, block_size, torch.device(device)
+        self.first, self.latest = shadows_of(tokens, block_size)
+        self.watched: PagedCache | None = None
+        with torch.inference_mode(False):
+            self.copies = torch.zeros(0, dtype=torch.uint8, device=self.device)  # [P + 1, HK, block_size, bytes] of rows of `watched`
+            self._column = torch.arange(self.first + self.latest, device=self.device)
+            self._within = torch.arange(block_size, device=self.device)
+        self.state: torch.Tensor | None = None
+        self._resize(shadows_needed(tokens, block_size, num_seqs), num_blocks)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._views()
+
+    def _resize(self, num_shadows: int, num_blocks: int) -> None:
+        old = () if self.state is None else (self.now[None], self.owner[:-1], self.stamp[:-1], self.shadow_of[:-1])
+        with torch.inference_mode(False):
+            self.state = torch.full((1 + 2 * (num_shadows + 1) + num_blocks + 1,), -1, device=self.device)
+            self.num_shadows, self.num_blocks = num_shadows, num_blocks
+            self._views()
+            self.now.zero_(), self.stamp.zero_()
+            for new, held in zip((self.now[None], self.owner, self.stamp, self.shadow_of), old):
+                new[: len(held)] = held
+            if len(self.copies):
+                self.copies = torch.cat([self.copies, self.copies.new_zeros(num_shadows + 1 - len(self.copies), *self.copies.shape[1:])])
+
+    def _views(self) -> None:
+        """Everything lies in one tensor, so that whoever captured a graph over it can tell that it is another."""
+        count = self.num_shadows + 1
+        self.now, self.owner, self.stamp = self.state[0], self.state[1 : 1 + count], self.state[1 + count : 1 + 2 * count]
+        self.shadow_of = self.state[1 + 2 * count :]
+
+    def make_room(self, num_seqs: int, num_blocks: int) -> None:
+        """For at least so many sequences and pages."""
+        num_shadows = max(shadows_needed(self.tokens, self.block_size, num_seqs), self.num_shadows)
+        if num_shadows > self.num_shadows or num_blocks > self.num_blocks:
+            self._resize(num_shadows, max(num_blocks, self.num_blocks))
+
+    def watch(self, pages: PagedCache) -> None:
+        """Keep copies of the K rows that `pages` stores."""
+        known, self.watched = self.watched, pages
+        self.make_room(0, pages.num_blocks)
+        if known is None or known.spec != pages.spec:
+            heads, size, width = pages.spec.num_kv_heads, self.block_size, sum(rows.shape[3] for rows in _rows(pages))
+            with torch.inference_mode(False):
+                self.copies = torch.zeros(self.num_shadows + 1, heads, size, width, dtype=torch.uint8, device=self.device)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Rows of the watched pages, and their copies."""
+        rows = _rows(self.watched)
+        return zip(rows, self.copies.split([t.shape[3] for t in rows], 3))
+
+    def clear(self) -> None:
+        """No page has a shadow any more."""
+        self.shadow_of.fill_(-1), self.owner.fill_(-1), self.stamp.fill_(0)
+
+    def forget(self, pages: torch.Tensor) -> None:
+        """Pages `[N]`, int64, have no shadow any more."""
+        shadow = self.shadow_of[pages]
+        self.shadow_of[pages] = -1
+        self._put(shadow >= 0, shadow, owner=-1, stamp=0)
+
+    def _put(self, where: torch.Tensor, shadow: torch.Tensor, owner: torch.Tensor | int, stamp: torch.Tensor | int) -> None:
+        index = torch.where(where, shadow, self.num_shadows)
+        for state, value in ((self.owner, owner), (self.stamp, stamp)):
+            state[index] = value if isinstance(value, torch.Tensor) else torch.full_like(index, value)
+
+    def _assign(self, where: torch.Tensor, page: torch.Tensor, shadow: torch.Tensor | int) -> None:
+        self.shadow_of[torch.where(where, page, self.num_blocks)] = torch.where(where, shadow, -1)
+
+    def advance(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, slot_mapping: torch.Tensor, step: ExactStep
+    ) -> None:
+        """Before the step in which `slot_mapping [T]` is written to and read by queries `cu_seqlens_q [S + 1]`: which pages it reads
+        exactly, into `step`. block_table: int `[S, pages]`. seq_lens: int `[S]`, keys, the new ones included.
+
+        Nothing here waits for the device or depends on what a tensor holds, so that it can be captured in a graph. Whatever else changes
+        pages that this step reads must have done so before.
+        """
+        size, first = self.block_size, self.first
+        step.slots.fill_(-1)
+        if not block_table.shape[1]:  # no sequence holds a token
+            return
+        length, new = seq_lens.long()[:, None], cu_seqlens_q.long().diff()[:, None]
+        base = (length - self.tokens.latest).clamp_min(0) // size  # the page in which the latest tokens begin
+        index = torch.where(self._column < first, self._column, base + (self._column - first))  # [S, pages of interest]
+        held = index * size < length
+        page = block_table.gather(1, torch.where(held, index, 0).clamp_max(block_table.shape[1] - 1)).long()
+        page = torch.where(held & (page >= 0) & (page < self.num_blocks), page, self.num_blocks)
+        self.now += 1
+        self._doubt(page, index, length - new)
+        self._claim(page, index, length, new, cu_seqlens_q, slot_mapping)
+        shadow = self.shadow_of[page]
+        self._lay_out(shadow, held, base, length, new, step)
+        if len(slot_mapping):
+            slots = slot_mapping.long()
+            copy = self.shadow_of[torch.where(slots >= 0, slots // size, self.num_blocks).clamp_max(self.num_blocks)]
+            step.slots[: len(slots)] = torch.where(copy >= 0, copy * size + slots % size, -1)
+
+    def _doubt(self, page: torch.Tensor, index: torch.Tensor, stored: torch.Tensor) -> None:
+        """Forget shadows of pages `[S, N]` that do not hold what was stored. stored: `[S, 1]`, tokens that were before this step."""
+        if self.watched is None:
+            return
+        shadow = self.shadow_of[page]
+        known, real = shadow.clamp_min(0), page.clamp_max(self.watched.num_blocks - 1)
+        before = index[..., None] * self.block_size + self._within < stored[..., None]  # [S, N, block_size]
+        differs = torch.zeros_like(before)
+        for rows, copies in self._pairs():
+            differs |= (rows[real] != copies[known]).any(-1).any(2)
+        wrong = (differs & before).any(-1) & (shadow >= 0)
+        self._assign(wrong, page, -1)
+        self._put(wrong, shadow, owner=-1, stamp=0)
+
+    def _claim(self, page, index, length, new, cu_seqlens_q, slot_mapping) -> None:
+        """Give a shadow to the pages of which this step writes the first slot: the n-th takes the n-th oldest shadow, unless that is
+        in use."""
+        size, shadow = self.block_size, self.shadow_of[page]
+        self.stamp[torch.where(shadow >= 0, shadow, self.num_shadows)] = self.now
+        if not len(slot_mapping):
+            return
+        token = (cu_seqlens_q[:-1, None] + index * size - (length - new)).clamp(0, len(slot_mapping) - 1)  # of the first slot, if one is
+        written = (page < self.num_blocks) & (slot_mapping[token.long()] == page * size)
+        once = (self._column < self.first) | (index >= self.first)  # a page that is of the first and of the latest
+        claim = (written & once & (shadow < 0)).flatten()
+        page = page.flatten()
+        oldest = torch.sort(self.stamp[:-1], stable=True).indices
+        rank = claim.cumsum(0) - 1
+        taken = oldest[rank.clamp(0, self.num_shadows - 1)]
+        claim = claim & (rank < self.num_shadows) & (self.stamp[taken] < self.now)
+        before = self.owner[taken]
+        self._assign(claim & (before >= 0), before, -1)
+        self._assign(claim, page, taken)
+        self._put(claim, taken, page, self.now.expand_as(taken))
+
+    def _lay_out(self, shadow, held, base, length, new, step: ExactStep) -> None:
+        """Fill `step`. All in pages `[S, 1]`: begin, how many of the first have a shadow; end, from where on all have one."""
+        size, first = self.block_size, self.first
+        pages = (length + size - 1) // size
+        shadowed = shadow >= 0
+        begin = shadowed[:, :first].long().cumprod(1).sum(1, keepdim=True)
+        missing = held[:, first:] & ~shadowed[:, first:]
+        end = base + (missing * (self._column[first:] - first + 1)).amax(1, keepdim=True)
+        end = torch.maximum(end, begin)
+        exact_from = torch.where((end < pages) | (begin == pages), end * size, length)
+        latest = (end - base + self._column[: self.latest]).clamp_max(self.latest - 1) + first
+        shadow = shadow.clamp_min(0)
+        step.latest[0].copy_(shadow.gather(1, latest))
+        step.latest[1].copy_(exact_from[:, 0])
+        step.between.copy_(torch.cat([begin * size, exact_from], 1))
+        if step.first is None:
+            return
+        step.first[0].copy_(shadow[:, :first])
+        step.first[1].copy_(torch.cat([torch.zeros_like(begin), begin * size], 1))
+        if step.joined is None:
+            return
+        # The first stand right before the latest: every query must be beyond them. Where one is not, they are read quantized.
+        begin = begin * ((exact_from <= length - new + 1) | (end == begin))
+        table, key_start, between = step.joined
+        column = torch.where(self._column < begin, self._column, (end - base - begin + self._column).clamp_max(self.latest - 1) + first)
+        table.copy_(shadow.gather(1, column))
+        key_start.copy_((exact_from - begin * size)[:, 0])
+        between.copy_(torch.cat([begin * size, exact_from], 1))
+
+    def note(self, slot_mapping: torch.Tensor, step: ExactStep) -> None:
+        """After the watched cache stored the rows of the step: keep copies of them."""
+        slots, copies = slot_mapping.long().clamp_min(0), step.slots[: len(slot_mapping)].long()
+        page, within = slots // self.block_size, slots % self.block_size
+        target = torch.where(copies >= 0, copies // self.block_size, self.num_shadows)
+        for rows, kept in self._pairs():
+            kept[target, :, within] = rows[page, :, within]
+
+
+class ShadowedCache:
+    """One layer's cache with the 16-bit pages in front of it. `prepare_write` and `prepare_attend` take it in place of a `PagedCache`.
+
+    pages: of all tokens. shadow: `exact.num_shadows` pages, see `shadow_pages`. exact: which pages have one.
+    """
+
+    def __init__(self, pages: PagedCache, shadow: PagedCache, exact: ExactPages) -> None:
+        spec, own = pages.spec, shadow.spec
+        expected = (spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
+        if (own.num_kv_heads, own.head_size, own.head_size_v, own.block_size) != expected:
+            checks.refuse("shadow.spec", own, f"pages are {spec}")
+        self.pages, self.shadow, self.exact = pages, shadow, exact
+        self.device, self.maps, self.kind = pages.device, pages.maps, (pages.kind, shadow.kind)
+
+    def stored(self, slot_mapping: torch.Tensor, step: ExactStep) -> None:
+        """The rows of the step are in the pages."""
+        if self.exact.watched is self.pages:
+            self.exact.note(slot_mapping, step)
+
+    def segments(self, block_table: torch.Tensor, step: ExactStep, apart: bool) -> tuple[Segment, ...]:
+        """What a step reads. apart: each key at its own position, for many queries and for options that go by position."""
+        if step.joined is not None and not apart:
+            table, key_start, between = step.joined
+            return self.pages.segment(block_table, None, between), self.shadow.segment(table, key_start)
+        pages = self.pages.segment(block_table, None, step.between)._replace(complete=True)
+        found = [pages, self.shadow.segment(*step.latest)]
+        if step.first is not None:
+            found.append(self.shadow.segment(step.first[0], None, step.first[1]))
+        return tuple(found)
+
+
+def shadow_pages(pages: PagedCache, num_shadows: int, dtype: torch.dtype, buffer: torch.Tensor | None = None) -> PagedCache:
+    """Pages of `dtype` for the shadows of `pages`."""
+    spec = pages.spec
+    own = get_format("none", dtype).cache_spec(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
+    scale = 1.0 if pages.maps.v is not None else pages.v.scale  # what segments without a map share
+    return PagedCache(own, num_shadows, pages.device, buffer=buffer, v_scale=scale)
+
+
+def shadows_of(tokens: ExactTokens, block_size: int) -> tuple[int, int]:
+    """Most pages that a sequence's first and latest tokens lie in."""
+    return -(-tokens.first // block_size), max(tokens.latest + block_size - 2, 0) // block_size + 1
+
+
+def shadows_needed(tokens: ExactTokens, block_size: int, num_seqs: int) -> int:
+    """Pages of a pool with room for so many sequences: one more for each, for the page that comes while the oldest is still read."""
+    return num_seqs * (sum(shadows_of(tokens, block_size)) + 1)
+
+
+def goes_by_position(options: AttentionOptions) -> bool:
+    """Whether more than causality depends on where a key stands."""
+    tensors = (options.alibi_slopes, options.qq_bias)
+    return bool(options.window) or any(t is not None for t in tensors)
+
+
+def _rows(pages: PagedCache) -> list[torch.Tensor]:
+    """K's codes, and its metadata where it has any, as bytes `[num_blocks, HK, block_size, bytes]`."""
+    codes, _, meta, _ = pages.spec.sections
+    return [pages.buffer[:, :, offset : offset + size].unflatten(2, (pages.spec.block_size, -1)) for offset, size in (codes, meta) if size]
+
+
+def as_segments(cache: Any, block_table: torch.Tensor, ranges: tuple, step: ExactStep | None, apart: bool) -> tuple[Segment, ...]:
+    """What is read of a cache, with shadows or without."""
+    if not isinstance(cache, ShadowedCache):
+        return (cache.segment(block_table, *ranges),)
+    if step is None:  # nothing says what is exact
+        return (cache.pages.segment(block_table, *ranges),)
+    return cache.segments(block_table, step, apart)

@@ -1,0 +1,229 @@
+"""Exact tokens in front of the pages: what is read exactly, to the token, whatever happens to pages; and nothing wrong is ever read."""
+
+import pytest
+import torch
+
+from exact_engine import HEADS, SIZE, Captured, D, Engine
+from quantkv import PagedCache, get_format, prepare_attend, prepare_write
+from quantkv.calls import AttendCall, Batch
+from quantkv.exact import ExactTokens
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.shadow import ExactPages, ExactStep, ShadowedCache, shadow_pages
+
+
+def rule(length, first, latest):
+    """The positions that are exact where every page had room for its shadow."""
+    return {j for j in range(length) if j < -(-first // SIZE) * SIZE or j >= max(length - latest, 0) // SIZE * SIZE}
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("first", "latest"), [(16, 24), (0, 24), (32, 1), (4, 0), (20, 100)])
+def test_every_length(first, latest, few):
+    """From nothing, token by token."""
+    engine = Engine(first=first, latest=latest, few=few, seqs=1)
+    for length in range(1, 150):
+        assert engine.step([1]) == [rule(length, first, latest)], length
+
+
+OPTIONS = {"plain": {}, "window": {"window": 21}, "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])}}
+
+
+@pytest.mark.parametrize(("few", "options"), [(True, "plain"), (False, "plain"), (True, "window"), (False, "alibi")])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed, few, options):
+    """Prompts in chunks beside sequences that decode; sequences end, begin with pages of others, or anew; the pool has room for all, or
+    for less than half."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    first, latest = (16, 0, 32, 5)[seed % 4], (24, 40, 3)[seed % 3]
+    engine = Engine(first=first, latest=latest, few=few, seqs=3, room=1 + 2 * (seed % 2), seed=seed, layers=2)
+    for _ in range(40):
+        i = integer(0, 3)
+        if integer(0, 6) == 0 or len(engine.seqs[i]) > 180:
+            engine.drop(i)
+            source = integer(0, 3)
+            if source != i and integer(0, 2):
+                engine.share(source, i, integer(0, len(engine.seqs[source]) // SIZE + 1))
+        counts = [integer(2, 70) if integer(0, 4) == 0 else integer(0, 2) for _ in range(3)]
+        if any(counts):
+            engine.step(counts, **OPTIONS[options])
+
+
+def test_a_small_pool_leaves_the_copies_to_those_that_have_them():
+    """Room for one sequence of four: some keep their exact tokens, none reads another's."""
+    engine = Engine(room=1, few=False)
+    assert [len(exact) for exact in engine.step([40, 40, 40, 40])] == [40, 16, 0, 0]
+    for _ in range(60):
+        assert engine.step([1, 1, 1, 1])[0] >= set(range(16))
+    engine.drop(0)
+    assert any([bool(exact) for exact in engine.step([0, 1, 1, 1])] for _ in range(60))
+
+
+def prepared(**options):
+    engine = Engine(latest=40, seqs=2, layers=2, **options)
+    engine.step([70, 90])
+    for _ in range(3):
+        engine.step([1, 1])
+    assert engine.step([1, 1]) == [rule(74, 16, 40), rule(94, 16, 40)]
+    return engine
+
+
+@pytest.mark.parametrize("fmt", ["int4", "fp8", "int2", "tq3"])
+@pytest.mark.parametrize("slots", [range(SIZE), [0], [15], [7, 8]], ids=str)
+@pytest.mark.parametrize("page", [0, 2, 3])
+def test_a_page_overwritten_behind_our_back_is_not_believed(page, slots, fmt):
+    """The first page, and two of the latest: what is read then is what the page holds."""
+    engine = prepared(fmt=fmt)
+    engine.overwrite(0, page, slots)
+    engine.pool.lose(engine.seqs[0].pages[page])
+    first, second = engine.step([1, 1])
+    assert first == {j for j in rule(75, 16, 40) if j >= ((page + 1) * SIZE if page else 32)} | (set(range(16)) if page else set())
+    assert second == rule(95, 16, 40)
+    assert engine.step([1, 1])[0] < rule(76, 16, 40)
+
+
+def test_first_pages_count_from_the_beginning():
+    """The first of two is lost: the second has a copy, but does not stand at the beginning."""
+    engine = Engine(first=32, latest=8, seqs=1)
+    engine.step([100])
+    engine.overwrite(0, 0)
+    engine.pool.lose(engine.seqs[0].pages[0])
+    assert engine.step([1]) == [set(range(80, 101))]
+    assert int(engine.exact.shadow_of[engine.seqs[0].pages[1]]) >= 0
+
+
+@pytest.mark.parametrize("part", ["codes", "meta"])
+def test_every_byte_of_the_last_layers_keys_counts(part):
+    engine = prepared()
+    page = engine.seqs[0].pages[2]
+    getattr(engine.pages.k, part).view(torch.uint8)[page, 3, 1, 1] ^= 1
+    engine.pool.lose(page)
+    assert engine.step([1, 1]) == [rule(75, 16, 40) - set(range(32, 48)), rule(95, 16, 40)]
+
+
+def test_the_token_of_the_last_step_is_looked_at():
+    """A page that holds one token, taken by somebody else before the next step."""
+    engine = Engine(seqs=1)
+    engine.step([48]), engine.step([1])
+    engine.overwrite(0, 3, [0])
+    engine.pool.lose(engine.seqs[0].pages[3])
+    assert engine.step([1]) == [set(range(16))]
+
+
+def test_moved_pages_are_read_quantized():
+    """Into pages that were another's, copies of which are still in the pool: nothing exact is left, until a page begins."""
+    engine = Engine(seqs=2)
+    engine.step([60, 75])
+    engine.drop(0)
+    engine.move(1)
+    assert len(set(engine.seqs[1].pages) & {p for p, s in enumerate(engine.exact.shadow_of.tolist()) if s >= 0}) >= 3
+    assert engine.step([0, 1]) == [set(), set()]
+    for _ in range(5):
+        found = engine.step([0, 1])
+    assert found[1] == {80}
+
+
+def test_pages_that_come_back_as_they_were_are_believed():
+    """Stored to another place and loaded again: the same bytes in the same page."""
+    engine = prepared()
+    for cache in engine.caches:
+        kept = cache.pages.buffer.clone()
+        cache.pages.buffer.random_(0, 256)
+        cache.pages.buffer.copy_(kept)
+    assert engine.step([1, 1]) == [rule(75, 16, 40), rule(95, 16, 40)]
+
+
+def test_without_copies_the_very_numbers_of_the_format():
+    """As after everything was lost. Tokens that are not stored again begin no page, not even the first of one."""
+    engine = Engine(seqs=2)
+    engine.step([49, 75])
+    engine.exact.clear()
+    engine.pool.shadow.clear()
+    plain = engine.pages
+    seen = []
+    for exact in (True, False):
+        table = torch.tensor([(s.pages + [0] * 5)[:5] for s in engine.seqs], dtype=torch.int32)
+        lens, starts = torch.tensor([49, 75], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+        step = engine.new_step(2, 2)
+        engine.exact.advance(table, lens, starts, torch.full((2,), -1), step)
+        attend = prepare_attend(block_table=table, seq_lens=lens, max_query_len=1, exact=step if exact else None)
+        q = torch.randn(2, 4, D, generator=torch.Generator().manual_seed(0))
+        seen.append(attend(engine.caches[-1] if exact else plain, q, return_lse=True))
+    assert (engine.exact.shadow_of == -1).all()
+    assert torch.equal(seen[0][0], seen[1][0]) and torch.equal(seen[0][1], seen[1][1])
+
+
+def test_triton_reads_the_same():
+    pytest.importorskip("triton")
+    engine = Engine(fmt="int4", seqs=2, layers=1, implementation="triton")
+    for counts in ([40, 21], [1, 1], [3, 20], [1, 1], [17, 1]):
+        engine.step(counts)
+    engine.few = False
+    engine.step([9, 2])
+
+
+def test_prompts_by_the_dense_path():
+    """Long chunks, of which the queries come before, in and after what is exact."""
+    engine = Engine(seqs=1, few=False, implementation="dense")
+    for count in (130, 128, 141):
+        assert engine.step([count]) == [rule(len(engine.seqs[0]), 16, 24)]
+    engine.overwrite(0, 0)
+    engine.pool.lose(engine.seqs[0].pages[0])
+    assert engine.step([128]) == [rule(527, 16, 24) - set(range(16))]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", ["int4", "tq3", "int8"])
+def test_hopper_takes_both_layouts(name, apart):
+    """Types, strides and shapes of what `ExactPages` fills, for a part of the sequences that it has room for."""
+    pages = PagedCache(get_format(name).cache_spec(2, 128), 4)
+    exact = ExactPages(ExactTokens(16, 24), 16, 5, 4)
+    cache = ShadowedCache(pages, shadow_pages(pages, 4, torch.bfloat16), exact)
+    step = ExactStep(exact.tokens, 16, 5, 5, pages.device, few=True).part(3, few=True)
+    segments = cache.segments(torch.zeros(3, 4, dtype=torch.int32), step, apart)
+    assert len(segments) == 2 + apart
+    batch = Batch.of(None, torch.ones(3, dtype=torch.int32))
+    assert hopper._unsupported(AttendCall(torch.zeros(3, 8, 128, dtype=torch.bfloat16), segments, batch)) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("engine", [Engine, Captured])
+def test_on_a_gpu_and_in_a_graph(engine):
+    """Sequences that end and begin anew between replays; pages that somebody overwrites."""
+    engine = engine(seqs=3, room=2, layers=2, device="cuda")
+    engine.step([40, 21, 70])
+    for i in range(80):
+        if i % 23 == 22:
+            engine.drop(i % 3)
+            engine.step([33 * (i % 3 == s) for s in range(3)])
+        if i % 17 == 16:
+            engine.overwrite(1, 0)
+            engine.pool.lose(engine.seqs[1].pages[0])
+        engine.step([1, 1, 1])
+
+
+def test_refused():
+    engine = Engine(seqs=1)
+    cache, rows, slots = engine.caches[0], torch.zeros(1, HEADS, D), torch.zeros(1, dtype=torch.int64)
+    before = [t.clone() for t in (cache.pages.buffer, cache.shadow.buffer)]
+    with pytest.raises(ValueError, match="exact=None"):
+        prepare_write(slots)(cache, rows, rows)
+    assert all(map(torch.equal, before, (cache.pages.buffer, cache.shadow.buffer)))
+    lens, table = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="key_start and key_range"):
+        prepare_attend(block_table=table, seq_lens=lens, exact=engine.new_step(1, 1), key_start=lens)
+    other = PagedCache(get_format("int4").cache_spec(HEADS, D, block_size=32), 2)
+    with pytest.raises(ValueError, match=r"shadow\.spec"):
+        ShadowedCache(other, shadow_pages(engine.pages, 2, torch.float32), engine.exact)
+
+
+def test_a_cache_with_copies_can_be_read_without_them():
+    engine = Engine(seqs=1)
+    engine.step([60])
+    q = torch.randn(1, 4, D)
+    table = torch.tensor([engine.seqs[0].pages], dtype=torch.int32)
+    given = {"block_table": table, "seq_lens": torch.tensor([60], dtype=torch.int32)}
+    assert torch.equal(prepare_attend(**given)(engine.caches[0], q), engine.pages.attend(q, **given))

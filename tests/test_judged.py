@@ -1,0 +1,181 @@
+"""A judged pass against real pages, token by token: the same rows, and attention over them to the rounding of float32."""
+
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from direct import attend_segments  # noqa: E402
+from quantkv import PagedCache, get_format  # noqa: E402
+from quantkv.calls import AttentionOptions  # noqa: E402
+from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.integrations.passes import Kind  # noqa: E402
+from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.judged import Judge, attend, exact_from, judged, reread  # noqa: E402
+from quantkv.maps import LayerMaps, LinearMap  # noqa: E402
+from quantkv.policy import Policy  # noqa: E402
+from test_transformers import logits, prompts, tiny  # noqa: E402
+
+HQ, HK, D, N = 4, 2, 64, 75
+
+
+def rows(seed=0, heads=HK, count=N):
+    return torch.randn(heads, count, D, generator=torch.Generator().manual_seed(seed))
+
+
+def a_map(seed, offset=False, metric=False):
+    """A map that is no Hadamard matrix, another for each head."""
+    generator = torch.Generator().manual_seed(seed)
+    forward = torch.linalg.qr(torch.randn(HK, D, D, generator=generator, dtype=torch.float64)).Q * 1.5
+    table = torch.randn(2, HK, D, generator=generator) if offset else None
+    spread = torch.randn(HK, D, D, generator=generator) if metric else None
+    weights = None if spread is None else spread @ spread.mT / D + torch.eye(D)
+    return LinearMap(forward.float(), torch.linalg.inv(forward).float(), table, weights)
+
+
+def pages(fmt, key, value, maps=None):
+    """A cache that was written one token after the other, and its block table."""
+    spec = get_format(fmt, torch.float32).cache_spec(HK, D)
+    cache = PagedCache(spec, -(-N // 16), "cpu", maps=maps)
+    for i in range(N):
+        at = torch.tensor([i])
+        cache.write(key[:, i][None], value[:, i][None], at, at)
+    return cache, torch.arange(cache.num_blocks)[None]
+
+
+MAPS = LayerMaps(a_map(1, offset=True), a_map(2))
+METRICS = LayerMaps(a_map(1, offset=True, metric=True), a_map(2, metric=True))
+STORED = [("int4", None), ("int8/int2", None), ("tq3", None), ("fp8", None), ("none", None), ("int4", MAPS), ("levels3", MAPS)]
+STORED += [("levels4/levels2", METRICS), ("levels2", None)]
+
+
+@pytest.mark.parametrize("fmt, maps", STORED)
+def test_rows_are_those_of_pages(fmt, maps):
+    key, value = rows(1), rows(2)
+    key[:, 5] *= 0.01  # a key that a signed codec stores without the offset
+    cache, _ = pages(fmt, key, value, maps)
+    stored = [reread(t, codec, m) for t, codec, m in zip((key, value), (cache.format.k, cache.format.v), (cache.maps.k, cache.maps.v))]
+    at = torch.arange(N)
+    for found, expected in zip(stored, cache.dequantize(at, at)):
+        assert torch.equal(found, expected.transpose(0, 1))
+
+
+def by_segments(query, cache, table, exact_cache, exact, kind, options):
+    """Query by query over first | quantized | latest, as segments of one call each: [N, HQ, D]."""
+    outs = []
+    for p in range(N):
+        length = p + 1
+        first, start = 0, length
+        if exact is not None:
+            first = min(exact.first, length)
+            start = max((length - exact.latest) // 16 * 16, 0) if exact.latest else length
+        start = max(start, first)
+        parts = ((exact_cache, 0, first), (cache, first, start), (exact_cache, start, length))
+        ranged = [
+            c.segment(table, key_range=torch.tensor([[low, high]]))._replace(maps=LayerMaps(c.maps.k, cache.maps.v))
+            for c, low, high in parts
+            if low < high
+        ]
+        lens, starts = torch.tensor([length]), torch.tensor([0, 1])
+        outs.append(attend_segments(query[:, p][None], ranged, seq_lens=lens, cu_seqlens_q=starts, scale=0.2, options=options)[0])
+    return torch.cat(outs)
+
+
+EXACT = [None, ExactTokens(16, 24), ExactTokens(16, 0), ExactTokens(0, 24), ExactTokens(0, 1), ExactTokens(32, 33), ExactTokens(0, 200)]
+
+
+@pytest.mark.parametrize("exact", EXACT, ids=str)
+@pytest.mark.parametrize(
+    "kind, softcap, sinks", [(Kind(), 0, False), (Kind(20), 0, True), (Kind(20, True), 0, False), (Kind(), 3.0, False)]
+)
+def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softcap, sinks):
+    monkeypatch.setattr("quantkv.integrations.transformers.judged.QUERIES_AT_ONCE", 32)
+    query, key, value = rows(0, HQ), rows(1), rows(2)
+    cache, table = pages("int4", key, value, LayerMaps(a_map(1, offset=True)))
+    exact_cache, _ = pages("none", key, value, LayerMaps(None, cache.maps.v))  # segments share the map of their values
+    stored = tuple(t.transpose(0, 1) for t in cache.dequantize(torch.arange(N), torch.arange(N)))
+    sink = torch.linspace(-1, 1, HQ) if sinks else None
+    found = attend(query, key, value, stored, 0.2, exact, kind, softcap, sink)
+    options = AttentionOptions(**kind.options, softcap=softcap, sinks=sink)
+    expected = by_segments(query, cache, table, exact_cache, exact, kind, options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    if exact is not None and exact.latest == 200:  # everything is exact
+        torch.testing.assert_close(found, attend(query, key, value, (key, value), 0.2, None, kind, softcap, sink), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "latest, length, start", [(24, 1, 0), (24, 24, 0), (24, 39, 0), (24, 40, 16), (24, 1000, 976), (1, 16, 0), (1, 17, 16)]
+)
+def test_exact_tokens_begin_with_a_page(latest, length, start):
+    assert exact_from(torch.tensor([length - 1]), latest).tolist() == [start]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2", "gpt_oss", "llama4"])
+def test_models_are_judged_as_they_decode(name):
+    """Through a QuantizedCache token by token. Once a layer's rows are off by a rounding, a later layer may round a code the other way:
+    the two differ by far less than the format does from 16 bits, and not at all where nothing is rounded."""
+    model = use_quantkv_attention(tiny(name))
+    ids, mask = prompts([45])
+    exact = logits(model, None, ids, mask, [0])
+    for fmt, bound in (("none", 1e-5), ("int8", 0.02), ("int4", 0.02)):
+        cache = QuantizedCache(model.config, fmt, dtype=torch.float32)
+        stepped = logits(model, cache, ids, mask, list(range(45)))
+        with judged(model, Policy(fmt)), torch.no_grad():
+            once = model(ids, use_cache=False).logits
+        scale = exact.norm() if fmt == "none" else (stepped - exact).norm()
+        assert (once - stepped).norm() <= bound * scale, fmt
+
+
+def test_exact_tokens_of_a_model():
+    """With as many latest tokens as there are, nothing is lost; where a layer has a window, first tokens change nothing.
+
+    Where a QuantizedCache keeps exact tokens, this is the place to step through it as above.
+    """
+    for name, first_matters in (("llama", True), ("mistral", False)):
+        model = tiny(name)
+        ids, _ = prompts([45])
+
+        def once(exact, model=model, ids=ids):
+            with judged(model, Policy("int2", exact=exact)), torch.no_grad():
+                return model(ids, use_cache=False).logits
+
+        with torch.no_grad():
+            exact = model(ids, use_cache=False).logits
+        assert (once(ExactTokens(latest=45)) - exact).norm() <= 1e-5 * exact.norm()
+        plain, first = once(None), once(ExactTokens(first=16))
+        assert torch.equal(plain, first) is not first_matters
+        assert not math.isclose((once(ExactTokens(latest=16)) - exact).norm(), (plain - exact).norm(), rel_tol=0.05)
+
+
+def test_the_models_attention_comes_back():
+    model = tiny("llama")
+    own = model.config._attn_implementation
+    ids, _ = prompts([8])
+    with judged(model, Policy("int4")) as judge, torch.no_grad():
+        model(ids, use_cache=False)
+    assert model.config._attn_implementation == own
+    assert sorted(judge.specs) == [0, 1] and judge.specs[0].format == "int4"
+
+
+def test_what_a_judged_pass_cannot_do_is_refused():
+    model = tiny("llama")
+    ids, mask = prompts([8, 5])
+    with judged(model, Policy("int4")), torch.no_grad():
+        with pytest.raises(NotImplementedError, match="padding"):
+            model(ids, attention_mask=mask, use_cache=False)
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="past_key_values=8 tokens"):
+            model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"policy\.layers=\[2\]"):
+        Judge(model.config, Policy("int4", {2: "int8"}))
+    with (
+        pytest.raises(ValueError, match=r"maps\.k"),
+        judged(model, Policy("int4", maps={0: LayerMaps(LinearMap(torch.eye(32)[None], torch.eye(32)[None]))})),
+    ):
+        model(ids, use_cache=False)
+    mamba = transformers.FalconH1Config(num_hidden_layers=2)
+    with pytest.raises(NotImplementedError, match="through a QuantizedCache only"):
+        Judge(mamba, Policy("int4"))

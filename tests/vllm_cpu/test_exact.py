@@ -1,0 +1,70 @@
+"""Exact tokens in stock vLLM, which knows nothing of them: nothing of int2 is to be seen where all tokens are exact."""
+
+import engine
+import prompts
+import pytest
+import references
+import tiny_models
+import torch
+from test_smollm2 import BOUNDS, CHUNKED, LAYERS, TIGHT, TOKENS
+
+from test_options import policy
+
+PREFIX = {"enable_prefix_caching": True}
+
+
+@pytest.fixture(scope="module")
+def asked(smollm2):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts.PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2, asked):
+    return [references.continued(smollm2, prompt, TOKENS) for prompt in asked]
+
+
+@pytest.mark.parametrize("arguments", [CHUNKED, TIGHT, PREFIX], ids=["chunked", "preempted", "prefix"])
+def test_all_tokens_exact_say_what_transformers_says(smollm2, asked, expected, tmp_path, arguments):
+    """Copies are made again after a preemption, and found with the pages of a prefix while the pool holds them."""
+    given = policy(tmp_path, format="int2", exact={"first": 16, "latest": 512})
+    report = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, rounds=1 + (arguments is PREFIX), **given, **arguments)
+    assert report.error == "" and set(report.formats) == {"int2"} and len(report.formats) == LAYERS
+    assert (report.preemptions > 0) == (arguments is TIGHT)
+    assert all(answers.tokens == expected for answers in report.answers)
+    assert (sum(report.answers[-1].cached) > 300) == (arguments is PREFIX)
+
+
+def test_a_connector_that_loads_within_a_step_is_refused(tmp_path):
+    given = policy(tmp_path, format="int4", exact={"latest": 24})
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    folder = tiny_models.write("llama", tmp_path / "model")
+    report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, kv_transfer_config=connector, **given)
+    assert "policy.exact with kv_connector='ExampleConnector'" in report.error + report.log
+
+
+@pytest.mark.parametrize("arguments", [TIGHT, PREFIX], ids=["preempted", "prefix"])
+def test_lost_copies_cost_no_more_than_the_format(smollm2, asked, tmp_path, arguments):
+    """Of int4 with few exact tokens: blocks that are taken away and computed again, and blocks of a prefix whose copies are gone."""
+    given = policy(tmp_path, format="int4", exact={"first": 16, "latest": 24})
+    whole = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, **given)
+    found = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, rounds=1 + (arguments is PREFIX), **given, **arguments)
+    assert (found.preemptions > 0) == (arguments is TIGHT)
+    off = differences(found, whole)
+    assert len(off) > TOKENS * len(asked) / 2 and off.mean() < BOUNDS["int4"]
+
+
+def differences(*reports):
+    """|difference of log-probabilities| of the tokens of two answers, as far as they are the same."""
+    assert [report.error for report in reports] == ["", ""]
+    (first, second), off = (report.answers[-1] for report in reports), []
+    for tokens, others, given, other in zip(first.tokens, second.tokens, first.logprobs, second.logprobs):
+        same = next((i for i, (t, o) in enumerate(zip(tokens, others)) if t != o), len(tokens))
+        off.append((torch.tensor(given[:same]) - torch.tensor(other[:same])).abs())
+    return torch.cat(off)
