@@ -27,9 +27,10 @@ template <int N> struct Exact {
       : a(a), rows{a.seq_lens, a.cu_queries, a.exact_start, a.exact_range, a.sequences, a.window}, s(s), head(head), column0(column0) {
     if (s >= a.sequences) return;
     const int queries = rows.queries(s);
-    low = rows.first_slot(s), high = rows.slots(s), context = a.seq_lens[s] - rows.start(s) - queries;
+    const Sequences::Slots slots = rows.all(s);
+    low = slots.first, high = slots.past, context = a.seq_lens[s] - rows.start(s) - queries;
     columns = min(N, queries * GROUP - column0);
-    tile = low / TILE + index, last = high > low && columns > 0 ? (high + TILE - 1) / TILE : low / TILE;
+    tile = slots.first_tile() + index, last = columns > 0 ? slots.last_tile() : slots.first_tile();
     if (tile < last) find();
   }
   DI int tiles() const { return last - low / TILE; }
