@@ -213,7 +213,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
             cells.append("" if run is None else "; ".join(measured(row, run)))
         if any(cells):
             lines.append(f"| {row.label} | {row.must:g} | {row.aim:g} | " + " | ".join(cells) + " |")
-    return lines
+    return lines if len(lines) > 2 else []
 
 
 def measured(row: Row, run: dict[str, Any]) -> list[str]:

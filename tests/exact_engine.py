@@ -119,7 +119,11 @@ class Engine:
         """Numbers of the pages of a sequence that are to be exact."""
         pages = -(-length // SIZE)
         first = range(min(-(-self.tokens.first // SIZE), pages))
-        return [*first, *range(max(length - self.tokens.latest, 0) // SIZE, pages)]
+        return [*first, *range(self.latest_page(length), pages)]
+
+    def latest_page(self, length):
+        """The page in which the latest tokens begin."""
+        return max(length - self.tokens.latest, 0) // SIZE if self.tokens.latest else -(-length // SIZE)
 
     def exact_set(self, seq, length, queries, joined):
         """Positions that are read exactly: the first pages up to the first without a shadow, and the latest back to the first without."""
@@ -129,7 +133,7 @@ class Engine:
         while begin < min(-(-self.tokens.first // SIZE), pages) and has[begin]:
             begin += 1
         end = pages
-        while end > max(length - self.tokens.latest, 0) // SIZE and has[end - 1]:
+        while end > self.latest_page(length) and has[end - 1]:
             end -= 1
         end = max(end, begin)
         latest_from = end * SIZE if end < pages or begin == pages else length

@@ -112,27 +112,25 @@ def test_exact_tokens_begin_with_a_page(latest, length, start):
     assert exact_from(torch.tensor([length - 1]), latest).tolist() == [start]
 
 
+@pytest.mark.parametrize("exact", [None, ExactTokens(16, 8)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2", "gpt_oss", "llama4"])
-def test_models_are_judged_as_they_decode(name):
+def test_models_are_judged_as_they_decode(name, exact):
     """Through a QuantizedCache token by token. Once a layer's rows are off by a rounding, a later layer may round a code the other way:
     the two differ by far less than the format does from 16 bits, and not at all where nothing is rounded."""
     model = use_quantkv_attention(tiny(name))
-    ids, mask = prompts([45])
-    exact = logits(model, None, ids, mask, [0])
+    ids, mask = prompts([60])
+    plain = logits(model, None, ids, mask, [0])
     for fmt, bound in (("none", 1e-5), ("int8", 0.02), ("int4", 0.02)):
-        cache = QuantizedCache(model.config, fmt, dtype=torch.float32)
-        stepped = logits(model, cache, ids, mask, list(range(45)))
-        with judged(model, Policy(fmt)), torch.no_grad():
+        policy = Policy(fmt, exact=exact)
+        stepped = logits(model, QuantizedCache(model.config, policy, dtype=torch.float32), ids, mask, list(range(60)))
+        with judged(model, policy), torch.no_grad():
             once = model(ids, use_cache=False).logits
-        scale = exact.norm() if fmt == "none" else (stepped - exact).norm()
+        scale = plain.norm() if fmt == "none" else (stepped - plain).norm()
         assert (once - stepped).norm() <= bound * scale, fmt
 
 
 def test_exact_tokens_of_a_model():
-    """With as many latest tokens as there are, nothing is lost; where a layer has a window, first tokens change nothing.
-
-    Where a QuantizedCache keeps exact tokens, this is the place to step through it as above.
-    """
+    """With as many latest tokens as there are, nothing is lost; where a layer has a window, first tokens change nothing."""
     for name, first_matters in (("llama", True), ("mistral", False)):
         model = tiny(name)
         ids, _ = prompts([45])

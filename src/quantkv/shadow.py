@@ -156,7 +156,8 @@ class ExactPages:
         if not block_table.shape[1]:  # no sequence holds a token
             return
         length, new = seq_lens.long()[:, None], cu_seqlens_q.long().diff()[:, None]
-        base = (length - self.tokens.latest).clamp_min(0) // size  # the page in which the latest tokens begin
+        latest = self.tokens.latest
+        base = ((length - latest).clamp_min(0) if latest else length + size - 1) // size  # the page in which the latest tokens begin
         index = torch.where(self._column < first, self._column, base + (self._column - first))  # [S, pages of interest]
         held = index * size < length
         page = block_table.gather(1, torch.where(held, index, 0).clamp_max(block_table.shape[1] - 1)).long()
