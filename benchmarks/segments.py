@@ -3,10 +3,10 @@
     python benchmarks/segments.py [--peers DIR] [--shapes B8xL32768 B64xL8192] [--formats none int4 int2] [--json FILE]
     python benchmarks/segments.py --device cpu --shapes B2xL512xHQ8xHK2
 
-For each shape and format, microseconds of attention over all tokens in the format, and over the first 16 and the latest 24 to 39 in 16 bits
-beside the others in the format, with the kernels of the two segments in either order; and of FlashAttention-3 over 16 bits, where there
-is one (`--peers` as `quantkv bench` takes it). Each is compared with float64 attention over what its caches hold before it is timed; the
-rounds of all take turns. Exit code 1 where a result is wrong.
+For each shape and format, microseconds of attention over all tokens in the format; over all but the first 16 and the latest 24 to 39; over
+these in 16 bits beside the others in the format, read by the kernel that merges, or by a kernel of their own, before or after that of the
+others; and of FlashAttention-3 over 16 bits, where there is one (`--peers` as `quantkv bench` takes it). Each but the second is compared
+with float64 attention over what its caches hold before it is timed; the rounds of all take turns. Exit code 1 where a result is wrong.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from quantkv.implementations.hopper import attend as hopper
 
 FIRST, LATEST = 16, 24  # tokens that are exact; of the latest up to a page less one more
 FLASH3 = "FlashAttention-3"
-PLAIN, BESIDE, REVERSED = "all", "exact beside", "exact beside, large kernel first"
+PLAIN, RANGE = "all", "all but exact ones"
+BESIDE = {"exact beside": {}}  # how: what is set in implementations/hopper/attend.py
+BESIDE |= {f"exact beside, own kernel {name}": {"BY_COMBINE": False, "SMALL_FIRST": name == "first"} for name in ("first", "last")}
 
 
 class Row(NamedTuple):
-    """One time. what: who reads which segments. error: relative, against float64. read_gbps: of the bytes that must be read."""
+    """One time. what: who reads which segments. read_gbps: of the bytes that must be read. error: relative, against float64; None where it
+    is not compared."""
 
     shape: str
     format: str
@@ -45,7 +48,7 @@ class Row(NamedTuple):
     us: float
     spread_us: float
     read_gbps: float
-    error: float
+    error: float | None
     note: str = ""
 
 
@@ -89,8 +92,8 @@ def of_shape(shape: Shape, device: torch.device, given, implementation: str, wro
             entries[name, what] = entry
     errors = {}
     for at, entry in list(entries.items()):
-        errors[at] = problem.attention_error(entry, entry.call())
-        if not errors[at] <= TOLERANCE["16 bit"]:
+        errors[at] = problem.attention_error(entry, entry.call()) if at[1] != RANGE else None
+        if errors[at] is not None and not errors[at] <= TOLERANCE["16 bit"]:
             wrong.append(f"{shape} {' '.join(at)}: differs by {errors[at]:.1e} of the norm; {TOLERANCE['16 bit']:.0e} is allowed")
             del entries[at]
     times: dict[tuple[str, str], list[float]] = {at: [] for at in entries}
@@ -143,18 +146,21 @@ def ours(problem: Problem, name: str, implementation: str) -> dict[str, Entry]:
     plain_bytes = int(s.tokens_read * cache.spec.bytes_per_token)
     other_bytes = int(s.B * count * (exact.spec.bytes_per_token - cache.spec.bytes_per_token))
     made = {PLAIN: Entry(serve(problem, (cache.segment(problem.block_table),), implementation), rows, plain_bytes)}
-    for what, small_first in ((BESIDE, True), (REVERSED, False)):
-        made[what] = Entry(serve(problem, beside, implementation, small_first), mixed, plain_bytes + other_bytes, note=f"{count} exact")
+    fewer = int(s.B * count * cache.spec.bytes_per_token)
+    made[RANGE] = Entry(serve(problem, beside[:1], implementation), rows, plain_bytes - fewer, note=f"{count} left out")
+    for what, settings in BESIDE.items():
+        made[what] = Entry(serve(problem, beside, implementation, settings), mixed, plain_bytes + other_bytes, note=f"{count} exact")
     return made
 
 
-def serve(problem: Problem, segments: tuple[Segment, ...], implementation: str, small_first: bool = True) -> Callable[[], torch.Tensor]:
+def serve(problem: Problem, segments: tuple[Segment, ...], implementation: str, settings: dict | None = None) -> Callable[[], torch.Tensor]:
     """A prepared call."""
     batch = Batch(problem.cu_seqlens_q, problem.seq_lens, problem.shape.Q)
     call = AttendCall(problem.q, segments, batch, problem.scale)
-    usual, hopper.SMALL_FIRST = hopper.SMALL_FIRST, small_first
+    usual = {name: getattr(hopper, name) for name in settings or {}}
+    vars(hopper).update(settings or {})
     launch = ops.prepare(call, implementation)
-    hopper.SMALL_FIRST = usual
+    vars(hopper).update(usual)
 
     def run() -> torch.Tensor:
         launch(call)
@@ -167,7 +173,7 @@ def show(rows: list[Row], ceiling: float | None) -> None:
     """A table of one shape: against FlashAttention-3, and against the format without exact tokens."""
     us = {(row.format, row.what): row.us for row in rows}
     flash = us.get(("bf16", FLASH3))
-    columns = ("format", -8), ("what", -34), ("us", 8), ("+-", 6), ("GB/s", 6), ("of read", 8), ("FA3 /", 6), ("+ %", 6), ("error", 8)
+    columns = ("format", -8), ("what", -32), ("us", 8), ("+-", 6), ("GB/s", 6), ("of read", 8), ("FA3 /", 6), ("+ %", 6), ("error", 8)
     print(f"\n{rows[0].shape if rows else ''}")
     print(" ".join(name.ljust(-width) if width < 0 else name.rjust(width) for name, width in columns))
     for row in rows:
@@ -177,7 +183,7 @@ def show(rows: list[Row], ceiling: float | None) -> None:
             f"{row.read_gbps / ceiling:.0%}" if ceiling else "-",
             f"{flash / row.us:.2f}" if flash else "-",
             f"{(row.us / plain - 1) * 100:.1f}" if plain and row.what != PLAIN else "-",
-            f"{row.error:.1e}",
+            "-" if row.error is None else f"{row.error:.1e}",
         )
         print(" ".join(cell.ljust(-width) if width < 0 else cell.rjust(width) for cell, (_, width) in zip(cells, columns)), row.note)
 

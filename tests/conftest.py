@@ -40,3 +40,15 @@ def five():
     yield quantkv.register(FIVE_BITS)
     if not known:
         quantkv.format.unregister("five_bits")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, tmp_path):
+    """Serves calls of several segments by the Hopper kernels, run on a CPU, and checks them."""
+    from hopper_on_cpu import Device
+
+    def serve(several, multiprocessors=2, max_tiles=1024):
+        Device(monkeypatch, tmp_path, multiprocessors, max_tiles).serve(several.call)
+        several.check()
+
+    return serve

@@ -7,13 +7,19 @@ from typing import NamedTuple
 
 import torch
 
-from quantkv import AttentionOptions, PagedCache, get_format
+from quantkv import AttentionOptions, LayerMaps, LinearMap, PagedCache, get_format, ops
 from quantkv.calls import AttendCall, Batch
 from quantkv.implementations.reference.attend import compute
-from quantkv.maps import LayerMaps
+from quantkv.maps import hadamard
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, relative_error, rows
 
 NOWHERE = -(2**30)  # a page: an address to crash on
+LENS = (300, 33, 1, 500)
+DECODE, VERIFY, WIDE = (1, 1, 1, 1), (2, 4, 1, 3), (8, 8, 1, 8)
+SINKS = {"sinks": torch.linspace(-2, 2, 8)}
+LONG = (700, 33, 1, 1300)
+SINKS_32 = {"sinks": torch.linspace(-2, 2, 32)}
+PLAIN = dict(num_kv_heads=8, device="cuda")  # on a GPU
 
 
 class Part(NamedTuple):
@@ -109,3 +115,35 @@ def exact(format_name: str, seq_lens: Sequence[int], latest: int = 24, first: in
     firsts = [min(first, start) for start in starts]
     parts = [Part(format_name, None, list(zip(firsts, starts)), maps), Part("none", starts)]
     return parts + ([Part("none", None, [(0, end) for end in firsts])] if first else [])
+
+
+def calibrated(heads=2, head_size=128, seed=1, buckets=5):
+    """A matrix for each head, for K with an offset, and for V."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = []
+    for offset in (torch.randn(buckets, heads, head_size, generator=generator), None):
+        a = torch.linalg.qr(torch.randn(heads, head_size, head_size, generator=generator, dtype=torch.float64))[0]
+        a = a * (1 + torch.rand(heads, 1, head_size, generator=generator))
+        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
+    return LayerMaps(*sides)
+
+
+def signed(head_size=128):
+    """Hadamard matrices with signs, and for K an offset."""
+    sides = []
+    for seed, offset in enumerate((torch.randn(4, 1, head_size, generator=torch.Generator().manual_seed(8)), None)):
+        signs = 1.0 - 2.0 * (torch.rand(head_size, generator=torch.Generator().manual_seed(seed)) < 0.5)
+        a = hadamard(head_size).float() * signs / head_size**0.5
+        sides.append(LinearMap(a[None], a.mT[None].contiguous(), offset))
+    return LayerMaps(*sides)
+
+
+def run(several):
+    """Served, right, and equal to the bit when it is repeated."""
+    ops.attend(several.call, "hopper")
+    several.check()
+    first = several.call.out.clone(), several.call.lse.clone()
+    for t in (several.call.out, several.call.lse):
+        t.fill_(float("nan"))
+    ops.attend(several.call, "hopper")
+    assert torch.equal(several.call.out, first[0]) and torch.equal(several.call.lse, first[1]), "two runs of one input differ"

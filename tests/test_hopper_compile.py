@@ -91,6 +91,17 @@ def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, tmp_path):
     assert steps[1] <= steps[0] + 4
 
 
+@pytest.mark.parametrize(
+    "key, head_size, value_map",
+    [("int4", 128, "HADAMARD"), ("int4", 128, "MATRIX"), ("int2", 256, "HADAMARD"), ("int4", 64, "NO_MAP"), ("bf16", 128, "NO_MAP")],
+)
+def test_exact_rows_stay_out_of_local_memory(key, head_size, value_map, tmp_path):
+    cubin = tmp_path / "decode.cubin"
+    chosen = replace(config(key, key, head_size, key_map=value_map, value_map=value_map), ranges=True, exact=16)
+    cubin.write_bytes(build(chosen))
+    assert not {"LDL", "STL"} & set(opcodes(cubin))
+
+
 def test_every_configuration_has_a_ring():
     """At least a tile on its way beyond those of a step, in the shared memory that there is."""
     shapes = itertools.product(KEYS, VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))

@@ -4,50 +4,16 @@ few, its sources run on a CPU."""
 import pytest
 import torch
 
-from hopper_on_cpu import AVAILABLE, Device
-from quantkv import LayerMaps, LinearMap, ops
+from hopper_on_cpu import AVAILABLE
+from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.maps import hadamard
 from quantkv.testing import Batch, check
-from segments import Part, Several, exact
+from segments import DECODE, LENS, LONG, PLAIN, SINKS, SINKS_32, VERIFY, WIDE, Part, Several, calibrated, exact, run, signed
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
-LENS = (300, 33, 1, 500)
-DECODE, VERIFY, WIDE = (1, 1, 1, 1), (2, 4, 1, 3), (8, 8, 1, 8)
 FORMATS = ["int4", "int8", "int2", "k8v4", "tq4", "tq3", "fp8_token", "none"]
-SINKS = {"sinks": torch.linspace(-2, 2, 8)}
-
-
-def calibrated(heads=2, head_size=128, seed=1, buckets=5):
-    """A matrix for each head, for K with an offset, and for V."""
-    generator = torch.Generator().manual_seed(seed)
-    sides = []
-    for offset in (torch.randn(buckets, heads, head_size, generator=generator), None):
-        a = torch.linalg.qr(torch.randn(heads, head_size, head_size, generator=generator, dtype=torch.float64))[0]
-        a = a * (1 + torch.rand(heads, 1, head_size, generator=generator))
-        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
-    return LayerMaps(*sides)
-
-
-def signed(head_size=128):
-    """Hadamard matrices with signs, and for K an offset."""
-    sides = []
-    for seed, offset in enumerate((torch.randn(4, 1, head_size, generator=torch.Generator().manual_seed(8)), None)):
-        signs = 1.0 - 2.0 * (torch.rand(head_size, generator=torch.Generator().manual_seed(seed)) < 0.5)
-        a = hadamard(head_size).float() * signs / head_size**0.5
-        sides.append(LinearMap(a[None], a.mT[None].contiguous(), offset))
-    return LayerMaps(*sides)
-
-
-@pytest.fixture
-def on_cpu(monkeypatch, tmp_path):
-    def serve(several, multiprocessors=2, max_tiles=1024):
-        Device(monkeypatch, tmp_path, multiprocessors, max_tiles).serve(several.call)
-        several.check()
-
-    return serve
 
 
 # ---- the sources, run on a CPU
@@ -129,40 +95,6 @@ def test_exact_tokens_on_a_cpu(name, queries, multiprocessors, shape, on_cpu):
 
 
 @emulated
-@pytest.mark.parametrize(
-    "name, latest, queries, multiprocessors, shape",
-    [
-        ("int4", 100, VERIFY, 2, dict(softcap=20.0)),
-        ("int4", 100, DECODE, 64, SINKS),
-        ("int2", 24, DECODE, 64, dict(head_size=64, dtype=torch.float16)),
-        ("int8", 100, WIDE, 2, dict(window=60, group=3, num_kv_heads=1)),
-        ("int4", 24, DECODE, 2, dict(head_size=256)),
-        ("int4", 60, VERIFY, 64, dict(block_size=64, maps=calibrated())),
-        ("int4", 60, WIDE, 2, dict(block_size=32, maps=calibrated(1), num_kv_heads=1)),
-        ("int4", 24, VERIFY, 2, dict(maps=signed(), window=30)),
-    ],
-    ids=str,
-)
-def test_a_few_exact_rows_have_no_kernel(name, latest, queries, multiprocessors, shape, on_cpu):
-    """The kernels that merge attend to them: of more tiles than they have warps, of columns that are no multiple of theirs."""
-    parts = exact(name, LENS, latest, block_size=shape.get("block_size", 16), maps=shape.get("maps"))
-    several = Several.make(parts, queries, LENS, **{key: value for key, value in shape.items() if key != "maps"})
-    assert hopper._exact(several.call) == 1 and len(hopper.configurations(several.call)) == 1
-    on_cpu(several, multiprocessors)
-
-
-@emulated
-@pytest.mark.parametrize("multiprocessors", [2, 64])
-def test_exact_rows_that_come_first_and_have_a_range(multiprocessors, on_cpu):
-    """One sequence has none of them, another has no quantized token."""
-    starts, ranges = (200, 0, 0, 400), [(230, 300), (0, 0), (0, 1), (400, 493)]
-    parts = [Part("bf16", starts, ranges), Part("int4", None, [(0, 230), (0, 33), (0, 0), (0, 400)])]
-    several = Several.make(parts, VERIFY, LENS, **SINKS)
-    assert hopper._exact(several.call) == 0
-    on_cpu(several, multiprocessors)
-
-
-@emulated
 @pytest.mark.parametrize("multiprocessors", [2, 64])
 @pytest.mark.parametrize("maps", [calibrated(), signed()], ids=["matrix", "hadamard"])
 def test_exact_tokens_with_maps_on_a_cpu(maps, multiprocessors, on_cpu):
@@ -191,22 +123,6 @@ def test_the_order_of_the_kernels_is_free(monkeypatch, on_cpu):
 
 
 # ---- on a Hopper GPU
-
-
-def run(several):
-    """Served, right, and equal to the bit when it is repeated."""
-    ops.attend(several.call, "hopper")
-    several.check()
-    first = several.call.out.clone(), several.call.lse.clone()
-    for t in (several.call.out, several.call.lse):
-        t.fill_(float("nan"))
-    ops.attend(several.call, "hopper")
-    assert torch.equal(several.call.out, first[0]) and torch.equal(several.call.lse, first[1]), "two runs of one input differ"
-
-
-PLAIN = dict(num_kv_heads=8, device="cuda")
-LONG = (700, 33, 1, 1300)
-SINKS_32 = {"sinks": torch.linspace(-2, 2, 32)}
 
 
 @hopper_only
@@ -279,20 +195,6 @@ def test_exact_tokens_with_maps(name, lens):
 
 
 @hopper_only
-@pytest.mark.parametrize("name", ["int4", "int2", "fp8_token"])
-@pytest.mark.parametrize("latest", [24, 100])
-@pytest.mark.parametrize("queries", [DECODE, VERIFY, WIDE])
-def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatch):
-    """The one that merges, or one of their own."""
-    for by_combine in (True, False):
-        monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
-        several = Several.make(exact(name, LONG, latest), queries, LONG, **PLAIN)
-        assert len(hopper.configurations(several.call)) == 2 - by_combine
-        run(several)
-    run(Several.make(exact(name, (9000,), latest), queries[1:2], (9000,), **PLAIN))
-
-
-@hopper_only
 @pytest.mark.parametrize("small_first", [True, False, None])
 @pytest.mark.parametrize("lens", [(1,), (5, 20), (0, 1, 15, 16, 17), (24, 25, 40, 41), (9000,), tuple(range(0, 600, 9))], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
@@ -353,25 +255,6 @@ def test_auto_takes_several_segments_and_16_bits():
 
 
 # ---- the rule that says when it runs
-
-
-def test_which_segment_has_no_kernel():
-    """Of two, one of a few rows of the queries' type as given, from some position on."""
-
-    def exact_of(parts, lens=(20, 300), **shape):
-        return hopper._exact(Several.make(parts, (1, 1), lens, **shape).call)
-
-    lens = (20, 300)
-    assert exact_of(exact("int4", lens)) == 1 and exact_of(exact("int4", lens)[::-1]) == 0
-    assert exact_of(exact("int4", lens, 110)) == 1 and exact_of(exact("int4", lens, 120)) is None, "more than 128 rows"
-    assert exact_of(exact("int4", lens, 24, 16)) is None, "three segments"
-    assert exact_of(exact("int4", lens), dtype=torch.float16) == 1
-    assert exact_of([Part("int4", None, [(0, 0), (0, 288)]), Part("fp16", [0, 288])]) is None, "of another type than the queries"
-    assert exact_of([Part("int4", None, [(0, 0), (0, 288)]), Part("bf16", [0, 288], maps=LayerMaps(None, signed().v))]) is None, "mapped"
-    assert exact_of([Part("int4", [16, 288]), Part("bf16", None, [(0, 16), (0, 288)])]) is None, "no key_start"
-    wide = dict(head_size=256, num_kv_heads=1)
-    assert exact_of(exact("int4", lens, maps=signed(256)), **wide) == 1
-    assert exact_of(exact("int4", lens, maps=calibrated(1, 256)), **wide) is None, "shared memory"
 
 
 def test_what_the_rule_refuses():

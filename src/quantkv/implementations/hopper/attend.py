@@ -206,8 +206,8 @@ class Part:
 class Plan:
     """How a call is cut: its segments, the grid of the kernel that merges them, the scratch.
 
-    exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched, merged:
-    these indices, see `_orders`."""
+    exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched,
+    merged: these indices, see `_orders`."""
 
     def __init__(self, call: AttendCall, multiprocessors: int):
         configs = configurations(call)
@@ -314,12 +314,8 @@ class Prepared:
         a, range_ = self.main.arguments, segment.key_range
         if segment.maps.k is not None or segment.maps.v is not None:
             raise ValueError("segments: maps where the call that was prepared had none")
-        a.exact_pages, a.exact_table, a.exact_start = (
-            segment.k.base.data_ptr(),
-            segment.block_table.data_ptr(),
-            segment.key_start.data_ptr(),
-        )
-        a.exact_range = None if range_ is None else range_.data_ptr()
+        a.exact_pages, a.exact_table = segment.k.base.data_ptr(), segment.block_table.data_ptr()
+        a.exact_start, a.exact_range = segment.key_start.data_ptr(), None if range_ is None else range_.data_ptr()
 
 
 class Read:

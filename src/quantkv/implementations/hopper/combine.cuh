@@ -97,7 +97,8 @@ struct Merged {
 
 // Merges the pieces of N columns of S sequences (MERGERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, adds
 // the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
-// Segments whose values have no map beside those that share one are merged apart, and added behind it.
+// Segments whose values have no map beside those that share one are merged apart, and added behind it; so are exact tokens, which are
+// attended to here.
 template <int N, int S, int MERGERS>
 DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
   constexpr int E = Merged::E, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
@@ -138,7 +139,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     if (warp % TEAM < busy) exact.write(rows + warp % TEAM * N);
     __syncthreads();
     if (merger == 0) (APART ? plain : all).template take<TEAM>(rows + r % N, busy, N);
-    __syncthreads();
+    if (MERGERS > 1 || VALUE_MAP == MATRIX) __syncthreads();
   }
   MatrixRows map_rows;
   if (VALUE_MAP == MATRIX) map_rows = MatrixRows(value_map, warp % (D / 16));

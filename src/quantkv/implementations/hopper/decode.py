@@ -123,8 +123,8 @@ class DecodeConfig:
             TABLES_BYTES=self.table_bytes,
             KEY_MAP=self.key_map, KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16),
             SOFTCAP=int(self.softcap), RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments,
-            MAPPED_SEGMENTS=self.mapped_segments, EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, BLOCKS_PER_SM=self.blocks_per_sm,
-            STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, TILE=TILE, WARP_BYTES=self.warp_bytes,
+            MAPPED_SEGMENTS=self.mapped_segments, EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps,
+            BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, TILE=TILE, WARP_BYTES=self.warp_bytes,
             BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS,
             COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS, ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip

@@ -5,6 +5,7 @@
 #include "arguments.cuh"
 #include "query.cuh"
 
+static_assert(!EXACT || RANGES && SEGMENTS == 1, "what exact tokens go with");
 constexpr int EXACT_PAGE = EXACT ? EXACT : TILE, EXACT_ROW = 2 * D, EXACT_CHUNKS = D / 64;  // chunks: of a row of values, of a lane
 
 DI void exact_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -20,15 +21,16 @@ template <int N> struct Exact {
   const Sequences rows;
   int s, head, column0, low = 0, high = 0, context, tile = 0, last = 0, columns;  // columns: as many as there are
   const u8* keys;  // of a page
-  float o[D / 16][4] = {}, top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};  // of columns 2 c and 2 c + 1; o times sum
+  float o[D / 16][4] = {}, top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};  // of columns 2 c and 2 c + 1, base 2; o times sum
 
   DI Exact(const AttendArguments& a, int s, int head, int column0, int index)
       : a(a), rows{a.seq_lens, a.cu_queries, a.exact_start, a.exact_range, a.sequences, a.window}, s(s), head(head), column0(column0) {
     if (s >= a.sequences) return;
-    const int queries = rows.queries(s), g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    low = rows.first_slot(s), high = rows.slots(s), context = a.seq_lens[s] - rows.start(s) - queries;
+    const int queries = rows.queries(s);
+    const Sequences::Slots slots = rows.all(s);
+    low = slots.first, high = slots.past, context = a.seq_lens[s] - rows.start(s) - queries;
     columns = min(N, queries * GROUP - column0);
-    tile = low / TILE + index, last = high > low && columns > 0 ? (high + TILE - 1) / TILE : low / TILE;
+    tile = slots.first_tile() + index, last = columns > 0 ? slots.last_tile() : slots.first_tile();
     if (tile < last) find();
   }
   DI int tiles() const { return last - low / TILE; }
@@ -60,7 +62,7 @@ template <int N> struct Exact {
       find();
     }
   }
-  DI void add(const uint4 (&q)[D / 32]) {  // of column g
+  DI void add(const uint4 (&q)[D / 32]) {  // a tile. q: of column g
     const int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
     float x[4] = {}, odd[4] = {};
     uint4 k[2][D / 32], v[4][EXACT_CHUNKS];  // of tokens g and g + 8; of 2 c, 2 c + 1 and those 8 further

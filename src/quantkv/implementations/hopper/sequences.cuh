@@ -15,16 +15,27 @@ struct Sequences {
   DI int queries(int s) const { return cu_queries[s + 1] - cu_queries[s]; }
   DI int first_query(int s) const { return cu_queries[s]; }
   DI int start(int s) const { return RANGES && key_start ? key_start[s] : 0; }
-  DI int first_slot(int s) const {  // that some query may see
-    const int low = max(0, window > 0 ? lens[s] - queries(s) - window + 1 : 0);
-    return RANGES ? max(0, max(low, key_range ? key_range[2 * s] : 0) - start(s)) : low;
+  struct Slots {
+    int first, past;
+    DI int first_tile() const { return first / TILE; }
+    DI int last_tile() const { return RANGES && past <= first ? first / TILE : (past + TILE - 1) / TILE; }
+  };
+  DI Slots all(int s) const {  // slots that some query may see
+    const int len = lens[s], begin = start(s);
+    int low = 0, high = len;
+    if (window > 0) low = max(0, len - queries(s) - window + 1);
+    if (RANGES && key_range) low = max(low, key_range[2 * s]), high = min(high, key_range[2 * s + 1]);
+    return {RANGES ? max(0, low - begin) : low, high - begin};
   }
-  DI int slots(int s) const { return RANGES ? min(lens[s], key_range ? key_range[2 * s + 1] : lens[s]) - start(s) : lens[s]; }  // to the last
-  DI int first_tile(int s) const { return window > 0 || RANGES ? first_slot(s) / TILE : 0; }
-  DI int last_tile(int s) const {
-    return RANGES && slots(s) <= first_slot(s) ? first_tile(s) : (slots(s) + TILE - 1) / TILE;
+  DI int first_slot(int s) const { return all(s).first; }
+  DI int slots(int s) const { return all(s).past; }  // to the last
+  DI int first_tile(int s) const { return window > 0 || RANGES ? all(s).first_tile() : 0; }
+  DI int last_tile(int s) const { return all(s).last_tile(); }
+  DI int tiles(int s) const {
+    if (s >= count) return 0;
+    const Slots slots = all(s);
+    return slots.last_tile() - slots.first_tile();
   }
-  DI int tiles(int s) const { return s < count ? last_tile(s) - first_tile(s) : 0; }
   DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
     int all = 0, some = 0;
     for (int i = threadIdx.x % 32; i < count; i += 32) {
