@@ -28,8 +28,8 @@ from quantkv.integrations.transformers.sensitivity import sensitivities
 from quantkv.policy import Policy
 
 PARTS = ("kl", "copy", "codes", "long", "rivals")
-CHOICES = ("levels2", "levels3", "levels4", "levels5", "levels6")  # of formats by layer
-WINDOW, LONG_WINDOW, NO_WINDOW = "16,24", "16,128", "16,0"
+CHOICES = ("trellis2", "levels3", "levels4", "levels5", "levels6", "levels8")  # of formats by layer
+WINDOW, SHORT_WINDOW, LONG_WINDOW, NO_WINDOW = "16,24", "16,8", "16,128", "16,0"
 CALIBRATED_ON = 4096  # tokens
 TAIL = 126  # tokens that they keep at 16 bits, at most 127; hqq packs two groups in a byte, and needs an even number of them
 
@@ -55,25 +55,26 @@ class Row:
 
 
 ROWS = (
-    Row("KL, <= 104 bytes", "kl", "smollm2", 104, ("levels6/levels5", "tuned"), 0.0003, 0.0001),
+    Row("KL, <= 104 bytes", "kl", "smollm2", 104, ("levels6/levels5",), 0.0003, 0.0001),
     Row("KL, <= 80", "kl", "smollm2", 80, ("levels4", "tuned"), 0.0012, 0.0008),
-    Row("KL, <= 72", "kl", "smollm2", 72, ("levels4/levels3", "tuned"), 0.0024, 0.0016),
+    Row("KL, <= 72", "kl", "smollm2", 72, ("tuned",), 0.0024, 0.0016),
     Row("KL, <= 64", "kl", "smollm2", 64, ("levels3", "tuned"), 0.0033, 0.0022),
-    Row("KL, <= 56", "kl", "smollm2", 56, ("levels3/levels2", "tuned"), 0.0078, 0.0055),
+    Row("KL, <= 56", "kl", "smollm2", 56, ("tuned",), 0.0078, 0.0055),
     Row("KL, <= 48", "kl", "smollm2", 48, ("levels2", "trellis2"), 0.0187, 0.0120),
-    Row("KL, <= 40, first tokens exact only", "kl", "smollm2", 40, ("levels2", "trellis2"), 0.17, 0.12, NO_WINDOW),
+    Row("KL, <= 48, fewer exact tokens", "kl", "smollm2", 48, ("tuned",), 0.0187, 0.0120, SHORT_WINDOW),
+    Row("KL, <= 40, first tokens exact only", "kl", "smollm2", 40, ("trellis2",), 0.17, 0.12, NO_WINDOW),
     Row("copied passage found, %, <= 80", "copy", "smollm2", 80, ("levels4",), 96.2, 96.7),
-    Row("copied passage found, %, <= 64", "copy", "smollm2", 64, ("levels3", "levels4/levels2", "tuned"), 95.5, 96.2),
+    Row("copied passage found, %, <= 64", "copy", "smollm2", 64, ("levels4/trellis2", "tuned"), 95.5, 96.2),
     Row("copied passage found, %, <= 48", "copy", "smollm2", 48, ("levels2", "trellis2"), 92.9, 95.0),
     Row("digits of codes right, %, <= 80", "codes", "smollm2", 80, ("levels4",), 78.0, 78.8),
     Row("digits of codes right, %, <= 60", "codes", "smollm2", 60, ("tuned",), 78.0, 78.5),
     Row("digits of codes right, %, <= 48", "codes", "smollm2", 48, ("levels2", "trellis2"), 68.0, 74.0),
     Row("KL, context 4,096, <= 80", "long", "smollm2", 80, ("levels4",), 0.0004, 0.0003, LONG_WINDOW),
-    Row("KL, context 4,096, <= 48", "long", "smollm2", 48, ("levels2", "trellis2"), 0.0091, 0.0065, LONG_WINDOW),
-    Row("Qwen2 (key bias): KL, <= 80", "kl", "qwen", 80, ("levels4", "tuned"), 0.0031, 0.002),
-    Row("Qwen2 (key bias): KL, <= 52", "kl", "qwen", 52, ("levels2", "tuned"), 0.029, 0.018),
-    Row("Gemma 3 270M: KL, 4 bits", "kl", "gemma", 80, ("levels4", "tuned"), 0.0038, 0.0025, head_size=256),
-    Row("Gemma 3 270M: KL, 2 bits", "kl", "gemma", 48, ("levels2", "trellis2"), 0.06, 0.04, head_size=256),
+    Row("KL, context 4,096, <= 48", "long", "smollm2", 48, ("trellis2",), 0.0091, 0.0065, LONG_WINDOW),
+    Row("Qwen2 (key bias): KL, <= 80", "kl", "qwen", 80, ("levels4",), 0.0031, 0.002),
+    Row("Qwen2 (key bias): KL, <= 52", "kl", "qwen", 52, ("tuned",), 0.029, 0.018),
+    Row("Gemma 3 270M: KL, 4 bits", "kl", "gemma", 80, ("levels4",), 0.0038, 0.0025, head_size=256),
+    Row("Gemma 3 270M: KL, 2 bits", "kl", "gemma", 48, ("trellis2",), 0.06, 0.04, head_size=256),
 )
 CONTEXTS = {"kl": 1024, "copy": 2048, "codes": 2048, "long": 4096, "rivals": 1024}
 PASSAGE = 256  # copied from the beginning of a context of 2,048: 1,700 tokens back
