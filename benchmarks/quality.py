@@ -2,7 +2,8 @@
 
 SmolLM2-135M is the default model; others are named by path (`--qwen DIR --gemma DIR`), and a row of a model that is not given is left out.
 For each text the calibration and the formats by layer come from the other text. transformers' own 4-bit caches run beside the recipes where
-their packages (optimum-quanto, hqq) are installed. `--parts` runs some of it; a file that exists is added to.
+their packages (optimum-quanto, hqq) are installed. `--parts` runs some of it, "" nothing; a file that exists is added to.
+`--into FILE.md ...` replaces the lines between `<!-- quality:NAME -->` and `<!-- /quality:NAME -->`: summary, targets, rivals.
 """
 
 from __future__ import annotations
@@ -71,12 +72,13 @@ ROWS = (
     Row("digits of codes right, %, <= 48", "codes", "smollm2", 48, ("levels2", "trellis2"), 68.0, 74.0),
     Row("KL, context 4,096, <= 80", "long", "smollm2", 80, ("levels4",), 0.0004, 0.0003, LONG_WINDOW),
     Row("KL, context 4,096, <= 48", "long", "smollm2", 48, ("trellis2",), 0.0091, 0.0065, LONG_WINDOW),
-    Row("Qwen2 (key bias): KL, <= 80", "kl", "qwen", 80, ("levels4",), 0.0031, 0.002),
+    Row("Qwen2 (key bias): KL, <= 80", "kl", "qwen", 80, ("levels4", "tuned"), 0.0031, 0.002),
     Row("Qwen2 (key bias): KL, <= 52", "kl", "qwen", 52, ("tuned",), 0.029, 0.018),
-    Row("Gemma 3 270M: KL, 4 bits", "kl", "gemma", 80, ("levels4",), 0.0038, 0.0025, head_size=256),
-    Row("Gemma 3 270M: KL, 2 bits", "kl", "gemma", 48, ("trellis2",), 0.06, 0.04, head_size=256),
+    Row("Gemma 3 270M: KL, 4 bits", "kl", "gemma", 80, ("levels4", "tuned"), 0.0038, 0.0025, head_size=256),
+    Row("Gemma 3 270M: KL, 2 bits", "kl", "gemma", 48, ("trellis2", "tuned"), 0.06, 0.04, head_size=256),
 )
 CONTEXTS = {"kl": 1024, "copy": 2048, "codes": 2048, "long": 4096, "rivals": 1024}
+SUMMARY = ("int4", "levels4 +16,24", "tuned 64 +16,24", "trellis2 +16,24")  # of the first model and text
 PASSAGE = 256  # copied from the beginning of a context of 2,048: 1,700 tokens back
 
 
@@ -143,7 +145,7 @@ class Bench:
             made["int4"] = Recipe("int4", Policy("int4"))  # as others store it
         say(f"{self.name}, {self.on.name}, {part}: {', '.join(made)}")
         asked = self.trials(part)
-        result = evaluation.evaluate(self.loaded.model, asked, list(made.values()), context=min(CONTEXTS[part], 1024))
+        result = evaluation.evaluate(self.loaded.model, asked, list(made.values()), context=CONTEXTS[part] if part == "long" else 1024)
         told = {"part": part, "model": self.name, "text": self.on.name, "calibrated_on": self.other.name, "read": evaluation.Judged.name}
         return {**told, "contexts": len(asked), **result.to_dict()}
 
@@ -236,6 +238,33 @@ def measured(row: Row, run: dict[str, Any]) -> list[str]:
     return [words for _, words in sorted(shown)] + list(exact)
 
 
+def summary(runs: list[dict[str, Any]]) -> list[str]:
+    """Markdown: a few recipes over the first model and text."""
+    first = {part: next((r for r in runs if r["part"] == part), {"formats": []}) for part in ("kl", "copy")}
+    kl, copied = ({found["format"]: found for found in run["formats"]} for run in first.values())
+    lines = ["| cache | bytes | KL | perplexity | found again |", "|---|--:|--:|--:|--:|"]
+    if "reference" in first["copy"]:
+        lines.append(f"| 16 bits | 256 | | | {first['copy']['reference']['copy']['share']:.1f} % |")
+    for name in SUMMARY:
+        if name in kl:
+            found, again = kl[name], copied.get(name)
+            share = "" if again is None else f"{again['copy']['share']:.1f} %"
+            value = report.with_error(found["kl"], found["kl_error"], 4)
+            lines.append(f"| `{name}` | {found['bytes_per_head']:.0f} | {value} | {found['perplexity_change']:+.2f} % | {share} |")
+    return lines
+
+
+def fill(path: Path, blocks: dict[str, list[str]]) -> None:
+    """Replace the blocks that a document has."""
+    written = path.read_text()
+    for name, lines in blocks.items():
+        begin, end = f"<!-- quality:{name} -->\n", f"<!-- /quality:{name} -->"
+        if begin in written and lines:
+            head, rest = written.split(begin)
+            written = head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]
+    path.write_text(written)
+
+
 def rivals_table(runs: list[dict[str, Any]]) -> list[str]:
     lines = ["| model, text | cache | bytes | KL |", "|---|---|--:|--:|"]
     for run in runs:
@@ -261,6 +290,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "quality.json")
     parser.add_argument("--html", type=Path, help="a report as well")
+    parser.add_argument("--into", type=Path, nargs="*", default=[], help="documents whose blocks are replaced")
     given = parser.parse_args()
     texts = given.texts.split(",")
     runs = report.read_json(given.out)["runs"] if given.out.exists() else []
@@ -268,16 +298,18 @@ def main() -> None:
         source = getattr(given, name)
         if source == "none" or (source is None and name != "smollm2"):
             continue
-        loaded = models.load(source, given.device)
+        loaded = models.load(source, given.device) if given.parts else None
         for on, by in ((texts[0], texts[-1]), (texts[-1], texts[0])):
             bench = Bench(name, loaded, on, by, given.contexts)
-            for part in given.parts.split(",") if given.on in (None, on) else ():
+            for part in filter(None, given.parts.split(",") if given.on in (None, on) else ()):
                 run = bench.rivals() if part == "rivals" else bench.run(part)
                 if run is None:
                     continue
                 runs = [r for r in runs if (r["part"], r["model"], r["text"]) != (part, name, run["text"])] + [run]
                 report.write_json(given.out, runs)
     print("\n".join([*table(runs), "", *rivals_table(runs)]))
+    for path in given.into:
+        fill(path, {"summary": summary(runs), "targets": table(runs), "rivals": rivals_table(runs)})
     if given.html:
         html.write(given.html, [run for run in runs if run["part"] != "rivals"])
 
