@@ -84,7 +84,7 @@ def codec(bits: int) -> Codec:
         table = levels(bits).to(y.device)
         size = y.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
         unit = y / size
-        codes = torch.bucketize(unit, boundaries(bits).to(y.device))
+        codes = torch.bucketize(unit.contiguous(), boundaries(bits).to(y.device))
         scale = size * unbiased(unit.square().sum(-1, keepdim=True), (unit * table[codes]).sum(-1, keepdim=True))
         return pack(codes, bits), stored_scale(scale)
 
