@@ -52,7 +52,9 @@ def generate_command(
     print()
     sixteen_bits = sum(2 * spec.elements_per_token for spec in cache.specs) * cache.get_seq_length()
     errors.print(
-        f"{len(ids)} + {len(steps)} tokens in {cache.nbytes:,} bytes; 16 bits would take {sixteen_bits:,}", style="dim", highlight=False
+        f"{len(ids)} + {len(steps)} tokens in {cache.nbytes + cache.exact_nbytes:,} bytes; 16 bits would take {sixteen_bits:,}",
+        style="dim",
+        highlight=False,
     )
     if compare:
         out.rule("exact cache", align="left", style="cyan")
