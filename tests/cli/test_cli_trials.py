@@ -8,7 +8,9 @@ import torch
 
 from quantkv.cli import eval as evaluation
 from quantkv.cli import models, recipes, text, trials
+from quantkv.cli.eval import RecipeResult
 from quantkv.cli.metrics import Share, standard_error
+from quantkv.cli.recipes import Size
 from quantkv.exact import ExactTokens
 from quantkv.formats import get_format
 from quantkv.policy import Policy
@@ -140,3 +142,10 @@ def test_recipes_have_their_names_and_their_tokens(tmp_path):
         recipes.distinct([*made, made[2]])
     with pytest.raises(ValueError, match="a policy brings its own"):
         recipes.recipes_of(None, str(tmp_path / "mine.json"), None, "16,24")
+
+
+def test_figures_without_text():
+    """Passages alone: nothing is said of what was not measured."""
+    scores = trials.Scores(copied={(64, 0.5): Share([3, 4], [4, 4])})
+    values = RecipeResult("int4", scores, size=Size(100.0, 10.0, 200)).to_dict()
+    assert values["copy"]["share"] == 87.5 and not {"kl", "perplexity", "same_top1"} & values.keys()

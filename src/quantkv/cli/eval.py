@@ -38,15 +38,17 @@ class RecipeResult:
             "bytes_per_head": size.bytes_per_head,
             "compression": 16 / size.bits_per_element,
         }
-        kl = {
-            "perplexity": c.perplexity,
-            "perplexity_change": c.perplexity_change,
-            "kl": c.kl,
-            "kl_error": c.kl_error,
-            "kl_of_contexts": c.kl_of_contexts,
-            "same_top1": c.top1,
-        }
-        return {"format": self.name, **sizes, **(kl if c.predictions else {}), **found(self.scores), "seconds": self.seconds}
+        kl = {}
+        if c.predictions:
+            kl = {
+                "perplexity": c.perplexity,
+                "perplexity_change": c.perplexity_change,
+                "kl": c.kl,
+                "kl_error": c.kl_error,
+                "kl_of_contexts": c.kl_of_contexts,
+                "same_top1": c.top1,
+            }
+        return {"format": self.name, **sizes, **kl, **found(self.scores), "seconds": self.seconds}
 
 
 def found(scores: Scores) -> dict[str, Any]:
