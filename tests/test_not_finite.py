@@ -78,7 +78,8 @@ def test_finite_rows_are_stored_as_finite_ones(format_name, dtype):
     size = 2.0**15 if format_name == "fp16" else 65504.0 if dtype == torch.float16 else 2.0**66
     b.key[10:] = b.value[10:] = size
     b.key[11] *= torch.where(torch.arange(128, device=DEVICE) % 3 > 0, 1.0, -1.0).to(dtype)
-    for implementation in ("reference", "triton"):
+    written = all(codec.triton().encode is not None for codec in (b.cache.format.k, b.cache.format.v))
+    for implementation in ("reference", "triton") if written else ("reference",):
         b.cache.buffer.fill_(255)
         b.cache.write(b.key, b.value, b.slots, implementation=implementation)
         at = b.slots // 16, b.slots % 16

@@ -49,7 +49,7 @@ def _encode(y: torch.Tensor, rounding: Rounding | None = None) -> tuple[torch.Te
     weighted = unit if rounding is None else (unit.double().transpose(0, 1) @ rounding.metric.double()).transpose(0, 1).float()
     dots = ((weighted * t).sum(-1, keepdim=True) for t in (unit, rounded))
     scale = (size if rounding is None else size * WIDE) * unbiased(*dots)
-    return pack(codes, 4).view(*y.shape[:-1], -1), stored_scale(scale).view(*y.shape[:-1], 1)
+    return pack(codes, 4).view(*y.shape[:-1], y.shape[-1] // 4), stored_scale(scale).view(*y.shape[:-1], 1)
 
 
 def _decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
