@@ -227,7 +227,7 @@ def measured(row: Row, run: dict[str, Any]) -> list[str]:
         if found["format"] in names:
             value, error = figure(row, found)
             reached = value <= row.must if row.less_is_better else value >= row.must
-            text_ = report.with_error(value, error, 4 if row.less_is_better else 1)
+            text_ = report.with_error(value, error, 1 if not row.less_is_better else 4 if value > 0.002 else 5)
             shown.append(
                 (
                     value if row.less_is_better else -value,
