@@ -242,16 +242,17 @@ def summary(runs: list[dict[str, Any]]) -> list[str]:
     """Markdown: a few recipes over the first model and text."""
     first = {part: next((r for r in runs if r["part"] == part), {"formats": []}) for part in ("kl", "copy")}
     kl, copied = ({found["format"]: found for found in run["formats"]} for run in first.values())
-    lines = ["| cache | bytes | KL | perplexity | found again |", "|---|--:|--:|--:|--:|"]
-    if "reference" in first["copy"]:
-        lines.append(f"| 16 bits | 256 | | | {first['copy']['reference']['copy']['share']:.1f} % |")
+    told = "reference" in first["copy"]
+    rows = [("cache", "bytes", "KL", "perplexity", "found again"), ("---", "--:", "--:", "--:", "--:")]
+    if told:
+        rows.append(("16 bits", "256", "", "", f"{first['copy']['reference']['copy']['share']:.1f} %"))
     for name in SUMMARY:
         if name in kl:
             found, again = kl[name], copied.get(name)
-            share = "" if again is None else f"{again['copy']['share']:.1f} %"
             value = report.with_error(found["kl"], found["kl_error"], 4)
-            lines.append(f"| `{name}` | {found['bytes_per_head']:.0f} | {value} | {found['perplexity_change']:+.2f} % | {share} |")
-    return lines
+            share = "" if again is None else f"{again['copy']['share']:.1f} %"
+            rows.append((f"`{name}`", f"{found['bytes_per_head']:.0f}", value, f"{found['perplexity_change']:+.2f} %", share))
+    return ["| " + " | ".join(row if told else row[:-1]) + " |" for row in rows]
 
 
 def fill(path: Path, blocks: dict[str, list[str]]) -> None:
