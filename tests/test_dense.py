@@ -18,6 +18,7 @@ from quantkv.formats import get_format
 from quantkv.implementations import refusal
 from quantkv.implementations.dense import attend as prefill
 from quantkv.implementations.dense import backends as dense
+from quantkv.implementations.dense import steps as dense_steps
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -323,3 +324,15 @@ def test_segments_beside_one_that_holds_all_positions(name, slice_tokens, back, 
     prefill.serve(call, backend="math", triton=triton, scratch_bytes=slice_tokens * 2 * HEADS * HEAD_SIZE * 4)
     assert (call.out - expected).norm() <= FLOAT32 * expected.norm()
     assert (call.lse - sums).abs().max() <= FLOAT32 * sums.abs().max()
+
+
+def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for():
+    """Numbers of another step, over which engines run kernels before there are sequences: nothing is written over."""
+    pages = quantkv.PagedCache(get_format("int4").cache_spec(2, 64), 40)
+    shadow = quantkv.PagedCache(get_format("none", torch.float32).cache_spec(2, 64), 2)
+    shadow.buffer.fill_(0xFF)
+    table, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    steps = dense_steps.TorchSteps((pages.k, pages.v), pages.format, pages.maps, 2)
+    scratch = [torch.ones(2, 600, 64), torch.ones(2, 600, 64)]
+    steps.patch(shadow.segment(table, start), 0, 600, 0, 600, scratch)
+    assert all(bool((t == 1).all()) for t in scratch)

@@ -73,7 +73,7 @@ class TorchSteps:
         here = (slot >= 0) & (slot < room)
         if segment.key_range is not None:
             here &= (position >= segment.key_range[sequence, 0]) & (position < segment.key_range[sequence, 1])
-        slots = torch.where(here, table[(slot.clamp_min(0) // size).long()] * size + slot % size, 0).long()
+        slots = torch.where(here, table[(slot.clamp(0, room - 1) // size).long()] * size + slot % size, 0).long()
         sides = zip((segment.k, segment.v), (segment.fmt.k, segment.fmt.v), (segment.maps.k, segment.maps.v), self.maps, scratch)
         for side, codec, row_map, map_, target in sides:
             rows = dequantize(side, codec, row_map, slots, position)
