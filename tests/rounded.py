@@ -1,11 +1,14 @@
 """Writes of rows that are rounded in a metric: a layer with metrics, and what a kernel's bytes cost beside the reference's."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from quantkv import PagedCache, get_format
+from quantkv.calls import WriteCall
 from quantkv.maps import LayerMaps, LinearMap, default_map, rounding_of
 from quantkv.testing import POISON, rows
 from test_rounding import cost, metric_of
@@ -38,7 +41,7 @@ class Rows:
         slots[[7, tokens - 2]] = torch.tensor([-1, -5])
         key, value = (rows(tokens, heads, head_size, dtype, seed) for seed in (0, 1))
         positions = torch.arange(tokens) * 300 // tokens
-        if maps.k is not None and maps.k.offset is not None:
+        if maps.by_position:
             key = (key.float() + maps.k.offset_rows(positions)).to(dtype)
             key[[3, 9]] *= 0.01
         return cls(key, value, slots, positions)
@@ -111,3 +114,22 @@ def compare(cache, expected, given: Rows) -> list[Compared]:
             Compared((costs[0].mean() / costs[1].mean()).item(), (costs[0] / costs[1]).max().item(), 1 - same.float().mean().item(), scale)
         )
     return results
+
+
+def call_of(cache, given: Rows) -> WriteCall:
+    return WriteCall(given.key, given.value, cache.k, cache.v, cache.format, given.slots, cache.maps, given.positions)
+
+
+def check_contained(name: str, maps: LayerMaps, tokens: int, device: Callable[[], Any]) -> None:
+    """AssertionError unless rows that are not finite have a scale that is no number and change no other row. device: makes what serves."""
+    given = Rows.make(tokens, maps)
+    broken = replace(given, key=given.key.clone(), value=given.value.clone())
+    broken.key[12], broken.value[13] = torch.nan, torch.inf
+    cache, other = given.caches(name, maps)
+    for to, source in ((cache, given), (other, broken)):
+        device().serve(call_of(to, source))
+    for side, side_there, token in ((cache.k, other.k, 12), (cache.v, other.v, 13)):
+        slots = torch.cat([given.slots[:token], given.slots[token + 1 :]])
+        at = slots[slots >= 0] // 16, slots[slots >= 0] % 16
+        assert torch.equal(side.codes[at], side_there.codes[at]) and torch.equal(side.meta[at], side_there.meta[at])
+        assert bool(side_there.meta[given.slots[token] // 16, given.slots[token] % 16].isnan().all())

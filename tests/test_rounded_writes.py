@@ -7,13 +7,12 @@ import torch
 
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import get_format
-from quantkv.calls import WriteCall
 from quantkv.formats.levels import CUBICS
 from quantkv.implementations.hopper import round as rounds
 from quantkv.implementations.hopper import write as hopper
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.prepared import prepare_write
-from rounded import Rows, compare, layer, on_host
+from rounded import Rows, call_of, check_contained, compare, layer, on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -23,10 +22,6 @@ BITS = sorted(CUBICS)
 # Feedback in fp16, and other orders of sums, change the last bits of what is rounded; one code that is another one changes those after it,
 # for better or worse. So of rows with other codes only the mean cost says anything. Shares of rows with other codes, by bits:
 OTHER = {2: 0.15, 3: 0.2, 4: 0.35, 5: 0.45, 6: 0.8, 8: 0.9}
-
-
-def call_of(cache, given: Rows) -> WriteCall:
-    return WriteCall(given.key, given.value, cache.k, cache.v, cache.format, given.slots, cache.maps, given.positions)
 
 
 def on_a_cpu(name, maps, given: Rows, monkeypatch, folder):
@@ -82,18 +77,7 @@ def test_a_side_without_metric_has_its_plain_bytes(name, metrics, monkeypatch, t
 
 @on_cpu
 def test_a_row_that_is_not_finite_changes_no_other(monkeypatch, tmp_path):
-    maps = layer("levels4")
-    given = Rows.make(45, maps)
-    broken = replace(given, key=given.key.clone(), value=given.value.clone())
-    broken.key[12], broken.value[13] = torch.nan, torch.inf
-    cache, other = given.caches("levels4", maps)
-    for to, source in ((cache, given), (other, broken)):
-        Device(monkeypatch, tmp_path).serve(call_of(to, source))
-    for side, side_there, token in ((cache.k, other.k, 12), (cache.v, other.v, 13)):
-        slots = torch.cat([given.slots[:token], given.slots[token + 1 :]])
-        at = slots[slots >= 0] // 16, slots[slots >= 0] % 16
-        assert torch.equal(side.codes[at], side_there.codes[at]) and torch.equal(side.meta[at], side_there.meta[at])
-        assert bool(side_there.meta[given.slots[token] // 16, given.slots[token] % 16].isnan().all())
+    check_contained("levels4", layer("levels4"), 45, lambda: Device(monkeypatch, tmp_path))
 
 
 @on_cpu

@@ -11,8 +11,8 @@ from quantkv.implementations.hopper import search, write
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.rounding import Rounding
 from quantkv.testing import POISON
-from rounded import Compared, Rows, compare, layer, on_host
-from test_rounded_writes import call_of, on_a_cpu, on_cpu, on_hopper
+from rounded import Compared, Rows, call_of, check_contained, compare, layer, on_host
+from test_rounded_writes import on_a_cpu, on_cpu, on_hopper
 from test_rounding import metric_of
 
 
@@ -56,18 +56,7 @@ def test_each_side_is_written_in_its_own_way(name, metrics, sides, monkeypatch, 
 @on_cpu
 @pytest.mark.parametrize("metric", [False, True])
 def test_a_row_that_is_not_finite_changes_no_other(metric, monkeypatch, tmp_path):
-    maps = layer("trellis2", metrics=(metric, metric))
-    given = Rows.make(24, maps)
-    broken = replace(given, key=given.key.clone(), value=given.value.clone())
-    broken.key[12], broken.value[13] = torch.nan, torch.inf
-    cache, other = given.caches("trellis2", maps)
-    for to, source in ((cache, given), (other, broken)):
-        Device(monkeypatch, tmp_path).serve(call_of(to, source))
-    for side, side_there, token in ((cache.k, other.k, 12), (cache.v, other.v, 13)):
-        slots = torch.cat([given.slots[:token], given.slots[token + 1 :]])
-        at = slots[slots >= 0] // 16, slots[slots >= 0] % 16
-        assert torch.equal(side.codes[at], side_there.codes[at]) and torch.equal(side.meta[at], side_there.meta[at])
-        assert bool(side_there.meta[given.slots[token] // 16, given.slots[token] % 16].isnan().all())
+    check_contained("trellis2", layer("trellis2", metrics=(metric, metric)), 24, lambda: Device(monkeypatch, tmp_path))
 
 
 @on_cpu

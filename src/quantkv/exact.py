@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .checks import integer, refuse
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -22,3 +26,11 @@ class ExactTokens:
             integer(f"exact.{name}", getattr(self, name), 0, "a number of tokens")
         if not self.first and not self.latest:
             refuse("exact", self, "first or latest is at least 1")
+
+    def without_first(self) -> ExactTokens | None:
+        """What is left in layers that keep no first tokens, as a window moves on or keys stand where they stand; None: nothing."""
+        return ExactTokens(0, self.latest) if self.latest else None
+
+    def latest_page(self, length: torch.Tensor, block_size: int) -> torch.Tensor:
+        """The page in which the latest of `length` tokens begin; the one after the last page where none are kept."""
+        return ((length - self.latest).clamp_min(0) if self.latest else length + block_size - 1) // block_size

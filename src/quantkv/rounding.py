@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 CANDIDATES = (0.85, 1.0, 1.15, 1.3)  # scales to try, in units of the row's root mean square
+TINY = torch.finfo(torch.float32).tiny
 DAMPING = 1e-4  # of the metric's mean diagonal: what keeps it positive definite
 
 
@@ -38,6 +39,15 @@ class Rounding(NamedTuple):
         unit = (root / scale[..., None, :]).mT.flip(-1, -2)  # lower triangular, ones on the diagonal
         return cls(wide.float(), unit.tril(-1).float().contiguous(), scale.square().flip(-1).float().contiguous())
 
+    def weigh(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows M` of rows `[T, HK, D]` float32, in float64 on the way."""
+        return (rows.double().transpose(0, 1) @ self.metric.double()).transpose(0, 1).float()
+
+
+def root_mean_square(rows: torch.Tensor) -> torch.Tensor:
+    """`[..., D]` -> `[..., 1]`; never zero."""
+    return rows.square().mean(-1, keepdim=True).sqrt().clamp_min(TINY)
+
 
 def round_to_levels(rows: torch.Tensor, rounding: Rounding, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int64 `[T, HK, D]` and scales `[T, HK, 1]` of rows `[T, HK, D]` float32, so that `scale * levels[code]` costs little.
@@ -47,14 +57,12 @@ def round_to_levels(rows: torch.Tensor, rounding: Rounding, levels: torch.Tensor
     """
     tokens, _, size = rows.shape
     boundaries = (levels[1:] + levels[:-1]) / 2
-    size_of = rows.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)  # [T, HK, 1]
-    tried = size_of * torch.tensor(CANDIDATES, device=rows.device)  # [T, HK, C]
-    weighted = (rows.double().transpose(0, 1) @ rounding.metric.double()).transpose(0, 1).float()  # rows M
+    tried = root_mean_square(rows) * torch.tensor(CANDIDATES, device=rows.device)  # [T, HK, C]
 
     def by_dimension(t: torch.Tensor) -> torch.Tensor:  # [T, HK, D] -> [D, HK, C * T] in units of each candidate
         return (t.permute(2, 1, 0)[:, :, None] / tried.permute(1, 2, 0)).flatten(2).contiguous()
 
-    target, product = by_dimension(rows), by_dimension(weighted)
+    target, product = by_dimension(rows), by_dimension(rounding.weigh(rows))
     itself = (target * product).sum(0)  # row M row
     codes = torch.empty(target.shape, dtype=torch.uint8, device=rows.device)
     cost, dot = torch.zeros_like(itself), torch.zeros_like(itself)
@@ -68,8 +76,8 @@ def round_to_levels(rows: torch.Tensor, rounding: Rounding, levels: torch.Tensor
         dot.addcmul_(product[i], value)
         if i + 1 < size:
             target[i + 1 :].addcmul_(feedback[i + 1 :, :, i, None], original[i] - value)
-    length = (cost - itself + 2 * dot).clamp_min(torch.finfo(torch.float32).tiny)  # rounded M rounded
-    cosine = dot.clamp_min(0).square() / (length * itself.clamp_min(torch.finfo(torch.float32).tiny))  # squared: candidates differ in units
+    length = (cost - itself + 2 * dot).clamp_min(TINY)  # rounded M rounded
+    cosine = dot.clamp_min(0).square() / (length * itself.clamp_min(TINY))  # squared: candidates differ in units
     best = cosine.unflatten(1, (len(CANDIDATES), tokens)).argmax(1, keepdim=True)  # [HK, 1, T]
 
     def chosen(t: torch.Tensor) -> torch.Tensor:  # [HK, C * T] -> [T, HK, 1]
@@ -83,4 +91,4 @@ def round_to_levels(rows: torch.Tensor, rounding: Rounding, levels: torch.Tensor
 
 def unbiased(itself: torch.Tensor, dot: torch.Tensor) -> torch.Tensor:
     """What a rounded row is multiplied by so that its product with the row is the row's with itself; within a factor of two."""
-    return (itself / dot.clamp_min(torch.finfo(torch.float32).tiny)).clamp(0.5, 2.0)
+    return (itself / dot.clamp_min(TINY)).clamp(0.5, 2.0)

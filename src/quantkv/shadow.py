@@ -163,8 +163,7 @@ class ExactPages:
         if not block_table.shape[1]:  # no sequence holds a token
             return
         length, new = seq_lens.long()[:, None], cu_seqlens_q.long().diff()[:, None]
-        latest = self.tokens.latest
-        base = ((length - latest).clamp_min(0) if latest else length + size - 1) // size  # the page in which the latest tokens begin
+        base = self.tokens.latest_page(length, size)
         index = torch.where(self._column < first, self._column, base + (self._column - first))  # [S, pages of interest]
         held = index * size < length
         page = block_table.gather(1, torch.where(held, index, 0).clamp_max(block_table.shape[1] - 1)).long()

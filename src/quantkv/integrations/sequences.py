@@ -47,7 +47,7 @@ class Sequences:
         self.fixed = False  # num_tokens > 0: torch.compile must not look at the number
         self.windows: set[int | None] = set()
         if exact is not None and kind.window:
-            exact = ExactTokens(0, exact.latest) if exact.latest else None
+            exact = exact.without_first()
         self.exact, self.pools = exact, {}
         self.progress = Progress() if progress is None else progress
         self.progress.kinds.append(self)

@@ -19,7 +19,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
-from ...rounding import Rounding, round_to_levels, unbiased
+from ...rounding import Rounding, root_mean_square, round_to_levels, unbiased
 from ...spec import RowLayout
 from ..device import cuda_half, half_of
 from ..int8 import LARGEST_HALF
@@ -82,7 +82,7 @@ def codec(bits: int) -> Codec:
 
     def encode(y):
         table = levels(bits).to(y.device)
-        size = y.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        size = root_mean_square(y)
         unit = y / size
         codes = torch.bucketize(unit.contiguous(), boundaries(bits).to(y.device))
         scale = size * unbiased(unit.square().sum(-1, keepdim=True), (unit * table[codes]).sum(-1, keepdim=True))

@@ -5,14 +5,11 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels.codes import LARGEST_HALF, pack_codes, sum_of_squares, unpack_codes
+from ...implementations.triton.kernels.codes import TINY, at_least, pack_codes, stored_scale, sum_of_squares, unpack_codes
 from ...implementations.triton.kernels.views import TritonCodec
-from . import CUBICS, SMALLEST_HALF, table_of
+from . import CUBICS, table_of
 from .arithmetic import cubic
 
-TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
-LEAST = tl.constexpr(SMALLEST_HALF)
-KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 CUBIC = tl.constexpr(CUBICS)
 ROOTS = tl.constexpr({bits: cubic(bits)[0] for bits in CUBICS})
 GAINS = tl.constexpr({bits: cubic(bits)[1] for bits in CUBICS})
@@ -24,7 +21,7 @@ def levels_encode(x, real, table, PLAN: tl.constexpr):
     BITS: tl.constexpr = PLAN.bits
     squares = tl.sum(sum_of_squares(x), axis=1)
     mean = tl.div_rn(squares, tl.full(squares.shape, PLAN.head_size * 1.0, tl.float32))
-    size = tl.maximum(tl.sqrt_rn(mean), TINY, propagate_nan=KEEP_NAN)
+    size = at_least(tl.sqrt_rn(mean), TINY)
     codes = ()
     itself = tl.zeros(x[0].shape, tl.float32)
     dot = tl.zeros(x[0].shape, tl.float32)
@@ -38,7 +35,7 @@ def levels_encode(x, real, table, PLAN: tl.constexpr):
         itself += unit * unit
         dot += unit * tl.load(table + code)
     unbiased = tl.clamp(tl.div_rn(tl.sum(itself, axis=1), tl.maximum(tl.sum(dot, axis=1), TINY)), 0.5, 2.0)
-    return pack_codes(codes, BITS), (tl.clamp(size * unbiased, LEAST, LARGEST_HALF, propagate_nan=KEEP_NAN),)
+    return pack_codes(codes, BITS), (stored_scale(size * unbiased),)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...packing import interleave, pack, unpack
-from ...rounding import Rounding, unbiased
+from ...rounding import Rounding, root_mean_square, unbiased
 from ...spec import RowLayout
 from ..device import cuda_half, half_of
 from ..levels import stored_scale
@@ -43,12 +43,12 @@ def _numbers(head_size: int) -> dict[str, list[int] | list[float]]:
 
 def _encode(y: torch.Tensor, rounding: Rounding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     rows = y.reshape(-1, 1, y.shape[-1]) if rounding is None else y
-    size = rows.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    unit = rows / (size if rounding is None else size * WIDE)
+    size = root_mean_square(rows) * (1.0 if rounding is None else WIDE)
+    unit = rows / size
     codes, rounded = search(unit, pairs(str(y.device)), rounding)
-    weighted = unit if rounding is None else (unit.double().transpose(0, 1) @ rounding.metric.double()).transpose(0, 1).float()
+    weighted = unit if rounding is None else rounding.weigh(unit)
     dots = ((weighted * t).sum(-1, keepdim=True) for t in (unit, rounded))
-    scale = (size if rounding is None else size * WIDE) * unbiased(*dots)
+    scale = size * unbiased(*dots)
     return pack(codes, 4).view(*y.shape[:-1], y.shape[-1] // 4), stored_scale(scale).view(*y.shape[:-1], 1)
 
 

@@ -87,7 +87,7 @@ def _unsupported_segment(segment: Segment, D: int, dtype: torch.dtype) -> str | 
     for name, t in (("key_start", segment.key_start), ("key_range", segment.key_range)):
         if t is not None and (t.dtype != torch.int32 or not t.is_contiguous()):
             return f"{name} of {t.dtype}, strides {t.stride()}: int32, contiguous"
-    if segment.key_start is not None and _has_offset(segment):
+    if segment.key_start is not None and segment.maps.by_position:
         return "key_start with an offset of the keys' map: all positions from 0 have a slot where keys have offsets"
     return None
 
@@ -121,10 +121,6 @@ def _capacity(call: AttendCall, segment: Segment) -> int:
     if promised is not None:
         longest = min(longest, promised)
     return call.batch.num_seqs * segment.k.codes.shape[2] << max(-(-longest // TILE) - 1, 0).bit_length()
-
-
-def _has_offset(segment: Segment) -> bool:
-    return segment.maps.k is not None and segment.maps.k.offset is not None
 
 
 def _is_exact(segment: Segment, dtype: torch.dtype) -> bool:
@@ -182,7 +178,7 @@ def _configuration(call: AttendCall, segment: Segment) -> DecodeConfig:
         call.options.softcap > 0,
         kind(segment.maps.k),
         kind(segment.maps.v),
-        _has_offset(segment),
+        segment.maps.by_position,
         _capacity(call, segment),
     )
 
@@ -244,7 +240,7 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
 
 def _layer(s: Segment) -> Hashable:
     """What may differ between layers, and is compiled for."""
-    return kind(s.maps.k), kind(s.maps.v), _has_offset(s), id(s.fmt.k), id(s.fmt.v)  # codecs that a configuration keeps alive
+    return kind(s.maps.k), kind(s.maps.v), s.maps.by_position, id(s.fmt.k), id(s.fmt.v)  # codecs that a configuration keeps alive
 
 
 def _segment_shape(call: AttendCall, s: Segment) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import sizeof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -84,8 +84,6 @@ class RoundConfig:
     @staticmethod
     def of(rows: WriteConfig, count: int) -> RoundConfig:
         """For so many rows of K."""
-        from dataclasses import replace
-
         return RoundConfig(replace(rows, warps=1 if count <= FEW else WARPS[rows.head_size][0]))
 
     @property

@@ -213,7 +213,7 @@ def _kernel(config: WriteConfig, index: int) -> Kernel:
 def _layer(call: WriteCall) -> tuple:
     """What may differ between layers, and is compiled for."""
     maps, fmt = call.maps, call.fmt
-    shifted = maps.k is not None and maps.k.offset is not None
+    shifted = maps.by_position
     factors = (0.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v))
     return (
         *factors,
@@ -287,7 +287,7 @@ class Prepared:
         maps, a = call.maps, self.arguments
         key_map, value_map = hadamard_of(maps.k), hadamard_of(maps.v)
         a.key_signs, a.value_signs, a.key_scale, a.value_scale = key_map.address, value_map.address, call.k.scale, call.v.scale
-        if maps.k is not None and maps.k.offset is not None:
+        if maps.by_position:
             offset = maps.k.operands.mapped_offset  # [buckets, HK or 1, D] float32, contiguous
             a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
             a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0

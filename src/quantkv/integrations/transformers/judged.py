@@ -10,10 +10,9 @@ Nothing is stored, so a context costs about one plain pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 JUDGED = "quantkv_judged"
 BLOCK_SIZE = 16  # tokens of a page, by which exact tokens are counted
 QUERIES_AT_ONCE = 256
+Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Any], torch.Tensor]  # as `Judge` is called
 
 
 class Judge:
@@ -57,9 +57,7 @@ class Judge:
     def exact(self, layer: int) -> ExactTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
         exact = self.policy.exact
-        if exact is None or not exact.first or not self.plans[layer].kind.window:
-            return exact
-        return replace(exact, first=0) if exact.latest else None
+        return exact if exact is None or not self.plans[layer].kind.window else exact.without_first()
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""
@@ -74,6 +72,12 @@ class Judge:
             self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in (maps.k, maps.v))
         fmt, k_map, v_map = self._layers[layer]
         return reread(key, fmt.k, k_map), reread(value, fmt.v, v_map)
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, sinks: Any
+    ) -> torch.Tensor:
+        """Attention of a layer over one sequence: see `attend`."""
+        return attend(query, key, value, self.rows(layer, key, value), scale, self.exact(layer), self.plans[layer].kind, softcap, sinks)
 
     def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
         """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
@@ -105,7 +109,7 @@ def reread(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> torch.Te
 
 def exact_from(positions: torch.Tensor, latest: int) -> torch.Tensor:
     """From where a query at each of `positions` reads exactly: the page in which the latest `latest` of its tokens begin."""
-    return ((positions + 1 - latest).div(BLOCK_SIZE, rounding_mode="floor") * BLOCK_SIZE).clamp_min(0)
+    return ExactTokens(latest=latest).latest_page(positions + 1, BLOCK_SIZE) * BLOCK_SIZE
 
 
 def attend(
@@ -170,21 +174,29 @@ def attend(
     return out
 
 
-_judge: ContextVar[Judge] = ContextVar("judge")
+_attention: ContextVar[Attention] = ContextVar("attention")
+
+
+@contextmanager
+def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
+    """Inside the block `attention` computes that of the model's decoder; after it the model's is its own again."""
+    own = model.config._attn_implementation
+    decoder_of(model).set_attn_implementation({"": JUDGED})
+    token = _attention.set(attention)
+    try:
+        yield
+    finally:
+        _attention.reset(token)
+        model.set_attn_implementation(own)
 
 
 @contextmanager
 def judged(model: PreTrainedModel, policy: Policy) -> Iterator[Judge]:
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
-    over a cache by `policy`. After it the model's attention is its own again."""
-    own, judge = model.config._attn_implementation, Judge(model.config, policy, model.dtype)
-    decoder_of(model).set_attn_implementation({"": JUDGED})
-    token = _judge.set(judge)
-    try:
+    over a cache by `policy`."""
+    judge = Judge(model.config, policy, model.dtype)
+    with attending(model, judge):
         yield judge
-    finally:
-        _judge.reset(token)
-        model.set_attn_implementation(own)
 
 
 def judged_attention(
@@ -198,18 +210,14 @@ def judged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function inside `judged`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights."""
-    judge, layer = _judge.get(None), module.layer_idx
-    if judge is None:
+    """transformers' attention function inside `attending`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights."""
+    attention = _attention.get(None)
+    if attention is None:
         raise RuntimeError(f"attention implementation {JUDGED!r} works inside quantkv's judged(model, policy) only")
     if key.shape[2] != query.shape[2]:
         refuse("past_key_values", f"{key.shape[2] - query.shape[2]} tokens", "a judged pass takes whole sequences and no cache")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    exact, kind = judge.exact(layer), judge.plans[layer].kind
-    outs = [
-        attend(q, k, v, judge.rows(layer, k, v), scale, exact, kind, softcap or 0.0, s_aux).to(query.dtype)
-        for q, k, v in zip(query, key, value)
-    ]
+    outs = [attention(module.layer_idx, q, k, v, scale, softcap or 0.0, s_aux).to(query.dtype) for q, k, v in zip(query, key, value)]
     return torch.stack(outs), None
 
 

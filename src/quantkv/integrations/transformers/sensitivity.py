@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...checks import refuse
 from ...policy import Policy
-from .attention import decoder_of
-from .judged import Judge, attend, judged_mask
+from .judged import Judge, attend, attending
 
-CAPTURED = "quantkv_captured"
 SKIPPED = 64  # queries at the beginning of a context, which see little of a cache
 SIDES = ("k", "v")
 
@@ -38,50 +36,19 @@ class Seen(NamedTuple):
 
 
 class Capture:
-    """Registered as an attention function while a model runs over one context: keeps what each layer saw."""
-
-    current: Capture | None = None
+    """Plain attention that keeps what each layer of a model saw over one context."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge, self.layers = judge, {}
 
     def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
-        scale, layer = query.shape[-1] ** -0.5 if scaling is None else scaling, module.layer_idx
-        out = attend(query[0], key[0], value[0], (key[0], value[0]), scale, None, self.judge.plans[layer].kind, softcap or 0.0, sinks)
+        out = attend(query, key, value, (key, value), scale, None, self.judge.plans[layer].kind, softcap, sinks)
         out.retain_grad()
         own = None if sinks is None else sinks.detach()
-        self.layers[layer] = Seen(query[0].detach(), key[0].detach(), value[0].detach(), scale, softcap or 0.0, own, out)
-        return out[None].to(query.dtype)
-
-
-def captured_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention function inside `sensitivities`."""
-    if Capture.current is None:
-        raise RuntimeError(f"attention implementation {CAPTURED!r} works inside quantkv's sensitivities() only")
-    return Capture.current(module, query, key, value, scaling, softcap, s_aux), None
-
-
-AttentionInterface.register(CAPTURED, captured_attention)
-AttentionMaskInterface.register(CAPTURED, judged_mask)
+        self.layers[layer] = Seen(query.detach(), key.detach(), value.detach(), scale, softcap, own, out)
+        return out
 
 
 def sensitivities(
@@ -115,22 +82,17 @@ def sensitivities(
 
 def _backward(model: PreTrainedModel, ids: torch.Tensor, judge: Judge, seed: int) -> dict[int, Seen]:
     """Every layer's rows and output over tokens `[T]`, with the gradient of the loss of tokens drawn from the predictions."""
-    own, needed = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
-    capture = Capture(judge)
+    needed, capture = [p for p in model.parameters() if p.requires_grad], Capture(judge)
     try:
         for parameter in needed:
             parameter.requires_grad_(False)
-        decoder_of(model).set_attn_implementation({"": CAPTURED})
-        Capture.current = capture
-        with torch.enable_grad():
+        with attending(model, capture), torch.enable_grad():
             embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()
             predicted = model(inputs_embeds=embedded, use_cache=False).logits[0].float().log_softmax(-1)
             chances = predicted.detach().exp().cpu()
             drawn = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(seed)).to(ids.device)
             (-predicted.gather(1, drawn)[SKIPPED:].sum()).backward()
     finally:
-        Capture.current = None
-        model.set_attn_implementation(own)
         for parameter in needed:
             parameter.requires_grad_(True)
     return capture.layers

@@ -9,7 +9,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ...exact import ExactTokens
 from ...shadow import FEW_QUERIES, ExactPages, ExactStep
-from ..repeated import Repeated
 
 
 class ExactGroup:
@@ -30,7 +29,6 @@ class ExactGroup:
         self.pool_seqs = scheduler.max_num_seqs
         self.pages: ExactPages | None = None
         self.whole: ExactStep | None = None
-        self._advance: Repeated | None = None
 
     @classmethod
     def of(cls, layers: dict[str, Any], config: Any, device: torch.device) -> ExactGroup | None:
@@ -49,16 +47,12 @@ class ExactGroup:
         if self.pages is None:
             self.pages = ExactPages(self.tokens, kv_cache.shape[2], self.pool_seqs, kv_cache.shape[0], self.device)
             self.whole = ExactStep(self.tokens, kv_cache.shape[2], self.num_seqs, self.num_tokens, self.device, few=True)
-            self._advance = Repeated(self.pages.advance)
             for layer in self.layers:
                 layer.impl.join(self.pages)
         watched = self.last.impl.cache_of(kv_cache).pages
         if watched is not self.pages.watched:
             self.pages.watch(watched)
-            self._advance.clear()
-        few = m.max_query_len <= FEW_QUERIES
-        step = self.whole.part(count, few)
+        step = self.whole.part(count, m.max_query_len <= FEW_QUERIES)
         if advance:
-            tensors = m.block_table_tensor[:count], m.seq_lens[:count], m.query_start_loc[: count + 1], m.slot_mapping
-            self._advance(*tensors, target=step, kind=few)
+            self.pages.advance(m.block_table_tensor[:count], m.seq_lens[:count], m.query_start_loc[: count + 1], m.slot_mapping, step)
         return step

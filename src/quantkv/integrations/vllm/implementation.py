@@ -162,11 +162,9 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     def _keep_exact(self, tokens: ExactTokens) -> None:
         """Take the memory of the 16-bit copies now, so that vLLM gives the rest of the GPU to pages and no more."""
         if goes_by_position(self.options) or self.slopes is not None:
-            if not tokens.latest:
-                return
-            tokens = ExactTokens(0, tokens.latest)
+            tokens = tokens.without_first()
         self.exact = tokens
-        if self.owner is None:
+        if tokens is not None and self.owner is None:
             block_size = self.config.cache_config.block_size
             count = shadows_needed(tokens, block_size, self.config.scheduler_config.max_num_seqs)
             self._shadow = shadow_pages(self._sample(torch.device(current_platform.device_type), block_size), count, self.dtype)

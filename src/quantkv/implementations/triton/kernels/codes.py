@@ -5,12 +5,26 @@ import triton.language as tl
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 LARGEST_HALF = tl.constexpr(65504.0)
+TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
+SMALLEST_HALF = tl.constexpr(2.0**-24)
 
 
 @triton.jit
 def saturate(x, LARGEST: tl.constexpr):
     """x within +-LARGEST: what is stored of finite rows is finite. NaN stays NaN."""
     return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def at_least(x, LEAST: tl.constexpr):
+    """NaN stays NaN."""
+    return tl.maximum(x, LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def stored_scale(scale):
+    """What fp16 holds, and never zero, so that it has a sign. NaN stays NaN."""
+    return tl.clamp(scale, SMALLEST_HALF, LARGEST_HALF, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -4,12 +4,10 @@ import triton
 import triton.language as tl
 
 from ....rounding import CANDIDATES
-from .codes import LARGEST_HALF, pack_codes
+from .codes import TINY, at_least, pack_codes, stored_scale
 from .tiles import join_planes, split_planes
 
 TRIED = tl.constexpr(CANDIDATES)
-TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
-SMALLEST_HALF = tl.constexpr(2.0**-24)
 
 
 @triton.jit
@@ -39,12 +37,6 @@ def nearest_code(u, PLAN: tl.constexpr):
 def candidates(i):
     """The scales to try, at i `[4]`."""
     return tl.where(i < 2, tl.where(i == 0, TRIED[0], TRIED[1]), tl.where(i == 2, TRIED[2], TRIED[3]))
-
-
-@triton.jit
-def at_least(x, LEAST: tl.constexpr):
-    """NaN stays NaN."""
-    return tl.maximum(x, LEAST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -115,5 +107,4 @@ def round_rows(x, map, head, PLAN: tl.constexpr, PRECISION: tl.constexpr):
     unbiased = tl.clamp(itself / at_least(dot, TINY), 0.5, 2.0, propagate_nan=tl.PropagateNan.ALL)
     scale = size * tl.sum(tl.where(chosen, tried[None, :] * unbiased, 0.0), axis=1)
     code = tl.sum(tl.where(chosen[:, :, None], tl.reshape(codes, [T, 4, COLUMNS]), 0), axis=1)
-    scale = tl.clamp(scale, SMALLEST_HALF, LARGEST_HALF, propagate_nan=tl.PropagateNan.ALL)
-    return pack_codes(split_planes(code, P), PLAN.bits), (scale,)
+    return pack_codes(split_planes(code, P), PLAN.bits), (stored_scale(scale),)
