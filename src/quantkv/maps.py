@@ -206,12 +206,17 @@ class LinearMap:
         return self if all(a is b for a, b in zip(own, given)) else LinearMap(*own)
 
     def to(self, device: torch.device | str) -> LinearMap:
+        """The same map on a device; itself where it is there, so that caches made with one map share it."""
+
         def move(values):
             return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
 
-        rounding = None if self.rounding is None else Rounding(*move(self.rounding))
         given = self.forward, self.inverse, self.offset, self.metric
-        return LinearMap(*move(given), MapOperands(*move(self.operands)), rounding)
+        moved = move(given)
+        if all(a is b for a, b in zip(given, moved)):
+            return self
+        rounding = None if self.rounding is None else Rounding(*move(self.rounding))
+        return LinearMap(*moved, MapOperands(*move(self.operands)), rounding)
 
     def offset_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Rows `[..., HK or 1, D]` of the offset table for integer positions `[...]`."""
