@@ -311,6 +311,21 @@ def test_what_the_system_refuses_names_the_path(path, tmp_path):
     assert os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.parametrize("file", [None, b"pages", []])
+def test_what_is_no_file_is_refused(file):
+    for way in (filled().save, untouched().load):
+        with pytest.raises(ValueError, match=f"file={type(file).__name__}: a path, or a file that is open in binary mode, is needed"):
+            way(file)
+
+
+def test_a_number_is_not_taken_for_an_open_file(path):
+    with open(path, "wb") as other:
+        for way in (filled().save, untouched().load):
+            with pytest.raises(ValueError, match="file=int: a path"):
+                way(other.fileno())
+        other.write(b"still open")
+
+
 # ---- a file appears whole or not at all
 
 

@@ -41,7 +41,9 @@ class PagedCache:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
+        checks.instance("spec", spec, CacheSpec, "a CacheSpec")
         checks.integer("num_blocks", num_blocks, 1, "at least one page")
+        checks.instance("maps", maps, (LayerMaps, type(None)), "LayerMaps or None")
         checks.number("k_scale", k_scale, 0, above=True, note="a positive number")
         checks.number("v_scale", v_scale, 0, above=True, note="a positive number")
         self.spec, self.num_blocks = spec, num_blocks
@@ -50,7 +52,11 @@ class PagedCache:
             checks.refuse("spec", spec, f"format {spec.format!r} stores {self.format.k.row} and {self.format.v.row} here")
         shape = (num_blocks, spec.num_kv_heads, spec.page_bytes)
         if buffer is None:
-            buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
+            try:
+                place = torch.device(device)
+            except (TypeError, RuntimeError):
+                checks.refuse("device", repr(device), "a device such as cpu or cuda:0 is needed")
+            buffer = torch.zeros(shape, dtype=torch.uint8, device=place)
         checks.tensor("buffer", buffer, shape, (torch.uint8,))
         if buffer.stride(2) != 1 or buffer.stride(0) % 16 or buffer.stride(1) % 16 or buffer.data_ptr() % 16:
             allowed = "a dense last axis and multiples of 16 bytes are needed, at an address that is one"
@@ -83,11 +89,14 @@ class PagedCache:
         A buffer of four axes is a layer's tensor as vLLM shapes it, `[num_blocks, HK, block_size, page_bytes / block_size]` of any dtype,
         in a layout that leaves a head's page one run of bytes: vLLM's LBHNC, BLHNC, BHLNC and LHBNC.
         """
-        if isinstance(buffer, torch.Tensor) and buffer.ndim == 4:
+        checks.instance("spec", spec, CacheSpec, "a CacheSpec")
+        if not isinstance(buffer, torch.Tensor) or buffer.ndim != 4:
+            checks.tensor("buffer", buffer, (None, spec.num_kv_heads, spec.page_bytes), (torch.uint8,))
+        else:
             if buffer.stride(3) != 1 or buffer.stride(2) != buffer.shape[3]:
                 checks.refuse("buffer.stride()", buffer.stride(), "a head's page must be one run of bytes")
             buffer = buffer.view(torch.uint8).flatten(2)
-        return cls(spec, buffer.shape[0] if isinstance(buffer, torch.Tensor) and buffer.ndim else 0, buffer=buffer, **options)
+        return cls(spec, buffer.shape[0], buffer=buffer, **options)
 
     def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:
         def view(section: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -149,6 +158,7 @@ class PagedCache:
         `[T, HQ]` float32. max_query_len, max_seq_len, lengths: promises, see `Batch`. key_start, key_range: see `Segment`.
         implementation: see `ops.attend`. options: fields of `AttentionOptions`.
         """
+        checks.instance("q", q, torch.Tensor, "a tensor")
         batch = Batch.of(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         segments = (self.segment(block_table, key_start, key_range),)
@@ -159,20 +169,27 @@ class PagedCache:
     def dequantize(
         self, slots: torch.Tensor, positions: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[T, HK, D]` and values `[T, HK, D_V]` that the slots `[T]` hold, mapped back. positions as in `write`."""
+        """Keys `[T, HK, D]` and values `[T, HK, D_V]` that the slots `[T]` hold, mapped back. positions as in `write`.
+        dtype: float32, float64, bfloat16 or float16."""
         checks.tensor("slots", slots, (None,), checks.INDEX_DTYPES, self.device)
         checks.in_range("slots", slots, 0, self.num_blocks * self.spec.block_size)
-        if positions is None and self.maps.by_position:
+        if positions is not None:
+            checks.tensor("positions", positions, slots.shape, checks.INDEX_DTYPES, self.device)
+            checks.not_negative("positions", positions)
+        elif self.maps.by_position:
             checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
+        if dtype not in (*checks.ROW_DTYPES, torch.float64):
+            checks.refuse("dtype", dtype, f"one of {', '.join(map(str, (*checks.ROW_DTYPES, torch.float64)))} is needed")
         sides = ((self.k, self.format.k, self.maps.k), (self.v, self.format.v, self.maps.v))
         return tuple(dequantize(*side, slots, positions, dtype) for side in sides)
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy pages `source [N]` onto pages `target [N]`, every byte of every head: a shared prefix that is about to be
-        written to."""
-        for name, t in (("source", source), ("target", target)):
-            checks.tensor(name, t, (source.shape[0],), checks.INDEX_DTYPES, self.device)
-            checks.in_range(name, t, 0, self.num_blocks)
+        written to. ValueError where a target is named twice: it cannot become both."""
+        checks.tensor("source", source, (None,), checks.INDEX_DTYPES, self.device)
+        checks.tensor("target", target, source.shape, checks.INDEX_DTYPES, self.device)
+        checks.in_range("source", source, 0, self.num_blocks)
+        checks.page_numbers(target, self.num_blocks, "target")
         self.buffer[target] = self.buffer[source]
 
     def save(self, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:

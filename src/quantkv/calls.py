@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ class Batch:
             if isinstance(q, torch.Tensor) and q.ndim and q.shape[0] != num_seqs:
                 checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
             cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=seq_lens.device, dtype=torch.int32), 1
-        return cls(cu_seqlens_q, seq_lens, max_query_len, max_seq_len, None if lengths is None else tuple(map(tuple, lengths)))
+        return cls(cu_seqlens_q, seq_lens, max_query_len, max_seq_len, None if lengths is None else _pairs(lengths))
 
     @property
     def num_seqs(self) -> int:
@@ -128,6 +129,17 @@ class Batch:
             checks.refuse("lengths", f"{len(self.lengths)} pairs", f"one for each of {self.num_seqs} sequences is needed")
         if self.lengths is not None and sum(queries for queries, _ in self.lengths) != tokens:
             checks.refuse("lengths", list(self.lengths), f"their queries are the {tokens} of q")
+
+
+def _pairs(lengths: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = tuple(map(tuple, lengths))
+    except TypeError:
+        checks.refuse("lengths", repr(lengths), "a pair (queries, keys) for each sequence is needed")
+    kinds = {*map(type, chain.from_iterable(pairs))}
+    if not {*map(len, pairs)} <= {2} or not all(issubclass(kind, Integral) for kind in kinds):
+        checks.refuse("lengths", list(pairs), "a pair (queries, keys) of integers for each sequence is needed")
+    return pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,8 +309,8 @@ class WriteCall:
         largest = int(self.slot_mapping.max())
         if largest >= num_pages * size:
             checks.refuse("slot_mapping", largest, f"slots end at {num_pages * size - 1}")
-        if self.positions is not None and int(self.positions.min()) < 0:
-            checks.refuse("positions", int(self.positions.min()), "positions count from 0")
+        if self.positions is not None:
+            checks.not_negative("positions", self.positions)
 
     def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, maps: LayerMaps) -> WriteCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""

@@ -33,6 +33,12 @@ def tensor(
         refuse(f"{argument}.device", t.device, f"the cache is on {device}")
 
 
+def instance(argument: str, value: object, kind: type | tuple[type, ...], allowed: str) -> None:
+    """Check the type of a value."""
+    if not isinstance(value, kind):
+        refuse(argument, type(value).__name__, f"{allowed} is needed")
+
+
 def number(argument: str, value: float, low: float = -math.inf, above: bool = False, note: str = "a finite number") -> None:
     """Check that a number is finite and at least `low` (`above`: larger)."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < low or (above and value == low):
@@ -51,6 +57,12 @@ def in_range(argument: str, t: torch.Tensor, low: int, high: int, note: str = ""
         least, most = (int(x) for x in t.aminmax())
         if least < low or most >= high:
             refuse(argument, f"{least}..{most}", f"values lie in {low}..{high - 1}{note}")
+
+
+def not_negative(argument: str, positions: torch.Tensor) -> None:
+    """Check positions. Reads the tensor, as above."""
+    if positions.numel() and int(positions.min()) < 0:
+        refuse(argument, int(positions.min()), "positions count from 0")
 
 
 def page_numbers(pages: Iterable[int], num_blocks: int, argument: str = "pages") -> list[int]:

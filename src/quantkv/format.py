@@ -180,7 +180,7 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
         return k if k.name == v.name else Format(f"{k.name}/{v.name}", k.k, v.v)
     if name in ("none", "auto"):
         plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-        if dtype not in plain:
+        if not isinstance(dtype, torch.dtype) or dtype not in plain:
             raise ValueError(f"dtype={dtype}: format {name!r} stores one of {[str(d) for d in plain]}")
         name = plain[dtype]
     name = _ALIASES.get(name, name)

@@ -124,11 +124,24 @@ class LinearMap:
     def __post_init__(self) -> None:
         for name in ("forward", "inverse", "offset", "metric"):
             t = getattr(self, name)
-            if t is not None and (t.ndim != 3 or t.dtype != torch.float32):
-                raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed")
+            if t is None and name in ("offset", "metric"):
+                continue
+            if not isinstance(t, torch.Tensor):
+                raise ValueError(f"{name}={type(t).__name__}: a tensor is needed")
+            if t.ndim != 3 or t.dtype != torch.float32 or not t.numel():
+                raise ValueError(f"{name}: shape {tuple(t.shape)} of {t.dtype}; 3 axes of float32 are needed, none of size 0")
         if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
             raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
+        size = self.forward.shape[-1]
+        for name, fits in (("offset", lambda t: t.shape[2] == size), ("metric", lambda t: t.shape[1:] == (size, size))):
+            t = getattr(self, name)
+            if t is not None and not fits(t):
+                raise ValueError(f"{name}: shape {tuple(t.shape)}; rows of {size} numbers, as the matrices', are needed")
         if self.operands is None:
+            for name in ("forward", "inverse", "offset", "metric"):
+                t = getattr(self, name)
+                if t is not None and not bool(t.isfinite().all()):
+                    raise ValueError(f"{name}: numbers that are not finite; finite ones are needed")
             object.__setattr__(self, "operands", self._operands())
         if self.metric is not None and self.rounding is None:
             object.__setattr__(self, "rounding", Rounding.of(self.metric))
@@ -176,8 +189,11 @@ class LinearMap:
         """
         signs = self._block_signs
         if signs is not None:
-            size = signs.shape[0]
-            mapped = butterfly((rows * signs).unflatten(-1, (-1, size & -size))).flatten(-2)
+            blocks = (rows * signs).unflatten(-1, (-1, signs.shape[0] & -signs.shape[0]))
+            mapped = butterfly(blocks)
+            if not bool(mapped.isfinite().all()):  # sums too large for float32 on the way: inf - inf
+                mapped = torch.where(mapped.isfinite(), mapped, butterfly(blocks.double()))
+            mapped = mapped.flatten(-2)
         else:
             matrix, wide = self._forward64, rows.double()
             mapped = wide @ matrix[0].mT if matrix.shape[0] == 1 else (wide.transpose(0, 1) @ matrix.mT).transpose(0, 1)
@@ -253,6 +269,9 @@ class LayerMaps:
     calibration: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("k", "v"):
+            if not isinstance(getattr(self, name), (LinearMap, type(None))):
+                raise ValueError(f"{name}={type(getattr(self, name)).__name__}: a LinearMap or None is needed")
         if self.v is not None and self.v.offset is not None:
             raise ValueError(f"v.offset: shape {tuple(self.v.offset.shape)}; None is needed: only keys have offsets")
 

@@ -63,6 +63,9 @@ class PageStore:
 
     def __init__(self, caches: Sequence[PagedCache], num_pages: int, *, checksums: bool = False) -> None:
         checks.integer("num_pages", num_pages, 1, "room for at least one page")
+        checks.instance("caches", caches, Sequence, "a sequence of caches")
+        for cache in caches:
+            checks.instance("caches", cache, PagedCache, "a PagedCache for each layer")
         kinds = {(cache.device, cache.num_blocks) for cache in caches}
         if len(kinds) != 1:
             checks.refuse("caches", sorted(map(str, kinds)), "at least one, all on one device and of one number of pages, are needed")

@@ -60,7 +60,8 @@ class AttentionOptions:
         """ValueError for what no implementation could honour. axes: sizes of S and HQ."""
         for f in fields(self):
             value = getattr(self, f.name)
-            if "shape" in f.metadata and value is not None and not isinstance(value, bool):
+            plain = isinstance(f.default, bool) and isinstance(value, bool)
+            if "shape" in f.metadata and value is not f.default and not plain:
                 checks.tensor(f.name, value, [axes.get(n, n) for n in f.metadata["shape"]], f.metadata["dtypes"], device)
             elif isinstance(f.default, bool) and not isinstance(value, bool):
                 checks.refuse(f.name, value, "True or False is needed")

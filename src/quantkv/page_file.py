@@ -51,6 +51,7 @@ def save(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequ
     if hasattr(file, "write"):
         _write(file, cache, index)
     else:
+        _check_path(file)
         with _replacing(os.path.abspath(file)) as whole:
             _write(whole, cache, index)
 
@@ -63,9 +64,15 @@ def load(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequ
     scales or number of pages differ from what is needed. OSError where the file cannot be read.
     """
     if not hasattr(file, "read"):
+        _check_path(file)
         with open(file, "rb") as opened:
             return _load(cache, opened, os.fspath(file), os.fstat(opened.fileno()).st_size, pages)
     return _load(cache, file, str(getattr(file, "name", type(file).__name__)), None, pages)
+
+
+def _check_path(file: Any) -> None:
+    """A number would be taken for an open descriptor, and closed."""
+    checks.instance("file", file, (str, os.PathLike), "a path, or a file that is open in binary mode,")
 
 
 def _load(cache: PagedCache, file: BinaryIO, name: str, size: int | None, pages: Sequence[int] | None) -> None:

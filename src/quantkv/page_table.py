@@ -55,8 +55,11 @@ class PageTable:
         return copies
 
     def settle(self, lengths: Sequence[int]) -> None:
-        """Sequence i holds `lengths[i]` tokens, in the pages that it has."""
+        """Sequence i holds `lengths[i]` tokens, in the pages that it has. The page of its next token must not have been given back."""
         lengths = self._each("lengths", lengths, [len(row) * self.block_size for row in self.rows])
+        for row, length in zip(self.rows, lengths):
+            if row[length // self.block_size :][:1] == [self.RELEASED]:
+                _refuse("lengths", lengths, f"the page of token {length} was given back")
         self.lengths = lengths
 
     def select(self, indices: Sequence[int]) -> None:

@@ -14,13 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from .calibration import Calibration
-from .checks import refuse
+from .checks import instance, integer, refuse
 from .exact import ExactTokens
 from .format import Format
 from .formats import get_format
 from .maps import LayerMaps, LinearMap
 
 VERSION = 1
+DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range of so many layers would take all memory
 FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact")
 PARTS = ("forward", "inverse", "offset", "metric")  # of a map, as tensors of a file are named: layers.3.k.forward
 
@@ -43,8 +44,14 @@ class Policy:
     exact: ExactTokens | None = None
 
     def __post_init__(self) -> None:
-        for name in (self.format, *self.layers.values()):
+        get_format(self.format)
+        for name, of, kind in (("layers", self.layers, str), ("maps", self.maps, LayerMaps)):
+            if not isinstance(of, dict) or not all(_is_number(key) and isinstance(value, kind) for key, value in of.items()):
+                refuse(name, repr(of), f"a dict of {kind.__name__} by the number of a layer is needed")
+        for name in self.layers.values():
             get_format(name)
+        for name, kind in (("calibration", Calibration), ("exact", ExactTokens)):
+            instance(name, getattr(self, name), (kind, type(None)), f"{kind.__name__} or None")
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
@@ -59,7 +66,7 @@ class Policy:
         path = Path(path)
         try:
             given = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"policy={str(path)!r}: {error}") from error
         if not isinstance(given, dict) or given.keys() - set(FIELDS) or "format" not in given:
             refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
@@ -99,6 +106,7 @@ class Policy:
 
     def check(self, num_layers: int) -> None:
         """ValueError where it names a layer that a model of `num_layers` lacks."""
+        integer("num_layers", num_layers, 1, "a number of layers")
         for name, given in (("layers", self.layers), ("maps", self.maps)):
             beyond = sorted(number for number in given if number >= num_layers)
             if beyond:
@@ -122,16 +130,23 @@ class Policy:
         return LayerMaps(made.k if given.k is None else given.k, made.v if given.v is None else given.v, made.calibration)
 
 
+def _is_number(key: Any) -> bool:
+    return isinstance(key, int) and not isinstance(key, bool) and key >= 0
+
+
 def _layers(given: Any) -> dict[int, str]:
     """ "3" and "2-5" as numbers of layers."""
     if not isinstance(given, dict):
         refuse("policy.layers", given, 'an object such as {"0": "int8", "2-5": "k8v4"} is needed')
     layers: dict[int, str] = {}
     for key, name in given.items():
-        first, _, last = key.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
-            refuse("policy.layers", key, 'a number of a layer such as "3", or a range such as "2-5", is needed')
-        for number in range(int(first), int(last or first) + 1):
+        first, dash, last = key.partition("-")
+        last = last if dash else first
+        if not all(n.isdecimal() and len(n) <= DIGITS for n in (first, last)) or int(last) < int(first):
+            refuse(
+                "policy.layers", key, f'a number of a layer such as "3", or a range such as "2-5", of at most {DIGITS} digits, is needed'
+            )
+        for number in range(int(first), int(last) + 1):
             if number in layers:
                 refuse("policy.layers", key, f"layer {number} is named twice")
             layers[number] = name
@@ -172,7 +187,7 @@ def _read_maps(path: Path) -> dict[int, LayerMaps]:
                 if (
                     len(words) != 4
                     or words[0] != "layers"
-                    or not words[1].isdecimal()
+                    or not (words[1].isdecimal() and len(words[1]) <= DIGITS)
                     or words[2] not in ("k", "v")
                     or words[3] not in PARTS
                 ):

@@ -50,6 +50,8 @@ class PreparedWrite:
 
     def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> None:
         """copies: slots of a shadow, in place of those of the step."""
+        checks.instance("key", key, torch.Tensor, "a tensor")
+        checks.instance("value", value, torch.Tensor, "a tensor")
         aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
         shape = (cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
         shape += (copies is None,)
@@ -99,6 +101,7 @@ class PreparedAttend:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of `q [T, HQ, D]`, any strides, over the pages of `cache` -> `[T, HQ, D_V]` of q's dtype, put into out where it is
         given; with return_lse also the log-sum-exp `[T, HQ]` float32. options: this layer's sinks, alibi_slopes or qq_bias."""
+        checks.instance("q", q, torch.Tensor, "a tensor")
         given = tuple(name for name, t in options.items() if t is not None)
         target = None if out is None else (out.stride(), out.dtype)
         shape = (cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)

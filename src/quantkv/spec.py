@@ -25,14 +25,18 @@ class RowLayout:
     meta: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.code_bits, bool) or not isinstance(self.code_bits, int) or self.code_bits < 1:
+            raise ValueError(f"code_bits={self.code_bits!r}: a positive integer is needed")
+        if not isinstance(self.meta, tuple) or not all(isinstance(name, str) for name in self.meta):
+            raise ValueError(f"meta={self.meta!r}: a tuple of names of dtypes is needed")
         if len(set(self.meta)) > 1 or not set(self.meta) <= set(ITEM_BYTES):
             raise ValueError(f"meta={self.meta!r}: the fields share one dtype, one of {sorted(ITEM_BYTES)}")
 
-    def code_bytes(self, head_size: int) -> int:
-        """Bytes of the codes of one row of `head_size` elements."""
+    def code_bytes(self, head_size: int, argument: str = "head_size") -> int:
+        """Bytes of the codes of one row of `head_size` elements. ValueError, by the argument's name, where they are no whole number."""
         bits = self.code_bits * head_size
         if bits % 8:
-            raise ValueError(f"head_size={head_size}: {self.code_bits}-bit rows need a whole number of bytes")
+            raise ValueError(f"{argument}={head_size}: {self.code_bits}-bit rows need a whole number of bytes")
         return bits // 8
 
     @property
@@ -66,11 +70,11 @@ class CacheSpec:
             object.__setattr__(self, "head_size_v", self.head_size)
         for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: a positive integer is needed")
         if self.block_size % 8:
             raise ValueError(f"block_size={self.block_size}: a multiple of 8 is needed")
-        self.k.code_bytes(self.head_size), self.v.code_bytes(self.head_size_v)  # refuse rows of broken bytes here
+        self.k.code_bytes(self.head_size), self.v.code_bytes(self.head_size_v, "head_size_v")  # refuse rows of broken bytes here
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from quantkv import AttendCall, AttentionOptions, Batch, LayerMaps, LinearMap, PagedCache, available_formats, get_format, ops, prepare_attend
+from quantkv import (
+    AttendCall,
+    AttentionOptions,
+    Batch,
+    LayerMaps,
+    LinearMap,
+    PagedCache,
+    available_formats,
+    get_format,
+    ops,
+    prepare_attend,
+)
+from quantkv.reads import key_intervals
 
 from . import oracle
+
+SHARE = 8
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = tuple(DTYPES)
@@ -177,6 +191,7 @@ class Made:
             oracle.seen_keys(s, queries, n, np.ones(n, bool), self._plain(self.options)).any(0)
             for s, (queries, n) in enumerate(zip(case.queries, case.lens))
         ]
+        self._check_intervals()
         self.segments, self.caches = [], []
         for part in case.parts:
             self._segment(part)
@@ -184,6 +199,16 @@ class Made:
         self.q = self._tensor(self._rows(sum(case.queries), case.heads * case.group, case.head_size, 1.0))
         if case.not_finite == "query" and len(self.q):
             self.q[int(self.rng.integers(len(self.q)))] = float("nan")
+
+    def _check_intervals(self) -> None:
+        """What is worked out on the host says at least which keys are seen."""
+        options = AttentionOptions.of(self.options)
+        for visible, intervals in zip(self.visible, key_intervals(options, self.case.queries, self.case.lens)):
+            within = np.zeros(len(visible), bool)
+            for low, high in intervals:
+                assert 0 <= low < high <= len(visible), intervals
+                within[low:high] = True
+            assert within[visible].all(), f"{intervals} leave out {np.flatnonzero(visible & ~within)}"
 
     def _rows(self, tokens: int, heads: int, size: int, spread: float = 2.0) -> torch.Tensor:
         """Normal numbers of sizes that differ from row to row, with rows of zeros and constants and a channel that is large."""
@@ -240,7 +265,12 @@ class Made:
             slots.append(own[(at - b) // size] * size + (at - b) % size if len(at) else at)
             positions.append(at)
             key.append(self.rows[s][0][at]), value.append(self.rows[s][1][at])
-        slots, positions, key, value = np.concatenate([*slots, []]), np.concatenate([*positions, []]), _joined(key, self), _joined(value, self, 1)
+        slots, positions, key, value = (
+            np.concatenate([*slots, []]),
+            np.concatenate([*positions, []]),
+            _joined(key, self),
+            _joined(value, self, 1),
+        )
         for some in np.array_split(self.rng.permutation(len(slots)), 2):  # out of order, in two calls; skipped tokens among them
             given = slots[some].copy()
             skipped = self.rng.random(len(some)) < 0.2
@@ -284,7 +314,9 @@ class Made:
             bias[self.rng.random(bias.shape) < 0.15] = -np.inf
             options["qq_bias"] = torch.from_numpy(bias).float().to(self.device)
         if "prefix_ranges" in options:
-            ranges = np.array(options["prefix_ranges"], np.int64).reshape(len(self.case.lens), -1, 2) if self.case.lens else np.zeros((0, 1, 2))
+            ranges = (
+                np.array(options["prefix_ranges"], np.int64).reshape(len(self.case.lens), -1, 2) if self.case.lens else np.zeros((0, 1, 2))
+            )
             options["prefix_ranges"] = self._integers(ranges)
         return options
 
@@ -320,17 +352,20 @@ class Made:
         )
         return ops.attend(call, self.implementation)
 
-    def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """AssertionError unless every number is the oracle's, up to what roundings leave."""
         case, options, first = self.case, self._plain(self.options), 0
-        assert out.shape == (sum(case.queries), case.heads * case.group, case.head_size_v) and lse.shape == out.shape[:2]
-        got, got_lse, q = out.float().cpu().numpy().astype(float), lse.cpu().numpy().astype(float), self.q.double().cpu().numpy()
+        assert out.shape == (sum(case.queries), case.heads * case.group, case.head_size_v)
+        assert lse is None or lse.shape == out.shape[:2]
+        got, got_lse, q = (None if t is None else t.float().cpu().numpy().astype(float) for t in (out, lse, self.q))
         for s, n in enumerate(case.queries):
             mine, first = slice(first, first + n), first + n
             keys, values = (np.where(self.broken[s][:, None, None], 0.0, t[s]) for t in (self.keys, self.values))
             want = oracle.sequence(s, np.nan_to_num(q[mine]), keys, values, self.held[s], case.scale, options)
             whole = ~(want.seen & self.broken[s]).any(1) & np.isfinite(q[mine]).all((1, 2))
-            self._compare(s, got[mine][whole], got_lse[mine][whole], oracle.Answer(*(t[whole] for t in want)))
+            self._compare(
+                s, got[mine][whole], (want.lse if lse is None else got_lse[mine])[whole], oracle.Answer(*(t[whole] for t in want))
+            )
 
     def _compare(self, s: int, got: np.ndarray, got_lse: np.ndarray, want: oracle.Answer) -> None:
         case, options = self.case, oracle.DEFAULTS | self.case.options
@@ -349,10 +384,12 @@ class Made:
             error = error + torch.finfo(DTYPES[case.dtype]).eps / 2 * abs(expected) + torch.finfo(DTYPES[case.dtype]).smallest_normal
         else:
             error = error / options["output_scale"]
-            expected, step = oracle.as_e4m3(expected, options["output_scale"])
+            expected, _ = oracle.as_e4m3(expected, options["output_scale"])
             error = error * 1.01 + oracle.as_e4m3(abs(expected) + error, 1.0)[1] * 1.01
         wrong = ~(abs(got - expected) <= error)
-        assert not wrong.any(), f"sequence {s}, query and head {np.argwhere(wrong)[0][:2]}: {got[wrong][:4]}, expected {expected[wrong][:4]}"
+        assert not wrong.any(), (
+            f"sequence {s}, query and head {np.argwhere(wrong)[0][:2]}: {got[wrong][:4]}, expected {expected[wrong][:4]}"
+        )
 
 
 def _joined(parts: list[torch.Tensor], made: Made, side: int = 0) -> torch.Tensor:

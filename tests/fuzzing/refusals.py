@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,9 @@ from quantkv.page_table import PageTable
 from quantkv.policy import Policy
 
 from . import anything as a
-from .anything import FLOATS, INDEX, Tensor
+from .anything import FLOATS, INDEX
+
+SHARE = 8
 
 HEADS, D, PAGES, SIZE = 2, 16, 6, 8
 LENS, QUERIES, STARTS = [9, 3, 12], [2, 1, 1], [0, 2, 3, 4]
@@ -159,18 +162,23 @@ def _entries() -> dict[str, Entry]:
             {**SPREAD, "more": ("options",), "chunk_lookback": ("chunk_lookback", "window")},
             bytes_of,
         ),
-        "prepare_attend": Entry(_layered("int4"), _prepared_attend, ATTEND, {**PLACES, **OPTIONS}, {**SPREAD, "chunk_lookback": ("chunk_lookback", "window")}, bytes_of),
+        "prepare_attend": Entry(
+            _layered("int4"),
+            _prepared_attend,
+            ATTEND,
+            {**PLACES, **OPTIONS, "q": lambda v: a.tensor((4, 4, D), FLOATS)(v)},
+            {**SPREAD, "chunk_lookback": ("chunk_lookback", "window")},
+            bytes_of,
+        ),
         "write": Entry(_layered("int8", maps=offset_map()), lambda cache, **given: cache.write(**given), WRITE, WRITES, NAMED, bytes_of),
-        "prepare_write": Entry(_layered("levels4"), _prepared_write, WRITE, {**WRITES, "positions": a.tensor((4,), INDEX, none=True, low=0)}, NAMED, bytes_of),
+        "prepare_write": Entry(
+            _layered("levels4"), _prepared_write, WRITE, {**WRITES, "positions": a.tensor((4,), INDEX, none=True, low=0)}, NAMED, bytes_of
+        ),
         "dequantize": Entry(
             _layered("levels4", maps=offset_map()),
             lambda cache, **given: cache.dequantize(**given),
             dict(slots=torch.arange(4), positions=torch.arange(4)),
-            {
-                "slots": a.tensor((4,), INDEX, low=0, high=PAGES * SIZE),
-                "positions": a.tensor((4,), INDEX, low=0),
-                "dtype": a.never,
-            },
+            {"slots": a.tensor((4,), INDEX, low=0, high=PAGES * SIZE), "positions": a.tensor((4,), INDEX, low=0), "dtype": a.never},
         ),
         "copy_pages": Entry(
             _layered("int8"),
@@ -219,17 +227,32 @@ def _entries() -> dict[str, Entry]:
             lambda pair: bytes_of(pair[1]),
         ),
         "PageStore": Entry(
-            lambda: [cache_of()],
-            lambda caches, **given: PageStore(**{"caches": caches, **given}),
-            dict(num_pages=2),
+            lambda: None,
+            lambda _, **given: PageStore(**given),
+            dict(caches=[cache_of()], num_pages=2),
             {"num_pages": a.integer(1, 1 << 16), "caches": a.never},
         ),
-        "PageStore.store": Entry(_store, lambda store, pages: store.store(pages), dict(pages=[0]), {"pages": lambda v: a.pages(PAGES)(v) and len(made_length(v)) <= 3}, state=lambda store: store.room),
-        "PageStore.load": Entry(
-            _store, lambda store, stored, pages: store.load(store.store([0]) if stored is ... else stored, pages), dict(stored=..., pages=[2]),
-            {"stored": a.never, "pages": a.pages(PAGES, 1)}, state=lambda store: [bytes_of(c) for c in store.caches],
+        "PageStore.store": Entry(
+            _store,
+            lambda store, pages: store.store(pages),
+            dict(pages=[0]),
+            {"pages": lambda v: a.pages(PAGES)(v) and len(a.listed(v)) <= 3},
+            state=lambda store: store.room,
         ),
-        "get_format": Entry(lambda: None, lambda _, **given: get_format(**given), dict(name="none"), {"name": in_words, "dtype": a.never}, {"name": ("format",)}),
+        "PageStore.load": Entry(
+            _store,
+            lambda store, stored, pages: store.load(store.store([0]) if stored is ... else stored, pages),
+            dict(stored=..., pages=[2]),
+            {"stored": a.never, "pages": a.pages(PAGES, 1)},
+            state=lambda store: [bytes_of(c) for c in store.caches],
+        ),
+        "get_format": Entry(
+            lambda: None,
+            lambda _, **given: get_format(**given),
+            dict(name="none"),
+            {"name": in_words, "dtype": a.never},
+            {"name": ("format",)},
+        ),
         "cache_spec": Entry(
             lambda: None,
             lambda _, **given: get_format("int4").cache_spec(**given),
@@ -241,7 +264,12 @@ def _entries() -> dict[str, Entry]:
                 "block_size": lambda v: a.integer(1)(v) and v % 8 == 0,
             },
         ),
-        "RowLayout": Entry(lambda: None, lambda _, **given: quantkv.RowLayout(**given), dict(code_bits=4), {"code_bits": a.integer(1), "meta": lambda v: v == ()}),
+        "RowLayout": Entry(
+            lambda: None,
+            lambda _, **given: quantkv.RowLayout(**given),
+            dict(code_bits=4),
+            {"code_bits": a.integer(1), "meta": lambda v: v == ()},
+        ),
         "LinearMap": Entry(
             lambda: None,
             lambda _, **given: LinearMap(**given),
@@ -249,38 +277,68 @@ def _entries() -> dict[str, Entry]:
             {
                 "forward": lambda v: _filled(v) and v.shape[0] == 1,
                 "inverse": lambda v: _filled(v) and v.shape[0] == 1,
-                "offset": lambda v: v is None or (a.tensor((None, 1, 1), ["float32"])(v) and v.shape[0] > 0 and v.fill in (0, 1, 2, -1, 100)),
-                "metric": lambda v: v is None or (_filled(v) or a.tensor((None, 1, 1), ["float32"])(v) and v.fill == 0) and v.shape[0] > 0,
+                "offset": lambda v: (
+                    v is None or (a.tensor((None, 1, 1), ["float32"])(v) and v.shape[0] > 0 and v.fill in (0, 1, 2, -1, 100))
+                ),
+                "metric": lambda v: (
+                    v is None or ((_filled(v) or (a.tensor((None, 1, 1), ["float32"])(v) and v.fill == 0)) and v.shape[0] > 0)
+                ),
             },
             MATRIX,
         ),
         "LayerMaps": Entry(lambda: None, lambda _, **given: LayerMaps(**given), {}, {"k": lambda v: v is None, "v": lambda v: v is None}),
-        "ExactTokens": Entry(lambda: None, lambda _, **given: ExactTokens(**given), dict(first=1, latest=1), {"first": a.integer(0), "latest": a.integer(0)}),
+        "ExactTokens": Entry(
+            lambda: None, lambda _, **given: ExactTokens(**given), dict(first=1, latest=1), {"first": a.integer(0), "latest": a.integer(0)}
+        ),
         "Policy": Entry(
             lambda: None,
             lambda _, **given: Policy(**given),
             dict(format="int4"),
-            {"format": in_words, "layers": lambda v: v == {}, "maps": lambda v: v == {}, "calibration": lambda v: v is None, "exact": lambda v: v is None},
+            {
+                "format": in_words,
+                "layers": lambda v: v == {},
+                "maps": lambda v: v == {},
+                "calibration": lambda v: v is None,
+                "exact": lambda v: v is None,
+            },
         ),
-        "Policy.of": Entry(lambda: Policy("int4"), lambda policy, **given: policy.of(**given), dict(layer=1), {"layer": a.integer(0)}),
-        "Policy.check": Entry(lambda: Policy("int4", {3: "int8"}), lambda policy, **given: policy.check(**given), dict(num_layers=4), {"num_layers": a.integer(4)}, {"num_layers": ("num_layers", "layers")}),
-        "pack": Entry(lambda: None, lambda _, **given: pack(**given), dict(values=torch.zeros(8, dtype=torch.int64), bits=4), {"bits": a.integer(1, 8)}),
-        "unpack": Entry(lambda: None, lambda _, **given: unpack(**given), dict(codes=torch.zeros(16, dtype=torch.uint8), bits=4), {"bits": lambda v: a.integer(1, 8)(v) and v in (1, 2, 4, 8)}, {"bits": ("bits", "codes")}),
+        "Policy.check": Entry(
+            lambda: Policy("int4", {3: "int8"}),
+            lambda policy, **given: policy.check(**given),
+            dict(num_layers=4),
+            {"num_layers": a.integer(4)},
+            {"num_layers": ("num_layers", "layers")},
+        ),
+        "pack": Entry(
+            lambda: None,
+            lambda _, **given: pack(**given),
+            dict(values=torch.zeros(8, dtype=torch.int64), bits=4),
+            {"bits": lambda v: isinstance(v, int) and 1 <= v <= 8},
+        ),
+        "unpack": Entry(
+            lambda: None,
+            lambda _, **given: unpack(**given),
+            dict(codes=torch.zeros(16, dtype=torch.uint8), bits=4),
+            {"bits": lambda v: isinstance(v, int) and v in (1, 2, 4, 8)},
+            {"bits": ("bits", "codes")},
+        ),
     }
     for method, argument, legal in (
-        ("append", "counts", a.integers_each(3, 0, 1 << 20)),
-        ("reserve", "lengths", a.integers_each(3, 0, 1 << 20)),
-        ("settle", "lengths", lambda v: isinstance(v, (list, tuple)) and len(v) == 3 and all(isinstance(n, int) and 0 <= n <= m for n, m in zip(v, (16, 8, 16)))),
-        ("truncate", "lengths", lambda v: isinstance(v, (list, tuple)) and len(v) == 3 and all(isinstance(n, int) and 0 <= n <= m for n, m in zip(v, LENS))),
-        ("release", "positions", lambda v: isinstance(v, (list, tuple)) and len(v) == 3 and all(isinstance(n, int) and 0 <= n <= m for n, m in zip(v, LENS))),
-        ("select", "indices", lambda v: (isinstance(v, (str, bytes, dict)) and not v) or (isinstance(v, (list, tuple)) and all(isinstance(n, int) and 0 <= n < 3 for n in v))),
+        ("append", "counts", a.integers_up_to(*[math.inf] * 3)),
+        ("reserve", "lengths", a.integers_up_to(*[math.inf] * 3)),
+        ("settle", "lengths", a.integers_up_to(16, 8, 16)),
+        ("truncate", "lengths", a.integers_up_to(*LENS)),
+        ("release", "positions", a.integers_up_to(*LENS)),
+        ("select", "indices", a.indices(3)),
     ):
-        entries[f"PageTable.{method}"] = Entry(_table, lambda table, method=method, **given: getattr(table, method)(*given.values()), {argument: [0, 0, 0]}, {argument: legal}, state=lambda table: copy.deepcopy(vars(table)))
+        entries[f"PageTable.{method}"] = Entry(
+            _table,
+            lambda table, method=method, **given: getattr(table, method)(*given.values()),
+            {argument: [0, 0, 0]},
+            {argument: legal},
+            state=lambda table: copy.deepcopy(vars(table)),
+        )
     return entries
-
-
-def made_length(v: Any) -> Any:
-    return range(v.shape[0]) if isinstance(v, Tensor) else v
 
 
 def _saved(pages: int) -> io.BytesIO:
@@ -290,7 +348,7 @@ def _saved(pages: int) -> io.BytesIO:
     return file
 
 
-ENTRIES = _entries()
+ENTRIES = _entries()  # and those of `names`
 
 
 @st.composite
@@ -301,7 +359,11 @@ def cases(draw) -> Case:
 
 def check(case: Case) -> None:
     """The target."""
-    entry = ENTRIES[case.entry]
+    serve(ENTRIES[case.entry], case)
+
+
+def serve(entry: Entry, case: Case) -> None:
+    """The call with its one argument, judged."""
     fixture = entry.fixture()
     before = entry.state(fixture)
     legal = entry.legal[case.argument](case.value)

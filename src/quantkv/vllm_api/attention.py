@@ -93,6 +93,9 @@ def attend(
     """`unified_attention` over caches in `fmt`."""
     need_tensors(q=q, k_cache=k_cache, v_cache=v_cache, out=out, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, block_table=block_table)
     need_tensors_or_none(sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, mm_prefix_range=mm_prefix_range)
+    checks.tensor("seqused_k", seqused_k, (None,), checks.INDEX_DTYPES)
+    checks.number("softmax_scale", softmax_scale)
+    checks.integer("chunk_lookback", chunk_lookback, -1, "-1 (none) or more")
     num_seqs, device = seqused_k.shape[0], k_cache.device
     checks.tensor("q", q, (None, None, None), (*checks.ROW_DTYPES, *FP8_DTYPES), device)
     out_dtypes = checks.ROW_DTYPES if output_scale is None else (torch.float8_e4m3fn,)

@@ -11,6 +11,7 @@ from ...calls import Side, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
 
+LARGEST = torch.finfo(torch.float32).max
 Places = tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -85,7 +86,10 @@ def encode(
     if alone is not None:
         alone_is_shorter = alone.square().sum(-1, keepdim=True) < y.square().sum(-1, keepdim=True)
         y = torch.where(alone_is_shorter, -alone, y)
-    y = y if scale == 1.0 else y / scale
+    if scale != 1.0:
+        y = y / scale
+        if codec.row.meta:  # of finite rows nothing that is not finite is stored
+            y = y.clamp(-LARGEST, LARGEST)
     rounding = rounding_of(codec, map_)
     codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)
     return codes, meta if alone is None else torch.where(alone_is_shorter, -meta, meta)

@@ -1,0 +1,295 @@
+"""Mutation testing of the specification: one-line faults are planted in it one at a time, and the tests that know the module must fail.
+
+    python scripts/mutate.py --sample 40 --seed 1            # of every module, a sample of its mutants; a score by module
+    python scripts/mutate.py reads packing --sample 0        # all mutants of two modules
+
+A mutant that no test fails for has survived: a fault that would go unseen. Those that compute the same as the original are in
+`EQUIVALENT`, with the reason. A mutant that a test does not end for, within three times what the tests take, is killed too.
+
+Libraries do this as well (mutmut, cosmic-ray); they start an interpreter for every mutant, and importing torch and Triton takes longer
+here than the tests do. This script imports them once and forks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "quantkv"
+LINE = 100  # characters of a line that are shown
+SHAPES = "tests/test_reference.py tests/test_properties.py"
+GOLDEN = "tests/test_golden.py"
+
+TESTS = {  # module: the tests that know it best, those that fail soonest first
+    "implementations/reference/attend": f"tests/test_fuzz.py::test_attention {SHAPES}",
+    "implementations/reference/plan": f"tests/test_fuzz.py::test_attention {SHAPES} tests/test_reads.py",
+    "implementations/reference/write": f"tests/test_fuzz.py::test_rows tests/test_fuzz.py::test_attention {SHAPES}",
+    "reads": "tests/test_reads.py tests/test_fuzz.py::test_attention",
+    "implementations/batches": "tests/test_batches.py",
+    "packing": "tests/test_fuzz.py::test_rows tests/test_fuzz.py::test_attention",
+    "formats/int8/__init__": f"{GOLDEN} tests/test_fuzz.py::test_rows",
+    "formats/int4/__init__": f"{GOLDEN} tests/test_fuzz.py::test_rows",
+    "formats/int2/__init__": f"{GOLDEN} tests/test_fuzz.py::test_rows",
+    "formats/fp8/__init__": f"{GOLDEN} tests/test_fuzz.py::test_rows",
+    "formats/none/__init__": "tests/test_fuzz.py::test_rows",
+    "formats/mixed": "tests/test_fuzz.py::test_rows",
+    "formats/levels/__init__": "tests/test_fuzz.py::test_rows tests/test_rounding.py",
+    "formats/turboquant/__init__": f"{GOLDEN} tests/test_fuzz.py::test_rows",
+    "formats/trellis/__init__": "tests/test_fuzz.py::test_rows tests/test_trellis.py",
+    "formats/trellis/search": "tests/test_trellis.py",
+    "rounding": "tests/test_rounding.py",
+}
+# (module, text of the line, what is changed): why it computes the same.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+
+class Mutant(NamedTuple):
+    """A module with one change: `source` in place of its own, in line `line`."""
+
+    line: int
+    text: str
+    change: str
+    source: str
+
+
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+NAMES = {  # methods and functions for their opposites
+    "amin": "amax",
+    "amax": "amin",
+    "argmin": "argmax",
+    "argmax": "argmin",
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "clamp_min": "clamp_max",
+    "clamp_max": "clamp_min",
+    "addcmul_": "addcdiv_",
+    "zeros_like": "ones_like",
+    "cumsum": "cumprod",
+    "abs": "neg",
+    "sqrt": "abs",
+    "square": "abs",
+    "trunc": "ceil",
+}
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
+    """What may be done to a node: in words, and a function that does it in place or returns another node."""
+
+    def put(name: str, value: Any) -> Any:
+        return lambda n: setattr(n, name, value)
+
+    if isinstance(node, ast.Compare):
+        for i, op in enumerate(node.ops):
+            other = COMPARISONS[type(op)]
+            yield f"{type(op).__name__} -> {other.__name__}", lambda n, i=i, other=other: n.ops.__setitem__(i, other())
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OPERATORS:
+        other = OPERATORS[type(node.op)]
+        yield f"{type(node.op).__name__} -> {other.__name__}", put("op", other())
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or if isinstance(node.op, ast.And) else ast.And
+        yield f"{type(node.op).__name__} -> {other.__name__}", put("op", other())
+    elif isinstance(node, ast.UnaryOp):
+        yield f"{type(node.op).__name__} removed", lambda n: n.operand
+    elif isinstance(node, (ast.IfExp, ast.If)):
+        yield "condition turned", lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield f"{node.value} -> {not node.value}", put("value", not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield f"{node.value} -> {node.value + 1}", put("value", node.value + 1)
+        if node.value > 1:
+            yield f"{node.value} -> {node.value - 1}", put("value", node.value - 1)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, float):
+        yield f"{node.value} -> {node.value * 1.25}", put("value", node.value * 1.25 if node.value else 1.0)
+    elif isinstance(node, ast.Attribute) and node.attr in NAMES:
+        yield f"{node.attr} -> {NAMES[node.attr]}", put("attr", NAMES[node.attr])
+    elif isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
+        yield f"{node.id} -> {NAMES[node.id]}", put("id", NAMES[node.id])
+    elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield "statement removed", lambda n: ast.Pass()
+    elif isinstance(node, ast.Break):
+        yield "break removed", lambda n: ast.Pass()
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """What runs: no docstrings, annotations, imports, decorators, or words of an error."""
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for part in (*node.decorator_list, getattr(node, "returns", None)):
+                skipped |= {id(n) for n in ast.walk(part)} if part is not None else set()
+        if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:
+            skipped |= {id(n) for n in ast.walk(node.annotation)}
+        if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr)):
+            skipped |= {id(n) for n in ast.walk(node)}
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped |= {id(node), id(node.value)}
+    return (node for node in ast.walk(tree) if id(node) not in skipped)
+
+
+class _Replace(ast.NodeTransformer):
+    """Does one change to the node at one place of the walk."""
+
+    def __init__(self, target: ast.AST, change: Any) -> None:
+        self.target, self.change = target, change
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is self.target:
+            return self.change(node) or node
+        return self.generic_visit(node)
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    text = path.read_text()
+    lines, tree = text.splitlines(), ast.parse(text)
+    found = []
+    for index, node in enumerate(_nodes(tree)):
+        for which, (change, _) in enumerate(_changes(node)):
+            other = copy.deepcopy(tree)
+            target = list(_nodes(other))[index]
+            changed = _Replace(target, list(_changes(target))[which][1]).visit(other)
+            found.append(Mutant(node.lineno, lines[node.lineno - 1].strip(), change, ast.unparse(ast.fix_missing_locations(changed))))
+    return found
+
+
+class _Planted(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds one module with other source than its file's."""
+
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        self.name, self.path, self.source = name, path, source
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        places = [str(self.path.parent)] if self.path.name == "__init__.py" else None
+        spec = importlib.util.spec_from_loader(fullname, self, origin=str(self.path), is_package=places is not None)
+        spec.has_location = True
+        if places:
+            spec.submodule_search_locations = places
+        return spec
+
+    def get_source(self, fullname: str) -> str:
+        return self.source
+
+
+def _run(tests: str, name: str, path: Path, source: str | None) -> int:
+    """The tests' exit status, in a process that was forked for them."""
+    if source is not None:
+        sys.meta_path.insert(0, _Planted(name, path, source))
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1), os.dup2(quiet, 2)
+    import hypothesis
+    import pytest
+
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # a failure need not be made small
+    hypothesis.settings.register_profile("mutants", database=None, phases=phases, deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
+    return int(pytest.main([*tests.split(), "-x", "-q", "-p", "no:cacheprovider"]))
+
+
+def survives(tests: str, module: str, source: str | None, limit_s: float) -> bool:
+    path = SOURCE / f"{module}.py"
+    name = ".".join(["quantkv", *module.removesuffix("/__init__").split("/")])
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        code = 70
+        try:
+            code = _run(tests, name, path, source)
+        finally:
+            os._exit(code)
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as reads or formats/int4/__init__; all if none is named")
+    parser.add_argument("--sample", type=int, default=30, help="mutants of each module; 0: all")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--json", metavar="FILE", help="write what survived, and the scores, there")
+    given = parser.parse_args()
+    unknown = set(given.modules) - TESTS.keys()
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: one of {', '.join(TESTS)}")
+    os.chdir(ROOT)
+    os.environ |= {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    for package in ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton"):
+        importlib.import_module(package)
+    rows, survivors = [], []
+    for module in given.modules or TESTS:
+        began = time.monotonic()
+        if not survives(TESTS[module], module, None, 600):
+            print(f"{module}: its tests fail without a mutant: {TESTS[module]}", file=sys.stderr)
+            return 1
+        limit = 3 * (time.monotonic() - began) + 20
+        every = mutants_of(SOURCE / f"{module}.py")
+        known = [m for m in every if (module, m.text, m.change) not in EQUIVALENT]
+        chosen = known if not given.sample else random.Random(given.seed).sample(known, min(given.sample, len(known)))
+        killed = 0
+        for mutant in sorted(chosen):
+            if survives(TESTS[module], module, mutant.source, limit):
+                survivors.append((module, *mutant[:3]))
+                print(f"survived: {module}.py:{mutant.line}: {mutant.change}: {mutant.text[:LINE]}", flush=True)
+            else:
+                killed += 1
+        rows.append((module, len(every), len(every) - len(known), len(chosen), killed, time.monotonic() - began))
+        print(f"{module}: {killed} of {len(chosen)} died, of {len(every)} that there are ({rows[-1][-1]:.0f} s)", flush=True)
+    tried, died = (sum(row[i] for row in rows) for i in (3, 4))
+    print("\n| module | mutants | equivalent | tried | died | score |\n|---|--:|--:|--:|--:|--:|")
+    for module, every, equivalent, chosen, killed, _ in rows:
+        print(f"| `{module}` | {every} | {equivalent} | {chosen} | {killed} | {100 * killed / max(chosen, 1):.0f} % |")
+    print(f"| all | {sum(r[1] for r in rows)} | {sum(r[2] for r in rows)} | {tried} | {died} | {100 * died / max(tried, 1):.1f} % |")
+    if given.json:
+        Path(given.json).write_text(json.dumps({"rows": rows, "survivors": survivors}, indent=1))
+    return 0 if died >= 0.95 * tried else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""1,000 calls of everything public with anything, the same ones in every run (`scripts/fuzz.py` makes others), and what they found."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from fuzzing import attention, command, files, names, refusals, rows, tables
+from fuzzing.anything import Tensor
+from quantkv import PagedCache, get_format
+from quantkv.page_table import PageTable
+from quantkv.policy import Policy
+
+
+def times(count):
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+@times(250)
+@given(attention.cases())
+def test_attention(case):
+    attention.check(case)
+
+
+@times(120)
+@given(rows.cases())
+def test_rows(case):
+    rows.check(case)
+
+
+@times(350)
+@given(refusals.cases())
+def test_refusals(case):
+    refusals.check(case)
+
+
+@times(60)
+@given(names.cases())
+def test_vllm_names(case):
+    names.check(case)
+
+
+@times(120)
+@given(tables.cases())
+def test_page_table(case):
+    tables.check(case)
+
+
+@times(80)
+@given(files.cases())
+def test_files(case):
+    files.check(case)
+
+
+@times(20)
+@given(command.cases())
+def test_command_line(case):
+    command.check(case)
+
+
+# ---- what was found, once each
+
+
+@pytest.mark.parametrize(
+    "entry, argument, value",
+    [
+        ("dequantize", "positions", Tensor((), "int64", 70)),  # was broadcast: the offsets of another bucket
+        ("dequantize", "positions", Tensor((4,), "int64", -70)),  # counted from the end of the table
+        ("dequantize", "positions", Tensor((4,), "float32")),
+        ("dequantize", "dtype", 4),
+        ("copy_pages", "target", Tensor((2,), "int64", 3)),  # one of the two sources was lost
+        ("copy_pages", "source", [0, 1]),
+        ("attend", "sinks", False),  # passed for a flag
+        ("attend", "qq_bias", True),
+        ("attend", "q", [1.0]),
+        ("attend", "lengths", 3),
+        ("attend", "lengths", [(1,), (1,), (1,)]),
+        ("attend", "lengths", [("a", "b")] * 3),
+        ("prepare_attend", "q", None),
+        ("prepare_write", "key", 4),
+        ("prepare_write", "value", []),
+        ("PagedCache", "spec", ()),
+        ("PagedCache", "maps", 1),
+        ("PagedCache", "device", "nowhere"),
+        ("wrap", "buffer", []),
+        ("wrap", "spec", None),
+        ("PageStore", "caches", 1),
+        ("PageStore", "caches", [1]),
+        ("get_format", "dtype", []),
+        ("cache_spec", "num_kv_heads", True),
+        ("cache_spec", "head_size_v", 1),
+        ("RowLayout", "code_bits", "4"),
+        ("RowLayout", "meta", ["float32"]),
+        ("LinearMap", "forward", None),
+        ("LinearMap", "inverse", Tensor((0, 1, 1), "float32", 1)),
+        ("LinearMap", "offset", Tensor((1, 1, 2), "float32", 1)),
+        ("LinearMap", "metric", Tensor((1, 1, 2), "float32", 1)),
+        ("LinearMap", "forward", Tensor((1, 1, 1), "float32", float("nan"))),
+        ("LayerMaps", "k", 6),
+        ("LayerMaps", "v", 6),
+        ("Policy", "layers", ["int4"]),
+        ("Policy", "layers", {"0": "int4"}),
+        ("Policy", "maps", 1),
+        ("Policy", "exact", [16, 24]),
+        ("Policy.check", "num_layers", None),
+        ("unified_attention", "seqused_k", Tensor((), "int32", 2)),
+        ("unified_attention", "softmax_scale", "1"),
+        ("unified_attention", "chunk_lookback", "1"),
+    ],
+)
+def test_what_is_not_legal_is_refused_by_name(entry, argument, value):
+    assert not refusals.ENTRIES[entry].legal[argument](value)
+    refusals.check(refusals.Case(entry, argument, value))
+
+
+@pytest.mark.parametrize("name", ["int4", "int2", "levels3", "trellis2"])
+def test_rows_too_large_for_sums_in_float32_are_stored_as_finite_numbers(name):
+    """In the butterfly two sums beyond float32 became inf - inf; and a row at the limit, divided by a scale below 1, inf."""
+    cache = PagedCache(get_format(name).cache_spec(1, 64), 1, k_scale=0.5, v_scale=0.5)
+    signs = 1.0 - 2 * (torch.arange(64) % 3 == 0)
+    rows = torch.stack([torch.full((1, 64), 3e38), 3e38 * signs[None], torch.randn(1, 64)])
+    cache.write(rows, rows, torch.arange(3))
+    for side in cache.dequantize(torch.arange(3), dtype=torch.float64):
+        assert side.isfinite().all() and side[:2].abs().amax() > 0
+
+
+def test_caches_of_one_map_share_it():
+    """Each made a copy, so that a call of both as segments was refused: the map of V was not shared."""
+    maps = refusals.offset_map()
+    assert all(cache.maps.k is maps.k for cache in (refusals.cache_of(maps=maps), refusals.cache_of("int4", maps=maps)))
+
+
+def test_tokens_are_not_settled_where_the_next_one_has_no_page():
+    table = PageTable(16, 1)
+    table.append([64])
+    table.release([40])
+    for length in (16, 31, 0):
+        with pytest.raises(ValueError, match=rf"lengths=\[{length}\]: the page of token {length} was given back"):
+            table.settle([length])
+    table.settle([32])
+    assert table.append([1]) == [] and table.rows == [[-1, -1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "content, match",
+    [
+        ("[" * 100_000, "policy='.*kept.json'"),  # Python gives up on it with an error of its own
+        ('{"policy_version": 1, "format": "int4", "layers": {"1-": "int8"}}', "policy.layers=1-: a number"),
+        ('{"policy_version": 1, "format": "int4", "layers": {"0-999999999999": "int8"}}', "policy.layers=0-999999999999: .*5 digits"),
+    ],
+)
+def test_policies_that_no_one_wrote(tmp_path, content, match):
+    path = tmp_path / "kept.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=match):
+        Policy.load(path)
