@@ -1,5 +1,6 @@
 """Page files: what is read back, what is refused, and what a save that is killed leaves behind."""
 
+import errno
 import io
 import json
 import os
@@ -366,6 +367,94 @@ def test_a_save_that_fails_changes_nothing(path, tmp_path, monkeypatch, temporar
     with pytest.raises(OSError, match="disk full"):
         filled().save(path)
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == ([(path.name, b"older")] if older else [])
+
+
+STEPS = ("open", "write", "fsync", "link", "replace", "unlink", "close")  # of a save; what a process may be killed before or after
+
+
+class Killed(BaseException):
+    """What a process that is killed does not run: nothing may follow."""
+
+
+def dies_at(monkeypatch, step, after):
+    """From the step of that number on no call of the system does anything: the process is gone. after: it ends with the step, not before."""
+    count = 0
+
+    def counted(stock):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count < step:
+                return stock(*args, **kwargs)
+            if count == step and after:
+                stock(*args, **kwargs)
+            raise Killed
+
+        return call
+
+    for name in STEPS:
+        if name != "write":
+            monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    monkeypatch.setattr(page_file, "_write_whole", counted(page_file._write_whole))
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_save_that_dies_at_any_step_leaves_the_old_file_or_the_new(path, tmp_path, monkeypatch, temporary, older, after):
+    """Each call of the system in turn is the last one. What then is at the path is whole, and the next save leaves it alone there."""
+    old, new = filled(pages=2), cache_of(pages=2)
+    new.buffer.fill_(7)
+    step, died = 0, True
+    while died:
+        step += 1
+        for stray in tmp_path.iterdir():
+            stray.unlink()
+        if older:
+            old.save(path)
+        with monkeypatch.context() as patch:
+            dies_at(patch, step, after)
+            try:
+                new.save(path)
+                died = False
+            except Killed:
+                pass
+        if path.exists():
+            found = cache_of(pages=2)
+            found.load(path)
+            assert any(torch.equal(found.buffer, t.buffer) for t in ([old, new] if older else [new])), step
+        else:
+            assert not older, step
+        assert all(page_file.TEMPORARY.fullmatch(name) for name in os.listdir(tmp_path) if name != path.name)
+        new.save(path)
+        assert os.listdir(tmp_path) == [path.name]
+        found = cache_of(pages=2)
+        found.load(path)
+        assert torch.equal(found.buffer, new.buffer)
+    assert step > 6  # each of the steps was the last one once
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_disk_that_is_full_after_any_number_of_bytes_changes_nothing(path, tmp_path, monkeypatch, temporary, older):
+    """A file of a saver may end at any byte: what is at the path is what was there."""
+    if older:
+        path.write_bytes(b"older")
+    write, size = page_file._write_whole, len(tiny_file()[0])
+    for room in range(0, size, 7):
+        left = room
+
+        def until_full(file, data):
+            nonlocal left
+            view = memoryview(data).cast("B")
+            write(file, view[:left])
+            left -= len(view)
+            if left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(page_file, "_write_whole", until_full)
+        with pytest.raises(OSError, match="No space left"):
+            tiny().save(path)
+        assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == ([(path.name, b"older")] if older else [])
+        left = 0
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -188,7 +188,8 @@ class PagedCache:
         written to. ValueError where a target is named twice: it cannot become both."""
         checks.tensor("source", source, (None,), checks.INDEX_DTYPES, self.device)
         checks.tensor("target", target, source.shape, checks.INDEX_DTYPES, self.device)
-        checks.in_range("source", source, 0, self.num_blocks)
+        for name, t in (("source", source), ("target", target)):
+            checks.in_range(name, t, 0, self.num_blocks)
         checks.page_numbers(target, self.num_blocks, "target")
         self.buffer[target] = self.buffer[source]
 
