@@ -377,7 +377,7 @@ class Killed(BaseException):
 
 
 def dies_at(monkeypatch, step, after):
-    """From the step of that number on no call of the system does anything: the process is gone. after: it ends with the step, not before."""
+    """From the step of that number on no call of the system does anything: the process is gone. after: with the step, not before it."""
     count = 0
 
     def counted(stock):
