@@ -160,7 +160,13 @@ def check_codes(codec: str, y: np.ndarray, codes: np.ndarray, meta: np.ndarray, 
         assert np.allclose(meta.view(np.float16)[..., :1], scale, rtol=1e-3, atol=1e-7), "the scale"
         assert np.allclose(meta.view(np.float16)[..., 1:], low, rtol=1e-3, atol=1e-7), "the minimum"
         wrong = abs((y - low) / scale - fields(codes, bits)) > 0.5 + 1e-3
-    elif codec != "trellis2":
+    elif codec == "trellis2":
+        scale = meta.view(np.float16).astype(float)
+        unit, root = decoded(codec, codes, np.ones_like(scale, np.float16).view(np.uint8), size), np.sqrt((y**2).mean(-1, keepdims=True))
+        expected = (y**2).sum(-1, keepdims=True) / np.maximum((y * unit).sum(-1, keepdims=True), 1e-30)
+        expected = np.maximum(np.clip(expected, root / 2, 2 * root), 2.0**-24)
+        assert np.allclose(abs(scale), expected, rtol=2e-3, atol=1e-7), "the scale"
+    else:
         bits = {"int2": 2, "tq3": 3, "tq4": 4}.get(codec) or int(codec[6:])
         numbers = table_of(codec, size)
         norm = np.sqrt((y**2).sum(-1, keepdims=True))

@@ -235,7 +235,7 @@ def _add_by_position(
     if options.qq_bias is not None:
         size = options.qq_bias.shape
         index = torch.arange(tile.queries.start, tile.queries.stop, device=score.device)[:, None]
-        inside = (since_context >= 0) & (since_context < size[1]) & (index < size[0])
+        inside = (since_context >= 0) & (since_context < size[1])
         bias = options.qq_bias.to(dtype)[index.clamp_max(size[0] - 1), since_context.clamp(0, size[1] - 1)]
         score += torch.where(inside, bias, 0)[:, None, None]
 
