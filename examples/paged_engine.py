@@ -14,6 +14,7 @@ many tokens of the prompts were found in pages that other sequences held, and to
 """
 
 import argparse
+import math
 import sys
 import time
 from itertools import takewhile
@@ -28,6 +29,9 @@ from quantkv.page_table import PageTable
 
 def attention(module, query, key, value, mask, scaling=None, step=None, **options):
     """transformers calls it in each layer, with rows `[1, heads, T, D]`: stores the new ones, then attends to all."""
+    given = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
+    if given or not math.isclose(scaling or 0, query.shape[-1] ** -0.5):
+        raise NotImplementedError(f"{', '.join(given) or f'scaling={scaling}'}: PagedCache.attend has it, this engine does not pass it on")
     query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
     step.write(step.caches[module.layer_idx], key, value)
     return step.attend(step.caches[module.layer_idx], query)[None], None
@@ -113,7 +117,7 @@ class Engine:
         alike = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], tokens))) for tokens in self.tokens]
         held = [min(same, length) for same, length in zip(alike, self.table.lengths)]
         donor = max(range(len(held)), key=held.__getitem__)
-        if max(alike) - held[donor] >= self.spec.block_size:
+        if max((alike[i] for i in self.limits), default=0) - held[donor] >= self.spec.block_size:
             return None  # what it begins with is being computed
         place = self.idle.pop(0)
         rows, lengths = list(range(len(held))), list(self.table.lengths)
@@ -125,7 +129,6 @@ class Engine:
         for i in self.idle:  # the pages of those that ended go when the others may need them
             if sum(map(self.pages, range(len(held)))) > num_pages:
                 self.table.truncate([0 if i == j else n for j, n in enumerate(self.table.lengths)])
-                self.tokens[i] = []
         return place
 
     def step(self):

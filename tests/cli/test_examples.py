@@ -166,6 +166,13 @@ def test_the_engine_computes_what_prompts_share_once(served):
     assert engine.reused >= 40 * 2 + 37 * 2
 
 
+def test_the_engine_is_asked_the_same_again(served):
+    """The last token of a prompt is computed in any case: what follows it is in no page."""
+    engine, prompt, wanted = served.engine(max_sequences=2), served.prompts[4], served.wanted[4]
+    assert engine.generate([prompt] * 3, [20, 10, 20]) == [wanted, wanted[:10], wanted]
+    assert engine.reused == 2 * (len(prompt) - 1)
+
+
 def test_the_graph_of_a_step_runs_over_tensors_that_are_filled_anew(served):
     """What a GPU replays, run without one: the same tensors for every step, sequences padded."""
     engine = served.engine(max_sequences=5)
@@ -185,3 +192,12 @@ def test_the_engine_refuses_what_can_never_run(served):
     with pytest.raises(ValueError, match=r"prompts\[0\]: 0 tokens"):
         engine.generate([[]], [1])
     assert engine.table.num_pages == 0
+
+
+@pytest.mark.parametrize(
+    "option", [{"softcap": 30.0}, {"sliding_window": 8}, {"s_aux": torch.ones(2)}, {"scaling": 1.0}], ids=lambda o: next(iter(o))
+)
+def test_the_engine_drops_no_option_of_a_model(option):
+    rows = torch.zeros(1, 2, 3, 64)
+    with pytest.raises(NotImplementedError, match=next(iter(option))):
+        load("paged_engine").attention(None, rows, rows, rows, None, **{"scaling": 64**-0.5, **option})
