@@ -20,6 +20,7 @@ said=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' src/quantkv/__init__.py)
 cited=$(sed -n 's/^version: *//p' CITATION.cff)
 [ "$cited" = "$version" ] || fail "CITATION.cff says version $cited, not $version"
 date=$(sed -n 's/^date-released: *"\?\([0-9-]*\)"\?$/\1/p' CITATION.cff)
+[[ $date =~ ^[0-9]{4}-[0-9]{2}-[0-9]{2}$ ]] || fail "CITATION.cff has no date-released, or '$date', where YYYY-MM-DD is needed"
 heading=$(grep -m 1 '^## ' CHANGELOG.md)
 [ "$heading" = "## $version ($date)" ] || fail "CHANGELOG.md begins with '$heading', where '## $version ($date)' is needed (the date is CITATION.cff's)"
 

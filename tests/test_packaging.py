@@ -75,6 +75,7 @@ def test_a_version_is_three_numbers(release, version):
         ("src/quantkv/__init__.py", "0.2.0", "0.1.0", "src/quantkv/__init__.py says version 0.1.0, not 0.2.0"),
         ("CITATION.cff", "0.2.0", "0.1.0", "CITATION.cff says version 0.1.0, not 0.2.0"),
         ("CITATION.cff", "2027-01-31", "2027-01-30", "CHANGELOG.md begins with '## 0.2.0 (2027-01-31)', where '## 0.2.0 (2027-01-30)'"),
+        ("CITATION.cff", 'date-released: "2027-01-31"\n', "", "CITATION.cff has no date-released, or ''"),
         ("CHANGELOG.md", "0.2.0 (2027-01-31)", "0.2.0 (unreleased)", "CHANGELOG.md begins with '## 0.2.0 (unreleased)', where"),
         ("CHANGELOG.md", "## 0.2.0 (2027-01-31)\n\n", "", "CHANGELOG.md begins with '## 0.1.0 (2026-12-01)', where"),
     ],

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from quantkv import get_format
 
-LAYERS, HEADS, HEAD_SIZE, BLOCK, MEMORY = 30, 3, 64, 16, 1 << 30  # SmolLM2, and $VLLM_CPU_KVCACHE_SPACE
+LAYERS, HEADS, HEAD_SIZE, MEMORY = 30, 3, 64, 1 << 30  # SmolLM2, and $VLLM_CPU_KVCACHE_SPACE
+BLOCK = 128  # tokens of a page that vLLM takes on a CPU
 
 
 def test_a_server_answers_from_quantized_pages(capsys):
