@@ -119,7 +119,14 @@ def step(lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
     query, key, value = (rows(len(slots), heads, 128, torch.float32, seed) for seed, heads in enumerate((32, 8, 8)))
     lens, slot_mapping = torch.tensor(keys, dtype=torch.int32), torch.tensor(slots)
     names = {"table": table, "lens": lens, "starts": starts, "block_table": table, "seq_lens": lens, "cu_seqlens_q": starts}
-    return names | {"slot_mapping": slot_mapping, "query": query, "q": query, "key": key, "value": value, "layers": [(query, key, value)] * 2}
+    return names | {
+        "slot_mapping": slot_mapping,
+        "query": query,
+        "q": query,
+        "key": key,
+        "value": value,
+        "layers": [(query, key, value)] * 2,
+    }
 
 
 def buffers() -> list[Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ except ImportError:  # Python 3.10
     import tomli as tomllib
 
 pytest.importorskip("transformers")
-import typer  # noqa: E402
+import typer
 
-from documents import PAGES, ROOT, Block, blocks, commands, given, inline_code  # noqa: E402
-from quantkv.cli.main import commands as application  # noqa: E402
-from quantkv.integrations import vllm as plugin  # noqa: E402
-from quantkv.policy import Policy  # noqa: E402
+from documents import PAGES, ROOT, Block, blocks, commands, given, inline_code
+from quantkv.cli.main import commands as application
+from quantkv.integrations import vllm as plugin
+from quantkv.policy import Policy
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 NO_CHECK = ("cd", "curl", "export", "git", "tar")  # of a command of these nothing is ours
@@ -133,7 +134,7 @@ def check_install(arguments: list[str]) -> None:
 
 def check_vllm(arguments: list[str]) -> None:
     """vLLM is not installed here; tests/vllm_cpu starts it. What is ours of its options is checked."""
-    options = dict(zip(arguments, arguments[1:]))
+    options = dict(pairwise(arguments))
     kind = options.get("--kv-cache-dtype")
     assert kind is None or kind == plugin.POLICY or kind in plugin.names(), kind
     assert json.loads(options.get("--additional-config", "{}")).keys() <= {plugin.POLICY_OPTION}
