@@ -1,8 +1,11 @@
-"""What mkdocs does not do by itself: files that lie outside of docs/ become part of the site, under the names here."""
+"""What mkdocs and mkdocstrings do not do by themselves: files that lie outside of docs/ become part of the site, and the arguments that a
+docstring explains become a list."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -27,3 +30,23 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for path, name in OUTSIDE.items():
         markdown = markdown.replace(f"](../{above}{path}", f"]({above}{name}")
     return markdown.replace("](docs/", "](") if page.file.src_uri in OUTSIDE.values() else markdown
+
+
+class Arguments(griffe.Extension):
+    """Lines of docstrings that begin with `name: ` or `name, other: ` as items of a list."""
+
+    LINE = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.MULTILINE)
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of an object that was read."""
+        if obj.docstring is None:
+            return
+        paragraphs = obj.docstring.value.split("\n\n")
+        obj.docstring.value = "\n\n".join(map(self._listed, paragraphs))
+
+    def _listed(self, paragraph: str) -> str:
+        first = self.LINE.search(paragraph)
+        if first is None:
+            return paragraph
+        before, arguments = paragraph[: first.start()].rstrip(), paragraph[first.start() :]
+        return (before + "\n\n" if before else "") + self.LINE.sub(r"- **\1**: ", arguments)
