@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 class Arguments(griffe.Extension):
-    """Lines of docstrings that begin with `name: ` or `name, other: ` as items of a list."""
+    """Lines of docstrings that begin with `name: ` or `name, other: ` as items of a list, and names of documents as links."""
 
     LINE = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.MULTILINE)
 
@@ -41,7 +41,8 @@ class Arguments(griffe.Extension):
         """Rewrite the docstring of an object that was read."""
         if obj.docstring is None:
             return
-        paragraphs = obj.docstring.value.split("\n\n")
+        value = re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.html)", obj.docstring.value)  # the reference's pages are in docs/api
+        paragraphs = value.split("\n\n")
         obj.docstring.value = "\n\n".join(map(self._listed, paragraphs))
 
     def _listed(self, paragraph: str) -> str:

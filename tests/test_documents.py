@@ -1,13 +1,13 @@
 """Every snippet of README.md and docs/ is run, or its command parsed, or it says why not (`documents.py`)."""
 
 import contextlib
+import importlib
 import io
 import json
 import re
 import shutil
 import subprocess
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -81,8 +81,11 @@ def test_shell_commands_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_in_the_text_exist(page):
+def test_what_the_text_names_exists(page):
+    """Commands, files, and names of the package."""
     for code in inline_code(page):
+        if named := re.match(r"quantkv(\.\w+)+", code):
+            find(named[0])
         if re.match(r"quantkv [a-z-]+( |$)", code):
             parse(next(commands(code))[1:], whole=False)
         for path in re.findall(r"^(?:docs|tests|benchmarks|scripts|examples)/[\w/.-]+", code):
@@ -111,6 +114,14 @@ def check_command(words: list[str]) -> None:
         check_vllm(arguments)
     else:
         check_script(arguments if name == "python" else words, executable=name != "python")
+
+
+def find(name: str) -> object:
+    """What a dotted name of the package stands for. AttributeError or ModuleNotFoundError where there is none."""
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module(name)
+    package, _, last = name.rpartition(".")
+    return getattr(find(package), last)
 
 
 def parse(arguments: list[str], whole: bool = True) -> None:
@@ -157,6 +168,7 @@ def test_a_wrong_command_is_found():
     for line in ("quantkv eval --fromats int4", "quantkv evil", "python benchmarks/none.py", "vllm serve M --kv-cache-dtype quantkv_int5"):
         with pytest.raises(Exception, match=r"fromats|evil|none\.py|int5"):
             check_command(next(commands(line)))
-    assert Path(ROOT / "pyproject.toml").is_file()
+    with pytest.raises(AttributeError, match="resolve"):
+        find("quantkv.ops.resolve")
     with pytest.raises(AssertionError, match="nothing"):
         check_command(["pip", "install", ".[nothing]"])
