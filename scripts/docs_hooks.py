@@ -41,7 +41,7 @@ class Arguments(griffe.Extension):
         """Rewrite the docstring of an object that was read."""
         if obj.docstring is None:
             return
-        value = re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.html)", obj.docstring.value)  # the reference's pages are in docs/api
+        value = re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.md)", obj.docstring.value)  # the reference's pages are in docs/api
         paragraphs = value.split("\n\n")
         obj.docstring.value = "\n\n".join(map(self._listed, paragraphs))
 
