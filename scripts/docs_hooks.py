@@ -33,21 +33,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 class Arguments(griffe.Extension):
-    """Lines of docstrings that begin with `name: ` or `name, other: ` as items of a list, and names of documents as links."""
+    """Makes a list of the arguments and fields that a docstring explains, `name: ` or `name, other: `, and links of documents' names."""
 
-    LINE = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.MULTILINE)
+    START = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.MULTILINE)  # of a line
+    AFTER = re.compile(r"(?<=[.;])\s+(?=([a-z_]\w*(?:, [a-z_]\w*)*): )")  # of a sentence
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object that was read."""
         if obj.docstring is None:
             return
         value = re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.md)", obj.docstring.value)  # the reference's pages are in docs/api
-        paragraphs = value.split("\n\n")
-        obj.docstring.value = "\n\n".join(map(self._listed, paragraphs))
+        names = {name for name, member in obj.members.items() if isinstance(member, griffe.Attribute)}
+        for function in (obj, obj.members.get("__init__")):
+            names |= {p.name for p in function.parameters} if isinstance(function, griffe.Function) else set()
+        obj.docstring.value = "\n\n".join(self._listed(paragraph, names) for paragraph in value.split("\n\n"))
 
-    def _listed(self, paragraph: str) -> str:
-        first = self.LINE.search(paragraph)
+    def _listed(self, paragraph: str, names: set[str]) -> str:
+        apart = self.AFTER.sub(lambda found: "\n" if names.issuperset(found[1].split(", ")) else found[0], paragraph)
+        first = self.START.search(apart)
         if first is None:
             return paragraph
-        before, arguments = paragraph[: first.start()].rstrip(), paragraph[first.start() :]
-        return (before + "\n\n" if before else "") + self.LINE.sub(r"- **\1**: ", arguments)
+        before, arguments = apart[: first.start()].rstrip(), apart[first.start() :]
+        return (before + "\n\n" if before else "") + self.START.sub(r"- **\1**: ", arguments)
