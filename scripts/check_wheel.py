@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 NAME, PACKAGE = "quantkv", "src/quantkv/"
-BESIDE = {"LICENSE", "README.md", "pyproject.toml"}  # of the sdist
+BESIDE = {"LICENSE", "README.md", "pyproject.toml", "setup.py"}  # of the sdist
 ATTENDS = """
 import sys
 import quantkv

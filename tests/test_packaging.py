@@ -107,7 +107,7 @@ def wheel_with(tmp_path, names, requires=()):
             archive.writestr(name, "")
         archive.writestr("quantkv-1.dist-info/METADATA", "".join(f"Requires-Dist: {r}\n" for r in requires))
     with tarfile.open(sdist, "w:gz") as archive:
-        for name in ("LICENSE", "README.md", "pyproject.toml", *(f"src/{name}" for name in names)):
+        for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", *(f"src/{name}" for name in names)):
             member = tarfile.TarInfo(f"quantkv-1/{name}")
             archive.addfile(member, io.BytesIO())
     return sdist, wheel
