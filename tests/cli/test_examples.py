@@ -85,17 +85,36 @@ def test_a_saved_prefix_answers_as_before(example, text_file):
     assert numbers(r"(\d+) tokens read in .*; [\d,]+ bytes saved, ([\d,]+) would be 16 bits", out) == [100, 100 * 2 * 2 * 64 * 2]
 
 
-def test_a_saved_prefix_that_was_changed_is_seen(model_dir, text_file, monkeypatch):
+@pytest.mark.parametrize("seen", ["pages", "answers"])
+def test_a_saved_prefix_that_was_changed_is_seen(model_dir, text_file, monkeypatch, seen):
     module = load("saved_prefix")
     loaded = module.load
 
     def damaged(file):
         cache = loaded(file)
-        cache.layers[1].pages.buffer[cache.layers[1].sequences.table.rows[0][-1]] = 0
+        cache.layers[1].pages.buffer[cache.layers[1].sequences.table.rows[0]] = 0
         return cache
 
     monkeypatch.setattr(module, "load", damaged)
-    assert module.main(["--model", str(model_dir), "--document", str(text_file), "--tokens", "64", "--max-new-tokens", "2"]) == 1
+    if seen == "answers":
+        monkeypatch.setattr(module, "pages", lambda cache: [])
+    assert module.main(["--model", str(model_dir), "--document", str(text_file), "--tokens", "64", "--max-new-tokens", "8"]) == 1
+
+
+@pytest.mark.parametrize("name,where", [("speculative", "generated"), ("paged_engine", "by_transformers")])
+def test_another_text_than_that_of_transformers_is_seen(model_dir, monkeypatch, name, where):
+    module = load(name)
+    original = getattr(module, where)
+
+    def other(*arguments, **guessing):
+        found = original(*arguments, **guessing)
+        if name == "paged_engine" or guessing:
+            found[0][-1] = (found[0][-1] + 1) % 256
+        return found
+
+    monkeypatch.setattr(module, where, other)
+    more = ["--requests", "1"] if name == "paged_engine" else ["--max-new-tokens", "4"]
+    assert module.main(["--model", str(model_dir), "--device", "cpu", *more]) == 1
 
 
 def test_speculative_decoding_says_what_plain_decoding_says(example, monkeypatch, tmp_path):
