@@ -81,19 +81,20 @@ def test_int4_rows_below_zero_and_above_it():
 def test_intervals_of_ranges_and_windows_by_all_small_cases():
     """Every key that a query sees is in an interval; and without a clamp nothing else is."""
     length = 4
-    for queries, window, causal, clamp, start, end in product(
-        range(1, 5), range(6), (True, False), (True, False), range(-1, 5), range(-1, 6)
-    ):
-        options = AttentionOptions(causal, window, prefix_ranges=torch.tensor([[[start, end]]]), clamp_prefix_to_window=clamp)
-        (intervals,) = key_intervals(options, [queries], [length])
-        seen = set()
-        for p, j in product(range(length - queries, length), range(length)):
-            plain = (j <= p or not causal) and (not window or (p - j < window and (causal or j - p < window)))
-            both = start < end and start <= p <= end and start <= j <= end
-            if plain or (both and (p - j < window or not (clamp and window))):
-                seen.add(j)
-        given = {j for low, high in intervals for j in range(low, high)}
-        assert seen <= given and (clamp or seen == given), (options, queries)
+    for queries, window, causal, chunks, clamp in product(range(1, 5), range(6), (True, False), (False, True), (True, False)):
+        chunks = chunks and window > 0
+        for start, end in product(range(-1, 5), range(-1, 6)):
+            ranges = torch.tensor([[[start, end]]])
+            options = AttentionOptions(causal, window, 0 if chunks else -1, prefix_ranges=ranges, clamp_prefix_to_window=clamp)
+            (intervals,) = key_intervals(options, [queries], [length])
+            seen = set()
+            for p, j in product(range(length - queries, length), range(length)):
+                inside = not window or (p // window <= j // window if chunks else p - j < window and (causal or j - p < window))
+                both = start < end and start <= p <= end and start <= j <= end
+                if ((j <= p or not causal) and inside) or (both and (p - j < window or not (clamp and window))):
+                    seen.add(j)
+            given = {j for low, high in intervals for j in range(low, high)}
+            assert seen <= given and (clamp or seen == given), (options, queries)
 
 
 def test_a_bias_of_fewer_columns_than_queries():

@@ -304,6 +304,8 @@ class LayerMaps:
 
     @classmethod
     def unflatten(cls, tensors: list[torch.Tensor | None], factors: list[float]) -> LayerMaps:
+        """The maps that `flatten` took apart."""
+
         def side(t, f):
             rounding = None if t[3] is None else Rounding(*t[9:])
             return None if t[0] is None else LinearMap(*t[:4], MapOperands(*t[4:9], *f), rounding)
