@@ -51,7 +51,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "formats/turboquant/__init__": GOLDEN,
     "formats/trellis/__init__": f"{FACTS} {ROWS} tests/test_trellis.py",
     "formats/trellis/search": "tests/test_trellis.py",
-    "rounding": "tests/test_rounding.py",
+    "rounding": f"tests/test_rounding.py {FACTS}",
 }
 KERNELS = (
     "half_of",

@@ -10,6 +10,7 @@ from quantkv import AttentionOptions, PagedCache, get_format
 from quantkv.implementations import batches
 from quantkv.packing import interleave, pack, planes_of, unpack
 from quantkv.reads import key_intervals
+from quantkv.rounding import Rounding
 from quantkv.testing import Batch
 
 ALIASES = {
@@ -46,6 +47,12 @@ def test_names(name):
     assert fmt.name == name and all(get_format(alias) is fmt for alias in ALIASES[name])
     bits = BITS.get(name) or ((int(name[-1]),) * 2 if not name.startswith(("bf", "fp")) else (int(name[2:]),) * 2)
     assert (fmt.k.row.code_bits, fmt.v.row.code_bits) == bits
+
+
+@pytest.mark.parametrize("name", ["k8v8", "k4v4", "k2v4", "levels1", "levels7"])
+def test_no_other_names(name):
+    with pytest.raises(ValueError, match=f"format='{name}' is unknown"):
+        get_format(name)
 
 
 @pytest.mark.parametrize("name", MULTIPLES)
@@ -159,3 +166,9 @@ def test_a_run_of_another_layer_has_that_layers_options_and_its_own_sequences():
             assert own.q.shape[0] == (1, 40, 1)[i] and own.lse.shape == own.q.shape[:2]
             addresses = [own.batch.seq_lens.data_ptr(), own.segments[0].block_table.data_ptr(), own.batch.cu_seqlens_q.data_ptr()]
             assert all(address % 16 == 0 for address in addresses)
+
+
+def test_damping_of_a_metric():
+    """A ten-thousandth of the mean diagonal is added: it is in the bytes that rows rounded in a metric become."""
+    rounding = Rounding.of(2 * torch.eye(4)[None])
+    assert (rounding.gain.double() - 2.0002).abs().max() < 1e-6 and not rounding.feedback.any()

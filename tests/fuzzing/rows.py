@@ -228,13 +228,12 @@ def check(case: Case) -> None:
         with np.errstate(over="ignore"):
             mapped = decoded(codec.name, codes, meta, size) * case.scale
         x, added = rows.double().numpy(), np.zeros_like(back)
-        signed = (
-            codec.signed and meta.view(np.float16).astype(float)[..., :1] < 0 if codec.signed else np.zeros((TOKENS, case.heads, 1), bool)
-        )
+        either_way = codec.name.startswith(("levels", "trellis"))
+        signed = meta.view(np.float16)[..., :1] < 0 if either_way else np.zeros((TOKENS, case.heads, 1), bool)
         if side == "k" and case.offset:
             offset = table[np.minimum(positions.numpy() // 64, 1)].double().numpy()
             added = np.where(signed, 0.0, offset)
-            if codec.signed and not case.extreme:
+            if either_way and not case.extreme:
                 with_it, alone = (np.linalg.norm(t @ turn.T, axis=-1, keepdims=True) for t in (x - offset, x))
                 assert (np.where(signed, alone, with_it) <= np.minimum(alone, with_it) * (1 + 1e-5)).all(), "the shorter row is stored"
         else:
