@@ -88,15 +88,17 @@ def test_int4_rows_below_zero_and_above_it():
 def test_intervals_of_ranges_and_windows_by_all_small_cases():
     """Every key that a query sees is in an interval; and without a clamp nothing else is."""
     length = 4
-    for queries, window, causal, chunks, clamp in product(range(1, 5), range(6), (True, False), (False, True), (True, False)):
-        chunks = chunks and window > 0
+    for queries, window, causal, chunks, clamp in product(range(1, 5), range(6), (True, False), (-1, 0, 1), (True, False)):
+        if window <= chunks:
+            continue
+        size = window // (chunks + 1) if chunks >= 0 else 0
         for start, end in product(range(-1, 5), range(-1, 6)):
             ranges = torch.tensor([[[start, end]]])
-            options = AttentionOptions(causal, window, 0 if chunks else -1, prefix_ranges=ranges, clamp_prefix_to_window=clamp)
+            options = AttentionOptions(causal, window, chunks, prefix_ranges=ranges, clamp_prefix_to_window=clamp)
             (intervals,) = key_intervals(options, [queries], [length])
             seen = set()
             for p, j in product(range(length - queries, length), range(length)):
-                inside = not window or (p // window <= j // window if chunks else p - j < window and (causal or j - p < window))
+                inside = not window or (p // size - j // size <= chunks if size else p - j < window and (causal or j - p < window))
                 both = start < end and start <= p <= end and start <= j <= end
                 if ((j <= p or not causal) and inside) or (both and (p - j < window or not (clamp and window))):
                     seen.add(j)
