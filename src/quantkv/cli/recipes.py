@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .common import formats_of
 
 if TYPE_CHECKING:
-    from ..calibration import Geometry
     from ..exact import ExactTokens
+    from ..geometry import Geometry
     from ..policy import Policy
     from ..spec import CacheSpec
 

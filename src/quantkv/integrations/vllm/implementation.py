@@ -17,10 +17,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...cache import PagedCache
-from ...calibration import Heads
 from ...calls import AttentionOptions
 from ...exact import ExactTokens
 from ...format import Format
+from ...geometry import Heads
 from ...implementations.dense.attend import SCRATCH_BYTES
 from ...maps import LayerMaps
 from ...policy import Policy
