@@ -100,12 +100,13 @@ def _attention(c: Mapping[str, Any]) -> int:
         latent, rope, nope, value = c["kv_lora_rank"], c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
         rank = c.get("q_lora_rank")
         query = hidden * heads * (nope + rope) if not rank else hidden * rank + rank + rank * heads * (nope + rope)
-        return query + hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden
+        biases = (rank or 0) + latent + rope + hidden if c.get("attention_bias") else 0
+        return query + hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden + biases
     size, kv_heads = c.get("head_dim") or hidden // heads, c["num_key_value_heads"]
     gates = 2 if kind == "qwen3_next" else 1  # of the output, beside the queries
     total = hidden * size * (gates * heads + 2 * kv_heads) + heads * size * hidden
     if kind == "qwen2" or kind == "gpt_oss" or c.get("attention_bias"):
-        total += size * (heads + 2 * kv_heads) + (0 if kind == "qwen2" else hidden)
+        total += size * (gates * heads + 2 * kv_heads) + (0 if kind == "qwen2" else hidden)
     if kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"):
         total += 2 * size  # norms of queries and keys
     return total + (heads if kind == "gpt_oss" else 0)  # sinks
@@ -134,8 +135,8 @@ def _mlp(c: Mapping[str, Any], number: int) -> tuple[int, int]:
         shared = 3 * hidden * c["shared_expert_intermediate_size"] + hidden if kind == "qwen3_next" else 0
         return c["num_experts"] * hidden + shared, c["num_experts"] * 3 * hidden * c["moe_intermediate_size"]
     if kind in ("deepseek_v2", "deepseek_v3") and number >= c["first_k_dense_replace"]:
-        one, count = 3 * hidden * c["moe_intermediate_size"], c["n_routed_experts"]
+        count, shared = c["n_routed_experts"], c["moe_intermediate_size"] * (c.get("n_shared_experts") or 0)
+        biases = 2 * shared + hidden if c.get("mlp_bias") else 0
         corrected = count if kind == "deepseek_v3" else 0
-        return one * (c.get("n_shared_experts") or 0) + count * hidden + corrected, count * one
-    biases = 2 * c["intermediate_size"] + hidden if c.get("mlp_bias") else 0
-    return dense + biases, 0
+        return 3 * hidden * shared + biases + count * hidden + corrected, count * 3 * hidden * c["moe_intermediate_size"]
+    return dense + (2 * c["intermediate_size"] + hidden if c.get("mlp_bias") else 0), 0

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench, calibrate, eval_command, html, options, tune
+from . import bench, calibrate, eval_command, html, options, plan, tune
 from .common import recipe_of
 from .options import Device, Dtype, Model
 
@@ -68,6 +68,7 @@ tune.add_to(commands)
 html.add_to(commands)
 bench.add_to(commands)
 calibrate.add_to(commands)
+plan.add_to(commands)
 
 
 def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any], exact: Sequence[Any]) -> None:
