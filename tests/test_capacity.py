@@ -19,6 +19,7 @@ from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.format import aliases_of, available_formats, get_format  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.states import LatentLayer  # noqa: E402
 from quantkv.known_models import config_of  # noqa: E402
 from quantkv.page_table import PageTable  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
@@ -58,8 +59,8 @@ def test_bytes_are_those_of_an_allocated_cache(name: str):
         cache = QuantizedCache(config, fmt, num_tokens=48, dtype=torch.bfloat16)
         for number, layer in cache.quantized_layers.items():
             rows = stored.layers[number]
-            if fmt.startswith("levels4") and number:  # pages are of bytes: the layers differ in their sizes alone
-                layer.requested = get_format(fmt)
+            if isinstance(layer, LatentLayer):
+                layer.requested = layer._format(torch.bfloat16)
             layer.pages = layer._new_pages(rows.keys, rows.values)
             layer.is_initialized = True
         made = capacity(model, one(fmt))
@@ -73,7 +74,7 @@ def test_bytes_are_those_of_a_cache_in_use(name: str):
     """A batch of two, decoded beyond its windows, with formats by layer and exact tokens."""
     architecture, exact, length = NAMES[name], ExactTokens(16, 24), 61
     model = use_quantkv_attention(architecture.build())
-    cache = QuantizedCache(model.config, Policy("int4", {1: "k8v4"}, exact=exact))
+    cache = QuantizedCache(model.config, Policy("int4", {1: "k8v4"}, exact=exact), dtype=torch.bfloat16)
     made = capacity(geometry.read(written(architecture)), Recipe("mixed", lambda layer: "k8v4" if layer == 1 else "int4", exact))
     most = 0
     with torch.no_grad():
@@ -85,9 +86,7 @@ def test_bytes_are_those_of_a_cache_in_use(name: str):
     assert made.sequence_bytes(length) == (most + cache.exact_nbytes) // 2
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind(), Kind(1), Kind(2), Kind(16), Kind(17), Kind(100), Kind(128), Kind(16, True), Kind(24, True), Kind(100, True)]
-)
+@pytest.mark.parametrize("kind", [Kind(), *(Kind(w) for w in (1, 2, 16, 17, 100, 128)), *(Kind(w, True) for w in (16, 24, 100))])
 def test_pages_are_those_that_a_table_holds(kind: Kind):
     layer = LayerCache(get_format("int8").cache_spec(1, 64), kind)
     table, most = PageTable(16, 1), 0
@@ -147,11 +146,8 @@ COUNTED = [a for a in ARCHITECTURES if not a.text and written(a)["model_type"] i
 @pytest.mark.parametrize("architecture", COUNTED, ids=lambda a: a.name)
 @pytest.mark.parametrize("variant", [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "q_lora_rank": None}])
 def test_parameters_are_those_of_the_model(architecture, variant):
-    beside = {
-        name: value
-        for name, value in variant.items()
-        if name in geometry.model_types()["types"][written(architecture)["model_type"]]["fields"]
-    }
+    known = geometry.model_types()["types"][written(architecture)["model_type"]]["fields"]
+    beside = {name: value for name, value in variant.items() if name in known}
     architecture = architecture._replace(sizes={**architecture.sizes, **beside})
     model = architecture.build()
     fields = geometry.text_fields(written(architecture))

@@ -196,9 +196,7 @@ def _print(facts: dict[str, Any], rows: list[Row], layers: str, model: Model) ->
     if measured is None:
         say(f"decode: nothing was measured on {facts['gpu']!r}; recorded: {', '.join(gpus())}")
     else:
-        say(
-            f"decode: attention alone, 4 query heads a kv head, times as fast as {measured['beside']} on an {facts['gpu']}; -: not measured"
-        )
+        say(f"decode: attention alone, 4 query heads a kv head, beside {measured['beside']} on an {facts['gpu']}; -: not measured")
     if facts["max_positions"] and tokens > facts["max_positions"]:
         say(f"the model has {facts['max_positions']:,} positions")
 
