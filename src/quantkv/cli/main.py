@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench, calibrate, eval_command, html, options, plan, tune
+from . import bench, calibrate, doctor, eval_command, formats, html, options, plan, tune
 from .common import recipe_of
 from .options import Device, Dtype, Model
 
@@ -69,6 +69,8 @@ html.add_to(commands)
 bench.add_to(commands)
 calibrate.add_to(commands)
 plan.add_to(commands)
+formats.add_to(commands)
+doctor.add_to(commands)
 
 
 def _print_comparison(out: Any, tokenizer: Any, name: str, steps: Sequence[Any], exact: Sequence[Any]) -> None:

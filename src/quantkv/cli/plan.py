@@ -42,8 +42,8 @@ def add_to(commands: typer.Typer) -> None:
 def plan_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of one GPU, such as 24GiB: what fits into it.")] = None,
-    context: Annotated[int | None, typer.Option("--context", metavar="N", min=1, help="Tokens of each sequence.")] = None,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="GPUs that share the heads (tensor parallel).")] = 1,
+    context: Annotated[int | None, typer.Option("--context", metavar="N", help="Tokens of each sequence.")] = None,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="GPUs that share the heads (tensor parallel).")] = 1,
     formats: Annotated[str, typer.Option("--formats", metavar="A,B,...", help="Which formats; K/V pairs two.")] = "all",
     policy: Annotated[Path | None, typer.Option("--policy", metavar="FILE", help="Also formats by layer, with exact tokens.")] = None,
     weights: Annotated[
@@ -62,6 +62,9 @@ def plan_command(
     described = configs.describe(model)
     total = None if memory is None else configs.size_of(memory, "--memory")
     held = None if weights is None else configs.size_of(weights, "--weights")
+    for name, value in (("--context", context), ("--tp", tp)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value}: a positive number is needed")
     if not 0 < share <= 1:
         raise ValueError(f"--share {share}: a number above 0 and up to 1 is needed")
     if held is None and described.weights is not None:
