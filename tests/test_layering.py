@@ -76,6 +76,7 @@ ALLOWED = {
     "cli": {
         "geometry",
         "known_models",
+        "hopper",
         "implementations",
         "warmup",
         "capacity",

@@ -290,7 +290,7 @@ def test_doctor_of_a_model(doctor, model_dir, tmp_path):
 @pytest.mark.parametrize(
     "name,biased,refused,advice",
     [
-        ("qwen2.5-7b", True, set(), "for keys have biases"),
+        ("qwen2.5-7b", True, set(), "as keys have biases"),
         ("llama-3-8b", False, set(), "levels4"),
         ("phi-3-mini", False, {"int2", "tq3", "tq4", "tq_k3v4", "k4v2", "k8v2"}, "levels4"),
         ("deepseek-v2-lite", False, set(), "int8: nothing to set up"),

@@ -148,9 +148,7 @@ def _advice(latent: bool, biased: bool | None, formats: dict[str, Any]) -> list[
     """Which format to take: as the README and docs/quality.md say."""
     if latent:
         return ["int8: nothing to set up"]
-    lines = [
-        "nothing to set up, next to nothing lost: int8" + (" (4-bit keys without a calibration are not for key biases)" if biased else "")
-    ]
+    lines = [f"nothing to set up, next to nothing lost: int8{', as keys have biases' if biased else ''}"]
     if "levels4" in formats:
         lines.append("4 bits: quantkv calibrate MODEL, then levels4 with the first 16 and the latest 24 tokens exact")
         lines.append("for the bytes that you have, formats by layer: quantkv tune MODEL --budget BYTES --calibration FILE --exact 16,24")

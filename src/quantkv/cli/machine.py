@@ -17,7 +17,7 @@ TORCH = "pip install 'torch>=2.8'"
 
 @dataclass(frozen=True)
 class Finding:
-    """level: OK; SLOWER, UNSUPPORTED: it works, slower or not all of it; CANNOT: nothing does. mend: the command that helps, if one does."""
+    """level: OK; SLOWER, UNSUPPORTED: it works, slower or not all of it; CANNOT: nothing does. mend: the command that helps, if any."""
 
     level: str
     what: str
@@ -140,8 +140,8 @@ def _hopper() -> Finding:
 def serves(torch: Any, name: str, num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int) -> list[dict[str, Any]]:
     """Who serves decode, verification, prompts and writes of a format here, and why not who goes before. ValueError for heads that the
     format cannot take."""
-    from .. import get_format
     from ..cache import PagedCache
+    from ..format import get_format
     from ..warmup import who_serves
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
