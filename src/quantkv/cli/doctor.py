@@ -148,9 +148,13 @@ def _advice(latent: bool, biased: bool | None, formats: dict[str, Any]) -> list[
     """Which format to take: as the README and docs/quality.md say."""
     if latent:
         return ["int8: nothing to set up"]
-    lines = [f"nothing to set up, next to nothing lost: int8{', as keys have biases' if biased else ''}"]
+    lines = ["nothing may change, nothing to set up: int8"]
+    if "int4" in formats:
+        lines.append(
+            "4 bits with nothing set up: " + ("none, as keys have biases" if biased else "int4, as vLLM stores it, which loses more")
+        )
     if "levels4" in formats:
-        lines.append("4 bits: quantkv calibrate MODEL, then levels4 with the first 16 and the latest 24 tokens exact")
+        lines.append("4 bits, next to nothing lost: quantkv calibrate MODEL, then levels4 with the first 16 and the latest 24 tokens exact")
         lines.append("for the bytes that you have, formats by layer: quantkv tune MODEL --budget BYTES --calibration FILE --exact 16,24")
     return lines
 
