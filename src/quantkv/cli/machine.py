@@ -44,6 +44,7 @@ def needed(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
+    """Of Python and of what matters here; None for what is not installed."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
 
 
