@@ -88,6 +88,15 @@ def test_plan_of_files(planned, model_dir, tmp_path):
     assert (alone["weights_bytes"], alone["parameters"]) == (12345, None)
 
 
+def test_plan_of_a_decoder_with_an_encoder(planned, tmp_path):
+    """Of a model of images and text without its files, the encoder is not counted, and the plan says so."""
+    path = _config(tmp_path, {"model_type": "gemma3", "text_config": config_of("gemma-3-4b"), "vision_config": {"hidden_size": 1152}})
+    made, rows = planned(path)
+    alone, same = planned("gemma-3-4b")
+    assert rows == same and made["weights_bytes"] == alone["weights_bytes"]
+    assert made["weights_source"] == f"{alone['weights_source']}; of its decoder alone"
+
+
 def test_plan_of_numbers(planned):
     numbers = "layers=4,kv_heads=2,head_size=64,heads=8,window=100,windowed=3,parameters=1e6"
     made, rows = planned(numbers, "--context", "500", "--memory", "1GB")

@@ -67,7 +67,10 @@ def describe(source: str) -> Described:
     except (ValueError, NotImplementedError) as error:
         raise type(error)(f"MODEL {file}: {error}") from error
     folder = file.resolve().parent
-    return Described(folder.name, model, parameters.of_files(folder) or parameters.of_config(model.fields), folder)
+    weights = parameters.of_files(folder) or parameters.of_config(model.fields)
+    if weights is not None and weights.source.startswith("its config") and model.model_type != config["model_type"]:
+        weights = weights._replace(source=f"{weights.source}; of its decoder alone")
+    return Described(folder.name, model, weights, folder)
 
 
 def _allowed() -> str:
