@@ -107,7 +107,7 @@ def short_model(copied):
 
 
 def test_contexts_longer_than_the_model(run, fails, noisy, short_model, text_file):
-    args = ("eval", "--model", short_model, "--text", text_file, "--formats", "int8", "--tokens", 256, "--context")
+    args = ("eval", "--model", short_model, "--text", text_file, "--kv", "int8", "--tokens", 256, "--context")
     err = fails(*args, 33)
     assert "--context 33: model has 32 positions, 33 are needed; allowed: at most 32" in err
     assert run(*args, 32)[0] == 0
