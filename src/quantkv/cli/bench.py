@@ -47,7 +47,7 @@ def bench_command(
         str | None,
         typer.Option(
             "--model",
-            metavar="NAME|DIR|config.json",
+            metavar="NAME|DIR|FILE",
             show_default="32 query heads over 8 kv heads of 128",
             autocompletion=completion.models,
             help="Heads, head size and windows of a model: one that is known by name (llama-3.1-8b), or by its configuration. No weights "
@@ -136,25 +136,17 @@ def bench_command(
 
 
 def heads_of(model: str) -> list[dict[str, int]]:
-    """HQ, HK, D and W of each kind of layer of a model, the most frequent first. FileNotFoundError or ValueError for what is no model,
+    """HQ, HK, D and W of each kind of attention layer that a model has, the most frequent first. ValueError for what is no model,
     NotImplementedError for one with other layers."""
-    from ..geometry import read
-    from ..known_models import config_of
+    from . import configs
 
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8")) if path.exists() else config_of(model)
-        found = read(config)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--model: {error}" if not path.exists() else f"--model {model}: {error}") from error
+    found, made = configs.describe(model).model, []
     counted = Counter((layer.kind, layer.window, layer.heads) for layer in found.attention.values())
-    made = []
     for (kind, window, heads), _ in counted.most_common():
         if kind not in ("full", "sliding") or heads.head_size != heads.head_size_v:
             raise NotImplementedError(
-                f"--model {model}: {kind} attention, heads of {heads.head_size} and {heads.head_size_v}; allowed: full and sliding "
-                "attention, keys and values of one size"
+                f"--model {model}: {kind} attention, keys of {heads.head_size} and values of {heads.head_size_v}; allowed: full and "
+                "sliding attention, keys and values of one size"
             )
         made.append({"HQ": found.num_heads, "HK": heads.num_kv_heads, "D": heads.head_size, "W": window})
     return made

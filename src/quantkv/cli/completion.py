@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..format_names import FORMAT_NAMES
+from ..format_table import available
 
 
 def caches(incomplete: str) -> list[str]:
     """For `--kv`: formats, also in a list A,B and in a pair K/V, and the policies of the folder."""
     given, comma, word = incomplete.rpartition(",")
     key, slash, name = word.rpartition("/")
-    found = [key + slash + known for known in FORMAT_NAMES if known.startswith(name)]
+    found = [key + slash + known for known in available() if known.startswith(name)]
     found += sorted(str(file) for file in Path(word).parent.glob("*.json") if str(file).startswith(word))
     return [given + comma + one for one in found]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, calibrate, eval_command, generate_command, html, options, tune
+from . import bench, calibrate, eval_command, generate_command, html, options, plan, tune
 
 commands = typer.Typer(
     name="quantkv",
@@ -32,5 +32,5 @@ def quantkv(
     """What all commands share."""
 
 
-for command in (generate_command, eval_command, calibrate, tune, html, bench):  # in the order in which a newcomer needs them
+for command in (plan, generate_command, eval_command, calibrate, tune, html, bench):  # in the order in which a newcomer needs them
     command.add_to(commands)

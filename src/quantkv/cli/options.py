@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..format_names import FORMAT_NAMES
+from ..format_table import available
 from .common import duration
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ DEFAULT_TEXT = "news if gensim is installed, else docs"
 MODEL_HELP = "A transformers directory or a GGUF file."
 TEXT_HELP = "UTF-8 text; news (of the package gensim); docs (Python's own documentation)."
 
-KV_HELP = f"{', '.join(FORMAT_NAMES)}; K/V pairs two, such as int8/int4."
+KV_HELP = f"{', '.join(available())}; K/V pairs two, such as int8/int4."
 
 Model = Annotated[str | None, typer.Option("--model", metavar="DIR|GGUF", show_default=DEFAULT_MODEL, help=MODEL_HELP)]
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The same as --model.")]
