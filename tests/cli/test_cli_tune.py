@@ -239,7 +239,5 @@ def test_budgets_and_geometries_are_refused_before_weights_are_loaded(run, model
     code, _, err = run("eval", "--model", model_dir, "--kv", "int4", "--text", text_file, "--context", 1000, "--tokens", 1000)
     assert code == 2 and "fewer than one context" in err
     (tmp_path / "short.txt").write_text("abc " * 50)
-    code, _, err = run(
-        "eval", "--model", model_dir, "--kv", "int4", "--text", tmp_path / "short.txt", "--context", 64, "--tokens", 256
-    )
+    code, _, err = run("eval", "--model", model_dir, "--kv", "int4", "--text", tmp_path / "short.txt", "--context", 64, "--tokens", 256)
     assert code == 2 and "192 tokens in whole contexts; 256 are needed" in err

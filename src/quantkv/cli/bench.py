@@ -140,7 +140,11 @@ def heads_of(model: str) -> list[dict[str, int]]:
     NotImplementedError for one with other layers."""
     from . import configs
 
-    found, made = configs.describe(model).model, []
+    try:
+        found = configs.describe(model).model
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(str(error).replace("MODEL", "--model", 1)) from error
+    made = []
     counted = Counter((layer.kind, layer.window, layer.heads) for layer in found.attention.values())
     for (kind, window, heads), _ in counted.most_common():
         if kind not in ("full", "sliding") or heads.head_size != heads.head_size_v:

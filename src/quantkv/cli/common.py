@@ -36,7 +36,7 @@ def print_table(table: Any) -> None:
 
 def gigabytes(size: int) -> str:
     """A number of bytes, for people."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def duration(seconds: float) -> str:

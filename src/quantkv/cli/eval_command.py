@@ -41,11 +41,15 @@ def eval_command(
         ),
     ] = None,
     kv: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            "--kv", metavar="A,B,FILE.json", autocompletion=completion.caches, help=f"Caches: {options.KV_HELP} Or policies of tune."
+            "--kv",
+            metavar="A,B,FILE.json",
+            show_default="all",
+            autocompletion=completion.caches,
+            help=f"Caches: {options.KV_HELP} Or policies of tune. May be given several times.",
         ),
-    ] = "all",
+    ] = None,
     calibration: CalibrationFile = None,
     exact: ExactOption = None,
     tests: Annotated[
@@ -90,8 +94,8 @@ def eval_command(
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
     plan = Plan(tests, context, tokens, lengths, passage, depths)
-    chosen = recipes.distinct(recipes.recipes_of(kv, calibration, exact))
-    strict = kv != "all"
+    chosen = recipes.distinct(recipes.recipes_of(",".join(kv or ["all"]), calibration, exact))
+    strict = kv not in (None, ["all"])
     console = options.stderr()
     from . import text as texts
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
 from . import bench, calibrate, eval_command, generate_command, html, options, plan, tune
 
 commands = typer.Typer(
@@ -21,12 +20,14 @@ commands = typer.Typer(
 def show_version(wanted: bool) -> None:
     """Print it and end."""
     if wanted:
-        print(f"quantkv {__version__}")
+        import quantkv
+
+        print(f"quantkv {quantkv.__version__}")
         raise typer.Exit()
 
 
 @commands.callback()
-def quantkv(
+def shared(
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")] = False,
 ) -> None:
     """What all commands share."""

