@@ -86,7 +86,7 @@ def test_bytes_are_those_of_a_cache_in_use(name: str):
     assert made.sequence_bytes(length) == (most + cache.exact_nbytes) // 2
 
 
-@pytest.mark.parametrize("kind", [Kind(), *(Kind(w) for w in (1, 2, 16, 17, 100, 128)), *(Kind(w, True) for w in (16, 24, 100))])
+@pytest.mark.parametrize("kind", [Kind(), *(Kind(w) for w in (1, 2, 16, 17, 100, 128)), *(Kind(w, True) for w in (16, 24, 30, 100))])
 def test_pages_are_those_that_a_table_holds(kind: Kind):
     layer = LayerCache(get_format("int8").cache_spec(1, 64), kind)
     table, most = PageTable(16, 1), 0

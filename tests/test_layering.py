@@ -35,7 +35,7 @@ ALLOWED = {
     "triton": {"calls", "format", "maps", "reads", "rounding"},
     "dense": {"calls", "format", "maps", "reference", "triton"},
     "hopper": {"calls", "format", "maps", "rounding"},
-    "implementations": {"calls", "reference", "triton", "dense", "hopper"},
+    "implementations": {"calls", "format", "reference", "triton", "dense", "hopper"},
     "flat": {"calls", "format", "maps"},
     "ops": {"flat", "calls", "format", "maps", "implementations"},
     "exact": {"refusals"},
@@ -76,6 +76,9 @@ ALLOWED = {
     "cli": {
         "geometry",
         "known_models",
+        "hopper",
+        "implementations",
+        "warmup",
         "capacity",
         "format_table",
         "measured",

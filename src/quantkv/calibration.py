@@ -45,6 +45,7 @@ class LayerMoments:
 
     @property
     def heads(self) -> Heads:
+        """kv heads and head sizes of K and V."""
         return Heads(*self.key_metric.shape[:2], self.value_metric.shape[1])
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -86,6 +87,7 @@ class Calibration:
 
     @property
     def geometry(self) -> Geometry:
+        """Number of layers, and the heads of each that is calibrated: what a model must have."""
         return Geometry(self.num_layers, {number: moments.heads for number, moments in self.layers.items()})
 
     @property

@@ -102,6 +102,7 @@ class Kind(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
+        """The window and chunks of its layers, as options of attention."""
         return {"window": self.window, "chunk_lookback": 0 if self.chunked else -1}
 
 

@@ -94,6 +94,14 @@ def _count(c: Mapping[str, Any]) -> tuple[int, int]:
     return total + hidden, experts
 
 
+def key_biases(fields: Mapping[str, Any]) -> bool | None:
+    """Whether a bias is added to keys, from completed fields; None for families where it is not known."""
+    kind, given = fields.get("model_type"), fields.get("attention_bias")
+    if kind in COUNTED:
+        return kind in ("qwen2", "gpt_oss") or bool(given)
+    return given if isinstance(given, bool) else None
+
+
 def _attention(c: Mapping[str, Any]) -> int:
     hidden, heads, kind = c["hidden_size"], c["num_attention_heads"], c["model_type"]
     if c.get("kv_lora_rank"):
@@ -105,7 +113,7 @@ def _attention(c: Mapping[str, Any]) -> int:
     size, kv_heads = c.get("head_dim") or hidden // heads, c["num_key_value_heads"]
     gates = 2 if kind == "qwen3_next" else 1  # of the output, beside the queries
     total = hidden * size * (gates * heads + 2 * kv_heads) + heads * size * hidden
-    if kind == "qwen2" or kind == "gpt_oss" or c.get("attention_bias"):
+    if key_biases(c):
         total += size * (gates * heads + 2 * kv_heads) + (0 if kind == "qwen2" else hidden)
     if kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"):
         total += 2 * size  # norms of queries and keys

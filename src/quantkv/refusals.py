@@ -8,6 +8,7 @@ from typing import NoReturn
 
 
 def refuse(argument: str, value: object, allowed: str) -> NoReturn:
+    """Raise the ValueError that every check raises: argument, its value, what is allowed."""
     raise ValueError(f"{argument}={value}: {allowed}")
 
 

@@ -31,7 +31,9 @@ def light(*args, **environment):
 def test_help_lists_commands_and_formats():
     shown = light("--help", TERMINAL_WIDTH="200", COLUMNS="200")
     assert "--version" in shown and "--install-completion" in shown
-    places = [shown.index(f" {name} ") for name in ("plan", "generate", "eval", "calibrate", "tune", "report", "bench")]
+    places = [
+        shown.index(f" {name} ") for name in ("doctor", "formats", "plan", "generate", "eval", "calibrate", "tune", "report", "bench")
+    ]
     assert places == sorted(places)
     words = shown.partition("Formats:")[2].replace(",", " ").replace(";", " ").split()
     assert set(quantkv.available_formats()) <= set(words)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def formats_of(names: str) -> list[str]:
-    """Formats of `--kv A,B`, checked before anything is loaded. "all" stands for every registered one."""
+def formats_of(names: str, single: bool = False) -> list[str]:
+    """Formats of `--kv A,B`, or of `--kv A` where a single one is taken, checked before anything is loaded. "all" stands for every one."""
     import quantkv
 
     chosen: list[str] = []
@@ -19,8 +19,10 @@ def formats_of(names: str) -> list[str]:
         except ValueError as error:
             raise ValueError(f"--kv: {error}") from error
         chosen.append(name)
-    if not chosen:
-        raise ValueError(f"--kv {names!r}: at least one name is needed, of {', '.join(quantkv.available_formats())}")
+    if not chosen or (single and len(chosen) > 1):
+        raise ValueError(
+            f"--kv {names!r}: {'one name' if single else 'at least one name'} is needed, of {', '.join(quantkv.available_formats())}"
+        )
     return list(dict.fromkeys(chosen))
 
 

@@ -46,7 +46,7 @@ def describe(source: str) -> Described:
         return _of_numbers(source)
     path = Path(source)
     if not path.exists():
-        if path.suffix or "/" in source:
+        if "/" in source or path.suffix in (".json", ".gguf", ".safetensors"):
             raise ValueError(f"MODEL {source}: no such file or directory; allowed: {_allowed()}")
         try:
             config = known_models.config_of(source)
@@ -67,7 +67,10 @@ def describe(source: str) -> Described:
     except (ValueError, NotImplementedError) as error:
         raise type(error)(f"MODEL {file}: {error}") from error
     folder = file.resolve().parent
-    return Described(folder.name, model, parameters.of_files(folder) or parameters.of_config(model.fields), folder)
+    weights = parameters.of_files(folder) or parameters.of_config(model.fields)
+    if weights is not None and weights.source.startswith("its config") and model.model_type != config["model_type"]:
+        weights = weights._replace(source=f"{weights.source}; of its decoder alone")
+    return Described(folder.name, model, weights, folder)
 
 
 def _allowed() -> str:
@@ -95,7 +98,7 @@ def _of_numbers(source: str) -> Described:
             f"MODEL {source}: {', '.join(NEEDED)} are needed; heads is a multiple of kv_heads, windowed, of a window, is at most layers"
         )
     of = Heads(given["kv_heads"], given["head_size"], given.get("head_size_v", given["head_size"]))
-    layers = [Layer("sliding", given["window"], of)] * windowed + [Layer("full", 0, of)] * (given["layers"] - windowed)
+    layers = [Layer("sliding", given.get("window", 0), of)] * windowed + [Layer("full", 0, of)] * (given["layers"] - windowed)
     model = Model("numbers", tuple(layers), heads, given.get("positions"), {})
     count = given.get("parameters")
     weights = None if count is None else Weights(count, 2 * count, "as given, at 16 bits")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, calibrate, eval_command, generate_command, html, options, plan, tune
+from . import bench, calibrate, doctor, eval_command, formats, generate_command, html, options, plan, tune
 
 commands = typer.Typer(
     name="quantkv",
@@ -33,5 +33,6 @@ def shared(
     """What all commands share."""
 
 
-for command in (plan, generate_command, eval_command, calibrate, tune, html, bench):  # in the order in which a newcomer needs them
+# In the order in which a newcomer needs them.
+for command in (doctor, formats, plan, generate_command, eval_command, calibrate, tune, html, bench):
     command.add_to(commands)
