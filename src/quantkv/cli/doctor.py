@@ -31,7 +31,7 @@ def doctor_command(
     kv: Annotated[str, typer.Option("--kv", metavar="FORMAT", autocompletion=completion.caches, help="Who serves this format.")] = "int4",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """What this machine is served by, and what stands in the way of something faster; for a model, which format to take.
+    """Say what this machine can run, what is in the way of something faster, and which format suits a model.
 
     Exit code 0: all is well. 1: something is slower, or not supported. 2: nothing can run, or MODEL cannot be read.
     """

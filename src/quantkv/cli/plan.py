@@ -60,7 +60,7 @@ def plan_command(
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Of which GPU recorded speeds are shown.")] = GPU,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Bytes a token of a model in every format, and how many tokens fit beside its weights. Needs no weights, no GPU and no torch."""
+    """Work out how many tokens of a model fit into your memory in each format, without its weights, a GPU or torch."""
     from . import configs
 
     described = configs.describe(model)
