@@ -16,7 +16,7 @@ from transformers import AutoConfig, DynamicCache  # noqa: E402
 from architectures import ARCHITECTURES, SIZES, Architecture  # noqa: E402
 from quantkv import geometry  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations.transformers.config import max_positions, plan_layers  # noqa: E402
+from quantkv.integrations.transformers.config import geometry_of, max_positions, plan_layers  # noqa: E402
 from quantkv.known_models import MODELS, config_of  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -136,6 +136,15 @@ def test_heads_are_those_that_a_model_makes(name: str):
     for number, layer in made.attention.items():
         keys, values = cache.layers[number].keys, cache.layers[number].values
         assert layer.heads == Heads(keys.shape[1], keys.shape[3], values.shape[3])
+
+
+@pytest.mark.parametrize("shared", [None, True, False])
+def test_heads_of_gemma_4_as_its_files_name_them(shared: bool | None):
+    config = {"model_type": "gemma4_text", "global_head_dim": 128, "num_global_key_value_heads": 2}
+    config |= {} if shared is None else {"attention_k_eq_v": shared}
+    made = geometry.read(config).attention
+    assert {number: layer.heads for number, layer in made.items()} == geometry_of(AutoConfig.for_model(**config)).heads
+    assert made[5].heads == Heads(2 if shared else 4, 128, 128)
 
 
 def test_defaults_are_those_of_transformers():
