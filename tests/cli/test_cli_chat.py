@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import json
+import shutil
 import sys
 
 import pytest
@@ -127,15 +129,18 @@ def test_piped(run, model_dir, piped):
     ]
 
 
-def test_bad_turns(run, model_dir, piped):
-    args = ("generate", "--chat", "--model", model_dir, "--max-new-tokens")
+def test_bad_turns(run, model_dir, piped, tmp_path):
+    short = shutil.copytree(model_dir, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    args = ("generate", "--chat", "--model", short, "--max-new-tokens")
     piped(b"abc\n\xff\n")
     code, _, err = run(*args, 2)
     assert code == 2 and err.splitlines()[-1] == "error: standard input: not UTF-8 (invalid start byte); UTF-8 text is needed"
     piped(b"abc\ndef\n")
-    code, _, err = run(*args, 2043)  # of 2,048 positions
-    last = "a conversation of 2,050 tokens: "
-    assert code == 2 and last in err.splitlines()[-1] and "a shorter PROMPT" in err
+    code, _, err = run(*args, 14)  # 3 + 14, then 4 + 14
+    last = "error: --max-new-tokens 14 after a conversation of 21 tokens: short has 32 positions, 34 are needed; allowed: at most 12"
+    assert code == 2 and err.splitlines()[-1] == last
 
 
 def test_what_was_written_is_kept(run, noisy, model_dir, monkeypatch):
