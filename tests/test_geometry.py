@@ -203,6 +203,13 @@ def test_known_models_are_known(name: str):
     assert not set(config) - geometry.FIELDS - {"model_type", "full_attention_interval", "num_experts_per_tok"}
 
 
+@pytest.mark.parametrize("kind,positions", [("yarn", 131072), ("linear", 131072), ("llama3", 32768)])
+def test_positions_that_a_rotation_stretches(kind: str, positions: int):
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert geometry.read({**config_of("qwen2.5-7b"), "rope_scaling": rope}).max_positions == positions
+    assert geometry.read({**config_of("qwen2.5-7b"), "rope_parameters": rope}).max_positions == positions
+
+
 def test_a_known_model_is_found_by_its_nearest_name():
     with pytest.raises(ValueError, match="did you mean llama-3-8b"):
         config_of("llama3-8b")

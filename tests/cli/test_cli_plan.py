@@ -177,8 +177,8 @@ def test_plan_refuses_policies(run, tmp_path, policy, message):
 def test_plan_refuses_damaged_weights(run, model_dir, tmp_path):
     (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
     whole = (model_dir / "model.safetensors").read_bytes()
-    for cut in (4, 100, len(whole) - 1):
-        (tmp_path / "model.safetensors").write_bytes(whole[:cut])
+    for damaged in (whole[:4], whole[:100], whole[:-1], b"\xff" * 16):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
         code, _, err = run("plan", tmp_path)
         assert code == 2 and "model.safetensors" in err and "cut short or damaged" in err and err.count("\n") == 1
     (tmp_path / "model.safetensors.index.json").write_text("{}")
