@@ -59,7 +59,7 @@ def test_plan_of_ranks_and_shares(planned):
 def test_plan_of_a_policy(planned, tmp_path):
     policy = {"policy_version": 1, "format": "int4", "layers": {"0": "none", "1-2": "int8"}, "exact": {"first": 16, "latest": 24}}
     (tmp_path / "mine.json").write_text(json.dumps(policy))
-    _, rows = planned("llama-3-8b", "--policy", tmp_path / "mine.json", "--formats", "int4", "--context", "1024")
+    _, rows = planned("llama-3-8b", "--kv", f"int4,{tmp_path / 'mine.json'}", "--context", "1024")
     sizes = [512, 264, 264, *[136] * 29]
     assert rows["mine"]["bytes_per_token"] == 8 * sum(sizes)
     shadows = 31 * 8 * 512 * 16 * 5  # first 16: a page; latest 24: 3; one to spare. The layer of 16 bits needs none
@@ -68,7 +68,7 @@ def test_plan_of_a_policy(planned, tmp_path):
 
 
 def test_plan_of_windows_states_and_refusals(planned):
-    _, rows = planned("gemma-3-4b", "--context", "8192", "--formats", "int8")
+    _, rows = planned("gemma-3-4b", "--context", "8192", "--kv", "int8")
     pages = 5 * 8192 // 16 + 29 * (1024 // 16 + 1)
     assert rows["int8"]["sequence_bytes"] == pages * 4 * 16 * (512 + 8)
     _, rows = planned("phi-3-mini")
@@ -105,7 +105,7 @@ def test_plan_of_numbers(planned):
 
 
 def test_plan_prints(run):
-    code, out, err = run("plan", "gemma-3-4b", "--memory", "24GiB", "--formats", "int4,trellis2")
+    code, out, err = run("plan", "gemma-3-4b", "--memory", "24GiB", "--kv", "int4,trellis2")
     assert code == 0 and not err
     assert "29 sliding (1,024 tokens), 4 kv heads of 256; 5 full" in out and "3.88 billion parameters" in out
     assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(("int4", "trellis2"))] == ["int4", "trellis2"]
@@ -141,8 +141,8 @@ LLAMA = config_of("llama-3-8b")
         (["llama-3-8b", "--memory", "24GiB", "--share", "1.5"], "--share 1.5: a number above 0"),
         (["llama-3-8b", "--tp", "3"], "--tp 3: a divisor of the model's 32 query heads"),
         (["llama-3-8b", "--tp", "0"], "--tp 0: a positive number"),
-        (["llama-3-8b", "--formats", "int5"], "--formats: format='int5' is unknown: did you mean 'int"),
-        (["llama-3-8b", "--formats", ","], "at least one name is needed"),
+        (["llama-3-8b", "--kv", "int5"], "--kv: format='int5' is unknown: did you mean 'int"),
+        (["llama-3-8b", "--kv", ","], "at least one name is needed"),
         (["llama-3-8b", "--page", "12"], "--page 12: a multiple of 8"),
         (["layers=4,kv_heads=2"], "layers, kv_heads, head_size are needed"),
         (["layers=4,kv_heads=2,head_size=x"], "'head_size=x'; allowed: positive whole numbers"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import completion
 from .machine import CANNOT, OK, SLOWER, UNSUPPORTED, Finding
 from .plan import MODEL_HELP
 
@@ -26,11 +27,11 @@ def add_to(commands: typer.Typer) -> None:
 
 
 def doctor_command(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default=False)] = None,
-    kv: Annotated[str, typer.Option("--kv", metavar="FORMAT", help="Who serves this format.")] = "int4",
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)] = None,
+    kv: Annotated[str, typer.Option("--kv", metavar="FORMAT", autocompletion=completion.caches, help="Who serves this format.")] = "int4",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """What this machine is served by, and what stands in the way of something faster; for a model, which format to take.
+    """Say what this machine can run, what is in the way of something faster, and which format suits a model.
 
     Exit code 0: all is well. 1: something is slower, or not supported. 2: nothing can run, or MODEL cannot be read.
     """
@@ -43,7 +44,7 @@ def doctor_command(
     found = machine.findings(torch, reason, gpus)
     served: list[dict[str, Any]] = []
     if torch is not None:
-        (kv,) = formats_of(kv, argument="--kv", single=True)
+        (kv,) = formats_of(kv, single=True)
         heads = HEADS if described is None else _heads(described)
         served, more = ([], []) if heads is None else _served(torch, kv, heads)
         found += more

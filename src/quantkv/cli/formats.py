@@ -20,7 +20,7 @@ def add_to(commands: typer.Typer) -> None:
 
 
 def formats_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Every format: what it stores, its bytes, who reads and writes it, what a calibration gives it."""
+    """List the formats: what each stores, in how many bytes, and who reads and writes it."""
     rows = described()
     if as_json:
         print(json.dumps(rows, indent=1))

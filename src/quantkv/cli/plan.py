@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import completion
+
 if TYPE_CHECKING:
     from ..capacity import Capacity, Recipe
     from ..geometry import Model
@@ -44,7 +46,9 @@ def plan_command(
     memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of one GPU, such as 24GiB: what fits into it.")] = None,
     context: Annotated[int | None, typer.Option("--context", metavar="N", help="Tokens of each sequence.")] = None,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="GPUs that share the heads (tensor parallel).")] = 1,
-    formats: Annotated[str, typer.Option("--formats", metavar="A,B,...", help="Which formats; K/V pairs two.")] = "all",
+    kv: Annotated[
+        str, typer.Option("--kv", metavar="A,B,FILE.json", autocompletion=completion.caches, help="Formats; K/V pairs two. Or policies.")
+    ] = "all",
     policy: Annotated[Path | None, typer.Option("--policy", metavar="FILE", help="Also formats by layer, with exact tokens.")] = None,
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="SIZE", help="What the weights take, where that is not known.")
@@ -56,7 +60,7 @@ def plan_command(
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Of which GPU recorded speeds are shown.")] = GPU,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Bytes a token of a model in every format, and how many tokens fit beside its weights. Needs no weights, no GPU and no torch."""
+    """Work out how many tokens of a model fit into your memory in each format, without its weights, a GPU or torch."""
     from . import configs
 
     described = configs.describe(model)
@@ -77,7 +81,7 @@ def plan_command(
     if free is not None and free <= 0:
         taken = f"the weights take {_size(-(-held // tp))}{f' on each of {tp} GPUs' if tp > 1 else ''}"
         raise ValueError(f"--memory {memory}: {share:.0%} of it is {_size(int(total * share))}, {taken}; allowed: more, or a larger --tp")
-    rows = [_row(described.model, recipe, tp, page, tokens, free, gpu) for recipe in _recipes(formats, policy, described.model)]
+    rows = [_row(described.model, recipe, tp, page, tokens, free, gpu) for recipe in _recipes(kv, policy, described.model)]
     known = described.weights
     facts = {
         "model": described.name,
@@ -100,32 +104,40 @@ def plan_command(
         _print(facts, rows, configs.in_words(described.model), described.model)
 
 
-def _recipes(formats: str, policy: Path | None, model: Model) -> list[Recipe]:
-    """Formats by name, then the policy."""
-    from .. import policy_file
+def _recipes(kv: str, policy: Path | None, model: Model) -> list[Recipe]:
+    """Formats by name, then policies."""
     from ..capacity import Recipe
     from ..format_table import available, layout_of
 
-    chosen = available() if formats == "all" else [name.strip() for name in formats.split(",") if name.strip()]
-    if not chosen:
-        raise ValueError(f"--formats {formats}: at least one name is needed, of {', '.join(available())}")
+    words = [word.strip() for word in kv.split(",") if word.strip()]
+    policies = [("--kv", Path(word)) for word in words if word.endswith(".json")]
+    names = [name for word in words if not word.endswith(".json") for name in (available() if word == "all" else [word])]
+    if not words:
+        raise ValueError(f"--kv {kv}: at least one name is needed, of {', '.join(available())}")
     recipes = []
-    for name in dict.fromkeys(chosen):
+    for name in dict.fromkeys(names):
         try:
             layout_of(name)
         except ValueError as error:
-            raise ValueError(f"--formats: {error}") from error
+            raise ValueError(f"--kv: {error}") from error
         recipes.append(Recipe(name, lambda layer, name=name: name))
-    if policy is not None:
-        try:
-            given = policy_file.read(policy)
-            policy_file.check_layers(len(model.layers), layers=given.layers)
-            for name in (given.format, *given.layers.values()):
-                layout_of(name)
-        except ValueError as error:
-            raise ValueError(f"--policy: {error}") from error
-        recipes.append(Recipe(policy.stem, given.name_of, given.exact))
-    return recipes
+    return recipes + [_policy(*given, model) for given in (*policies, *([] if policy is None else [("--policy", policy)]))]
+
+
+def _policy(argument: str, file: Path, model: Model) -> Recipe:
+    """Of a policy's file. ValueError for one that is damaged, or of another model."""
+    from .. import policy_file
+    from ..capacity import Recipe
+    from ..format_table import layout_of
+
+    try:
+        given = policy_file.read(file)
+        policy_file.check_layers(len(model.layers), layers=given.layers)
+        for name in (given.format, *given.layers.values()):
+            layout_of(name)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error
+    return Recipe(file.stem, given.name_of, given.exact)
 
 
 def _row(model: Model, recipe: Recipe, tp: int, page: int, tokens: int, free: int | None, gpu: str) -> Row:
