@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from numbers import Real
-from typing import NoReturn
 
 import torch
 
+from .refusals import integer as integer
+from .refusals import number as number
+from .refusals import refuse as refuse
+
 INDEX_DTYPES = (torch.int32, torch.int64)
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def refuse(argument: str, value: object, allowed: str) -> NoReturn:
-    """Raise the ValueError that every check raises: argument, its value, what is allowed."""
-    raise ValueError(f"{argument}={value}: {allowed}")
 
 
 def tensor(
@@ -38,18 +34,6 @@ def instance(argument: str, value: object, kind: type | tuple[type, ...], allowe
     """Check the type of a value."""
     if not isinstance(value, kind):
         refuse(argument, type(value).__name__, f"{allowed} is needed")
-
-
-def number(argument: str, value: float, low: float = -math.inf, above: bool = False, note: str = "a finite number") -> None:
-    """Check that a number is finite and at least `low` (`above`: larger)."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < low or (above and value == low):
-        refuse(argument, value, f"{note} is needed")
-
-
-def integer(argument: str, value: int, low: int, note: str) -> None:
-    """Check that an integer is at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        refuse(argument, value, f"{note} is needed")
 
 
 def in_range(argument: str, t: torch.Tensor, low: int, high: int, note: str = "") -> None:
