@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from quantkv import AttentionOptions, PagedCache, get_format
+from quantkv import AttentionOptions, PagedCache, get_format, prepare_write
 from quantkv.implementations import batches
+from quantkv.implementations.reference.write import encode
 from quantkv.packing import interleave, pack, planes_of, unpack
 from quantkv.reads import key_intervals
 from quantkv.rounding import Rounding
@@ -75,6 +76,13 @@ def test_codes_of_any_width_and_any_number_of_axes(bits, lead):
     number = sum(v << bits * i for i, v in enumerate(values.reshape(-1, size)[0].tolist()))
     assert packed.reshape(-1, packed.shape[-1])[0].tolist() == list(number.to_bytes(size * bits // 8, "little"))
     assert torch.equal(interleave(unpack(packed, bits)).long(), values)
+
+
+@pytest.mark.parametrize("bits", [0, 9, 4.0, None])
+def test_codes_of_other_widths_are_refused(bits):
+    for call in (lambda: pack(torch.zeros(8, dtype=torch.int64), bits), lambda: unpack(torch.zeros(8, dtype=torch.uint8), bits)):
+        with pytest.raises(ValueError, match=f"bits={bits}: codes of 1 to 8 bits"):
+            call()
 
 
 def test_int4_rows_below_zero_and_above_it():
@@ -174,3 +182,19 @@ def test_damping_of_a_metric():
     """A ten-thousandth of the mean diagonal is added: it is in the bytes that rows rounded in a metric become."""
     rounding = Rounding.of(2 * torch.eye(4)[None])
     assert (rounding.gain.double() - 2.0002).abs().max() < 1e-6 and not rounding.feedback.any()
+
+
+def test_a_prepared_write_judges_the_slots_that_it_is_filled_with_anew():
+    cache, slots, row = PagedCache(get_format("int8").cache_spec(1, 8, block_size=8), 1), torch.arange(2), torch.ones(2, 1, 8)
+    write = prepare_write(slots)
+    write(cache, row, row)
+    before = cache.buffer.clone()
+    slots[1] = 8
+    with pytest.raises(ValueError, match="slot_mapping=8: slots end at 7"):
+        write(cache, 2 * row, row)
+    assert torch.equal(cache.buffer, before)
+
+
+def test_rows_have_no_scale_unless_one_is_given():
+    rows = torch.tensor([[[1.0, -2.0]]])
+    assert torch.equal(encode(rows, get_format("fp32").k)[0], rows)
