@@ -129,7 +129,7 @@ def tries(wheel: Path, work: Path) -> list[str]:
     if done.returncode != 2 or len(done.stderr.strip().splitlines()) != 1 or f"{NAME}[cli]" not in done.stderr:
         wrong.append(f"core: the command line does not say in one line that it needs {NAME}[cli]\n{done.stdout}{done.stderr}")
     cli = environment(work / "cli", wheel, "cli")
-    for argument, said in (("--help", "generate"), ("eval --help", "--kv")):
+    for argument, said in (("--version", version), ("--help", "generate"), ("eval --help", "--kv")):
         done = run(work, cli.parent / NAME, *argument.split())
         if done.returncode or said not in done.stdout:
             wrong.append(f"cli: {NAME} {argument} failed, or does not say {said!r}\n{done.stdout}{done.stderr}")
