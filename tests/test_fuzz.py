@@ -81,6 +81,7 @@ def test_command_line(case):
         ("PagedCache", "spec", ()),
         ("PagedCache", "maps", 1),
         ("PagedCache", "device", "nowhere"),
+        ("PagedCache", "device", -(2**63) - 1),
         ("wrap", "buffer", []),
         ("wrap", "spec", None),
         ("PageStore", "caches", 1),

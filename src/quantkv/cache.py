@@ -54,7 +54,7 @@ class PagedCache:
         if buffer is None:
             try:
                 place = torch.device(device)
-            except (TypeError, RuntimeError):
+            except (TypeError, RuntimeError, ValueError):
                 checks.refuse("device", repr(device), "a device such as cpu or cuda:0 is needed")
             buffer = torch.zeros(shape, dtype=torch.uint8, device=place)
         checks.tensor("buffer", buffer, shape, (torch.uint8,))

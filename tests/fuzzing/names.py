@@ -114,7 +114,7 @@ STARTS |= {
 
 
 def is_window(left: Any, right: Any) -> bool:
-    return a.integer(0)(left) and a.integer(0)(right) and right in (0, left)
+    return all(isinstance(side, int) for side in (left, right)) and left >= 0 and right in (0, left)
 
 
 def _unified(_: Any, **given: Any) -> None:
