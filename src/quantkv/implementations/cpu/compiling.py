@@ -1,0 +1,21 @@
+"""Functions compiled by numba, each for one signature, when their module is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+
+def compiled(signature: Any, **options: Any) -> Callable[[Callable], Callable]:
+    """A decorator: compile for `signature` alone. The result is kept on disk, by numba's rules: in the folder that NUMBA_CACHE_DIR
+    names, beside the source, or in the user's cache folder; where none of them can be written, every process compiles anew."""
+
+    def compile(function: Callable) -> Callable:
+        try:
+            return njit(signature, cache=True, **options)(function)
+        except (RuntimeError, OSError):  # no folder can be written, or the disk is full
+            return njit(signature, **options)(function)
+
+    return compile
