@@ -12,7 +12,8 @@ from ...calls import AttendCall, Batch, Segment
 from ...maps import LinearMap
 from ...reads import window_size
 from ..reference.attend import merge
-from . import kernels, sides
+from . import sides
+from .compiling import missing
 from .threads import in_parts
 
 HONOURED = frozenset(("causal", "window", "chunk_lookback", "softcap", "sinks", "output_scale", "batch_invariant"))
@@ -24,6 +25,8 @@ def refusal(call: AttendCall) -> str | None:
     """Why a call is not for these kernels, in words; None where it is."""
     if call.q.device.type != "cpu":
         return f"q lies on {call.q.device}: CPUs only"
+    if reason := missing():
+        return reason
     queries = _most_queries(call.batch)
     if queries > MOST_QUERIES:
         return f"a sequence has {queries} queries: at most {MOST_QUERIES}"
@@ -99,6 +102,8 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, call: AttendCall, segment: Segment) -> Plan:
+        from .kernels import CHUNK
+
         starts = _wide(call.batch.cu_seqlens_q)
         counts, num_seqs = np.diff(starts), call.batch.num_seqs
         origins = np.zeros(num_seqs, np.int64) if segment.key_start is None else _wide(segment.key_start)
@@ -110,13 +115,13 @@ class Plan(NamedTuple):
         low, high = np.full(num_seqs, np.iinfo(np.int64).max), np.zeros(num_seqs, np.int64)
         np.minimum.at(low, sequence[some], seen[some, 0])
         np.maximum.at(high, sequence[some], seen[some, 1])
-        begin = np.minimum(low, high) // kernels.CHUNK
-        first = np.concatenate([[0], np.cumsum(-(-high // kernels.CHUNK) - begin)])
+        begin = np.minimum(low, high) // CHUNK
+        first = np.concatenate([[0], np.cumsum(-(-high // CHUNK) - begin)])
         owner = np.repeat(np.arange(num_seqs), np.diff(first))
         chunk = np.arange(len(owner)) - first[owner] + begin[owner]
         ends = np.cumsum(counts[owner] * call.q.shape[1])
         rows = ends - counts[owner] * call.q.shape[1]
-        pieces = np.stack([owner, chunk * kernels.CHUNK, rows], 1)
+        pieces = np.stack([owner, chunk * CHUNK, rows], 1)
         return cls(pieces, first, _wide(segment.block_table), starts, seen, origins, int(ends[-1]) if len(ends) else 0)
 
 
@@ -145,6 +150,8 @@ def _attend_segment(
     call: AttendCall, segment: Segment, plan: Plan, traits: tuple[sides.Description, sides.Description], matrix: Callable
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out `[T, HQ, D_V]` and log-sum-exp `[T, HQ]`, float32, over the keys of one segment."""
+    from . import kernels
+
     (k, v, fmt), maps, heads = segment[:3], segment.maps, segment.k.codes.shape[2]
     q = call.q.detach().float()
     scale = call.scale * k.scale
@@ -159,7 +166,7 @@ def _attend_segment(
     what = (key, value, mapped.contiguous().numpy(), offsets.contiguous().numpy(), call.options.softcap, sums, totals)
     smallest = SMALLEST_PART // (kernels.CHUNK * (q.shape[2] + segment.head_size_v))
     in_parts(len(plan.pieces) * heads, smallest, lambda first, last: kernels.attend_pieces(first, last, *where, *what))
-    kernels.merge_pieces(heads, plan.pieces, plan.first, plan.starts, sums, totals, out.numpy(), lse.numpy())
+    kernels.merge_pieces(plan.pieces, plan.first, plan.starts, sums, totals, out.numpy(), lse.numpy())
     by_map = matrix(sides.output_matrix, maps.v, fmt.v.planes, v.scale)
     if by_map is not None:
         return _by_head(out, by_map, heads), lse
@@ -171,4 +178,6 @@ def _by_head(rows: torch.Tensor, matrix: torch.Tensor, heads: int) -> torch.Tens
     """`rows [T, HQ, D]` times the matrix of each one's kv head, `[HK or 1, D, N]`: `[T, HQ, N]`."""
     if matrix.shape[0] == 1:
         return rows @ matrix[0]
-    return (rows.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2) @ matrix).unflatten(1, (len(rows), -1)).transpose(0, 1).flatten(1, 2)
+    return (
+        (rows.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2) @ matrix).unflatten(1, (len(rows), -1)).transpose(0, 1).flatten(1, 2)
+    )

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from numba import njit
+
+@cache
+def missing() -> str | None:
+    """Why nothing can be compiled here, in words; None where numba is there."""
+    try:
+        import numba  # noqa: F401
+    except ModuleNotFoundError as error:
+        return f"the package {error.name} is missing: pip install 'quantkv[cpu]'"
+    except ImportError as error:  # it is strict about the numpy that it works with
+        return f"numba cannot be imported: {error}"
+    return None
 
 
 def compiled(signature: Any, **options: Any) -> Callable[[Callable], Callable]:
     """A decorator: compile for `signature` alone. The result is kept on disk, by numba's rules: in the folder that NUMBA_CACHE_DIR
     names, beside the source, or in the user's cache folder; where none of them can be written, every process compiles anew."""
+    from numba import njit
 
     def compile(function: Callable) -> Callable:
         try:

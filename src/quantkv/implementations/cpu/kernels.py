@@ -7,8 +7,7 @@ those of torch's memory, which the call keeps alive and whose pages it has check
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import float32, int32, int64, njit, void
+from numba import float32, int32, int64, njit, types, void
 from numba.extending import intrinsic
 
 from .compiling import compiled
@@ -32,32 +31,32 @@ EXP_0, EXP_1, EXP_2 = f32(1.9875691500e-4), f32(1.3981999507e-3), f32(8.33345190
 EXP_3, EXP_4, EXP_5 = f32(4.1665795894e-2), f32(1.6666665459e-1), f32(5.0000001201e-1)
 
 
-def _loaded(type_, numba_type, widened=None):
+def _loaded(type_, widened):
+    """A function of an address and an index: what lies there, of `type_`, as a `widened`."""
+
     @intrinsic
     def at(typing, address, index):
         def generate(context, builder, signature, arguments):
-            pointer = builder.inttoptr(arguments[0], type_.as_pointer())
+            pointer = builder.inttoptr(arguments[0], context.get_value_type(type_).as_pointer())
             value = builder.load(builder.gep(pointer, [arguments[1]]), align=1)
-            return value if widened is None else builder.zext(value, widened)
+            return value if type_ is widened else builder.zext(value, context.get_value_type(widened))
 
-        return numba_type(int64, int64), generate
+        return widened(int64, int64), generate
 
     return at
 
 
-byte_at = _loaded(ir.IntType(8), int32, ir.IntType(32))
-short_at = _loaded(ir.IntType(16), int32, ir.IntType(32))
-float_at = _loaded(ir.FloatType(), float32)
+byte_at, short_at, float_at = _loaded(types.uint8, int32), _loaded(types.uint16, int32), _loaded(float32, float32)
 
 
 @intrinsic
 def float_of(typing, bits):
-    return float32(int32), lambda context, builder, signature, arguments: builder.bitcast(arguments[0], ir.FloatType())
+    return float32(int32), lambda context, builder, signature, given: builder.bitcast(given[0], context.get_value_type(float32))
 
 
 @intrinsic
 def bits_of(typing, number):
-    return int32(float32), lambda context, builder, signature, arguments: builder.bitcast(arguments[0], ir.IntType(32))
+    return int32(float32), lambda context, builder, signature, given: builder.bitcast(given[0], context.get_value_type(int32))
 
 
 @njit(fastmath={"contract"})
@@ -265,11 +264,10 @@ def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, 
         add_values(value, pages[sequence], least, most, size, head, low, high, scores, tile, sums[row : row + columns])
 
 
-@compiled(void(int64, I2, I1, I1, F2, F2, F3, F2), fastmath=SUMS, nogil=True)
-def merge_pieces(heads, pieces, first, starts, sums, totals, out, lse):
+@compiled(void(I2, I1, I1, F2, F2, F3, F2), fastmath=SUMS, nogil=True)
+def merge_pieces(pieces, first, starts, sums, totals, out, lse):
     """The pieces of each sequence, first[s] to before first[s + 1], as its output `[T, HQ, D_V]` and log-sum-exp `[T, HQ]`; zero
     and -inf where a query sees no key."""
-    group = out.shape[1] // heads
     for sequence in range(starts.shape[0] - 1):
         count = starts[sequence + 1] - starts[sequence]
         for c in range(out.shape[1] * count):

@@ -12,7 +12,6 @@ from ...calls import Side
 from ...format import Codec
 from ...maps import LinearMap
 from ...packing import planes_of
-from . import kernels
 
 
 class Description(NamedTuple):
@@ -23,9 +22,11 @@ class Description(NamedTuple):
 
     def of(self, side: Side) -> np.ndarray:
         """The same, of another side of the same shape."""
+        from .kernels import CODES, META
+
         numbers = self.numbers.copy()
-        numbers[kernels.CODES] = side.codes.data_ptr()
-        numbers[kernels.META] = 0 if side.meta is None else side.meta.data_ptr()
+        numbers[CODES] = side.codes.data_ptr()
+        numbers[META] = 0 if side.meta is None else side.meta.data_ptr()
         return numbers
 
 
@@ -40,13 +41,16 @@ def refusal(side: Side, codec: Codec) -> str | None:
 
 def described(side: Side, codec: Codec) -> Description:
     """Everything but the addresses."""
+    from . import kernels
+
     half, bits, numbers = codec.cpu(), codec.row.code_bits, np.zeros(kernels.NUMBERS, np.int64)
     size = codec.head_size(side.codes)
     operands = _operands(codec, size)
     planes = planes_of(bits) if bits < 8 else 1
-    for (page, token, head), t in (((kernels.PAGE, kernels.TOKEN, kernels.HEAD), side.codes), (_META_STRIDES, side.meta)):
+    strides = (kernels.PAGE, kernels.TOKEN, kernels.HEAD), (kernels.META_PAGE, kernels.META_TOKEN, kernels.META_HEAD)
+    for names, t in zip(strides, (side.codes, side.meta)):
         if t is not None:
-            numbers[[page, token, head]] = [n * t.dtype.itemsize for n in t.stride()[:3]]
+            numbers[list(names)] = [n * t.dtype.itemsize for n in t.stride()[:3]]
     traits = {
         kernels.SIZE: size,
         kernels.BITS: bits,
@@ -64,9 +68,6 @@ def described(side: Side, codec: Codec) -> Description:
     for name, number in traits.items():
         numbers[name] = number
     return Description(numbers, operands)
-
-
-_META_STRIDES = kernels.META_PAGE, kernels.META_TOKEN, kernels.META_HEAD
 
 
 @cache
@@ -98,7 +99,7 @@ def query_matrix(map_: LinearMap | None, planes: int, scale: float) -> torch.Ten
 
 
 def output_matrix(map_: LinearMap | None, planes: int, scale: float) -> torch.Tensor | None:
-    """What sums of values, in planes, are multiplied with: `[HK or 1, D_V, D_V]` float32. None: their order and the scale are left to do."""
+    """What sums of values, in planes, are multiplied with: `[HK or 1, D_V, D_V]` float32. None: order and scale are left to do."""
     if map_ is None:
         return None
     matrix = (map_.inverse.double() * scale).float()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -22,7 +23,7 @@ def in_parts(work: int, smallest: int, run: Callable[[int, int], None]) -> None:
     if parts < 2:
         return run(0, work)
     ends = [work * i // parts for i in range(parts + 1)]
-    others = [_pool(os.getpid(), parts - 1).submit(run, *part) for part in zip(ends[1:], ends[2:])]
+    others = [_pool(os.getpid(), parts - 1).submit(run, *part) for part in pairwise(ends[1:])]
     try:
         run(ends[0], ends[1])
     finally:

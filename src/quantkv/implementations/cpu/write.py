@@ -11,15 +11,18 @@ from ...calls import Side, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
 from ..reference import write as reference
-from . import rows, sides
+from . import sides
+from .compiling import missing
 
-ROUNDINGS = {torch.float32: rows.FLOAT32, torch.bfloat16: rows.BFLOAT16, torch.float16: rows.FLOAT16}
+ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers of `rows`
 
 
 def refusal(call: WriteCall) -> str | None:
     """Why a call is not for these kernels, in words; None where it is."""
     if call.key.device.type != "cpu":
         return f"key lies on {call.key.device}: CPUs only"
+    if reason := missing():
+        return reason
     for side, codec, map_ in _sides(call):
         if reason := sides.refusal(side, codec):
             return reason
@@ -76,11 +79,13 @@ def _encode(given: torch.Tensor, codec: Codec, map_: LinearMap | None, scale: fl
     """Bytes of codes `[T, HK, code_bytes]` and metadata `[T, HK, fields]` of rows `[T, HK, D]`; None where a mapped one is no number."""
     y = given.float()
     if map_ is not None:
+        from .rows import map_rows
+
         signs, source = map_.block_signs, y.contiguous()
         dtype = given.dtype if codec.round_mapped else torch.float32
         y, size = torch.empty_like(source), len(signs)
-        arguments = source.view(-1, size).numpy(), signs.numpy(), size & -size, ROUNDINGS[dtype], torch.finfo(dtype).max
-        if not rows.map_rows(*arguments, y.view(-1, size).numpy()):
+        arguments = source.view(-1, size).numpy(), signs.numpy(), size & -size, ROUNDINGS.index(dtype), torch.finfo(dtype).max
+        if not map_rows(*arguments, y.view(-1, size).numpy()):
             return None
     y = y if scale == 1.0 else y / scale
     rounding, encode = rounding_of(codec, map_), codec.cpu().encode
