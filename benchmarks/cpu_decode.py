@@ -6,6 +6,7 @@ Each cache is filled with the same random keys and values. Then, round after rou
 median of its tokens, and its ratio the median, over rounds, of its time in a round over DynamicCache's in the same round, so that what
 else the machine does hits all alike. Times are of the wall and of the processor (of all threads; those of OpenMP count while they wait).
 quanto and hqq (transformers' QuantizedCache, 4 bits) run where they are installed. NAME@reference: without the compiled kernels.
+Before, it measures what the kernels cost a process that compiles them, and one that finds them compiled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +37,18 @@ PEERS = {"quanto 4-bit": ("quanto", 0), "hqq 4-bit": ("hqq", 1)}  # backend, qua
 BASELINE = "DynamicCache"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PLAIN = "@reference"
+START = """
+import time
+import torch
+from quantkv.testing import Batch
+before = time.process_time()
+import numba
+loaded = time.process_time()
+b = Batch.make("int4", (1,), (5,))
+b.cache.write(b.key, b.value, b.slots, implementation="cpu")
+b.attend(implementation="cpu")
+print(loaded - before, time.process_time() - loaded)
+"""
 
 
 def caches(model: PreTrainedModel, formats: list[str]) -> dict[str, tuple[str, Callable[[], Cache]]]:
@@ -51,6 +67,15 @@ def caches(model: PreTrainedModel, formats: list[str]) -> dict[str, tuple[str, C
         else:
             made[name] = ("sdpa", make)
     return made
+
+
+def starts() -> dict[str, list[float]]:
+    """Seconds of a processor to load numba, and then for the first write and attention, without and with compiled kernels on the disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [sys.executable, "-c", START]
+        environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
+        outputs = [subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    return {name: [float(x) for x in out.split()] for name, out in zip(("first process", "later ones"), outputs)}
 
 
 def fill(cache: Cache, config: Any, context: int) -> None:
@@ -129,6 +154,8 @@ def main() -> None:
     model, runs = load(args.model).model, []
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
     about |= {"machine": platform.machine(), "numba": importlib.util.find_spec("numba") is not None}
+    if about["numba"]:
+        about["seconds to load numba, to the first answer"] = starts()
     for context in args.contexts:
         before = os.getloadavg()[0]
         rows = summarize(measure(model, caches(model, args.formats), context, args.rounds, args.tokens))

@@ -16,7 +16,7 @@ ALLOWED = {
     "packing": set(),
     "rounding": set(),
     "format": {"spec", "packing", "formats", "rounding"},
-    "formats": {"format", "spec", "packing", "rounding", "triton", "hopper"},
+    "formats": {"format", "spec", "packing", "rounding", "triton", "hopper", "cpu"},
     "maps": {"format", "rounding"},
     "checks": set(),
     "options": {"checks"},
@@ -26,7 +26,8 @@ ALLOWED = {
     "triton": {"calls", "format", "maps", "reads", "rounding"},
     "dense": {"calls", "format", "maps", "reference", "triton"},
     "hopper": {"calls", "format", "maps", "rounding"},
-    "implementations": {"calls", "reference", "triton", "dense", "hopper"},
+    "cpu": {"calls", "format", "maps", "packing", "reads", "reference"},
+    "implementations": {"calls", "reference", "triton", "dense", "hopper", "cpu"},
     "flat": {"calls", "format", "maps"},
     "ops": {"flat", "calls", "format", "maps", "implementations"},
     "exact": {"checks"},
@@ -114,9 +115,9 @@ def test_kernels_are_small():
 @pytest.mark.parametrize(
     "statement,absent",
     [
-        ("import quantkv", ("torch", "triton", "transformers")),
-        ("import quantkv.formats", ("triton", "transformers")),
-        ("import quantkv; quantkv.PagedCache", ("triton", "transformers")),
+        ("import quantkv", ("torch", "triton", "transformers", "numba")),
+        ("import quantkv.formats", ("triton", "transformers", "numba")),
+        ("import quantkv; quantkv.PagedCache", ("triton", "transformers", "numba")),
     ],
 )
 def test_import_is_light(statement, absent):

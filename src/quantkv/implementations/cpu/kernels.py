@@ -85,9 +85,9 @@ def unpack(side, address, count, tile):
     elif bits == 4:
         for r in range(count):
             for i in range(half):
-                tile[r, i] = f32(byte_at(address + r * stride, i) & int32(15))
-            for i in range(half):
-                tile[r, half + i] = f32(byte_at(address + r * stride, i) >> int32(4))
+                byte = byte_at(address + r * stride, i)
+                tile[r, i] = f32(byte & int32(15))
+                tile[r, half + i] = f32(byte >> int32(4))
     elif bits == 8 and table:
         for r in range(count):
             for i in range(size):
@@ -122,8 +122,8 @@ def read(side, page, slot, head, count, tile, scales, biases):
     """`count` rows of a page from `slot` on: operands, scales and biases."""
     unpack(side, side[CODES] + page * side[PAGE] + slot * side[TOKEN] + head * side[HEAD], count, tile)
     address = side[META] + page * side[META_PAGE] + slot * side[META_TOKEN] + head * side[META_HEAD]
-    fields, halves, stride = side[FIELDS], side[HALVES], side[META_TOKEN]
-    mask = int32(side[ZERO_POINT])
+    fields, halves, stride, size = side[FIELDS], side[HALVES], side[META_TOKEN], side[SIZE]
+    mask, unit_length = int32(side[ZERO_POINT]), side[UNIT_LENGTH]
     for r in range(count):
         scale, bias = ONE, ZERO
         if fields and halves:
@@ -138,9 +138,9 @@ def read(side, page, slot, head, count, tile, scales, biases):
             bits = bits_of(scale)
             scale = float_of(int32(bits & ~mask))
             bias = -f32(bits & mask) * scale
-        if side[UNIT_LENGTH]:
+        if unit_length:
             squares = ZERO
-            for d in range(side[SIZE]):
+            for d in range(size):
                 squares += tile[r, d] * tile[r, d]
             scale /= np.sqrt(squares)
         scales[r], biases[r] = scale, bias

@@ -44,26 +44,29 @@ def run(call: WriteCall) -> None:
 
 def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
     """What serves every call with the same slots: where rows go is worked out once, and anew where the slots are others."""
-    known, places = np.empty(0), None
+    known, places = None, None
 
     def launch(call: WriteCall) -> None:
         nonlocal known, places
         slots = call.slot_mapping.numpy()
-        if not np.array_equal(known, slots):
+        if known != slots.tobytes():
             if places is not None:
                 call.check_values()
-            known = slots.copy()
-            kept = np.flatnonzero(known >= 0)
-            places = (None if len(kept) == len(known) else kept), np.divmod(known[kept], call.k.codes.shape[1])
-        kept, at = places
-        encoded = []
-        for (_, codec, map_), given in zip(_sides(call), (call.key, call.value)):
-            taken = given.detach() if kept is None else given.detach()[kept]
-            result = _encode(taken, codec, map_, call.k.scale if given is call.key else call.v.scale)
-            if result is None:  # what is no number has bytes, too, and the reference says which
-                return reference.run(call)
-            encoded.append(result)
-        for (side, _, _), (codes, meta) in zip(_sides(call), encoded):
+            kept = np.flatnonzero(slots >= 0)
+            known, places = slots.tobytes(), (None if len(kept) == len(slots) else kept, np.divmod(slots[kept], call.k.codes.shape[1]))
+        (kept, at), given = places, [call.key.detach(), call.value.detach()]
+        if kept is not None:
+            given = [t[kept] for t in given]
+        (k, codec, map_), (v, *others) = _sides(call)
+        if others[0] is codec and others[1] is map_ and k.scale == v.scale and given[0].shape == given[1].shape:
+            encoded = _encode(torch.cat(given), codec, map_, k.scale)  # rows are encoded one by one: half the calls
+            half = len(given[0])
+            encoded = encoded and [[t if t is None else t[part] for t in encoded] for part in (slice(half), slice(half, None))]
+        else:
+            encoded = [_encode(rows, *parts, side.scale) for rows, (side, *parts) in zip(given, _sides(call))]
+        if encoded is None or None in encoded:  # what is no number has bytes, too, and the reference says which
+            return reference.run(call)
+        for side, (codes, meta) in zip((k, v), encoded):
             _bytes(side.codes)[at] = codes
             if meta is not None:
                 side.meta.numpy()[at] = meta
