@@ -2,7 +2,6 @@
 does, every implementation refuses it by name."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ import torch
 import new_option
 from quantkv import implementations, ops
 from quantkv.testing import Batch, relative_error
-
-HERE = Path(__file__).parent
 
 
 def call(gain):
@@ -39,9 +36,3 @@ def test_honoured_by_the_reference(monkeypatch):
     assert relative_error(out, plain * gain[:, None]) < 1e-6
     with pytest.raises(ValueError, match="head_gain: not honoured; reference would"):
         ops.attend(call(gain), "dense")
-
-
-def test_the_documentation_shows_these_files():
-    text = (HERE.parent / "docs" / "extending.md").read_text()
-    for name in ("new_option.py", "five_bits.py", "five_bits.cuh"):
-        assert (HERE / name).read_text().strip() in text, f"docs/extending.md does not show tests/{name} as it is"

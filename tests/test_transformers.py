@@ -15,7 +15,7 @@ from quantkv.integrations.passes import Kind, Pass  # noqa: E402
 from quantkv.integrations.progress import Progress  # noqa: E402
 from quantkv.integrations.sequences import Sequences  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.layers import PagedLength  # noqa: E402
+from quantkv.integrations.transformers.pending import PagedLength  # noqa: E402
 
 VOCABULARY = 128
 SIZES = {

@@ -1,3 +1,5 @@
+"""`python -m quantkv`: the command line."""
+
 from quantkv.cli import app
 
 app()

@@ -64,6 +64,7 @@ class LayerMoments:
 
     @property
     def heads(self) -> Heads:
+        """kv heads and head sizes of K and V."""
         return Heads(*self.key_metric.shape[:2], self.value_metric.shape[1])
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -105,6 +106,7 @@ class Calibration:
 
     @property
     def geometry(self) -> Geometry:
+        """Number of layers, and the heads of each that is calibrated: what a model must have."""
         return Geometry(self.num_layers, {number: moments.heads for number, moments in self.layers.items()})
 
     @property

@@ -59,6 +59,7 @@ class Segment(NamedTuple):
 
     @property
     def head_size_v(self) -> int:
+        """D_V: numbers of a value row."""
         return self.fmt.v.head_size(self.v.codes)
 
 
@@ -109,6 +110,7 @@ class Batch:
 
     @property
     def num_seqs(self) -> int:
+        """S: sequences of the batch."""
         return self.seq_lens.shape[0]
 
     def host_lengths(self) -> tuple[tuple[int, int], ...]:
@@ -119,6 +121,7 @@ class Batch:
         return tuple(zip(read, read[self.num_seqs :]))
 
     def check(self, tokens: int, device: torch.device) -> None:
+        """ValueError where types, shapes, promises or lengths do not fit each other or the rows of q. No values are read."""
         checks.tensor("seq_lens", self.seq_lens, (None,), checks.INDEX_DTYPES, device)
         checks.tensor("cu_seqlens_q", self.cu_seqlens_q, (self.num_seqs + 1,), checks.INDEX_DTYPES, device)
         for name in ("max_query_len", "max_seq_len"):

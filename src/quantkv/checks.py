@@ -16,6 +16,7 @@ ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refuse(argument: str, value: object, allowed: str) -> NoReturn:
+    """Raise the ValueError that every check raises: argument, its value, what is allowed."""
     raise ValueError(f"{argument}={value}: {allowed}")
 
 

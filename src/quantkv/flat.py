@@ -24,6 +24,7 @@ def flatten_cache(k: Side, v: Side) -> tuple[list[torch.Tensor], list[int]]:
 
 
 def unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format, scales: list[float]) -> tuple[Side, Side]:
+    """K and V of the tensors and numbers that `flatten_cache` made."""
     dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
     base = tensors[0]
     if layout:
@@ -40,6 +41,7 @@ def unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format,
 
 
 def flatten_segments(segments: Sequence[Segment]) -> Caches:
+    """Segments as lists of tensors, integers and floats and the names of their formats, which an operator takes."""
     caches, layouts, tables, maps, factors = [], [], [], [], []
     for s in segments:
         tensors, layout = flatten_cache(s.k, s.v)
@@ -53,6 +55,7 @@ def flatten_segments(segments: Sequence[Segment]) -> Caches:
 
 
 def unflatten_segments(caches, layouts, tables, maps, factors, formats) -> tuple[Segment, ...]:
+    """The segments that `flatten_segments` took apart."""
     segments, names = [], formats.split(";")
     num_maps, num_factors = len(maps) // len(names), len(factors) // len(names)
     for i, name in enumerate(names):
@@ -74,5 +77,6 @@ def flatten_options(options: AttentionOptions) -> tuple[list[torch.Tensor | None
 
 
 def unflatten_options(tensors: list[torch.Tensor | None], others: str) -> AttentionOptions:
+    """The options that `flatten_options` took apart."""
     given: dict[str, Any] = {f.name: t for f, t in zip(fields(AttentionOptions), tensors) if t is not None}
     return AttentionOptions(**given, **ast.literal_eval(others))

@@ -206,6 +206,8 @@ class LinearMap:
         return self if all(a is b for a, b in zip(own, given)) else LinearMap(*own)
 
     def to(self, device: torch.device | str) -> LinearMap:
+        """The same map on another device."""
+
         def move(values):
             return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
 
@@ -280,6 +282,8 @@ class LayerMaps:
 
     @classmethod
     def unflatten(cls, tensors: list[torch.Tensor | None], factors: list[float]) -> LayerMaps:
+        """The maps that `flatten` took apart."""
+
         def side(t, f):
             rounding = None if t[3] is None else Rounding(*t[9:])
             return None if t[0] is None else LinearMap(*t[:4], MapOperands(*t[4:9], *f), rounding)

@@ -32,6 +32,7 @@ class PageViews:
 
     @property
     def num_blocks(self) -> int:
+        """Pages of the tensor."""
         return self.k.codes.shape[0]
 
     @property
@@ -42,6 +43,7 @@ class PageViews:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensor lies."""
         return self.k.codes.device
 
     def segment(self, block_table: torch.Tensor) -> Segment:

@@ -37,6 +37,7 @@ class RowLayout:
 
     @property
     def meta_bytes(self) -> int:
+        """Bytes of the fields beside the codes of one row."""
         return sum(ITEM_BYTES[name] for name in self.meta)
 
 
@@ -106,6 +107,7 @@ class CacheSpec:
 
     @property
     def elements_per_token(self) -> int:
+        """Numbers of K and V of one token, all kv heads."""
         return self.num_kv_heads * (self.head_size + self.head_size_v)
 
     @property
@@ -136,6 +138,7 @@ class CacheSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CacheSpec:
+        """The spec that `to_dict` wrote. ValueError where fields are missing or unknown."""
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             raise ValueError(f"fields {sorted(values)}: a cache spec has {sorted(known)}")

@@ -69,6 +69,7 @@ class Result:
     rows: list[Row] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes, under the number of its schema."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
@@ -180,6 +181,7 @@ def _free(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
+    """The GPU's name as its driver has it, or "CPU" and its kind."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.processor() or platform.machine()})"

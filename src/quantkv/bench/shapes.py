@@ -58,6 +58,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
+        """What is timed: "write", "step" (a write and the decode that reads it), "decode", "verify" or "prefill"."""
         if self.N:
             return "step" if self.L else "write"
         return "decode" if self.Q == 1 else "verify" if self.Q <= MOST_VERIFIED else "prefill"
@@ -81,6 +82,7 @@ class Shape:
 
 
 def shapes(*texts: str) -> tuple[Shape, ...]:
+    """Shapes from their names, such as B64xL8192xQ4. ValueError for a name that says none."""
     return tuple(Shape.parse(text) for text in texts)
 
 

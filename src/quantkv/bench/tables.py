@@ -44,14 +44,17 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def microseconds(us: float) -> str:
+    """A time as a table shows it, with one decimal below 100."""
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
 
 
 def number(x: float) -> str:
+    """A figure as a table shows it, to three digits below 100."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def subtitle(result: Result) -> str:
+    """What a run was made on: device, its read ceiling, versions, date."""
     ceiling = f", reads at most {result.ceiling_gbps:,.0f} GB/s" if result.ceiling_gbps else ": the reference, small shapes"
     return f"{result.device}{ceiling}; " + ", ".join(f"{k} {v}" for k, v in result.versions.items()) + f"; {result.date}"
 

@@ -31,6 +31,7 @@ class RecipeResult:
     size: Size | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """Its entry in the file of `--json`."""
         c, size = self.scores.comparison, self.size
         sizes = {
             "bits_per_element": size.bits_per_element,
@@ -98,6 +99,7 @@ class Result:
         return self.exact.scores.comparison.predictions
 
     def to_dict(self) -> dict[str, Any]:
+        """The run's entry in the file of `--json`: the exact cache's figures, and those of each recipe."""
         c = self.exact.scores.comparison
         perplexity = {"perplexity": c.reference_perplexity} if c.predictions else {}
         return {

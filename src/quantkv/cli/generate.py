@@ -66,10 +66,12 @@ class Streamer:
         self.shown = 0
 
     def put(self, token: int) -> None:
+        """Show what this token adds, as far as it is whole characters."""
         self.tokens.append(token)
         self._show(self._text(), final=False)
 
     def end(self) -> None:
+        """Show what was held back."""
         self._show(self._text(), final=True)
 
     def _text(self) -> str:

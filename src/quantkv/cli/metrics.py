@@ -48,10 +48,12 @@ class Comparison:
 
     @property
     def perplexity(self) -> float:
+        """Of the text, under the quantized cache."""
         return math.exp(self.loss / self.targets)
 
     @property
     def reference_perplexity(self) -> float:
+        """Of the text, under the exact cache."""
         return math.exp(self.reference_loss / self.targets)
 
     @property

@@ -35,6 +35,7 @@ class Loaded:
 
     @property
     def config(self) -> Any:
+        """transformers' configuration of the model."""
         return self.model.config
 
 

@@ -37,6 +37,7 @@ class Size:
 
     @property
     def bits_per_element(self) -> float:
+        """Bits of a number of K or V, metadata and exact tokens included."""
         return 8 * self.bytes_per_token / self.elements
 
     @classmethod

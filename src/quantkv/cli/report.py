@@ -41,6 +41,7 @@ def with_error(value: float, error: float | None, digits: int = 1) -> str:
 
 
 def kl_with_error(row: dict[str, Any]) -> str:
+    """A row's KL as a table shows it, with its standard error where that says something."""
     error = row.get("kl_error")
     small = row["kl"] is None or not abs(row["kl"]) >= 0.00005
     return kl_text(number(row["kl"])) if small or error is None or not math.isfinite(error) else with_error(row["kl"], error, 4)
@@ -126,6 +127,7 @@ def table(run: dict[str, Any]) -> Table:
 
 
 def title(run: dict[str, Any]) -> str:
+    """The heading of a run: model, text, tokens, contexts."""
     tokens = f"{run['tokens']:,} tokens" if run["tokens"] else f"{run['contexts']} trials"
     return f"{run['model']}, {run['text']}: {tokens} in contexts of {run['context']:,}"
 

@@ -55,6 +55,7 @@ class Text(Trial):
     """Text: KL, the same likeliest token, perplexity, of the last `keep` tokens."""
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        """Add the predictions of the kept tokens: KL, perplexity, same top-1."""
         scores.comparison.add(exact, logits, ids[-self.keep :])
 
 
@@ -66,6 +67,7 @@ class Copy(Trial):
     length: int = 0  # of a passage
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        """Add how many tokens of each copied passage are predicted, after the first ones, which nothing tells."""
         right, skipped = predicted(logits, ids, self.keep), len(ids) - self.keep
         for depth, start in self.passages:
             part = right[start + UNSEEN - 1 - skipped : start + self.length - 1 - skipped]  # position i predicts token i + 1
@@ -79,6 +81,7 @@ class Codes(Trial):
     marks: tuple[tuple[int, int, int], ...] = ()
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        """Add how many digits of each code are predicted, with the distance to where it was told."""
         right, skipped = predicted(logits, ids, self.keep), len(ids) - self.keep
         for start, count, distance in self.marks:
             part = right[start - 1 - skipped : start + count - 1 - skipped]
@@ -91,6 +94,7 @@ class Greedy(Trial):
     the first token that it would have chosen otherwise: no second generation is needed."""
 
     def tokens(self, model: Any) -> torch.Tensor:
+        """The prompt and the exact cache's greedy continuation, int `[tokens]`."""
         from transformers import DynamicCache
 
         from .generate import greedy
@@ -99,6 +103,7 @@ class Greedy(Trial):
         return torch.cat([self.ids, torch.tensor([step.token for step in steps])]).to(model.device)
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        """Add the tokens until a greedy continuation leaves the exact one."""
         same = predicted(logits, ids, self.keep)
         scores.agreed.append(len(same) if bool(same.all()) else int(same.int().argmin()))
 

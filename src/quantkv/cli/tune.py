@@ -143,6 +143,7 @@ class Room:
             raise ValueError(f"--budget {budget:g}: {low:.1f} to {high:.1f} bytes a token and kv head are possible")
 
     def bytes_per_head(self, chosen: dict[tuple[int, str], Choice]) -> float:
+        """Bytes of a token and kv head under a choice of formats, exact tokens included."""
         return (sum(choice.bytes for choice in chosen.values()) + self.exact) / self.heads
 
 

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
+        """The window and chunks of its layers, as options of attention."""
         return {"window": self.window, "chunk_lookback": 0 if self.chunked else -1}
 
 
@@ -90,6 +91,7 @@ class Step(Pass):
         self.rows, self.late = rows, late
 
     def to(self, device: torch.device) -> Step:
+        """The same step with its tensors on a device."""
         tensors = (self.rows, self.slots, self.block_table, self.seq_lens, self.cu_seqlens_q, self.positions)
         *there, positions = (None if t is None else sent(t, device) for t in tensors)
         late = None if self.late is None else self.late.to(device)
@@ -104,6 +106,7 @@ class Late(NamedTuple):
     lengths: torch.Tensor
 
     def step(self, block_table: torch.Tensor) -> Step:
+        """The rows as a step of its own, one query a sequence."""
         ends = torch.arange(len(self.rows) + 1, dtype=torch.int32)
         pairs = [(1, n) for n in self.lengths.tolist()]
         return Step(self.rows, self.rows[:0], block_table[self.sequences], self.lengths.int(), ends, lengths=pairs)
@@ -138,6 +141,7 @@ class Decoding(Pass):
         self.warm = False
 
     def fits(self, batch_size: int, width: int) -> bool:
+        """Whether it was made for this many sequences, and for at least this many pages of each."""
         return batch_size == self.batch_size and width <= self.width
 
     def load(self, rows: Sequence[Sequence[int]], lengths: Sequence[int] | None) -> None:

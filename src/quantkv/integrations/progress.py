@@ -44,6 +44,7 @@ class Progress:
         return {**vars(self), "failed": failed, "_masks": [], "counter": None}
 
     def reset(self) -> None:
+        """Back to an empty cache, in place."""
         self.seen, self.holes, self.failed, self.outgrown = 0, False, False, False
         self.stale = self.behind = False
         self.padding: list[int] | None = None
@@ -55,6 +56,7 @@ class Progress:
 
     @property
     def static(self) -> bool:
+        """Whether passes of one token may run without the host: no sequence outgrew its pages."""
         return self.capturable and not self.outgrown
 
     @property
@@ -90,6 +92,7 @@ class Progress:
 
     @property
     def padded(self) -> bool:
+        """Whether a sequence of the batch has padding on its left."""
         return self.padding is not None and any(self.padding)
 
     @property

@@ -23,11 +23,14 @@ class Layer(Protocol):
     geometry: Any  # equal for layers whose prepared calls are the same
     written: list[torch.Tensor]  # what a pass of one token writes to
 
-    def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None: ...
+    def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None:
+        """Hold `num_pages` pages, and copy these pages (from, to) to part sequences that shared them."""
 
-    def loaded(self, decoding: Decoding) -> None: ...
+    def loaded(self, decoding: Decoding) -> None:
+        """The step on the device changed: let what was prepared for it read the new one."""
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        """Run what a first pass would compile."""
 
 
 class Sequences:
@@ -61,6 +64,7 @@ class Sequences:
 
     @property
     def layers(self) -> list[Layer]:
+        """The layers of this kind that are still alive."""
         return [layer for reference in self._layers if (layer := reference()) is not None]
 
     def join(self, layer: Layer) -> None:
@@ -68,6 +72,7 @@ class Sequences:
         self._layers.append(weakref.ref(layer))
 
     def reset(self) -> None:
+        """No sequences, and no pages in use."""
         self.table: PageTable | None = None
         self._steps: dict[torch.device, Step] = {}
         self._block_table = torch.empty(0, 0, dtype=torch.int32)
@@ -172,6 +177,7 @@ class Sequences:
 
     @property
     def addresses(self) -> tuple[int, ...]:
+        """Addresses that a captured graph reads and writes: while they are the same, it may be replayed."""
         written = [t for layer in self.layers for t in layer.written]
         return tuple(t.data_ptr() for t in (*(d.place for d in self.decodings.values()), *written))
 
@@ -190,6 +196,7 @@ class Sequences:
             decoding.warm = True
 
     def select(self, indices: list[int]) -> None:
+        """Keep these sequences, in this order; one named twice shares its pages until one of the two writes."""
         self.table.select(indices)
         self.unload()
 
@@ -198,6 +205,7 @@ class Sequences:
         return all(self.table.holds(i, self.kind.first_seen(length)) for i, length in enumerate(lengths))
 
     def crop(self, lengths: list[int]) -> None:
+        """Cut each sequence to a length in tokens."""
         self.table.truncate(lengths)
         self._release()
         self.unload()

@@ -60,6 +60,7 @@ class TurboQuantConfig:
 
     @property
     def key_fp8(self) -> bool:
+        """Whether keys are 8-bit floats."""
         return self.key_quant_bits == 8
 
     @property
@@ -84,10 +85,12 @@ class TurboQuantConfig:
 
     @property
     def effective_value_quant_bits(self) -> int:
+        """Bits of a value; vLLM's name."""
         return self.value_quant_bits
 
     @property
     def format(self) -> Format:
+        """The format of these bits."""
         return _format(self.key_mse_bits, self.value_quant_bits, self.key_fp8)
 
     @property
@@ -102,6 +105,7 @@ class TurboQuantConfig:
 
     @property
     def slot_size(self) -> int:
+        """Bytes of one token and kv head, K and V."""
         return self.key_packed_size + self.value_packed_size
 
     @property

@@ -12,11 +12,13 @@ from ...implementations.triton.kernels.views import TritonCodec
 
 @triton.jit
 def e4m3_encode(x, real, table, PLAN: tl.constexpr):
+    """Rows as e4m3, saturating, under the layer's scale."""
     return pack_codes((to_float8(x[0], 3, 7, 448.0), to_float8(x[1], 3, 7, 448.0)), 8), ()
 
 
 @triton.jit
 def e4m3_token_encode(x, real, table, PLAN: tl.constexpr):
+    """Rows as e4m3 under a scale each, their largest number over 448."""
     scale = absmax_scale(x, 448.0)
     inverse = reciprocal(scale)[:, None]
     return pack_codes((to_float8(x[0] * inverse, 3, 7, 448.0), to_float8(x[1] * inverse, 3, 7, 448.0)), 8), (scale,)
@@ -32,16 +34,19 @@ def e4m3_high_byte(words):
 
 @triton.jit
 def e4m3_unpack(words, table, PLAN: tl.constexpr):
+    """Two planes of fp16 numbers of words of two e4m3 codes."""
     return (e4m3_high_byte(words << 8), e4m3_high_byte(words))
 
 
 @triton.jit
 def e5m2_encode(x, real, table, PLAN: tl.constexpr):
+    """Rows as e5m2, saturating, under the layer's scale."""
     return pack_codes((to_float8(x[0], 2, 15, 57344.0), to_float8(x[1], 2, 15, 57344.0)), 8), ()
 
 
 @triton.jit
 def e5m2_unpack(words, table, PLAN: tl.constexpr):
+    """Two planes of fp16 numbers: an e5m2 code is the high byte of one."""
     return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True))
 
 

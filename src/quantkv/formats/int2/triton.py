@@ -10,6 +10,7 @@ from ...implementations.triton.kernels.views import TritonCodec
 
 @triton.jit
 def int2_encode(x, real, table, PLAN: tl.constexpr):
+    """Codes 0 to 3 of rows over their norm, and the scale that is stored."""
     norm = saturate(tl.sqrt_rn(tl.sum(sum_of_squares(x), axis=1) + 1e-12), LARGEST)
     factor = tl.div_rn(tl.full(norm.shape, PLAN.head_size**0.5, tl.float32), norm)[:, None]
     codes = ()
@@ -31,6 +32,7 @@ def int2_unpack(words, table, PLAN: tl.constexpr):
 
 @triton.jit
 def int2_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """The scale of centroids that were unpacked as integers."""
     return (meta[0] * (PLAN.head_size * 0.0016),)
 
 

@@ -10,6 +10,7 @@ from ...implementations.triton.kernels.views import TritonCodec
 
 @triton.jit
 def int4_encode(x, real, table, PLAN: tl.constexpr):
+    """Codes 0 to 15 between minimum and maximum; the zero point lies in the low bits of the scale."""
     low, high = row_range(x, real)
     scale = saturate(tl.maximum(tl.div_rn(high - low, tl.full(low.shape, 15.0, tl.float32)), 1e-6), LARGEST)
     zero_point = round_codes(tl.div_rn(-low, scale), 0, 15)
@@ -24,6 +25,7 @@ def int4_encode(x, real, table, PLAN: tl.constexpr):
 
 @triton.jit
 def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """Scale and bias of codes that were unpacked less 8."""
     bits = meta[0].to(tl.int32, bitcast=True)
     scale = (bits & -16).to(tl.float32, bitcast=True)
     return (scale, (8 - (bits & 15)).to(tl.float32) * scale)

@@ -10,6 +10,7 @@ from ...implementations.triton.kernels.views import TritonCodec
 
 @triton.jit
 def int8_encode(x, real, table, PLAN: tl.constexpr):
+    """Integers from -128 to 127 under a scale a row, its largest number over 127."""
     scale = absmax_scale(x, 127.0)
     inverse = reciprocal(scale)[:, None]
     codes = (round_codes(x[0] * inverse, -128, 127) & 0xFF, round_codes(x[1] * inverse, -128, 127) & 0xFF)
@@ -18,6 +19,7 @@ def int8_encode(x, real, table, PLAN: tl.constexpr):
 
 @triton.jit
 def int8_unpack(words, table, PLAN: tl.constexpr):
+    """Two planes of fp16 integers."""
     return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
 
 

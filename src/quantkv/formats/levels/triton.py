@@ -53,6 +53,7 @@ def levels_unpack(words, table, PLAN: tl.constexpr):
 
 @triton.jit
 def levels_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """The stored scale; under fp16 operands times the gain that their cubic leaves out."""
     if planes[0].dtype == tl.float32:
         return meta
     return (meta[0] * GAINS[PLAN.bits],)
@@ -72,6 +73,7 @@ def levels_unpack_exact(words, table, PLAN: tl.constexpr):
 
 
 def half(bits: int, planes: int) -> TritonCodec:
+    """The Triton half of the levels of so many bits, in words of `planes` codes."""
     return TritonCodec(
         planes,
         levels_encode,

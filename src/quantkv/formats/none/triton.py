@@ -8,11 +8,13 @@ from ...implementations.triton.kernels.views import TritonCodec
 
 @triton.jit
 def plain_encode(x, real, table, PLAN: tl.constexpr):
+    """Rows as they are."""
     return x[0], ()
 
 
 @triton.jit
 def plain_unpack(words, table, PLAN: tl.constexpr):
+    """One plane: the rows as they are."""
     return (words,)
 
 

@@ -69,6 +69,7 @@ def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
 
 @triton.jit
 def book_levels(words, table, PLAN: tl.constexpr, DTYPE: tl.constexpr):
+    """Planes of the codebook's levels in DTYPE; half of the book is kept, it is odd."""
     MIDDLE: tl.constexpr = (1 << (PLAN.bits - 1)) - 1
     codes = unpack_codes(words.to(tl.int32), PLAN)
     planes = ()
@@ -81,16 +82,19 @@ def book_levels(words, table, PLAN: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def book_unpack(words, table, PLAN: tl.constexpr):
+    """Levels as fp16 operands."""
     return book_levels(words, table, PLAN, tl.float16)
 
 
 @triton.jit
 def book_unpack_exact(words, table, PLAN: tl.constexpr):
+    """Levels in float32, for who reads rows back."""
     return book_levels(words, table, PLAN, tl.float32)
 
 
 @triton.jit
 def uniform_encode(x, real, table, PLAN: tl.constexpr):
+    """Codes in equal steps from the minimum to the maximum; fp16 scale and minimum."""
     TOP: tl.constexpr = (1 << PLAN.bits) - 1
     low, high = row_range(x, real)
     scale = tl.maximum(tl.div_rn(high - low, tl.full(low.shape, TOP * 1.0, tl.float32)), 1e-8)
@@ -102,6 +106,7 @@ def uniform_encode(x, real, table, PLAN: tl.constexpr):
 
 @triton.jit
 def uniform_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """Scale and bias of codes that were unpacked around zero."""
     return (meta[0], meta[1] + (1 << (PLAN.bits - 1)) * meta[0])
 
 

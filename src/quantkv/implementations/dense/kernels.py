@@ -101,6 +101,7 @@ def gather_kernel(
 
 @triton.jit
 def row_pointers(rows, token, head):
+    """Where the row of a token and head begins."""
     return rows.ptr + token * rows.stride_token + head * rows.stride_head
 
 

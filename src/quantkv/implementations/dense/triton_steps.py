@@ -23,6 +23,7 @@ class TritonSteps(TorchSteps):
         self.target = Target.of(sides[0].codes.device)
 
     def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
+        """Queries in the space of mapped keys, with `extra` rows of zeros behind them."""
         if self.maps[0] is None:
             return super().map_query(q, extra)
         operands, out = self.maps[0].operands, q.new_empty(q.shape[0] + extra, *q.shape[1:])
@@ -31,6 +32,7 @@ class TritonSteps(TorchSteps):
         return out
 
     def gather(self, table: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
+        """Write `count` keys and values of each sequence from position `first` on into the scratch, as 16-bit rows."""
         heads, room, _ = scratch[0].shape
         sizes = [t.shape[2] for t in scratch]
         views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
@@ -71,11 +73,13 @@ class TritonSteps(TorchSteps):
         return MapView(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
 
     def merge(self, a: Part, b: Part) -> Part:
+        """Attention over the keys of both, in float32."""
         merged = Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
         self._fold(a, b, merged)
         return merged
 
     def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge what is left, map the output back and write it."""
         map_ = self.maps[1]
         if total is None:
             lse.copy_(last.lse)

@@ -346,6 +346,7 @@ class Read:
         a.pieces = scratch + self.begin
 
     def take_maps(self, segment: Segment) -> None:
+        """Point the arguments at a segment's maps. ValueError where they are of another kind than those prepared for."""
         if _layer(segment) != self.layer:
             raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
         maps, a = segment.maps, self.arguments

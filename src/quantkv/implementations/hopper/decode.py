@@ -48,6 +48,7 @@ class DecodeConfig:
 
     @cached_property
     def key_half(self) -> HopperCodec:
+        """What Hopper's kernels need of K's codec."""
         return self.key.hopper()
 
     @property
@@ -60,6 +61,7 @@ class DecodeConfig:
 
     @property
     def tile_bytes(self) -> int:
+        """Bytes of K and V of one tile of a kv head, metadata included."""
         return page_bytes(self.key, self.value, self.head_size, TILE)
 
     @property
@@ -70,6 +72,7 @@ class DecodeConfig:
 
     @property
     def stages(self) -> int:
+        """Tiles that a warp's ring of copies holds."""
         return min(self.room // self.tile_bytes, self.max_stages)
 
     @property
@@ -90,6 +93,7 @@ class DecodeConfig:
 
     @property
     def score_bytes(self) -> int:
+        """Shared memory of a warp for the scores of key offsets."""
         return 4 * TILE * 8 * self.column_tiles if self.key_offset else 0
 
     @property
@@ -100,22 +104,27 @@ class DecodeConfig:
 
     @property
     def query_bytes(self) -> int:
+        """Bytes of the queries of a warp, 2 a number."""
         return 2 * self.head_size * 8 * self.column_tiles
 
     @property
     def parked_bytes(self) -> int:
+        """Shared memory of a warp for queries that its registers have no room for."""
         even = self.column_tiles + self.column_tiles % 2  # they are parked in pairs
         return 16 * self.head_size * even if self.column_tiles > 1 and self.column_tiles * self.head_size > 128 else 0
 
     @property
     def mapped_bytes(self) -> int:
+        """Shared memory of a warp for queries under a matrix."""
         return 2 * self.query_bytes if self.key_map == "MATRIX" else 0
 
     @property
     def shared_bytes(self) -> int:
+        """Shared memory of a block, in all."""
         return self.table_bytes + self.warps * (self.warp_bytes + BARRIER_BYTES)
 
     def macros(self) -> dict[str, object]:
+        """What the kernel is compiled with: the numbers that host and device share."""
         key = self.key_half
         return dict(
             **row_macros(self.key, self.value, self.head_size), GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,

@@ -42,6 +42,7 @@ def missing() -> str | None:
 
 @cache
 def is_hopper(index: int) -> bool:
+    """Whether a device has compute capability 9.0."""
     return torch.cuda.get_device_capability(index) == (9, 0)
 
 
@@ -54,19 +55,23 @@ def elsewhere(device: torch.device) -> str | None:
 
 # What torch.cuda has, without what it checks at every call: a microsecond each.
 def current_device() -> int:
+    """Number of torch's current device, without its checks."""
     return torch._C._cuda_getDevice()
 
 
 def current_stream(index: int) -> int:
+    """Address of torch's current stream of a device."""
     return torch._C._cuda_getCurrentRawStream(index)
 
 
 def device_index(device: torch.device) -> int:
+    """Number of a device; that of the current one where it says none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 @cache
 def multiprocessors(index: int) -> int:
+    """Multiprocessors of a device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
@@ -133,6 +138,7 @@ class ByShape:
         self.prepared: dict[Hashable, Callable[[Any], None]] = {}
 
     def serve(self, call: Any) -> None:
+        """Launch the call as one of its shape was prepared; the first of a shape is prepared now."""
         shape = self.shape(call)
         launch = self.prepared.get(shape)
         if launch is None:
@@ -143,6 +149,7 @@ class ByShape:
 
 
 def check(result) -> None:
+    """RuntimeError where the driver's answer is an error."""
     if int(result[0]):
         raise RuntimeError(f"CUDA driver: {result[0]!r}")
 

@@ -48,10 +48,12 @@ class KernelMap:
 
     @property
     def address(self) -> int | None:
+        """Of its matrices; None for a Hadamard map."""
         return None if self.data is None else self.data.data_ptr()
 
     @property
     def head_stride(self) -> int:
+        """Numbers from one head's matrix to the next; 0 where all heads share one."""
         return self.data.stride(0) if self.data is not None and self.data.shape[0] > 1 else 0
 
 
@@ -78,6 +80,7 @@ class KernelOffsets:
 
     @property
     def head_stride(self) -> int:
+        """Numbers from one head's table to the next; 0 where all heads share one."""
         return self.data.stride(0) if self.data.shape[0] > 1 else 0
 
 
@@ -114,6 +117,7 @@ def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
 
 
 def offsets_of(map_: LinearMap | None, key: HopperCodec) -> KernelOffsets | None:
+    """A map's offsets as the kernel reads them, kept with the map; None where it has none."""
     if map_ is None or map_.offset is None:
         return None
     table = map_.operands.mapped_offset

@@ -93,9 +93,11 @@ class RoundConfig:
 
     @property
     def shared_bytes(self) -> int:
+        """Shared memory of a block: the metric's feedback, and each warp's rows."""
         return feedback_bytes(self.rows.head_size) + self.rows.warps * rounding_bytes(self.rows.head_size)
 
     def macros(self) -> dict[str, object]:
+        """What the kernel is compiled with: the numbers that host and device share."""
         rows = self.rows
         macros = rows.macros() | {
             "ARGUMENT_BYTES": sizeof(launch.arguments("RoundArguments")),
@@ -118,4 +120,5 @@ class RoundConfig:
 
 @cache
 def kernel(config: RoundConfig, index: int) -> Kernel:
+    """The kernel of a configuration on a device, compiled and loaded once."""
     return Kernel(launch.load(config.cubin(), index), "round_kernel", 32 * config.rows.warps, config.shared_bytes, index)

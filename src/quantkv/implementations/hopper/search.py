@@ -64,6 +64,7 @@ class SearchConfig:
 
     @staticmethod
     def of(rows: WriteConfig, metric: bool) -> SearchConfig:
+        """The configuration for rows of a write's, in a metric or plainly."""
         return SearchConfig(replace(rows, warps=ROWS), metric)
 
     @property
@@ -72,6 +73,7 @@ class SearchConfig:
         return 1088 + 34 * self.rows.head_size + (29184 + 96 * self.rows.head_size if self.metric else 6144)
 
     def macros(self) -> dict[str, object]:
+        """What the kernel is compiled with: the numbers that host and device share."""
         return self.rows.macros() | {
             "ARGUMENT_BYTES": sizeof(launch.arguments("RoundArguments")),
             "METRIC": int(self.metric),
@@ -86,4 +88,5 @@ class SearchConfig:
 
 @cache
 def kernel(config: SearchConfig, index: int) -> Kernel:
+    """The kernel of a configuration on a device, compiled and loaded once."""
     return Kernel(launch.load(config.cubin(), index), "search_kernel", 32 * ROWS, config.shared_bytes, index)

@@ -45,6 +45,7 @@ class Hadamard:
 
     @property
     def address(self) -> int | None:
+        """Of its signs; None where it has none."""
         return None if self.signs is None else self.signs.data_ptr()
 
 
@@ -87,6 +88,7 @@ class WriteConfig:
         return key == value and not self.key_shifted
 
     def macros(self) -> dict[str, object]:
+        """What the kernel is compiled with: the numbers that host and device share."""
         return dict(
             **row_macros(self.key, self.value, self.head_size), BLOCK_SIZE=self.block_size, KEY_FACTOR=literal(self.key_factor),
             VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),

@@ -15,6 +15,7 @@ class Scratch:
         self._held: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory of this shape, with what the last user left in it; it is the same memory for the next one."""
         size = math.prod(shape)
         held = self._held.get((dtype, device))
         if held is None or len(held) < size:

@@ -157,11 +157,13 @@ class Plan:
         return cls(target, tiling, group, blocks, order, splits, single, one_block, exact)
 
     def partials(self, call: AttendCall) -> Partials:
+        """Room for the pieces of a call: float32 outputs and log-sum-exps of each split."""
         tokens, num_heads = call.q.shape[:2]
         shape = (tokens, num_heads, sum(self.splits))
         return Partials(*(call.q.new_empty(s, dtype=torch.float32) for s in ((*shape, call.out.shape[2]), shape)))
 
     def features(self, call: AttendCall, s: Segment) -> Features:
+        """What the kernel is compiled for, of a call and one of its segments."""
         o = call.options
         chunk = o.window // (o.chunk_lookback + 1) if o.chunk_lookback >= 0 else 0
         return Features(

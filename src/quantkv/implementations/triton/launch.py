@@ -53,6 +53,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
+        """What kernels are compiled for on a device; off a GPU, Triton's interpreter."""
         if INTERPRETED or device.type != "cuda":
             return cls(0, "ieee", 8)
         return _gpu_target(device.index if device.index is not None else torch.cuda.current_device())
@@ -81,6 +82,7 @@ def device_codec(codec: Codec, ptx: int = 0, exact: bool = False) -> TritonCodec
 def row_plan(
     codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: PagesView, target: Target, exact: bool = False
 ) -> RowPlan:
+    """How rows of a codec lie and are mapped, as a kernel is compiled for it."""
     offset = map_ is not None and map_.offset is not None
     return RowPlan(
         device_codec(codec, target.ptx, exact),
@@ -132,6 +134,7 @@ def map_view(matrix: torch.Tensor | None, offset: torch.Tensor | None = None, ro
 
 
 def dense(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Contiguous, or None as it is."""
     return None if t is None else t.contiguous()
 
 
@@ -141,6 +144,7 @@ def dense_rows(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def rows_view(t: torch.Tensor) -> RowsView:
+    """Rows `[T, heads, D]` with their strides, as kernels take them."""
     return RowsView(t, *t.stride()[:2])
 
 
@@ -155,6 +159,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def current_stream(device: int) -> int:
+    """Address of the current stream of a device."""
     return triton.runtime.driver.active.get_current_stream(device)
 
 

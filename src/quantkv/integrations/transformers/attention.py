@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from ...checks import refuse
 from ..passes import brief
 from .compiled import HANDED
-from .layers import ATTENTION, PagedLength
+from .pending import ATTENTION, PagedLength
 
 
 def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:

@@ -85,6 +85,7 @@ class QuantizedCache(Cache):
         return QuantizedLayer(fmt, *options)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hand a layer's new keys and values `[batch, HK, tokens, D]` to the attention function, which stores them and reads the pages."""
         if self.progress.shared and torch.compiler.is_compiling():
             _refuse_to_compile()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -158,6 +159,7 @@ class QuantizedCache(Cache):
         return self.progress.batch_size
 
     def reset(self) -> None:
+        """Empty the cache in place; its memory is kept."""
         self.progress.reset()
         for layer in self._states:
             LinearAttentionLayer.reset(layer)
@@ -188,6 +190,7 @@ class QuantizedCache(Cache):
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times, side by side. ValueError for less than 1."""
         integer("repeats", repeats, 1, "a positive integer")
         self._select([i for i in range(self.batch_size) for _ in range(repeats)])
 

@@ -95,6 +95,7 @@ class SeenCache(DynamicCache):
         self.keys: dict[int, tuple[int, torch.Tensor]] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note which layer these keys are of; nothing is stored."""
         self.keys.setdefault(key_states.data_ptr(), (layer_idx, key_states))
         return key_states, value_states
 
@@ -137,6 +138,7 @@ class Observer:
 
     @contextmanager
     def watching(self, model: PreTrainedModel, decoder: PreTrainedModel) -> Iterator[None]:
+        """A context in which every pass of `model` is seen; afterwards the model is as it was."""
         own, mode, handles = decoder.config._attn_implementation, model.training, []
         for module in decoder.modules():
             if "rotary" in type(module).__name__.lower():

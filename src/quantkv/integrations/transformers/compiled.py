@@ -27,6 +27,7 @@ class Handed:
         self.layer: QuantizedLayer | None = None
 
     def give(self, layer: QuantizedLayer) -> None:
+        """Leave a layer's rows for its attention. RuntimeError where the last ones were not read."""
         if self.layer is not None:
             raise RuntimeError(
                 "past_key_values: the rows of a layer were not read: a QuantizedCache is read by the attention implementation "
@@ -35,6 +36,7 @@ class Handed:
         self.layer = layer
 
     def take(self) -> QuantizedLayer | None:
+        """The layer whose rows wait, which is then none; None where none do."""
         layer, self.layer = self.layer, None
         return layer
 

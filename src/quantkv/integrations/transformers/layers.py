@@ -18,53 +18,11 @@ from ...spec import CacheSpec
 from ..passes import Decoding, alone, brief, sent
 from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
+from .pending import PagedLength, PendingStates
 
-ATTENTION = "quantkv"
 UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
 UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
-
-
-class PagedLength(int):
-    """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows.
-
-    windows: those that its model asked masks for; the mask function adds to them.
-    """
-
-    windows: set[int | None]
-
-    @classmethod
-    def of(cls, length: int, windows: set[int | None]) -> PagedLength:
-        paged = cls(length)
-        paged.windows = windows
-        return paged
-
-
-class PendingStates(torch.Tensor):
-    """New keys or values between `Cache.update` and the attention function: any use by another attention is an error.
-
-    layer: where they are to be stored. update: which of its updates brought them.
-    """
-
-    layer: QuantizedLayer
-    update: int
-
-    @classmethod
-    def of(cls, states: torch.Tensor, layer: QuantizedLayer) -> PendingStates:
-        pending = states.as_subclass(cls)
-        pending.layer, pending.update = layer, layer.updates
-        return pending
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func.__name__ == "__get__":  # shape, dtype, device and the like
-            return super().__torch_function__(func, types, args, kwargs or {})
-        if func.__name__ == "to" and super().__torch_function__(func, types, args, kwargs or {}) is args[0]:  # to where they are
-            return args[0]
-        raise RuntimeError(
-            f"{func.__name__}: a QuantizedCache is read by the attention implementation {ATTENTION!r} only, as the "
-            "rows are in quantized pages; call quantkv.integrations.transformers.use_quantkv_attention(model)"
-        )
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -115,6 +73,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     @property
     def home(self) -> torch.device | None:
+        """The device of its pages; None before the first pass."""
         return None if self.pages is None else self.pages.device
 
     @property
@@ -143,10 +102,12 @@ class QuantizedLayer(CacheLayerMixin):
 
     @property
     def exact_nbytes(self) -> int:
+        """Bytes of its 16-bit copies of exact tokens."""
         return 0 if self._shadowed is None else self._shadowed.shadow.nbytes
 
     @property
     def geometry(self) -> Any:
+        """Equal for layers whose prepared calls are the same."""
         return self.cache.kind, None if self._like is None else (self._like[0][1], self._like[1])
 
     @property
@@ -164,6 +125,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
+        """Whether a crop may take back tokens that have left the window; transformers' name."""
         return self.sequences.record_past
 
     @record_past.setter
@@ -171,9 +133,11 @@ class QuantizedLayer(CacheLayerMixin):
         self.sequences.record_past = value
 
     def activate_past_recording(self) -> None:
+        """Keep what a later crop may need; transformers' name."""
         self.record_past = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate pages for rows of this kind."""
         self.pages = self._new_pages(key_states, value_states)
         self.is_initialized = True
 
@@ -368,15 +332,18 @@ class QuantizedLayer(CacheLayerMixin):
             _ = self.cache  # as many shadows as the pool has now
 
     def get_seq_length(self) -> int | torch.Tensor:
+        """Tokens that were seen, padding included."""
         progress = self.sequences.progress
         return progress.counter if progress.remote else self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys of a mask."""
         if self.sequences.progress.remote or torch.compiler.is_compiling():
             return PagedLength.of(UNKNOWN, self.sequences.windows), 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
 
     def get_max_length(self) -> int:
+        """Tokens that it has room for; -1: it grows."""
         return self.num_tokens if self.is_compileable else -1
 
 

@@ -143,6 +143,7 @@ class Rotary:
 
     @property
     def key(self) -> tuple:
+        """What tells calls of one rotation from those of another."""
         plain = [v for v in (*self.args, *self.kwargs.values()) if not isinstance(v, torch.Tensor)]
         return id(self.module), self.form, tuple(map(repr, plain))
 
@@ -185,6 +186,7 @@ class Average:
 
     @classmethod
     def of(cls, tables: Iterator[Table], layout: Layout, head_size: int, bucket: int) -> Average:
+        """Averages over all positions of the tables, and over each bucket of positions."""
         means, sums, count = [], [0.0, 0.0, 0.0], 0
         for table in tables:
             cos, sin, partner = layout.turn(table, head_size)

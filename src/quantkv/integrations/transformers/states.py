@@ -18,6 +18,7 @@ class HybridLayer(LinearAttentionLayer, QuantizedLayer):
 
     @property
     def is_compileable(self) -> bool:
+        """Never: its states are transformers' own."""
         return False
 
     def __init__(self, *args: Any, number_of_states: int) -> None:
@@ -74,4 +75,5 @@ class LatentLayer(QuantizedLayer):
         return (table[:, :, None] * size + torch.arange(size, device=device)).flatten(1)[:, : self.seen].flatten()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys of a mask."""
         return self.seen + query_length, 0

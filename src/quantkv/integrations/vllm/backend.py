@@ -43,32 +43,38 @@ class QuantKVBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
+        """The name that `--attention-backend` takes."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls():
+        """What serves a layer."""
         from .implementation import QuantKVImpl
 
         return QuantKVImpl
 
     @staticmethod
     def get_builder_cls():
+        """What makes a step's metadata."""
         from .metadata import QuantKVBuilder
 
         return QuantKVBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        """Tokens of a block: multiples of 16."""
         return BLOCK_SIZES
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype) -> bool:
+        """Whether `--kv-cache-dtype` names one of our types, or none."""
         return kv_cache_dtype is None or kv_cache_dtype in UNQUANTIZED or kv_cache_dtype.startswith(PREFIX)
 
     @classmethod
     def supports_combination(
         cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
     ) -> str | None:
+        """Why a format cannot have this head size and block size, in words; None where it can."""
         if kv_cache_dtype == POLICY:  # its formats are checked when the first layer is made
             return None
         try:
@@ -79,26 +85,32 @@ class QuantKVBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
+        """Always."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        """Always."""
         return True
 
     @classmethod
     def supports_alibi_sqrt(cls) -> bool:
+        """Always."""
         return True
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
+        """Always: tokens of an image that see each other."""
         return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        """Always, by Triton (docs/vllm.md)."""
         return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Never."""
         return False  # a mixed batch is cut by the lengths that the host knows
 
     @classmethod

@@ -37,6 +37,7 @@ PROMPTS = (12, 24, 64, 512)  # queries of a sequence: one of each kind that anot
 
 @cache
 def read_policy(path: str) -> Policy:
+    """The policy of a file, read once in each process."""
     return Policy.load(path)
 
 

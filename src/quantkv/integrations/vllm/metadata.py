@@ -75,6 +75,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+        """Every batch, but for models with images whose ranges reach behind a window."""
         if not vllm_config.model_config.is_mm_prefix_lm:
             return cls._cudagraph_support
         # A graph knows no image ranges. One query sees no later key, but keys before its window, where images reach beyond it.
@@ -86,15 +87,19 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
+        """Queries a sequence that a captured batch may have."""
         return max_decode_query_len(vllm_config)  # lengths are read on the device
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        """A step's prepared calls, of vLLM's metadata."""
         return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata):
+        """The same for a graph: no promise about lengths, and exact tokens stay as they are."""
         return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
 
     def build_for_drafting(self, common_attn_metadata, draft_index):
+        """The same for a model that drafts. NotImplementedError with exact tokens."""
         if self.exact is not None:
             raise NotImplementedError("quantkv: policy.exact in a model that drafts")
         return self._build(common_attn_metadata, None)

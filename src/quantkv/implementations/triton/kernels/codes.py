@@ -47,12 +47,14 @@ def row_range(x, real):
 
 @triton.jit
 def absmax_scale(x, LARGEST: tl.constexpr):
+    """A row's largest number over LARGEST, at least 1e-6, rounded as the reference rounds."""
     largest = tl.max(tl.maximum(tl.abs(x[0]), tl.abs(x[1])), axis=1)
     return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), 1e-6)
 
 
 @triton.jit
 def reciprocal(x):
+    """1 / x, rounded to nearest."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
@@ -77,6 +79,7 @@ def pack_codes(codes, BITS: tl.constexpr):
 
 @triton.jit
 def unpack_codes(words, PLAN: tl.constexpr):
+    """The planes of codes in words, as the narrowest integers that hold them."""
     BITS: tl.constexpr = PLAN.bits
     P: tl.constexpr = PLAN.codec.planes
     WORD: tl.constexpr = words.dtype.primitive_bitwidth

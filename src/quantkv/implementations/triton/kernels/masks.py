@@ -20,6 +20,7 @@ def find_sequence(query_start, block, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_range(ranges, index):
+    """Start and end of range `index`."""
     return tl.load(ranges + index * 2).to(tl.int32), tl.load(ranges + index * 2 + 1).to(tl.int32)
 
 

@@ -126,6 +126,7 @@ def word_pointers(pages, page, slot, head, PLAN: tl.constexpr):
 
 @triton.jit
 def meta_pointers(pages, page, slot, head):
+    """Where the metadata of a row begins."""
     return pages.meta + (page * pages.meta_page + head * pages.meta_head + slot * pages.meta_slot)
 
 

@@ -127,6 +127,7 @@ class TritonCodec(_Constant):
 
     @property
     def ptx(self) -> str:
+        """Its inline PTX; "" where it has none."""
         return "" if self.program is None else self.program.text
 
     @property

@@ -1,0 +1,189 @@
+"""Write the tables of docs/choose.md and docs/performance-by-model.md from the recorded results: `python benchmarks/site_tables.py`.
+
+The lines between `<!-- site:NAME -->` and `<!-- /site -->` are replaced. A test holds both pages to what this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from quantkv.cli.report import with_error
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("docs/choose.md", "docs/performance-by-model.md")
+BLOCK = re.compile(r"(<!-- site:(\w+) -->\n).*?(<!-- /site -->)", re.DOTALL)
+SHAPE = "B64xL8192"  # the batch that times are of
+NOT_MEASURED = "not measured"
+# What a recipe is for, and its name in the file of quality; without exact tokens (+FIRST,LATEST) in that of every format as it is.
+RECIPES = (
+    ("nothing may change, and nothing is to be set up", "int8"),
+    ("keys at 8 bits, values at 4, nothing to set up", "k8v4"),
+    ("4 bits as vLLM stores them, to try", "int4"),
+    ("more than 4 bits can be had", "levels6/levels5 +16,24"),
+    ("**4 bits: start here**", "levels4 +16,24"),
+    ("4 bits by layer, in fewer bytes", "tuned 72 +16,24"),
+    ("3 to 4 bits by layer", "tuned 64 +16,24"),
+    ("2 to 3 bits by layer", "tuned 48 +16,8"),
+    ("2 bits, decode on Hopper", "trellis2 +16,24"),
+    ("2 bits as they are: not advised", "int2"),
+)
+
+
+def read(name: str) -> Any:
+    """A file of results; one of lines as a list."""
+    text = (RESULTS / name).read_text()
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], words: int) -> str:
+    """A table of Markdown; the first `words` columns are text."""
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * words + " --: |" * (len(head) - words)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+# ---- docs/choose.md
+
+
+def choose() -> str:
+    """Every recipe with what it needs, takes and loses."""
+    base = ("16 bits", "`none`", "", "256", "1.00x", "0", "", "")
+    head = ("you want", "take", "first", "bytes", "smaller", "KL", "perplexity", "found, %")
+    return table(head, [base, *(recipe_row(*recipe) for recipe in RECIPES)], 3)
+
+
+def times() -> str:
+    """How long attention takes to read each format of the recipes that is no choice by layer."""
+    names = [name.split(" ")[0] for _, name in RECIPES if not name.startswith("tuned")]
+    rows = [(f"`{name}`", *(microseconds(f"quantkv {by}", name) for by in ("hopper", "triton"))) for name in names]
+    rows = sorted((row for row in rows if row[1] != NOT_MEASURED), key=lambda row: float(row[1]))
+    base = ("16 bits, FlashAttention-3", microseconds("FlashAttention-3", "bf16"), "")
+    return table(
+        ("format", "Hopper's kernels, us", "Triton's, us"),
+        [base, ("16 bits in pages", "", microseconds("quantkv triton", "bf16")), *rows],
+        1,
+    )
+
+
+def recipe_row(wanted: str, name: str) -> tuple[str, ...]:
+    """A line of `choose`."""
+    exact = "+" in name
+    if exact:
+        runs = [run for run in read("quality.json")["runs"] if (run["model"], run["text"]) == ("smollm2", "news")]
+        kl, found = ({row["format"]: row for run in runs if run["part"] == part for row in run["formats"]} for part in ("kl", "copy"))
+        row, copied = kl[name], found.get(name, {}).get("copy")
+    else:
+        row, copied = next(row for row in read("eval-smollm2-135m.json")["formats"] if row["format"] == name), None
+    first = "" if not exact else "tune" if name.startswith("tuned") else "calibrate"
+    return (
+        wanted,
+        f"`{name}`",
+        first,
+        f"{16 * row['bits_per_element']:.0f}",
+        f"{row['compression']:.2f}x",
+        with_error(row["kl"], row.get("kl_error"), 5 if row["kl"] < 0.0005 else 4),
+        f"{row['perplexity_change']:+.2f} %",
+        "" if copied is None else with_error(copied["share"], copied["error"]),
+    )
+
+
+def microseconds(reader: str, stores: str) -> str:
+    """The time of one attention of `SHAPE`, of the first run that has it."""
+    for name in ("h200.json", "h200-levels.json", "h200-trellis.json"):
+        for row in read(name)["rows"]:
+            if (row["shape"], row["name"], row["stores"]) == (SHAPE, reader, stores) and row["us"] is not None:
+                return f"{row['us']:,.0f}"
+    return NOT_MEASURED
+
+
+# ---- docs/performance-by-model.md
+
+
+def models() -> str:
+    """What whole models do with 16 bits and with ours."""
+    head = ("model", "by", "what", "exact", "8 bits", "4 bits", "2 bits", "4 bits are better by")
+    return table(head, (*engine_rows(), *loop_rows(), *generate_rows(), *cpu_rows()), 3)
+
+
+def line(model: str, by: str, what: str, figures: dict[str, float | None], more_is_better: bool = True) -> tuple[str, ...]:
+    """A line of `models`. figures: of "16" (an exact cache), "8", "4" and "2" bits."""
+    base, four = figures["16"], figures["4"]
+    ratio = four / base if more_is_better else base / four
+    digits = 0 if base >= 100 else 1
+    shown = ("" if figures.get(bits) is None else f"{figures[bits]:,.{digits}f}" for bits in ("16", "8", "4", "2"))
+    return (model, by, what, *shown, f"{ratio:.2f}x")
+
+
+def engine_rows() -> Iterator[tuple[str, ...]]:
+    """In vLLM."""
+    by_type = {"16": "auto", "8": "quantkv_int8", "4": "quantkv_int4", "2": "quantkv_int2"}
+    engines = read("h200-vllm.jsonl")
+    of = lambda job: {bits: next((e for e in engines if (e["job"], e["type"]) == (job, kind)), None) for bits, kind in by_type.items()}
+    main = of("main")
+    llama, vllm = "Llama-3-8B's shape", "vLLM, one H200"
+    yield line(llama, vllm, "tokens that fit", {bits: engine["kv_tokens"] for bits, engine in main.items()})
+    for scenario, sequences, what in (
+        ("decode", 64, "decode, 64 sequences of 8,192"),
+        ("decode", 8, "decode, 8 sequences of 32,768"),
+        ("fit", None, "decode, as many sequences of 8,192 as fit"),
+        ("prefill", 8, "prompts, 8 of 8,192"),
+    ):
+        yield line(llama, vllm, f"tokens/s: {what}", {bits: speed(engine, scenario, sequences) for bits, engine in main.items()})
+    drafts = {bits: speed(engine, "verify", 64) for bits, engine in of("verify").items()}
+    yield line(llama, vllm, "tokens/s: drafts of 4 tokens, 64 sequences of 8,192", drafts)
+    two = {bits: speed(engine, "decode", 64) for bits, engine in of("two_gpus").items()}
+    yield line("Llama-3-70B's shape, 20 layers", "vLLM, two H200", "tokens/s: decode, 64 sequences of 8,192", two)
+
+
+def speed(engine: dict | None, scenario: str, sequences: int | None) -> float | None:
+    """Tokens a second; None where that was not run."""
+    found = [x for x in (engine or {}).get("found", []) if x["scenario"] == scenario and sequences in (None, x["sequences"])]
+    return found[0]["tokens_per_s"] if found else None
+
+
+def loop_rows() -> Iterator[tuple[str, ...]]:
+    """A plain loop over `PagedCache`, each step one CUDA graph."""
+    values = read("h200-end-to-end.json")
+    of = {"16": ("FlashAttention-3", "bf16"), "8": ("quantkv", "int8"), "4": ("quantkv", "int4"), "2": ("quantkv", "int2")}
+    rows = {bits: next(r for r in values["end_to_end"] if (r["reader"], r["stores"]) == kind) for bits, kind in of.items()}
+    model, by = "Llama-3-8B's shape", "a plain loop, one H200"
+    batch = f"decode, {values['sequences']} sequences of {values['length']:,}"
+    yield line(model, by, f"tokens/s: {batch}", {bits: row["tokens_per_s"] for bits, row in rows.items()})
+    yield line(model, by, f"GiB in all: {batch}", {bits: row["peak_bytes"] / 2**30 for bits, row in rows.items()}, False)
+
+
+def generate_rows() -> Iterator[tuple[str, ...]]:
+    """transformers' `generate`."""
+    steps = [row for row in read("h200-transformers-step.json")["results"] if row["kind"] == "Step"]
+    ms: Callable[[str, str], float] = lambda cache, way: next(row["step_ms"] for row in steps if (row["cache"], row["way"]) == (cache, way))
+    model, by = "Llama-3-8B's shape", "transformers, one H200"
+    figures = {"16": ms("StaticCache", "compiled"), "4": ms("int4", "compiled")}
+    yield line(model, by, "ms a token: one sequence of 32,768, compiled", figures, False)
+    yield line(model, by, "the same, eager", {"16": ms("DynamicCache", "eager"), "4": ms("int4", "eager")}, False)
+
+
+def cpu_rows() -> Iterator[tuple[str, ...]]:
+    """On a CPU."""
+    values = read("cpu-decode.json")
+    ms = {row["cache"]: row["ms"] for row in values["rows"]}
+    figures = {"16": ms["DynamicCache"], "8": ms["int8"], "4": ms["int4"]}
+    by, what = f"transformers, {values['threads']} cores", f"ms a token: one sequence of {values['context']:,}, float32"
+    yield line("SmolLM2-135M", by, what, figures, False)
+
+
+BLOCKS = {"choose": choose, "times": times, "models": models}
+
+
+def update(text: str) -> str:
+    """A page with its blocks filled. KeyError for a block of an unknown name."""
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(update(path.read_text()))

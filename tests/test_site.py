@@ -1,0 +1,46 @@
+"""The documentation site: it builds without a warning, its tables are those of the recorded results, and it documents every public name."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("quantkv", "quantkv.integrations.transformers", "quantkv.vllm_api")
+
+
+def test_site_builds(tmp_path):
+    """Without a warning; one test, since one build takes seconds."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of the theme's
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    inventory = (tmp_path / "objects.inv").read_bytes()
+    documented = {line.split()[0] for line in zlib.decompress(inventory.split(b"zlib.\n", 1)[1]).decode().splitlines()}
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        public = [getattr(package, public) for public in package.__all__ if not public.startswith("__")]
+        assert {f"{value.__module__}.{value.__qualname__}" for value in public} <= documented, name
+
+    # Links to files beside docs/ lead to pages of the site; what tells the tests how to run a block is not for readers.
+    assert 'href="design.html#the-idea-one-algebra-for-every-format"' in (tmp_path / "kernels.html").read_text()
+    assert 'href="kernels.html"' in (tmp_path / "design.html").read_text()
+    assert 'src="h200-growth.svg"' in (tmp_path / "performance.html").read_text()
+    assert [path for path in tmp_path.rglob("*.html") if "&lt;!-- " in path.read_text()] == []
+
+
+def test_tables_are_those_of_the_results():
+    spec = importlib.util.spec_from_file_location("site_tables", ROOT / "benchmarks" / "site_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text()
+        assert tables.BLOCK.search(text), page
+        assert tables.update(text) == text, f"{page}: run benchmarks/site_tables.py"
