@@ -6,7 +6,7 @@ Each cache is filled with the same random keys and values. Then, round after rou
 median of its tokens, and its ratio the median, over rounds, of its time in a round over DynamicCache's in the same round, so that what
 else the machine does hits all alike. Times are of the wall and of the processor (of all threads; those of OpenMP count while they wait).
 quanto and hqq (transformers' QuantizedCache, 4 bits) run where they are installed. NAME@reference: without the compiled kernels.
-Before, it measures what the kernels cost a process that compiles them, and one that finds them compiled.
+--start measures, in place of that, what the kernels cost a process that compiles them, and one that finds them compiled.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def caches(model: PreTrainedModel, formats: list[str]) -> dict[str, tuple[str, C
     return made
 
 
-def starts() -> dict[str, list[float]]:
+def starts() -> dict[str, dict[str, float]]:
     """Seconds of a processor to load numba, and then for the first write and attention, without and with compiled kernels on the disk."""
     with tempfile.TemporaryDirectory() as folder:
         run = [sys.executable, "-c", START]
         environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
         outputs = [subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)]
-    return {name: [float(x) for x in out.split()] for name, out in zip(("first process", "later ones"), outputs)}
+    names = "numba is loaded", "first write and attention"
+    return {when: dict(zip(names, map(float, out.split()))) for when, out in zip(("compiling", "compiled before"), outputs)}
 
 
 def fill(cache: Cache, config: Any, context: int) -> None:
@@ -147,15 +148,20 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["int4", "int4@reference", "levels4", "int8", "none"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=8, help="tokens of a turn, at least 2")
+    parser.add_argument("--start", action="store_true", help="measure the first call instead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.start:
+        found = {"seconds of a processor": starts()}
+        print(found)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        return
     if args.tokens < 2:
         parser.error("--tokens: at least 2 are needed, as the first of a turn does not count")
     model, runs = load(args.model).model, []
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
     about |= {"machine": platform.machine(), "numba": importlib.util.find_spec("numba") is not None}
-    if about["numba"]:
-        about["seconds to load numba, to the first answer"] = starts()
     for context in args.contexts:
         before = os.getloadavg()[0]
         rows = summarize(measure(model, caches(model, args.formats), context, args.rounds, args.tokens))

@@ -102,6 +102,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, call: AttendCall, segment: Segment) -> Plan:
+        """What `call` reads of `segment`, by the numbers that its tensors hold now."""
         from .kernels import CHUNK
 
         starts = _wide(call.batch.cu_seqlens_q)

@@ -51,11 +51,13 @@ byte_at, short_at, float_at = _loaded(types.uint8, int32), _loaded(types.uint16,
 
 @intrinsic
 def float_of(typing, bits):
+    """The float32 that an int32 is the bits of."""
     return float32(int32), lambda context, builder, signature, given: builder.bitcast(given[0], context.get_value_type(float32))
 
 
 @intrinsic
 def bits_of(typing, number):
+    """The bits of a float32, int32."""
     return int32(float32), lambda context, builder, signature, given: builder.bitcast(given[0], context.get_value_type(int32))
 
 
