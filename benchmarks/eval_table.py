@@ -26,8 +26,8 @@ def table(values: dict) -> str:
             f"{f['perplexity_change']:+.2f} % | {kl} | {f['same_top1']:.1f} % |"
         )
     note = (
-        f"{values['model']}, {values['text']}: {values['tokens']:,} tokens in contexts of {values['context']:,}, the whole "
-        "cache quantized; change, KL (nats a token) and top-1 against the exact cache."
+        f"{values['model']}, {values['text']}: {values['tokens']:,} tokens in contexts of {values['context']:,}; "
+        "change, KL (nats a token) and top-1 against the exact cache."
     )
     return "\n".join([*lines, "", note])
 

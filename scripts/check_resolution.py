@@ -1,4 +1,8 @@
-"""Run by check_resolution.sh, which brings uv and tomli."""
+"""Run by check_resolution.sh, which brings uv and tomli.
+
+Resolves what setup.sh installs, with the pins of constraints.txt; then, as a user's pip would, without them: quantkv alone, and with each
+of its extras, for every Python; then the extra for vLLM, whose own pins need a Linux that is not as old.
+"""
 
 import os
 import re
@@ -52,7 +56,29 @@ def main() -> int:
         if platform == LINUX and abs(size - said) > 0.1 * said:
             print(f"FAILED: scripts/setup.sh announces {said} GB")
             failed = True
-    return int(failed or not vllm())
+    return int(not each_extra() or not vllm() or failed)
+
+
+def extras() -> list[str]:
+    """Those that are resolved alone, "" for quantkv without one: all but dev, which setup.sh installs, and vllm."""
+    given = tomli.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    return ["", *sorted(given.keys() - {"dev", "vllm"})]
+
+
+def each_extra() -> bool:
+    """Resolves quantkv alone and with each extra, for every Python."""
+    failed = False
+    for extra in extras():
+        said = []
+        for python in PYTHONS:
+            try:
+                packages = resolve(LINUX, python, *(["--extra", extra] if extra else []), "pyproject.toml")
+                said.append(f"{python}: {len(packages)}")
+            except RuntimeError as error:
+                said.append(f"{python}: FAILED\n{error}\n")
+                failed = True
+        print(f"quantkv{f'[{extra}]' * bool(extra)}, {LINUX}, packages for Python " + ", ".join(said), flush=True)
+    return not failed
 
 
 def described(packages: list[dict[str, Any]]) -> tuple[str, float]:

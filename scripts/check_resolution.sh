@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Resolves what scripts/setup.sh installs, for every supported Python, from the package index alone: no configuration of
-# pip or uv, no local wheels, nothing installed. Downloads metadata only; about half a minute. Exit code 1 if one fails.
+# Resolves what scripts/setup.sh installs, and each extra, for every supported Python, from the package index alone: no configuration of
+# pip or uv, no local wheels, nothing installed. Downloads metadata only; some minutes. Exit code 1 if one fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=$(mktemp -d)

@@ -11,6 +11,6 @@ if [ $# -eq 0 ]; then
         printf '{"policy_version": 1, "format": "%s", "calibration": "calibration.safetensors", "exact": {"first": 16, "latest": 24}}\n' \
             "$format" >"eval/$format-calibrated.json"
     done
-    set -- --formats int8,fp8,int4,tq4,int2 --policy eval/levels4-calibrated.json,eval/trellis2-calibrated.json
+    set -- --kv int8,fp8,int4,tq4,int2,eval/levels4-calibrated.json,eval/trellis2-calibrated.json
 fi
 exec .venv/bin/quantkv eval --plot formats.png "$@"

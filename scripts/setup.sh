@@ -28,7 +28,8 @@ if [ ! -x .venv/bin/pip ]; then
 fi
 : >"$log"
 if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-    echo "Setting up .venv. To download: about $download, most of it PyTorch's CUDA libraries; less where pip finds PyTorch's"
+    minutes=$(awk "BEGIN { printf \"%.0f\", ${download% GB} * 8000 / 100 / 60 }")
+    echo "Setting up .venv. To download: about $download ($minutes minutes at 100 Mbit/s), most of it PyTorch's CUDA libraries; less where pip finds PyTorch's"
     echo "CPU build, or has files in its cache (CONTRIBUTING.md: without a GPU). All of pip's output: $log"
 fi
 install --constraint constraints.txt --editable '.[dev]'

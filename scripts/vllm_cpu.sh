@@ -47,7 +47,8 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}" # GiB
 case ${1:-} in
 "") ;;
 serve)
-    model=$("$environment/bin/python" -c 'from quantkv.cli import models; print(models.converted(models.packaged_gguf()))')
+    model=$("$environment/bin/python" -c 'import sys; from quantkv.cli import models
+print(models.converted(models.packaged_gguf(), announce=lambda line: print(line, file=sys.stderr)))')
     exec "$environment/bin/vllm" serve "$model" --served-model-name smollm2 --attention-backend CUSTOM --dtype float32 \
         --max-model-len 2048 --enforce-eager --compilation-config '{"custom_ops": ["none"]}' "${@:2}"
     ;;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.cache_utils import Cache
 
 from architectures import VOCABULARY, Architecture
+from quantkv import geometry
+from quantkv.geometry import Heads
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, use_quantkv_attention
 from quantkv.integrations.transformers.states import LatentLayer
 
@@ -109,12 +112,22 @@ def observe(architecture: Architecture) -> Row:
             seen[mode] = ABSENT if expected[mode] is None else EQUAL if equal else OTHER
     except (ValueError, NotImplementedError) as error:
         return Row(architecture.name, refused=" ".join(str(error).split()))
+    check_geometry(model, cache)
     errors = logit_errors(architecture)
     for name, bound in BOUNDS.items():
         within = 0 < errors[name] <= bound and RATIO[0] <= errors["int4"] / errors["int8"] <= RATIO[1]
         seen[name] = "in bounds" if within else f"{OTHER}: {errors[name]:.3g}"
     pages, own = Counter(map(kind, cache.quantized_layers.values())), Counter(cache.passed_layers.values())
     return Row(architecture.name, _count(pages), _count(own), **seen)
+
+
+def check_geometry(model: PreTrainedModel, cache: QuantizedCache) -> None:
+    """What `geometry` reads from the model's config.json is what its forward passes stored."""
+    found = geometry.read(json.loads(model.config.to_json_string(use_diff=False)))
+    stored = {i: (layer.pages.spec, kind(layer)) for i, layer in cache.quantized_layers.items()}
+    made = {i: (Heads(spec.num_kv_heads, spec.head_size, spec.head_size_v), word) for i, (spec, word) in stored.items()}
+    assert {i: (layer.heads, layer.kind) for i, layer in found.attention.items()} == made
+    assert {i for i, layer in enumerate(found.layers) if layer.states} == set(cache.passed_layers)
 
 
 def logit_errors(architecture: Architecture) -> dict[str, float]:

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache  # noqa: E402
 
 from architectures import ARCHITECTURES  # noqa: E402
-from quantkv.calibration import Geometry, Heads  # noqa: E402
+from quantkv.geometry import Geometry, Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention  # noqa: E402
 from quantkv.integrations.transformers.config import geometry_of  # noqa: E402
 from quantkv.integrations.transformers.rotation import Layout, Table  # noqa: E402
@@ -281,7 +281,7 @@ def test_another_models_calibration_is_refused():
         QuantizedCache(build("Llama", num_hidden_layers=3).config, Policy("levels4", calibration=made))
     with pytest.raises(NotImplementedError, match="latents"):
         QuantizedCache(build("DeepSeek V3").config, Policy("levels4", calibration=made))
-    assert geometry_of(build("GPT-2").config) == Geometry(2, {0: None, 1: None})
+    assert geometry_of(build("GPT-2").config) == Geometry(2, {0: Heads(4, 16, 16), 1: Heads(4, 16, 16)})
     assert geometry_of(build("Gemma 4").config).heads == {0: Heads(2, 16, 16), 1: Heads(2, 32, 32)}
 
 

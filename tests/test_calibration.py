@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
-from quantkv.calibration import Calibration, Geometry, Heads, LayerMoments
+from quantkv.calibration import Calibration, LayerMoments
 from quantkv.exact import ExactTokens
+from quantkv.geometry import Geometry, Heads
 from quantkv.policy import Policy
 
 HEADS, SIZE, SIZE_V = 2, 32, 16

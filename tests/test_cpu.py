@@ -293,3 +293,11 @@ def test_exp_is_right_to_the_last_bits():
     assert ((found.double() - x.double().exp()) / x.double().exp()).abs().max() < 2e-7
     ends = [float(kernels.exp(torch.tensor(v).numpy()[()])) for v in (0.0, -88.0, -torch.inf, torch.nan)]
     assert ends[:3] == [1.0, 0.0, 0.0] and ends[3] != ends[3]
+
+
+def test_what_is_said_of_a_format_is_what_serves_it(format_name):
+    b, fmt = batch(format_name, head_size=64), get_format(format_name)
+    c = b.cache
+    call = WriteCall(b.key, b.value, c.k, c.v, c.format, b.slots, c.maps, b.positions)
+    assert implementations.can_serve("cpu", fmt, "attend") == (attend.refusal(b.call()) is None)
+    assert implementations.can_serve("cpu", fmt, "write") == (write.refusal(call) is None)

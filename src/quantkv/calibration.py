@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,31 +21,12 @@ from safetensors.torch import save
 
 from .checks import refuse
 from .format import Codec, Format
+from .geometry import Geometry, Heads
 from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
 
 MIN_TOKENS = 256  # fewer say too little of a model
 FILE_FORMAT, FILE_VERSION = "quantkv-calibration", "1"
 PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric"}  # name of a tensor: field of `LayerMoments`
-
-
-class Heads(NamedTuple):
-    """The kv heads of one layer."""
-
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a model and a calibration have to have in common.
-
-    num_layers: of the model, with those that have no attention. heads: of the layers that keep keys and values; None for a layer whose
-    heads are not known yet.
-    """
-
-    num_layers: int
-    heads: Mapping[int, Heads | None]
 
 
 @dataclass(frozen=True, eq=False)

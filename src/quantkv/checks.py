@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from numbers import Real
-from typing import NoReturn
 
 import torch
 
+from .refusals import integer as integer
+from .refusals import number as number
+from .refusals import refuse as refuse
+
 INDEX_DTYPES = (torch.int32, torch.int64)
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def refuse(argument: str, value: object, allowed: str) -> NoReturn:
-    """Raise the ValueError that every check raises: argument, its value, what is allowed."""
-    raise ValueError(f"{argument}={value}: {allowed}")
 
 
 def tensor(
@@ -32,18 +28,6 @@ def tensor(
         refuse(f"{argument}.dtype", t.dtype, f"one of {', '.join(map(str, dtypes))} is needed")
     if device is not None and t.device != device:
         refuse(f"{argument}.device", t.device, f"the cache is on {device}")
-
-
-def number(argument: str, value: float, low: float = -math.inf, above: bool = False, note: str = "a finite number") -> None:
-    """Check that a number is finite and at least `low` (`above`: larger)."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < low or (above and value == low):
-        refuse(argument, value, f"{note} is needed")
-
-
-def integer(argument: str, value: int, low: int, note: str) -> None:
-    """Check that an integer is at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        refuse(argument, value, f"{note} is needed")
 
 
 def in_range(argument: str, t: torch.Tensor, low: int, high: int, note: str = "") -> None:

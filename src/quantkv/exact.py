@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .checks import integer, refuse
+from .refusals import integer, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,14 @@ class ExactTokens:
     def without_first(self) -> ExactTokens | None:
         """What is left in layers that keep no first tokens, as a window moves on or keys stand where they stand; None: nothing."""
         return ExactTokens(0, self.latest) if self.latest else None
+
+    def shadows(self, block_size: int) -> tuple[int, int]:
+        """Most pages of `block_size` tokens that a sequence's first and latest tokens lie in."""
+        return -(-self.first // block_size), max(self.latest + block_size - 2, 0) // block_size + 1
+
+    def shadows_needed(self, block_size: int, num_seqs: int) -> int:
+        """Pages of a pool with room for so many sequences: one more for each, for the page that comes while the oldest is still read."""
+        return num_seqs * (sum(self.shadows(block_size)) + 1)
 
     def latest_page(self, length: torch.Tensor, block_size: int) -> torch.Tensor:
         """The page in which the latest of `length` tokens begin; the one after the last page where none are kept."""

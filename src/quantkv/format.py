@@ -6,7 +6,6 @@ with one for V. Every row reads back as `scale * operand + bias`, which is all t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any
 
 import torch
 
+from . import names
 from .packing import interleave
 from .rounding import Rounding
-from .spec import CacheSpec, RowLayout
+from .spec import CacheSpec, CodecLayout, FormatLayout, RowLayout
 
 Meta = torch.Tensor | None
 
@@ -90,10 +90,12 @@ class Codec(ByName):
 
     def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
         """Raise ValueError if a row of `head_size` elements cannot be encoded."""
-        if head_size < 1 or head_size % self.head_size_multiple:
-            raise ValueError(f"{argument}={head_size}: {self.name} takes multiples of {self.head_size_multiple}")
-        if self.power_of_two and head_size & (head_size - 1):
-            raise ValueError(f"{argument}={head_size}: {self.name} takes powers of two (its rotation is one Hadamard matrix)")
+        self.layout.check_head_size(head_size, argument)
+
+    @property
+    def layout(self) -> CodecLayout:
+        """Its bytes, without its arithmetic."""
+        return CodecLayout(self.name, self.row, self.head_size_multiple, self.power_of_two)
 
     def head_size(self, codes: torch.Tensor) -> int:
         """Elements of a row of `codes [..., code_bytes]`, a view of the code dtype."""
@@ -118,10 +120,12 @@ class Format(ByName):
 
     def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None, block_size: int = 16) -> CacheSpec:
         """Geometry of a layer's cache in this format. ValueError for a head size that it cannot take."""
-        spec = CacheSpec(self.name, self.k.row, self.v.row, num_kv_heads, head_size, head_size_v, block_size)
-        self.k.check_head_size(spec.head_size)
-        self.v.check_head_size(spec.head_size_v, "head_size_v")
-        return spec
+        return self.layout.cache_spec(num_kv_heads, head_size, head_size_v, block_size)
+
+    @property
+    def layout(self) -> FormatLayout:
+        """Its bytes, without its arithmetic."""
+        return FormatLayout(self.name, self.k.layout, self.v.layout)
 
 
 _FORMATS: dict[str, Format] = {}
@@ -163,6 +167,12 @@ def available_formats() -> list[str]:
     return list(_FORMATS)
 
 
+def aliases_of(name: str) -> list[str]:
+    """Other names of a registered format."""
+    _load_built_in()
+    return [alias for alias, target in _ALIASES.items() if target == name]
+
+
 def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Format:
     """The format of that name or alias; "A/B" pairs A's K with B's V, two formats at most.
 
@@ -175,22 +185,14 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
         raise ValueError(f"format={name!r}: a name such as int4, or a Format, is needed")
     _load_built_in()
     if "/" in name:
-        parts = name.split("/")
-        if len(parts) > 2:
-            raise ValueError(f"format={name!r}: one format, or a pair K/V such as int8/int4")
-        k, v = (get_format(part, dtype) for part in parts)
+        k, v = (get_format(part, dtype) for part in names.pair(name))
         return k if k.name == v.name else Format(f"{k.name}/{v.name}", k.k, v.v)
-    if name in ("none", "auto"):
+    if name in names.PLAIN:
         plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
         if dtype not in plain:
             raise ValueError(f"dtype={dtype}: format {name!r} stores one of {[str(d) for d in plain]}")
         name = plain[dtype]
-    name = _ALIASES.get(name, name)
-    if name not in _FORMATS:
-        near = difflib.get_close_matches(name, [*_FORMATS, *_ALIASES, "none", "auto"], n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(_FORMATS)}, none, or K/V such as int8/int4")
-    return _FORMATS[name]
+    return _FORMATS[names.canonical(name, _FORMATS, _ALIASES)]
 
 
 def _known(kind: str, name: str) -> ByName | None:

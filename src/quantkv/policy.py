@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from . import policy_file
 from .calibration import Calibration
 from .checks import refuse
 from .exact import ExactTokens
@@ -20,8 +21,6 @@ from .format import Format
 from .formats import get_format
 from .maps import LayerMaps, LinearMap
 
-VERSION = 1
-FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact")
 PARTS = ("forward", "inverse", "offset", "metric")  # of a map, as tensors of a file are named: layers.3.k.forward
 
 
@@ -56,22 +55,10 @@ class Policy:
         D]`, float32. calibration: a file of `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`.
         ValueError naming what is wrong.
         """
-        path = Path(path)
-        try:
-            given = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"policy={str(path)!r}: {error}") from error
-        if not isinstance(given, dict) or given.keys() - set(FIELDS) or "format" not in given:
-            refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
-        if given.get("policy_version") != VERSION:
-            refuse("policy_version", given.get("policy_version"), f"{VERSION} is needed")
-        for name in ("maps", "calibration"):
-            if not isinstance(given.get(name, ""), str):
-                refuse(f"policy.{name}", given[name], "the name of a file beside the policy is needed")
-        layers, exact = _layers(given.get("layers", {})), _exact(given.get("exact"))
-        maps = _read_maps(path.parent / given["maps"]) if "maps" in given else {}
-        calibration = Calibration.load(path.parent / given["calibration"]) if "calibration" in given else None
-        return cls(given["format"], layers, maps, calibration, exact)
+        path, given = Path(path), policy_file.read(path)
+        maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
+        calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
+        return cls(given.format, given.layers, maps, calibration, given.exact)
 
     def save(self, path: str | Path, calibration: str | None = None) -> None:
         """Write it to a JSON file, and what it names to files beside that: `NAME.maps.safetensors`, `NAME.calibration.safetensors`.
@@ -80,7 +67,7 @@ class Policy:
         ValueError where that file holds another one. OSError where a file cannot be written.
         """
         path = Path(path)
-        given: dict[str, Any] = {"policy_version": VERSION, "format": self.format}
+        given: dict[str, Any] = {"policy_version": policy_file.VERSION, "format": self.format}
         if self.layers:
             given["layers"] = dict(_ranges(self.layers))
         if self.maps:
@@ -99,10 +86,7 @@ class Policy:
 
     def check(self, num_layers: int) -> None:
         """ValueError where it names a layer that a model of `num_layers` lacks."""
-        for name, given in (("layers", self.layers), ("maps", self.maps)):
-            beyond = sorted(number for number in given if number >= num_layers)
-            if beyond:
-                refuse(f"policy.{name}", beyond, f"the model has layers 0 to {num_layers - 1}")
+        policy_file.check_layers(num_layers, layers=self.layers, maps=self.maps)
 
     def name_of(self, layer: int) -> str:
         """Name of a layer's format."""
@@ -122,35 +106,11 @@ class Policy:
         return LayerMaps(made.k if given.k is None else given.k, made.v if given.v is None else given.v, made.calibration)
 
 
-def _layers(given: Any) -> dict[int, str]:
-    """ "3" and "2-5" as numbers of layers."""
-    if not isinstance(given, dict):
-        refuse("policy.layers", given, 'an object such as {"0": "int8", "2-5": "k8v4"} is needed')
-    layers: dict[int, str] = {}
-    for key, name in given.items():
-        first, _, last = key.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
-            refuse("policy.layers", key, 'a number of a layer such as "3", or a range such as "2-5", is needed')
-        for number in range(int(first), int(last or first) + 1):
-            if number in layers:
-                refuse("policy.layers", key, f"layer {number} is named twice")
-            layers[number] = name
-    return layers
-
-
 def _ranges(layers: dict[int, str]) -> Iterator[tuple[str, str]]:
     """Numbers of layers as "3" and "2-5", the reverse of `_layers`."""
     for (_, name), run in groupby(enumerate(sorted(layers)), lambda pair: (pair[1] - pair[0], layers[pair[1]])):
         numbers = [number for _, number in run]
         yield str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", name
-
-
-def _exact(given: Any) -> ExactTokens | None:
-    if given is None:
-        return None
-    if not isinstance(given, dict) or given.keys() - {"first", "latest"}:
-        refuse("policy.exact", given, 'an object such as {"first": 16, "latest": 24} is needed')
-    return ExactTokens(**given)
 
 
 def _map_tensors(maps: dict[int, LayerMaps]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -37,7 +37,7 @@ class ExactStep:
     """
 
     def __init__(self, tokens: ExactTokens, block_size: int, num_seqs: int, num_tokens: int, device: torch.device, few: bool) -> None:
-        first, latest = shadows_of(tokens, block_size)
+        first, latest = tokens.shadows(block_size)
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -66,8 +66,8 @@ class ExactStep:
 class ExactPages:
     """Which pages have a shadow, for all layers that share block tables: on the device, and changed by its operations alone.
 
-    tokens: which are exact. num_seqs: sequences for which the pool has room, `shadows_needed` pages; where more are in use, those that
-        have a shadow keep it.
+    tokens: which are exact. num_seqs: sequences for which the pool has room (`ExactTokens.shadows_needed`); where more are in use,
+        those that have a shadow keep it.
     num_blocks: pages of a cache. `make_room` adds more of both.
     shadow_of: int64 `[num_blocks + 1]`, the shadow of each page, -1 for none; owner: int64 `[P + 1]`, the page of each shadow, or -1;
         stamp: int64 `[P + 1]`, the step in which it was last of interest; now: int64, the step. The last entries are for what is to be
@@ -80,14 +80,14 @@ class ExactPages:
         self, tokens: ExactTokens, block_size: int, num_seqs: int, num_blocks: int = 1, device: torch.device | str = "cpu"
     ) -> None:
         self.tokens, self.block_size, self.device = tokens, block_size, torch.device(device)
-        self.first, self.latest = shadows_of(tokens, block_size)
+        self.first, self.latest = tokens.shadows(block_size)
         self.watched: PagedCache | None = None
         with torch.inference_mode(False):
             self.copies = torch.zeros(0, dtype=torch.uint8, device=self.device)  # [P + 1, HK, block_size, bytes] of rows of `watched`
             self._column = torch.arange(self.first + self.latest, device=self.device)
             self._within = torch.arange(block_size, device=self.device)
         self.state: torch.Tensor | None = None
-        self._resize(shadows_needed(tokens, block_size, num_seqs), num_blocks)
+        self._resize(tokens.shadows_needed(block_size, num_seqs), num_blocks)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -113,7 +113,7 @@ class ExactPages:
 
     def make_room(self, num_seqs: int, num_blocks: int) -> None:
         """For at least so many sequences and pages."""
-        num_shadows = max(shadows_needed(self.tokens, self.block_size, num_seqs), self.num_shadows)
+        num_shadows = max(self.tokens.shadows_needed(self.block_size, num_seqs), self.num_shadows)
         if num_shadows > self.num_shadows or num_blocks > self.num_blocks:
             self._resize(num_shadows, max(num_blocks, self.num_blocks))
 
@@ -288,16 +288,6 @@ def shadow_pages(pages: PagedCache, num_shadows: int, dtype: torch.dtype, buffer
     own = get_format("none", dtype).cache_spec(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
     scale = 1.0 if pages.maps.v is not None else pages.v.scale  # what segments without a map share
     return PagedCache(own, num_shadows, pages.device, buffer=buffer, v_scale=scale)
-
-
-def shadows_of(tokens: ExactTokens, block_size: int) -> tuple[int, int]:
-    """Most pages that a sequence's first and latest tokens lie in."""
-    return -(-tokens.first // block_size), max(tokens.latest + block_size - 2, 0) // block_size + 1
-
-
-def shadows_needed(tokens: ExactTokens, block_size: int, num_seqs: int) -> int:
-    """Pages of a pool with room for so many sequences: one more for each, for the page that comes while the oldest is still read."""
-    return num_seqs * (sum(shadows_of(tokens, block_size)) + 1)
 
 
 def goes_by_position(options: AttentionOptions) -> bool:

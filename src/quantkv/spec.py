@@ -42,6 +42,39 @@ class RowLayout:
 
 
 @dataclass(frozen=True)
+class CodecLayout:
+    """What the rows of one side, K or V, of a format take, and which head sizes it can take; without arithmetic. As of `Codec`."""
+
+    name: str
+    row: RowLayout
+    head_size_multiple: int = 1
+    power_of_two: bool = False
+
+    def check_head_size(self, head_size: int, argument: str = "head_size") -> None:
+        """Raise ValueError if a row of `head_size` elements cannot be encoded."""
+        if head_size < 1 or head_size % self.head_size_multiple:
+            raise ValueError(f"{argument}={head_size}: {self.name} takes multiples of {self.head_size_multiple}")
+        if self.power_of_two and head_size & (head_size - 1):
+            raise ValueError(f"{argument}={head_size}: {self.name} takes powers of two (its rotation is one Hadamard matrix)")
+
+
+@dataclass(frozen=True)
+class FormatLayout:
+    """What a format takes: of a K and of a V row."""
+
+    name: str
+    k: CodecLayout
+    v: CodecLayout
+
+    def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None, block_size: int = 16) -> CacheSpec:
+        """Geometry of a layer's cache in this format. ValueError for a head size that it cannot take."""
+        spec = CacheSpec(self.name, self.k.row, self.v.row, num_kv_heads, head_size, head_size_v, block_size)
+        self.k.check_head_size(spec.head_size)
+        self.v.check_head_size(spec.head_size_v, "head_size_v")
+        return spec
+
+
+@dataclass(frozen=True)
 class CacheSpec:
     """Geometry of one layer's cache: bytes, offsets and capacity.
 

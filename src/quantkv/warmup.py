@@ -54,6 +54,23 @@ def warm_up(
     return served
 
 
+def who_serves(
+    cache: PagedCache,
+    num_heads: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    query_lens: Iterable[int] = (1,),
+    batch_sizes: Iterable[int] = (1, 64),
+    write_sizes: Iterable[int] = (1, 64, 8192),
+    max_seq_len: int = 8192,
+    **options: object,
+) -> dict[str, tuple[str, dict[str, str]]]:
+    """What `warm_up` would run, without running or compiling it: {what it is: the implementation that serves it, and why each one that goes
+    before it does not}."""
+    calls = _calls(cache, num_heads, dtype, query_lens, batch_sizes, write_sizes, max_seq_len, None, options)
+    return {name: implementations.resolve(call) for name, call in calls}
+
+
 def _calls(cache, num_heads, dtype, query_lens, batch_sizes, write_sizes, max_seq_len, exact, options) -> Iterable[tuple[str, Call]]:
     spec, device = cache.spec, cache.device
     read = cache

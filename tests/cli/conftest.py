@@ -113,10 +113,10 @@ class NoisyCache(DynamicCache):
 def noisy(monkeypatch):
     """The commands with NoisyCache, which this is, in the quantized cache's place."""
     read = eval_module.ThroughCache(None, NoisyCache, lambda model: nullcontext())
-    evaluate, generated = eval_module.evaluate, generate.run
+    evaluate, writer = eval_module.evaluate, generate.Writer
     monkeypatch.setattr(eval_module, "evaluate", lambda *a, **k: evaluate(*a, **{**k, "read": read}))
     keywords = {"make_cache": NoisyCache, "attention": lambda model: nullcontext()}
-    monkeypatch.setattr(generate, "run", lambda *a, **k: generated(*a, **{**keywords, **k}))
+    monkeypatch.setattr(generate, "Writer", lambda *a, **k: writer(*a, **{**keywords, **k}))
     return NoisyCache
 
 

@@ -10,9 +10,31 @@ import pytest
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
-from quantkv.cli import models
+from quantkv.cli import models, reading
 from quantkv.integrations.transformers.config import max_positions
 
+# Nothing but quantkv's own dependencies can be imported, as after `pip install quantkv`.
+CORE = """
+import importlib.metadata, runpy, sys
+from packaging.requirements import Requirement
+plain = lambda name: name.lower().replace("-", "_")
+known, left = set(), ["quantkv"]
+while left:
+    known.add(plain(name := left.pop()))
+    needed = [r for r in map(Requirement, importlib.metadata.requires(name) or ()) if not r.marker or r.marker.evaluate({"extra": ""})]
+    left += [requirement.name for requirement in needed if plain(requirement.name) not in known]
+packages = importlib.metadata.packages_distributions()
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        owners = packages.get(name.partition(".")[0])
+        if owners and not set(map(plain, owners)) & known:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+import quantkv
+assert quantkv.get_format("int4").cache_spec(2, 64).page_bytes
+sys.argv = ["quantkv", *sys.argv[1:]]
+runpy.run_module("quantkv", run_name="__main__", alter_sys=True)
+"""
 WITHOUT = "import runpy, sys; sys.modules[sys.argv.pop(1)] = None; runpy.run_module('quantkv', run_name='__main__', alter_sys=True)"
 
 
@@ -47,6 +69,12 @@ def test_without_the_extra(package, model_dir):
     assert found.stderr == f"error: the package {package} is not installed; the command line needs: pip install 'quantkv[cli]'\n"
 
 
+def test_with_core_dependencies_only():
+    found = subprocess.run([sys.executable, "-c", CORE, "--help"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == "error: the package typer is not installed; the command line needs: pip install 'quantkv[cli]'\n"
+
+
 @pytest.mark.parametrize("package", ["filelock", "gguf"])
 def test_without_what_gguf_needs(fails, gguf, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -57,7 +85,7 @@ def test_without_what_gguf_needs(fails, gguf, monkeypatch, package):
 def test_gguf_is_converted_and_generates(run, gguf):
     code, out, err = run("generate", "Hello", "--model", gguf, "--kv", "int8", "--max-new-tokens", 2)
     assert code == 0, err
-    assert "7 tokens" in err.replace("5 + 2", "7") and "int8 cache" in out
+    assert "5 tokens read, 2 written; the cache holds 6 tokens in" in err and "int8 cache" in out
 
 
 def test_gguf_cut_anywhere(fails, gguf, tmp_path):
@@ -98,6 +126,55 @@ def test_tokenizer_cut(fails, copied):
     assert f"--model {copied}: its tokenizer: " in fails("generate", "Hello", "--model", copied)
 
 
+def test_torch_file_that_is_none(fails, copied):
+    (copied / "model.safetensors").unlink()
+    (copied / "pytorch_model.bin").write_bytes(b"PK" + bytes(100))
+    assert f"--model {copied}: pytorch_model.bin, 102 bytes, is cut short or damaged" in fails("generate", "Hello", "--model", copied)
+
+
+def test_messages_of_others_are_shortened(copied):
+    with pytest.raises(ValueError, match=r"x: word word .* \.\.\.$") as refused, reading.reading("x"):
+        raise RuntimeError("word " * 1000)
+    assert len(str(refused.value)) < 310
+
+
+@pytest.mark.parametrize("folder", ["file/cache", "/proc/cache"])
+def test_cache_folder_that_cannot_be_made(fails, gguf, tmp_path, monkeypatch, folder):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / folder))
+    assert f"the cache folder {tmp_path / folder / 'models'} cannot be written" in fails("generate", "Hello", "--model", gguf)
+
+
+def test_conversion_says_what_it_takes(gguf, tmp_path):
+    told = []
+    folder = models.converted(gguf, announce=told.append)
+    numbers = sum(tensor.n_elements for tensor in GGUFReader(gguf).tensors)
+    assert len(told) == 1 and f"converting tiny.gguf once, to {4e-6 * numbers:.1f} MB in {folder.parent}: about 1 s" == told[0]
+    assert abs((folder / "model.safetensors").stat().st_size - 4 * numbers) < 4096 and not (folder / "sample").exists()
+    models.converted(gguf, announce=told.append)
+    assert len(told) == 1
+
+
+def test_conversion_needs_room(fails, gguf, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    err = fails("generate", "Hello", "--model", gguf)
+    assert f"--model {gguf}: converted, it takes" in err and "QUANTKV_CACHE" in err
+    assert not list((tmp_path / "cache" / "models").glob("*.partial-*"))
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.\nframe #1")]
+)
+def test_out_of_memory(fails, monkeypatch, model_dir, error):
+    monkeypatch.setattr(models.Found, "load", lambda *args: (_ for _ in ()).throw(error))
+    err = fails("generate", "Hello", "--model", model_dir)
+    assert "out of memory" in err and "frame" not in err and "allowed: " in err
+
+
+def test_prompt_that_is_not_text(fails, model_dir):
+    assert "PROMPT 'a\\udcff': not UTF-8 at character 1" in fails("generate", "a\udcff", "--model", model_dir)
+
+
 @pytest.fixture
 def short_model(copied):
     """The model with 32 positions."""
@@ -107,7 +184,7 @@ def short_model(copied):
 
 
 def test_contexts_longer_than_the_model(run, fails, noisy, short_model, text_file):
-    args = ("eval", "--model", short_model, "--text", text_file, "--formats", "int8", "--tokens", 256, "--context")
+    args = ("eval", "--model", short_model, "--text", text_file, "--kv", "int8", "--tokens", 256, "--context")
     err = fails(*args, 33)
     assert "--context 33: model has 32 positions, 33 are needed; allowed: at most 32" in err
     assert run(*args, 32)[0] == 0

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from quantkv.bench import timing
+from quantkv.cli import common, options
 from quantkv.cli import eval as eval_module
 
 evaluated = eval_module.evaluate
@@ -58,7 +60,7 @@ def evaluate(run, noisy, model_dir, text_file, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             read = eval_module.ThroughCache(None, make_cache, lambda model: nullcontext())
             patch.setattr(eval_module, "evaluate", lambda *a, **k: evaluated(*a, **{**k, "read": read}))
-            args = ("eval", "--model", model_dir, "--text", text_file, "--formats", FORMATS, "--context", 256, "--tokens", tokens)
+            args = ("eval", "--model", model_dir, "--text", text_file, "--kv", FORMATS, "--context", 256, "--tokens", tokens)
             code, out, err = run(*args, "--json", file, *more)
         return code, out, err, json.loads(file.read_text())["runs"][0] if file.exists() else None
 
@@ -109,7 +111,7 @@ def test_rows_of_bench_are_kept(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(timing, "measure", interrupted)
     shapes = "B1xL64xHQ4xHK2xD64,N20xHQ4xHK2xD64"
-    args = ("bench", "--device", "cpu", "--shape", shapes, "--formats", "int4,int8", "--json", tmp_path / "out.json")
+    args = ("bench", "--device", "cpu", "--shape", shapes, "--kv", "int4,int8", "--json", tmp_path / "out.json")
     code, out, err = run(*args)
     assert code == 130 and err.splitlines()[-1] == "interrupted: the 3 rows above were finished"
     assert out.count("quantkv reference") == 3
@@ -133,7 +135,22 @@ def test_signal_during_an_import(tmp_path):
 
 
 def test_signal_during_an_evaluation(model_dir, text_file):
-    args = ("eval", "--model", model_dir, "--text", text_file, "--formats", "int8,int4", "--context", 256, "--tokens", 256)
+    args = ("eval", "--model", model_dir, "--text", text_file, "--kv", "int8,int4", "--context", 256, "--tokens", 256)
     found = interruptible("-c", EVALUATION, *map(str, args))
     assert found.returncode == 130 and "int8" in found.stdout and "int4" not in found.stdout
     assert found.stderr.strip() == "interrupted: the figures are over 1 of 1 contexts, of 1 of 2 formats"
+
+
+def test_time_left_is_told(monkeypatch, capsys):
+    """A line now and then where stderr is no terminal: what is left, by the pace so far."""
+    now = iter([0.0, 0.0, 20.0, 40.0, 100.0, 110.0])
+    monkeypatch.setattr(options, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    with options.progress(options.stderr(), 100) as on_step:
+        for step in (0, 10, 20, 50, 100):
+            on_step("int4", step)
+    assert capsys.readouterr().err.split("\n")[:2] == ["20 of 100 steps, about 2 min 40 s left", "50 of 100 steps, about 1 min 40 s left"]
+
+
+@pytest.mark.parametrize("seconds, words", [(0.2, "1 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599.7, "1 h 0 min"), (7500, "2 h 5 min")])
+def test_durations(seconds, words):
+    assert common.duration(seconds) == words

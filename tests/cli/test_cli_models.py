@@ -92,7 +92,9 @@ def test_loads_a_directory(model_dir):
     [
         (None, "no config.json"),
         ({"model_type": "no_such_model"}, "no_such_model"),
-        ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8, "state_size": 4}, ""),
+        ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8, "state_size": 4}, "no attention layers"),
+        ({"model_type": "t5", "d_model": 16, "num_layers": 1, "vocab_size": 8}, "T5Config is an encoder-decoder"),
+        ({"model_type": "vit", "hidden_size": 16}, "ViTConfig is of no model that continues text"),
     ],
 )
 def test_refuses_other_directories(tmp_path, config, reason):
@@ -100,11 +102,3 @@ def test_refuses_other_directories(tmp_path, config, reason):
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"--model .*{reason}"):
         models.load(str(tmp_path))
-
-
-def test_refuses_models_without_a_cache_to_quantize():
-    from transformers import MambaConfig, MambaForCausalLM
-
-    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=8, state_size=4))
-    with pytest.raises(ValueError, match="--model x: MambaForCausalLM"):
-        models.check_supported(model, "--model x")

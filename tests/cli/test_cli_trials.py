@@ -135,13 +135,13 @@ def test_bytes_of_exact_tokens_are_at_their_share():
 
 def test_recipes_have_their_names_and_their_tokens(tmp_path):
     (tmp_path / "mine.json").write_text('{"policy_version": 1, "format": "int4", "layers": {"0": "int8"}}')
-    made = recipes.recipes_of("int4,int8/int4", str(tmp_path / "mine.json"), None, "16,24")
+    made = recipes.recipes_of(f"int4,int8/int4,{tmp_path / 'mine.json'}", exact="16,24")
     assert [recipe.name for recipe in made] == ["int4 +16,24", "int8/int4 +16,24", "mine"]
     assert made[0].policy.exact == ExactTokens(16, 24) and made[2].policy.exact is None and made[2].policy.layers == {0: "int8"}
     with pytest.raises(ValueError, match="named twice"):
         recipes.distinct([*made, made[2]])
     with pytest.raises(ValueError, match="a policy brings its own"):
-        recipes.recipes_of(None, str(tmp_path / "mine.json"), None, "16,24")
+        recipes.recipes_of(str(tmp_path / "mine.json"), exact="16,24")
 
 
 def test_figures_without_text():

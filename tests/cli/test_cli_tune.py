@@ -129,9 +129,9 @@ def test_tune_makes_a_policy_that_eval_takes(run, model_dir, text_file, tmp_path
     )
     evaluated = tmp_path / "e.json"
     args = (
-        "--policy",
+        "--kv",
         policy,
-        "--formats",
+        "--kv",
         "levels2",
         "--exact",
         "16,0",
@@ -213,8 +213,8 @@ def test_reports_merge_runs_and_escape_names(tmp_path):
         (["tune"], ["--budget, --kl"]),
         (["tune", "--budget", "60", "--kl", "0.01"], ["--budget, --kl"]),
         (["tune", "--kl", "-1"], ["--kl", "positive"]),
-        (["tune", "--budget", "60", "--formats", "int4"], ["--formats int4", "two or more"]),
-        (["tune", "--budget", "60", "--formats", "int4,int8/int4"], ["--formats", "alike"]),
+        (["tune", "--budget", "60", "--kv", "int4"], ["--kv int4", "two or more"]),
+        (["tune", "--budget", "60", "--kv", "int4,int8/int4"], ["--kv", "alike"]),
         (["tune", "--budget", "60", "--tokens", "200", "--context", "128"], ["--tokens 200", "256"]),
         (["tune", "--budget", "60", "--out", "policy.txt"], ["--out", ".json"]),
         (["tune", "--budget", "60", "--calibration", "none.safetensors"], ["none.safetensors"]),
@@ -234,12 +234,10 @@ def test_budgets_and_geometries_are_refused_before_weights_are_loaded(run, model
     code, _, err = run("tune", model_dir, "--budget", 20, *about)
     assert code == 2 and "--budget 20: 36.0 to 68.0 bytes" in err and err.count("\n") == 1
     (tmp_path / "deep.json").write_text('{"policy_version": 1, "format": "int4", "layers": {"7": "int8"}}')
-    code, _, err = run("eval", "--model", model_dir, "--policy", tmp_path / "deep.json", *about)
+    code, _, err = run("eval", "--model", model_dir, "--kv", tmp_path / "deep.json", *about)
     assert code == 2 and "deep: policy.layers=[7]" in err and err.count("\n") == 1
-    code, _, err = run("eval", "--model", model_dir, "--formats", "int4", "--text", text_file, "--context", 1000, "--tokens", 1000)
+    code, _, err = run("eval", "--model", model_dir, "--kv", "int4", "--text", text_file, "--context", 1000, "--tokens", 1000)
     assert code == 2 and "fewer than one context" in err
     (tmp_path / "short.txt").write_text("abc " * 50)
-    code, _, err = run(
-        "eval", "--model", model_dir, "--formats", "int4", "--text", tmp_path / "short.txt", "--context", 64, "--tokens", 256
-    )
+    code, _, err = run("eval", "--model", model_dir, "--kv", "int4", "--text", tmp_path / "short.txt", "--context", 64, "--tokens", 256)
     assert code == 2 and "192 tokens in whole contexts; 256 are needed" in err

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 
 KINDS = ("decode", "verify", "step", "write", "prefill")
+MOST_NUMBERS = 1 << 40  # of a tensor: more fits no memory
 MOST_VERIFIED = 16  # queries of a sequence; with more it is a prefill
 
 
@@ -32,6 +33,8 @@ class Shape:
         for name in ("B", "Q", "HQ", "HK", "D", "P"):
             if getattr(self, name) < 1:
                 raise ValueError(f"shape {self}: {name} must be positive")
+        if (tokens := max(self.num_tokens, self.Q, self.P, self.W) * self.HQ * self.D) > MOST_NUMBERS:
+            raise ValueError(f"shape {self}: {tokens:,} numbers in a tensor; at most {MOST_NUMBERS:,}")
         if not self.L and not self.N:
             raise ValueError(f"shape {self}: L, keys to attend to, or N, tokens to write, or both")
         if self.L and self.N and self.N != self.Q:
@@ -42,8 +45,8 @@ class Shape:
             raise ValueError(f"shape {self}: HQ={self.HQ} is no multiple of HK={self.HK}")
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
-        """The shape that `str` writes. ValueError for anything else."""
+    def parse(cls, text: str, **given: int) -> Shape:
+        """The shape that `str` writes, with other defaults where they are given. ValueError for anything else."""
         names = {f.name for f in fields(cls)}
         values: dict[str, int] = {}
         for part in text.split("x"):
@@ -51,7 +54,7 @@ class Shape:
             if not match or match[1] not in names or match[1] in values:
                 raise ValueError(f"shape {text!r}: numbers after {', '.join(sorted(names))}, joined by 'x': B8xL32768xP64")
             values[match[1]] = int(match[2])
-        return cls(**values)
+        return cls(**{**given, **values})
 
     def __str__(self) -> str:
         return "x".join(f"{f.name}{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)

@@ -1,4 +1,4 @@
-"""The command line: `quantkv eval`, `generate`, `calibrate` and `bench`. Heavy packages are imported by the command that needs them."""
+"""The command line: `quantkv`. Heavy packages are imported by the command that needs them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def app(args: Sequence[str] | None = None) -> NoReturn:
             raise
         _fail(f"error: {_missing(error) if isinstance(error, ImportError) else error}")
     except Exception as error:
+        if (short := _out_of_memory(error)) is not None:
+            _fail(f"error: {short}")
         if not hasattr(error, "format_message"):  # typer's own errors, whichever package it takes them from
             raise
         if not error.format_message():  # no command given: typer has shown the help
@@ -48,6 +50,14 @@ def _run(args: Sequence[str] | None) -> Any:
     if code == interrupt.EXIT_CODE:  # what newer releases of typer make of Ctrl-C
         raise KeyboardInterrupt
     return code
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """What to say where memory ran out, of the machine or of a GPU; None for other errors."""
+    what = str(error).strip().partition("\n")[0].partition(". ")[0]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in what:
+        return f"out of memory ({what or type(error).__name__}); allowed: what fits: fewer tokens, a smaller context, another --device"
+    return None
 
 
 def _missing(error: ImportError) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import sys
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from . import completion, options
+from .options import Device
 
 if TYPE_CHECKING:
     from ..bench.contestants import Contestant
@@ -38,7 +43,20 @@ def bench_command(
     kinds: Annotated[
         str, typer.Option("--kinds", metavar="A,B,...", help="Without --shape: which of them.")
     ] = "decode,verify,step,write,prefill",
-    formats: Annotated[str, typer.Option("--formats", metavar="A,B,...", help="Formats of quantkv; K/V pairs two.")] = FORMATS,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|DIR|FILE",
+            show_default="32 query heads over 8 kv heads of 128",
+            autocompletion=completion.models,
+            help="Heads, head size and windows of a model: one that is known by name (llama-3.1-8b), or by its configuration. No weights "
+            "are needed.",
+        ),
+    ] = None,
+    kv: Annotated[
+        str, typer.Option("--kv", metavar="A,B,...", autocompletion=completion.caches, help="Formats; K/V pairs two; all.")
+    ] = FORMATS,
     implementations: Annotated[
         str | None,
         typer.Option(
@@ -54,9 +72,9 @@ def bench_command(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot time against bytes.")] = None,
-    device: Annotated[str | None, typer.Option("--device", show_default="cuda if there is one, else cpu")] = None,
+    device: Device = None,
 ) -> None:
-    """Time quantkv's kernels and every rival side by side, each only after its answer was checked against float64."""
+    """Time attention over each format on this machine, beside what else is installed."""
     from . import report
     from .common import formats_of, print_table
     from .interrupt import Interrupted
@@ -65,9 +83,11 @@ def bench_command(
     report.check_output("--plot", plot_file, (".png", ".svg"))
     import torch
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = _shapes(shape, kinds, where.type)
-    contestants = _contestants(formats_of(formats), implementations, where)
+    from . import devices
+
+    where = torch.device(devices.named(device))
+    chosen = _shapes(shape, kinds, where.type, [{}] if model is None else heads_of(model))
+    contestants = _contestants(formats_of(kv), implementations, where)
     if peers is not None and not peers.is_dir():
         raise FileNotFoundError(f"--peers {peers}: no such directory")
     if rivals and where.type == "cuda":
@@ -76,15 +96,23 @@ def bench_command(
         contestants += all_rivals(peers)
     from rich.console import Console
 
-    errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    errors = options.stderr()
     if where.type == "cpu":
-        errors.print("no GPU: this times the PyTorch reference, which is made to be right, not fast", style="yellow")
+        options.say(errors, "no GPU: this times the PyTorch reference, which is made to be right, not fast", "yellow")
     from ..bench import tables
     from ..bench.run import empty, run
 
     result, complete = empty(where), True
+    total = sum(shape.kind in contestant.kinds for shape in chosen for contestant in contestants)
     try:
-        run(chosen, contestants, where, on_row=lambda row: errors.print(_progress(row), style=STYLES.get(row.status)), result=result)
+        with options.progress(errors, total) as on_step:
+            done = itertools.count(1)
+
+            def on_row(row: Row) -> None:
+                options.say(errors, _progress(row), STYLES.get(row.status, ""))
+                on_step(row.shape, next(done))
+
+            run(chosen, contestants, where, on_row=on_row, result=result)
     except KeyboardInterrupt:
         if not result.rows:
             raise
@@ -94,12 +122,12 @@ def bench_command(
         print_table(table)
     if json_file is not None:
         json_file.write_text(json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        errors.print(f"figures: {json_file}", style="dim")
+        options.say(errors, f"figures: {json_file}")
     if plot_file is not None:
         from ..bench import plot
 
         plot.draw(plot_file, result)
-        errors.print(f"plot: {plot_file}", style="dim")
+        options.say(errors, f"plot: {plot_file}")
     if not complete:
         raise Interrupted(f"the {len(result.rows)} rows above were finished")
     wrong = [row for row in result.rows if row.status == "wrong" and row.ours]
@@ -107,15 +135,38 @@ def bench_command(
         raise ValueError(f"{wrong[0].name} {wrong[0].stores} at {wrong[0].shape}: {wrong[0].reason}")
 
 
-def _shapes(text: str | None, kinds: str, device_type: str) -> Iterable[Shape]:
+def heads_of(model: str) -> list[dict[str, int]]:
+    """HQ, HK, D and W of each kind of attention layer that a model has, the most frequent first. ValueError for what is no model,
+    NotImplementedError for one with other layers."""
+    from . import configs
+
+    try:
+        found = configs.describe(model).model
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(str(error).replace("MODEL", "--model", 1)) from error
+    made = []
+    counted = Counter((layer.kind, layer.window, layer.heads) for layer in found.attention.values())
+    for (kind, window, heads), _ in counted.most_common():
+        if kind not in ("full", "sliding") or heads.head_size != heads.head_size_v:
+            raise NotImplementedError(
+                f"--model {model}: {kind} attention, keys of {heads.head_size} and values of {heads.head_size_v}; allowed: full and "
+                "sliding attention, keys and values of one size"
+            )
+        made.append({"HQ": found.num_heads, "HK": heads.num_kv_heads, "D": heads.head_size, "W": window})
+    return made
+
+
+def _shapes(text: str | None, kinds: str, device_type: str, models: list[dict[str, int]]) -> list[Shape]:
+    """models: what each kind of a model's layers has in place of the defaults."""
     from ..bench.shapes import DEFAULT, SMALL, Shape
 
     if text is not None:
-        return [Shape.parse(part.strip()) for part in text.split(",")]
+        return [Shape.parse(part.strip(), **heads) for heads in models for part in text.split(",")]
     named = [part.strip() for part in kinds.split(",")]
     if not set(named) <= set(DEFAULT):
         raise ValueError(f"--kinds {kinds}: allowed: {', '.join(DEFAULT)}")
-    return [shape for kind in named for shape in (SMALL if device_type == "cpu" else DEFAULT)[kind]]
+    shapes = [shape for kind in named for shape in (SMALL if device_type == "cpu" else DEFAULT)[kind]]
+    return [replace(shape, **heads) for heads in models for shape in shapes]
 
 
 def _contestants(formats: list[str], implementations: str | None, device: Any) -> list[Contestant]:
@@ -133,7 +184,7 @@ def _progress(row: Row) -> str:
     from ..bench.tables import microseconds
 
     what = f"{microseconds(row.us)} us" if row.us is not None else f"{row.status}: {row.reason}"
-    return f"{row.kind} {row.shape}  {row.name} {row.stores}  {what}".replace("[", "(").replace("]", ")")
+    return f"{row.kind} {row.shape}  {row.name} {row.stores}  {what}"
 
 
 def _tables(result: Result) -> Iterable[Any]:

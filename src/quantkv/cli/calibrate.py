@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .options import Device, Dtype
+from .options import Device, Dtype, Model, ModelArgument
 
 
 def add_to(commands: typer.Typer) -> None:
@@ -17,7 +17,8 @@ def add_to(commands: typer.Typer) -> None:
 
 
 def calibrate_command(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=options.DEFAULT_MODEL, help=options.MODEL_HELP)] = None,
+    argument: ModelArgument = None,
+    model: Model = None,
     text: Annotated[str, typer.Option("--text", metavar="FILE|news|docs", help=options.TEXT_HELP)] = "docs",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", show_default="MODEL.calibration.safetensors", help="Where to write it.")
@@ -27,13 +28,14 @@ def calibrate_command(
     positions: Annotated[
         int | None, typer.Option("--positions", metavar="N", min=1, show_default="the model's limit", help="Positions to cover.")
     ] = None,
-    device: Device = "cpu",
+    device: Device = None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Measure a model once, so that its cache loses less in the same bytes: one pass over text, one file."""
+    """Measure a model once over some text, so that its cache loses less in the same bytes."""
     from ..calibration import MIN_TOKENS
     from . import report
 
+    model = options.model_of(argument, model)
     report.check_output("--out", out, (".safetensors",))
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed")

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 
-def formats_of(names: str, argument: str = "--formats", single: bool = False) -> list[str]:
-    """Check names before anything is loaded. "all" stands for every registered format."""
+def formats_of(names: str, single: bool = False) -> list[str]:
+    """Formats of `--kv A,B`, or of `--kv A` where a single one is taken, checked before anything is loaded. "all" stands for every one."""
     import quantkv
 
-    if names == "all" and not single:
-        return list(quantkv.available_formats())
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    if not chosen or (single and len(chosen) > 1):
-        raise ValueError(
-            f"{argument} {names!r}: {'one name' if single else 'at least one name'} is needed, of {', '.join(quantkv.available_formats())}"
-        )
-    for name in chosen:
+    chosen: list[str] = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name == "all":
+            chosen += quantkv.available_formats()
+            continue
         try:
             quantkv.get_format(name)
         except ValueError as error:
-            raise ValueError(f"{argument}: {error}") from error
+            raise ValueError(f"--kv: {error}") from error
+        chosen.append(name)
+    if not chosen or (single and len(chosen) > 1):
+        raise ValueError(
+            f"--kv {names!r}: {'one name' if single else 'at least one name'} is needed, of {', '.join(quantkv.available_formats())}"
+        )
     return list(dict.fromkeys(chosen))
-
-
-def recipe_of(kv: str, argument: str) -> tuple[str, Any]:
-    """Name and recipe of a cache: a policy, where a JSON file is named, else a format's name. ValueError before anything is loaded."""
-    if not kv.endswith(".json"):
-        (name,) = formats_of(kv, argument=argument, single=True)
-        return name, name
-    from quantkv.policy import Policy
-
-    try:
-        return Path(kv).stem, Policy.load(kv)
-    except ValueError as error:
-        raise ValueError(f"{argument}: {error}") from error
 
 
 def print_table(table: Any) -> None:
@@ -46,3 +34,16 @@ def print_table(table: Any) -> None:
     if not console.is_terminal:
         console = Console(width=max(Console(width=1000).measure(table).maximum, 80))  # a measure is at most the console's width
     console.print(table)
+
+
+def gigabytes(size: int) -> str:
+    """A number of bytes, for people."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Rounded, for people: 8 s, 3 min 20 s, 2 h 5 min."""
+    whole = max(round(seconds), 1)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"

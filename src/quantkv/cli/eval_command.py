@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import options, recipes
+from . import completion, options, recipes
 from .common import print_table
 from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, ExactOption
@@ -40,11 +40,16 @@ def eval_command(
             "--text", metavar="FILE|news|docs", show_default=options.DEFAULT_TEXT, help=options.TEXT_HELP + " May be given several times."
         ),
     ] = None,
-    formats: Annotated[
-        str | None,
-        typer.Option("--formats", metavar="A,B,...", show_default="all, unless there are policies", help="Formats to run; K/V pairs two."),
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv",
+            metavar="A,B,FILE.json",
+            show_default="all",
+            autocompletion=completion.caches,
+            help=f"Caches: {options.KV_HELP} Or policies of tune. May be given several times.",
+        ),
     ] = None,
-    policy: Annotated[str | None, typer.Option("--policy", metavar="A.json,B.json", help="Policies to run: formats by layer.")] = None,
     calibration: CalibrationFile = None,
     exact: ExactOption = None,
     tests: Annotated[
@@ -72,10 +77,10 @@ def eval_command(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot loss against bytes.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report: tables and plots in one file.")] = None,
-    device: Device = "cpu",
+    device: Device = None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Run text through the cache in every format or policy: size, KL, perplexity, and what is found again, beside the exact cache's."""
+    """Measure what each format or policy costs: how its predictions of a text differ from those of the exact cache."""
     from ..calibration import MIN_TOKENS
     from . import html, report
 
@@ -89,8 +94,8 @@ def eval_command(
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
     plan = Plan(tests, context, tokens, lengths, passage, depths)
-    chosen = recipes.distinct(recipes.recipes_of(formats, policy, calibration, exact))
-    strict = bool(formats not in (None, "all") or policy)
+    chosen = recipes.distinct(recipes.recipes_of(",".join(kv or ["all"]), calibration, exact))
+    strict = kv not in (None, ["all"])
     console = options.stderr()
     from . import text as texts
 
@@ -202,7 +207,7 @@ def _run(
     plan: Plan,
     read: Reader,
     runs: list[dict[str, Any]],
-    device: str,
+    device: str | None,
     dtype: str,
     console: Any,
 ) -> None:

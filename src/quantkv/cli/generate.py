@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .eval import quantized_attention, quantized_cache
+from .text import plain
+
+if TYPE_CHECKING:
+    from ..policy import Policy
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # where an answer stands in a template's text
 
 
 @dataclass(frozen=True)
@@ -20,16 +26,34 @@ class Step:
     probabilities: torch.Tensor
 
 
-def encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
-    """Tokens `[T]` of the prompt, as a user's turn where the tokenizer has a chat template, unless `raw`."""
+def encode(tokenizer: Any, prompt: str, raw: bool = False) -> list[int]:
+    """Tokens of the prompt, as a user's turn where the tokenizer has a chat template, unless `raw`."""
     if not raw and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = plain(tokenizer, rendered(tokenizer, [{"role": "user", "content": readable(prompt)}]))
     else:
-        ids = tokenizer(prompt)["input_ids"]
+        ids = list(tokenizer(readable(prompt))["input_ids"])
     if not ids:
         raise ValueError(f"PROMPT {prompt!r}: no tokens in it")
-    return torch.tensor(ids)
+    return ids
+
+
+def rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+    """Messages as the chat template writes them, up to where the answer begins. ValueError for a broken one, or one that refuses."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template fails ({error}); allowed: --raw, which uses none") from error
+
+
+def readable(text: str) -> str:
+    """The text itself. ValueError where a terminal gave bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"PROMPT {text!a}: not UTF-8 at character {error.start}; UTF-8 text is needed") from None
+    return text
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
@@ -84,30 +108,72 @@ class Streamer:
             self.shown = stop
 
 
-def run(
-    model: Any,
-    tokenizer: Any,
-    ids: torch.Tensor,
-    kv: Any,
-    max_new_tokens: int,
-    write: Callable[[str], None],
-    make_cache: Callable[[Any, Any], Any] = quantized_cache,
-    attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
-) -> tuple[list[Step], Any]:
-    """Generate with the format or policy `kv`, or the model's own cache if None, streaming text to `write`. Returns the cache too."""
-    ends = end_tokens(model, tokenizer)
-    streamer, steps = Streamer(tokenizer, write), []
+class Writer:
+    """A model that writes into one cache, one text after the other: each goes on where the last one ended, so only new tokens are read.
 
-    def collect(cache: Any) -> Any:
-        for step in greedy(model, ids, cache, max_new_tokens, ends):
-            steps.append(step)
-            streamer.put(step.token)
+    kv: a format's name or a policy; None: the model's own cache, which is exact. write: takes the text as it comes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        kv: str | Policy | None,
+        write: Callable[[str], None],
+        make_cache: Callable[[Any, Any], Any] = quantized_cache,
+        attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
+    ) -> None:
+        self.model, self.tokenizer, self.write = model, tokenizer, write
+        if kv is None:
+            from transformers import DynamicCache
+
+            self.cache, self.attention = DynamicCache(config=model.config), lambda model: nullcontext()
+        else:
+            self.cache, self.attention = make_cache(model, kv), attention
+        self.ends = end_tokens(model, tokenizer)
+        self.unread: list[int] = []  # the last token of an answer, which is in no cache yet
+
+    @property
+    def held(self) -> int:
+        """Tokens in the cache."""
+        return int(self.cache.get_seq_length())
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int, steps: list[Step] | None = None) -> list[Step]:
+        """Read tokens and write what follows them. steps: takes the tokens as they come, those before a Ctrl-C too."""
+        steps, streamer = [] if steps is None else steps, Streamer(self.tokenizer, self.write)
+        ids, self.unread = [*self.unread, *ids], []
+        with self.attention(self.model):
+            for step in greedy(self.model, torch.tensor(ids), self.cache, max_new_tokens, self.ends):
+                steps.append(step)
+                streamer.put(step.token)
         streamer.end()
-        return cache
+        if steps[-1].token not in self.ends:
+            self.unread = [steps[-1].token]  # an end token is part of what the next turn begins with
+        return steps
 
-    if kv is None:
-        from transformers import DynamicCache
 
-        return steps, collect(DynamicCache(config=model.config))
-    with attention(model):
-        return steps, collect(make_cache(model, kv))
+class Conversation:
+    """The turns of a conversation as tokens to read: of each only what is new, behind what the model wrote."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.messages: list[dict[str, str]] = []
+
+    def asked(self, prompt: str) -> list[int]:
+        """Tokens of a user's turn; before it, the end of the answer that came before."""
+        first, self.messages = not self.messages, [*self.messages, {"role": "user", "content": readable(prompt)}]
+        if first:
+            return encode(self.tokenizer, prompt)
+        if not self.tokenizer.chat_template:
+            return plain(self.tokenizer, f"\n{prompt}")
+        *before, answer, question = self.messages
+        text = rendered(self.tokenizer, [*before, {**answer, "content": MARK}, question])
+        _, mark, new = text.rpartition(MARK)
+        if not mark:
+            raise ValueError("--chat: the model's chat template does not show earlier answers")
+        return plain(self.tokenizer, new)
+
+    def answered(self, steps: Sequence[Step]) -> None:
+        """Take over what the model wrote."""
+        text = self.tokenizer.decode([step.token for step in steps], skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})

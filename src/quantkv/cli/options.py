@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ..format_table import available
+from .common import duration
 
 if TYPE_CHECKING:
     from .models import Found, Loaded
@@ -18,8 +23,14 @@ DEFAULT_TEXT = "news if gensim is installed, else docs"
 MODEL_HELP = "A transformers directory or a GGUF file."
 TEXT_HELP = "UTF-8 text; news (of the package gensim); docs (Python's own documentation)."
 
+KV_HELP = f"{', '.join(available())}; K/V pairs two, such as int8/int4."
+
 Model = Annotated[str | None, typer.Option("--model", metavar="DIR|GGUF", show_default=DEFAULT_MODEL, help=MODEL_HELP)]
-Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:1, ...")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The same as --model.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="cpu|cuda|cuda:1|...", show_default="cuda if there is one, else cpu", help="Where it runs."),
+]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES), help="The model's arithmetic.")]
 CalibrationFile = Annotated[
     Path | None, typer.Option("--calibration", metavar="FILE", help="Of `quantkv calibrate`, for the formats named.")
@@ -42,31 +53,58 @@ def say(console: Any, line: str, style: str = "dim") -> None:
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def find(model: str | None, device: str, dtype: str, console: Any) -> Found:
+def model_of(argument: str | None, option: str | None) -> str | None:
+    """The model that MODEL or --model names. ValueError where both do."""
+    if argument is not None and option is not None:
+        raise ValueError(f"MODEL {argument}, --model {option}: one of them names the model")
+    return option if argument is None else argument
+
+
+def find(model: str | None, device: str | None, dtype: str, console: Any) -> Found:
     """The model without its weights; bad values of the options are refused first."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: allowed: {', '.join(DTYPES)}")
-    with console.status("loading the model (the first run converts it)"):
-        from . import models
+    with console.status("loading the model") as status:
+        from . import devices, models
 
-        models.check_device(device)
-        return models.find(model)
+        devices.named(device)
+
+        def announce(line: str) -> None:
+            say(console, line)
+            status.update("converting the model")
+
+        return models.find(model, announce)
 
 
-def load(found: Found, device: str, dtype: str, console: Any) -> Loaded:
+def load(found: Found, device: str | None, dtype: str, console: Any) -> Loaded:
     """Its weights."""
     with console.status("loading the model"):
         import torch
 
-        return found.load(device, getattr(torch, dtype))
+        from . import devices
+
+        return found.load(devices.named(device), getattr(torch, dtype))
 
 
 @contextmanager
-def progress(console: Any, total: int) -> Any:
-    """A bar on stderr: called with a description and the steps that are done."""
+def progress(console: Any, total: int, every: float = 30.0) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr with the time that is left, or a line every so many seconds where that is no terminal: called with a description and
+    the steps that are done."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("[bold]{task.description:12}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn()
+    words = TextColumn("[bold]{task.description:12}"), TextColumn("{task.fields[left]}", style="dim")
+    columns = SpinnerColumn(), words[0], BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), words[1]
+    begun = told = time.monotonic()
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda name, step: bar.update(task, description=name, completed=step)
+        task = bar.add_task("", total=total, left="")
+
+        def on_step(name: str, step: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            left = f"about {duration((now - begun) / step * (total - step))} left" if 0 < step < total else ""
+            bar.update(task, description=name, completed=step, left=left)
+            if not console.is_terminal and left and now - told >= every:
+                say(console, f"{step:,} of {total:,} steps, {left}")
+                told = now
+
+        yield on_step

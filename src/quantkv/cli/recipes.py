@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from .common import formats_of
 
 if TYPE_CHECKING:
-    from ..calibration import Geometry
+    from ..calibration import Calibration
     from ..exact import ExactTokens
+    from ..geometry import Geometry
     from ..policy import Policy
     from ..spec import CacheSpec
 
@@ -72,27 +73,46 @@ def exact_of(given: str | None) -> ExactTokens | None:
     return ExactTokens(first=first, latest=latest) if first or latest else None
 
 
-def recipes_of(formats: str | None, policies: str | None, calibration: Path | None, exact: str | None) -> list[Recipe]:
-    """Recipes by what the command line says; every format where it names neither formats nor policies.
+def recipes_of(kv: str, calibration: Path | None = None, exact: str | None = None) -> list[Recipe]:
+    """Recipes of `--kv A,B,FILE.json`: formats, of which "all" stands for every one, and policies.
 
-    calibration, exact: of the recipes of `formats`; a policy brings its own. ValueError for names, files and numbers that are wrong.
+    calibration, exact: of the formats; a policy brings its own. ValueError for names, files and numbers that are wrong.
     """
-    from ..calibration import Calibration
     from ..policy import Policy
 
-    names = formats_of(formats or "all") if formats or not policies else []
+    words = [word.strip() for word in kv.split(",") if word.strip()]
+    files = [word for word in words if word.endswith(".json")]
+    names = formats_of(",".join(word for word in words if word not in files)) if len(files) < len(words) or not files else []
     if not names and (calibration is not None or exact is not None):
-        raise ValueError("--calibration and --exact are of --formats; a policy brings its own")
-    tokens, moments = exact_of(exact), None if calibration is None else Calibration.load(calibration)
+        raise ValueError("--calibration and --exact are of the formats of --kv; a policy brings its own")
+    tokens, moments = exact_of(exact), None if calibration is None else load_calibration(calibration)
     ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.first},{tokens.latest}")
-    recipes = [
-        Recipe(name + ending, Policy(name, **{k: v for k, v in (("calibration", moments), ("exact", tokens)) if v is not None}))
-        for name in names
-    ]
-    for given in (policies or "").split(","):
-        if given.strip():
-            recipes.append(Recipe(Path(given.strip()).stem, Policy.load(given.strip())))
+    guides = {name: value for name, value in (("calibration", moments), ("exact", tokens)) if value is not None}
+    recipes = [Recipe(name + ending, Policy(name, **guides)) for name in names]
+    for file in files:
+        try:
+            recipes.append(Recipe(Path(file).stem, Policy.load(file)))
+        except ValueError as error:
+            raise ValueError(f"--kv: {error}") from error
     return recipes
+
+
+def recipe_of(kv: str, calibration: Path | None = None, exact: str | None = None) -> Recipe:
+    """The one recipe of `--kv FORMAT|FILE.json`. ValueError as of `recipes_of`, and for several."""
+    recipes = recipes_of(kv, calibration, exact)
+    if len(recipes) > 1:
+        raise ValueError(f"--kv {kv}: one name is needed, not {len(recipes)}")
+    return recipes[0]
+
+
+def load_calibration(file: Path) -> Calibration:
+    """Of `--calibration FILE`. ValueError that names the option."""
+    from ..calibration import Calibration
+
+    try:
+        return Calibration.load(file)
+    except ValueError as error:
+        raise ValueError(f"--calibration: {error}") from error
 
 
 def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
@@ -100,7 +120,7 @@ def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
     kept: dict[str, Recipe] = {}
     for recipe in recipes:
         if recipe.name in kept:
-            raise ValueError(f"--formats, --policy: {recipe.name!r} is named twice")
+            raise ValueError(f"--kv: {recipe.name!r} is named twice")
         kept[recipe.name] = recipe
     return list(kept.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import options, recipes
+from . import completion, options, recipes
 from .allocation import Choice, allocate, limits
 from .common import formats_of
-from .options import CalibrationFile, Device, Dtype, ExactOption
+from .options import CalibrationFile, Device, Dtype, ExactOption, Model, ModelArgument
 
 if TYPE_CHECKING:
     from ..integrations.transformers.sensitivity import Sensitivities
@@ -28,7 +29,8 @@ def add_to(commands: typer.Typer) -> None:
 
 
 def tune_command(
-    model: Annotated[str | None, typer.Argument(metavar="[DIR|GGUF]", show_default=options.DEFAULT_MODEL, help=options.MODEL_HELP)] = None,
+    argument: ModelArgument = None,
+    model: Model = None,
     budget: Annotated[
         float | None, typer.Option("--budget", metavar="BYTES", help="Of a token and kv head on average, as eval shows them.")
     ] = None,
@@ -36,7 +38,12 @@ def tune_command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="The policy, for eval, generate, transformers and vLLM.")] = Path(
         "policy.json"
     ),
-    formats: Annotated[str, typer.Option("--formats", metavar="A,B,...", help="What keys and values may be stored in.")] = FORMATS,
+    kv: Annotated[
+        str,
+        typer.Option(
+            "--kv", metavar="A,B,...", autocompletion=completion.caches, help="Formats to choose from, for each layer's keys and values."
+        ),
+    ] = FORMATS,
     calibration: CalibrationFile = None,
     exact: ExactOption = None,
     text: Annotated[
@@ -47,26 +54,29 @@ def tune_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write what each layer costs in each format, for `quantkv report`.")
     ] = None,
-    device: Device = "cpu",
+    device: Device = None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Find out what each layer's keys and values lose in each format, and choose formats by layer for a budget: a policy file."""
+    """Choose formats layer by layer for the bytes that you have, and write them to a policy file."""
     from ..calibration import MIN_TOKENS
     from . import report
     from . import text as texts
 
+    model = options.model_of(argument, model)
     report.check_output("--out", out, (".json",))
     report.check_output("--json", json_file)
     if (budget is None) == (kl is None):
         raise ValueError("--budget, --kl: one of them is needed")
-    if kl is not None and not kl > 0:
+    if kl is not None and not 0 < kl < math.inf:
         raise ValueError(f"--kl {kl}: a positive number of nats is needed")
-    names = formats_of(formats)
+    if budget is not None and not 0 < budget < math.inf:
+        raise ValueError(f"--budget {budget}: a positive number of bytes is needed")
+    names = formats_of(kv)
     if len(names) < 2 or any("/" in name for name in names):
-        raise ValueError(f"--formats {formats}: two or more are needed to choose from, each for keys and for values alike")
+        raise ValueError(f"--kv {kv}: two or more are needed to choose from, each for keys and for values alike")
     if tokens < max(context, MIN_TOKENS):
         raise ValueError(f"--tokens {tokens}: at least {max(context, MIN_TOKENS)} are needed")
-    tried = recipes.recipes_of(",".join(names), None, calibration, exact)
+    tried = recipes.recipes_of(",".join(names), calibration, exact)
     console = options.stderr()
     chosen_text = texts.load(text, tokens)
     found = options.find(model, device, dtype, console)

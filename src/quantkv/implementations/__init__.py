@@ -14,6 +14,7 @@ import importlib
 from types import ModuleType
 
 from ..calls import AttendCall, WriteCall
+from ..format import Format
 
 NAMES = ("hopper", "dense", "triton", "cpu", "reference")  # the order in which "auto" tries them
 ON_CPU = ("cpu", "reference")
@@ -72,3 +73,25 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
             return name, refusals
         refusals[name] = reason
     raise ValueError(f"implementation={implementation!r}: {'; '.join(refusals.values())}")
+
+
+def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
+    """Whether an implementation has code that reads ("attend") or writes ("write") a format, on the right device and at head sizes that it
+    takes. None where that cannot be told without a package that is missing."""
+    if name == "dense":
+        return kind == "attend"
+    if name == "hopper":
+        halves = [(codec.hopper and codec.hopper(), use) for codec, use in ((fmt.k, "keys"), (fmt.v, "values"))]
+        return all(half is not None and getattr(half, use if kind == "attend" else "written") for half, use in halves)
+    if name == "triton":
+        try:
+            halves = [codec.triton and codec.triton() for codec in (fmt.k, fmt.v)]
+        except ModuleNotFoundError:
+            return None
+        return all(half is not None and (kind == "attend" or half.encode is not None) for half in halves)
+    if name == "cpu":
+        maps, halves = {fmt.k.map, fmt.v.map}, [codec.cpu and codec.cpu() for codec in (fmt.k, fmt.v)]
+        if kind == "attend" or None in halves:
+            return None not in halves
+        return maps <= {"none", "hadamard", "rht"} and (maps != {"none"} or any(half.encode for half in halves))
+    return True

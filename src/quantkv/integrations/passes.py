@@ -10,26 +10,9 @@ import torch
 
 from ..cache import PagedCache
 from ..exact import ExactTokens
+from ..geometry import Kind
 from ..prepared import PreparedAttend, PreparedWrite, prepare_attend, prepare_write
 from ..shadow import ExactPages, ExactStep, ShadowedCache
-
-
-class Kind(NamedTuple):
-    """Which past keys the layers of one kind see: all, a sliding window of `window` tokens, or their own chunk of that many."""
-
-    window: int = 0
-    chunked: bool = False
-
-    def first_seen(self, position: int) -> int:
-        """Oldest position that a query at `position` or later sees."""
-        if self.chunked:
-            return position // self.window * self.window
-        return max(position - self.window + 1, 0) if self.window else 0
-
-    @property
-    def options(self) -> dict[str, int]:
-        """The window and chunks of its layers, as options of attention."""
-        return {"window": self.window, "chunk_lookback": 0 if self.chunked else -1}
 
 
 class Pass:

@@ -8,28 +8,23 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ...calibration import Geometry, Heads
+from ...geometry import (
+    ATTENTION_TYPES,
+    EMPTY_TYPES,
+    HYBRID_TYPES,
+    MODELS,
+    SHAPE,
+    STATE_TYPES,
+    Geometry,
+    Heads,
+    heads_of,
+    model_types,
+    stretched,
+    unknown_type,
+)
 from ..passes import Kind
 
-ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-STATE_TYPES = ("linear_attention", "conv")  # states of recurrences and convolutions
-EMPTY_TYPES = ("moe", "mlp", "dummy")  # nothing of their own
-REASONS = {
-    "indexed_attention": "each query reads the keys that an index chooses",
-    "deepseek_sparse_attention": "each query reads the keys that an index chooses",
-    "qwen_sparse_attention": "each query reads the keys that an index chooses",
-    "minimax_m3_sparse": "each query reads the blocks of keys that an index chooses",
-    "compressed_sparse_attention": "it keeps compressed blocks of keys",
-    "heavily_compressed_attention": "it keeps compressed blocks of keys",
-}
 UNEVEN = ("global_head_dim", "num_global_key_value_heads", "v_head_dim", "attention_head_dim")  # other sizes in some layers, or of values
-MODELS = {  # model_type, where the layers alone do not tell
-    "diffllama": "its code joins keys and values of two halves of its heads after it has read the cache",
-    "jetmoe": "its code repeats keys and values after it has read the cache",
-    "doge": "its masks depend on the values",
-    "minimax": "it takes a cache of its own class only",
-}
 
 
 class LayerPlan(NamedTuple):
@@ -58,10 +53,7 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     types = _types(config)
     for given in types:
         if given not in (*ATTENTION_TYPES, *HYBRID_TYPES, *STATE_TYPES, *EMPTY_TYPES):
-            reason = f" ({REASONS[given]})" if given in REASONS else ""
-            raise NotImplementedError(
-                f"config.layer_types: {given!r} of {name}{reason}; allowed: {', '.join(ATTENTION_TYPES)}, and no attention"
-            )
+            raise NotImplementedError(unknown_type(given, name))
     own = DynamicCache(config=config).layers
     plans = [_plan(config, given, layer) for given, layer in zip(types, own)]
     if all(plan.kind is None for plan in plans):
@@ -106,23 +98,25 @@ def geometry_of(config: PreTrainedConfig) -> Geometry:
     """Of the model's layers and heads what its config says; heads are None where it does not say."""
     plans, config = plan_layers(config), config.get_text_config(decoder=True)
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(plans)
-    heads = {number: _heads(layer) for number, (plan, layer) in enumerate(zip(plans, layers)) if plan.kind is not None}
+    heads = {number: _heads(layer, plan) for number, (plan, layer) in enumerate(zip(plans, layers)) if plan.kind is not None}
     return Geometry(max(len(plans), config.num_hidden_layers), heads)
 
 
-def _heads(config: PreTrainedConfig) -> Heads | None:
-    """Of all layers, or of one with a config of its own. None where its class has no word for kv heads, or more than one for sizes."""
-    if "num_key_value_heads" not in signature(type(config)).parameters or any(getattr(config, name, None) for name in UNEVEN):
+def _heads(config: PreTrainedConfig, plan: LayerPlan) -> Heads | None:
+    """Of all layers, or of one with a config of its own. None for a latent, and where the class is not one that `geometry` knows and has no
+    word for kv heads, or more than one for sizes."""
+    if plan.latent:
         return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Heads(config.num_key_value_heads, size, size) if isinstance(config.num_key_value_heads, int) else None
+    if config.model_type not in model_types()["types"]:
+        if "num_key_value_heads" not in signature(type(config)).parameters or any(getattr(config, name, None) for name in UNEVEN):
+            return None
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return Heads(config.num_key_value_heads, size, size) if isinstance(config.num_key_value_heads, int) else None
+    attention = "sliding_attention" if plan.kind.window and not plan.kind.chunked else "full_attention"
+    return heads_of({"model_type": config.model_type, **{name: getattr(config, name, None) for name in SHAPE}}, attention)
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
     """How many tokens a model has positions for; None if its config sets no bound."""
     config = config.get_text_config(decoder=True)
-    known = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if known and rope.get("rope_type") in ("linear", "dynamic", "yarn"):  # configs of the other types count the stretched positions
-        known = max(known, int((rope.get("original_max_position_embeddings") or known) * rope.get("factor", 1)))
-    return known
+    return stretched(getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
+from ... import names
 from ...checks import refuse
 from ...format import Format
 from ...formats import get_format
@@ -67,7 +68,7 @@ class LatentLayer(QuantizedLayer):
 
     def _format(self, dtype: torch.dtype) -> Format:
         fmt, plain = get_format(self.requested, dtype), get_format("none", dtype)
-        return fmt if fmt.k is plain.k else Format(f"{fmt.name.split('/')[0]}/{plain.name}", fmt.k, plain.v)
+        return fmt if fmt.k is plain.k else Format(names.of_latent(fmt.name, plain.name), fmt.k, plain.v)
 
     def _slots(self, device: torch.device) -> torch.Tensor:
         """Where the tokens of all sequences are, `[S * seen]`."""

@@ -17,14 +17,14 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...cache import PagedCache
-from ...calibration import Heads
 from ...calls import AttentionOptions
 from ...exact import ExactTokens
 from ...format import Format
+from ...geometry import Heads
 from ...implementations.dense.attend import SCRATCH_BYTES
 from ...maps import LayerMaps
 from ...policy import Policy
-from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages, shadows_needed
+from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages
 from ...warmup import warm_up
 from . import POLICY, POLICY_OPTION, calls
 from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_bytes
@@ -167,7 +167,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.exact = tokens
         if tokens is not None and self.owner is None:
             block_size = self.config.cache_config.block_size
-            count = shadows_needed(tokens, block_size, self.config.scheduler_config.max_num_seqs)
+            count = tokens.shadows_needed(block_size, self.config.scheduler_config.max_num_seqs)
             self._shadow = shadow_pages(self._sample(torch.device(current_platform.device_type), block_size), count, self.dtype)
 
     def join(self, pool: ExactPages) -> None:

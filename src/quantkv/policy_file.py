@@ -1,0 +1,83 @@
+"""The JSON file of a policy, as it is written. Pure Python: `Policy` adds the tensors that the file names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .exact import ExactTokens
+from .refusals import refuse
+
+VERSION = 1
+FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact")
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a file says.
+
+    format: of the layers that `layers` does not name. layers: format of a layer by its number. maps, calibration: names of files beside
+    it; None: it names none. exact: tokens with 16-bit copies; None: there are none.
+    """
+
+    format: str
+    layers: dict[int, str]
+    maps: str | None = None
+    calibration: str | None = None
+    exact: ExactTokens | None = None
+
+    def name_of(self, layer: int) -> str:
+        """Name of a layer's format."""
+        return self.layers.get(layer, self.format)
+
+
+def read(path: str | Path) -> PolicyFile:
+    """Read a file; `Policy.load` says what stands in it. ValueError naming what is wrong."""
+    try:
+        given = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy={str(path)!r}: {error}") from error
+    if not isinstance(given, dict) or given.keys() - set(FIELDS) or "format" not in given:
+        refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
+    if given.get("policy_version") != VERSION:
+        refuse("policy_version", given.get("policy_version"), f"{VERSION} is needed")
+    for name in ("maps", "calibration"):
+        if not isinstance(given.get(name, ""), str):
+            refuse(f"policy.{name}", given[name], "the name of a file beside the policy is needed")
+    layers, exact = _layers(given.get("layers", {})), _exact(given.get("exact"))
+    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), exact)
+
+
+def check_layers(num_layers: int, **named: Iterable[int]) -> None:
+    """ValueError where a part of a policy, by its name, names a layer that a model of `num_layers` lacks."""
+    for name, numbers in named.items():
+        beyond = sorted(number for number in numbers if number >= num_layers)
+        if beyond:
+            refuse(f"policy.{name}", beyond, f"the model has layers 0 to {num_layers - 1}")
+
+
+def _layers(given: Any) -> dict[int, str]:
+    """ "3" and "2-5" as numbers of layers."""
+    if not isinstance(given, dict):
+        refuse("policy.layers", given, 'an object such as {"0": "int8", "2-5": "k8v4"} is needed')
+    layers: dict[int, str] = {}
+    for key, name in given.items():
+        first, _, last = key.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+            refuse("policy.layers", key, 'a number of a layer such as "3", or a range such as "2-5", is needed')
+        for number in range(int(first), int(last or first) + 1):
+            if number in layers:
+                refuse("policy.layers", key, f"layer {number} is named twice")
+            layers[number] = name
+    return layers
+
+
+def _exact(given: Any) -> ExactTokens | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.keys() - {"first", "latest"}:
+        refuse("policy.exact", given, 'an object such as {"first": 16, "latest": 24} is needed')
+    return ExactTokens(**given)

@@ -1,0 +1,24 @@
+"""Refusals: each raises ValueError naming the argument, its value and what is allowed. Pure Python; `checks.py` has those of tensors."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import NoReturn
+
+
+def refuse(argument: str, value: object, allowed: str) -> NoReturn:
+    """Raise the ValueError that every check raises: argument, its value, what is allowed."""
+    raise ValueError(f"{argument}={value}: {allowed}")
+
+
+def number(argument: str, value: float, low: float = -math.inf, above: bool = False, note: str = "a finite number") -> None:
+    """Check that a number is finite and at least `low` (`above`: larger)."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < low or (above and value == low):
+        refuse(argument, value, f"{note} is needed")
+
+
+def integer(argument: str, value: int, low: int, note: str) -> None:
+    """Check that an integer is at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        refuse(argument, value, f"{note} is needed")
