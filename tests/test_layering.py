@@ -25,7 +25,7 @@ ALLOWED = {
     "packing": set(),
     "rounding": set(),
     "format": {"names", "spec", "packing", "formats", "rounding"},
-    "formats": {"format", "spec", "packing", "rounding", "triton", "hopper"},
+    "formats": {"format", "spec", "packing", "rounding", "triton", "hopper", "cpu"},
     "maps": {"format", "rounding"},
     "checks": {"refusals"},
     "options": {"checks"},
@@ -35,7 +35,8 @@ ALLOWED = {
     "triton": {"calls", "format", "maps", "reads", "rounding"},
     "dense": {"calls", "format", "maps", "reference", "triton"},
     "hopper": {"calls", "format", "maps", "rounding"},
-    "implementations": {"calls", "format", "reference", "triton", "dense", "hopper"},
+    "cpu": {"calls", "format", "maps", "packing", "reads", "reference"},
+    "implementations": {"calls", "format", "reference", "triton", "dense", "hopper", "cpu"},
     "flat": {"calls", "format", "maps"},
     "ops": {"flat", "calls", "format", "maps", "implementations"},
     "exact": {"refusals"},
@@ -149,9 +150,9 @@ def test_kernels_are_small():
 @pytest.mark.parametrize(
     "statement,absent",
     [
-        ("import quantkv", ("torch", "triton", "transformers")),
-        ("import quantkv.formats", ("triton", "transformers")),
-        ("import quantkv; quantkv.PagedCache", ("triton", "transformers")),
+        ("import quantkv", ("torch", "triton", "transformers", "numba")),
+        ("import quantkv.formats", ("triton", "transformers", "numba")),
+        ("import quantkv; quantkv.PagedCache", ("triton", "transformers", "numba")),
     ],
 )
 def test_import_is_light(statement, absent):

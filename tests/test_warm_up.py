@@ -14,5 +14,5 @@ def test_warm_up():
     served = warm_up(cache, 4, query_lens=(1, 5), batch_sizes=(1, 3), write_sizes=(2,), max_seq_len=64, progress=lambda *x: seen.append(x))
     assert torch.equal(cache.buffer, before)
     assert list(served) == ["write of 2 tokens", *(f"attend of {s} x {n} queries" for n in (1, 5) for s in (1, 3))]
-    assert DEVICE != "cpu" or set(served.values()) == {"reference"}
+    assert DEVICE != "cpu" or set(served.values()) <= {"cpu", "reference"}
     assert seen[-1][:2] == (5, 5) and seen[0][2].startswith("write of 2 tokens: ")

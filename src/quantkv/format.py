@@ -62,7 +62,8 @@ class Codec(ByName):
     round_mapped: the mapped row is rounded to the input's dtype first, as vLLM's bytes require.
     head_size_multiple, power_of_two: which head sizes the codec can take.
     triton: returns the Triton half, a `views.TritonCodec`; called when a kernel first needs it, so that importing a
-        format imports no Triton. hopper: likewise its half in CUDA C++, a `codec.HopperCodec`. None: it has none.
+        format imports no Triton. hopper: likewise its half in CUDA C++, a `codec.HopperCodec`; cpu: its half for CPUs, a
+        `codec.CpuCodec`. None: it has none.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Codec(ByName):
     signed: bool = False
     triton: Callable[[], Any] | None = None
     hopper: Callable[[], Any] | None = None
+    cpu: Callable[[], Any] | None = None
 
     @property
     def scaled_per_tensor(self) -> bool:

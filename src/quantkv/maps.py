@@ -173,7 +173,7 @@ class LinearMap:
         return self.forward.double()
 
     @cached_property
-    def _block_signs(self) -> torch.Tensor | None:
+    def block_signs(self) -> torch.Tensor | None:
         """The signs s `[D]` where A is `H diag(s)` for all heads, H unnormalised Hadamard matrices in blocks (the map of int2 and int4)."""
         size = self.forward.shape[-1]
         block, a = size & -size, self.forward[0]
@@ -187,7 +187,7 @@ class LinearMap:
 
         A Hadamard matrix of +-1 is a butterfly in float32, any other matrix a product in float64.
         """
-        signs = self._block_signs
+        signs = self.block_signs
         if signs is not None:
             blocks = (rows * signs).unflatten(-1, (-1, signs.shape[0] & -signs.shape[0]))
             mapped = butterfly(blocks)

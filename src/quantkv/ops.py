@@ -20,9 +20,9 @@ Launch = Callable[[AttendCall], None] | Callable[[WriteCall], None]
 
 
 def write(call: WriteCall, implementation: str = "auto") -> None:
-    """Serve `call`. implementation: "auto", "hopper", "triton" or "reference"; ValueError where an explicit choice cannot run.
+    """Serve `call`. implementation: "auto", "hopper", "triton", "cpu" or "reference"; ValueError where an explicit choice cannot run.
 
-    On a GPU "auto" is the Hopper kernel where that serves the call, else Triton's; elsewhere the reference.
+    On a GPU "auto" is the Hopper kernel where that serves the call, else Triton's; on a CPU the compiled kernels, else the reference.
     """
     if torch.compiler.is_compiling():
         tensors, factors = call.maps.flatten()
@@ -36,9 +36,10 @@ def write(call: WriteCall, implementation: str = "auto") -> None:
 def attend(call: AttendCall, implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor | None]:
     """Serve `call`: its out, and its lse, filled.
 
-    implementation: "auto", "hopper", "dense", "triton" or "reference"; ValueError where an explicit choice cannot run. On a GPU "auto"
-    tries the Hopper kernel, dense attention over a dequantized scratch, and Triton, which serves every call; elsewhere it is the
-    reference. Where the host knows the lengths, a batch of several kinds is cut into runs, and each is served by what suits it.
+    implementation: "auto", "hopper", "dense", "triton", "cpu" or "reference"; ValueError where an explicit choice cannot run.
+    On a GPU "auto" tries the Hopper kernel, dense attention over a dequantized scratch, and Triton, which serves every call; on a CPU the
+    compiled kernels, and the reference. Where the host knows the lengths, a batch of several kinds is cut into runs, and each is served
+    by what suits it.
     """
     if torch.compiler.is_compiling():
         batch = call.batch

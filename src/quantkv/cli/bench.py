@@ -63,7 +63,7 @@ def bench_command(
             "--implementations",
             metavar="A,B,...",
             show_default="all that run here",
-            help="Of quantkv: reference, triton, hopper, dense (prefill).",
+            help="Of quantkv: reference, cpu, triton, hopper, dense (prefill).",
         ),
     ] = None,
     rivals: Annotated[bool, typer.Option("--rivals/--no-rivals", help="Also what else can be imported.")] = True,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..format import Codec
 
 HEAD_SIZE = 128
-LETTERS = {"hopper": "H", "dense": "D", "triton": "T", "reference": "R"}
+LETTERS = {"hopper": "H", "dense": "D", "triton": "T", "cpu": "C", "reference": "R"}
 
 
 def add_to(commands: typer.Typer) -> None:

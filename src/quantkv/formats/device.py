@@ -24,3 +24,15 @@ def cuda_half(file: str, type: str, **arguments: Any) -> Callable[[], Any]:
         return HopperCodec(Path(file).with_name("hopper.cuh"), type, **arguments)
 
     return load
+
+
+def cpu_half(**arguments: Any) -> Callable[[], Any]:
+    """For `Codec.cpu`: arguments as of `CpuCodec`."""
+
+    @cache
+    def load():
+        from ..implementations.cpu.codec import CpuCodec
+
+        return CpuCodec(**arguments)
+
+    return load

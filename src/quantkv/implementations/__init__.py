@@ -1,4 +1,4 @@
-"""What can serve a call, by the names that users type: hopper, dense, triton, reference. The one place that chooses.
+"""What can serve a call, by the names that users type: hopper, dense, triton, cpu, reference. The one place that chooses.
 
 Each is a folder with a module for reads, `attend`, and one for writes, `write` (dense only reads), which have
 
@@ -16,7 +16,8 @@ from types import ModuleType
 from ..calls import AttendCall, WriteCall
 from ..format import Format
 
-NAMES = ("hopper", "dense", "triton", "reference")  # the order in which "auto" tries them
+NAMES = ("hopper", "dense", "triton", "cpu", "reference")  # the order in which "auto" tries them
+ON_CPU = ("cpu", "reference")
 READS_ONLY = ("dense",)
 Call = AttendCall | WriteCall
 
@@ -59,14 +60,14 @@ def _honours(name: str, options: list[str]) -> bool:
 def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, str]]:
     """The implementation that serves `call`, and why each one that was tried before it does not.
 
-    "auto" tries all of them on a GPU, and elsewhere takes the reference. ValueError where an explicit choice cannot serve the call:
+    "auto" tries all of them on a GPU, and elsewhere those that run on a CPU. ValueError where an explicit choice cannot serve the call:
     it never becomes another one.
     """
     if implementation not in ("auto", *NAMES):
         raise ValueError(f"implementation={implementation!r}: one of auto, {', '.join(NAMES)}")
     device = call.q.device if isinstance(call, AttendCall) else call.key.device
     refusals = {}
-    for name in (implementation,) if implementation != "auto" else NAMES if device.type == "cuda" else ("reference",):
+    for name in (implementation,) if implementation != "auto" else NAMES if device.type == "cuda" else ON_CPU:
         reason = refusal(name, call)
         if reason is None:
             return name, refusals
@@ -88,4 +89,9 @@ def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
         except ModuleNotFoundError:
             return None
         return all(half is not None and (kind == "attend" or half.encode is not None) for half in halves)
+    if name == "cpu":
+        maps, halves = {fmt.k.map, fmt.v.map}, [codec.cpu and codec.cpu() for codec in (fmt.k, fmt.v)]
+        if kind == "attend" or None in halves:
+            return None not in halves
+        return maps <= {"none", "hadamard", "rht"} and (maps != {"none"} or any(half.encode for half in halves))
     return True

@@ -8,7 +8,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import cuda_half, half_of
+from ..device import cpu_half, cuda_half, half_of
 from ..int8 import absmax_scale, decode_scaled
 
 
@@ -34,6 +34,7 @@ def plain_fp8(name: str, dtype: torch.dtype, device: str, keys: bool = False) ->
         head_size_multiple=2,
         triton=half_of(__name__, device),
         hopper=cuda_half(__file__, device, keys=keys, values=False),
+        cpu=cpu_half(),
     )
 
 
@@ -48,6 +49,7 @@ FP8_TOKEN = Codec(
     head_size_multiple=2,
     triton=half_of(__name__, "E4M3_TOKEN"),
     hopper=cuda_half(__file__, "E4M3Token"),
+    cpu=cpu_half(),
 )
 
 register(Format("fp8", E4M3, E4M3, "per tensor, e4m3"), "fp8_e4m3", "fp8_per_tensor")

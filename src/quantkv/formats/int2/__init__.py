@@ -8,7 +8,7 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, unpack
 from ...spec import RowLayout
-from ..device import cuda_half, half_of
+from ..device import cpu_half, cuda_half, half_of
 from ..int8 import LARGEST, quotient
 
 BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as vLLM rounds it
@@ -53,5 +53,6 @@ INT2 = Codec(
     planes=4,
     triton=half_of(__name__, "INT2"),
     hopper=cuda_half(__file__, "Int2", table_bytes=1 << 16),
+    cpu=cpu_half(operands=lambda head_size: head_size * torch.tensor(CENTROIDS)),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

@@ -6,7 +6,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import cuda_half, half_of
+from ..device import cpu_half, cuda_half, half_of
 
 SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
 LARGEST = torch.finfo(torch.float32).max  # what is stored of finite rows is finite, and so is attention over it
@@ -47,5 +47,6 @@ INT8 = Codec(
     head_size_multiple=2,
     triton=half_of(__name__, "INT8"),
     hopper=cuda_half(__file__, "Int8", half=2),
+    cpu=cpu_half(),
 )
 register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

@@ -21,7 +21,7 @@ from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...rounding import Rounding, root_mean_square, round_to_levels, unbiased
 from ...spec import RowLayout
-from ..device import cuda_half, half_of
+from ..device import cpu_half, cuda_half, half_of
 from ..int8 import LARGEST_HALF
 
 SMALLEST_HALF = 2.0**-24
@@ -109,6 +109,7 @@ def codec(bits: int) -> Codec:
         planes=planes_of(bits),
         triton=half_of(__name__, f"LEVELS{bits}"),
         hopper=cuda_half(__file__, f"Levels<{bits}>", numbers=_numbers, **READS[bits]),
+        cpu=cpu_half(operands=lambda head_size: levels(bits)),
     )
 
 

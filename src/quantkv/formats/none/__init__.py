@@ -6,7 +6,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import cuda_half, half_of
+from ..device import cpu_half, cuda_half, half_of
 
 CUDA_HALVES = {dtype: cuda_half(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>") for dtype in (torch.bfloat16, torch.float16)}
 
@@ -20,6 +20,7 @@ def _plain(name: str, dtype: torch.dtype) -> Codec:
         code_dtype=dtype,
         triton=half_of(__name__, name.upper()),
         hopper=CUDA_HALVES.get(dtype),
+        cpu=cpu_half(),
     )
 
 

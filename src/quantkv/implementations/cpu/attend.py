@@ -1,0 +1,184 @@
+"""Attention over pages on a CPU: decode, and a few queries a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...calls import AttendCall, Batch, Segment
+from ...maps import LinearMap
+from ...reads import window_size
+from ..reference.attend import merge
+from . import sides
+from .compiling import missing
+from .threads import in_parts
+
+HONOURED = frozenset(("causal", "window", "chunk_lookback", "softcap", "sinks", "output_scale", "batch_invariant"))
+MOST_QUERIES = 16  # of a sequence: larger products are for the reference, which leaves them to a BLAS
+SMALLEST_PART = 1 << 17  # numbers that a thread reads: fewer are not worth waking one
+
+
+def refusal(call: AttendCall) -> str | None:
+    """Why a call is not for these kernels, in words; None where it is."""
+    if call.q.device.type != "cpu":
+        return f"q lies on {call.q.device}: CPUs only"
+    if reason := missing():
+        return reason
+    queries = _most_queries(call.batch)
+    if queries > MOST_QUERIES:
+        return f"a sequence has {queries} queries: at most {MOST_QUERIES}"
+    reasons = (sides.refusal(side, codec) for s in call.segments for side, codec in ((s.k, s.fmt.k), (s.v, s.fmt.v)))
+    return next(filter(None, reasons), None)
+
+
+def _most_queries(batch: Batch) -> int:
+    if batch.lengths is not None:
+        return max((queries for queries, _ in batch.lengths), default=0)
+    return int(batch.cu_seqlens_q.diff().max()) if batch.num_seqs else 0
+
+
+def run(call: AttendCall) -> None:
+    """Serve `call`, into its out and lse."""
+    prepare(call)(call)
+
+
+def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
+    """What serves every call of the same batch and options: what is read is worked out once, and anew where the lengths or the block
+    tables hold other numbers."""
+    traits = [(sides.described(s.k, s.fmt.k), sides.described(s.v, s.fmt.v)) for s in call.segments]
+    matrices: dict[Any, tuple[LinearMap | None, torch.Tensor | None]] = {}
+    known: list[bytes] = []
+    plans: list[Plan] = []
+
+    def matrix(of: Callable, map_: LinearMap | None, planes: int, scale: float) -> torch.Tensor | None:
+        key = of, id(map_), planes, scale
+        if key not in matrices:
+            matrices[key] = map_, of(map_, planes, scale)  # with the map, so that no other one gets its id
+        return matrices[key][1]
+
+    def launch(call: AttendCall) -> None:
+        nonlocal known, plans
+        places = _places(call)
+        if known != places:
+            if plans:
+                call.check_values()
+            known, plans = places, [Plan.of(call, segment) for segment in call.segments]
+        results = [_attend_segment(call, *parts, matrix) for parts in zip(call.segments, plans, traits)]
+        if call.options.sinks is not None:  # a value of zero that every query sees
+            (out, lse), sinks = results[0], call.options.sinks.float()
+            results.append((torch.zeros_like(out), sinks.expand_as(lse)))
+        out, lse = results[0] if len(results) == 1 else merge(*(torch.stack(x) for x in zip(*results)))
+        if call.options.output_scale is not None:
+            out = (out / call.options.output_scale).clamp(-448, 448)
+        call.out.copy_(out)
+        if call.lse is not None:
+            call.lse.copy_(lse)
+
+    return launch
+
+
+def _places(call: AttendCall) -> list[bytes]:
+    """The numbers that say which keys are read."""
+    own = [t for s in call.segments for t in (s.block_table, s.key_start, s.key_range)]
+    given = (call.batch.cu_seqlens_q, call.batch.seq_lens, call.options.causal, *own)
+    return [t.numpy().tobytes() for t in given if isinstance(t, torch.Tensor)]
+
+
+class Plan(NamedTuple):
+    """What is read of one segment; arrays as of `kernels.attend_pieces`.
+
+    first: `[S + 1]`, the first piece of each sequence. columns: rows of sums and totals."""
+
+    pieces: np.ndarray
+    first: np.ndarray
+    pages: np.ndarray
+    starts: np.ndarray
+    seen: np.ndarray
+    origins: np.ndarray
+    columns: int
+
+    @classmethod
+    def of(cls, call: AttendCall, segment: Segment) -> Plan:
+        """What `call` reads of `segment`, by the numbers that its tensors hold now."""
+        from .kernels import CHUNK
+
+        starts = _wide(call.batch.cu_seqlens_q)
+        counts, num_seqs = np.diff(starts), call.batch.num_seqs
+        origins = np.zeros(num_seqs, np.int64) if segment.key_start is None else _wide(segment.key_start)
+        sequence = np.repeat(np.arange(num_seqs), counts)
+        seen = _seen(call, segment, sequence, starts)
+        seen = np.maximum(seen - origins[sequence, None], 0)
+        seen[seen[:, 0] >= seen[:, 1]] = 0
+        some = seen[:, 1] > 0
+        low, high = np.full(num_seqs, np.iinfo(np.int64).max), np.zeros(num_seqs, np.int64)
+        np.minimum.at(low, sequence[some], seen[some, 0])
+        np.maximum.at(high, sequence[some], seen[some, 1])
+        begin = np.minimum(low, high) // CHUNK
+        first = np.concatenate([[0], np.cumsum(-(-high // CHUNK) - begin)])
+        owner = np.repeat(np.arange(num_seqs), np.diff(first))
+        chunk = np.arange(len(owner)) - first[owner] + begin[owner]
+        ends = np.cumsum(counts[owner] * call.q.shape[1])
+        rows = ends - counts[owner] * call.q.shape[1]
+        pieces = np.stack([owner, chunk * CHUNK, rows], 1)
+        return cls(pieces, first, _wide(segment.block_table), starts, seen, origins, int(ends[-1]) if len(ends) else 0)
+
+
+def _wide(t: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(t.numpy(), np.int64)
+
+
+def _seen(call: AttendCall, segment: Segment, sequence: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The positions `[T, 2]`, from and to before, that each query sees: with the options honoured here it is one interval."""
+    options, lengths = call.options, _wide(call.batch.seq_lens)[sequence]
+    position = lengths - starts[sequence + 1] + np.arange(len(sequence))
+    causal = options.causal if isinstance(options.causal, bool) else options.causal.numpy()[sequence]
+    low, high = np.zeros_like(position), np.where(causal, position + 1, lengths)
+    window, chunk = window_size(options)
+    if chunk:
+        low = (position // chunk - options.chunk_lookback) * chunk
+    elif window:
+        low, high = position - window + 1, np.minimum(high, position + window)
+    if segment.key_range is not None:
+        bounds = _wide(segment.key_range)[sequence]
+        low, high = np.maximum(low, bounds[:, 0]), np.minimum(high, bounds[:, 1])
+    return np.stack([np.maximum(low, 0), np.minimum(high, lengths)], 1)
+
+
+def _attend_segment(
+    call: AttendCall, segment: Segment, plan: Plan, traits: tuple[sides.Description, sides.Description], matrix: Callable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out `[T, HQ, D_V]` and log-sum-exp `[T, HQ]`, float32, over the keys of one segment."""
+    from . import kernels
+
+    (k, v, fmt), maps, heads = segment[:3], segment.maps, segment.k.codes.shape[2]
+    q = call.q.detach().float()
+    scale = call.scale * k.scale
+    by_map = matrix(sides.query_matrix, maps.k, fmt.k.planes, scale)
+    mapped = (q * scale).unflatten(-1, (-1, fmt.k.planes)).mT.flatten(-2) if by_map is None else _by_head(q, by_map, heads)
+    offset = None if maps.k is None else maps.k.offset
+    offsets = q.new_empty(*q.shape[:2], 0) if offset is None else _by_head(q * call.scale, offset.permute(1, 2, 0), heads)
+    out, lse = torch.empty(*q.shape[:2], segment.head_size_v), torch.empty(q.shape[:2])
+    sums, totals = np.empty((plan.columns, segment.head_size_v), np.float32), np.empty((plan.columns, 2), np.float32)
+    key, value, size = traits[0].of(k), traits[1].of(v), k.codes.shape[1]
+    where = (size, plan.pieces, plan.pages, plan.starts, plan.seen, plan.origins)
+    what = (key, value, mapped.contiguous().numpy(), offsets.contiguous().numpy(), call.options.softcap, sums, totals)
+    smallest = SMALLEST_PART // (kernels.CHUNK * (q.shape[2] + segment.head_size_v))
+    in_parts(len(plan.pieces) * heads, smallest, lambda first, last: kernels.attend_pieces(first, last, *where, *what))
+    kernels.merge_pieces(plan.pieces, plan.first, plan.starts, sums, totals, out.numpy(), lse.numpy())
+    by_map = matrix(sides.output_matrix, maps.v, fmt.v.planes, v.scale)
+    if by_map is not None:
+        return _by_head(out, by_map, heads), lse
+    out = out.unflatten(-1, (fmt.v.planes, -1)).mT.flatten(-2)
+    return out if v.scale == 1 else out * v.scale, lse
+
+
+def _by_head(rows: torch.Tensor, matrix: torch.Tensor, heads: int) -> torch.Tensor:
+    """`rows [T, HQ, D]` times the matrix of each one's kv head, `[HK or 1, D, N]`: `[T, HQ, N]`."""
+    if matrix.shape[0] == 1:
+        return rows @ matrix[0]
+    return (
+        (rows.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2) @ matrix).unflatten(1, (len(rows), -1)).transpose(0, 1).flatten(1, 2)
+    )

@@ -1,0 +1,33 @@
+"""Functions compiled by numba, each for one signature, when their module is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def missing() -> str | None:
+    """Why nothing can be compiled here, in words; None where numba is there."""
+    try:
+        import numba  # noqa: F401
+    except ModuleNotFoundError as error:
+        return f"the package {error.name} is missing: pip install 'quantkv[cpu]'"
+    except ImportError as error:  # it is strict about the numpy that it works with
+        return f"numba cannot be imported: {error}"
+    return None
+
+
+def compiled(signature: Any, **options: Any) -> Callable[[Callable], Callable]:
+    """A decorator: compile for `signature` alone. The result is kept on disk, by numba's rules: in the folder that NUMBA_CACHE_DIR
+    names, beside the source, or in the user's cache folder; where none of them can be written, every process compiles anew."""
+    from numba import njit
+
+    def compile(function: Callable) -> Callable:
+        try:
+            return njit(signature, cache=True, **options)(function)
+        except (RuntimeError, OSError):  # no folder can be written, or the disk is full
+            return njit(signature, **options)(function)
+
+    return compile
