@@ -64,7 +64,7 @@ def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
             encoded = encoded and [[t if t is None else t[part] for t in encoded] for part in (slice(half), slice(half, None))]
         else:
             encoded = [_encode(rows, *parts, side.scale) for rows, (side, *parts) in zip(given, _sides(call))]
-        if encoded is None or None in encoded:  # what is no number has bytes, too, and the reference says which
+        if encoded is None or None in encoded:  # what is not finite has bytes, too, and the reference says which
             return reference.run(call)
         for side, (codes, meta) in zip((k, v), encoded):
             _bytes(side.codes)[at] = codes
@@ -79,7 +79,7 @@ def _bytes(t: torch.Tensor) -> np.ndarray:
 
 
 def _encode(given: torch.Tensor, codec: Codec, map_: LinearMap | None, scale: float) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """Bytes of codes `[T, HK, code_bytes]` and metadata `[T, HK, fields]` of rows `[T, HK, D]`; None where a mapped one is no number."""
+    """Bytes of codes `[T, HK, code_bytes]` and metadata `[T, HK, fields]` of rows `[T, HK, D]`; None where a mapped one is not finite."""
     y = given.float()
     if map_ is not None:
         from .rows import map_rows
@@ -90,7 +90,7 @@ def _encode(given: torch.Tensor, codec: Codec, map_: LinearMap | None, scale: fl
         arguments = source.view(-1, size).numpy(), signs.numpy(), size & -size, ROUNDINGS.index(dtype), torch.finfo(dtype).max
         if not map_rows(*arguments, y.view(-1, size).numpy()):
             return None
-    y = y if scale == 1.0 else y / scale
+    y = reference.divided(y, scale, codec)
     rounding, encode = rounding_of(codec, map_), codec.cpu().encode
     if rounding is not None or encode is None:
         codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)

@@ -86,13 +86,17 @@ def encode(
     if alone is not None:
         alone_is_shorter = alone.square().sum(-1, keepdim=True) < y.square().sum(-1, keepdim=True)
         y = torch.where(alone_is_shorter, -alone, y)
-    if scale != 1.0:
-        y = y / scale
-        if codec.row.meta:  # of finite rows nothing that is not finite is stored
-            y = y.clamp(-LARGEST, LARGEST)
-    rounding = rounding_of(codec, map_)
+    y, rounding = divided(y, scale, codec), rounding_of(codec, map_)
     codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)
     return codes, meta if alone is None else torch.where(alone_is_shorter, -meta, meta)
+
+
+def divided(rows: torch.Tensor, scale: float, codec: Codec) -> torch.Tensor:
+    """Rows over a side's scale. Of finite ones nothing that is not finite is stored, where the codec's scales could be."""
+    if scale == 1.0:
+        return rows
+    rows = rows / scale
+    return rows.clamp(-LARGEST, LARGEST) if codec.row.meta else rows
 
 
 def apply_map(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
