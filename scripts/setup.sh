@@ -3,7 +3,7 @@
 # model and text (without their own dependencies, which are not used). PYTHON=python3.12 chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-download="3.0 GB" # of Linux x86_64, Python 3.12; scripts/check_resolution.sh holds it to the sizes of the wheels
+download="3.1 GB" # of Linux x86_64, Python 3.12; scripts/check_resolution.sh holds it to the sizes of the wheels
 log=.venv/setup.log
 
 fail() {

@@ -180,7 +180,7 @@ def test_a_write_stores_the_bytes_of_the_reference(name, dtype):
             key[8], value[9] = 3e38, 1e30
             map_ = LayerMaps.of(get_format(name), head_size, head_size).v
             signs = 1 if map_ is None or map_.block_signs is None else map_.block_signs.repeat(head_size // len(map_.block_signs))
-            value[10] = signs * torch.tensor([2e38, 2e38, 1e38, 1e38, *[0] * (head_size - 4)])  # a sum is infinite on the way, not at the end
+            value[10] = signs * torch.tensor([2e38, 2e38, 1e38, 1e38, *[0] * (head_size - 4)])  # infinite on the way only
         slots = torch.randperm(96, generator=generator)[:60]
         slots[::7] = -1
         for broken in (False, True):

@@ -77,7 +77,7 @@ def test_says_how_much_before_it_fetches(setup):
     code, out, err = setup("echo Collecting a; echo '  Downloading b.whl (9.9 MB)'; echo '  Downloading c.whl (526.6 MB)'", "exit 1")
     assert (code, err) == (0, "")
     first, *_ = out.splitlines()
-    assert "about 3.0 GB" in first and out.count("Downloading") == 2 and out.index("3.0 GB") < out.index("Downloading c.whl (526.6 MB)")
+    assert "about 3.1 GB" in first and out.count("Downloading") == 2 and out.index("3.1 GB") < out.index("Downloading c.whl (526.6 MB)")
     assert "Collecting" not in out
 
 
