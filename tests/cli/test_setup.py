@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-PINNED = {"torch", "triton", "transformers"}
+PINNED = {"numba", "torch", "triton", "transformers"}
 SITE = {"mkdocs-material", "mkdocstrings", "mkdocstrings-python", "pymdown-extensions"}  # pins of the extra docs
 
 
@@ -45,7 +45,7 @@ def test_one_pin_each_that_everything_installed_admits(python):
             assert SpecifierSet(needs).contains(f"{python}.0"), f"{name} {package.version} is not for Python {python}"
         for requirement in map(Requirement, package.requires or ()):
             wanted = requirement.marker is None or any(
-                requirement.marker.evaluate({**environment, "extra": e}) for e in ("", "dev", "triton", "transformers", "docs")
+                requirement.marker.evaluate({**environment, "extra": e}) for e in ("", "dev", "cpu", "triton", "transformers", "docs")
             )
             if requirement.name in chosen and wanted and name in ("quantkv", *PINNED):
                 assert requirement.specifier.contains(chosen[requirement.name]), (
