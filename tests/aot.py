@@ -19,7 +19,9 @@ TARGETS = {
     "sm89": (GPUTarget("cuda", 89, 32), launch.Target(89, "tf32x3", 142)),
     "sm90": (GPUTarget("cuda", 90, 32), launch.Target(90, "tf32x3", 132)),
     "sm100": (GPUTarget("cuda", 100, 32), launch.Target(100, "tf32x3", 148)),
+    "sm120": (GPUTarget("cuda", 120, 32), launch.Target(120, "tf32x3", 188)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), launch.Target(0, "ieee", 304)),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), launch.Target(0, "ieee", 256)),
 }
 KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
 

@@ -9,7 +9,7 @@ from quantkv import available_formats, get_format
 
 pytest.importorskip("triton")
 ARCHES = ("sm80", "sm89", "sm90", "sm100", "gfx942")
-SHARED_MEMORY = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB that a block may have
+SHARED_MEMORY = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99, "gfx942": 64, "gfx950": 160}  # KiB that a block may have
 
 
 def one_format_for_each_codec():
@@ -36,6 +36,7 @@ def run(*task):
 CASES = [(name, arch, 128, (1,)) for name in one_format_for_each_codec() for arch in ARCHES]
 CASES += [("five_bits", arch, 128, (1, 512)) for arch in ("sm80", "sm90", "gfx942")]  # words of five bytes
 CASES += [(name, arch, 128, (512,)) for name in ("bf16", "int4") for arch in ARCHES]
+CASES += [(name, arch, 128, (1, 64)) for name in ("bf16", "int4") for arch in ("sm120", "gfx950")]  # the newest of either kind
 CASES += [(name, arch, 128, (4,), True) for name in ("int4", "fp8") for arch in ("sm80", "sm90", "gfx942")]
 CASES += [(name, "sm90", size, (1, 64)) for name in ("int4", "bf16") for size in (80, 256, 512)]
 
