@@ -148,8 +148,9 @@ def test_foreign_layouts(layout, format_name):
     ours.write(rows(40), rows(40, seed=1), slots)
     batch = dict(block_table=torch.tensor([[1, 2, 3]]), seq_lens=torch.tensor([40]), cu_seqlens_q=torch.tensor([0, 1]))
     q = rows(1).repeat(1, 2, 1).float()
-    out, _ = attend(q, k, v, fmt, scale=0.125, **batch)
-    assert torch.equal(out, ours.attend(q, scale=0.125, **batch))
+    for implementation in ("reference", "auto"):
+        out, _ = attend(q, k, v, fmt, scale=0.125, implementation=implementation, **batch)
+        assert torch.equal(out, ours.attend(q, scale=0.125, implementation=implementation, **batch))
 
 
 def test_strided_inputs():

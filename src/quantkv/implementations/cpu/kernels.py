@@ -16,9 +16,8 @@ CHUNK = 512  # keys that are attended to at once. Cuts go by position: what a se
 ROWS = 16  # rows of a page that are unpacked at once
 # Of the numbers that describe a side: addresses, strides in bytes, traits.
 CODES, PAGE, TOKEN, HEAD, META, META_PAGE, META_TOKEN, META_HEAD = range(8)
-SIZE, BITS, PLANES, WORD_BYTES, OPERANDS, SIGN, FIELDS, HALVES, ZERO_POINT, UNIT_LENGTH, SIGNED, HEADS = range(8, 20)
-NUMBERS = 20
-BUCKET = 6  # positions >> BUCKET: the row of an offset table
+SIZE, BITS, PLANES, WORD_BYTES, OPERANDS, SIGN, FIELDS, HALVES, ZERO_POINT, UNIT_LENGTH, SIGNED, HEADS, BUCKET_BITS = range(8, 21)
+NUMBERS = 21
 
 # Sums may be taken in any order, and a product and a sum be one instruction; numbers that are not finite stay what they are.
 SUMS = {"contract", "reassoc", "nsz"}
@@ -154,7 +153,7 @@ def score_keys(key, pages, first, last, size, head, queries, sums, low, high, of
     `queries [C, D]` that sees them: from `low[c]` to before `high[c]`."""
     start, columns = first // CHUNK * CHUNK, queries.shape[0]
     scales, biases = np.empty(ROWS, f32), np.empty(ROWS, f32)
-    signed, buckets = key[SIGNED] != 0, offsets.shape[1]
+    signed, buckets, bits = key[SIGNED] != 0, offsets.shape[1], key[BUCKET_BITS]
     slot = first
     while slot < last:
         page, place = slot // size, slot % size
@@ -167,7 +166,7 @@ def score_keys(key, pages, first, last, size, head, queries, sums, low, high, of
                     dot += tile[r, d] * queries[c, d]
                 score = dot * scales[r] + sums[c] * biases[r]
                 if buckets and (not signed or scales[r] >= ZERO):
-                    score += offsets[c, min((origin + slot + r) >> BUCKET, buckets - 1)]
+                    score += offsets[c, min((origin + slot + r) >> bits, buckets - 1)]
                 scores[c, slot + r - start] = score
         slot += count
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ... import maps
 from ...calls import Side
 from ...format import Codec
 from ...maps import LinearMap
@@ -64,6 +65,7 @@ def described(side: Side, codec: Codec) -> Description:
         kernels.UNIT_LENGTH: half.unit_length,
         kernels.SIGNED: codec.signed,
         kernels.HEADS: side.codes.shape[2],
+        kernels.BUCKET_BITS: (maps.OFFSET_BUCKET - 1).bit_length(),  # position >> bits: the row of an offset table
     }
     for name, number in traits.items():
         numbers[name] = number
