@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -304,3 +305,10 @@ def test_what_is_said_of_a_format_is_what_serves_it(format_name):
     call = WriteCall(b.key, b.value, c.k, c.v, c.format, b.slots, c.maps, b.positions)
     assert implementations.can_serve("cpu", fmt, "attend") == (attend.refusal(b.call()) is None)
     assert implementations.can_serve("cpu", fmt, "write") == (write.refusal(call) is None)
+
+
+def test_numba_is_left_alone_beside_vllm(monkeypatch):
+    """vLLM's CPU platform reads the attributes of every module as it starts, and fails at llvmlite's."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    name, reasons = implementations.resolve(batch("int4").call())
+    assert name == "reference" and reasons["cpu"].startswith("vLLM is loaded")

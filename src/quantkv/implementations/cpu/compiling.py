@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 
-@cache
 def missing() -> str | None:
     """Why nothing can be compiled here, in words; None where numba is there."""
+    if "vllm" in sys.modules:  # vars() of llvmlite's library is no dict, and vLLM 0.33 asks every attribute of every module for it
+        return "vLLM is loaded, whose CPU platform does not start beside numba's llvmlite"
+    return _without_numba()
+
+
+@cache
+def _without_numba() -> str | None:
     try:
         import numba  # noqa: F401
     except ModuleNotFoundError as error:
