@@ -106,6 +106,8 @@ def test_command_line(case):
         ("unified_attention", "seqused_k", Tensor((), "int32", 2)),
         ("unified_attention", "softmax_scale", "1"),
         ("unified_attention", "chunk_lookback", "1"),
+        ("unified_attention", "window_size", "11"),
+        ("unified_attention", "mm_prefix_clamp_sliding_window", ()),
     ],
 )
 def test_what_is_not_legal_is_refused_by_name(entry, argument, value):

@@ -51,7 +51,7 @@ def test_lists_are_not_taken_for_tensors():
             read(64, mode=mode, **{**positional, name: [1, 2]})
     with pytest.raises(ValueError, match="causal=list"):
         read(64, mode=mode, **positional, causal=[True, False])
-    with pytest.raises(ValueError, match=r"window_size=7: a pair \(left, right\) is needed"):
+    with pytest.raises(ValueError, match=r"window_size=7: a pair \(left, right\) of integers is needed"):
         read(64, mode=mode, **positional, window_size=7)
     names = ["key", "value", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache", "slot_mapping"]
     good = dict(zip(names, (g["key"], g["value"], *stored, g["slot_mapping"])))

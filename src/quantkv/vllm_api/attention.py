@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from numbers import Integral
 
 import torch
 
@@ -23,8 +24,8 @@ PER_TENSOR = (KVQuantMode.NONE.name, KVQuantMode.FP8_PER_TENSOR.name)
 
 def window_tokens(window_size: tuple[int, int]) -> int:
     """Tokens of the sliding window that `(left, right)` stands for; 0: none."""
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        checks.refuse("window_size", window_size, "a pair (left, right) is needed")
+    if not isinstance(window_size, Sequence) or len(window_size) != 2 or not all(isinstance(n, Integral) for n in window_size):
+        checks.refuse("window_size", window_size, "a pair (left, right) of integers is needed")
     left, right = window_size
     if (left, right) == (-1, -1):
         return 0
@@ -96,6 +97,7 @@ def attend(
     checks.tensor("seqused_k", seqused_k, (None,), checks.INDEX_DTYPES)
     checks.number("softmax_scale", softmax_scale)
     checks.integer("chunk_lookback", chunk_lookback, -1, "-1 (none) or more")
+    checks.instance("mm_prefix_clamp_sliding_window", mm_prefix_clamp_sliding_window, bool, "True or False")
     num_seqs, device = seqused_k.shape[0], k_cache.device
     checks.tensor("q", q, (None, None, None), (*checks.ROW_DTYPES, *FP8_DTYPES), device)
     out_dtypes = checks.ROW_DTYPES if output_scale is None else (torch.float8_e4m3fn,)
