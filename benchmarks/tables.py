@@ -1,7 +1,7 @@
 """Write what was measured into documents: `python benchmarks/tables.py RESULT.json ... [FILE.md ...]`.
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
-of decode and verify), targets (what was aimed at and what was reached), of a file of
+of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached), of a file of
 `measure.py`; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`; transformers (a token
 and a prompt), of a file of `transformers_step.py`. Blocks of which no file tells stay as they are.
 Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
@@ -232,7 +232,7 @@ def transformers(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + f"\n\n{figures['device']}; {versions}."
 
 
-OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "targets": targets}
+OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tables.markdown, "targets": targets}
 OF_END_TO_END: dict[str, Callable[[dict], str]] = {"end_to_end": end_to_end, "model": model}
 
 

@@ -59,8 +59,7 @@ class LayerCache:
 class Capacity:
     """The cache of a model on one rank.
 
-    layers: by number. state_bytes: what recurrences keep of a sequence; None: not known for this family. sharing: how many ranks hold the
-    same kv heads.
+    layers: by number. state_bytes: what recurrences keep of a sequence; None: not known for this family.
     """
 
     layers: Mapping[int, LayerCache]
@@ -98,8 +97,8 @@ class Capacity:
 
 
 def capacity(model: Model, recipe: Recipe, ranks: int = 1, block_size: int = 16) -> Capacity:
-    """A model's cache on each of `ranks` ranks, tensor-parallel. ValueError, naming the argument, for a format that cannot take the model's
-    heads, or ranks that cannot share them; NotImplementedError for exact tokens beside latents."""
+    """A model's cache on each of `ranks` ranks, tensor-parallel, as `check_ranks` takes them. ValueError, naming the argument, for a format
+    that cannot take the model's heads; NotImplementedError for exact tokens beside latents."""
     check_ranks(model, ranks)
     layers = {number: _layer_cache(layer, number, recipe, ranks, block_size) for number, layer in model.attention.items()}
     return Capacity(layers, state_bytes(model, ranks))

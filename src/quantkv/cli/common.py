@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
+def caches_of(kv: str) -> tuple[list[str], list[str]]:
+    """The names of formats and the files of policies in `--kv A,B,FILE.json`."""
+    words = [word.strip() for word in kv.split(",") if word.strip()]
+    return [word for word in words if not word.endswith(".json")], [word for word in words if word.endswith(".json")]
+
+
 def formats_of(names: str, single: bool = False) -> list[str]:
     """Formats of `--kv A,B`, or of `--kv A` where a single one is taken, checked before anything is loaded. "all" stands for every one."""
     import quantkv

@@ -61,6 +61,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Work out how many tokens of a model fit into your memory in each format, without its weights, a GPU or torch."""
+    from ..capacity import check_ranks
     from . import configs
 
     described = configs.describe(model)
@@ -81,7 +82,11 @@ def plan_command(
     if free is not None and free <= 0:
         taken = f"the weights take {_size(-(-held // tp))}{f' on each of {tp} GPUs' if tp > 1 else ''}"
         raise ValueError(f"--memory {memory}: {share:.0%} of it is {_size(int(total * share))}, {taken}; allowed: more, or a larger --tp")
-    rows = [_row(described.model, recipe, tp, page, tokens, free, gpu) for recipe in _recipes(kv, policy, described.model)]
+    recipes = _recipes(kv, policy, described.model)
+    check_ranks(described.model, tp)
+    if page < 8 or page % 8:
+        raise ValueError(f"--page {page}: a multiple of 8 is needed")
+    rows = [_row(described.model, recipe, tp, page, tokens, free, gpu) for recipe in recipes]
     known = described.weights
     facts = {
         "model": described.name,
@@ -108,11 +113,12 @@ def _recipes(kv: str, policy: Path | None, model: Model) -> list[Recipe]:
     """Formats by name, then policies."""
     from ..capacity import Recipe
     from ..format_table import available, layout_of
+    from .common import caches_of
 
-    words = [word.strip() for word in kv.split(",") if word.strip()]
-    policies = [("--kv", Path(word)) for word in words if word.endswith(".json")]
-    names = [name for word in words if not word.endswith(".json") for name in (available() if word == "all" else [word])]
-    if not words:
+    words, files = caches_of(kv)
+    policies = [("--kv", Path(file)) for file in files]
+    names = [name for word in words for name in (available() if word == "all" else [word])]
+    if not words and not files:
         raise ValueError(f"--kv {kv}: at least one name is needed, of {', '.join(available())}")
     recipes = []
     for name in dict.fromkeys(names):
@@ -141,12 +147,9 @@ def _policy(argument: str, file: Path, model: Model) -> Recipe:
 
 
 def _row(model: Model, recipe: Recipe, tp: int, page: int, tokens: int, free: int | None, gpu: str) -> Row:
-    from ..capacity import capacity, check_ranks
+    from ..capacity import capacity
     from ..measured import speed
 
-    check_ranks(model, tp)
-    if page < 8 or page % 8:
-        raise ValueError(f"--page {page}: a multiple of 8 is needed")
     try:
         made: Capacity = capacity(model, recipe, tp, page)
     except (ValueError, NotImplementedError) as error:

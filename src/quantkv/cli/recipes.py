@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import formats_of
+from .common import caches_of, formats_of
 
 if TYPE_CHECKING:
     from ..calibration import Calibration
@@ -80,9 +80,8 @@ def recipes_of(kv: str, calibration: Path | None = None, exact: str | None = Non
     """
     from ..policy import Policy
 
-    words = [word.strip() for word in kv.split(",") if word.strip()]
-    files = [word for word in words if word.endswith(".json")]
-    names = formats_of(",".join(word for word in words if word not in files)) if len(files) < len(words) or not files else []
+    given, files = caches_of(kv)
+    names = formats_of(",".join(given)) if given or not files else []
     if not names and (calibration is not None or exact is not None):
         raise ValueError("--calibration and --exact are of the formats of --kv; a policy brings its own")
     tokens, moments = exact_of(exact), None if calibration is None else load_calibration(calibration)

@@ -102,7 +102,5 @@ def query_matrix(map_: LinearMap | None, planes: int, scale: float) -> torch.Ten
 
 def output_matrix(map_: LinearMap | None, planes: int, scale: float) -> torch.Tensor | None:
     """What sums of values, in planes, are multiplied with: `[HK or 1, D_V, D_V]` float32. None: order and scale are left to do."""
-    if map_ is None:
-        return None
-    matrix = (map_.inverse.double() * scale).float()
-    return matrix.unflatten(-1, (-1, planes)).mT.flatten(-2).mT.contiguous()
+    matrix = query_matrix(map_, planes, scale)
+    return None if matrix is None else matrix.mT.contiguous()
