@@ -107,7 +107,7 @@ def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
         raise ValueError(f"format {format_name!r}: only '+maps' may follow a name")
     maps = layer_maps(problem) if own else None
     cache = PagedCache(get_format(name).cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device, maps=maps)
-    position = problem.positions.new_empty(problem.num_blocks * s.P)
+    position = problem.positions.new_zeros(problem.num_blocks * s.P)
     position[problem.slots] = problem.positions
     return cache, lambda slots: cache.dequantize(slots, position[slots], torch.float64)
 
