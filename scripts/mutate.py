@@ -37,7 +37,7 @@ GOLDEN = f"tests/test_golden.py {FACTS} {ROWS}"
 TESTS = {  # module: the tests that know it best, those that fail soonest first
     "implementations/reference/attend": f"{FACTS} {WHOLE}",
     "implementations/reference/plan": f"{FACTS} {WHOLE} tests/test_reads.py",
-    "implementations/reference/write": f"{ROWS} {WHOLE}",
+    "implementations/reference/write": f"{FACTS} {ROWS} {WHOLE}",
     "reads": f"tests/test_reads.py {FACTS} {ATTENTION}",
     "implementations/batches": f"tests/test_batches.py {FACTS}",
     "packing": f"{FACTS} {ROWS} {ATTENTION}",
@@ -70,6 +70,7 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         "scratch, decode = Scratch()",
         "Eq -> NotEq",
     ): "says which calls keep their masks for the next one, which then are the same",
+    (f"{REFERENCE}/attend", "scratch, decode = Scratch()", "0 -> 1"): "likewise",
     (
         f"{REFERENCE}/plan",
         "if even and (e - s == 1",
@@ -82,7 +83,10 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         "if begin < end and begin <= last",
         "LtE -> Lt",
     ): "the one key that is left out, the last query's own, is in the other interval",
+    ("reads", "intervals.append((max(begin, back)", "1 -> 2"): "the key behind a range is past the last one, or its own query sees it",
+    ("formats/trellis/search", "target = target[:, :, None].expand", "condition turned"): "one way alone is open before the first code",
     ("implementations/batches", "return next(name for name", "1 -> 2"): "more queries than memory holds",
+    ("implementations/batches", "return next(name for name", "62 -> 63"): "more queries than memory holds",
     ("implementations/batches", "if call.batch.lengths is None or", "Is -> IsNot"): "on a CPU, where this runs, the device alone decides",
     ("implementations/batches", "return own.clone() if own.data_ptr()", "Mod -> FloorDiv"): "a copy more, of the same numbers",
     ("packing", "if word_bytes > 1:", "Gt -> GtE"): "a word of one byte goes the long way",

@@ -81,19 +81,22 @@ def greedy(row: list[float], metric: torch.Tensor, table: list[float]) -> list[i
 def test_rounding_is_that_of_the_definition():
     metric, table = metric_of(1, 8, seed=3), levels(2)
     rounding = Rounding.of(metric)
-    row = torch.randn(1, 1, 8, generator=torch.Generator().manual_seed(4))
-    codes, scale = round_to_levels(row, rounding, table)
-    size = row.square().mean().sqrt().item()
-    tries = [greedy((row[0, 0] / (size * g)).tolist(), rounding.metric[0], table.tolist()) for g in (0.85, 1.0, 1.15, 1.3)]
+    rows, taken = torch.randn(10, 1, 8, generator=torch.Generator().manual_seed(26)), set()
 
     def cosine(codes):
         z = table[torch.tensor(codes)]
-        return (row[0, 0] @ rounding.metric[0] @ z).square() / (z @ rounding.metric[0] @ z)
+        return (row @ rounding.metric[0] @ z).square() / (z @ rounding.metric[0] @ z)
 
-    assert codes[0, 0].tolist() == max(tries, key=cosine)
-    z = table[codes[0, 0]]
-    expected = (row[0, 0] @ rounding.metric[0] @ row[0, 0]) / (row[0, 0] @ rounding.metric[0] @ z)
-    assert math.isclose(scale.item(), expected.item(), rel_tol=1e-4)
+    for row, (codes,), scale in zip(rows[:, 0], *round_to_levels(rows, rounding, table)):
+        size = row.square().mean().sqrt().item()
+        tries = [greedy((row / (size * g)).tolist(), rounding.metric[0], table.tolist()) for g in (0.85, 1.0, 1.15, 1.3)]
+        best = max(tries, key=cosine)
+        assert codes.tolist() == best
+        taken |= {tries.index(best)} if tries.count(best) == 1 else set()
+        z = table[codes]
+        expected = (row @ rounding.metric[0] @ row) / (row @ rounding.metric[0] @ z)
+        assert math.isclose(scale.item(), expected.item(), rel_tol=1e-4)
+    assert taken == {0, 1, 2, 3}  # each of the scales that are tried is some row's best
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from quantkv import AttentionOptions, PagedCache, get_format, prepare_write
+from quantkv.formats.turboquant import value_codec
 from quantkv.implementations import batches
+from quantkv.implementations.reference import plan
 from quantkv.implementations.reference.write import encode
 from quantkv.packing import interleave, pack, planes_of, unpack
 from quantkv.reads import key_intervals
@@ -198,3 +200,38 @@ def test_a_prepared_write_judges_the_slots_that_it_is_filled_with_anew():
 def test_rows_have_no_scale_unless_one_is_given():
     rows = torch.tensor([[[1.0, -2.0]]])
     assert torch.equal(encode(rows, get_format("fp32").k)[0], rows)
+
+
+def test_a_tile_is_no_larger_than_a_processors_cache(monkeypatch):
+    """Neither its scores nor the rows that it gathers: sequences, then queries, are taken apart until they fit."""
+    b = Batch.make("fp32", (3, 3, 1, 20, 20), (40, 40, 40, 40, 200), dtype=torch.float32)
+    call = b.call()
+    heads, width = call.q.shape[1], call.segments[0].k.codes.shape[2] * call.q.shape[2]
+    for room in (40 * width, 2 * 40 * width, 3 * 40 * width, 1 << 20):
+        monkeypatch.setattr(plan, "TILE_ELEMENTS", room)
+        tiles = [read.tile for read in plan.plan(call, call.segments[0])]
+        for tile in tiles:
+            count, rows = len(tile.seq_lens), len(tile.queries)
+            assert count == 1 or count * tile.num_keys * max(width, heads * rows) <= room
+            assert rows == 1 or count * tile.num_keys * heads * rows <= room
+        asked = [(s, i) for t in tiles for s in range(t.seqs.start, t.seqs.stop) for i in t.queries if i < (3, 3, 1, 20, 20)[s]]
+        assert sorted(asked) == [(s, i) for s, n in enumerate((3, 3, 1, 20, 20)) for i in range(n)]
+    assert len(tiles) == 1  # all of them fit
+
+
+@pytest.mark.parametrize("scales, head_size_v", [((2.0, 0.5), 16), ((2.0, 2.0), 16), ((1.0, 1.0), 8)])
+def test_keys_and_values_are_encoded_each_with_their_own(scales, head_size_v):
+    """Together only where nothing tells them apart."""
+    fmt, generator = get_format("int8"), torch.Generator().manual_seed(1)
+    cache = PagedCache(fmt.cache_spec(2, 16, head_size_v), 1, k_scale=scales[0], v_scale=scales[1])
+    key, value = (torch.randn(5, 2, size, generator=generator) for size in (16, head_size_v))
+    cache.write(key, value, torch.arange(5))
+    for side, rows, scale in ((cache.k, key, scales[0]), (cache.v, value, scales[1])):
+        codes, meta = fmt.k.encode(rows / scale)
+        assert torch.equal(side.codes[0, :5], codes) and torch.equal(side.meta[0, :5], meta)
+
+
+def test_rows_of_one_number_keep_the_smallest_scale_that_vllm_does():
+    """1e-8, of TurboQuant's values: 0.55 of it is nearer to one step than to none, 0.45 is not."""
+    codes, stored = value_codec(4).encode(torch.tensor([[[0.0, 0.55e-8, 0.45e-8, 0.0]]]))
+    assert interleave(unpack(codes, 4)).flatten().tolist() == [0, 1, 0, 0] and stored.flatten().tolist() == [0, 0]

@@ -61,6 +61,15 @@ def test_codes_are_those_of_the_rounded_row():
         assert torch.equal(CODEC.dequantize(packed, torch.ones(20, 3, 1).half()), rounded)
 
 
+def test_rows_are_searched_in_units_of_their_root_mean_square():
+    """In a metric of 1.1 times that: what other numbers feed back comes on top."""
+    rows, rounding = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(6)), Rounding.of(metric_of(2, 64))
+    size = rows.square().mean(-1, keepdim=True).sqrt()
+    for (packed, _), wide, given in ((CODEC.encode(rows), 1.0, None), (CODEC.encode_in(rows, rounding), 1.1, rounding)):
+        codes, _ = search(rows / (size * wide), pairs(), given)
+        assert torch.equal(packed, (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8))
+
+
 def test_it_beats_levels_at_the_same_bytes():
     rows, rounding = torch.randn(400, 2, 64, generator=torch.Generator().manual_seed(4)), Rounding.of(metric_of(2, 64))
     plain = [(codec.dequantize(*codec.encode(rows)) - rows).square().mean() for codec in (CODEC, LEVELS)]
