@@ -189,6 +189,21 @@ def test_linear_map_refuses_wrong_shapes():
         LinearMap(torch.eye(4)[None], torch.eye(5)[None])
 
 
+def test_linear_map_refuses_an_inverse_that_is_none():
+    """Of any head: keys would be read back as something else. What rounding does to an inverse is allowed."""
+    eye, turn = torch.eye(4).repeat(3, 1, 1), torch.linalg.qr(torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0)))[0]
+    LinearMap(turn, turn.mT.contiguous())
+    LinearMap(turn.bfloat16().float(), turn.mT.bfloat16().float().contiguous())
+    LinearMap(eye, eye * (1 + 2**-8))
+    LinearMap(torch.tensor([[[2.0, 0], [1, 1]]]), torch.tensor([[[0.5, 0], [-0.5, 1]]]))
+    one_wrong = eye.clone()
+    one_wrong[2, 0, 3] = -(2**-7)
+    wrong = {"0.0078": (eye, eye * (1 + 2**-7)), "0.00781": (eye, one_wrong), "1": (eye, 0 * eye), "3": (2 * eye, 2 * eye)}
+    for error, (forward, inverse) in {**wrong, "": (turn, turn)}.items():
+        with pytest.raises(ValueError, match=rf"^inverse: inverse @ forward differs from the identity by {error}.*at most 0.00390625"):
+            LinearMap(forward, inverse)
+
+
 @pytest.mark.parametrize(
     "typed,name",
     [

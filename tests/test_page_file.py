@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from quantkv import LayerMaps, LinearMap, PagedCache, get_format, page_file
+from quantkv import LayerMaps, LinearMap, PagedCache, get_format, page_file, whole_file
 
 
 def cache_of(name="int4", pages=6, d=64, heads=2, block_size=16, **kwargs):
@@ -334,8 +334,8 @@ def test_a_number_is_not_taken_for_an_open_file(path):
 def temporary(request, monkeypatch):
     """Both ways to write a file: without a name until it is whole, and, where a system has no such files, under one of ours."""
     if request.param == "named":
-        monkeypatch.setattr(page_file, "_unnamed", lambda folder: None)
-    elif page_file._unnamed(os.getcwd()) is None:
+        monkeypatch.setattr(whole_file, "_unnamed", lambda folder: None)
+    elif whole_file._unnamed(os.getcwd()) is None:
         pytest.skip("this file system has no files without a name")
     return request.param
 
@@ -424,7 +424,7 @@ def test_a_save_that_dies_at_any_step_leaves_the_old_file_or_the_new(path, tmp_p
             assert any(torch.equal(found.buffer, t.buffer) for t in ([old, new] if older else [new])), step
         else:
             assert not older, step
-        assert all(page_file.TEMPORARY.fullmatch(name) for name in os.listdir(tmp_path) if name != path.name)
+        assert all(whole_file.TEMPORARY.fullmatch(name) for name in os.listdir(tmp_path) if name != path.name)
         new.save(path)
         assert os.listdir(tmp_path) == [path.name]
         found = cache_of(pages=2)
@@ -481,12 +481,12 @@ def test_the_bytes_are_on_the_disk_before_the_name_is(path, monkeypatch, tempora
 KILLER = """
 import os, random, signal, sys, time
 import torch
-from quantkv import PagedCache, get_format, page_file
+from quantkv import PagedCache, get_format, whole_file
 
 path, way = sys.argv[1:]
 torch.set_num_threads(1)  # a process that has threads of its own is not to be forked
 if way == "named":
-    page_file._unnamed = lambda folder: None
+    whole_file._unnamed = lambda folder: None
 choose = random.Random(0)
 cache = PagedCache(get_format("int4").cache_spec(2, 64), 400)
 for trial in range(40):
@@ -502,7 +502,7 @@ for trial in range(40):
     os.kill(saver, signal.SIGKILL)
     os.waitpid(saver, 0)
     strays = [name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path)]
-    assert all(page_file.TEMPORARY.fullmatch(name) for name in strays), strays
+    assert all(whole_file.TEMPORARY.fullmatch(name) for name in strays), strays
     whole = PagedCache(cache.spec, 400)
     if os.path.exists(path):
         whole.load(path)
@@ -530,7 +530,7 @@ def test_a_save_that_is_killed_leaves_a_whole_file_and_nothing_that_stays(path, 
 
 
 def test_a_temporary_file_of_a_living_process_is_left_alone(path, tmp_path, monkeypatch):
-    descriptor, name = page_file._named(str(tmp_path))
+    descriptor, name = whole_file._named(str(tmp_path))
     (tmp_path / ".quantkv-notes.tmp").write_text("not ours")
     try:
         filled().save(path)
@@ -539,3 +539,27 @@ def test_a_temporary_file_of_a_living_process_is_left_alone(path, tmp_path, monk
         os.close(descriptor)
     filled().save(path)
     assert sorted(os.listdir(tmp_path)) == [".quantkv-notes.tmp", path.name]
+
+
+def test_a_link_is_followed(path, tmp_path, temporary):
+    (tmp_path / "elsewhere").mkdir()
+    path.symlink_to(tmp_path / "elsewhere" / "real")
+    for number in (1, 2):  # a new file, and one that takes another's place
+        cache = filled(pages=number)
+        cache.save(path)
+        assert path.is_symlink() and os.listdir(tmp_path / "elsewhere") == ["real"]
+        found = cache_of(pages=number)
+        found.load(tmp_path / "elsewhere" / "real")
+        assert torch.equal(found.buffer, cache.buffer)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_a_pipe_is_written_and_stays(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        whole_file.write(tmp_path / "pipe", b"through")
+        assert os.read(reader, 20) == b"through"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode) and os.listdir(tmp_path) == ["pipe"]

@@ -1,12 +1,15 @@
 """Policies: formats by layer, read from files, and the maps of a rank's kv heads."""
 
 import json
+import os
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from quantkv import LayerMaps, LinearMap
+from quantkv.calibration import Calibration, LayerMoments
 from quantkv.policy import Policy
 
 
@@ -83,3 +86,79 @@ def test_maps_of_some_heads():
     rows = torch.randn(5, 4, 4)
     assert torch.equal(part.k.apply(rows[:, 2:], torch.float32), maps.k.apply(rows, torch.float32)[:, 2:])
     assert part.v is maps.v
+
+
+def with_files(number=1.0):
+    """A policy that is written to three files, which differ with the number."""
+    eye = torch.eye(4)[None]
+    maps = {1: LayerMaps(LinearMap(2 * eye, eye / 2, torch.full((2, 1, 4), number)))}
+    return Policy("int4", {0: f"levels{int(number)}"}, maps, Calibration(3, {0: LayerMoments(None, number * eye, eye)}))
+
+
+def test_a_maps_file_in_which_any_bit_is_flipped_is_refused(tmp_path):
+    with_files(3.0).save(tmp_path / "kept.json")
+    file = tmp_path / "kept.maps.safetensors"
+    whole = file.read_bytes()
+    assert torch.equal(Policy.load(tmp_path / "kept.json").maps[1].k.offset, torch.full((2, 1, 4), 3.0))
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=r"policy\.maps="):
+            Policy.load(tmp_path / "kept.json")
+
+
+@pytest.mark.parametrize("field, value", [("digest", "0" * 64), ("digest", None), ("version", "2"), ("format", "quantkv-pages")])
+def test_a_maps_file_that_says_something_else_is_refused(tmp_path, field, value):
+    with_files(3.0).save(tmp_path / "kept.json")
+    file = tmp_path / "kept.maps.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    assert metadata.keys() == {"format", "version", "digest"}
+    save_file(load_file(file), file, {name: text for name, text in {**metadata, field: value}.items() if text is not None})
+    with pytest.raises(ValueError, match=rf"policy.maps='.*kept.maps.safetensors': {field}={value}: .* is needed"):
+        Policy.load(tmp_path / "kept.json")
+
+
+def test_maps_that_other_tools_wrote_have_no_digest(tmp_path):
+    with_files(3.0).save(tmp_path / "kept.json")
+    tensors = load_file(tmp_path / "kept.maps.safetensors")
+    save_file(tensors, tmp_path / "kept.maps.safetensors", {"format": "pt"})
+    assert torch.equal(Policy.load(tmp_path / "kept.json").maps[1].k.forward, 2 * torch.eye(4)[None])
+    save_file({**tensors, "layers.1.k.inverse": torch.eye(4)[None]}, tmp_path / "kept.maps.safetensors")
+    with pytest.raises(ValueError, match=r"policy.maps=.*kept.maps.safetensors': layers.1.k.inverse: inverse @ forward .* by 1;"):
+        Policy.load(tmp_path / "kept.json")
+
+
+def content(file):
+    """Of a JSON file, or the tensors of one of safetensors, whose metadata stand in any order."""
+    return file.read_bytes() if file.suffix == ".json" else {name: t.tolist() for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_policy_whose_save_fails_leaves_whole_files(tmp_path, monkeypatch, older):
+    """At each of its three files in turn: those before it are new, the others are as they were, and the policy's own comes last."""
+    names, new, old = ("kept.maps.safetensors", "kept.calibration.safetensors", "kept.json"), tmp_path / "new", tmp_path / "old"
+    for folder, number in ((new, 4.0), (old, 2.0)):
+        folder.mkdir()
+        with_files(number).save(folder / "kept.json")
+    fsync = os.fsync
+    for failing in range(3):
+        left, folder = 2 * failing, tmp_path / str(failing)  # each file asks for its bytes and for its folder
+
+        def until_full(descriptor):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError("disk full")
+            fsync(descriptor)
+
+        folder.mkdir()
+        if older:
+            with_files(2.0).save(folder / "kept.json")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", until_full)
+            with pytest.raises(OSError, match="disk full"):
+                with_files(4.0).save(folder / "kept.json")
+        for i, name in enumerate(names):
+            if i < failing or older:
+                assert content(folder / name) == content((new if i < failing else old) / name), (failing, name)
+        assert sorted(os.listdir(folder)) == sorted(names if older else names[:failing])

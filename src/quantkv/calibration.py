@@ -7,7 +7,6 @@ version, geometry (JSON), made_of (JSON, for people) and digest, a SHA-256 over 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from .checks import refuse
+from . import whole_file
+from .checks import digest_of, refuse
 from .format import Codec, Format
 from .geometry import Geometry, Heads
 from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
@@ -100,18 +100,14 @@ class Calibration:
     @cached_property
     def digest(self) -> str:
         """SHA-256, 64 hexadecimal digits, of every number and of the geometry."""
-        digest = hashlib.sha256(self._geometry_text().encode())
-        for name, t in sorted(self._tensors().items()):
-            digest.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
-            digest.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of(self._tensors(), self._geometry_text())
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file. OSError where that cannot be written."""
+        """Write it to a file, which appears whole or not at all. OSError where that cannot be written."""
         metadata = {"format": FILE_FORMAT, "version": FILE_VERSION, "geometry": self._geometry_text()}
         metadata |= {"made_of": json.dumps(dict(self.made_of), sort_keys=True), "digest": self.digest}
         own = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in self._tensors().items()}  # of no shared memory
-        Path(path).write_bytes(save(own, metadata))
+        whole_file.write(path, save(own, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

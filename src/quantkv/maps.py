@@ -19,6 +19,7 @@ from .rounding import Rounding
 OFFSET_BUCKET = 64  # positions that share one row of an offset table
 SIDE_TENSORS = 12  # of `LayerMaps.flatten`, for K and for V
 RHT_SEED = 0x9E3779B9
+LARGEST_INVERSE_ERROR = 2.0**-8  # of an entry of A^-1 A: what bfloat16 rounds a number near 1 by, at most
 
 
 def hadamard(size: int) -> torch.Tensor:
@@ -108,7 +109,7 @@ def _hadamard_signs(query: torch.Tensor) -> torch.Tensor | None:
 class LinearMap:
     """One side's map: `y = A (x - offset[position // 64])`.
 
-    forward, inverse: A and A^-1, `[HK or 1, D, D]` float32.
+    forward, inverse: A and A^-1, `[HK or 1, D, D]` float32; no entry of `inverse @ forward` is further than 2^-8 from the identity's.
     offset: `[buckets, HK or 1, D]` float32, keys only; positions beyond the table use its last row. None: no offset.
     metric: `[HK or 1, D, D]` float32, symmetric: an error e of a mapped row costs `e^T metric e`. It guides codecs that can round so
         (`Codec.encode_in`), and changes nothing for who reads. None: all errors cost alike.
@@ -142,9 +143,18 @@ class LinearMap:
                 t = getattr(self, name)
                 if t is not None and not bool(t.isfinite().all()):
                     raise ValueError(f"{name}: numbers that are not finite; finite ones are needed")
+            self._check_inverse()
             object.__setattr__(self, "operands", self._operands())
         if self.metric is not None and self.rounding is None:
             object.__setattr__(self, "rounding", Rounding.of(self.metric))
+
+    def _check_inverse(self) -> None:
+        """ValueError where the one matrix does not undo the other: what was written with them would be read as something else."""
+        product = self.inverse.double() @ self.forward.double()
+        error = float((product - torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)).abs().amax())
+        if not error <= LARGEST_INVERSE_ERROR:
+            allowed = f"at most {LARGEST_INVERSE_ERROR:g} is allowed: torch.linalg.inv(forward.double()).float() is an inverse"
+            raise ValueError(f"inverse: inverse @ forward differs from the identity by {error:.3g}; {allowed}")
 
     def check(self, head_size: int, num_kv_heads: int, side: str) -> None:
         """ValueError unless the map fits rows of `head_size` of `num_kv_heads` heads. side: "k" or "v", for the message."""

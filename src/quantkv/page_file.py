@@ -3,28 +3,21 @@
 A file is a safetensors file with two tensors, `pages` and `checksums`; its metadata says what the bytes mean. Version 2; files of
 version 1 had no checksums and are refused. `load` reads nothing that the header does not account for, and changes the cache last.
 
-A file appears whole, in one step, or not at all: its bytes are on the disk before it gets its name, and the name is before `save`
-returns. Where the system lets a file be without a name until then (Linux), a process that is killed leaves nothing behind. Elsewhere,
-and for the moment in which an older file is replaced, the file is named `.quantkv-<16 hex digits>.tmp` and locked by its writer; the
-next save into the folder removes those that nobody locks.
+A file appears whole, in one step, or not at all (`whole_file.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
 import os
-import re
-import secrets
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from . import checks
+from . import checks, whole_file
 from .checks import refuse
 from .page_views import meaning
 
@@ -34,8 +27,6 @@ if TYPE_CHECKING:
 FILE_FORMAT, FILE_VERSION = "quantkv-pages", 2
 CHUNK_BYTES = 1 << 24  # what `save` copies to the host at a time
 HEADER_BYTES = 1 << 20  # a longer header is a damaged length: ours has some 700 bytes
-TEMPORARY = re.compile(r"\.quantkv-[0-9a-f]{16}\.tmp")
-NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)  # what file systems without O_TMPFILE answer
 
 
 def save(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
@@ -52,7 +43,7 @@ def save(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequ
         _write(file, cache, index)
     else:
         _check_path(file)
-        with _replacing(os.path.abspath(file)) as whole:
+        with whole_file.replacing(file) as whole:
             _write(whole, cache, index)
 
 
@@ -198,89 +189,3 @@ def _read_exactly(file: BinaryIO, size: int, name: str) -> torch.Tensor:
 
 def _integers(data: torch.Tensor) -> list[int]:
     return [int.from_bytes(number, "little", signed=True) for number in data.view(-1, 8).numpy()]
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[Any]:
-    """A file to write that takes `path`'s place when the block ends, and vanishes if it raises."""
-    folder = os.path.dirname(path)
-    _remove_abandoned(folder)
-    descriptor, temporary = _unnamed(folder), None
-    if descriptor is None:
-        descriptor, temporary = _named(folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-            parent = os.open(folder, os.O_RDONLY)
-            try:
-                if temporary is None:
-                    source = f"/proc/self/fd/{descriptor}"  # with a folder's descriptor, os.link follows it to the file
-                    try:
-                        os.link(source, path, dst_dir_fd=parent)
-                    except FileExistsError:
-                        _lock(descriptor)
-                        temporary = _temporary_name(folder)
-                        os.link(source, temporary, dst_dir_fd=parent)
-                if temporary is not None:
-                    os.replace(temporary, path)
-                    temporary = None
-                os.fsync(parent)
-            finally:
-                os.close(parent)
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-
-
-def _unnamed(folder: str) -> int | None:
-    """Descriptor of a new file in `folder` without a name; None where the system has no such files."""
-    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
-        return None
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
-    except OSError as error:
-        if error.errno in NO_UNNAMED_FILES and os.path.isdir(folder):
-            return None
-        raise
-
-
-def _named(folder: str) -> tuple[int, str]:
-    """Descriptor and name of a new file in `folder` that this process has locked."""
-    while True:
-        name = _temporary_name(folder)
-        descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        _lock(descriptor)
-        if os.fstat(descriptor).st_nlink:  # else another save took it for abandoned before it was locked
-            return descriptor, name
-        os.close(descriptor)
-
-
-def _temporary_name(folder: str) -> str:
-    return os.path.join(folder, f".quantkv-{secrets.token_hex(8)}.tmp")
-
-
-def _lock(descriptor: int, wait: bool = True) -> bool:
-    """Lock a file for as long as it is open. False where another process has, or the system knows no locks."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (ImportError, OSError):
-        return False
-    return True
-
-
-def _remove_abandoned(folder: str) -> None:
-    """Remove the temporary files of savers that were killed. What another process may still write is left alone."""
-    for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
-        temporary = os.path.join(folder, name)
-        with contextlib.suppress(OSError):
-            descriptor = os.open(temporary, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if _lock(descriptor, wait=False):
-                    os.unlink(temporary)
-            finally:
-                os.close(descriptor)

@@ -13,14 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from . import policy_file
+from . import policy_file, whole_file
 from .calibration import Calibration
-from .checks import instance, refuse
+from .checks import digest_of, instance, refuse
 from .exact import ExactTokens
 from .format import Format
 from .formats import get_format
 from .maps import LayerMaps, LinearMap
 
+MAPS_FORMAT, MAPS_VERSION = "quantkv-maps", "1"
 PARTS = ("forward", "inverse", "offset", "metric")  # of a map, as tensors of a file are named: layers.3.k.forward
 
 
@@ -58,7 +59,8 @@ class Policy:
 
         All but the version and format may be left out. maps: a file beside this one, with tensors such as `layers.3.k.forward
         [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
-        D]`, float32. calibration: a file of `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`.
+        D]`, float32; the digest in its metadata, which `save` writes, is checked where there is one. calibration: a file of
+        `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`.
         ValueError naming what is wrong.
         """
         path, given = Path(path), policy_file.read(path)
@@ -67,7 +69,8 @@ class Policy:
         return cls(given.format, given.layers, maps, calibration, given.exact)
 
     def save(self, path: str | Path, calibration: str | None = None) -> None:
-        """Write it to a JSON file, and what it names to files beside that: `NAME.maps.safetensors`, `NAME.calibration.safetensors`.
+        """Write it to a JSON file, and what it names to files beside that: `NAME.maps.safetensors`, `NAME.calibration.safetensors`. Each
+        file appears whole or not at all, the JSON file last.
 
         calibration: the name of a file there that holds its calibration already; none is written then.
         ValueError where that file holds another one. OSError where a file cannot be written.
@@ -78,7 +81,9 @@ class Policy:
             given["layers"] = dict(_ranges(self.layers))
         if self.maps:
             given["maps"] = f"{path.stem}.maps.safetensors"
-            (path.parent / given["maps"]).write_bytes(save(dict(_map_tensors(self.maps))))
+            tensors = dict(_map_tensors(self.maps))
+            metadata = {"format": MAPS_FORMAT, "version": MAPS_VERSION, "digest": digest_of(tensors)}
+            whole_file.write(path.parent / given["maps"], save(tensors, metadata))
         if self.calibration is not None:
             given["calibration"] = calibration or f"{path.stem}.calibration.safetensors"
             file = path.parent / given["calibration"]
@@ -88,7 +93,7 @@ class Policy:
                 refuse("calibration", str(file), "it holds another calibration than the policy")
         if self.exact is not None:
             given["exact"] = {"first": self.exact.first, "latest": self.exact.latest}
-        path.write_text(json.dumps(given, indent=2) + "\n")
+        whole_file.write(path, (json.dumps(given, indent=2) + "\n").encode())  # last: it names the others
 
     def check(self, num_layers: int) -> None:
         """ValueError where it names a layer that a model of `num_layers` lacks."""
@@ -134,25 +139,37 @@ def _map_tensors(maps: dict[int, LayerMaps]) -> Iterator[tuple[str, torch.Tensor
 
 
 def _read_maps(path: Path) -> dict[int, LayerMaps]:
-    parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    """Maps of a file by layer. ValueError naming the file and the cause where it is absent, cut, damaged, or holds something else."""
+    where = f"policy.maps={str(path)!r}"
     try:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                words = name.split(".")
-                if (
-                    len(words) != 4
-                    or words[0] != "layers"
-                    or not (words[1].isdecimal() and len(words[1]) <= policy_file.DIGITS)
-                    or words[2] not in ("k", "v")
-                    or words[3] not in PARTS
-                ):
-                    refuse("policy.maps", name, f"tensors are named layers.NUMBER.k or v.{', '.join(PARTS)}")
-                parts.setdefault((int(words[1]), words[2]), {})[words[3]] = file.get_tensor(name)
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"policy.maps={str(path)!r}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
+    if "digest" in metadata or metadata.get("format") == MAPS_FORMAT:  # a file that other tools wrote has neither
+        needed = {"format": MAPS_FORMAT, "version": MAPS_VERSION, "digest": digest_of(tensors)}
+        for name, value in needed.items():
+            if metadata.get(name) != value:
+                refuse(f"{where}: {name}", metadata.get(name), f"{value} is needed: damaged, or of another version")
+    parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for name, t in tensors.items():
+        words = name.split(".")
+        if (
+            len(words) != 4
+            or words[0] != "layers"
+            or not (words[1].isdecimal() and len(words[1]) <= policy_file.DIGITS)
+            or words[2] not in ("k", "v")
+            or words[3] not in PARTS
+        ):
+            refuse("policy.maps", name, f"tensors are named layers.NUMBER.k or v.{', '.join(PARTS)}")
+        parts.setdefault((int(words[1]), words[2]), {})[words[3]] = t
     sides: dict[int, dict[str, LinearMap]] = {}
-    for (number, side), tensors in parts.items():
-        if {"forward", "inverse"} - tensors.keys():
-            refuse("policy.maps", sorted(tensors), f"layers.{number}.{side} needs forward and inverse")
-        sides.setdefault(number, {})[side] = LinearMap(*(tensors.get(part) for part in PARTS))
-    return {number: LayerMaps(**given) for number, given in sides.items()}
+    for (number, side), given in parts.items():
+        if {"forward", "inverse"} - given.keys():
+            refuse("policy.maps", sorted(given), f"layers.{number}.{side} needs forward and inverse")
+        try:
+            sides.setdefault(number, {})[side] = LinearMap(*(given.get(part) for part in PARTS))
+        except ValueError as error:
+            raise ValueError(f"{where}: layers.{number}.{side}.{error}") from error
+    return {number: LayerMaps(**both) for number, both in sides.items()}

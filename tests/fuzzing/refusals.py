@@ -122,6 +122,11 @@ def _filled(v: Any) -> bool:
     return a.tensor((None, 1, 1), ["float32"])(v) and v.fill in (1, 2, 100)
 
 
+def _one(v: Any) -> bool:
+    """What undoes, or is undone by, the matrix 1 of one row."""
+    return a.tensor((1, 1, 1), ["float32"])(v) and v.fill == 1
+
+
 def _layered(name: str, **options: Any) -> Callable[[], PagedCache]:
     return lambda: cache_of(name, **options)
 
@@ -275,8 +280,8 @@ def _entries() -> dict[str, Entry]:
             lambda _, **given: LinearMap(**given),
             dict(forward=torch.ones(1, 1, 1), inverse=torch.ones(1, 1, 1), offset=None, metric=None),
             {
-                "forward": lambda v: _filled(v) and v.shape[0] == 1,
-                "inverse": lambda v: _filled(v) and v.shape[0] == 1,
+                "forward": _one,
+                "inverse": _one,
                 "offset": lambda v: (
                     v is None or (a.tensor((None, 1, 1), ["float32"])(v) and v.shape[0] > 0 and v.fill in (0, 1, 2, -1, 100))
                 ),
