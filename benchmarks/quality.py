@@ -307,7 +307,7 @@ def main() -> None:
                 if run is None:
                     continue
                 runs = [r for r in runs if (r["part"], r["model"], r["text"]) != (part, name, run["text"])] + [run]
-                report.write_json(given.out, runs)
+                given.out.write_text(report.in_json(runs) + "\n", encoding="utf-8")
     print("\n".join([*table(runs), "", *rivals_table(runs)]))
     for path in given.into:
         fill(path, {"summary": summary(runs), "targets": table(runs), "rivals": rivals_table(runs)})

@@ -24,10 +24,11 @@ def test_a_models_geometry(run, tmp_path):
     """A shape for each kind of its layers; what a shape names goes before."""
     config = {"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 24, "sliding_window_pattern": 3, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}))
-    args = ("bench", "--device", "cpu", "--model", tmp_path, "--kv", "int8", "--json", tmp_path / "out.json", "--shape")
-    code, _, err = run(*args, "L40,B2xL16xHK4")
+    args = ("bench", "--device", "cpu", "--model", tmp_path, "--kv", "int8", "--json", "--shape")
+    code, out, err = run(*args, "L40,B2xL16xHK4")
     assert code == 0, err
-    shapes = [row["shape"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
+    shapes = [row["shape"] for row in json.loads(out)["rows"]]
+    assert err.count("quantkv reference") == 8 and "figures:" not in err  # the tables, and the progress
     assert shapes == [f"{text}xW24" for text in ("L40xHQ4xHK2xD32", "B2xL16xHQ4xHK4xD32")] + ["L40xHQ4xHK2xD32", "B2xL16xHQ4xHK4xD32"]
 
 
@@ -52,6 +53,7 @@ def test_bad_input(run, tmp_path):
         (("--implementations", "cuda"), "--implementations"),
         (("--peers", tmp_path / "none"), "--peers"),
         (("--json", tmp_path / "no" / "file"), "--json"),
+        ((f"--json={tmp_path}",), "--json"),
         (("--plot", tmp_path / "a.txt"), "--plot"),
     ):
         code, _, err = run("bench", "--device", "cpu", *arguments)

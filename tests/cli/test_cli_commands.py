@@ -53,6 +53,14 @@ def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_p
     assert ElementTree.parse(files[1]).getroot().tag.endswith("svg")
 
 
+def test_eval_prints_json(run, noisy, model_dir, text_file):
+    """Alone on standard output; the table goes where the progress does."""
+    args = ("--model", model_dir, "--text", text_file, "--kv", "int4", "--context", 64, "--tokens", 256)
+    code, out, err = run("eval", "--json", *args)
+    assert code == 0 and json.loads(out)["runs"][0]["formats"][0]["format"] == "int4"
+    assert "256 tokens in contexts of 64" in err and "figures:" not in err
+
+
 def evaluated(loaded, contexts, name, read=None):
     """The comparison of one format over contexts."""
     made = [trials.Text(ids) for ids in contexts]

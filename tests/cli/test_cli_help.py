@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 import quantkv
-from quantkv.cli import completion
+from quantkv.cli import completion, output
 from quantkv.cli.main import commands
 
 RUN = """
@@ -67,6 +67,27 @@ def test_caches_are_completed_in_lists_and_pairs(tmp_path, monkeypatch):
     assert set(quantkv.available_formats()) <= set(completion.caches(""))
 
 
+@pytest.mark.parametrize(
+    "typed, spelled",
+    [
+        ("plan m --json", "plan m --json=-"),
+        ("plan --json m", "plan --json=- m"),
+        ("formats --json", "formats --json=-"),
+        ("doctor --json=a.json m", "doctor --json=a.json m"),
+        ("eval --json", "eval --json=-"),
+        ("eval --json --kv int4", "eval --json=- --kv int4"),
+        ("eval --json a.json --kv int4", "eval --json a.json --kv int4"),
+        ("bench --json -", "bench --json -"),
+        ("tune m --json a", "tune m --json a"),
+        ("tune --json -- m", "tune --json=- -- m"),
+        ("generate -- --json", "generate -- --json"),
+        ("--json eval", "--json eval"),
+    ],
+)
+def test_json_takes_a_file_or_none(typed, spelled):
+    assert output.spelled(typed.split()) == spelled.split()
+
+
 def test_one_name_for_one_thing():
     """Old names are gone, and an option that several commands have takes the same everywhere."""
     seen = {}
@@ -77,4 +98,7 @@ def test_one_name_for_one_thing():
         for option in ("--device", "--dtype", "--json", "--exact", "--calibration", "--text", "--plot"):
             if option in options:
                 seen.setdefault(option, set()).add(options[option].metavar)
+    for name in ("plan", "formats", "doctor"):
+        (option,) = [option for option in get_command(commands).commands[name].params if option.name == "json_file"]
+        seen["--json"].add(option.metavar)
     assert len(seen) == 7 and all(len(metavars) == 1 for metavars in seen.values()), seen

@@ -186,6 +186,21 @@ def test_plan_refuses_damaged_weights(run, model_dir, tmp_path):
     assert code == 2 and "model.safetensors.index.json" in err and err.count("\n") == 1
 
 
+def test_json_is_printed_or_written(run, tmp_path, monkeypatch):
+    """A bare --json prints, wherever it stands; --json=FILE writes, and the table is there as well."""
+    monkeypatch.chdir(tmp_path)
+    expected = run("plan", "llama-3-8b", "--json")
+    assert expected[0] == 0 and json.loads(expected[1])["model"] == "llama-3-8b"
+    assert run("plan", "--json", "llama-3-8b") == expected and list(tmp_path.iterdir()) == []
+    for args in (("plan", "llama-3-8b"), ("formats",), ("doctor",)):
+        printed, table = run(*args, "--json")[1], run(*args)[1]
+        code, out, err = run(*args, "--json=out.json")
+        assert out == table and err == "figures: out.json\n" and code == (args == ("doctor",))
+        assert (tmp_path / "out.json").read_text() == printed
+        code, out, err = run(*args, "--json=no/out.json")
+        assert (code, out) == (2, "") and "--json no/out.json: no such directory" in err and err.count("\n") == 1
+
+
 def test_formats_lists_the_registry(run):
     code, out, _ = run("formats", "--json")
     rows = {row["name"]: row for row in json.loads(out)}

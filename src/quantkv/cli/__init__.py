@@ -42,9 +42,10 @@ def _run(args: Sequence[str] | None) -> Any:
     import typer
 
     from .main import commands
+    from .output import spelled
 
     try:
-        code = commands(args=args, prog_name="quantkv", standalone_mode=False)
+        code = commands(args=spelled(sys.argv[1:] if args is None else args), prog_name="quantkv", standalone_mode=False)
     except typer.Abort:
         raise KeyboardInterrupt from None
     if code == interrupt.EXIT_CODE:  # what newer releases of typer make of Ctrl-C

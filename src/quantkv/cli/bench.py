@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion, options
+from . import completion, options, output
 from .options import Device
+from .output import Json
 
 if TYPE_CHECKING:
     from ..bench.contestants import Contestant
@@ -70,17 +71,16 @@ def bench_command(
     peers: Annotated[
         Path | None, typer.Option("--peers", metavar="DIR", help="fa3.xz and stub/: FlashAttention-3 and an engine's kernels, no packages.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file.")] = None,
+    json_file: Json = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot time against bytes.")] = None,
     device: Device = None,
 ) -> None:
     """Time attention over each format on this machine, beside what else is installed."""
-    from . import report
     from .common import formats_of, print_table
     from .interrupt import Interrupted
 
-    report.check_output("--json", json_file)
-    report.check_output("--plot", plot_file, (".png", ".svg"))
+    output.check_file("--json", json_file)
+    output.check_file("--plot", plot_file, (".png", ".svg"))
     import torch
 
     from . import devices
@@ -117,12 +117,11 @@ def bench_command(
         if not result.rows:
             raise
         complete = False
-    Console(highlight=False).print(tables.subtitle(result), style="dim", soft_wrap=True)
-    for table in _tables(result):
-        print_table(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        options.say(errors, f"figures: {json_file}")
+    with output.tables(json_file):
+        Console(highlight=False).print(tables.subtitle(result), style="dim", soft_wrap=True)
+        for table in _tables(result):
+            print_table(table)
+    output.write_json(json_file, json.dumps(result.to_dict(), indent=1, allow_nan=False))
     if plot_file is not None:
         from ..bench import plot
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import options
+from . import options, output
 from .options import Device, Dtype, Model, ModelArgument
 
 
@@ -33,10 +33,9 @@ def calibrate_command(
 ) -> None:
     """Measure a model once over some text, so that its cache loses less in the same bytes."""
     from ..calibration import MIN_TOKENS
-    from . import report
 
     model = options.model_of(argument, model)
-    report.check_output("--out", out, (".safetensors",))
+    output.check_file("--out", out, (".safetensors",), replaced=True)
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed")
     if tokens < context:
@@ -56,7 +55,7 @@ def calibrate_command(
     if contexts.numel() < tokens // context * context:
         options.say(errors, f"--text {chosen.name}: only {contexts.numel():,} tokens in whole contexts", "yellow")
     out = Path(f"{found.name}.calibration.safetensors") if out is None else out
-    report.check_output("--out", out)
+    output.check_file("--out", out, replaced=True)
     loaded = options.load(found, device, dtype, errors)
     from quantkv.integrations.transformers import calibrate
 

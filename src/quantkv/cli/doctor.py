@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion
+from . import completion, output
 from .machine import CANNOT, OK, SLOWER, UNSUPPORTED, Finding
+from .output import Json
 from .plan import MODEL_HELP
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def add_to(commands: typer.Typer) -> None:
 def doctor_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)] = None,
     kv: Annotated[str, typer.Option("--kv", metavar="FORMAT", autocompletion=completion.caches, help="Who serves this format.")] = "int4",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_file: Json = None,
 ) -> int:
     """Say what this machine can run, what is in the way of something faster, and which format suits a model.
 
@@ -38,6 +39,7 @@ def doctor_command(
     from . import configs, machine
     from .common import formats_of
 
+    output.check_file("--json", json_file)
     described = None if model is None else configs.describe(model)
     torch, reason = machine.load("torch")
     gpus = machine.gpus_of_driver()
@@ -54,9 +56,9 @@ def doctor_command(
         told, more = _model(described, torch is not None)
         found += more
     code = max(CODES[finding.level] for finding in found)
-    if as_json:
-        print(json.dumps({**facts, "model": told, "findings": [asdict(finding) for finding in found], "exit_code": code}, indent=1))
-    else:
+    every = {**facts, "model": told, "findings": [asdict(finding) for finding in found], "exit_code": code}
+    output.write_json(json_file, json.dumps(every, indent=1))
+    if json_file != output.PRINTED:
         _print(facts, told, found, described)
     return code
 

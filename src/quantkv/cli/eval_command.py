@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion, options, recipes
+from . import completion, options, output, recipes
 from .common import print_table
 from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, ExactOption
+from .output import Json
 
 if TYPE_CHECKING:
     from .eval import Reader
@@ -74,7 +75,7 @@ def eval_command(
     chunk: Annotated[
         int | None, typer.Option("--chunk", min=1, show_default="the whole context", help="Tokens of one forward pass through the cache.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file.")] = None,
+    json_file: Json = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot loss against bytes.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report: tables and plots in one file.")] = None,
     device: Device = None,
@@ -84,9 +85,9 @@ def eval_command(
     from ..calibration import MIN_TOKENS
     from . import html, report
 
-    report.check_output("--json", json_file)
-    report.check_output("--plot", plot_file, (".png", ".svg"))
-    report.check_output("--html", html_file)
+    output.check_file("--json", json_file)
+    output.check_file("--plot", plot_file, (".png", ".svg"))
+    output.check_file("--html", html_file)
     html.check_plots("--plot", plot_file)
     html.check_plots("--html", html_file)
     if tokens < context:
@@ -106,13 +107,12 @@ def eval_command(
 
     read = ThroughCache(chunk) if through_cache or chunk else Judged()
     runs: list[dict[str, Any]] = []
-    for one, (usable, trials) in zip(found, prepared):
-        _run(one, usable, list(zip(loaded_texts, trials)), plan, read, runs, device, dtype, console)
-        if not runs[-1]["complete"]:
-            break
-    if json_file is not None:
-        report.write_json(json_file, runs)
-        options.say(console, f"figures: {json_file}")
+    with output.tables(json_file):
+        for one, (usable, trials) in zip(found, prepared):
+            _run(one, usable, list(zip(loaded_texts, trials)), plan, read, runs, device, dtype, console)
+            if not runs[-1]["complete"]:
+                break
+    output.write_json(json_file, report.in_json(runs))
     if plot_file is not None:
         from . import plot
 

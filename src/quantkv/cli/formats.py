@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from . import output
+from .output import Json
 
 if TYPE_CHECKING:
     from ..format import Codec
@@ -19,11 +22,12 @@ def add_to(commands: typer.Typer) -> None:
     commands.command("formats")(formats_command)
 
 
-def formats_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def formats_command(json_file: Json = None) -> None:
     """List the formats: what each stores, in how many bytes, and who reads and writes it."""
+    output.check_file("--json", json_file)
     rows = described()
-    if as_json:
-        print(json.dumps(rows, indent=1))
+    output.write_json(json_file, json.dumps(rows, indent=1))
+    if json_file == output.PRINTED:
         return
     from rich import box
     from rich.console import Console

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import options, report
+from . import options, output, report
 
 STYLE = """
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1f2933; background: #fff;
@@ -56,7 +56,7 @@ def report_command(
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The report.")] = Path("report.html"),
 ) -> None:
     """Put what eval and tune measured into one HTML file, with plots."""
-    report.check_output("--html", html)
+    output.check_file("--html", html)
     check_plots("--html", html)
     runs, tuned = [], []
     for file in files:
@@ -74,7 +74,7 @@ def check_plots(argument: str, file: Path | None) -> None:
 
 
 def write(path: Path, runs: Sequence[dict[str, Any]], tuned: Sequence[dict[str, Any]] = ()) -> None:
-    """The report of runs (`report.write_json`'s) and of tunings."""
+    """The report of runs (`report.in_json`'s) and of tunings."""
     merged = merge(runs)
     models = list(dict.fromkeys([run["model"] for run in merged] + [one["model"] for one in tuned]))
     shown = [_run(run) for run in merged] + [_tuned(one) for one in tuned]

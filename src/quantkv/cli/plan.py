@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion
+from . import completion, output
+from .output import Json
 
 if TYPE_CHECKING:
     from ..capacity import Capacity, Recipe
@@ -58,12 +59,13 @@ def plan_command(
     ] = 0.9,
     page: Annotated[int, typer.Option("--page", metavar="N", help="Tokens of a page.")] = 16,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Of which GPU recorded speeds are shown.")] = GPU,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_file: Json = None,
 ) -> None:
     """Work out how many tokens of a model fit into your memory in each format, without its weights, a GPU or torch."""
     from ..capacity import check_ranks
     from . import configs
 
+    output.check_file("--json", json_file)
     described = configs.describe(model)
     total = None if memory is None else configs.size_of(memory, "--memory")
     held = None if weights is None else configs.size_of(weights, "--weights")
@@ -103,9 +105,8 @@ def plan_command(
         "cache_bytes_per_rank": free,
         "gpu": gpu,
     }
-    if as_json:
-        print(json.dumps({**facts, "formats": [_dict(row) for row in rows]}, indent=1))
-    else:
+    output.write_json(json_file, json.dumps({**facts, "formats": [_dict(row) for row in rows]}, indent=1))
+    if json_file != output.PRINTED:
         _print(facts, rows, configs.in_words(described.model), described.model)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,21 +131,7 @@ def title(run: dict[str, Any]) -> str:
     return f"{run['model']}, {run['text']}: {tokens} in contexts of {run['context']:,}"
 
 
-def check_output(argument: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse, before any work, a file that could not be written at the end of it."""
-    if path is None:
-        return
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise ValueError(f"{argument} {path}: the name must end in {' or '.join(suffixes)}")
-    if path.is_dir():
-        raise ValueError(f"{argument} {path}: a directory; a file's name is needed")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{argument} {path}: no such directory: {path.absolute().parent}")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ValueError(f"{argument} {path}: no permission to write it")
-
-
-def write_json(path: Path, runs: Sequence[dict[str, Any]] = (), tuned: Sequence[dict[str, Any]] = ()) -> None:
+def in_json(runs: Sequence[dict[str, Any]] = (), tuned: Sequence[dict[str, Any]] = ()) -> str:
     """Figures of evaluations and of tunings, unrounded, with what they were measured on; null for what is not finite."""
     import platform
 
@@ -155,11 +140,11 @@ def write_json(path: Path, runs: Sequence[dict[str, Any]] = (), tuned: Sequence[
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     values = {"schema": SCHEMA, "runs": list(runs), "tuned": list(tuned), "versions": versions}
-    path.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return json.dumps(plain(values), indent=2, allow_nan=False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote. FileNotFoundError or ValueError naming the file."""
+    """What `in_json` said, from a file. FileNotFoundError or ValueError naming the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; a file of quantkv eval --json or quantkv tune --json is needed")
     try:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion, options, recipes
+from . import completion, options, output, recipes
 from .allocation import Choice, allocate, limits
 from .common import formats_of
 from .options import CalibrationFile, Device, Dtype, ExactOption, Model, ModelArgument
+from .output import Json
 
 if TYPE_CHECKING:
     from ..integrations.transformers.sensitivity import Sensitivities
@@ -51,9 +52,7 @@ def tune_command(
     ] = "docs",
     context: Annotated[int, typer.Option("--context", min=128, help="Tokens of a context.")] = 1024,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of text, rounded down to whole contexts.")] = 1024,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write what each layer costs in each format, for `quantkv report`.")
-    ] = None,
+    json_file: Json = None,
     device: Device = None,
     dtype: Dtype = "float32",
 ) -> None:
@@ -63,8 +62,8 @@ def tune_command(
     from . import text as texts
 
     model = options.model_of(argument, model)
-    report.check_output("--out", out, (".json",))
-    report.check_output("--json", json_file)
+    output.check_file("--out", out, (".json",), replaced=True)
+    output.check_file("--json", json_file)
     if (budget is None) == (kl is None):
         raise ValueError("--budget, --kl: one of them is needed")
     if kl is not None and not 0 < kl < math.inf:
@@ -100,13 +99,14 @@ def tune_command(
     _save(policy_of(chosen, tried[0].policy), out, calibration)
     size, predicted = room.bytes_per_head(chosen), sum(choice.loss for choice in chosen.values())
     counts = Counter(f"{chosen[layer, 'k'].name}/{chosen[layer, 'v'].name}" for layer in room.layers)
-    print(f"{size:.1f} bytes a token and kv head; KL about {predicted:.4f} nats a token")
-    print("layers with K/V: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+    with output.tables(json_file):
+        print(f"{size:.1f} bytes a token and kv head; KL about {predicted:.4f} nats a token")
+        print("layers with K/V: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()))
     options.say(console, f"policy: {out}")
     if json_file is not None:
         told = {"model": found.name, "text": chosen_text.name, "context": context, "tokens": contexts.numel(), "policy": out.name}
-        report.write_json(json_file, tuned=[{**told, **figures(lost, chosen), "bytes_per_head": size, "predicted": predicted}])
-        options.say(console, f"figures: {json_file}")
+        tuned = [{**told, **figures(lost, chosen), "bytes_per_head": size, "predicted": predicted}]
+        output.write_json(json_file, report.in_json(tuned=tuned))
 
 
 class Room:
