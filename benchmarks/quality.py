@@ -19,7 +19,7 @@ import torch
 
 from quantkv.calibration import Calibration
 from quantkv.cli import eval as evaluation
-from quantkv.cli import html, models, report, text, trials, tune
+from quantkv.cli import html, models, readers, report, text, trials, tune
 from quantkv.cli.allocation import allocate
 from quantkv.cli.metrics import Comparison
 from quantkv.cli.recipes import Recipe, exact_of
@@ -146,7 +146,7 @@ class Bench:
         say(f"{self.name}, {self.on.name}, {part}: {', '.join(made)}")
         asked = self.trials(part)
         result = evaluation.evaluate(self.loaded.model, asked, list(made.values()), context=CONTEXTS[part] if part == "long" else 1024)
-        told = {"part": part, "model": self.name, "text": self.on.name, "calibrated_on": self.other.name, "read": evaluation.Judged.name}
+        told = {"part": part, "model": self.name, "text": self.on.name, "calibrated_on": self.other.name, "read": readers.Judged.name}
         return {**told, "contexts": len(asked), **result.to_dict()}
 
     def rivals(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def rival(model: Any, contexts: torch.Tensor, backend: str, options: dict[str, i
 
     comparison, size = Comparison(), 0.0
     for ids in contexts.to(model.device):
-        exact = evaluation.last_logits(model, ids, TAIL, use_cache=False)
+        exact = readers.last_logits(model, ids, TAIL, use_cache=False)
         cache = QuantizedCache(backend, model.config, nbits=4, **options)
         model(ids[None, :-TAIL], past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = model(ids[None, -TAIL:], past_key_values=cache, use_cache=True).logits[0]

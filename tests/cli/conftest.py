@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import quantkv
-from quantkv.cli import app, generate
+from quantkv.cli import app, generate, readers
 from quantkv.cli import eval as eval_module
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -112,7 +112,7 @@ class NoisyCache(DynamicCache):
 @pytest.fixture
 def noisy(monkeypatch):
     """The commands with NoisyCache, which this is, in the quantized cache's place."""
-    read = eval_module.ThroughCache(None, NoisyCache, lambda model: nullcontext())
+    read = readers.ThroughCache(None, NoisyCache, lambda model: nullcontext())
     evaluate, writer = eval_module.evaluate, generate.Writer
     monkeypatch.setattr(eval_module, "evaluate", lambda *a, **k: evaluate(*a, **{**k, "read": read}))
     keywords = {"make_cache": NoisyCache, "attention": lambda model: nullcontext()}

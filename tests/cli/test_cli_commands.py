@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 import quantkv
 from quantkv.cli import eval as eval_module
-from quantkv.cli import generate, models, plot, recipes, text, trials
+from quantkv.cli import generate, models, plot, readers, recipes, text, trials
 from quantkv.cli.recipes import Recipe
 from quantkv.policy import Policy
 
@@ -76,7 +76,7 @@ def test_perplexity_is_transformers_own_loss(noisy, model_dir, text_file):
     assert result.to_dict()["reference"]["perplexity"] == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
 
 
-@pytest.mark.parametrize("read", [eval_module.ThroughCache(), eval_module.ThroughCache(7), eval_module.Judged()], ids=lambda r: r.name)
+@pytest.mark.parametrize("read", [readers.ThroughCache(), readers.ThroughCache(7), readers.Judged()], ids=lambda r: r.name)
 def test_an_exact_cache_changes_nothing(model_dir, text_file, read):
     loaded = models.load(str(model_dir))
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 50, 100)

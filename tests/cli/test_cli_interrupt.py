@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from quantkv.bench import timing
-from quantkv.cli import common, options
+from quantkv.cli import common, options, readers
 from quantkv.cli import eval as eval_module
 
 evaluated = eval_module.evaluate
@@ -58,7 +58,7 @@ def evaluate(run, noisy, model_dir, text_file, tmp_path, monkeypatch):
         file = tmp_path / "out.json"
         file.unlink(missing_ok=True)
         with monkeypatch.context() as patch:
-            read = eval_module.ThroughCache(None, make_cache, lambda model: nullcontext())
+            read = readers.ThroughCache(None, make_cache, lambda model: nullcontext())
             patch.setattr(eval_module, "evaluate", lambda *a, **k: evaluated(*a, **{**k, "read": read}))
             args = ("eval", "--model", model_dir, "--text", text_file, "--kv", FORMATS, "--context", 256, "--tokens", tokens)
             code, out, err = run(*args, "--json", file, *more)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkv.cli import eval as evaluation
-from quantkv.cli import models, recipes, text, trials
+from quantkv.cli import models, readers, recipes, text, trials
 from quantkv.cli.eval import RecipeResult
 from quantkv.cli.metrics import Share, standard_error
 from quantkv.cli.recipes import Size
@@ -94,7 +94,8 @@ def test_greedy_agreement_ends_with_the_first_other_token(wrong, agreed):
 def test_greedy_agreement_is_that_of_two_generations(model_dir):
     from transformers import DynamicCache
 
-    from quantkv.cli.generate import greedy, leaves_at
+    from quantkv.cli.decoding import greedy
+    from quantkv.cli.generate import leaves_at
 
     loaded = models.load(str(model_dir))
     prompt = torch.tensor(text.plain(loaded.tokenizer, "The quick brown fox jumps over the lazy dog. " * 2))
@@ -103,8 +104,8 @@ def test_greedy_agreement_is_that_of_two_generations(model_dir):
     expected = []
     for n in (20, 40, 60):
         exact = [s.token for s in greedy(loaded.model, prompt[:n], DynamicCache(config=loaded.model.config), 24, set())]
-        with evaluation.quantized_attention(loaded.model):
-            own = [s.token for s in greedy(loaded.model, prompt[:n], evaluation.quantized_cache(loaded.model, "int2"), 24, set())]
+        with readers.quantized_attention(loaded.model):
+            own = [s.token for s in greedy(loaded.model, prompt[:n], readers.quantized_cache(loaded.model, "int2"), 24, set())]
         index = leaves_at(own, exact)
         expected.append(24 if index is None else index)
     assert result.recipes[0].scores.agreed == expected and result.exact.scores.agreed == [24] * 3

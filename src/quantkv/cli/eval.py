@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..policy import Policy
 from ..spec import CacheSpec
 from .metrics import Share, standard_error
+from .readers import Judged, Reader, last_logits
 from .recipes import Recipe, Size
 from .trials import Scores, Trial
 
@@ -109,80 +107,6 @@ class Result:
             "reference": {"dtype": self.dtype, **perplexity, **found(self.exact.scores), "seconds": self.exact.seconds},
             "formats": [recipe.to_dict() for recipe in self.recipes],
         }
-
-
-class Reader(Protocol):
-    """How a recipe's predictions come about. name: for tables.
-
-    Called with model, tokens `[T]`, recipe and how many of the last logits are needed (0: all): logits `[.., vocabulary]` and the geometry
-    of the quantized layers by number.
-    """
-
-    name: str
-
-    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]: ...
-
-
-class Judged:
-    """One pass in which each query sees what a decoding step at its position would read."""
-
-    name = "judged as decoding"
-
-    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
-        from ..integrations.transformers.judged import judged
-
-        with judged(model, recipe.policy) as judge:
-            return last_logits(model, ids, keep, use_cache=False), judge.specs
-
-
-@contextmanager
-def quantized_attention(model: Any) -> Iterator[None]:
-    """The model's attention reads quantized pages inside the block, and is its own again after it."""
-    from quantkv.integrations.transformers import use_quantkv_attention
-
-    own = model.config._attn_implementation
-    use_quantkv_attention(model)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
-
-
-def quantized_cache(model: Any, recipe: str | Policy) -> Any:
-    """An empty quantized cache for the model, in a format or by a policy; "none" stands for the model's dtype."""
-    from quantkv.integrations.transformers import QuantizedCache
-
-    return QuantizedCache(model.config, recipe, dtype=model.dtype)
-
-
-class ThroughCache:
-    """A `QuantizedCache`, filled by passes of `chunk` tokens (None: one pass)."""
-
-    def __init__(
-        self,
-        chunk: int | None = None,
-        make_cache: Callable[[Any, str | Policy], Any] = quantized_cache,
-        attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
-    ) -> None:
-        self.chunk, self.make_cache, self.attention = chunk, make_cache, attention
-        self.name = "through the cache" if chunk is None else f"through the cache, {chunk} tokens a pass"
-
-    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
-        cache, chunk = self.make_cache(model, recipe.policy), self.chunk or len(ids)
-        with self.attention(model):
-            if chunk >= len(ids):
-                logits = last_logits(model, ids, keep, past_key_values=cache, use_cache=True)
-            else:
-                parts = [model(part[None], past_key_values=cache, use_cache=True).logits[0] for part in ids.split(chunk)]
-                logits = torch.cat(parts)[-keep:]
-        return logits, dict(zip(cache.quantized_layers, cache.specs))
-
-
-def last_logits(model: Any, ids: torch.Tensor, keep: int, **options: Any) -> torch.Tensor:
-    """The last `keep` logits (0: all) `[.., vocabulary]` of a pass over tokens `[T]`."""
-    if keep and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = keep
-    return model(ids[None], **options).logits[0][-keep:]
 
 
 @torch.inference_mode()

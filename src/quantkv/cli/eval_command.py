@@ -103,7 +103,7 @@ def eval_command(
     loaded_texts = [texts.load(name, max(tokens, *plan.lengths)) for name in texts.named(text)]
     found = [options.find(name, device, dtype, console) for name in model or [None]]
     prepared = [_prepare(one, plan, chosen, strict, loaded_texts, console) for one in found]
-    from .eval import Judged, ThroughCache
+    from .readers import Judged, ThroughCache
 
     read = ThroughCache(chunk) if through_cache or chunk else Judged()
     runs: list[dict[str, Any]] = []

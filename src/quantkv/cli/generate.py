@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .eval import quantized_attention, quantized_cache
+from .decoding import Step, greedy
+from .readers import quantized_attention, quantized_cache
 from .text import plain
 
 if TYPE_CHECKING:
     from ..policy import Policy
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # where an answer stands in a template's text
-
-
-@dataclass(frozen=True)
-class Step:
-    """One generated token and the probabilities `[vocabulary]` that it was the likeliest of."""
-
-    token: int
-    probabilities: torch.Tensor
 
 
 def encode(tokenizer: Any, prompt: str, raw: bool = False) -> list[int]:
@@ -61,19 +53,6 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     ends = getattr(model.generation_config, "eos_token_id", None)
     ends = ends if isinstance(ends, list) else [ends]
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
-
-
-@torch.inference_mode()
-def greedy(model: Any, ids: torch.Tensor, cache: Any, max_new_tokens: int, ends: set[int]) -> Iterator[Step]:
-    """The likeliest token, over and over, up to and with an end token or up to `max_new_tokens`."""
-    ids = ids[None].to(model.device)
-    for _ in range(max_new_tokens):
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        token = int(logits.argmax())
-        yield Step(token, logits.float().softmax(-1).cpu())
-        if token in ends:
-            return
-        ids = ids.new_tensor([[token]])
 
 
 def leaves_at(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -13,7 +13,8 @@ from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, ExactOption, Model
 
 if TYPE_CHECKING:
-    from .generate import Step, Writer
+    from .decoding import Step
+    from .generate import Writer
     from .models import Loaded
 
 

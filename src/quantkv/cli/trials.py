@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .decoding import greedy
 from .metrics import Comparison, Share
 from .text import plain
 
@@ -96,8 +97,6 @@ class Greedy(Trial):
     def tokens(self, model: Any) -> torch.Tensor:
         """The prompt and the exact cache's greedy continuation, int `[tokens]`."""
         from transformers import DynamicCache
-
-        from .generate import greedy
 
         steps = greedy(model, self.ids, DynamicCache(config=model.config), self.keep - 1, set())
         return torch.cat([self.ids, torch.tensor([step.token for step in steps])]).to(model.device)
