@@ -71,6 +71,7 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         "Eq -> NotEq",
     ): "says which calls keep their masks for the next one, which then are the same",
     (f"{REFERENCE}/attend", "scratch, decode = Scratch()", "0 -> 1"): "likewise",
+    (f"{REFERENCE}/attend", "if decode and kept is None", "Is -> IsNot"): "what is not kept is worked out anew",
     (
         f"{REFERENCE}/plan",
         "if even and (e - s == 1",

@@ -108,6 +108,14 @@ def test_command_line(case):
         ("unified_attention", "chunk_lookback", "1"),
         ("unified_attention", "window_size", "11"),
         ("unified_attention", "mm_prefix_clamp_sliding_window", ()),
+        ("wrap", "buffer", Tensor((0, 0, 0, 1), "int8", 1)),  # named num_blocks, which its caller does not give
+        ("dequantize", "slots", Tensor((0,), "int32")),
+        ("PageTable.append", "counts", Tensor((3, 1), "int8")),  # three lists of a number were taken for three numbers
+        ("unified_attention", "k_scale_cache", None),
+        ("unified_attention", "q", Tensor((4, 4, 0), "float32")),
+        ("unified_attention", "q", Tensor((4, 4, 2), "float32")),
+        ("prepare_attend", "window", Tensor((0,), "int8", 1)),  # a RuntimeError, of a tensor that is neither true nor false
+        ("prepare_attend", "window", Tensor((4, 4, 4, 2), "int32", 2)),
     ],
 )
 def test_what_is_not_legal_is_refused_by_name(entry, argument, value):

@@ -96,6 +96,8 @@ class PagedCache:
             if buffer.stride(3) != 1 or buffer.stride(2) != buffer.shape[3]:
                 checks.refuse("buffer.stride()", buffer.stride(), "a head's page must be one run of bytes")
             buffer = buffer.view(torch.uint8).flatten(2)
+        if not buffer.shape[0]:
+            checks.refuse("buffer.shape", tuple(buffer.shape), "at least one page is needed")
         return cls(spec, buffer.shape[0], buffer=buffer, **options)
 
     def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:

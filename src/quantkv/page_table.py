@@ -136,6 +136,8 @@ def _integer(argument: str, value: int, least: int = 0, most: int | None = None)
     try:
         number = operator.index(value)
     except TypeError:
+        number = None
+    if number is None or getattr(value, "ndim", 0):  # a tensor or an array of one number is a list of it
         _refuse(argument, repr(value), "an integer is needed")
     if number < least or (most is not None and number > most):
         _refuse(argument, number, f"{least} or more is needed" if most is None else f"values lie in {least}..{most}")

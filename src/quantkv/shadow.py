@@ -293,7 +293,8 @@ def shadow_pages(pages: PagedCache, num_shadows: int, dtype: torch.dtype, buffer
 def goes_by_position(options: AttentionOptions) -> bool:
     """Whether more than causality depends on where a key stands."""
     tensors = (options.alibi_slopes, options.qq_bias)
-    return bool(options.window) or any(t is not None for t in tensors)
+    windowed = isinstance(options.window, int) and options.window != 0  # what is no number is refused by name with the call
+    return windowed or any(t is not None for t in tensors)
 
 
 def _rows(pages: PagedCache) -> list[torch.Tensor]:

@@ -108,7 +108,7 @@ STARTS = {"cu_seqlens_q": ("cu_seqlens_q", "seq_lens"), "seqused_k": ("seqused_k
 STARTS |= {
     "softmax_scale": ("softmax_scale", "scale"),
     "max_seqlen_q": ("max_seqlen_q", "max_query_len"),
-    "q": ("q", "out"),
+    "q": ("q", "out", "k_cache.shape", "head_size"),
     "k": ("k", "page"),
 }
 
@@ -159,7 +159,7 @@ def entries() -> dict[str, Entry]:
         "mm_prefix_clamp_sliding_window": ("clamp",),
         "window_size": ("window",),
         "kv_quant_mode": ("mode", "k_cache"),
-        "k_scale_cache": ("scale cache of k_cache",),
+        "k_scale_cache": ("scale cache of k_cache", "k_scale_cache"),
         "rswa_prefix_lens": ("rswa",),
         "rswa_window": ("rswa",),
         "v": ("v", "k.codes"),

@@ -184,6 +184,7 @@ def _entries() -> dict[str, Entry]:
             lambda cache, **given: cache.dequantize(**given),
             dict(slots=torch.arange(4), positions=torch.arange(4)),
             {"slots": a.tensor((4,), INDEX, low=0, high=PAGES * SIZE), "positions": a.tensor((4,), INDEX, low=0), "dtype": a.never},
+            {"slots": ("slots", "positions")},
         ),
         "copy_pages": Entry(
             _layered("int8"),

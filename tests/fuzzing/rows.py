@@ -238,7 +238,8 @@ def check(case: Case) -> None:
                 assert (np.where(signed, alone, with_it) <= np.minimum(alone, with_it) * (1 + 1e-5)).all(), "the shorter row is stored"
         else:
             assert not signed.any()
-        expected = mapped @ np.linalg.inv(turn).T + added
+        with np.errstate(invalid="ignore"):  # of rows at the limit of float32, times a scale: they are left out below
+            expected = mapped @ np.linalg.inv(turn).T + added
         size_of = abs(mapped).max(-1, keepdims=True) * size**0.5 + abs(added)
         if case.extreme:
             finite = abs(mapped).max() < 1e37
