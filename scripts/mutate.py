@@ -84,6 +84,7 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         "if begin < end and begin <= last",
         "LtE -> Lt",
     ): "the one key that is left out, the last query's own, is in the other interval",
+    ("reads", "if begin < end and begin <= last", "Lt -> LtE"): "a range of one key that is a query's own, which sees it anyway",
     ("reads", "intervals.append((max(begin, back)", "1 -> 2"): "the key behind a range is past the last one, or its own query sees it",
     ("formats/trellis/search", "target = target[:, :, None].expand", "condition turned"): "one way alone is open before the first code",
     ("implementations/batches", "return next(name for name", "1 -> 2"): "more queries than memory holds",

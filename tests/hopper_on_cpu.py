@@ -41,7 +41,7 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
         lines.append(f"  given_{name} = *a, cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes);\n}}")
     file = folder / f"{len(list(folder.iterdir()))}.cpp"
     file.write_text("\n".join(lines))
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-gnu-unique", f"-I{sources}"]
+    flags = ["-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-gnu-unique", f"-I{sources}"]
     done = subprocess.run(["g++", *flags, "-o", str(file.with_suffix(".so")), str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(file.with_suffix(".so")))

@@ -12,14 +12,24 @@ ARCHES = ("sm80", "sm89", "sm90", "sm100", "gfx942")
 SHARED_MEMORY = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99, "gfx942": 64, "gfx950": 160}  # KiB that a block may have
 
 
-def one_format_for_each_codec():
-    seen, chosen = set(), []
-    for name in available_formats():
-        fmt = get_format(name)
-        if not {fmt.k.name, fmt.v.name} <= seen:
-            seen |= {fmt.k.name, fmt.v.name}
-            chosen.append(name)
-    return chosen
+def codecs_of(formats):
+    return {codec.name for fmt in formats for codec in (fmt.k, fmt.v)}
+
+
+def a_format_for_each_codec():
+    """Formats that have every codec of the registry, for keys or for values, and none that the others make needless."""
+    formats = sorted(map(get_format, available_formats()), key=lambda fmt: fmt.k is not fmt.v)
+    for fmt in formats[::-1]:
+        others = [other for other in formats if other is not fmt]
+        formats = others if codecs_of(others) == codecs_of(formats) else formats
+    return [fmt.name for fmt in formats]
+
+
+def in_pairs(names, swapped):
+    """Formats of two codecs each, so that half as many have all of them: each once, for keys or for values, as `swapped` says."""
+    same = [name for name in names if get_format(name).k is get_format(name).v and get_format(name).k.triton().encode is not None]
+    pairs = [(a, b)[:: -1 if swapped else 1] for a, b in zip(same[::2], same[1::2])]
+    return [f"{a}/{b}" for a, b in pairs] + [name for name in names if name not in same[: 2 * len(pairs)]]
 
 
 def run(*task):
@@ -33,12 +43,18 @@ def run(*task):
         return f"{type(error).__name__}: {str(error)[-500:]}"
 
 
-CASES = [(name, arch, 128, (1,)) for name in one_format_for_each_codec() for arch in ARCHES]
-CASES += [("five_bits", arch, 128, (1, 512)) for arch in ("sm80", "sm90", "gfx942")]  # words of five bytes
-CASES += [(name, arch, 128, (512,)) for name in ("bf16", "int4") for arch in ARCHES]
+EVERY = a_format_for_each_codec()
+CASES = [(name, arch, 128, (1,)) for name in EVERY for arch in ("sm90", "gfx942")]
+# Two codecs at once, on sm80 and sm89, whose instructions are much the same, the one way and the other.
+CASES += [
+    (name, arch, 128, (1,)) for arch, swapped in (("sm80", False), ("sm89", True), ("sm100", False)) for name in in_pairs(EVERY, swapped)
+]
+CASES += [("five_bits", arch, 128, (1, 512)) for arch in ("sm90", "gfx942")]  # words of five bytes
+CASES += [("int4", arch, 128, (512,)) for arch in ARCHES] + [("bf16", arch, 128, (512,)) for arch in ("sm90", "gfx942")]
 CASES += [(name, arch, 128, (1, 64)) for name in ("bf16", "int4") for arch in ("sm120", "gfx950")]  # the newest of either kind
 CASES += [(name, arch, 128, (4,), True) for name in ("int4", "fp8") for arch in ("sm80", "sm90", "gfx942")]
-CASES += [(name, "sm90", size, (1, 64)) for name in ("int4", "bf16") for size in (80, 256, 512)]
+CASES += [("int4", "sm90", 80, (1, 64)), ("int4", "sm90", 256, (1,)), ("bf16", "sm90", 256, (64,))]
+CASES += [(name, "sm90", 512, (1, 64)) for name in ("int4", "bf16")]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +66,15 @@ def results(request):
             patch.setenv("TRITON_INTERPRET", "0")
             futures = {case: pool.submit(run, *case) for case in chosen}
         yield futures
+
+
+def test_every_codec_is_compiled_for_every_architecture():
+    """And for sm80 and sm89 together, whose instructions are much the same, each for keys and for values if it can be either."""
+    formats = [get_format(name) for name in available_formats()]
+    compiled = {arch: [get_format(case[0]) for case in CASES if case[1] == arch and case[0] != "five_bits"] for arch in ARCHES}
+    assert all(codecs_of(of_one) == codecs_of(formats) for of_one in compiled.values())
+    for side in ("k", "v"):
+        assert {getattr(fmt, side).name for fmt in compiled["sm80"] + compiled["sm89"]} == {getattr(fmt, side).name for fmt in formats}
 
 
 @pytest.mark.xdist_group("aot")

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from quantkv import AttentionOptions, PagedCache, get_format, prepare_write
+from quantkv import AttentionOptions, LayerMaps, LinearMap, PagedCache, get_format, prepare_write
 from quantkv.formats.turboquant import value_codec
 from quantkv.implementations import batches
 from quantkv.implementations.reference import plan
@@ -214,21 +214,27 @@ def test_a_tile_is_no_larger_than_a_processors_cache(monkeypatch):
             count, rows = len(tile.seq_lens), len(tile.queries)
             assert count == 1 or count * tile.num_keys * max(width, heads * rows) <= room
             assert rows == 1 or count * tile.num_keys * heads * rows <= room
+            long = tile.seqs == slice(4, 5) and tile.queries.stop < 20  # one of several tiles of the longest sequence: as many as fit
+            assert not long or rows == max(1, room // (200 * heads))
         asked = [(s, i) for t in tiles for s in range(t.seqs.start, t.seqs.stop) for i in t.queries if i < (3, 3, 1, 20, 20)[s]]
         assert sorted(asked) == [(s, i) for s, n in enumerate((3, 3, 1, 20, 20)) for i in range(n)]
     assert len(tiles) == 1  # all of them fit
 
 
+@pytest.mark.parametrize("name, value_map", [("int8", None), ("int8", 4.0), ("int8/fp8_token", None)])
 @pytest.mark.parametrize("scales, head_size_v", [((2.0, 0.5), 16), ((2.0, 2.0), 16), ((1.0, 1.0), 8)])
-def test_keys_and_values_are_encoded_each_with_their_own(scales, head_size_v):
-    """Together only where nothing tells them apart."""
-    fmt, generator = get_format("int8"), torch.Generator().manual_seed(1)
-    cache = PagedCache(fmt.cache_spec(2, 16, head_size_v), 1, k_scale=scales[0], v_scale=scales[1])
+def test_keys_and_values_are_encoded_each_with_their_own(name, scales, head_size_v, value_map):
+    """Together only where nothing tells them apart: codec, map, scale or size."""
+    fmt, generator = get_format(name), torch.Generator().manual_seed(1)
+    eye = torch.eye(head_size_v)[None]
+    maps = None if value_map is None else LayerMaps(v=LinearMap(value_map * eye, eye / value_map))
+    cache = PagedCache(fmt.cache_spec(2, 16, head_size_v), 1, k_scale=scales[0], v_scale=scales[1], maps=maps)
     key, value = (torch.randn(5, 2, size, generator=generator) for size in (16, head_size_v))
     cache.write(key, value, torch.arange(5))
-    for side, rows, scale in ((cache.k, key, scales[0]), (cache.v, value, scales[1])):
-        codes, meta = fmt.k.encode(rows / scale)
-        assert torch.equal(side.codes[0, :5], codes) and torch.equal(side.meta[0, :5], meta)
+    sides = (cache.k, fmt.k, key / scales[0]), (cache.v, fmt.v, value / scales[1] * (value_map or 1))
+    for side, codec, rows in sides:
+        codes, meta = codec.encode(rows)
+        assert torch.equal(side.codes[0, :5].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(side.meta[0, :5], meta)
 
 
 def test_rows_of_one_number_keep_the_smallest_scale_that_vllm_does():
