@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quantkv import AttentionOptions, LayerMaps, LinearMap, PagedCache, get_format, prepare_write
+from quantkv.formats.levels import levels
 from quantkv.formats.turboquant import value_codec
 from quantkv.implementations import batches
 from quantkv.implementations.reference import plan
@@ -235,6 +236,23 @@ def test_keys_and_values_are_encoded_each_with_their_own(name, scales, head_size
     for side, codec, rows in sides:
         codes, meta = codec.encode(rows)
         assert torch.equal(side.codes[0, :5].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(side.meta[0, :5], meta)
+
+
+LEVELS = {  # bits: the smallest and the largest above zero
+    2: (0.452880859375, 1.5107421875),
+    3: (0.2371826171875, 2.146484375),
+    4: (0.12054443359375, 2.689453125),
+    5: (0.060943603515625, 3.142578125),
+    6: (0.030853271484375, 3.533203125),
+    8: (0.00792694091796875, 4.203125),
+}
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+def test_levels_are_what_bytes_mean(bits):
+    """Whatever they are best for: other ones would read every file that was written as something else."""
+    table = levels(bits)
+    assert (table[2**bits // 2].item(), table[-1].item()) == LEVELS[bits] and torch.equal(table, -table.flip(0))
 
 
 def test_rows_of_one_number_keep_the_smallest_scale_that_vllm_does():
