@@ -30,7 +30,7 @@ from quantkv.policy import Policy
 
 PARTS = ("kl", "copy", "codes", "long", "rivals")
 CHOICES = ("trellis2", "levels3", "levels4", "levels5", "levels6", "levels8")  # of formats by layer
-WINDOW, SHORT_WINDOW, LONG_WINDOW, NO_WINDOW = "16,24", "16,8", "16,128", "16,0"
+WINDOW, SHORT_WINDOW, FEW_WINDOW, LONG_WINDOW, NO_WINDOW = "16,24", "16,8", "4,16", "16,128", "16,0"
 CALIBRATED_ON = 4096  # tokens
 TAIL = 126  # tokens that they keep at 16 bits, at most 127; hqq packs two groups in a byte, and needs an even number of them
 
@@ -60,6 +60,7 @@ ROWS = (
     Row("KL, <= 80", "kl", "smollm2", 80, ("levels4", "tuned"), 0.0012, 0.0008),
     Row("KL, <= 72", "kl", "smollm2", 72, ("tuned",), 0.0024, 0.0016),
     Row("KL, <= 64", "kl", "smollm2", 64, ("levels3", "tuned"), 0.0033, 0.0022),
+    Row("KL, <= 64, fewer exact tokens", "kl", "smollm2", 64, ("tuned",), 0.0033, 0.0022, FEW_WINDOW),
     Row("KL, <= 56", "kl", "smollm2", 56, ("tuned",), 0.0078, 0.0055),
     Row("KL, <= 48", "kl", "smollm2", 48, ("levels2", "trellis2"), 0.0187, 0.0120),
     Row("KL, <= 48, fewer exact tokens", "kl", "smollm2", 48, ("tuned",), 0.0187, 0.0120, SHORT_WINDOW),
