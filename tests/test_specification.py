@@ -14,7 +14,7 @@ from quantkv.implementations.reference import plan
 from quantkv.implementations.reference.write import encode
 from quantkv.packing import interleave, pack, planes_of, unpack
 from quantkv.reads import key_intervals
-from quantkv.rounding import Rounding
+from quantkv.rounding import Rounding, unbiased
 from quantkv.testing import Batch
 
 ALIASES = {
@@ -185,6 +185,11 @@ def test_damping_of_a_metric():
     """A ten-thousandth of the mean diagonal is added: it is in the bytes that rows rounded in a metric become."""
     rounding = Rounding.of(2 * torch.eye(4)[None])
     assert (rounding.gain.double() - 2.0002).abs().max() < 1e-6 and not rounding.feedback.any()
+
+
+def test_an_unbiased_scale_is_within_a_factor_of_two():
+    itself, dot = torch.tensor([1.0, 1.0, 1.0, 3.0, 7.0]), torch.tensor([7.0, 1.6, 0.8, 1.6, 1.0])
+    torch.testing.assert_close(unbiased(itself, dot), torch.tensor([0.5, 0.625, 1.25, 1.875, 2.0]))
 
 
 def test_a_prepared_write_judges_the_slots_that_it_is_filled_with_anew():
