@@ -28,6 +28,7 @@ from quantkv.integrations.transformers import calibrate
 from quantkv.integrations.transformers.sensitivity import sensitivities
 from quantkv.policy import Policy
 
+MODELS = ("smollm2", "qwen", "gemma")
 PARTS = ("kl", "copy", "codes", "long", "rivals")
 CHOICES = ("trellis2", "levels3", "levels4", "levels5", "levels6", "levels8")  # of formats by layer
 WINDOW, SHORT_WINDOW, FEW_WINDOW, LONG_WINDOW, NO_WINDOW = "16,24", "16,8", "4,16", "16,128", "16,0"
@@ -296,7 +297,7 @@ def main() -> None:
     given = parser.parse_args()
     texts = given.texts.split(",")
     runs = report.read_json(given.out)["runs"] if given.out.exists() else []
-    for name in ("smollm2", "qwen", "gemma"):
+    for name in MODELS:
         source = getattr(given, name)
         if source == "none" or (source is None and name != "smollm2"):
             continue
@@ -308,6 +309,7 @@ def main() -> None:
                 if run is None:
                     continue
                 runs = [r for r in runs if (r["part"], r["model"], r["text"]) != (part, name, run["text"])] + [run]
+                runs.sort(key=lambda r: (MODELS.index(r["model"]), PARTS.index(r["part"])))  # tables show the first model's first
                 given.out.write_text(report.in_json(runs) + "\n", encoding="utf-8")
     print("\n".join([*table(runs), "", *rivals_table(runs)]))
     for path in given.into:
