@@ -35,7 +35,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Any]:
     OSError where the file cannot be written; then what was at the path before is there still.
     """
     path = os.path.realpath(path)
-    if is_stream(path) or os.name == "nt":  # Windows neither opens folders nor replaces a file that is open
+    if _is_stream(path) or os.name == "nt":  # Windows neither opens folders nor replaces a file that is open
         with open(path, "wb") as stream:
             yield stream
         return
@@ -71,7 +71,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Any]:
                 os.unlink(temporary)
 
 
-def is_stream(path: str | os.PathLike[str]) -> bool:
+def _is_stream(path: str | os.PathLike[str]) -> bool:
     """Whether something is there that cannot be replaced by a file: a pipe, a terminal, a folder."""
     try:
         return not stat.S_ISREG(os.stat(path).st_mode)
