@@ -1,5 +1,8 @@
 """Compiles the launches of one format ahead of time, for a GPU that need not be there. In a process where Triton compiles."""
 
+import tempfile
+from pathlib import Path
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -12,13 +15,14 @@ from quantkv import PagedCache, get_format
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.dense import triton_steps as prefill
 from quantkv.implementations.dense.steps import Part
+from quantkv.implementations.hopper.sass import step
 from quantkv.implementations.triton import attend, launch, write
 
 TARGETS = {
-    "sm80": (GPUTarget("cuda", 80, 32), launch.Target(80, "tf32x3", 108)),
+    "sm80": (GPUTarget("cuda", 80, 32), launch.Target(80, "tf32x3", 108, 164 << 10)),
     "sm89": (GPUTarget("cuda", 89, 32), launch.Target(89, "tf32x3", 142)),
-    "sm90": (GPUTarget("cuda", 90, 32), launch.Target(90, "tf32x3", 132)),
-    "sm100": (GPUTarget("cuda", 100, 32), launch.Target(100, "tf32x3", 148)),
+    "sm90": (GPUTarget("cuda", 90, 32), launch.Target(90, "tf32x3", 132, 228 << 10)),
+    "sm100": (GPUTarget("cuda", 100, 32), launch.Target(100, "tf32x3", 148, 228 << 10)),
     "sm120": (GPUTarget("cuda", 120, 32), launch.Target(120, "tf32x3", 188)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), launch.Target(0, "ieee", 304)),
     "gfx950": (GPUTarget("hip", "gfx950", 64), launch.Target(0, "ieee", 256)),
@@ -42,7 +46,7 @@ class Compiler:
         options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
         source = ASTSource(kernel, signature, constants, attributes)
         result = triton.compile(source, target=self.target, options=options.__dict__)
-        self.compiled.append((kernel.__name__, result.metadata.shared))
+        self.compiled.append((kernel.__name__, result))
 
 
 def every_option(num_seqs, heads, queries):
@@ -97,4 +101,26 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
     finally:
         for (module, kernel), function in stock.items():
             setattr(module, kernel, function)
-    return compiled
+    return [(kernel, result.metadata.shared) for kernel, result in compiled]
+
+
+def decode_loop(name, arch, head_size=128):
+    """(instructions that attend's loop issues for 16 keys of a kv head, those of them that go through shared memory or local memory to
+    write), of decode: 4 query heads share a kv head."""
+    triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
+    compiled, stock = [], (attend.attend_kernel, attend.combine_kernel)
+    attend.attend_kernel, attend.combine_kernel = (Compiler(function, triton_target, compiled) for function in stock)
+    try:
+        cache = PagedCache(get_format(name).cache_spec(8, head_size), 64)
+        batch = Batch(torch.arange(5, dtype=torch.int32), torch.full((4,), 1024, dtype=torch.int32), 1)
+        q = torch.zeros(4, 32, head_size, dtype=torch.bfloat16)
+        call = AttendCall(q, (cache.segment(torch.zeros(4, 64, dtype=torch.int32)),), batch, 1.0, AttentionOptions(), None, None)
+        attend.run(call)
+        tiling = attend.Plan.of(call).tiling
+    finally:
+        attend.attend_kernel, attend.combine_kernel = stock
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "attend.cubin"
+        cubin.write_bytes(compiled[0][1].asm["cubin"])
+        names = step(cubin)
+    return len(names) * tiling.num_warps * 16 / tiling.block_n, sum(name.startswith(("STS", "STSM", "STL")) for name in names)

@@ -77,6 +77,28 @@ def test_every_codec_is_compiled_for_every_architecture():
         assert {getattr(fmt, side).name for fmt in compiled["sm80"] + compiled["sm89"]} == {getattr(fmt, side).name for fmt in formats}
 
 
+# Instructions that decode issues for 16 keys of a kv head, at the most. An SM of an H200 has 518 issue slots for their bytes at int4
+# and at the speed of its memory, 1,006 at int8 and 274 at int2, and uses about half of them.
+LOOPS = {("int4", "sm90"): 255, ("int4", "sm80"): 255, ("int8", "sm90"): 300, ("int2", "sm90"): 270, ("levels4", "sm90"): 445}
+
+
+def loop(*task):
+    from aot import decode_loop
+
+    return decode_loop(*task)
+
+
+@pytest.mark.xdist_group("aot")
+def test_how_much_decode_issues():
+    """Nothing is moved through shared memory, nothing is spilled, and codes are hardly converted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = dict(zip(LOOPS, pool.map(loop, *zip(*LOOPS))))
+    assert all(found[at][0] <= most for at, most in LOOPS.items()), found
+    assert all(moved <= 4 for _, moved in found.values()), found  # the levels of a table, and a few registers
+
+
 @pytest.mark.xdist_group("aot")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x) for x in c))
 def test_compiles(results, case):

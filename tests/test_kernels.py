@@ -15,8 +15,12 @@ from quantkv.testing import Batch, check, relative_error
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from quantkv.formats.turboquant import triton as uniform
-from quantkv.implementations.triton import attend
+from quantkv.implementations.triton import attend, launch, tiling
+from quantkv.implementations.triton.kernels.codes import unpack_codes
 from quantkv.implementations.triton.kernels.views import TritonCodec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,6 +183,49 @@ def test_block_sizes(block_size):
 def test_dtypes(dtype):
     b = batch("int4", RAGGED, dtype=dtype)
     check(b, b.attend(**TRITON))
+
+
+@pytest.mark.parametrize("spared", [0, 64])
+@pytest.mark.parametrize("name", ["int4", "int8/int2", "tq4/levels2", "fp8_token"])
+def test_tiles_as_on_other_gpus(name, spared, monkeypatch):
+    """Where tensor cores want more rows keys run across also for few queries; codes are then centred one by one, or not."""
+    monkeypatch.setattr(tiling, "FEW", 0)
+    monkeypatch.setattr(tiling, "SPARED", spared)
+    b = batch(name, DECODE, dtype=torch.bfloat16)
+    check(b, b.attend(**TRITON, max_query_len=1))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_rows_of_16_bits_in_tiles_of_few_queries(name, monkeypatch):
+    monkeypatch.setattr(tiling, "ALL_16_BIT", True)
+    b = batch(name, VERIFY)
+    check(b, b.attend(**TRITON, max_query_len=4))
+
+
+@triton.jit
+def sixteenths(words, table, PLAN: tl.constexpr):
+    """Codes as they are, those of odd planes divided by 16: as a program leaves them that masks them in place."""
+    codes = unpack_codes(words, PLAN)
+    return codes[0].to(tl.float16), codes[1].to(tl.float16) / 16, codes[2].to(tl.float16), codes[3].to(tl.float16) / 16
+
+
+def test_zeros_are_in_the_unit_of_each_plane(monkeypatch):
+    """What is taken off the sums of values, and off scores, of codes that come out in units of their own."""
+    device = get_format("int4").k.triton()
+    half = replace(device, lean=replace(device.lean, unpack=sixteenths, exponents=(0, 4, 0, 4)))
+    codec = replace(get_format("int4").k, name="any", triton=lambda: half)
+    monkeypatch.setitem(format._FORMATS, "any", Format("any", codec, codec))
+    b = batch("any", VERIFY)
+    check(b, b.attend(**TRITON, max_query_len=4))
+
+
+@pytest.mark.parametrize("name", ["int2", "levels2"])
+def test_levels_that_are_rounded_meet_bfloat16_alone(name):
+    """-10, -3, 3 and 10 stand for four levels to 1 in 1,000: enough for queries of 8 bits, not for others."""
+    codec = get_format(name).k
+    rounded = codec.triton().lean
+    assert launch.device_codec(codec, lean=torch.bfloat16) == replace(rounded, program=None)
+    assert launch.device_codec(codec, lean=torch.float16) == launch.device_codec(codec) != launch.device_codec(codec, lean=torch.bfloat16)
 
 
 def random_map(heads, size, seed, buckets=None):

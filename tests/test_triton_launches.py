@@ -226,16 +226,16 @@ def test_what_is_prepared_gives_what_a_call_gives():
 
 
 def test_splits_follow_the_promise_not_the_table():
-    """A table with room for 131,072 tokens, of sequences that are promised to have 1,024: scratch for 1,024."""
+    """A table with room for 131,072 tokens, of sequences that are promised to have 256: scratch for 256."""
     b = batch("int4", ((1, 1), (90, 33)))
     table = torch.zeros(2, 8192, dtype=torch.int32, device=DEVICE)
     table[:, : b.block_table.shape[1]] = b.block_table
     object.__setattr__(b, "block_table", table)
     for invariant in (False, True):
         wide = attend.Plan.of(b.call(batch_invariant=invariant))
-        narrow = attend.Plan.of(b.call(batch_invariant=invariant, max_seq_len=1024))
+        narrow = attend.Plan.of(b.call(batch_invariant=invariant, max_seq_len=256))
         assert sum(narrow.splits) * 2 <= sum(wide.splits)
-        check(b, b.attend(implementation="triton", batch_invariant=invariant, max_seq_len=1024))
+        check(b, b.attend(implementation="triton", batch_invariant=invariant, max_seq_len=256))
 
 
 def test_without_triton_a_call_is_refused_by_name():

@@ -1,10 +1,12 @@
 """The Triton half of int2."""
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels.codes import LARGEST, pack_codes, saturate, sum_of_squares, unpack_codes
-from ...implementations.triton.kernels.ptx import Program, half2
+from ...implementations.triton.kernels.codes import LARGEST, four_levels_unpack, pack_codes, saturate, sum_of_squares, unpack_codes
+from ...implementations.triton.kernels.ptx import FOUR_LEVELS, Program, half2
 from ...implementations.triton.kernels.views import TritonCodec
 
 
@@ -36,6 +38,12 @@ def int2_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (meta[0] * (PLAN.head_size * 0.0016),)
 
 
+@triton.jit
+def int2_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """The scale of levels that 10 and 3 stand for: 10 / 6.62 = 1.5106 and 3 / 6.62 = 0.4532."""
+    return (meta[0] * (PLAN.head_size / 6.62),)
+
+
 def pairs() -> Program:
     """int2's levels, 661 low bit + 1227 high bit - 944, from each bit masked in place."""
     steps = []
@@ -47,4 +55,5 @@ def pairs() -> Program:
     return Program(f"{{ .reg .b32 t, a, b, c; mov.b32 c, {half2(-944 * 2.0**-24)}; shr.b32 t, $8, 10; {''.join(steps)} }}", (24,) * 8)
 
 
-INT2 = TritonCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=pairs())
+CENTROIDS = TritonCodec(8, int2_encode, int2_unpack, int2_affine, num_meta=1, program=pairs())
+INT2 = replace(CENTROIDS, lean=replace(CENTROIDS, unpack=four_levels_unpack, affine=int2_lean, coarse=True, program=FOUR_LEVELS))

@@ -1,10 +1,21 @@
 """The Triton half of int4."""
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels.codes import LARGEST, pack_codes, reciprocal, round_codes, row_range, saturate, uniform_unpack
-from ...implementations.triton.kernels.ptx import NIBBLES
+from ...implementations.triton.kernels.codes import (
+    LARGEST,
+    field_unpack,
+    pack_codes,
+    reciprocal,
+    round_codes,
+    row_range,
+    saturate,
+    uniform_unpack,
+)
+from ...implementations.triton.kernels.ptx import NIBBLE_FIELDS, NIBBLES
 from ...implementations.triton.kernels.views import TritonCodec
 
 
@@ -31,4 +42,17 @@ def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (scale, (8 - (bits & 15)).to(tl.float32) * scale)
 
 
-INT4 = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=NIBBLES)
+@triton.jit
+def int4_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """The scale."""
+    return ((meta[0].to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True),)
+
+
+@triton.jit
+def int4_zero(meta, PLAN: tl.constexpr):
+    """The zero point of codes as they are."""
+    return (meta[0].to(tl.int32, bitcast=True) & 15).to(tl.float32)
+
+
+CENTRED = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=NIBBLES)
+INT4 = replace(CENTRED, lean=replace(CENTRED, unpack=field_unpack, affine=int4_lean, zero=int4_zero, program=NIBBLE_FIELDS))

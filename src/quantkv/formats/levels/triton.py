@@ -1,11 +1,21 @@
 """The Triton half of the levels of a Gaussian."""
 
+from dataclasses import replace
 from functools import partial
 
 import triton
 import triton.language as tl
 
-from ...implementations.triton.kernels.codes import TINY, at_least, pack_codes, stored_scale, sum_of_squares, unpack_codes
+from ...implementations.triton.kernels.codes import (
+    TINY,
+    at_least,
+    four_levels_unpack,
+    pack_codes,
+    stored_scale,
+    sum_of_squares,
+    unpack_codes,
+)
+from ...implementations.triton.kernels.ptx import FOUR_LEVELS, Program, half2
 from ...implementations.triton.kernels.views import TritonCodec
 from . import CUBICS, table_of
 from .arithmetic import cubic
@@ -72,9 +82,42 @@ def levels_unpack_exact(words, table, PLAN: tl.constexpr):
     return planes
 
 
+@triton.jit
+def two_bits_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """The stored scale, of levels that 10 and 3 stand for: 10 / 6.62 = 1.5106 and 3 / 6.62 = 0.4532."""
+    return (meta[0] * (1 / 6.62),)
+
+
+def cubic_program(bits: int, registers: str, *places: tuple[str, int]) -> Program:
+    """The cubic, of codes that are masked in place: fp16 subnormals, which one multiply-add brings to t, exactly, in units of 2^steps.
+    places: register and bit of each plane, from `lowest`, below which no factor of fp16 reaches, to 11 - bits, above which a code were not
+    linear."""
+    lowest = 3 if bits < 5 else 0
+    steps = 9 - lowest
+    unit = 2.0 ** (bits - steps)  # of the cubic
+    middle, root = half2(-(2**bits - 1) / 2 / 2**steps), half2(cubic(bits)[0] * unit * unit)
+    codes = "".join(
+        f"and.b32 a, {register}, 0x{((1 << bits) - 1) * 0x10001 << at:08x}; mov.b32 b, {half2(2.0 ** (24 - at - steps))};"
+        f"fma.rn.f16x2 a, a, b, m; fma.rn.f16x2 b, a, a, r; mul.f16x2 ${p}, a, b;"
+        for p, (register, at) in enumerate(places)
+    )
+    constants = f"mov.b32 m, {middle}; mov.b32 r, {root};"
+    return Program(f"{{ .reg .b32 a, b, m, r, s, t, u, v, w; {constants} {registers} {codes} }}", (3 * (steps - bits),) * len(places))
+
+
+TRIPLES = "prmt.b32 s, $8, $9, 0x5410; prmt.b32 u, $8, $9, 0x6521; shl.b32 t, s, 3; shr.b32 v, s, 5; shr.b32 w, u, 5;"
+SIXES = "prmt.b32 s, $4, $5, 0x5410; prmt.b32 u, $4, $5, 0x6521; shr.b32 t, s, 6; shr.b32 v, u, 6;"
+PROGRAMS = {  # a word of five bytes is no register
+    3: cubic_program(3, TRIPLES, ("t", 3), ("s", 3), ("s", 6), ("v", 4), ("u", 4), ("u", 7), ("w", 5), ("w", 8)),
+    4: cubic_program(4, "shl.b32 s, $4, 3; shr.b32 t, $4, 5;", ("s", 3), ("$4", 4), ("t", 3), ("t", 7)),
+    6: cubic_program(6, SIXES, ("s", 0), ("t", 0), ("u", 4), ("v", 4)),
+    8: cubic_program(8, "shr.b32 s, $2, 8;", ("$2", 0), ("s", 0)),
+}
+
+
 def half(bits: int, planes: int) -> TritonCodec:
     """The Triton half of the levels of so many bits, in words of `planes` codes."""
-    return TritonCodec(
+    made = TritonCodec(
         planes,
         levels_encode,
         levels_unpack,
@@ -83,7 +126,12 @@ def half(bits: int, planes: int) -> TritonCodec:
         num_meta=1,
         exact=(levels_unpack_exact, tl.float32),
         table=partial(table_of, bits),
+        program=PROGRAMS.get(bits),
+        warps=64 if bits in PROGRAMS or bits == 2 else 8,
     )
+    if bits > 2:
+        return made
+    return replace(made, lean=replace(made, unpack=four_levels_unpack, affine=two_bits_lean, coarse=True, program=FOUR_LEVELS))
 
 
 LEVELS2, LEVELS3, LEVELS4, LEVELS5, LEVELS6, LEVELS8 = (half(*n) for n in ((2, 8), (3, 8), (4, 4), (5, 8), (6, 4), (8, 2)))

@@ -25,4 +25,4 @@ def trellis_unpack(words, table, PLAN: tl.constexpr):
     return planes
 
 
-TRELLIS = TritonCodec(8, None, trellis_unpack, overlap=4, chain=CHAIN // 8, num_meta=1, table=table)
+TRELLIS = TritonCodec(8, None, trellis_unpack, overlap=4, chain=CHAIN // 8, num_meta=1, table=table, warps=8)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ...implementations.triton.kernels.codes import (
     LARGEST_HALF,
+    field_unpack,
     pack_codes,
     round_codes,
     row_range,
@@ -17,7 +18,7 @@ from ...implementations.triton.kernels.codes import (
     uniform_unpack,
     unpack_codes,
 )
-from ...implementations.triton.kernels.ptx import NIBBLES, Program, uniform
+from ...implementations.triton.kernels.ptx import NIBBLE_FIELDS, NIBBLES, Program, fields, uniform
 from ...implementations.triton.kernels.views import TritonCodec
 from . import book_table
 
@@ -68,6 +69,17 @@ def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
+def book_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+    """As `book_affine`; by a product where planes are its rows too."""
+    if TURNED or PLAN.width != PLAN.columns:
+        return book_affine(planes, meta, PLAN, TURNED)
+    else:
+        squares = sum_of_squares(planes)
+        length = tl.max(tl.dot(squares, tl.full([PLAN.width, 8], 1.0, squares.dtype), input_precision="ieee"), axis=1)
+        return (meta[0] * tl.rsqrt(length),)
+
+
+@triton.jit
 def book_levels(words, table, PLAN: tl.constexpr, DTYPE: tl.constexpr):
     """Planes of the codebook's levels in DTYPE; half of the book is kept, it is odd."""
     MIDDLE: tl.constexpr = (1 << (PLAN.bits - 1)) - 1
@@ -110,6 +122,13 @@ def uniform_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
     return (meta[0], meta[1] + (1 << (PLAN.bits - 1)) * meta[0])
 
 
+@triton.jit
+def uniform_zero(meta, PLAN: tl.constexpr):
+    """The middle of codes as they are."""
+    HALF: tl.constexpr = 1 << (PLAN.bits - 1)
+    return tl.full(meta[0].shape, HALF * 1.0, tl.float32)
+
+
 def book3() -> Program:
     """Three bits spread to nibbles select the low and the high bytes of eight levels: four of them at a time."""
     spread = "".join(
@@ -136,7 +155,7 @@ def book4() -> Program:
     return Program(f"{{ .reg .b32 t, u, s, l, h, a, b, c, d, la, lb, ha, hb; {tables} {index} {four} {''.join(signed)} }}")
 
 
-TRIPLETS = uniform(
+THREE_BITS = (
     3,
     "prmt.b32 s, $8, $9, 0x5410; shr.b32 t, s, 9; prmt.b32 u, $8, $9, 0x6521; shr.b32 u, u, 7;",
     ("s", 0),
@@ -148,8 +167,12 @@ TRIPLETS = uniform(
     ("u", 3),
     ("u", 6),
 )
-BOOK = TritonCodec(4, book_encode, book_unpack, book_affine, num_meta=1, exact=(book_unpack_exact, tl.float32))
+BOOK = TritonCodec(4, book_encode, book_unpack, book_affine, num_meta=1, exact=(book_unpack_exact, tl.float32), warps=8)
 TQ4 = replace(BOOK, table=partial(book_table, 4), program=book4())
+TQ4 = replace(TQ4, lean=replace(TQ4, affine=book_lean))
 TQ3 = replace(BOOK, planes=8, word_bytes=3, table=partial(book_table, 3), program=book3())
+TQ3 = replace(TQ3, lean=replace(TQ3, affine=book_lean))
 U4 = TritonCodec(4, uniform_encode, uniform_unpack, uniform_affine, num_meta=2, program=NIBBLES)
-U3 = TritonCodec(8, uniform_encode, uniform_unpack, uniform_affine, word_bytes=3, num_meta=2, program=TRIPLETS)
+U4 = replace(U4, lean=replace(U4, unpack=field_unpack, zero=uniform_zero, program=NIBBLE_FIELDS))
+U3 = TritonCodec(8, uniform_encode, uniform_unpack, uniform_affine, word_bytes=3, num_meta=2, program=uniform(*THREE_BITS))
+U3 = replace(U3, lean=replace(U3, unpack=field_unpack, zero=uniform_zero, program=fields(*THREE_BITS)))

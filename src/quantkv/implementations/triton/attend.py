@@ -21,6 +21,7 @@ else:
     from .kernels.combine import combine_kernel
     from .kernels.views import BatchView, Extras, Features, MapView, RowsView
     from .launch import Target
+    from .tiling import Tiling, split_count
 
 HONOURED = frozenset(f.name for f in fields(AttentionOptions))
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
@@ -67,38 +68,6 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
 # ---- how the work is cut
 
 
-class Tiling(NamedTuple):
-    """How attend cuts its work."""
-
-    block_m: int  # rows of a tile: queries x heads of a group
-    block_n: int  # keys of a tile
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, group: int, max_query_len: int, head_size: int, row_bytes: int, wide: bool) -> Tiling:
-        """head_size, row_bytes: the larger of K's and V's. wide: dots are in float32, which takes small tiles. The numbers were
-        measured on an H200 at head size 128."""
-        rows = triton.next_power_of_2(group * max_query_len)
-        if wide:
-            return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2)
-        block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, rows))
-        warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
-        block_n, stages = 64 if head_size <= 128 else 32, 3
-        if block_m == 16 and head_size <= 128:  # decode: as many bytes in flight as registers and shared memory allow
-            if row_bytes > 128:
-                warps = 2
-            else:
-                block_n, stages = 32, 5
-        return cls(block_m, block_n, min(warps, 8), stages)
-
-
-def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:
-    """Splits of the keys that fill the GPU once, each with work for at least four tiles."""
-    programs = target.processors * max(8 // tiling.num_warps, 1)
-    return max(1, min(programs // tiles, max_keys // (4 * tiling.block_n)))
-
-
 class Partials(NamedTuple):
     """What attend leaves for combine: normalised outputs in V's mapped space and their base-2 log-sum-exp."""
 
@@ -140,6 +109,8 @@ class Plan:
             max(head_size, first.head_size_v),
             max(c.shape[3] * c.element_size() for c in codes),
             exact or torch.float32 in [c.dtype for c in codes],
+            [codec.triton() for s in call.segments for codec in (s.fmt.k, s.fmt.v)],
+            target,
         )
         single = promised == 1
         block_q = 1 if single else tiling.block_m // group
@@ -180,6 +151,7 @@ class Plan:
             key_start=s.key_start is not None,
             key_range=s.key_range is not None,
             single=self.single,
+            key_axis=self.tiling.key_axis,
             joined=self.tiling.block_m >= 64,
             one_block=self.one_block,
             split_tiles=SPLIT_TOKENS // self.tiling.block_n if o.batch_invariant else 0,
@@ -233,7 +205,7 @@ def _attend_launch(call: AttendCall, plan: Plan, part: Partials, s: Segment, ten
     tiling, sizes = plan.tiling, (call.q.shape[2], s.head_size_v)
     views = [launch.pages(side, codec, size) for side, codec, size in zip((s.k, s.v), (s.fmt.k, s.fmt.v), sizes)]
     plans = [
-        launch.row_plan(codec, size, map_, side.scale, view, plan.target, plan.exact)
+        launch.row_plan(codec, size, map_, side.scale, view, plan.target, plan.exact, call.q.dtype if tiling.lean else None)
         for codec, size, map_, side, view in zip((s.fmt.k, s.fmt.v), sizes, (s.maps.k, s.maps.v), (s.k, s.v), views)
     ]
     arguments = {

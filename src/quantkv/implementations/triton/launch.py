@@ -50,6 +50,12 @@ class Target(NamedTuple):
     ptx: int  # compute capability of an NVIDIA GPU, 10 x major + minor; 0: no inline PTX
     precision: str  # of float32 dots
     processors: int
+    shared: int = 100 << 10  # bytes of shared memory of a multiprocessor
+
+    @property
+    def turns(self) -> bool:
+        """Whether a product may have as few as 8 columns at no loss: NVIDIA's tensor cores take 16 rows by 8."""
+        return self.ptx > 0 or INTERPRETED
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -64,15 +70,19 @@ def _gpu_target(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return Target(0, "ieee", properties.multi_processor_count)
-    return Target(10 * properties.major + properties.minor, "tf32x3", properties.multi_processor_count)
+    shared = properties.shared_memory_per_multiprocessor
+    return Target(10 * properties.major + properties.minor, "tf32x3", properties.multi_processor_count, shared)
 
 
 # ---- what a side is compiled for, and its pages
 
 
-def device_codec(codec: Codec, ptx: int = 0, exact: bool = False) -> TritonCodec:
-    """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. exact: planes are not rounded to 16 bits."""
+def device_codec(codec: Codec, ptx: int = 0, exact: bool = False, lean: torch.dtype | None = None) -> TritonCodec:
+    """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. exact: planes are not rounded to 16 bits.
+    lean: dtype of few queries, which need as few instructions as it has; None: there are many, or none."""
     device = codec.triton()
+    if lean is not None and device.lean is not None and (lean == torch.bfloat16 or not device.lean.coarse):
+        device = device.lean
     if exact and device.exact is not None:
         unpack, operand = device.exact
         return replace(device, unpack=unpack, operand=operand, program=None, exponents=())
@@ -80,19 +90,28 @@ def device_codec(codec: Codec, ptx: int = 0, exact: bool = False) -> TritonCodec
 
 
 def row_plan(
-    codec: Codec, head_size: int, map_: LinearMap | None, scale: float, pages: PagesView, target: Target, exact: bool = False
+    codec: Codec,
+    head_size: int,
+    map_: LinearMap | None,
+    scale: float,
+    pages: PagesView,
+    target: Target,
+    exact: bool = False,
+    lean: torch.dtype | None = None,
 ) -> RowPlan:
     """How rows of a codec lie and are mapped, as a kernel is compiled for it."""
     offset = map_ is not None and map_.offset is not None
     return RowPlan(
-        device_codec(codec, target.ptx, exact),
+        device_codec(codec, target.ptx, exact, lean),
         head_size,
+        *pages.words.stride()[:2],
+        *((0, 0) if pages.meta is None else pages.meta.stride()[:2]),
         map_ is not None,
         offset,
         offset and codec.signed,
         codec.round_mapped,
         scale != 1.0,
-        align=math.gcd(16, pages.stride_page, pages.stride_slot, pages.stride_head),
+        align=math.gcd(16, *pages.words.stride()[:3]),
     )
 
 
@@ -117,8 +136,8 @@ def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pag
     """The views of one side that `refusal` let pass, to read or to be `stored`."""
     codes, meta = side.codes, side.meta
     words = codes.view(word_dtype(codes, codec.triton().word_bytes, stored))
-    fields = (None, 0, 0, 0) if meta is None else (meta, *meta.stride()[:3])
-    return PagesView(words, *words.stride()[:3], *fields, _table(codec, head_size, codes.device))
+    fields = (None, 0) if meta is None else (meta, meta.stride(2))
+    return PagesView(words, words.stride(2), *fields, _table(codec, head_size, codes.device))
 
 
 def map_view(matrix: torch.Tensor | None, offset: torch.Tensor | None = None, rounding: Rounding | None = None) -> MapView:

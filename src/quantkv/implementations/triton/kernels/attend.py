@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, visible, whole_tiles
-from .tiles import decode, join_operand, join_planes, load_cached, load_rows, offset_row, split_planes
+from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, used_slots, visible, whole_tiles
+from .tiles import decode, join_operand, join_planes, load_cached, load_rows, offset_row, split_planes, zero_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -13,6 +13,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def power_of_two_below(x):
     """Largest power of two that is not above x > 0; the smallest normal number for 0."""
     return tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.2e-38)
+
+
+@triton.jit
+def inverse_power(x):
+    """1 / x of a power of two from 2^-126 to 2^126."""
+    return (0x7F000000 - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -40,32 +46,65 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
 
 
 @triton.jit
-def load_page(table, start, index, used, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the slots `index [N]` from start on: one, or `[N]` where a tile is no part of a page."""
-    if PAGE % BLOCK_N == 0:
-        return tl.load(table + start // PAGE).to(tl.int64)
-    else:
-        return tl.load(table + index // PAGE, mask=used, other=0).to(tl.int64)
+def turned(planes):
+    """Each transposed."""
+    other = ()
+    for p in tl.static_range(len(planes)):
+        other = other + (tl.trans(planes[p]),)
+    return other
 
 
 @triton.jit
-def key_score(q_operand, q_sum, operand, affine, factor, K: tl.constexpr, PRECISION: tl.constexpr):
-    """factor * q . (scale code + bias), in the units of q's rows: `[M, N]`."""
+def find_slots(table, start, low, high, used, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, F: tl.constexpr):
+    """Pages of the BLOCK_N slots from start on, a multiple of BLOCK_N: one, or `[N]` where a tile is no part of a page; where they are
+    in their pages `[N]`."""
+    slot = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + start // PAGE).to(tl.int64), start % PAGE + slot
+    elif BLOCK_N % PAGE == 0 and not F.prefix:  # an entry of the table a page
+        COUNT: tl.constexpr = BLOCK_N // PAGE
+        first = start // PAGE + tl.arange(0, COUNT)
+        page = tl.load(table + first, mask=used_slots(first * PAGE, low - PAGE + 1, high, F), other=0)
+        page = tl.reshape(tl.broadcast_to(page[:, None], [COUNT, PAGE]), [BLOCK_N])
+        return page.to(tl.int64), slot % PAGE
+    else:
+        index = start + slot
+        return tl.load(table + index // PAGE, mask=used, other=0).to(tl.int64), index % PAGE
+
+
+@triton.jit
+def product(rows, columns, total, KEYS: tl.constexpr, PRECISION: tl.constexpr):
+    """total + rows columns; where keys run down (KEYS is 0), what is given and what comes out are turned."""
+    if KEYS == 0:
+        return tl.dot(columns, rows, total, input_precision=PRECISION)
+    else:
+        return tl.dot(rows, columns, total, input_precision=PRECISION)
+
+
+@triton.jit
+def key_score(q_operand, q_sum, operand, affine, zero, factor, K: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr):
+    """factor * q . (scale (code - zero) + bias), in the units of q's rows: a tile of scores."""
     FACTORS: tl.constexpr = K.factors
-    score = tl.zeros([q_operand[0].shape[0], operand[0].shape[1]], tl.float32)
+    if KEYS == 0:
+        score = tl.zeros([operand[0].shape[0], q_operand[0].shape[1]], tl.float32)
+    else:
+        score = tl.zeros([q_operand[0].shape[0], operand[0].shape[1]], tl.float32)
     for p in tl.static_range(len(operand)):
-        score = tl.dot(q_operand[p], operand[p].to(q_operand[p].dtype), score, input_precision=PRECISION)
+        score = product(q_operand[p], operand[p].to(q_operand[p].dtype), score, KEYS, PRECISION)
     if len(affine) > 0:
-        score *= (affine[0] * (factor * FACTORS[0]))[None, :]
+        score *= tl.expand_dims(affine[0] * (factor * FACTORS[0]), 1 - KEYS)
     else:
         score *= factor * FACTORS[0]
-    if len(affine) > 1:
-        score += q_sum[:, None] * (affine[1] * factor)[None, :]
+    if len(affine) > 1 or len(zero) > 0:
+        bias = affine[1] if len(affine) > 1 else tl.zeros(affine[0].shape, tl.float32)
+        if len(zero) > 0:
+            bias -= affine[0] * zero[0]
+        score += tl.expand_dims(q_sum, KEYS) * tl.expand_dims(bias * factor, 1 - KEYS)
     return score
 
 
 @triton.jit
-def offset_score(score, q_planes, map, head, key, first_key, affine, factor, K: tl.constexpr):
+def offset_score(score, q_planes, map, head, key, first_key, affine, factor, K: tl.constexpr, KEYS: tl.constexpr):
     """score + factor * q . offset, of each key's bucket of 64 positions; nothing where a key was stored without. key `[N]` counts up from
     first_key; map.offset is mapped."""
     FACTORS: tl.constexpr = K.factors
@@ -73,14 +112,14 @@ def offset_score(score, q_planes, map, head, key, first_key, affine, factor, K: 
     word = tl.arange(0, K.width)
     bucket = first_key // 64
     for i in tl.static_range((key.shape[0] + 62) // 64 + 1):
-        row = tl.zeros([score.shape[0]], tl.float32)
+        row = tl.zeros([q_planes[0].shape[0]], tl.float32)
         for p in tl.static_range(P):
             offset = offset_row(map, head, bucket + i, word * P + p, K.head_size) * (FACTORS[0] / FACTORS[p])
             row += tl.sum(q_planes[p].to(tl.float32) * offset[None, :], axis=1)
         here = key // 64 == bucket + i
         if K.signed:
             here = here & (affine[0] >= 0)
-        score += tl.where(here[None, :], (row * factor)[:, None], 0.0)
+        score += tl.where(tl.expand_dims(here, 1 - KEYS), tl.expand_dims(row * factor, KEYS), 0.0)
     return score
 
 
@@ -93,25 +132,25 @@ def natural_score(score, query, key, context, slope, row_mask, extras, F: tl.con
 
 
 @triton.jit
-def softmax_step(score, unit, row_max):
-    """prob `[M, N]` of score in units `[M]`, powers of two, relative to the new maximum `[M]`; the decay of what was added before."""
-    new_max = tl.maximum(row_max, tl.max(score, axis=1) * unit)
+def softmax_step(score, unit, row_max, KEYS: tl.constexpr):
+    """prob of a tile of scores in units `[M]`, powers of two, relative to the new maximum `[M]`; the decay of what was added before."""
+    new_max = tl.maximum(row_max, tl.max(score, axis=KEYS) * unit)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    return tl.exp2(score * unit[:, None] - base[:, None]), tl.exp2(row_max - base), new_max
+    return tl.exp2(score * tl.expand_dims(unit, KEYS) - tl.expand_dims(base, KEYS)), tl.exp2(row_max - base), new_max
 
 
 @triton.jit
-def confine(planes, affine, shown, V: tl.constexpr):
+def confine(planes, affine, shown, V: tl.constexpr, KEYS: tl.constexpr):
     """planes and affine, zeros where a row that is not shown to all queries, `[N]`, holds an inf or a NaN; and NaN for each such row, 0 for
     others. A weight of 0 would not keep it from the queries that do not see the row."""
-    bad = tl.zeros([planes[0].shape[0]], tl.float32)
+    bad = tl.zeros(shown.shape, tl.float32)
     confined = planes
     if V.codec.floats:
         confined = ()
         for p in tl.static_range(len(planes)):
             finite = tl.abs(planes[p]) < float("inf")
-            confined = confined + (tl.where(finite | shown[:, None], planes[p], 0.0).to(planes[p].dtype),)
-            bad = tl.maximum(bad, tl.max(tl.where(finite, 0.0, 1.0), axis=1))
+            confined = confined + (tl.where(finite | tl.expand_dims(shown, KEYS), planes[p], 0.0).to(planes[p].dtype),)
+            bad = tl.maximum(bad, tl.max(tl.where(finite, 0.0, 1.0), axis=KEYS))
     for i in tl.static_range(len(affine)):
         bad = tl.where(tl.abs(affine[i]) < float("inf"), bad, 1.0)
     bad = tl.where(shown, 0.0, bad)
@@ -122,29 +161,54 @@ def confine(planes, affine, shown, V: tl.constexpr):
 
 
 @triton.jit
-def add_values(acc, shift, unit, prob, decay, planes, affine, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def add_values(
+    acc, shift, unit, prob, decay, planes, affine, zero, V: tl.constexpr, DTYPE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr
+):
     """acc (in units of `unit`) and shift, decayed, plus prob . (scale code) and prob . bias.
 
     The unit follows the largest scale, in powers of two. It keeps weights below 2^14, so that fp16 holds those of rows 2^28 times smaller
-    too."""
+    too. What planes are too large by is taken off before they are added, tile by tile: tensor cores truncate as they add, and so
+    what they add to stays small."""
+    FACTORS: tl.constexpr = V.factors
     weight = prob
     if len(affine) > 0:
         largest_scale = tl.max(tl.where(tl.abs(affine[0]) < float("inf"), affine[0], 0.0), axis=0)
         new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(largest_scale))
-        weight = prob * (affine[0] * (1 / new_unit))[None, :]
+        inverse = inverse_power(new_unit)
+        weight = prob * tl.expand_dims(affine[0] * inverse, 1 - KEYS)
         if len(affine) > 1:
-            shift = shift * decay + tl.sum(prob * affine[1][None, :], axis=1)
-        decay *= unit / new_unit
+            shift = shift * decay + tl.sum(prob * tl.expand_dims(affine[1], 1 - KEYS), axis=KEYS)
+        decay *= unit * inverse
         unit = new_unit
     weight = weight.to(DTYPE)
+    excess = tl.zeros(decay.shape, tl.float32)
+    if len(zero) > 0:
+        excess = tl.sum(weight.to(tl.float32) * tl.expand_dims(zero[0], 1 - KEYS), axis=KEYS)
     updated = ()
     for p in tl.static_range(len(acc)):
-        updated = updated + (tl.dot(weight, planes[p].to(DTYPE), acc[p] * decay[:, None], input_precision=PRECISION),)
+        kept = acc[p] * tl.expand_dims(decay, KEYS)
+        if len(zero) > 0:
+            kept -= tl.expand_dims(excess * (1 / FACTORS[p]), KEYS)
+        updated = updated + (product(weight, planes[p].to(DTYPE), kept, KEYS, PRECISION),)
     return updated, shift, unit
 
 
 @triton.jit
-def finish_values(acc, scale, shift, V: tl.constexpr, JOINED: tl.constexpr):
+def no_values(BLOCK_M: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, JOINED: tl.constexpr):
+    """What `add_values` adds to first: a tile for each plane, or one for all."""
+    WIDTH: tl.constexpr = V.width
+    PLANES: tl.constexpr = V.codec.planes
+    if JOINED:
+        acc = (tl.zeros([BLOCK_M, WIDTH * PLANES], tl.float32),)
+    else:
+        acc = ()
+        for _ in tl.static_range(PLANES):
+            acc = acc + (tl.zeros([WIDTH, BLOCK_M] if KEYS == 0 else [BLOCK_M, WIDTH], tl.float32),)
+    return acc
+
+
+@triton.jit
+def finish_values(acc, scale, shift, V: tl.constexpr, KEYS: tl.constexpr, JOINED: tl.constexpr):
     """scale acc + shift `[M, D_V]`, scale and shift `[M]`, with the planes brought to one unit."""
     FACTORS: tl.constexpr = V.factors
     P: tl.constexpr = V.codec.planes
@@ -152,7 +216,8 @@ def finish_values(acc, scale, shift, V: tl.constexpr, JOINED: tl.constexpr):
         acc = split_planes(acc[0], P)
     planes = ()
     for p in tl.static_range(P):
-        planes = planes + (acc[p] * (scale * FACTORS[p])[:, None] + shift[:, None],)
+        plane = tl.trans(acc[p]) if KEYS == 0 else acc[p]
+        planes = planes + (plane * (scale * FACTORS[p])[:, None] + shift[:, None],)
     return join_planes(planes)
 
 
@@ -192,6 +257,7 @@ def attend_kernel(
     V_WIDTH: tl.constexpr = V.width
     HEADS: tl.constexpr = F.num_kv_heads
     PRECISION: tl.constexpr = F.precision
+    KEYS: tl.constexpr = F.key_axis
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
 
@@ -219,60 +285,59 @@ def attend_kernel(
     if begin >= end:
         tl.store(lse + out_row, float("-inf"), mask=row_mask)
         return
-    position = (context + query)[:, None]
+    position = tl.expand_dims(context + query, KEYS)
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
     q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
-    q_operand = (join_planes(q_planes),) if F.joined else q_planes
+    q_operand = (join_planes(q_planes),) if F.joined else turned(q_planes) if KEYS == 0 else q_planes
     factor = scale * (1.0 if NATURAL else LOG2E)
     score_unit = tl.full([BLOCK_M], 1.0, tl.float32) if NATURAL else q_unit
-    slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32)[:, None] if F.alibi > 0 else 0.0
+    slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32) if F.alibi > 0 else row_mask
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     shift = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.full([], 2.0**-100 if V_CODEC.num_meta > 0 else 1.0, tl.float32)
-    acc = ()
-    for _ in tl.static_range(1 if F.joined else V_PLANES):
-        acc = acc + (tl.zeros([BLOCK_M, V_WIDTH * V_PLANES if F.joined else V_WIDTH], tl.float32),)
+    acc = no_values(BLOCK_M, V, KEYS, F.joined)
     whole = whole_tiles(begin, end, context + q_low - first_slot, BLOCK_N, F) if MASKED else end
     for masked in tl.static_range(2 if MASKED else 1):  # tiles that every query sees whole need no mask, and come first
         for start in tl.range((whole if masked else begin) * BLOCK_N, (end if masked else whole) * BLOCK_N, BLOCK_N):
             index = start + tl.arange(0, BLOCK_N)
             key = index + first_slot
-            used = (index >= low) & (index < high)
-            seen = used[None, :]
+            used = used_slots(index, low, high, F)
+            seen = tl.expand_dims(used, 1 - KEYS)
             if masked:  # what one query sees, but for prefix ranges, is what lies between low and high
-                seen = visible(position, key[None, :], seen, seq, extras, F)
+                seen = visible(position, tl.expand_dims(key, 1 - KEYS), seen, seq, extras, F)
             if F.prefix:  # the keys that some query sees are no interval
-                used = tl.max(seen.to(tl.int32), axis=0) > 0
-            page = load_page(table, start, index, used, PAGE, BLOCK_N)
-            words, meta = load_cached(k_pages, page, index % PAGE, head, used, K)
+                used = tl.max(seen.to(tl.int32), axis=1 - KEYS) > 0
+            page, slot = find_slots(table, start, low, high, used, PAGE, BLOCK_N, F)
+            words, meta = load_cached(k_pages, page, slot, head, used, K, 0 if F.joined else KEYS, True)
+            operand, affine = decode(words, meta, k_pages.table, K, KEYS == 1 and not F.joined)
             if F.joined:
-                planes, affine = decode(words, meta, k_pages.table, K, False)
-                operand = (tl.trans(join_operand(planes)),)
-            else:
-                operand, affine = decode(tl.trans(words), meta, k_pages.table, K, True)
-            score = key_score(q_operand, q_sum, operand, affine, factor * k_scale, K, PRECISION)
+                operand = (tl.trans(join_operand(operand)),)
+            score = key_score(q_operand, q_sum, operand, affine, zero_of(meta, K), factor * k_scale, K, KEYS, PRECISION)
             if K.offset:
-                score = offset_score(score, q_planes, k_map, head, key, start + first_slot, affine, factor, K)
+                score = offset_score(score, q_planes, k_map, head, key, start + first_slot, affine, factor, K, KEYS)
             if NATURAL:
-                score = natural_score(score * q_unit[:, None], position, key[None, :], context, slope, row_mask[:, None], extras, F)
+                asked, slopes = tl.expand_dims(row_mask, KEYS), tl.expand_dims(slope, KEYS)
+                score *= tl.expand_dims(q_unit, KEYS)
+                score = natural_score(score, position, tl.expand_dims(key, 1 - KEYS), context, slopes, asked, extras, F)
             score = tl.where(seen, score, float("-inf"))
 
-            prob, decay, row_max = softmax_step(score, score_unit, row_max)
-            row_sum = row_sum * decay + tl.sum(prob, axis=1)
+            prob, decay, row_max = softmax_step(score, score_unit, row_max, KEYS)
+            row_sum = row_sum * decay + tl.sum(prob, axis=KEYS)
 
-            words, meta = load_cached(v_pages, page, index % PAGE, head, used, V)
-            operand, affine = decode(words, meta, v_pages.table, V, False)
+            words, meta = load_cached(v_pages, page, slot, head, used, V, 1 - KEYS, not V_CODEC.floats)
+            operand, affine = decode(words, meta, v_pages.table, V, KEYS == 0)
             if masked:
-                operand, affine, bad = confine(operand, affine, seen_by_all(key, context + q_low, context + last, F), V)
-                shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
+                operand, affine, bad = confine(operand, affine, seen_by_all(key, context + q_low, context + last, F), V, KEYS)
+                shift += tl.sum(tl.where(seen, tl.expand_dims(bad, 1 - KEYS), 0.0), axis=KEYS)
             if F.joined:
                 operand = (join_operand(operand),)
-            acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, V_DTYPE, PRECISION)
+            zero = zero_of(meta, V)
+            acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, zero, V, V_DTYPE, KEYS, PRECISION)
 
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0)
-    out = finish_values(acc, norm * unit, norm * shift, V, F.joined)
+    out = finish_values(acc, norm * unit, norm * shift, V, KEYS, F.joined)
     column = tl.arange(0, V_WIDTH * V_PLANES)[None, :]
     stored = row_mask[:, None] & (column < V.head_size)
     tl.store(part + out_row[:, None] * V.head_size + column, out, mask=stored)

@@ -93,12 +93,32 @@ def unpack_codes(words, PLAN: tl.constexpr):
 
 
 @triton.jit
+def field_unpack(words, table, PLAN: tl.constexpr):
+    """Codes as they are."""
+    codes = unpack_codes(words, PLAN)
+    planes = ()
+    for p in tl.static_range(len(codes)):
+        planes = planes + (codes[p].to(tl.float16),)
+    return planes
+
+
+@triton.jit
 def uniform_unpack(words, table, PLAN: tl.constexpr):
     """Codes less half their range."""
     codes = unpack_codes(words, PLAN)
     planes = ()
     for p in tl.static_range(len(codes)):
         planes = planes + ((codes[p] - (1 << (PLAN.bits - 1))).to(tl.float16),)
+    return planes
+
+
+@triton.jit
+def four_levels_unpack(words, table, PLAN: tl.constexpr):
+    """Codes of 2 bits as the levels -10, -3, 3 and 10."""
+    codes = unpack_codes(words, PLAN)
+    planes = ()
+    for p in tl.static_range(len(codes)):
+        planes = planes + ((codes[p] * 7 - (codes[p] >> 1) - 10).to(tl.float16),)
     return planes
 
 

@@ -56,6 +56,15 @@ def key_bounds(first, last, seq_len, seq, extras, F: tl.constexpr):
 
 
 @triton.jit
+def used_slots(slot, low, high, F: tl.constexpr):
+    """Which slots lie from low to before high. low is 0 where nothing bounds the keys from below."""
+    used = slot < high
+    if F.window > 0 or F.chunk > 0 or F.prefix or F.key_range:
+        used = used & (slot >= low)
+    return used
+
+
+@triton.jit
 def split_bounds(low, high, split, BLOCK_N: tl.constexpr, F: tl.constexpr):
     """Tiles of slots, from begin to before end, that this split of slots low .. high reads."""
     begin = low // BLOCK_N

@@ -116,18 +116,24 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: t
 
 
 @triton.jit
-def word_pointers(pages, page, slot, head, PLAN: tl.constexpr):
-    """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page`, `[N]` or one."""
+def word_pointers(pages, page, slot, head, PLAN: tl.constexpr, ROWS: tl.constexpr = 0):
+    """Pointers `[N, W]` to the words, or to their first bytes, of rows in slots `slot [N]` of pages `page`, `[N]` or one; `[W, N]` where
+    ROWS, the axis of the rows, is 1."""
     ALIGN: tl.constexpr = PLAN.align
-    base = tl.multiple_of(page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, ALIGN)
     STEP: tl.constexpr = PLAN.codec.word_bytes if PLAN.codec.bytewise else 1
-    return pages.words + base[:, None] + STEP * tl.arange(0, PLAN.width)[None, :]
+    record = tl.multiple_of(page * PLAN.page_words + head * pages.stride_head, ALIGN)
+    row = tl.multiple_of(slot * PLAN.slot_words, ALIGN)
+    inside = tl.expand_dims(row, 1 - ROWS) + STEP * tl.expand_dims(tl.arange(0, PLAN.width), ROWS)
+    if len(record.shape) > 0:
+        return pages.words + tl.expand_dims(record, 1 - ROWS) + inside
+    else:
+        return pages.words + record + inside
 
 
 @triton.jit
-def meta_pointers(pages, page, slot, head):
+def meta_pointers(pages, page, slot, head, PLAN: tl.constexpr):
     """Where the metadata of a row begins."""
-    return pages.meta + (page * pages.meta_page + head * pages.meta_head + slot * pages.meta_slot)
+    return pages.meta + (page * PLAN.page_meta + head * pages.meta_head) + slot * PLAN.slot_meta
 
 
 @triton.jit
@@ -154,26 +160,28 @@ def load_bytes(pages, base, mask, PLAN: tl.constexpr):
 
 
 @triton.jit
-def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr):
-    """words `[N, W]` and metadata, a tuple of `[N]` float32. What is masked reads as zero bits: an unwritten slot may hold NaN."""
+def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr, ROWS: tl.constexpr = 0, ANY: tl.constexpr = False):
+    """words, `[N, W]` or, where ROWS is 1, `[W, N]`, and metadata, a tuple of `[N]` float32. What is masked reads as zero bits: an
+    unwritten slot may hold NaN. ANY: words that are masked may hold anything."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
     if PLAN.codec.bytewise:
-        words = load_bytes(pages, page * pages.stride_page + head * pages.stride_head + slot * pages.stride_slot, mask, PLAN)
+        words = load_bytes(pages, page * PLAN.page_words + head * pages.stride_head + slot * PLAN.slot_words, mask, PLAN)
+        words = tl.trans(words) if ROWS == 1 else words
     else:
-        real = mask[:, None]
+        real = tl.expand_dims(mask | ANY, 1 - ROWS)
         if PLAN.width != PLAN.columns:
-            real = real & (tl.arange(0, PLAN.width) < PLAN.columns)[None, :]
-        words = tl.load(word_pointers(pages, page, slot, head, PLAN), mask=real, other=0)
+            real = real & tl.expand_dims(tl.arange(0, PLAN.width) < PLAN.columns, ROWS)
+        words = tl.load(word_pointers(pages, page, slot, head, PLAN, ROWS), mask=real, other=0)
         if PLAN.codec.overlap > 0:
             OVERLAP: tl.constexpr = PLAN.codec.overlap
             BITS: tl.constexpr = words.dtype.primitive_bitwidth
-            goes_on = (tl.arange(0, PLAN.width) % PLAN.codec.chain != 0)[None, :]
-            before = tl.load(word_pointers(pages, page, slot, head, PLAN) - 1, mask=real & goes_on, other=0).to(tl.int32)
+            goes_on = tl.expand_dims(tl.arange(0, PLAN.width) % PLAN.codec.chain != 0, ROWS)
+            before = tl.load(word_pointers(pages, page, slot, head, PLAN, ROWS) - 1, mask=real & goes_on, other=0).to(tl.int32)
             last = (before >> (BITS - OVERLAP)) & ((1 << OVERLAP) - 1)
             words = ((words.to(tl.int32) & ((1 << BITS) - 1)) << OVERLAP) | last
     meta = ()
     if NUM_META > 0:
-        at = meta_pointers(pages, page, slot, head)
+        at = meta_pointers(pages, page, slot, head, PLAN)
         for i in tl.static_range(NUM_META):
             meta = meta + (tl.load(at + i, mask=mask, other=0.0).to(tl.float32),)
     return words, meta
@@ -194,3 +202,13 @@ def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
     else:
         planes = CODEC.unpack(words, table, PLAN)
     return planes, meta if CODEC.affine is None else CODEC.affine(planes, meta, PLAN, TURNED)
+
+
+@triton.jit
+def zero_of(meta, PLAN: tl.constexpr):
+    """What is to be taken off the planes, `[N]`, in a tuple; or none."""
+    CODEC: tl.constexpr = PLAN.codec
+    if CODEC.zero is None:
+        return ()
+    else:
+        return (CODEC.zero(meta, PLAN),)

@@ -26,13 +26,9 @@ class PagesView(NamedTuple):
     """K or V of a paged cache, as words and metadata of its rows."""
 
     words: Any  # [num_blocks, block_size, HK, words]
-    stride_page: Any  # in words
-    stride_slot: Any
-    stride_head: Any
+    stride_head: Any  # in words
     meta: Any  # [num_blocks, block_size, HK, fields], or None
-    meta_page: Any  # in elements
-    meta_slot: Any
-    meta_head: Any
+    meta_head: Any  # in elements
     table: Any  # the codec's numbers, float32, or None
 
 
@@ -98,12 +94,17 @@ class TritonCodec(_Constant):
         Planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
     affine: (planes, meta, PLAN, TURNED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TURNED,
         stand for. meta: a tuple of `[N]` float32. None: it is the metadata as it is.
+    lean: the same rows with fewer instructions, for tiles of few queries. None: nothing can be spared.
+    coarse: of such a half, that it keeps a score to 8 bits, no more: bfloat16 queries alone are read against it.
+    zero: of such a half, (meta, PLAN) -> `[N]` float32, what planes times their exponents are too large by, before their scale: it is
+        taken off the sums of a tile, and not off every number. None: planes are centred.
     word_bytes: bytes of a word, which an integer of 8, 16, 32 or 64 bits holds; of 3 bytes an int32 whose highest byte may hold anything.
     overlap: > 0: `unpack` gets int32 words of which the lowest `overlap` bits are the highest of the word before, 0 for the first of every
         `chain` words, and the others the word's own, of at most three bytes.
     num_meta: fields beside a row.
     table: head_size -> numbers (1-D) that encode and unpack find, in float32, at the pointer `table`; None: they take none.
     operand: dtype of the planes.
+    warps: of a multiprocessor, as many as there are registers for where rows of it are decoded.
     exact: (unpack, dtype) that give the planes to float32 queries where `operand` rounds them; None: it holds them exactly.
     floats: planes may be inf or NaN.
     exponents: plane p comes out of `unpack` times `2**-exponents[p]`; all 0 if empty.
@@ -121,7 +122,11 @@ class TritonCodec(_Constant):
     operand: Any = tl.float16
     exponents: tuple[int, ...] = ()
     program: Program | None = None
+    warps: int = 64
     exact: Any = None
+    lean: TritonCodec | None = None
+    coarse: bool = False
+    zero: Any = None
     floats: bool = False
     table: Any = field(default=None, compare=False)  # no kernel is compiled for it
 
@@ -147,6 +152,10 @@ class RowPlan(_Constant):
 
     codec: TritonCodec
     head_size: int
+    page_words: int  # words from page to page
+    slot_words: int  # and from slot to slot
+    page_meta: int  # elements of metadata
+    slot_meta: int
     mapped: bool = False
     offset: bool = False
     signed: bool = False  # rows with a negative scale were stored without the offset
@@ -195,6 +204,7 @@ class Features(_Constant):
     key_range: bool = False
     single: bool = False  # no sequence has more than one query
     one_block: bool = False  # no sequence has more queries than a tile: the tile's index is the sequence's
+    key_axis: int = 1  # of a tile of scores: 0 where keys run down and queries, few, across
     joined: bool = False  # one dot over all planes instead of one a plane: large tiles
     split_tiles: int = 0  # > 0: each split has so many tiles of keys, whatever else is in the batch
     precision: str = "ieee"  # of float32 dots

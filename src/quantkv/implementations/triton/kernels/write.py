@@ -65,7 +65,7 @@ def write_rows(
         for i in tl.static_range(1, BYTES):
             tl.store(at + i, words >> 8 * i, mask=stored)
     if NUM_META > 0:
-        at = meta_pointers(pages, page, slot, head)
+        at = meta_pointers(pages, page, slot, head, PLAN)
         for i in tl.static_range(NUM_META):
             field = meta[i]
             if PLAN.signed and i == 0:

@@ -1,0 +1,72 @@
+"""How attend cuts its work: tiles, warps and splits. Numbers; nothing is launched here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+
+from .kernels.views import TritonCodec
+from .launch import Target
+
+FEW = 16  # rows of a tile up to which keys run down (`Features.key_axis`); 0: in no tile
+SPARED = 64  # rows below which codecs are read by their `lean` halves; 0: in no tile
+KEYS_OF_NARROW_ROWS = 64  # of a tile of few queries, where a row is stored in at most 64 bytes
+KEYS_OF_WIDE_ROWS = 32
+WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave registers for so many
+WARPS_OF_WIDE_TILES = 8
+ALL_16_BIT = False  # also rows of 16 bits, which two warps and a mask read at the speed of memory, are read as few queries are
+KEYS_OF_SPLIT = 128  # at the least
+
+
+class Tiling(NamedTuple):
+    """How attend cuts its work."""
+
+    block_m: int  # rows of a tile: queries x heads of a group
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    resident: int  # programs of a multiprocessor at once
+    key_axis: int = 1  # see `Features`
+    lean: bool = False  # whether codecs are read by their `lean` halves
+
+    @classmethod
+    def of(
+        cls, group: int, max_query_len: int, head_size: int, row_bytes: int, wide: bool, codecs: Sequence[TritonCodec], target: Target
+    ) -> Tiling:
+        """head_size, row_bytes: the larger of K's and V's. wide: dots are in float32, which takes small tiles. codecs: of all
+        sides. The numbers were measured on an H200 at head size 128, those of few queries worked out from the instructions of its loop."""
+        rows = triton.next_power_of_2(group * max_query_len)
+        if wide:
+            return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2, 2)
+        if target.turns and rows <= FEW and (ALL_16_BIT or row_bytes < 2 * head_size):
+            return cls._of_few(rows, triton.next_power_of_2(head_size), row_bytes / head_size, codecs, target)
+        block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, rows))
+        warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)
+        block_n, stages = 64 if head_size <= 128 else 32, 3
+        if block_m == 16 and head_size <= 128:  # decode: as many bytes in flight as registers and shared memory allow
+            if row_bytes > 128:
+                warps = 2
+            else:
+                block_n, stages = 32, 5
+        warps = min(warps, 8)
+        return cls(block_m, block_n, warps, stages, max(8 // warps, 1), lean=block_m < SPARED)
+
+    @classmethod
+    def _of_few(cls, rows: int, width: int, bytes_of_number: float, codecs: Sequence[TritonCodec], target: Target) -> Tiling:
+        """A warp for each tile, and as many as there is shared memory for: what one waits for, another uses. Five stages are two buffers,
+        since pages are looked up first. Words as long as no integer is take twice their room, and so do those read with the one before."""
+        twice = any(codec.bytewise or codec.overlap > 0 for codec in codecs)
+        block_m, row_bytes, warps = max(8, rows), width * bytes_of_number * (2 if twice else 1), 1 if width <= 256 else 2
+        most = min(WARPS if width * block_m <= 1024 else WARPS_OF_WIDE_TILES, *(codec.warps for codec in codecs)) // warps
+        fit = lambda keys: int(target.shared // (1024 + 2 * width * block_m + 2 * keys * (2 * row_bytes + 8)))
+        narrow = row_bytes <= 64 and fit(KEYS_OF_NARROW_ROWS) >= min(most, 8)
+        block_n = KEYS_OF_NARROW_ROWS if narrow else KEYS_OF_WIDE_ROWS
+        return cls(block_m, block_n, warps, 5, max(1, min(most, fit(block_n))), 0, SPARED > 0)
+
+
+def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:
+    """Splits of the keys that fill the GPU once, each with some work."""
+    least = KEYS_OF_SPLIT if tiling.key_axis == 0 else 4 * tiling.block_n
+    return max(1, min(target.processors * tiling.resident // tiles, max_keys // least))
