@@ -14,6 +14,7 @@ import five_bits  # noqa: F401  a format outside the package
 from quantkv import PagedCache, get_format
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.dense import triton_steps as prefill
+from quantkv.implementations.dense.plan import CAUSAL, Read, Round
 from quantkv.implementations.dense.steps import Part
 from quantkv.implementations.hopper.sass import step
 from quantkv.implementations.triton import attend, launch, write
@@ -67,12 +68,17 @@ def compile_steps(cache, rows):
     """What prefill launches around a dense kernel: keys and values gathered, also mapped back, queries mapped, outputs merged and
     mapped back."""
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
+    alone, several = (
+        Round((Read(0, 200, 0, 200, 0, room), *more), CAUSAL, 256) for room, more in ((256, ()), (240, (Read(1, 9, 0, 9, 240, 16),)))
+    )
     for back in (True, False) if rows.shape[2] <= 128 else (False,):
         steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, back)
-        steps.gather(torch.zeros(16, dtype=torch.int32), 0, 200, scratch)
-    steps.map_query(rows, 0)
-    part = Part(rows, torch.empty(rows.shape[:2]))
-    steps.finish(steps.merge(part, part), part, torch.empty_like(rows), torch.empty(rows.shape[:2]))
+        steps.gather(torch.zeros(2, 16, dtype=torch.int32), alone, scratch)
+        steps.gather(torch.zeros(2, 16, dtype=torch.int32), several, [t.view(256, 8, -1).transpose(0, 1) for t in scratch])
+    steps.map_query(rows, 0, 0)
+    part, out = Part(rows, torch.empty(rows.shape[:2])), torch.empty_like(rows)
+    steps.finish(steps.merge(part, part), part, out, torch.empty(rows.shape[:2]))
+    steps.finish(None, part, out, torch.empty(rows.shape[:2]), torch.zeros(rows.shape[1]))
 
 
 def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False, dtype=torch.bfloat16):

@@ -61,14 +61,9 @@ def test_a_run_of_another_layer():
     assert relative_error(out, whole.out) < 1e-3
 
 
-def test_many_long_sequences_go_a_few_at_a_time():
-    count = prefill.MAX_SEQUENCES + 3
-    b = Batch.make("int8", (LONG,) * count, (LONG,) * count, head_size=16, num_kv_heads=1, group=1)
-    runs = batches.pieces(b.call(lengths=((LONG, LONG),) * count))
-    assert [run.call.batch.num_seqs for run in runs] == [prefill.MAX_SEQUENCES, 3]
-
-
-def test_a_batch_of_one_kind_is_not_cut():
-    b = Batch.make("int8", (1, 2), (9, 9))
-    call = b.call(lengths=((1, 9), (2, 9)))
+@pytest.mark.parametrize("lengths", [((1, 9), (2, 9)), ((LONG, LONG),) * 20])
+def test_a_batch_of_one_kind_is_not_cut(lengths):
+    """Long prompts neither, however many there are."""
+    b = Batch.make("int8", *zip(*lengths), head_size=16, num_kv_heads=1, group=1)
+    call = b.call(lengths=lengths)
     assert [run.call for run in batches.pieces(call)] == [call]

@@ -2,8 +2,6 @@
 
 import math
 import os
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,16 @@ import torch
 
 import direct
 import quantkv
-from quantkv import LayerMaps, LinearMap
+from quantkv import LayerMaps, LinearMap, testing
 from quantkv.bench import rivals
 from quantkv.calls import AttendCall, Batch, Segment
 from quantkv.formats import get_format
 from quantkv.implementations import refusal
 from quantkv.implementations.dense import attend as prefill
 from quantkv.implementations.dense import backends as dense
+from quantkv.implementations.dense import cudnn_graph, flash3
 from quantkv.implementations.dense import steps as dense_steps
+from quantkv.implementations.dense.plan import Read
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +89,6 @@ def test_equals_attention_over_the_cache(format_name, slice_tokens, mask, back, 
     """32 tokens a slice: queries and keys are both cut; 64: a slice holds some of the context and the queries' own keys. Queries
     are mapped, or rows are mapped back."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
-    monkeypatch.setattr(dense, "BOTTOM_RIGHT", ("math",) if mask == "bottom right" else ())
     cache, q, arguments = batch(format_name)
     token_bytes = 2 * HEADS * HEAD_SIZE * q.dtype.itemsize
     compare(cache, q, arguments, FLOAT32, triton=triton, scratch_bytes=slice_tokens * token_bytes)
@@ -105,25 +104,79 @@ def test_16_bit_rows(format_name, dtype, back, triton, monkeypatch):
     compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is PyTorch's GPU kernels")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "flash3"])
-def test_on_a_gpu(backend, dtype, monkeypatch):
-    """Ragged queries are padded to a planned size, a ragged rest of the prefix goes to the flash kernel. One rounding more than
-    above: the kernels round probabilities."""
+GPU = pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is a GPU's kernels; tests/test_dense_rounds.py plays them on a CPU")
+BACKENDS = pytest.mark.parametrize("backend", ["cudnn", "cudnn graph", "flash", "flash3"])
+
+
+def skip_unless_here(backend):
     if backend == "flash3":
         if "QUANTKV_PEERS" in os.environ:  # as `quantkv bench --peers` takes it
             rivals.load_flash3(Path(os.environ["QUANTKV_PEERS"]))
-        if dense._flash3_call() is None:
+        if not flash3.takes():
             pytest.skip("FlashAttention-3 is not here")
+    if backend == "cudnn graph" and cudnn_graph.package() is None:
+        pytest.skip("cuDNN's frontend is not here")
+
+
+@GPU
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("front", [True, False])
+def test_on_a_gpu(backend, dtype, front, monkeypatch):
+    """Ragged queries are padded to a planned size; a ragged rest of the prefix joins them, or goes to the flash kernel. One rounding more
+    than above: the kernels round probabilities."""
+    skip_unless_here(backend)
     monkeypatch.setattr(dense, "PLANNED", 256)
+    monkeypatch.setattr(dense, "FRONT", front)
     cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
     sides = (cache.k, cache.v, cache.format)
     expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)
     for scratch_bytes in (prefill.SCRATCH_BYTES, 1):  # whole sequences, and slices of a planned size
-        out, lse = serve(q, *sides, **arguments, backend=backend, scratch_bytes=scratch_bytes)
-        assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
-        assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
+        for overlap in (True, False):
+            out, lse = serve(q, *sides, **arguments, backend=backend, scratch_bytes=scratch_bytes, overlap=overlap)
+            assert (out - expected).norm() <= 5 * torch.finfo(dtype).eps * expected.norm()
+            assert (lse - sums).abs().max() <= 5 * torch.finfo(dtype).eps * sums.abs().max()
+
+
+@GPU
+@BACKENDS
+@pytest.mark.parametrize("name", ["window", "window of one", "chunks", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_options_on_a_gpu(backend, name, head_size, monkeypatch):
+    """Each with several sequences, whole and in slices, over which events order two streams; captured, too."""
+    skip_unless_here(backend)
+    monkeypatch.setattr(dense, "PLANNED", 256)
+    sinks = torch.linspace(-2, 3, 6, device=DEVICE).bfloat16()
+    given = {
+        "window": {"window": 300},
+        "window of one": {"window": 1},
+        "chunks": {"window": 512, "chunk_lookback": 1},
+        "softcap": {"softcap": 3.0},
+        "sinks": {"sinks": sinks},
+        "all": {"window": 130, "softcap": 3.0, "sinks": sinks},
+    }[name]
+    served = dense.BACKENDS[backend]
+    if ("window" in given and "chunk_lookback" not in given) > served.windows or ("softcap" in given) > served.softcap:
+        pytest.skip(f"{backend} has no {name}")
+    b = testing.Batch.make(
+        "int4", (300, 0, 700, 1, 128), (1100, 9, 700, 600, 130), head_size=head_size, dtype=torch.bfloat16, device=DEVICE
+    )
+    for scratch_bytes in (prefill.SCRATCH_BYTES, 1):
+        call = b.call(**given)
+        plan = prefill.plan(call, backend=backend, scratch_bytes=scratch_bytes)
+        for _ in range(3):
+            call.out.fill_(math.nan)
+            prefill.follow(call, plan)
+            testing.check(b, (call.out, call.lse), **given)
+    without = call.with_tensors(call.q, torch.full_like(call.out, math.nan), None, call.segments)
+    prefill.serve(without, backend=backend)  # sinks by the kernel itself, where it has them
+    assert testing.relative_error(without.out, call.out) <= testing.OUTPUT_BUDGET[torch.bfloat16]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prefill.follow(call, plan)
+    call.out.fill_(math.nan)
+    graph.replay()
+    testing.check(b, (call.out, call.lse), **given)
 
 
 def random_maps(heads):
@@ -209,7 +262,7 @@ def test_writes_into_out():
 
 
 def test_rows_without_a_backend_are_refused(monkeypatch):
-    monkeypatch.setattr(dense, "choose", lambda *args: None)
+    monkeypatch.setattr(dense, "choose", lambda *args, **asked: None)
     cache, q, arguments = batch("int4")
     with pytest.raises(ValueError, match=r"q: no dense backend for torch\.float32 rows of 64 and 64"):
         serve(q, cache.k, cache.v, cache.format, **arguments)
@@ -230,70 +283,16 @@ def test_the_rule():
 
     assert why() is None
     assert "fewer" in why(q[1:]) and "fewer" in why(seqs=2)
-    assert "sequences" in why(q.repeat(9, 1, 1), seqs=prefill.MAX_SEQUENCES + 1)
+    assert why(q.repeat(40, 1, 1), seqs=40) is None
     n = prefill.MIN_QUERIES
     assert why(q.repeat(2, 1, 1), 2, lengths=((n, n), (n, n + 9))) is None
     assert "fewer" in why(q.repeat(2, 1, 1), 2, lengths=((n - 1, n), (n + 1, n + 9)))
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_pieces(whole):
-    """Queries see each key once, the last slice ends with theirs, nothing is longer than `most`. A mask aligned to the top left
-    needs it to be theirs alone, and planned slices but for one; another takes all the context that fits."""
-    lengths = [(5, 5), (100, 333), (64, 64 + 3 * 32), (1, 7)]
-    pieces = list(prefill._pieces(lengths, 64, whole))
-    assert [t for p in pieces for t in range(p.tokens.start, p.tokens.stop)] == list(range(170))
-    start = [0, 5, 105, 169]
-    for p in pieces:
-        queries, keys = lengths[p.sequence]
-        stop = keys - queries + p.tokens.stop - start[p.sequence]
-        count = p.tokens.stop - p.tokens.start
-        assert [key for first, count in p.slices for key in range(first, first + count)] == list(range(stop))
-        assert all(0 < count <= 64 for _, count in p.slices)
-        if whole:
-            assert p.slices[-1][1] == min(stop, 64) and len(p.slices) == -(-stop // 64)
-        else:
-            assert p.slices[-1] == (stop - count, count)
-            assert sum(count % 32 != 0 for _, count in p.slices[:-1]) == ((stop - count) % 32 != 0)
 
 
 def test_backends():
     cpu = torch.device("cpu")
     assert dense.choose(cpu, torch.bfloat16, 96, 64) == "math"
     assert dense.choose(torch.device("meta"), torch.bfloat16, 128, 128) is None
-
-
-@pytest.fixture
-def flash3(monkeypatch):
-    """A package of FlashAttention-3's signature, by the arithmetic of "math", and the arguments that it was called with."""
-    calls = []
-    monkeypatch.setattr(dense, "_flash3_call", dense._flash3_package)  # whatever this process has loaded
-
-    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, return_attn_probs=False):
-        calls.append((q.shape, k.shape, causal))
-        out, lse = dense._math(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale, causal)
-        return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
-
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.SimpleNamespace(flash_attn_func=flash_attn_func))
-    dense._flash3_package.cache_clear()
-    yield calls
-    dense._flash3_package.cache_clear()
-
-
-def test_flash_attention_3(flash3, monkeypatch):
-    """Where it is installed it is chosen on Hopper, and sees a chunk and its context in one call."""
-    cache, q, arguments = batch("int4")
-    sides = (cache.k, cache.v, cache.format)
-    out, lse = serve(q, *sides, **arguments, backend="flash3")
-    expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)
-    assert (out - expected).norm() <= FLOAT32 * expected.norm() and (lse - sums).abs().max() <= FLOAT32 * sums.abs().max()
-    assert flash3 == [((1, m, 2 * HEADS, HEAD_SIZE), (1, n, HEADS, HEAD_SIZE), True) for m, n in LENGTHS]
-
-    gpu = torch.device("cuda")
-    for capability, sizes, chosen in (((9, 0), (128, 128), "flash3"), ((9, 0), (256, 256), "flash3"), ((8, 0), (256, 256), "flash")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert dense.choose(gpu, torch.bfloat16, *sizes) == chosen
-    assert dense.choose(gpu, torch.float32, 128, 128) is None
 
 
 @pytest.mark.parametrize("triton", TRITON)
@@ -334,5 +333,5 @@ def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for():
     table, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     steps = dense_steps.TorchSteps((pages.k, pages.v), pages.format, pages.maps, 2)
     scratch = [torch.ones(2, 600, 64), torch.ones(2, 600, 64)]
-    steps.patch(shadow.segment(table, start), 0, 600, 0, 600, scratch)
+    steps.patch(shadow.segment(table, start), Read(0, 1, 0, 600, 0, 600), 600, scratch)
     assert all(bool((t == 1).all()) for t in scratch)

@@ -140,10 +140,24 @@ def load_flash3(peers: Path) -> None:
 
 
 def flash3_over_pages(
-    q, k, v, out, *, cu_seqlens_q, seq_lens, block_table, scale, max_query_len, max_keys, window=(-1, -1), descale=None
+    q,
+    k,
+    v,
+    out,
+    *,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    scale,
+    max_query_len,
+    max_keys,
+    window=(-1, -1),
+    descale=None,
+    softcap=0.0,
+    sinks=None,
 ) -> None:
     """What `load_flash3` brought, causal, into out. q, out: `[T, HQ, D]`. k, v: `[num_blocks, P, HK, D]`, any strides.
-    descale: `[S, HK]`, of 8-bit rows."""
+    descale: `[S, HK]`, of 8-bit rows. sinks: bf16 `[HQ]`."""
     # q k v | k_new v_new q_v | out | cu_seqlens q k k_new | seqused q k | max_seqlen q k | page table, kv_batch_idx, leftpad_k |
     # rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits (0: its own choice),
     # pack_gqa, sm margin, sinks, and a context-parallel world of one
@@ -174,13 +188,13 @@ def flash3_over_pages(
         scale,
         True,
         *window,
-        0.0,
+        softcap,
         True,
         None,
         0,
         None,
         0,
-        None,
+        sinks,
         1,
         0,
         None,

@@ -48,14 +48,12 @@ def pieces(call: AttendCall) -> list[Run]:
     lengths = call.batch.lengths
     kinds = [_kind(queries) for queries, _ in lengths]
     ends, runs = 0, []
-    for name, group in groupby(range(len(lengths)), key=kinds.__getitem__):
+    for _, group in groupby(range(len(lengths)), key=kinds.__getitem__):
         members = list(group)
-        most = getattr(module(name, "attend"), "MAX_SEQUENCES", len(members))
-        for first in range(0, len(members), most):
-            seqs = slice(members[first], members[min(first + most, len(members)) - 1] + 1)
-            tokens = slice(ends, ends + sum(queries for queries, _ in lengths[seqs]))
-            ends = tokens.stop
-            runs.append((seqs, tokens))
+        seqs = slice(members[0], members[-1] + 1)
+        tokens = slice(ends, ends + sum(queries for queries, _ in lengths[seqs]))
+        ends = tokens.stop
+        runs.append((seqs, tokens))
     if len(runs) < 2:
         return [Run(call)]
     return [Run(_part(call, seqs, tokens), tokens) for seqs, tokens in runs if tokens.start < tokens.stop]

@@ -2,8 +2,11 @@
 
 With hundreds of queries attention is bound by arithmetic, and writing the rows out costs a few percent of it: 2 ns a key on
 an H200, where 4,096 queries of 32 heads cost 100 ns. So the pages are dequantized slice by slice, the best dense kernel there
-is (`backends.py`) runs on each slice, and log-sum-exps merge the results. New tokens are read back like all others: the result
-is attention over the cache, whatever ran.
+is (`backends.py`) runs on each slice, and log-sum-exps merge the results (`plan.py` cuts the batch). New tokens are read back like all
+others: the result is attention over the cache, whatever ran.
+
+A sink is one more term of the denominator, which follows from the log-sum-exp: the output is multiplied by `sigmoid(lse - sink)`. So every
+backend has sinks. Windows and the softcap are the backend's own.
 
 Segments beside one that holds all positions, exact tokens say, are written over its rows in the scratch.
 
@@ -14,26 +17,34 @@ product in a launch that waits for memory, instead of two launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
-from ...calls import AttendCall
+from ...calls import AttendCall, AttentionOptions
 from ...maps import LayerMaps
-from . import backends
+from ...reads import window_size
+from . import backends, flash3
+from .plan import Group, Reach, Round, groups
 from .steps import Part, TorchSteps
+from .streams import Lanes
 
-SCRATCH_BYTES = 256 << 20  # of a slice's keys and values; 65,536 tokens of 8 heads of 128
+# Bounds of what a call takes beside its tensors, whatever the batch is. The first is of keys and values: 65,536 tokens of 8 heads of 128;
+# 256 rows of a cache are written out at once however many bytes they have. The second is of mapped queries and of results that are to be
+# merged or mapped: of 10,800 queries of 32 heads of 128 whose results are merged, of 32,500 others, and of half as many where two streams
+# have some each. Queries that are neither mapped nor merged, and whose results go where they belong, need none.
+SCRATCH_BYTES = 256 << 20
+QUERY_BYTES = 512 << 20
 MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
 # Rows of a cache for each query row, at most, that are mapped back: 131,072 keys and values take 15 us longer then, and as many
 # queries and outputs take 50 us to map.
 MAPPED_BACK = 2
-MAX_SEQUENCES = 8  # each costs its own launches
+TOGETHER = True  # sequences share rounds; else each has its own launches
+OVERLAP = True  # several rounds run on two streams
 
 
-HONOURED: frozenset[str] = frozenset()  # plain causal attention only
+HONOURED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks"))
 QUERIES = range(MIN_QUERIES, 1 << 62)  # of a sequence, that this is made for
 
 
@@ -46,18 +57,41 @@ def refusal(call: AttendCall) -> str | None:
         return "a second segment with neither key_start nor key_range, or with both"
     if call.out.dtype != q.dtype:
         return f"out of {call.out.dtype}: q's dtype is needed"
-    if num_seqs > MAX_SEQUENCES:
-        return f"{num_seqs} sequences, more than {MAX_SEQUENCES}"
-    if q.shape[0] < MIN_QUERIES * num_seqs:
+    if q.shape[0] < MIN_QUERIES * num_seqs and lengths is None:
         return f"{q.shape[0]} queries, fewer than {MIN_QUERIES} for each of {num_seqs} sequences"
-    if lengths is not None and min(queries for queries, _ in lengths) < MIN_QUERIES:
+    if lengths is not None and not all(queries >= MIN_QUERIES for queries, _ in lengths if queries):
         return f"a sequence has fewer than {MIN_QUERIES} queries"
-    if lengths is None and q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if q.shape[0] == 0:
+        return "no queries"
+    if lengths is None and _capturing(q):
         return "the lengths would be read on the host, which a captured graph cannot do"
+    reach = _reach(call.options, call.batch.max_seq_len)
+    if 0 < reach.chunk < MIN_QUERIES:
+        return f"chunks of {reach.chunk} tokens, fewer than {MIN_QUERIES}"
     sizes = (q.shape[2], s.head_size_v)
-    if backends.choose(q.device, q.dtype, *sizes) is None:
-        return f"no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}"
+    if _choose(call, reach) is None:
+        asked = [name for name, on in (("window", reach.window), ("softcap", call.options.softcap)) if on]
+        return (
+            f"no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}{' with ' * bool(asked)}{', '.join(asked)}"
+        )
     return None
+
+
+def _capturing(q: torch.Tensor) -> bool:
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _reach(options: AttentionOptions, longest: int | None) -> Reach:
+    """How far back queries see. longest: keys of the longest sequence, where it is known: a window that it fits in is none."""
+    window, chunk = window_size(options)
+    if longest is not None and longest <= max(window, chunk):
+        return Reach()
+    return Reach(window, chunk, max(options.chunk_lookback, 0))
+
+
+def _choose(call: AttendCall, reach: Reach) -> str | None:
+    sizes = (call.q.shape[2], call.segments[0].head_size_v)
+    return backends.choose(call.q.device, call.q.dtype, *sizes, window=bool(reach.window), softcap=call.options.softcap > 0)
 
 
 def run(call: AttendCall) -> None:
@@ -68,84 +102,171 @@ def run(call: AttendCall) -> None:
 
 def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
     """What serves every call of the same batch."""
-    lengths = call.batch.host_lengths()
-    return lambda call: serve(call, lengths=lengths)
+    planned = plan(call)
+    return lambda call: follow(call, planned)
 
 
-def serve(
-    call: AttendCall,
-    *,
-    backend: str | None = None,
-    triton: bool | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
-    lengths: Sequence[tuple[int, int]] | None = None,
-) -> None:
-    """`run`, with what it would choose given. backend: of `backends.py`; None: the fastest for these rows. triton: whether Triton kernels
-    move the rows (else PyTorch); None: on an accelerator. scratch_bytes: bound of the rows that are 16-bit at one time.
-    lengths: (queries, keys) of each sequence; None: those of the batch."""
-    q, out, scale, (k, v, fmt, block_table, maps, *_) = call.q, call.out, call.scale, call.segments[0]
-    lengths = call.batch.host_lengths() if lengths is None else lengths
-    heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
-    backend = backend or backends.choose(q.device, q.dtype, *sizes)
-    if backend is None:
-        raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
-    few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
-    steps = _steps(q.is_cuda if triton is None else triton)((k, v), fmt, maps, heads, few and _cheap(maps))
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if call.lse is None else call.lse
-    whole = backend in backends.BOTTOM_RIGHT
-    ragged = not whole and any(queries % backends.PLANNED for queries, _ in lengths)
-    rows = steps.map_query(q, backends.PLANNED if ragged else 0)
-
-    most = max(scratch_bytes // (heads * sum(sizes) * q.element_size()) // backends.PLANNED, 1) * backends.PLANNED
-    most = min(most, backends.planned(block_table.shape[1] * k.codes.shape[1]))
-    scratch = [q.new_empty(heads * most * size) for size in sizes]
-    for piece in _pieces(lengths, most, whole):
-        total = None
-        start, stop = piece.tokens.start, piece.tokens.stop
-        # Rows beyond the piece's own, another sequence's or none, are computed for a planned shape's sake and dropped.
-        queries = rows[start : stop if whole else start + backends.planned(stop - start)]
-        for first, count in piece.slices:
-            causal = (first, count) == piece.slices[-1]
-            room = len(queries) if causal and not whole else count
-            sliced = [buffer[: heads * room * size].view(heads, room, size) for buffer, size in zip(scratch, sizes)]
-            steps.gather(block_table[piece.sequence], first, count, sliced)
-            for other in call.segments[1:]:
-                steps.patch(other, piece.sequence, lengths[piece.sequence][1], first, count, sliced)
-            target = out[piece.tokens]
-            ready = len(piece.slices) == 1 and steps.maps[1] is None and len(queries) == len(target)  # nothing is left to do to the rows
-            found = backends.attend(backend, queries, *sliced, scale, causal, target if ready else None)
-            part = Part(*(t[: stop - start] for t in found))
-            if causal:  # the last
-                steps.finish(total, part, target, lse[piece.tokens])
-            else:
-                total = part if total is None else steps.merge(total, part)
+def serve(call: AttendCall, *, triton: bool | None = None, **how) -> None:
+    """`run`, with what it would choose given: triton as of `follow`, the others as of `plan`."""
+    follow(call, plan(call, **how), triton)
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Queries of one sequence that are served together, and the slices (first key, count) of keys that they see."""
+class Plan:
+    """What calls of one batch share. lanes: scratches, and streams. rows: of each scratch. few: keys, for so many queries, that they are
+    mapped back. placed: of a round of several sequences what its launches want on the device, `Round.ends` and `TorchSteps.blocks`."""
 
-    sequence: int
-    tokens: slice
-    slices: list[tuple[int, int]]
+    lengths: Sequence[tuple[int, int]]
+    backend: str
+    groups: list[Group]
+    lanes: int
+    rows: int
+    few: bool
+    placed: dict[Round, list[torch.Tensor]]
 
 
-def _pieces(lengths: Sequence[tuple[int, int]], most: int, whole: bool) -> Iterator[_Piece]:
-    """Cut the batch so that no slice has more than `most` keys. The queries see the last slice of a piece causally, the earlier
-    ones whole. The last one is the queries' own keys, and all of the others but one are of a planned size; if `whole`, as much
-    of the context as fits comes before their own keys."""
-    end = 0
-    for s, (queries, keys) in enumerate(lengths):
-        start, end = end, end + queries
-        for first in range(start, end, most):
-            last = min(first + most, end)
-            context = keys - (end - first)
-            stop = context + last - first
-            if whole:
-                cuts = {*range(0, stop - most, most), max(stop - most, 0), stop}
-            else:
-                cuts = {*range(0, context, most), context - context % backends.PLANNED, context, stop}
-            yield _Piece(s, slice(first, last), [(low, high - low) for low, high in pairwise(sorted(cuts))])
+def plan(
+    call: AttendCall,
+    *,
+    backend: str | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+    query_bytes: int = QUERY_BYTES,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    overlap: bool | None = None,
+    together: bool | None = None,
+) -> Plan:
+    """Cut a call's batch. backend: of `backends.py`; None: the fastest for these rows. scratch_bytes, query_bytes: bounds, see
+    `SCRATCH_BYTES`. lengths: (queries, keys) of each sequence; None: those of the batch. overlap: whether several rounds go on two streams
+    (on a CPU: through two scratches), together: whether sequences share rounds; None: as `OVERLAP` and `TOGETHER` say, but in a captured
+    graph neither, as nothing is copied to the device there."""
+    q, (k, _, _, _, maps, *_) = call.q, call.segments[0]
+    lengths = call.batch.host_lengths() if lengths is None else lengths
+    heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
+    reach = _reach(call.options, max((keys for _, keys in lengths), default=0))
+    backend = backend or _choose(call, reach)
+    if backend is None:
+        raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
+    free = not _capturing(q)
+    overlap = (OVERLAP and q.is_cuda if overlap is None else overlap) and free
+    together = (TOGETHER if together is None else together) and free and (backend != "flash3" or flash3.takes_many())
+    few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
+    mapped = maps != LayerMaps() and not (few and _cheap(maps))
+    row_bytes = query_row_bytes(q.shape[1], sizes, q.element_size(), mapped, backends.BACKENDS[backend].into)
+    for lanes in (1, 2):
+        most = max(scratch_bytes // lanes // (heads * sum(sizes) * q.element_size()) // backends.PLANNED, 1) * backends.PLANNED
+        single, several = (max(query_bytes // lanes // n, backends.PLANNED) for n in row_bytes)
+        found = groups(lengths, backends.BACKENDS[backend].limits(most, single, several, together), reach)
+        rounds = [round for group in found for round in group.rounds]
+        if not overlap or len(rounds) < 2:
+            break
+    placed = _place([round for round in rounds if len(round.reads) > 1], sizes, q.device)
+    return Plan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed)
+
+
+def query_row_bytes(num_heads: int, sizes: tuple[int, int], itemsize: int, mapped: bool = True, into: bool = False) -> tuple[int, int]:
+    """Bytes of a query that one round serves: mapped, its result, the log-sum-exp; and of one whose rounds are merged: three results that
+    are there at once, and the merged one in float32. sizes: of a key and a value. mapped: whether queries or results are. into: whether
+    the kernel puts its results where it is told."""
+    size, size_v = sizes
+    alone = size * mapped + size_v * (mapped or not into)
+    return num_heads * (itemsize * alone + 4), num_heads * (itemsize * (size + 3 * size_v) + 4 * size_v + 16)
+
+
+def _place(rounds: list[Round], sizes: tuple[int, int], device: torch.device) -> dict[Round, list[torch.Tensor]]:
+    """Numbers of the rounds on the device, by one copy that nothing waits for; each list at an address that is a multiple of 16."""
+    steps, flat, spans = _steps(device.type == "cuda"), [], []
+    for round in rounds:
+        for numbers in (*round.ends(), steps.blocks(round, sizes)):
+            spans.append(slice(len(flat), len(flat) + len(numbers)))
+            flat += numbers + [0] * (-len(numbers) % 4)
+    if not flat:
+        return {}
+    there = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return {round: [there[span] for span in spans[4 * i : 4 * i + 4]] for i, round in enumerate(rounds)}
+
+
+def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
+    """Serve a call by a plan. triton: whether Triton kernels move the rows (else PyTorch); None: on an accelerator."""
+    q, out, (k, v, fmt, block_table, maps, *_) = call.q, call.out, call.segments[0]
+    heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
+    triton = q.is_cuda if triton is None else triton
+    steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps))
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if call.lse is None else call.lse
+    lanes = Lanes(q.device, 1 if _capturing(q) else plan.lanes)  # a graph gets the order of one stream
+    scratch = [[q.new_empty(heads * plan.rows * size) for size in sizes] for _ in range(lanes.count)]
+    total, waiting, count, served = None, None, 0, backends.BACKENDS[plan.backend]
+
+    sinks = call.options.sinks
+    inside = sinks is not None and call.lse is None and plan.backend == "flash3" and flash3.takes_sinks(sinks)
+
+    def settle(group: Group, index: int, part: Part, done) -> None:
+        """Merge the result of a round into those before it, and finish the group after the last one: on the caller's stream."""
+        nonlocal total
+        lanes.wait(0, done)
+        if index + 1 == len(group.rounds):
+            later = None if inside and len(group.rounds) == 1 else sinks
+            steps.finish(total, part, out[group.tokens], lse[group.tokens], later)
+            total = None
+        else:
+            total = part if total is None else steps.merge(total, part)
+
+    for group in plan.groups:
+        rows = made = None
+        # Nothing but sinks is left to do to rows that are where they belong.
+        ready = served.into and len(group.rounds) == 1 and steps.maps[1] is None
+        for index, round in enumerate(group.rounds):
+            lane, count = count % lanes.count, count + 1
+            ends, blocks = _placed(plan, round, triton)
+            with lanes.on(lane):
+                sliced = [_rows_of(t, heads, round.room, size, served.token_major) for t, size in zip(scratch[lane], sizes)]
+                steps.gather(block_table, round, sliced, blocks)
+                for other in call.segments[1:]:
+                    for read in round.reads:
+                        steps.patch(other, read, plan.lengths[read.sequence][1], sliced)
+                if rows is None:
+                    rows = _queries(steps, q, group)
+                    made = lanes.mark(lane)
+                else:
+                    lanes.wait(lane, made)
+                    lanes.lend(rows, lane)
+                target = out[group.tokens] if ready else None
+                own = sinks if inside and len(group.rounds) == 1 else None
+                found = backends.attend(plan.backend, rows, *sliced, call.scale, round, ends, call.options.softcap, target, own)
+                for t in found:
+                    lanes.lend(t, 0)
+                part = Part(*(t[group.front : group.front + group.tokens.stop - group.tokens.start] for t in found))
+                done = lanes.mark(lane)
+            if waiting is not None:
+                settle(*waiting)
+            waiting = (group, index, part, done)
+            if lanes.count == 1:
+                settle(*waiting)
+                waiting = None
+    if waiting is not None:
+        settle(*waiting)
+
+
+def _rows_of(scratch: torch.Tensor, heads: int, rows: int, size: int, token_major: bool) -> torch.Tensor:
+    """`[HK, rows, size]` of a scratch."""
+    used = scratch[: heads * rows * size]
+    return used.view(rows, heads, size).transpose(0, 1) if token_major else used.view(heads, rows, size)
+
+
+def _placed(plan: Plan, round: Round, triton: bool):
+    if round not in plan.placed:
+        return None, None
+    *ends, blocks = plan.placed[round]
+    return ends, blocks if triton and len(blocks) else None
+
+
+def _queries(steps: TorchSteps, q: torch.Tensor, group: Group) -> torch.Tensor:
+    """The mapped queries of a group. Rows before and behind them, which are computed for a planned shape's sake and dropped, are those of
+    other sequences where q has them and there is no map."""
+    first, last = group.tokens.start - group.front, group.tokens.stop + group.back
+    there = steps.maps[0] is None and first >= 0 and last <= len(q)
+    rows = q[first:last] if there else q[group.tokens]
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    return rows if there else steps.map_query(rows, group.front, group.back)
 
 
 def _cheap(maps: LayerMaps) -> bool:

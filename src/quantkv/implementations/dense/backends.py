@@ -1,26 +1,56 @@
 """Dense attention over 16-bit rows, by whatever is here: `(out, log-sum-exp)`, so that calls over disjoint keys merge.
 
-FlashAttention-3, where its package is installed or an engine loaded its operators, aligns the causal mask to the bottom right,
-so that a chunk sees its prefix and itself in one call: 4,096 queries of 32 heads of 128 over 16,384 keys take 1,310 us on an
-H200, and 1,420 over pages of 16-bit rows. PyTorch's own kernels align it to the top left: the prefix and the chunk are two calls
-and a merge, 1,470 us by cuDNN.
+FlashAttention-3, where its package is installed or an engine loaded its operators, aligns its masks to the bottom right, so that a chunk
+sees its prefix and itself in one call, and takes windows, a softcap and sequences of any lengths: 4,096 queries of 32 heads of 128 over
+16,384 keys take 1,310 us on an H200, and 1,420 over pages of 16-bit rows. cuDNN's kernels, as torch calls them, align the causal mask to
+the top left: the prefix and the chunk are two calls and a merge, 1,470 us. cuDNN's frontend, where it is installed, aligns masks to the
+bottom right and has windows. The flash kernel that torch brings has windows too, and is slower than all of these.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
-from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
 
 import torch
+
+from . import cudnn_graph, flash3
+from .plan import ALL, CAUSAL, Limits, Mask, Round
 
 aten = torch.ops.aten
 
 
 PLANNED = 256  # cuDNN plans each new pair of lengths for 36 ms: it gets multiples of this, so that plans are soon all made
-BOTTOM_RIGHT = ("flash3", "math")  # backends whose causal mask lets the last query see the last key, however many keys there are
+GRAPH = True  # cuDNN's frontend is used where it is installed
+FRONT = True  # cuDNN: what the context has over joins the queries' own keys, behind queries that are dropped; else it is a slice of its own
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a dense kernel takes. bottom_right, together: as in `plan.Limits`. windows, softcap: whether it has them. planned: whether
+    lengths should be multiples of `PLANNED`. into: whether it puts its rows where it is told. token_major: whether the heads of a token
+    lie together in the scratch, else the tokens of a head."""
+
+    bottom_right: bool
+    together: str
+    windows: bool
+    softcap: bool
+    planned: bool = False
+    into: bool = False
+    token_major: bool = False
+
+    def limits(self, most: int, single: int, several: int, together: bool = True) -> Limits:
+        """How its calls are cut; arguments as of `plan.Limits`. together: whether sequences may share a round at all."""
+        planned = PLANNED if self.planned else 1
+        return Limits(most, single, several, planned, self.bottom_right, self.together if together else "alone", FRONT)
+
+
+BACKENDS = {
+    "flash3": Backend(True, "ragged", windows=True, softcap=True, into=True),
+    "cudnn graph": Backend(True, "ragged", windows=True, softcap=False, into=True, token_major=True),
+    "cudnn": Backend(False, "equal", windows=False, softcap=False, planned=True),
+    "flash": Backend(True, "ragged", windows=True, softcap=False),
+    "math": Backend(True, "ragged", windows=True, softcap=True),
+}
 
 
 def planned(tokens: int) -> int:
@@ -28,119 +58,130 @@ def planned(tokens: int) -> int:
     return -(-tokens // PLANNED) * PLANNED
 
 
-def choose(device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int) -> str | None:
-    """Name of the fastest backend for these rows, None where none takes them."""
+def fitting(
+    device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int, *, window: bool = False, softcap: bool = False
+) -> list[str]:
+    """Names of the backends that are here and take these rows, the fastest first. window, softcap: whether the call has one."""
     if device.type == "cpu":
-        return "math"
+        return ["math"]
     if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
-        return None
+        return []
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0) or head_size % 8 or head_size_v % 8:
-        return None
-    if capability[0] == 9 and head_size == head_size_v <= 256 and _flash3_call() is not None:
-        return "flash3"
-    if max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available():
-        return "cudnn"
-    return "flash" if head_size == head_size_v <= 256 else None
+        return []
+    same = head_size == head_size_v <= 256
+    there = {
+        "flash3": capability[0] == 9 and same and flash3.takes(window=window, softcap=softcap),
+        "cudnn graph": GRAPH and max(head_size, head_size_v) <= (256 if capability[0] == 9 else 128) and cudnn_graph.package() is not None,
+        "cudnn": max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available(),
+        "flash": same,
+    }
+    return [n for n, here in there.items() if here and BACKENDS[n].windows >= window and BACKENDS[n].softcap >= softcap]
+
+
+def choose(device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int, **needs: bool) -> str | None:
+    """The first of `fitting`, None where nothing takes these rows."""
+    return next(iter(fitting(device, dtype, head_size, head_size_v, **needs)), None)
 
 
 def attend(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, out: torch.Tensor | None = None
+    backend: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    round: Round,
+    ends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`softmax(scale * q . k) . v`: out `[M, HQ, D_V]` of q's dtype, natural log-sum-exp `[M, HQ]` float32.
+    """`softmax(cap(scale * q . k)) . v` of every sequence of a round: rows `[M, HQ, D_V]` of q's dtype, natural log-sum-exp `[M, HQ]`
+    float32.
 
-    q: `[M, HQ, D]`. k, v: `[HK, N, D]`, `[HK, N, D_V]`; HQ is a multiple of HK, and nothing is copied for it.
-    causal: query i sees keys 0 to N - M + i; M = N but for the backends of `BOTTOM_RIGHT`. backend: what `choose` returned.
-    out: `[M, HQ, D_V]`, where the rows may be put; those that are returned lie there or elsewhere.
+    q: `[M, HQ, D]`, of all sequences. k, v: `[HK, N, D]`, `[HK, N, D_V]` of any strides, rows as `round.reads` says; HQ is a multiple of
+    HK, and nothing is copied for it. round.mask: M and N are those of each sequence. backend: of `BACKENDS`; the round is cut by its
+    limits. ends: `round.ends()` on the device, int32; None: made here, of a single sequence without a copy to the device. softcap: 0 for
+    none. out: `[M, HQ, D_V]`, where the rows may be put; those that are returned lie there or elsewhere. sinks:
+    of FlashAttention-3 alone, `flash3.takes_sinks`: the log-sum-exp is then not to be used.
     """
     if backend == "flash3":
-        rows, lse = _flash3_call()(q, k.transpose(0, 1), v.transpose(0, 1), scale, causal, out)
+        rows, lse = flash3.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, softcap, out, sinks)
         return rows, lse.mT
-    if backend == "cudnn" and (q.shape[0] % PLANNED or k.shape[1] % PLANNED) and q.shape[2] == v.shape[2]:
-        backend = "flash"
-    rows, lse = _BACKENDS[backend](q.transpose(0, 1)[None], k[None], v[None], scale, causal)
-    return rows[0].transpose(0, 1), lse.reshape(q.shape[1], -1)[:, : q.shape[0]].mT
+    if backend == "cudnn graph":
+        ends = flash3.bounds(round, q.device) if ends is None else ends
+        return cudnn_graph.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, PLANNED, out)
+    if backend == "cudnn" and (q.shape[0] // len(round.reads) % PLANNED or k.shape[1] // len(round.reads) % PLANNED):
+        backend = "flash" if q.shape[2] == v.shape[2] else backend  # an odd rest of the context
+    return _CALLS[backend](q, k, v, scale, round, ends, softcap)
 
 
-def _cudnn(q, k, v, scale, causal):
-    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
-
-
-def _flash(q, k, v, scale, causal):
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-
-
-def _math(q, k, v, scale, causal):
-    """In float32, the log-sum-exp included: what CPU kernels do not all return."""
-    grouped = q.float().unflatten(1, (k.shape[1], -1))
-    score = scale * (grouped @ k.float()[:, :, None].mT)
-    if causal:
-        queries, keys = score.shape[-2:]
-        score = score.masked_fill(score.new_ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries), -math.inf)
-    lse = torch.logsumexp(score, -1)
-    out = torch.exp(score - lse[..., None]) @ v.float()[:, :, None]
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
-
-
-_BACKENDS = {"cudnn": _cudnn, "flash": _flash, "math": _math}
-
-
-def _flash3_call() -> Callable | None:
-    """FlashAttention-3 as `(q, k, v, scale, causal, out or None) -> out, lse`, rows `[N, heads, D]`, lse `[HQ, M]`; None where it is
-    neither installed nor loaded. An engine may load its operators at any time: looked for at each call."""
-    return _flash3_operator if hasattr(torch.ops._vllm_fa3_C, "fwd") else _flash3_package()
-
-
-def _flash3_operator(q, k, v, scale, causal, out):
-    """The engine's build takes ragged batches only: one of a single sequence. It puts its rows into out."""
-    queries, keys = len(q), len(k)
-    ends = [torch.arange(0, n + 1, n, dtype=torch.int32, device=q.device) for n in (queries, keys)]
-    # q k v | k_new v_new q_v | out | cu_seqlens q k k_new | seqused q k | max_seqlen q k | page table, kv_batch_idx, leftpad_k |
-    # rotary cos sin seqlens | descales | scale causal window softcap | rotary interleaved, scheduler, splits, pack_gqa: query heads
-    # that share keys in one tile, 3 % faster on an H200 | sm margin, sinks, a context-parallel world of one
-    return torch.ops._vllm_fa3_C.fwd(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        out,
-        *ends,
-        None,
-        None,
-        None,
-        queries,
-        keys,
-        *[None] * 9,
-        scale,
-        causal,
-        -1,
-        -1,
-        0.0,
-        True,
-        None,
-        1,
-        True,
-        0,
-        None,
-        1,
-        0,
-        None,
+def _cudnn(q, k, v, scale, round, ends, softcap):
+    """Sequences of one length, as a batch."""
+    batch = (len(round.reads), -1)
+    own = q.unflatten(0, batch).transpose(1, 2)  # [S, HQ, M, D]
+    rows, lse = aten._scaled_dot_product_cudnn_attention(
+        own, *(t.unflatten(1, batch).transpose(0, 1) for t in (k, v)), None, True, 0.0, round.mask == CAUSAL, False, scale=scale
     )[:2]
+    lse = lse.reshape(*own.shape[:2], -1)[..., : own.shape[2]]
+    return rows.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
 
-@cache
-def _flash3_package() -> Callable | None:
-    try:
-        attention = importlib.import_module("flash_attn_interface").flash_attn_func
-    except (ImportError, OSError, RuntimeError):
-        return None
-    # Older releases always return the log-sum-exp, newer ones on request.
-    more = {"return_attn_probs": True} if "return_attn_probs" in inspect.signature(attention).parameters else {}
+def _flash(q, k, v, scale, round, ends, softcap):
+    """What torch brings of FlashAttention-2; its masks are aligned to the bottom right."""
+    if len(round.reads) == 1 and round.mask in (ALL, CAUSAL):
+        batch = (q.transpose(0, 1)[None], k[None], v[None])
+        rows, lse = aten._scaled_dot_product_flash_attention(*batch, 0.0, round.mask == CAUSAL, False, scale=scale)[:2]
+        return rows[0].transpose(0, 1), lse.reshape(q.shape[1], -1)[:, : q.shape[0]].mT
+    queries, keys, used = flash3.bounds(round, q.device) if ends is None else ends
+    longest = (max(read.queries for read in round.reads), max(read.count for read in round.reads))
+    left, right = (None if n < 0 else n for n in round.mask)
+    rows, lse = aten._flash_attention_forward(
+        *(q, k.transpose(0, 1), v.transpose(0, 1), queries, keys, *longest, 0.0, False, False),
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+        seqused_k=used,
+    )[:2]
+    if lse.shape != (q.shape[1], q.shape[0]):
+        raise RuntimeError(f"log-sum-exps of shape {tuple(lse.shape)} of torch {torch.__version__}: {(q.shape[1], q.shape[0])} is expected")
+    return rows, lse.mT
 
-    def call(q, k, v, scale, causal, out):
-        rows, lse = attention(q[None], k[None], v[None], softmax_scale=scale, causal=causal, **more)[:2]
-        return rows[0], lse[0]
 
-    return call
+def _math(q, k, v, scale, round, ends, softcap):
+    """In float32, the log-sum-exp included: what CPU kernels do not all return."""
+    found, start = [], 0
+    for read in round.reads:
+        rows = slice(read.at, read.at + read.count)
+        found.append(math_attention(q[start : start + read.queries], k[:, rows], v[:, rows], scale, round.mask, softcap))
+        start += read.queries
+    rows, lse = (torch.cat(parts) for parts in zip(*found))
+    return rows.to(q.dtype), lse
+
+
+def math_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: Mask = ALL,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence in a dtype that is kept: rows `[M, HQ, D_V]`, log-sum-exp `[M, HQ]`; zeros and -inf for a query that sees no key."""
+    grouped = q.transpose(0, 1).to(dtype).unflatten(0, (k.shape[0], -1))
+    score = scale * (grouped @ k.to(dtype)[:, None].mT)
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    queries, keys = score.shape[-2:]
+    ahead = torch.arange(keys, device=q.device) - torch.arange(keys - queries, keys, device=q.device)[:, None]  # key - query
+    for bound, beyond in ((mask.left, -ahead), (mask.right, ahead)):
+        if bound >= 0:
+            score = score.masked_fill(beyond > bound, -torch.inf)
+    lse = torch.logsumexp(score, -1)
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    out = weight @ v.to(dtype)[:, None]
+    return out.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1).T
+
+
+_CALLS = {"cudnn": _cudnn, "flash": _flash, "math": _math}

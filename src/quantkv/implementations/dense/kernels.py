@@ -1,9 +1,19 @@
 """Pages -> 16-bit rows for a dense attention kernel, and its outputs over several slices of keys -> one."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..triton.kernels.tiles import decode, join_operand, join_planes, load_cached, load_matrix, map_product, offset_row
+
+
+class PlacesView(NamedTuple):
+    """Where keys are, and where their rows go."""
+
+    table: Any  # [S, pages], or of one sequence alone [pages]
+    stride: Any  # of the table's sequences; 0 where there is one
+    blocks: Any = None  # of several sequences, for each program: sequence, first key, keys, first row, rows
 
 
 @triton.jit
@@ -14,22 +24,25 @@ def gather_rows(
     target,
     head,
     first,
-    index,
     count,
-    room,
+    row,
+    step,
+    rows_here,
     factor,
     back_factor,
     PAGE: tl.constexpr,
     PLAN: tl.constexpr,
     BACK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Decode keys first + index of one head, times factor, into `target [HK, room, D]`: mapped as they are, or mapped back, times
-    back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: in units of what is stored; not added to
-    rows that were stored without."""
+    """Decode keys first to first + BLOCK_N of one head, times factor, into rows_here rows of `target [rows, D]`, row, row + step and so on:
+    mapped as they are, or mapped back, times back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: in
+    units of what is stored; not added to rows that were stored without."""
     FACTORS: tl.constexpr = PLAN.factors
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
+    index = tl.arange(0, BLOCK_N)
     key = first + index
     mask = index < count
     page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
@@ -57,14 +70,14 @@ def gather_rows(
         else:
             operand = join_planes(rows)
         matrix = load_matrix(map, head, column, 0, D, W * P)
-        joined = map_product(operand, matrix, tl.zeros([index.shape[0], W * P], tl.float32), "ieee") * back_factor
+        joined = map_product(operand, matrix, tl.zeros([BLOCK_N, W * P], tl.float32), "ieee") * back_factor
         if PLAN.offset:
             joined += tl.where(shifted[:, None], offset_row(map, head, (key // 64)[:, None], column[None, :], D), 0.0)
         joined = joined.to(target.dtype.element_ty)
     else:
         joined = join_planes(rows)
-    at = target + (head * room + index)[:, None] * D + column[None, :]
-    tl.store(at, joined, mask=(index < room)[:, None] & (column < D)[None, :])
+    to = target + (row + index * step)[:, None] * D + column[None, :]
+    tl.store(to, joined, mask=(index < rows_here)[:, None] & (column < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "count", "room"])
@@ -73,7 +86,7 @@ def gather_kernel(
     v_pages,
     k_map,
     v_map,
-    table,
+    places,
     keys,
     values,
     first,
@@ -88,15 +101,39 @@ def gather_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BACK: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr,
 ):
-    """Grid (blocks of keys, kv heads, 2: K and V). table: one sequence's pages. BACK: mapped rows are mapped back, by matrices of
-    entries 0 and +-1."""
-    index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid (blocks of rows, kv heads, 2: K and V). first, count: keys of the one sequence that there is, unless places.blocks has those of
+    each program. room: rows of keys and values. TOKEN_MAJOR: these are `[room, HK, D]`, else `[HK, room, D]`. BACK: mapped rows are mapped
+    back, by matrices of entries 0 and +-1."""
     head = tl.program_id(1).to(tl.int64)
-    if tl.program_id(2) == 0:
-        gather_rows(k_pages, k_map, table, keys, head, first, index, count, room, k_factor, k_back, PAGE, K, BACK and K.mapped)
+    table = places.table
+    if places.blocks is None:
+        at = tl.program_id(0) * BLOCK_N
+        first += at
+        count -= at
+        rows_here = room - at
     else:
-        gather_rows(v_pages, v_map, table, values, head, first, index, count, room, v_factor, v_back, PAGE, V, BACK and V.mapped)
+        block = places.blocks + tl.program_id(0) * 5
+        table += tl.load(block).to(tl.int64) * places.stride
+        first = tl.load(block + 1)
+        count = tl.load(block + 2)
+        at = tl.load(block + 3)
+        rows_here = tl.load(block + 4)
+    if TOKEN_MAJOR:
+        step = tl.num_programs(1)
+        row = at.to(tl.int64) * step + head
+    else:
+        step = 1
+        row = head * room + at
+    if tl.program_id(2) == 0:
+        gather_rows(
+            k_pages, k_map, table, keys, head, first, count, row, step, rows_here, k_factor, k_back, PAGE, K, BACK and K.mapped, BLOCK_N
+        )
+    else:
+        gather_rows(
+            v_pages, v_map, table, values, head, first, count, row, step, rows_here, v_factor, v_back, PAGE, V, BACK and V.mapped, BLOCK_N
+        )
 
 
 @triton.jit
@@ -114,6 +151,7 @@ def fold_kernel(
     out_lse,
     out,
     map,
+    sinks,
     num_rows,
     factor,
     GROUP: tl.constexpr,
@@ -122,10 +160,12 @@ def fold_kernel(
     BLOCK: tl.constexpr,
     MERGED: tl.constexpr,
     MAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (blocks of rows, kv heads); a row is one of the GROUP heads of a token. Two results over disjoint keys, merged by
-    their natural log-sum-exps (MERGED, else a alone), and then through the map, times factor (MAPPED)."""
+    their natural log-sum-exps (MERGED, else a alone), with the head's sink in the denominator (SINKS: out is multiplied by
+    `sigmoid(lse - sink)`), and then through the map, times factor (MAPPED)."""
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = index < num_rows
@@ -133,16 +173,26 @@ def fold_kernel(
     q_head = head * GROUP + index % GROUP
     weight = tl.full([BLOCK], 1.0, tl.float32)
     other = tl.zeros([BLOCK], tl.float32)
+    lse = tl.zeros([BLOCK], tl.float32)
+    if MERGED or SINKS:
+        lse = tl.load(row_pointers(a_lse, token, q_head), mask=real, other=0.0)
     if MERGED:
-        x = tl.load(row_pointers(a_lse, token, q_head), mask=real, other=0.0)
         y = tl.load(row_pointers(b_lse, token, q_head), mask=real, other=0.0)
-        top = tl.maximum(x, y)
-        weight = tl.exp(x - top)
+        top = tl.maximum(lse, y)
+        weight = tl.exp(lse - top)
         other = tl.exp(y - top)
         total = weight + other
-        tl.store(row_pointers(out_lse, token, q_head), top + tl.log(total), mask=real)
+        lse = top + tl.log(total)
         weight /= total
         other /= total
+    if SINKS:
+        ahead = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) - lse
+        kept = 1 / (1 + tl.exp(ahead))
+        weight *= kept
+        other *= kept
+        lse += tl.maximum(ahead, 0.0) + tl.log(1 + tl.exp(-tl.abs(ahead)))
+    if MERGED or SINKS:
+        tl.store(row_pointers(out_lse, token, q_head), lse, mask=real)
     column = tl.arange(0, WIDTH)
     stored = real[:, None] & (column < D)[None, :]
     CHUNK: tl.constexpr = 64 if MAPPED and WIDTH > 64 else WIDTH
@@ -154,6 +204,8 @@ def fold_kernel(
         if MERGED:
             y = tl.load(row_pointers(b, token, q_head)[:, None] + part, mask=mask, other=0.0).to(tl.float32)
             x = x.to(tl.float32) * weight[:, None] + y * other[:, None]
+        elif SINKS:
+            x = x.to(tl.float32) * weight[:, None]
         if MAPPED:
             matrix = load_matrix(map, head, column, start, D, CHUNK)
             if matrix.dtype == out.ptr.dtype.element_ty:

@@ -13,6 +13,7 @@ from ...format import Format
 from ...maps import LayerMaps, LinearMap
 from ..reference.attend import merge
 from ..reference.write import apply_map, dequantize, stored_offset
+from .plan import Read, Round
 
 
 class Part(NamedTuple):
@@ -40,14 +41,24 @@ class TorchSteps:
         self.heads, self.back = heads, back
         self.maps = (None, None) if back else self.row_maps  # of queries and outputs
 
-    def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
-        """`gain A^-T q`, in q's dtype, and `extra` rows of zeros."""
+    def map_query(self, q: torch.Tensor, front: int, back: int) -> torch.Tensor:
+        """`gain A^-T q`, in q's dtype, between `front` and `back` rows of zeros."""
         rows = q if self.maps[0] is None else self._map(self.maps[0].inverse.mT * gain(self.maps[0]), q).to(q.dtype)
-        return torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])]) if extra else rows
+        return torch.nn.functional.pad(rows, (0, 0, 0, 0, front, back)) if front or back else rows
 
-    def gather(self, pages: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
-        """Keys and values first to first + count, mapped back or as they are and divided by the gain, into scratch; what is left of
-        it gets finite numbers. pages: the sequence's row of the block table."""
+    @staticmethod
+    def blocks(round: Round, sizes: tuple[int, int]) -> list[int]:
+        """What `gather` wants to have on the device of a round of several sequences, int32. sizes: of a key and a value."""
+        return []
+
+    def gather(self, table: torch.Tensor, round: Round, scratch: list[torch.Tensor], blocks: torch.Tensor | None = None) -> None:
+        """Keys and values of a round, mapped back or as they are and divided by the gain, into scratch; what is left of it gets finite
+        numbers. table: the block table. blocks: what `blocks` said, on the device; not needed for a single sequence."""
+        for read in round.reads:
+            pages, rows = table[read.sequence], slice(read.at, read.at + read.room)
+            self._gather(pages, read.first, read.count, [t[:, rows] for t in scratch])
+
+    def _gather(self, pages: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
         for side, codec, row_map, map_, target in zip(self.sides, self.codecs, self.row_maps, self.maps, scratch):
             size = side.codes.shape[1]
             position = torch.arange(first, first + count, device=pages.device)
@@ -58,14 +69,15 @@ class TorchSteps:
             target[:, :count] = rows.transpose(0, 1) / gain(map_)
             target[:, count:] = 0
 
-    def patch(self, segment: Segment, sequence: int, keys: int, first: int, count: int, scratch: list[torch.Tensor]) -> None:
+    def patch(self, segment: Segment, read: Read, keys: int, scratch: list[torch.Tensor]) -> None:
         """Put the keys and values that another segment holds of a sequence of `keys` tokens in their places of what `gather` filled.
 
         Which they are is on the device: with key_start the last ones, as many as its table has room for, or fewer; else the first."""
+        sequence, first = read.sequence, read.first
         size, table = segment.k.codes.shape[1], segment.block_table[sequence]
         room = len(table) * size
         low, high = (0, min(room, keys)) if segment.key_start is None else (max(keys - room, 0), keys)
-        low, high = max(low, first), min(high, first + count)
+        low, high = max(low, first), min(high, first + read.count)
         if low >= high:
             return
         position = torch.arange(low, high, device=table.device)
@@ -79,16 +91,19 @@ class TorchSteps:
             rows = dequantize(side, codec, row_map, slots, position)
             if map_ is not None:
                 rows = apply_map(map_.forward, rows)
-            held = target[:, low - first : high - first]
+            held = target[:, read.at + low - first : read.at + high - first]
             held.copy_(torch.where(here[:, None], rows.transpose(0, 1) / gain(map_), held.float()))
 
     def merge(self, a: Part, b: Part) -> Part:
-        """Attention over the union of two key sets."""
+        """Attention over the union of two key sets, float32."""
         return Part(*merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
 
-    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge with the last part (total: None where it is the only one), map back, store."""
+    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+        """Merge with the last part (total: None where it is the only one), add the sinks `[HQ]`, map back, store."""
         rows, sums = last if total is None else self.merge(total, last)
+        if sinks is not None:
+            rows = rows.float() * torch.sigmoid(sums - sinks.float())[..., None]
+            sums = torch.logaddexp(sums, sinks.float())
         map_ = self.maps[1]
         out.copy_(rows if map_ is None else self._map(map_.inverse * gain(map_), rows))
         lse.copy_(sums)

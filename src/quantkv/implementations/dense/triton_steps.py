@@ -10,7 +10,8 @@ from ...format import Format
 from ...maps import LayerMaps
 from ..triton.kernels.views import MapView, RowsView
 from ..triton.launch import Target, pages, row_plan
-from .kernels import fold_kernel, gather_kernel
+from .kernels import PlacesView, fold_kernel, gather_kernel
+from .plan import Round
 from .steps import Part, TorchSteps, gain
 
 
@@ -22,17 +23,28 @@ class TritonSteps(TorchSteps):
         self.gains = tuple(gain(m) for m in self.row_maps)
         self.target = Target.of(sides[0].codes.device)
 
-    def map_query(self, q: torch.Tensor, extra: int) -> torch.Tensor:
-        """Queries in the space of mapped keys, with `extra` rows of zeros behind them."""
+    def map_query(self, q: torch.Tensor, front: int, back: int) -> torch.Tensor:
+        """Queries in the space of mapped keys, between `front` and `back` rows of zeros."""
         if self.maps[0] is None:
-            return super().map_query(q, extra)
-        operands, out = self.maps[0].operands, q.new_empty(q.shape[0] + extra, *q.shape[1:])
-        self._fold(Part(q), None, Part(out), operands.query, operands.inverse_factor * self.gains[0])
-        out[q.shape[0] :].zero_()
+            return super().map_query(q, front, back)
+        operands, out = self.maps[0].operands, q.new_empty(front + q.shape[0] + back, *q.shape[1:])
+        stop = front + q.shape[0]
+        self._fold(Part(q), None, Part(out[front:stop]), operands.query, operands.inverse_factor * self.gains[0])
+        out[:front].zero_()
+        out[stop:].zero_()
         return out
 
-    def gather(self, table: torch.Tensor, first: int, count: int, scratch: list[torch.Tensor]) -> None:
-        """Write `count` keys and values of each sequence from position `first` on into the scratch, as 16-bit rows."""
+    @staticmethod
+    def blocks(round: Round, sizes: tuple[int, int]) -> list[int]:
+        """For each program of `gather_kernel`: sequence, first key, keys, first row, rows."""
+        found, block = [], _block(sizes)
+        for read in round.reads:
+            for done in range(0, read.room, block):
+                found += [read.sequence, read.first + done, read.count - done, read.at + done, min(block, read.room - done)]
+        return found
+
+    def gather(self, table: torch.Tensor, round: Round, scratch: list[torch.Tensor], blocks: torch.Tensor | None = None) -> None:
+        """Write the keys and values of a round into the scratch, as 16-bit rows."""
         heads, room, _ = scratch[0].shape
         sizes = [t.shape[2] for t in scratch]
         views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
@@ -40,14 +52,19 @@ class TritonSteps(TorchSteps):
             row_plan(codec, size, map_, side.scale, view, self.target, exact=scratch[0].dtype == torch.float32)
             for codec, size, map_, side, view in zip(self.codecs, sizes, self.row_maps, self.sides, views)
         ]
-        block = 64 if max(sizes) <= 128 else 32
-        gather_kernel[(triton.cdiv(room, block), heads, 2)](
+        block, read = _block(sizes), round.reads[0]
+        if len(round.reads) == 1:
+            places, programs = PlacesView(table[read.sequence], 0), triton.cdiv(room, block)
+        else:
+            blocks = torch.tensor(self.blocks(round, sizes), dtype=torch.int32, device=table.device) if blocks is None else blocks
+            places, programs = PlacesView(table, table.stride(0), blocks), len(blocks) // 5
+        gather_kernel[(programs, heads, 2)](
             *views,
             *(self._row_map(i) for i in range(2)),
-            table,
+            places,
             *scratch,
-            first,
-            count,
+            read.first,
+            read.count,
             room,
             *(side.scale / gain for side, gain in zip(self.sides, self.gains)),
             *(1.0 if m is None else m.operands.inverse_factor * gain for m, gain in zip(self.row_maps, self.gains)),
@@ -56,6 +73,7 @@ class TritonSteps(TorchSteps):
             K=plans[0],
             V=plans[1],
             BACK=self.back,
+            TOKEN_MAJOR=heads > 1 and scratch[0].stride(0) == sizes[0],
         )
 
     def _row_map(self, side: int) -> MapView:
@@ -73,36 +91,42 @@ class TritonSteps(TorchSteps):
         return MapView(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
 
     def merge(self, a: Part, b: Part) -> Part:
-        """Attention over the keys of both, in float32."""
-        merged = Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
+        """Attention over the keys of both, float32: in a's memory where that is float32 already."""
+        merged = (
+            a
+            if a.out.dtype == torch.float32 != b.out.dtype
+            else Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
+        )
         self._fold(a, b, merged)
         return merged
 
-    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge what is left, map the output back and write it."""
-        map_ = self.maps[1]
-        if total is None:
+    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+        """Merge what is left, add the sinks, map the output back and write it."""
+        map_, a, b = self.maps[1], *((last, None) if total is None else (total, last))
+        if b is None and sinks is None:
             lse.copy_(last.lse)
         if map_ is not None:
-            matrix = (map_.operands.output, map_.operands.inverse_factor * self.gains[1])
-            self._fold(*((last, None) if total is None else (total, last)), Part(out, lse), *matrix)
-        elif total is not None:
-            self._fold(total, last, Part(out, lse))
+            self._fold(a, b, Part(out, lse), map_.operands.output, map_.operands.inverse_factor * self.gains[1], sinks)
+        elif b is not None or sinks is not None:
+            self._fold(a, b, Part(out, lse), sinks=sinks)
         elif last.out.data_ptr() != out.data_ptr():
             out.copy_(last.out)
 
-    def _fold(self, a: Part, b: Part | None, out: Part, matrix: torch.Tensor | None = None, factor: float = 1.0) -> None:
+    def _fold(
+        self, a: Part, b: Part | None, out: Part, matrix: torch.Tensor | None = None, factor: float = 1.0, sinks: torch.Tensor | None = None
+    ) -> None:
         tokens, num_heads, head_size = a.out.shape
         group, width = num_heads // self.heads, max(16, triton.next_power_of_2(head_size))
         block = 64 if width <= 128 else 16
         map_ = MapView() if matrix is None else MapView(matrix, 0 if matrix.shape[0] == 1 else matrix.stride(0))
-        sums = (None, None, None) if b is None else (_rows(p.lse) for p in (a, b, out))
+        sums = [None if p is None or (b is None and sinks is None) else _rows(p.lse) for p in (a, b, out)]
         fold_kernel[(triton.cdiv(tokens * group, block), self.heads)](
             _rows(a.out),
             None if b is None else _rows(b.out),
             *sums,
             _rows(out.out),
             map_,
+            None if sinks is None else sinks.contiguous(),
             tokens * group,
             factor,
             GROUP=group,
@@ -111,9 +135,15 @@ class TritonSteps(TorchSteps):
             BLOCK=block,
             MERGED=b is not None,
             MAPPED=matrix is not None,
+            SINKS=sinks is not None,
             PRECISION=self.target.precision,
             num_warps=4 if width <= 128 else 8,
         )
+
+
+def _block(sizes: list[int] | tuple[int, int]) -> int:
+    """Rows that a program of `gather_kernel` writes."""
+    return 64 if max(sizes) <= 128 else 32
 
 
 def _rows(t: torch.Tensor) -> RowsView:

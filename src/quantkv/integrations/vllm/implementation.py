@@ -21,7 +21,7 @@ from ...calls import AttentionOptions
 from ...exact import ExactTokens
 from ...format import Format
 from ...geometry import Heads
-from ...implementations.dense.attend import SCRATCH_BYTES
+from ...implementations.dense.attend import QUERY_BYTES, SCRATCH_BYTES, query_row_bytes
 from ...maps import LayerMaps
 from ...policy import Policy
 from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages
@@ -270,7 +270,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         """Attention of `query [T, HQ, D]` into `output [T, HQ, D_V]`."""
         if attn_metadata is None:  # profiling: claim the scratch that attention will take, so that it is left free
             if query.is_cuda:
-                torch.empty(SCRATCH_BYTES + 8 * query.numel(), dtype=torch.uint8, device=query.device)
+                rows = query.shape[0] * max(query_row_bytes(query.shape[1], (query.shape[2],) * 2, query.element_size()))
+                torch.empty(SCRATCH_BYTES + min(rows, QUERY_BYTES), dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         if output_scale is not None:
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")
