@@ -1,4 +1,4 @@
-"""Runs the Hopper kernels on a CPU: the CUDA sources compiled by g++, over cuda_on_cpu/instructions.cuh in place of the package's."""
+"""Runs the Hopper kernels on a CPU: the CUDA sources compiled by g++, over the headers in cuda_on_cpu in place of the package's."""
 
 import ctypes
 import shutil
@@ -14,27 +14,29 @@ from quantkv.implementations.hopper import attend, launch, nvrtc, round, search,
 from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
 
 AVAILABLE = shutil.which("g++") is not None
-HEADER = Path(__file__).parent / "cuda_on_cpu" / "instructions.cuh"
+HEADERS = Path(__file__).parent / "cuda_on_cpu"
 KERNELS = {
     "decode.cu": ("Attend", ["decode_kernel", "combine_kernel", "combine_one_kernel"]),
+    "many.cu": ("Attend", ["many_kernel", "combine_kernel", "combine_one_kernel"]),
     "write.cu": ("Write", ["write_kernel"]),
     "round.cu": ("Round", ["round_kernel"]),
     "search.cu": ("Round", ["search_kernel"]),
 }
 
 
-def compile_library(folder: Path, source: str, macros: dict[str, object], snippets: Iterable[Path], max_tiles: int) -> ctypes.CDLL:
-    """The kernels of `source` as functions `run_NAME(grid, threads, shared bytes, arguments)`, under another MAX_TILES."""
+def compile_library(folder: Path, source: str, macros: dict[str, object], snippets: Iterable[Path]) -> ctypes.CDLL:
+    """The kernels of `source` as functions `run_NAME(grid, threads, shared bytes, arguments)`."""
     arguments, names = KERNELS[source]
     sources = folder / "sources"
     if not sources.exists():
         sources.mkdir(parents=True)
         for path in nvrtc.SOURCE.glob("*.cu*"):
             shutil.copy(path, sources)
-        shutil.copy(HEADER, sources)
+        for path in HEADERS.glob("*.cuh"):
+            shutil.copy(path, sources)
     lines = [f"#define {name} {value}" for name, value in macros.items()] + ['#include "encode.cuh"']
     lines += [f'#include "{path}"' for path in dict.fromkeys(snippets)]
-    lines.append((sources / source).read_text().replace("MAX_TILES = 1024", f"MAX_TILES = {max_tiles}"))
+    lines.append((sources / source).read_text())
     for name in names:
         lines.append(f"static {arguments}Arguments given_{name};")
         lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, {arguments}Arguments* a) {{')
@@ -62,7 +64,7 @@ class Device:
     """A stand-in for a Hopper GPU of so many multiprocessors, while a test runs."""
 
     def __init__(self, monkeypatch, folder: Path, multiprocessors: int = 2, max_tiles: int = 1024):
-        self.folder, self.max_tiles, self.scratch = folder, max_tiles, None
+        self.folder, self.max_tiles, self.scratch, self.compiled = folder, max_tiles, None, {}
         monkeypatch.setattr(attend, "_kernels", self._decode_kernels)
         monkeypatch.setattr(write, "_kernel", self._write_kernel)
         monkeypatch.setattr(round, "kernel", self._round_kernel)
@@ -82,12 +84,13 @@ class Device:
     def _library(self, source, config):
         rows = getattr(config, "rows", config)
         snippets = (codec.hopper().source for codec in (rows.key, rows.value))
-        return compile_library(self.folder, source, config.macros(), snippets, self.max_tiles)
+        macros = config.macros()
+        return compile_library(self.folder, source, macros | ({"MAX_TILES": self.max_tiles} if "MAX_TILES" in macros else {}), snippets)
 
     def _decode_kernels(self, config, index):
-        library = self._library("decode.cu", config)
+        library = self.compiled.get(config) or self.compiled.setdefault(config, self._library(config.source, config))
         sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_COLUMNS * config.combined, 0), (32 * COMBINE_WARPS, 0)
-        names = KERNELS["decode.cu"][1]
+        names = KERNELS[config.source][1]
         return [SimpleNamespace(run=library[f"run_{name}"], threads=n, shared_bytes=b) for name, (n, b) in zip(names, sizes)]
 
     def _write_kernel(self, config, index):

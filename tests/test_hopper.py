@@ -291,7 +291,7 @@ def test_what_the_rule_refuses():
     b = Batch.make("int4", (1, 2), (20, 30), head_size=128, dtype=torch.bfloat16)
     assert hopper._unsupported(b.call(max_query_len=2)) is None
     assert "max_query_len=None" in hopper._unsupported(b.call())
-    assert "max_query_len=9" in hopper._unsupported(b.call(max_query_len=9))
+    assert "max_query_len=17" in hopper._unsupported(b.call(max_query_len=17))
     assert "key_range" in hopper._unsupported(b.call(max_query_len=2, key_range=torch.tensor([[0, 5], [0, 5]])))
     assert hopper._unsupported(b.call(max_query_len=2, key_start=torch.zeros(2, dtype=torch.int32))) is None
     assert "float32" in hopper._unsupported(dataclasses.replace(b, q=b.q.float()).call(max_query_len=2))
@@ -347,7 +347,7 @@ def test_arguments_are_read_from_the_header():
         ("key_start", 184, 8),
         ("other_pieces", 200, 24),
         ("other_resident", 272, 12),
-        ("other_warps", 284, 12),
+        ("other_workers", 284, 12),
         ("exact_scale", 348, 4),
     ):
         assert (getattr(attend, name).offset, getattr(attend, name).size) == (offset, size)

@@ -46,10 +46,10 @@ def empty_cache(cubins, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
 
 
-def config(key, value, head_size=128, columns=4, **kwargs):
-    key, value = CODECS[key], CODECS[value]
-    size = page_bytes(key, value, head_size, 16)
-    return hopper.choose(key, value, head_size, 4, 8, 16, size, True, columns, False, **kwargs)
+def config(key, value, head_size=128, columns=4, head_size_v=None, block_size=16, **kwargs):
+    key, value, head_size_v = CODECS[key], CODECS[value], head_size_v or head_size
+    size = page_bytes(key, value, head_size, head_size_v, block_size)
+    return hopper.choose(key, value, head_size, head_size_v, 4, 8, block_size, size, True, columns, False, **kwargs)
 
 
 def build(chosen):
@@ -64,6 +64,24 @@ def test_step_fits_its_budget(key, value, columns, tmp_path):
     cubin.write_bytes(build(chosen))
     names = step(cubin)
     assert 150 < len(names) / chosen.tiles_per_step <= BUDGET[key, value, columns]
+    assert not [name for name in names if name.startswith(("LDL", "STL"))]
+
+
+# As BUDGET, at other head sizes of keys and values, pages and maps: what does not fit whole words and chunks costs little.
+GEOMETRIES = {
+    ("int4", "int4", 80, 80, 16, "MATRIX"): 205, ("int4", "int4", 192, 128, 8, "NO_MAP"): 265,
+    ("int4", "int4", 512, 512, 16, "HADAMARD"): 600, ("int8", "int8", 512, 512, 16, "NO_MAP"): 830,
+    ("tq3", "u3", 64, 64, 16, "NO_MAP"): 240,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key, value, head_size, head_size_v, block_size, map_", GEOMETRIES)
+def test_other_geometries_fit_their_budget(key, value, head_size, head_size_v, block_size, map_, tmp_path):
+    chosen = config(key, value, head_size, head_size_v=head_size_v, block_size=block_size, key_map=map_, value_map=map_)
+    cubin = tmp_path / "decode.cubin"
+    cubin.write_bytes(build(chosen))
+    names = step(cubin)
+    assert 150 < len(names) / chosen.tiles_per_step <= GEOMETRIES[key, value, head_size, head_size_v, block_size, map_]
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
 
 
@@ -144,7 +162,8 @@ def test_page_bytes():
     taken = [fmt for fmt in FORMATS if {fmt.k.name, fmt.v.name} <= HALVES.keys()]
     assert len(taken) >= 14
     for fmt in taken:
-        assert page_bytes(fmt.k, fmt.v, 128, 16) == fmt.cache_spec(8, 128, block_size=16).page_bytes
+        for sizes in ((128, 128, 16), (64, 256, 8)):
+            assert page_bytes(fmt.k, fmt.v, *sizes) == fmt.cache_spec(8, *sizes).page_bytes
 
 
 # instructions that a warp issues to write 8 rows of 128 dimensions: both sides where they differ, what is rarely taken included
@@ -158,9 +177,10 @@ WRITE_BUDGET = {
 MAPPED = {"int4": 1.0, "int2": 1.0, "tq4": 128**-0.5, "tq3": 128**-0.5, **{name: 1.0 for name in CODECS if name.startswith("levels")}}
 
 
-def write_config(key, value, head_size=128, bf16=True, wide_slots=True):
+def write_config(key, value, head_size=128, bf16=True, wide_slots=True, head_size_v=None, **kwargs):
     mapped = MAPPED.get(key, 0.0), MAPPED.get(value, 0.0)
-    return write.WriteConfig(CODECS[key], CODECS[value], head_size, 16, bf16, wide_slots, *mapped)
+    sizes = (head_size, head_size_v or head_size, 16)
+    return write.WriteConfig(CODECS[key], CODECS[value], *sizes, bf16, wide_slots, *mapped, **kwargs)
 
 
 @pytest.mark.parametrize("key, value", WRITE_BUDGET)
@@ -176,6 +196,13 @@ def test_a_write_fits_its_budget_and_its_registers(key, value, tmp_path):
 @pytest.mark.parametrize("key, value", [("int4", "int4"), ("tq3", "u3"), ("int2", "fp8_token")])
 def test_writes_of_other_head_sizes_compile(key, value, head_size):
     write_config(key, value, head_size, bf16=False, wide_slots=False).cubin()
+
+
+@pytest.mark.parametrize("head_size, head_size_v, sides", [(80, 80, write.BOTH), (192, 128, write.VALUES), (512, 512, write.BOTH)])
+def test_writes_of_other_geometries_keep_their_registers(head_size, head_size_v, sides, tmp_path):
+    cubin = tmp_path / "write.cubin"
+    cubin.write_bytes(write_config("int4", "int4", head_size, head_size_v=head_size_v, sides=sides).cubin())
+    assert not {"LDL", "STL"} & set(opcodes(cubin))
 
 
 @pytest.mark.parametrize("name", ["levels2", "levels4", "levels8"])
@@ -219,7 +246,7 @@ def test_an_edit_of_a_snippet_compiles_anew(tmp_path, monkeypatch):
 
 
 DECODE_NUMBERS = ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "KEY_HALF", "KEY_ODD_UNIT", "KEY_TABLE_BYTES", "TILE"]
-DECODE_NUMBERS += ["TABLES_BYTES", "WARP_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES"]
+DECODE_NUMBERS += ["TABLES_BYTES", "WORKER_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES", "KEY_DIMENSIONS", "KEY_SIZE"]
 
 
 @pytest.mark.parametrize("name", DECODE_NUMBERS)
@@ -258,9 +285,9 @@ def test_a_format_outside_the_package_compiles(head_size, other, five, tmp_path)
     """For reads, as keys and as values, and for writes; nothing is held in local memory."""
     key, value = five.k, five.v if other is None else CODECS["u3" if other == "tq3" else other]
     for pair in {(key, value), (value, key)}:
-        size = page_bytes(*pair, head_size, 16)
+        size = page_bytes(*pair, head_size, head_size, 16)
         cubin = tmp_path / "decode.cubin"
-        cubin.write_bytes(hopper.choose(*pair, head_size, 4, 8, 16, size, True, 4, False).cubin())
+        cubin.write_bytes(hopper.choose(*pair, head_size, head_size, 4, 8, 16, size, True, 4, False).cubin())
         assert not [name for name in step(cubin) if name.startswith(("LDL", "STL"))]
-        cubin.write_bytes(write.WriteConfig(*pair, head_size, 16, True, True).cubin())
+        cubin.write_bytes(write.WriteConfig(*pair, head_size, head_size, 16, True, True).cubin())
         assert not {"LDL", "STL"} & set(opcodes(cubin))

@@ -7,7 +7,7 @@ from hopper_on_cpu import AVAILABLE, Device
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calls import WriteCall
 from quantkv.maps import default_map
-from quantkv.testing import POISON, Batch, check, rows
+from quantkv.testing import OUTPUT_BUDGET, POISON, Batch, check, relative_error, rows
 
 pytestmark = [pytest.mark.skipif(not AVAILABLE, reason="needs g++"), pytest.mark.usefixtures("five")]
 LENS = (300, 33, 1, 500)
@@ -50,6 +50,45 @@ def test_sequences_that_warps_pass_over(monkeypatch, tmp_path):
 )
 def test_shapes(shape, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, "int4", multiprocessors=1, max_tiles=6, **shape)
+
+
+GEOMETRIES = [  # shares of keys and runs of values that begin in the middle of words and of chunks; parts of wide rows; small pages
+    ("int8", (1, 1), dict(head_size=512, num_kv_heads=1)),
+    ("int4", VERIFY, dict(head_size=192, head_size_v=128, block_size=8)),
+    ("tq3", DECODE, dict(head_size=64, block_size=8)),
+    ("levels5", VERIFY, dict(head_size=48, head_size_v=112)),
+    ("levels2/levels3", DECODE, dict(head_size=48, head_size_v=80)),
+    ("int2", DECODE, dict(head_size=64, head_size_v=128, block_size=8)),
+    ("trellis2", DECODE, dict(head_size=192)),
+]
+
+
+@pytest.mark.parametrize("name, queries, shape", GEOMETRIES, ids=str)
+def test_geometries(name, queries, shape, monkeypatch, tmp_path):
+    lens = (140, 33, 5, 210) if len(queries) == 4 else (40, 130)
+    attend(monkeypatch, tmp_path, name, queries, lens, multiprocessors=1, max_tiles=6, options={"window": 90}, **shape)
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_what_is_nobodys_is_not_seen(block_size, monkeypatch, tmp_path):
+    """Rows outside of a range, some in 16 bytes with the first that is inside, are NaN; pages without a row inside are at no address."""
+    device, lens = Device(monkeypatch, tmp_path, 1), (200, 33, 1, 310)
+    ranges = torch.tensor([[41, 190], [9, 33], [0, 1], [250, 310]], dtype=torch.int32)
+    b = Batch.make("int4", DECODE, lens, head_size=80, block_size=block_size, num_kv_heads=2, group=4, dtype=torch.bfloat16)
+    options = {"key_range": ranges} if block_size == 16 else {"window": 90}
+    firsts = ranges[:, 0] if block_size == 16 else (torch.tensor(lens) - 90).clamp_min(0)
+    pasts = ranges[:, 1] if block_size == 16 else torch.tensor(lens)
+    expected = b.oracle(**options)
+    for s, (first, past) in enumerate(zip(firsts.tolist(), pasts.tolist())):
+        for token in {*range(lens[s])} - {*range(first, past)}:
+            page, row = b.block_table[s, token // block_size], token % block_size
+            for t in (b.cache.k.codes, b.cache.v.codes, b.cache.k.meta, b.cache.v.meta):
+                t[page, row] = POISON if t.dtype == torch.uint8 else float("nan")
+        b.block_table[s, : first // block_size] = -(2**30)
+        b.block_table[s, -(-past // block_size) :] = -(2**30)
+    call = b.call(max_query_len=1, **options)
+    device.serve(call)
+    assert relative_error(call.out, expected[0]) <= OUTPUT_BUDGET[torch.bfloat16]
 
 
 @pytest.mark.parametrize("head_size, queries", [(64, DECODE), (256, DECODE), (128, VERIFY), (128, WIDE)])
@@ -111,7 +150,16 @@ def test_bytes(name, head_size, dtype, monkeypatch, tmp_path):
     write(caches, monkeypatch, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("name, head_size", [("levels4", 128), ("levels8", 64), ("levels5/int8", 256), ("trellis2", 128)])
+WRITTEN_SIZES = [("int4", 80, 96), ("levels3", 112, 48), ("levels2", 144, 144), ("tq_k8v4", 192, 80), ("int4", 512, 512)]
+
+
+@pytest.mark.parametrize("name, head_size, head_size_v", WRITTEN_SIZES)
+def test_bytes_of_other_sizes(name, head_size, head_size_v, monkeypatch, tmp_path):
+    caches = [PagedCache(get_format(name).cache_spec(2, head_size, head_size_v, 8), 10) for _ in range(2)]
+    write(caches, monkeypatch, tmp_path, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name, head_size", [("levels4", 128), ("levels4", 80), ("levels8", 64), ("levels5/int8", 256), ("trellis2", 128)])
 def test_bytes_of_keys_without_their_offset(name, head_size, monkeypatch, tmp_path):
     caches = [PagedCache(get_format(name).cache_spec(2, head_size), 5, maps=signed_maps(head_size)) for _ in range(2)]
     write(caches, monkeypatch, tmp_path, torch.bfloat16, torch.arange(45) * 6)
@@ -131,7 +179,7 @@ def test_bytes_with_offsets(heads, monkeypatch, tmp_path):
 def write(caches, monkeypatch, folder, dtype, positions=None):
     expected, cache = caches
     heads, head_size = cache.spec.num_kv_heads, cache.spec.head_size
-    key, value = rows(45, heads, head_size, dtype), rows(45, heads, head_size, dtype, 1)
+    key, value = rows(45, heads, head_size, dtype), rows(45, heads, cache.spec.head_size_v, dtype, 1)
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(3))[:45]
     slots[[7, 20]] = torch.tensor([-1, -5])
     for c in caches:

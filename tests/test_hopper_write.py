@@ -202,8 +202,7 @@ def test_what_the_rule_refuses():
     assert refusal("int4") is None
     assert "Hadamard" in refusal("int4", maps=LayerMaps(k=LinearMap(matrix, matrix.mT.contiguous())))
     assert "float32" in refusal("int8", dtype=torch.float32)
-    assert "one shape, head size" in refusal("int8", head_size=80)
-    assert "one shape, head size" in refusal("int8", head_size=128, head_size_v=64)
+    assert "head_size 40:" in refusal("int8", head_size=40) and "head_size_v 520:" in refusal("int8", head_size_v=520)
     assert "no code for Hopper" in refusal("fp32")
 
 
@@ -214,25 +213,26 @@ def test_elsewhere_it_is_refused_by_name():
         cache.write(key, key, torch.arange(4), implementation="hopper")
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 160, 256, 512])
 def test_signs_as_the_lanes_read_them(head_size):
     """Lane c's number e is dimension 4 (e - e % CHUNK) + CHUNK c + e % CHUNK; its sign is a bit of the lane's words."""
     signs = rht_signs(head_size).float()
     words = Hadamard.of(1.0, signs).signs.long() & 0xFFFFFFFF
+    signs = torch.nn.functional.pad(signs, (0, -head_size % 32), value=1.0)  # what is no dimension has no sign
     for c in range(4):
-        for e in range(head_size // 4):
+        for e in range(len(signs) // 4):
             word, pair = words[c, e // 32], e // 2 % 16
             flipped = word >> (15 + 16 * (e % 2) - pair) & 1
             assert signs[4 * (e - e % CHUNK) + CHUNK * c + e % CHUNK] == 1 - 2 * flipped
     assert Hadamard.of(1.0, torch.ones(head_size)).signs is None
 
 
-@pytest.mark.parametrize("name", ["int4", "int2", "tq3"])
-def test_the_maps_of_the_formats_are_hadamard(name):
+@pytest.mark.parametrize("name, head_size", [("int4", 128), ("int2", 128), ("tq3", 128), ("int4", 80), ("levels4", 96)])
+def test_the_maps_of_the_formats_are_hadamard(name, head_size):
     codec = get_format(name).k
-    found = hopper.hadamard_of(default_map(codec, 128))
-    assert found.factor == default_map(codec, 128).forward.abs().max()
-    assert (found.signs is None) == (name != "int4")
+    found = hopper.hadamard_of(default_map(codec, head_size))
+    assert found.factor == default_map(codec, head_size).forward.abs().max()
+    assert (found.signs is None) == (codec.map != "rht")
 
 
 @hopper_only

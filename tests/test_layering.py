@@ -34,7 +34,7 @@ ALLOWED = {
     "reference": {"calls", "format", "maps", "packing", "reads"},
     "triton": {"calls", "format", "maps", "reads", "rounding"},
     "dense": {"calls", "format", "maps", "reads", "reference", "triton"},
-    "hopper": {"calls", "format", "maps", "rounding"},
+    "hopper": {"calls", "format", "maps", "reads", "rounding"},
     "cpu": {"calls", "format", "maps", "packing", "reads", "reference"},
     "implementations": {"calls", "format", "reference", "triton", "dense", "hopper", "cpu"},
     "flat": {"calls", "format", "maps"},

@@ -191,7 +191,9 @@ def test_the_kernel_keeps_what_it_rounds_in_registers(bits, head_size, rows_of_k
 
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format(f"levels{bits}").k
-    config = rounds.RoundConfig.of(hopper.WriteConfig(codec, codec, head_size, 16, True, True, 1.0, 1.0, key_shifted=True), rows_of_k)
+    config = rounds.RoundConfig.of(
+        hopper.WriteConfig(codec, codec, head_size, head_size, 16, True, True, 1.0, 1.0, key_shifted=True), rows_of_k
+    )
     cubin = tmp_path / "round.cubin"
     cubin.write_bytes(config.cubin())
     names = opcodes(cubin)

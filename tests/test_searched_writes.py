@@ -90,7 +90,7 @@ def test_it_compiles_within_its_budget_and_its_registers(head_size, metric, tmp_
 
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format("trellis2").k
-    rows = write.WriteConfig(codec, codec, head_size, 16, True, True, head_size**-0.5, head_size**-0.5)
+    rows = write.WriteConfig(codec, codec, head_size, head_size, 16, True, True, head_size**-0.5, head_size**-0.5)
     config = search.SearchConfig.of(rows, metric)
     (tmp_path / "search.cubin").write_bytes(config.cubin())
     names = opcodes(tmp_path / "search.cubin")

@@ -35,7 +35,8 @@ class AttentionOptions:
         unused where start >= end. clamp_prefix_to_window: not further back than the window, also where chunks stand in its place.
     output_scale: the output is `clamp(out / output_scale, -448, 448)` as float8_e4m3fn.
     batch_invariant: fixed splits and tiles: a sequence gets the same bits alone and in any batch. On a GPU it takes scratch
-        memory: a float32 output for every 1,024 positions that the block table has room for.
+        memory: a float32 output for every 1,024 positions that the block table, or max_seq_len, has room for; on Hopper a 16-bit
+        one for every 256 at most, or 32 of them if that is more.
     """
 
     causal: bool | torch.Tensor = field(default=True, metadata={"shape": ("S",), "dtypes": BOOLS})

@@ -1,6 +1,6 @@
 // Stands in for the package's instructions.cuh where its kernels run on a CPU: every thread of a block is a fiber, a warp's
-// instructions meet at an exchange of 32 lanes, asynchronous copies arrive as late as they may. Shared memory begins full of 0xff,
-// and an address outside it, or one that is not aligned, ends the process.
+// instructions meet at an exchange of 32 lanes, and a warp runs as far as it gets without the others; asynchronous copies arrive
+// as late as they may. Shared memory begins full of 0xff, and an address outside it, or one that is not aligned, ends the process.
 #pragma once
 #include <ucontext.h>
 
@@ -33,9 +33,10 @@ struct Copy { u32 to; const u8* from; int bytes; };
 struct Fiber {
   ucontext_t context;
   int thread;
-  bool done;
+  bool done, begun;  // begun: products of a warpgroup
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open;
+  std::vector<u32> stored;  // words of shared memory that wgmma may not read yet
 };
 struct Warp { int arrived = 0, phase = 0; u64 slot[2][32][8]; };
 static Fiber* cpu_fiber;
@@ -45,6 +46,7 @@ static size_t cpu_shared_size;
 static Warp* cpu_warps;
 static ucontext_t cpu_scheduler;
 static int cpu_arrived, cpu_phase, cpu_alive;
+static std::vector<u16> cpu_unfenced;  // of each word of shared memory: the thread that stored there, from 1 on, or 0
 
 [[noreturn]] inline void cpu_fail(const char* what, u32 at) { fprintf(stderr, "%s: %u\n", what, at), abort(); }
 inline void cpu_yield() { Fiber* mine = cpu_fiber; swapcontext(&mine->context, &cpu_scheduler); }
@@ -204,8 +206,17 @@ template <int BYTES> DI void load_shared(u32 a, u32* w) {
   if (BYTES == 2) w[0] = 0;
   memcpy(w, cpu_at(a, BYTES), BYTES);
 }
-DI void store_shared(u32 a, u32 x, u32 y) { const u32 words[] = {x, y}; memcpy(cpu_at(a, 8), words, 8); }
-DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 words[] = {x, y, z, w}; memcpy(cpu_at(a, 16), words, 16); }
+inline void cpu_stored(u32 a, int bytes) {
+  for (u32 word = (a - 1024) / 4; word <= (a - 1024 + bytes - 1) / 4; word++) cpu_unfenced[word] = cpu_fiber->thread + 1, cpu_fiber->stored.push_back(word);
+}
+inline void cpu_forget_stores() {
+  for (u32 word : cpu_fiber->stored) if (cpu_unfenced[word] == cpu_fiber->thread + 1) cpu_unfenced[word] = 0;
+  cpu_fiber->stored.clear();
+}
+inline void cpu_must_be_fenced(u32 a) { if (cpu_unfenced[(a - 1024) / 4]) cpu_fail("stored without a fence before wgmma", a); }
+DI void store_shared(u32 a, u32 x) { memcpy(cpu_at(a, 4), &x, 4), cpu_stored(a, 4); }
+DI void store_shared(u32 a, u32 x, u32 y) { const u32 words[] = {x, y}; memcpy(cpu_at(a, 8), words, 8), cpu_stored(a, 8); }
+DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 words[] = {x, y, z, w}; memcpy(cpu_at(a, 16), words, 16), cpu_stored(a, 16); }
 template <u32 BASE> DI u32 load_constant(u32 at) { u32 x; memcpy(&x, cpu_at(at + BASE, 4), 4); return x; }
 template <u32 BASE> DI uint2 load_constants(u32 at) { uint2 x; memcpy(&x, cpu_at(at + BASE, 8), 8); return x; }
 inline u32 cpu_load_transposed(const Lanes& lanes, int matrix) {
@@ -267,16 +278,20 @@ static void cpu_launch(void (*kernel)(), int grid_x, int grid_y, int grid_z, int
     std::vector<Warp> warps((threads + 31) / 32);
     cpu_warps = warps.data(), cpu_block = {i % grid_x, i / grid_x % grid_y, i / grid_x / grid_y};
     cpu_arrived = cpu_phase = 0, cpu_alive = threads;
-    memset(cpu_shared, 0xff, shared_bytes);
+    memset(cpu_shared, 0xff, shared_bytes), cpu_unfenced.assign(shared_bytes / 4 + 1, 0);
     for (int t = 0; t < threads; t++) {
       Fiber& fiber = fibers[t];
-      fiber.thread = t, fiber.done = false, fiber.groups.clear(), fiber.open.clear();
+      fiber.thread = t, fiber.done = fiber.begun = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = stacks.data() + STACK * t, fiber.context.uc_stack.ss_size = STACK;
       makecontext(&fiber.context, cpu_enter, 0);
     }
     while (cpu_alive > 0)
-      for (int t = 0; t < threads; t++)
-        if (!fibers[t].done) cpu_fiber = &fibers[t], cpu_thread = {t, 0, 0}, swapcontext(&cpu_scheduler, &fibers[t].context);
+      for (size_t w = 0; w < warps.size(); w++)
+        for (int before = ~warps[w].phase; before != warps[w].phase;) {  // as far as this warp gets without the others
+          before = warps[w].phase;
+          for (int t = 32 * w; t < min(32 * (int)w + 32, threads); t++)
+            if (!fibers[t].done) cpu_fiber = &fibers[t], cpu_thread = {t, 0, 0}, swapcontext(&cpu_scheduler, &fibers[t].context);
+        }
   }
 }

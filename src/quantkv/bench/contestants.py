@@ -63,7 +63,7 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
     else:  # the implementations of a format read the same pages
         cache, rows = problem.kept(format_name, lambda: filled(problem, format_name))
     key, value, slots, positions = (t[problem.new] for t in (problem.key, problem.value, problem.slots, problem.positions))
-    written_bytes = len(slots) * (2 * s.HK * s.D * key.element_size() + int(cache.spec.bytes_per_token))
+    written_bytes = len(slots) * (s.HK * (s.D + s.head_size_v) * key.element_size() + int(cache.spec.bytes_per_token))
     # In a step, maps may be what Triton alone writes.
     writer = "auto" if implementation == "hopper" and s.kind == "step" else implementation
     prepared = prepare_write(slots, positions, implementation=writer)
@@ -91,12 +91,12 @@ def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: Rows
     promises = {"max_query_len": s.Q} if implementation != "dense" else {"lengths": [(s.Q, s.L)] * s.B}  # as an engine knows them
     nbytes = int(s.tokens_read * cache.spec.bytes_per_token)
     attend = prepare_attend(**batch, **promises, window=s.W, implementation=implementation)
-    out, note = torch.empty_like(problem.q), ""
+    out, note = problem.q.new_empty(*problem.q.shape[:2], s.head_size_v), ""
     if implementation == "dense":
         call = AttendCall(problem.q, (cache.segment(problem.block_table),), attend.batch, problem.scale, attend.options, out)
         if why := refusal("dense", call):
             raise Unavailable(why)
-        note = backends.choose(problem.device, problem.q.dtype, s.D, s.D)
+        note = backends.choose(problem.device, problem.q.dtype, s.D, s.head_size_v)
     return Entry(lambda: attend(cache, problem.q, out=out), rows, nbytes, implementation != "reference", note=note)
 
 
@@ -106,7 +106,7 @@ def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
     if own not in ([], ["maps"]):
         raise ValueError(f"format {format_name!r}: only '+maps' may follow a name")
     maps = layer_maps(problem) if own else None
-    cache = PagedCache(get_format(name).cache_spec(s.HK, s.D, block_size=s.P), problem.num_blocks, problem.device, maps=maps)
+    cache = PagedCache(get_format(name).cache_spec(s.HK, s.D, s.head_size_v, s.P), problem.num_blocks, problem.device, maps=maps)
     position = problem.positions.new_zeros(problem.num_blocks * s.P)
     position[problem.slots] = problem.positions
     return cache, lambda slots: cache.dequantize(slots, position[slots], torch.float64)
@@ -117,7 +117,7 @@ def layer_maps(problem: Problem) -> LayerMaps:
     s = problem.shape
     generator = torch.Generator("cpu").manual_seed(1)
     normal = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
-    k, v = torch.linalg.qr(normal(2, s.HK, s.D, s.D))[0]
+    k, v = (torch.linalg.qr(normal(s.HK, size, size))[0] for size in (s.D, s.head_size_v))
     offset = normal(-(-problem.length // OFFSET_BUCKET), s.HK, s.D).float()
     return LayerMaps(*(LinearMap(a.float(), a.mT.contiguous().float(), off) for a, off in ((k, offset), (v, None))))
 

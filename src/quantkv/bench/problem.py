@@ -39,7 +39,8 @@ class Entry(NamedTuple):
 class Problem:
     """Random keys, values and queries in bf16, in pages whose order is random.
 
-    key, value: `[T, HK, D]`. q: `[B * Q, HQ, D]`. block_table: int32 `[B, pages]`. slots, positions: int64 `[T]`, of each token.
+    key, value: `[T, HK, D]`, V's D its own. q: `[B * Q, HQ, D]`. block_table: int32 `[B, pages]`. slots, positions: int64 `[T]`, of each
+    token.
     new: int64, the tokens that a write or a step writes: the last N of each sequence. seen: those that some query sees, or all.
     seq_lens `[B]`, cu_seqlens_q `[B + 1]`: int32. All on `device`.
     """
@@ -48,7 +49,7 @@ class Problem:
         self.shape, self.device = shape, device
         self.generator = torch.Generator(device).manual_seed(seed)
         s, batch = shape, shape.B if shape.L else 1
-        self.key, self.value = (self._normal(s.num_tokens, s.HK, s.D) for _ in range(2))
+        self.key, self.value = (self._normal(s.num_tokens, s.HK, size) for size in (s.D, s.head_size_v))
         self.q = self._normal(batch * s.Q, s.HQ, s.D)
         self.length = s.L or s.N
         pages = -(-self.length // s.P)
@@ -119,7 +120,7 @@ class Problem:
 
     def plain_bytes(self, item_bytes: int) -> int:
         """Bytes that attention over a cache without metadata must read."""
-        return 2 * self.shape.tokens_read * self.shape.HK * self.shape.D * item_bytes
+        return self.shape.tokens_read * self.shape.HK * (self.shape.D + self.shape.head_size_v) * item_bytes
 
     @cached_property
     def sample(self) -> list[tuple[int, torch.Tensor]]:
@@ -134,13 +135,13 @@ class Problem:
     def attention_error(self, entry: Entry, out: torch.Tensor) -> float:
         """`|out - expected| / |expected|` over the sample; infinite where out has a NaN or another shape."""
         s = self.shape
-        if out.shape != self.q.shape or not bool(torch.isfinite(out).all()):
+        if out.shape != (*self.q.shape[:2], s.head_size_v) or not bool(torch.isfinite(out).all()):
             return math.inf
         if self._expected[0] is not entry.rows:
             self._expected = (entry.rows, [self._right(entry.rows, *some) for some in self.sample])
         wrong = right = 0.0
         for (sequence, queries), expected in zip(self.sample, self._expected[1]):
-            got = out.view(-1, s.Q, s.HQ, s.D)[sequence, queries].double()
+            got = out.view(-1, s.Q, s.HQ, s.head_size_v)[sequence, queries].double()
             wrong += float((got - expected).square().sum())
             right += float(expected.square().sum())
         return math.sqrt(wrong / right)
@@ -152,10 +153,10 @@ class Problem:
         return self._attention(q, s.L - s.Q + queries, *rows(self.slots.view(-1, self.length)[sequence]))
 
     def _attention(self, q: torch.Tensor, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """q `[M, HQ, D]` at positions `[M]` over keys and values `[L, HK, D]`, all float64 -> `[M, HQ, D]`."""
+        """q `[M, HQ, D]` at positions `[M]` over keys and values `[L, HK, D]`, all float64 -> `[M, HQ, D]`, D of the values."""
         distance = position[:, None] - torch.arange(len(keys), device=self.device)
         hidden = (distance < 0) | (distance >= self.shape.W if self.shape.W else False)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], values.shape[-1])
         group = self.shape.HQ // self.shape.HK
         for h in range(self.shape.HQ):  # head by head: the scores of one are large enough
             score = (q[:, h] @ keys[:, h // group].T * self.scale).masked_fill(hidden, -math.inf)

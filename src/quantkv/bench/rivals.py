@@ -14,6 +14,7 @@ import torch
 
 from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
+from .shapes import Shape
 
 ATTENTION = ("decode", "verify", "prefill")
 APPENDING = (*ATTENTION, "step")
@@ -66,6 +67,11 @@ def _module(name: str):
         raise Unavailable(f"import {name}: {error}") from error
 
 
+def _one_head_size(shape: Shape) -> None:
+    if shape.head_size_v != shape.D:
+        raise Unavailable(f"head sizes {shape.D}, {shape.head_size_v}: one is needed")
+
+
 def _window(problem: Problem) -> tuple[int, int]:
     return (problem.shape.W - 1, 0) if problem.shape.W else (-1, -1)
 
@@ -75,7 +81,7 @@ def _lengths(problem: Problem) -> dict[str, torch.Tensor]:
     s = problem.shape
     if s.kind != "step":
         return {"cache_seqlens": problem.seq_lens}
-    k, v = (rows[problem.new].view(s.B, s.N, s.HK, s.D) for rows in (problem.key, problem.value))
+    k, v = (rows[problem.new].view(s.B, s.N, s.HK, -1) for rows in (problem.key, problem.value))
     return {"cache_seqlens": problem.seq_lens - s.N, "k": k, "v": v}
 
 
@@ -88,7 +94,7 @@ def _sdpa(problem: Problem, dtype: torch.dtype):
     if s.W:
         raise Unavailable("no window without a mask in memory")
     q = problem.q.view(s.B, s.Q, s.HQ, s.D).transpose(1, 2)
-    k, v = (t.view(s.B, s.L, s.HK, s.D).transpose(1, 2).contiguous() for t in (problem.key, problem.value))
+    k, v = (t.view(s.B, s.L, s.HK, -1).transpose(1, 2).contiguous() for t in (problem.key, problem.value))
     if s.Q == 1:
         call = lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(0, 1)
         return call, "dense cache"
@@ -206,7 +212,8 @@ def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
         return _flash3(problem, dtype)
     load_flash3(peers)
     k, v, table = problem.paged(dtype)
-    s, q, out = problem.shape, problem.q.to(dtype), torch.empty_like(problem.q)
+    s, q = problem.shape, problem.q.to(dtype)
+    out = problem.q.new_empty(*q.shape[:2], s.head_size_v)
     batch = {
         "cu_seqlens_q": problem.cu_seqlens_q,
         "seq_lens": problem.seq_lens,
@@ -264,6 +271,7 @@ def _flash4(problem: Problem, dtype: torch.dtype):
 def _flashinfer(problem: Problem, dtype: torch.dtype):
     flashinfer = _module("flashinfer")
     s = problem.shape
+    _one_head_size(s)
     k, v, table = problem.paged(dtype)
     pages = table.shape[1]
     start = torch.arange(s.B + 1, device=problem.device, dtype=torch.int32)
@@ -284,6 +292,7 @@ def _xqa(problem: Problem, dtype: torch.dtype):
     """TensorRT-LLM's decode kernel, from FlashInfer. It scales scores by `D ** -0.5` itself."""
     xqa = _module("flashinfer.xqa").xqa
     s = problem.shape
+    _one_head_size(s)
     if not math.isclose(problem.scale, s.D**-0.5):
         raise Unavailable("its softmax scale is fixed")
     k, v, table = problem.paged(dtype)

@@ -16,7 +16,7 @@ class Shape:
 
     B: sequences. L: keys of each, new ones included. Q: queries of each. N: tokens to write, 0 where attention alone is measured;
     with L a step: the last N of each sequence are written, then attended to by as many queries.
-    HQ, HK: query and kv heads. D: head size. P: tokens of a page. W: sliding window, 0 for none.
+    HQ, HK: query and kv heads. D: head size. DV: that of V, 0 where it is D. P: tokens of a page. W: sliding window, 0 for none.
     """
 
     B: int = 1
@@ -26,6 +26,7 @@ class Shape:
     HQ: int = 32
     HK: int = 8
     D: int = 128
+    DV: int = 0
     P: int = 16
     W: int = 0
 
@@ -67,6 +68,11 @@ class Shape:
         return "decode" if self.Q == 1 else "verify" if self.Q <= MOST_VERIFIED else "prefill"
 
     @property
+    def head_size_v(self) -> int:
+        """Head size of V."""
+        return self.DV or self.D
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that lie in the cache."""
         return self.B * self.L or self.N
@@ -81,7 +87,7 @@ class Shape:
         """Of the two products of attention over the keys that each query sees."""
         context = self.L - self.Q
         pairs = sum(min(context + i + 1, self.W or self.L) for i in range(self.Q))
-        return 4.0 * self.B * self.HQ * self.D * pairs
+        return 2.0 * self.B * self.HQ * (self.D + self.head_size_v) * pairs
 
 
 def shapes(*texts: str) -> tuple[Shape, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
@@ -38,15 +39,17 @@ class Run:
 def cut(call: AttendCall) -> list[Run]:
     """The runs of a call on a GPU whose lengths the host knows: sequences that decode or verify, those with a long prompt, and what is in
     between, as they stand one after the other. Anything else is one run."""
-    if call.batch.lengths is None or call.q.device.type != "cuda" or call.options.batch_invariant:
+    if call.batch.lengths is None or call.q.device.type != "cuda":
         return [Run(call)]
     return pieces(call)
 
 
 def pieces(call: AttendCall) -> list[Run]:
     """`cut`, wherever the tensors are."""
-    lengths = call.batch.lengths
-    kinds = [_kind(queries) for queries, _ in lengths]
+    lengths, names = call.batch.lengths, NAMES
+    if call.options.batch_invariant:  # who serves a sequence must not depend on the others
+        names = [name for name in NAMES if "batch_invariant" in module(name, "attend").HONOURED]
+    kinds = [_kind(queries, names) for queries, _ in lengths]
     ends, runs = 0, []
     for _, group in groupby(range(len(lengths)), key=kinds.__getitem__):
         members = list(group)
@@ -59,9 +62,9 @@ def pieces(call: AttendCall) -> list[Run]:
     return [Run(_part(call, seqs, tokens), tokens) for seqs, tokens in runs if tokens.start < tokens.stop]
 
 
-def _kind(queries: int) -> str:
-    """The implementation that is made for sequences of so many queries."""
-    return next(name for name in NAMES if queries in getattr(module(name, "attend"), "QUERIES", range(1 << 62)))
+def _kind(queries: int, names: Sequence[str]) -> str:
+    """The implementation, one of these, that is made for sequences of so many queries."""
+    return next(name for name in names if queries in getattr(module(name, "attend"), "QUERIES", range(1 << 62)))
 
 
 def _rows(call: AttendCall, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -23,8 +23,8 @@ def _encode_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return cast(y * (1.0 / scale), torch.float8_e4m3fn), scale
 
 
-def plain_fp8(name: str, dtype: torch.dtype, device: str, keys: bool = False) -> Codec:
-    """Codes are the numbers themselves: nothing is stored beside them. keys: the Hopper kernel reads them as keys."""
+def plain_fp8(name: str, dtype: torch.dtype, device: str, scaled: bool = True) -> Codec:
+    """Codes are the numbers themselves: nothing is stored beside them. scaled: the layer has a scale of them; else they are keys alone."""
     return Codec(
         name,
         RowLayout(8),
@@ -33,7 +33,7 @@ def plain_fp8(name: str, dtype: torch.dtype, device: str, keys: bool = False) ->
         code_dtype=dtype,
         head_size_multiple=2,
         triton=half_of(__name__, device),
-        hopper=cuda_half(__file__, device, keys=keys, values=False),
+        hopper=cuda_half(__file__, device, values=scaled, per_tensor=scaled),
         cpu=cpu_half(),
     )
 

@@ -1,7 +1,8 @@
 // Lloyd-Max levels of the rotated row, and its length.
 struct Int2 : FourLevels {
   static constexpr int META_BYTES = 4;
-  static constexpr float GAIN = SUBNORMAL * D / 6.62f;  // the stored scale is |y| / D^1.5
+  static constexpr float GAIN = SUBNORMAL / 6.62f;
+  static constexpr bool PER_DIMENSION = true;  // the stored scale is |y| / D^1.5
 
   template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
     constexpr double ROOT = root_of(D);

@@ -104,7 +104,7 @@ def value_codec(bits: int) -> Codec:
     )
 
 
-KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3", keys=True)  # no scale, not even the layer's
+KEY8 = plain_fp8("tq8", torch.float8_e4m3fn, "E4M3", scaled=False)  # no scale, not even the layer's
 KEY4, KEY3, VALUE4, VALUE3 = key_codec(4), key_codec(3), value_codec(4), value_codec(3)
 
 register(Format("tq_k8v4", KEY8, VALUE4, "e4m3 keys"), "turboquant_k8v4")

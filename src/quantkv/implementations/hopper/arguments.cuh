@@ -43,7 +43,7 @@ struct AttendArguments {
   const int* other_starts[3];
   const int* other_ranges[3];
   int other_resident[3];
-  int other_warps[3];
+  int other_workers[3];  // of a block
   const u8* exact_pages;       // of the segment that combine attends to itself, with its table and positions
   const int* exact_table;
   const int* exact_start;
@@ -52,6 +52,10 @@ struct AttendArguments {
   i64 exact_head_stride;
   int exact_table_stride;
   float exact_scale;      // as scale
+  int chunk_lookback;     // where windows are CHUNKED, and window the size of a chunk
+  int pair_pieces;        // rows of `pieces` that a sequence and kv head has, where the cut is INVARIANT
+  int other_pair_pieces[3];
+  float plain_gain;       // of values without a map, where they are SCALED: their per-tensor scale
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and heads in bytes.

@@ -17,6 +17,8 @@ class HopperCodec:
     odd_unit: odd registers of a key are worth so much more than even ones (`ODD_UNIT`).
     table_bytes: of the table in shared memory that keys are read by. values_by_table: so are values.
     warps: of a block that reads its keys, at most: fewer have more registers.
+    per_tensor: its rows have the scale of the whole layer, and none of their own.
+    step: head sizes of rows that it reads are multiples of it.
     numbers: head size -> numbers that the snippet reads as a list, by the macro's name: floats, or words as int.
     `half`, `odd_unit`, `table_bytes` and `values_by_table` stand in the snippet too: kernels compile only where both say the same.
     """
@@ -32,7 +34,14 @@ class HopperCodec:
     table_bytes: int = 0
     values_by_table: bool = False
     warps: int = 12
+    per_tensor: bool = False
+    step: int = 16
     numbers: Callable[[int], Mapping[str, Sequence[float | int]]] | None = None
+
+    def dimensions(self, head_size: int) -> int:
+        """Of a key as it is unpacked: whole registers of four lanes. Those beyond `head_size` are of no key (`DK` in lanes.cuh)."""
+        whole = 8 * self.half
+        return -(-head_size // whole) * whole
 
     def macros(self, head_size: int) -> dict[str, str]:
         """The snippet's numbers as macros."""

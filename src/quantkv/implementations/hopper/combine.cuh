@@ -12,29 +12,33 @@ DI float sink_of(const AttendArguments& a, int head) {
   return a.sinks_type == BFLOAT16 ? as_float((u32)x << 16) : low(x);
 }
 
-// What some pieces of a row come to: outputs x of dimensions lane * E and on, times `sum`; that and the maximum are base 2.
+using ValueMatrix = MatrixRows<DV>;
+
+// What some pieces of a row come to: outputs x of dimensions lane * E and on, of which those below DV are there and others 0, times `sum`;
+// that and the maximum are base 2.
 struct Merged {
-  static constexpr int E = D / 32, AT_ONCE = 32 / E;  // pieces in flight
+  static constexpr int E = (DV + 63) / 64 * 2, WIDTH = 32 * E, AT_ONCE = 32 / E;  // pieces in flight
   float top = minus_infinity(), sum = 0.f, x[E][1] = {};
 
   // The pieces of one column that are this merger's, one of so many; all: of the segment.
   DI void add(const u32* all, const Pieces& pieces, int columns, int column, int merger, int mergers) {
     const int lane = threadIdx.x % 32;
-    for (int i0 = merger; i0 < pieces.count; i0 += mergers * AT_ONCE) {
+    const int apart = INVARIANT ? 1 : mergers;  // a fixed order: AT_ONCE neighbours go to one merger, the next to the next
+    for (int i0 = INVARIANT ? merger * AT_ONCE : merger; i0 < pieces.count; i0 += mergers * AT_ONCE) {
       float e[AT_ONCE], f[AT_ONCE], up = top;
       u32 y[AT_ONCE][E / 2];
 #pragma unroll
       for (int k = 0; k < AT_ONCE; k++) {
-        const bool any = i0 + k * mergers < pieces.count;
-        const u32* row = all + ((i64)pieces.row(i0 + k * mergers) * columns + column) * PIECE;
+        const bool any = i0 + k * apart < pieces.count;
+        const u32* row = all + ((i64)pieces.row(i0 + k * apart) * columns + column) * PIECE;
         e[k] = any ? as_float(row[LSE]) : minus_infinity(), f[k] = any ? as_float(row[FACTOR]) : 0.f;
 #pragma unroll
-        for (int d = 0; d < E / 2; d++) y[k][d] = any ? row[lane * (E / 2) + d] : 0;
+        for (int d = 0; d < E / 2; d++) y[k][d] = any && (WIDTH == DV || lane * (E / 2) + d < DV / 2) ? row[lane * (E / 2) + d] : 0;
         up = fmaxf(up, e[k]);
       }
       if (up == minus_infinity()) continue;
       const float old = pow2(top - up);
-      top = up, sum *= old;
+      top = up, sum = INVARIANT ? __fmul_rn(sum, old) : sum * old;  // as two kernels are to round it alike
 #pragma unroll
       for (int d = 0; d < E; d++) x[d][0] *= old;
 #pragma unroll
@@ -49,13 +53,34 @@ struct Merged {
     }
   }
 
+  // Behind it what another merger has: the same, whichever kernel merges.
+  DI void append(float other, float other_sum, const float (&y)[E]) {
+    if (other == minus_infinity()) return;
+    const float up = fmaxf(top, other), old = pow2(top - up), weight = pow2(other - up);
+    top = up, sum = fmaf(other_sum, weight, __fmul_rn(sum, old));
+#pragma unroll
+    for (int d = 0; d < E; d++) x[d][0] = fmaf(y[d], weight, __fmul_rn(x[d][0], old));
+  }
+  // All pieces of one column: what COMBINE_WARPS mergers would have, one after the other.
+  DI void add_in_order(const u32* all, const Pieces& pieces, int columns, int column) {
+#pragma unroll 1
+    for (int w = 0; w < COMBINE_WARPS && w * AT_ONCE < pieces.count; w++) {
+      Merged part;
+      part.add(all, pieces, columns, column, w, COMBINE_WARPS);
+      float y[E];
+#pragma unroll
+      for (int d = 0; d < E; d++) y[d] = part.x[d][0];
+      append(part.top, part.sum, y);
+    }
+  }
+
   // `count` of MOST rows of a column, `step` apart: outputs times their sum, behind them the maximum and the sum. Before any piece.
-  template <int MOST> DI void take(const float (*rows)[D + 4], int count, int step) {
+  template <int MOST> DI void take(const float (*rows)[WIDTH + 4], int count, int step) {
     const int lane = threadIdx.x % 32;
     float2 about[MOST];
 #pragma unroll
     for (int w = 0; w < MOST; w++) {
-      about[w] = w < count ? *(const float2*)(rows[w * step] + D) : make_float2(minus_infinity(), 0.f);
+      about[w] = w < count ? *(const float2*)(rows[w * step] + WIDTH) : make_float2(minus_infinity(), 0.f);
       top = fmaxf(top, about[w].x);
     }
 #pragma unroll
@@ -69,25 +94,33 @@ struct Merged {
   }
 
   // Into merger 0: what the others have of the same row. merged [MERGERS * ROWS]: a row of each, its maximum and its sum behind it.
-  template <int MERGERS, int ROWS> DI void across(float (*rows)[D + 4], int r, int merger) {
+  template <int MERGERS, int ROWS> DI void across(float (*rows)[WIDTH + 4], int r, int merger) {
     const int lane = threadIdx.x % 32;
-    const auto merged = (float(*)[ROWS][D + 4])rows;
+    const auto merged = (float(*)[ROWS][WIDTH + 4])rows;
 #pragma unroll
     for (int d = 0; d < E; d++) merged[merger][r][lane * E + d] = x[d][0];
-    if (lane == 0) merged[merger][r][D] = top, merged[merger][r][D + 1] = sum;
+    if (lane == 0) merged[merger][r][WIDTH] = top, merged[merger][r][WIDTH + 1] = sum;
     __syncthreads();
-    if (merger == 0) {
+    if (INVARIANT && merger == 0) {
+      *this = Merged();
+      for (int w = 0; w < MERGERS; w++) {
+        float y[E];
+#pragma unroll
+        for (int d = 0; d < E; d++) y[d] = merged[w][r][lane * E + d];
+        append(merged[w][r][WIDTH], merged[w][r][WIDTH + 1], y);
+      }
+    } else if (merger == 0) {
       const float own = top;
 #pragma unroll
-      for (int w = 1; w < MERGERS; w++) top = fmaxf(top, merged[w][r][D]);
+      for (int w = 1; w < MERGERS; w++) top = fmaxf(top, merged[w][r][WIDTH]);
       float weight = top == minus_infinity() ? 0.f : pow2(own - top);
       sum *= weight;
 #pragma unroll
       for (int d = 0; d < E; d++) x[d][0] *= weight;
 #pragma unroll
       for (int w = 1; w < MERGERS; w++) {
-        weight = top == minus_infinity() ? 0.f : pow2(merged[w][r][D] - top);
-        sum += weight * merged[w][r][D + 1];
+        weight = top == minus_infinity() ? 0.f : pow2(merged[w][r][WIDTH] - top);
+        sum += weight * merged[w][r][WIDTH + 1];
 #pragma unroll
         for (int d = 0; d < E; d++) x[d][0] += weight * merged[w][r][lane * E + d];
       }
@@ -101,12 +134,12 @@ struct Merged {
 // attended to here.
 template <int N, int S, int MERGERS>
 DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
-  constexpr int E = Merged::E, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
+  constexpr int E = Merged::E, WIDTH = Merged::WIDTH, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
   constexpr bool APART = EXACT ? VALUE_MAP != NO_MAP : MAPPED_SEGMENTS < SEGMENTS;
-  constexpr int TEAM = N * MERGERS;  // warps of a sequence, between which exact tokens are divided
+  constexpr int ATTENDING = N * MERGERS;  // warps of a sequence, between which exact tokens are divided
   // Rows, their maxima and sums: of exact tokens, a warp's after the other; of mergers; what is added behind a matrix.
-  __shared__ __align__(16) float merged[(EXACT ? TEAM : MERGERS) * N * S][D + 4];
-  __shared__ __align__(16) u32 parts[2][N * S][D / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
+  __shared__ __align__(16) float merged[(EXACT ? ATTENDING : MERGERS) * N * S][WIDTH + 4];
+  __shared__ __align__(16) u32 parts[2][N * S][WIDTH / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / MERGERS, merger = warp % MERGERS, head = blockIdx.y;
   auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
   auto column = [&](int r) { return (int)blockIdx.z * N + r % N; };
@@ -115,40 +148,47 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
   const int s = sequence(r);
   const bool mine = there(r);
-  [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % TEAM);
-  const auto pieces_of = [&](const Sequences& sequences, int resident, int warps) {
+  [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % ATTENDING);
+  const auto pieces_of = [&](const Sequences& sequences, int resident, int together, int most) {
+    if (INVARIANT) {
+      const int step = sequences.piece_tiles(s);
+      return Pieces((head * sequences.count + s) * most, min((sequences.tiles(s) + step - 1) / step, most));
+    }
     int start;
     const int line = sequences.total_tiles(s, start);
-    return Pieces(Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, warps);
+    return Pieces(Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, together);
   };
-  const Pieces pieces = pieces_of(sequences, a.resident, WARPS);
+  const Pieces pieces = pieces_of(sequences, a.resident, WORKERS, a.pair_pieces);
   Pieces others[OTHERS];
   if constexpr (SEGMENTS > 1) {
 #pragma unroll
     for (int i = 0; i < OTHERS; i++) {
-      others[i] = pieces_of({a.seq_lens, a.cu_queries, a.other_starts[i], a.other_ranges[i], a.sequences, a.window}, a.other_resident[i],
-                            a.other_warps[i]);
+      others[i] = pieces_of(sequences_of(a, a.other_starts[i], a.other_ranges[i]), a.other_resident[i], a.other_workers[i], a.other_pair_pieces[i]);
     }
   }
   Merged all, plain;
   float (&x)[E][1] = all.x;
   if constexpr (EXACT > 0) {
-    float(*rows)[D + 4] = merged + warp / TEAM * TEAM * N;
-    const int busy = min(exact.tiles(), TEAM);
-    exact.attend(TEAM);
-    if (warp % TEAM < busy) exact.write(rows + warp % TEAM * N);
+    float(*rows)[WIDTH + 4] = merged + warp / ATTENDING * ATTENDING * N;
+    const int busy = min(exact.tiles(), ATTENDING);
+    exact.attend(ATTENDING);
+    if (warp % ATTENDING < busy) exact.write(rows + warp % ATTENDING * N);
     __syncthreads();
-    if (merger == 0) (APART ? plain : all).template take<TEAM>(rows + r % N, busy, N);
+    if (merger == 0) (APART ? plain : all).template take<ATTENDING>(rows + r % N, busy, N);
     if (MERGERS > 1 || VALUE_MAP == MATRIX) __syncthreads();
   }
-  MatrixRows map_rows;
-  if (VALUE_MAP == MATRIX) map_rows = MatrixRows(value_map, warp % (D / 16));
+  ValueMatrix map_rows;
+  if (VALUE_MAP == MATRIX) map_rows = ValueMatrix(value_map, warp % (DV / 16));
   wait_for_previous_kernel();  // all that was read so far is older than the decode kernels
-  if (mine) all.add(a.pieces, pieces, a.all_columns, column(r), merger, MERGERS);
+  const auto add = [&](Merged& to, const u32* all, const Pieces& pieces) {
+    if (INVARIANT && MERGERS == 1) to.add_in_order(all, pieces, a.all_columns, column(r));
+    else to.add(all, pieces, a.all_columns, column(r), merger, MERGERS);
+  };
+  if (mine) add(all, a.pieces, pieces);
   if constexpr (SEGMENTS > 1) {
 #pragma unroll
     for (int i = 0; i < OTHERS; i++) {
-      if (mine) (i + 1 < MAPPED_SEGMENTS ? all : plain).add(a.other_pieces[i], others[i], a.all_columns, column(r), merger, MERGERS);
+      if (mine) add(i + 1 < MAPPED_SEGMENTS ? all : plain, a.other_pieces[i], others[i]);
     }
   }
   if constexpr (MERGERS > 1) {
@@ -163,7 +203,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
     const float total = (APART ? fmaf(beside, plain.sum, weight * all.sum) : weight * all.sum) + pow2(sink - best);
     if (a.lse && lane == 0) a.lse[out_row(r)] = (best + lg2(total)) * 0.6931471805599453f;
-    const float share = none ? 0.f : (VALUE_MAP == HADAMARD ? a.value_gain : 1.f) * weight / total;
+    const float share = none ? 0.f : (VALUE_MAP == HADAMARD ? a.value_gain : SCALED && VALUE_MAP == NO_MAP ? a.plain_gain : 1.f) * weight / total;
 #pragma unroll
     for (int d = 0; d < E; d++) x[d][0] *= share;
     if constexpr (VALUE_MAP == HADAMARD) {
@@ -178,7 +218,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     if constexpr (APART) {
 #pragma unroll
       for (int d = 0; d < E; d++) {
-        const float y = none ? 0.f : plain.x[d][0] * (beside / total);
+        const float y = none ? 0.f : plain.x[d][0] * ((SCALED ? a.plain_gain : 1.f) * beside / total);
         if (VALUE_MAP == MATRIX) merged[r][lane * E + d] = y; else x[d][0] += y;
       }
     }
@@ -189,22 +229,22 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
         const u32 h = half2(x[d][0], x[d + 1][0]);
         parts[0][r][at / 2] = h, parts[1][r][at / 2] = half2(x[d][0] - low(h), x[d + 1][0] - high(h));
       } else {
-        *(u32*)(a.out + out_row(r) * D + at) = query_type(x[d][0]) | (u32)query_type(x[d + 1][0]) << 16;
+        if (WIDTH == DV || at < DV) *(u32*)(a.out + out_row(r) * DV + at) = query_type(x[d][0]) | (u32)query_type(x[d + 1][0]) << 16;
       }
     }
   }
   if constexpr (VALUE_MAP == MATRIX) {
     __syncthreads();
     const int g = lane / 4, c = lane % 4;
-    for (int i = warp; i < D / 16 * ((N * S + 7) / 8); i += N * S * MERGERS) {
-      const int t = i % (D / 16), r0 = i / (D / 16) * 8;
+    for (int i = warp; i < DV / 16 * ((N * S + 7) / 8); i += N * S * MERGERS) {
+      const int t = i % (DV / 16), r0 = i / (DV / 16) * 8;
       float y[4] = {};
-      if (t != warp % (D / 16)) map_rows = MatrixRows(value_map, t);
+      if (t != warp % (DV / 16)) map_rows = ValueMatrix(value_map, t);
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        u32 b[D / 8];
+        u32 b[4 * ValueMatrix::PARTS];
 #pragma unroll
-        for (int m = 0; m < D / 32; m++) {
+        for (int m = 0; m < ValueMatrix::PARTS; m++) {
           *(uint4*)(b + 4 * m) = r0 + g < N * S ? *(const uint4*)&parts[part][r0 + g][16 * m + 4 * c] : make_uint4(0, 0, 0, 0);
         }
         map_rows.multiply(y, b);
@@ -213,7 +253,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
       for (int k = 0; k < 4; k++) {
         const int to = r0 + 2 * c + k % 2;
         const int d = 16 * t + g + k / 2 * 8;
-        if (to < N * S && there(to)) a.out[out_row(to) * D + d] = query_type(y[k] * a.value_gain + (APART ? merged[to][d] : 0.f));
+        if (to < N * S && there(to)) a.out[out_row(to) * DV + d] = query_type(y[k] * a.value_gain + (APART ? merged[to][d] : 0.f));
       }
     }
   }

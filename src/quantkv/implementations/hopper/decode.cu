@@ -5,63 +5,47 @@
 // a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised piece and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
 //
-// Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
-// QUERY_BF16 SOFTCAP RANGES FOLLOWS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMN_TILES WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP; what it counts with too: TILE WARP_BYTES BARRIER_BYTES
-// ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
+// Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
+// QUERY_BF16 SOFTCAP RANGES FOLLOWS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMN_TILES WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
+// ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
-#include "combine.cuh"
+#include "kernels.cuh"
 #include "query_mapper.cuh"
 #include "softmax.cuh"
 
-constexpr int MAX_TILES = 1024;  // of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
-static_assert(sizeof(AttendArguments) == ARGUMENT_BYTES, "Python fills in another struct");
-static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
 constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
-
-template <int N> struct Constant { static constexpr int value = N; };
-
-// The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one start: that one
-// need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all. No kernel reads what another of these wrote before
-// it has waited; combine reads exact tokens before, which is right as no decode block lets it start before that block has waited.
-struct Turn {
-  DI Turn() {
-    if (FOLLOWS) forget_what_was_read(); else wait_for_previous_kernel();
-    launch_next_kernel();
-  }
-  DI ~Turn() {
-    if (FOLLOWS) wait_for_previous_kernel();
-  }
-};
 
 // Grid (blocks, column groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_kernel(const __grid_constant__ AttendArguments a) {
   const Turn turn;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-  int *begun_in = (int*)(shared + TABLES_BYTES + WARPS * WARP_BYTES), *ended_in = begun_in + WARPS;
+  int *begun_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES), *ended_in = begun_in + WARPS;
   const int worker = blockIdx.x * WARPS + warp, column0 = blockIdx.y * COLUMNS;
-  const Sequences sequences{a.seq_lens, a.cu_queries, a.key_start, a.key_range, a.sequences, a.window};
+  const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? column0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
   int start;
   const int line = sequences.total_tiles(0, start);
   const Cut cut(line * KV_HEADS, a.resident);
   if (worker - warp >= cut.workers) return;
-  const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
-  int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0, head = begin / line;
+  int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
+  int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0;
+  if (INVARIANT) sequences.take_pieces(begin, left, line, worker + 1 < cut.workers);
+  int head = begin / line;
   int s = sequences.holding(begin - head * line, start), tile = sequences.first_tile(s) + begin - head * line - start;
-  u32 ring = shared_address(shared) + TABLES_BYTES + warp * WARP_BYTES;
+  u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
   Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left,
                 ring + UNUSED_AT);
   QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, column0);
   if constexpr (KEY_MAP == MATRIX) {
-    if (lane == 0) begun_in[warp] = left > 0 ? head * a.sequences + s : -1;
+    if (lane == 0) begun_in[warp] = (INVARIANT ? worker < cut.workers : left > 0) ? head * a.sequences + s : -1;
     __syncthreads();
     mapper.begin(begun_in);
   } else if (lane * 64 < GROUP * D) {
     prefetch(queries.row(sequences.first_query(s), head * GROUP + lane * 64 / D) + lane * 64 % D);
   }
-  const float scale = a.scale * (KEY::GAIN / Query::NORM);
+  const float scale = a.scale * (KEY_GAIN / Query::NORM);
   constexpr int AHEAD = STAGES - TILES_PER_STEP;
   for (int i = 0; i < AHEAD; i++) loader.next({ring + i * TILE_BYTES});
   fill_tables(warp);  // while the first tiles are on their way
@@ -73,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     __syncthreads();
   }
   while (left > 0) {
-    const int end = min(sequences.last_tile(s), tile + min(left, MAX_TILES)), len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
+    const int end = INVARIANT ? sequences.past_piece(s, tile) : min(sequences.last_tile(s), tile + min(left, MAX_TILES)), len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - tile;
     if (end > tile) {
       Query query;
@@ -82,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       Softmax softmax;
       const int low = sequences.first_slot(s), high = sequences.slots(s);
       const int all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
-      int all_in_window = window > 0 ? (len - window + TILE - 1) / TILE : 0;
+      int all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;
       if (RANGES) all_in_window = max(all_in_window, (low + TILE - 1) / TILE);
       int scored = -1;  // the group of offsets whose scores are in shared memory
       auto step = [&](auto count, auto masked) {
@@ -100,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int nt, int e) {
               int key = (tile + n) * TILE + at.token + 8 * half, position = context + (column0 + nt * 8 + 2 * c + e) / GROUP;
-              return key <= position && (window <= 0 || position - key < window) && (!RANGES || key >= low && key < high);
+              return key <= position && (window <= 0 || (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) && (!RANGES || key >= low && key < high);
             },
             [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });
         if (CENTRED_LATER && tile % 8 < N) softmax.centre();
@@ -123,35 +107,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       }
       // A run's last piece goes to the ring, which is free then, to be merged; another's sequence is at its end, or goes on.
       __syncwarp();
-      const bool goes_on = left > 0 && end < sequences.last_tile(s);
+      const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
-      u32* to = left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WARP_BYTES)
+      u32* to = INVARIANT ? own_piece(a, sequences, head, s, end) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
                 : goes_on ? held : a.pieces + ((i64)(cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
       softmax.write(to, min(COLUMNS, sequences.queries(s) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
     }
-    if (left > 0 && !is_held) {
+    if (left > 0 && !is_held && (!INVARIANT || end == sequences.last_tile(s))) {
       if (++s == a.sequences) s = 0, head++;
       tile = sequences.first_tile(s);
     }
   }
-  const int pair = worker < cut.workers ? head * a.sequences + s : -1;
-  if (lane == 0) ended_in[warp] = pair;
-  __syncthreads();
-  if (pair < 0) return;
-  int first = warp, past = warp + 1;
-  while (first > 0 && ended_in[first - 1] == pair) first--;
-  while (past < WARPS && ended_in[past] == pair) past++;
-  merge_pieces(shared + TABLES_BYTES + first * WARP_BYTES, past - first, warp - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
-               a.pieces + ((i64)(worker - warp + first) * a.all_columns + column0) * PIECE);
+  if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, worker < cut.workers ? head * a.sequences + s : -1, s, column0);
 }
-
-// combine_kernel: a warp a column; combine_one_kernel: a block, for few sequences, which have many pieces.
-#define COMBINE(NAME, N, S, MERGERS, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(32 * N * S * MERGERS, BLOCKS) NAME(const __grid_constant__ AttendArguments a) { \
-    launch_next_kernel(); \
-    const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
-    combine<N, S, MERGERS>(a, Sequences{a.seq_lens, a.cu_queries, a.key_start, a.key_range, a.sequences, a.window}, map); \
-  }
-COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 6 : 8)
-COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, EXACT && D > 128 ? 1 : 2)

@@ -14,9 +14,14 @@ from .records import page_bytes, row_macros
 
 SHARED_BYTES = 227 * 1024  # of one SM
 TILE = 16  # tokens of a tile: rows of an mma
+MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
 EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at most
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
+# Of an invariant cut, `Sequences.piece_tiles`: as many pieces of a sequence, where they need not be shorter than `piece_least`; the tiles
+# of a piece of longer ones; and the most pieces that those may have. Shorter pieces balance better; each costs a query that is loaded and
+# outputs that are merged.
+PIECES_AIM, PIECE_MOST, PIECES_MOST = 32, 16, 512
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class DecodeConfig:
     key: Codec
     value: Codec
     head_size: int
+    head_size_v: int
     group: int
     kv_heads: int
     block_size: int
@@ -40,16 +46,56 @@ class DecodeConfig:
     follows: bool = False  # the kernel of another segment
     segments: int = 1  # that are merged
     mapped_segments: int = 1  # of them: those whose values have the map, or all of them where none has one
+    chunked: bool = False  # windows
+    invariant: bool = False  # the cut of a sequence is its own
+    scaled: bool = False  # values without a map have a per-tensor scale
     exact: int = 0  # tokens of a page of the segment that the merging kernel attends to itself; 0: there is none
     warps: int = 8
     blocks_per_sm: int = 1
     tiles_per_step: int = 1
     max_stages: int = 4
 
+    @property
+    def source(self) -> str:
+        """The file of the kernel, which has its name."""
+        return "decode.cu"
+
+    @property
+    def team(self) -> int:
+        """Warps that share a run of tiles."""
+        return 1
+
+    @property
+    def workers(self) -> int:
+        """Of a block: each has a run of tiles."""
+        return self.warps // self.team
+
+    @property
+    def piece_least(self) -> int:
+        """Tiles, or a team's spans, of a piece of an invariant cut, at least."""
+        return 4 // self.team
+
+    def pieces(self, tokens: int) -> int:
+        """Of a sequence and kv head with at most so many tokens, at most, where the cut is invariant."""
+        line = -(-tokens // (TILE * self.team))
+        sizes = [self.piece_least << i for i in range(24)]
+
+        def of(tiles: int) -> int:
+            fit = (n for n in sizes if n * PIECES_AIM >= tiles or (n >= PIECE_MOST and n * PIECES_MOST >= tiles))
+            return -(-tiles // next(fit))
+
+        fullest = [n * PIECES_AIM for n in sizes if n < PIECE_MOST] + [n * PIECES_MOST for n in sizes if n >= PIECE_MOST]
+        return max(of(tiles) for tiles in (line, *fullest) if tiles <= line)
+
     @cached_property
     def key_half(self) -> HopperCodec:
         """What Hopper's kernels need of K's codec."""
         return self.key.hopper()
+
+    @property
+    def key_dimensions(self) -> int:
+        """Of a key as it is unpacked."""
+        return self.key_half.dimensions(self.head_size)
 
     @property
     def table_bytes(self) -> int:
@@ -62,7 +108,7 @@ class DecodeConfig:
     @property
     def tile_bytes(self) -> int:
         """Bytes of K and V of one tile of a kv head, metadata included."""
-        return page_bytes(self.key, self.value, self.head_size, TILE)
+        return page_bytes(self.key, self.value, self.head_size, self.head_size_v, TILE)
 
     @property
     def room(self) -> int:
@@ -78,18 +124,18 @@ class DecodeConfig:
     @property
     def combined(self) -> int:
         """Sequences of a block of combine_kernel, which share a matrix."""
-        return 4 if self.value_map == "MATRIX" else 1
+        return 1 if self.value_map != "MATRIX" else 4 if self.head_size_v <= 256 else 2  # as shared memory allows
 
     @property
-    def warp_bytes(self) -> int:
-        """Shared memory of a warp: as MAPPED_AT in lanes.cuh, and mapped queries."""
+    def worker_bytes(self) -> int:
+        """Shared memory of a warp: as MAPPED_AT in ring.cuh, and mapped queries."""
         ring = self.stages * self.tile_bytes + self.beside_ring
         return max(ring, 8 * self.column_tiles * self.piece_bytes) + self.mapped_bytes
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of one column of a piece: fp16 outputs, the log-sum-exp and a factor, padded to 16 bytes."""
-        return 2 * self.head_size + 16
+        return 2 * self.head_size_v + 16
 
     @property
     def score_bytes(self) -> int:
@@ -105,13 +151,15 @@ class DecodeConfig:
     @property
     def query_bytes(self) -> int:
         """Bytes of the queries of a warp, 2 a number."""
-        return 2 * self.head_size * 8 * self.column_tiles
+        return 2 * self.key_dimensions * 8 * self.column_tiles
 
     @property
     def parked_bytes(self) -> int:
         """Shared memory of a warp for queries that its registers have no room for."""
+        if self.column_tiles == 1:
+            return 16 * self.key_dimensions if self.head_size > 256 else 0
         even = self.column_tiles + self.column_tiles % 2  # they are parked in pairs
-        return 16 * self.head_size * even if self.column_tiles > 1 and self.column_tiles * self.head_size > 128 else 0
+        return 16 * self.key_dimensions * even if self.column_tiles * self.head_size > 128 else 0
 
     @property
     def mapped_bytes(self) -> int:
@@ -121,32 +169,36 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in all."""
-        return self.table_bytes + self.warps * (self.warp_bytes + BARRIER_BYTES)
+        return self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES)
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
         key = self.key_half
         return dict(
-            **row_macros(self.key, self.value, self.head_size), GROUP=self.group, KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size,
-            RECORD_BYTES=self.record_bytes, KEY_HALF=key.half, KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=key.table_bytes,
-            TABLES_BYTES=self.table_bytes,
-            KEY_MAP=self.key_map, KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16),
-            SOFTCAP=int(self.softcap), RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments,
-            MAPPED_SEGMENTS=self.mapped_segments, EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps,
-            BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, TILE=TILE, WARP_BYTES=self.warp_bytes,
-            BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS,
-            COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS, ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
+            **row_macros(self.key, self.value, self.head_size, self.head_size_v), KEY_DIMENSIONS=self.key_dimensions, GROUP=self.group,
+            KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size, RECORD_BYTES=self.record_bytes, KEY_HALF=key.half,
+            KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=key.table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
+            KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
+            RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
+            CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled), PIECE_LEAST=self.piece_least,
+            PIECE_MOST=PIECE_MOST, PIECES_AIM=PIECES_AIM, PIECES_MOST=PIECES_MOST,
+            EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,
+            STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE, WORKER_BYTES=self.worker_bytes,
+            BARRIER_BYTES=BARRIER_BYTES,
+            PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
+            ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin("decode.cu", self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
+        return compile_cubin(self.source, self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
 
 
 def choose(
     key: Codec,
     value: Codec,
     head_size: int,
+    head_size_v: int,
     group: int,
     kv_heads: int,
     block_size: int,
@@ -159,26 +211,29 @@ def choose(
     key_offset: bool = False,
     capacity: int = 1 << 20,
 ) -> DecodeConfig:
-    """The configuration for one shape, by what was fastest on an H200.
+    """The configuration for one shape, by what was fastest on an H200 at head sizes 64, 128 and 256; others are taken as the next larger of
+    these, and 512 as what fills the registers.
 
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16), and so do two tiles a step,
     whose chains of products are independent; little work (capacity: tiles that may be read) is cut among fewer. Of small tiles
     more must be on their way. Up to 32 columns share what is unpacked; three tiles of 8 columns take less time than four.
     """
-    column_tiles = 1 if columns <= 8 or head_size > 128 else 2 if columns <= 16 or key_map == "MATRIX" else 3 if columns <= 24 else 4
-    if column_tiles * head_size > 256:
+    size = max(key.hopper().dimensions(head_size), head_size_v)
+    column_tiles = 1 if columns <= 8 or size > 128 else 2 if columns <= 16 or key_map == "MATRIX" else 3 if columns <= 24 else 4
+    if column_tiles * size > 256:
         shape = dict(warps=8, max_stages=3)
-    elif column_tiles * head_size > 128:
+    elif column_tiles * size > 128:
         plain = 16 in (key.row.code_bits, value.row.code_bits)  # whose rows take more registers
         shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=8 if plain else 12)
     else:
-        small = (key.row.code_bits + value.row.code_bits) * head_size <= 512
+        small = key.row.code_bits * head_size + value.row.code_bits * head_size_v <= 512
         warps = min(12 if capacity > 1 << 14 else 8, key.hopper().warps)
         shape = dict(warps=warps, tiles_per_step=2, max_stages=6 if small else 4)
-    sizes = (head_size, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap)
+    sizes = (head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap)
     config = DecodeConfig(key, value, *sizes, key_map, value_map, key_offset, **shape)
     if config.stages < 4:
         config = replace(config, tiles_per_step=1)
-    while config.stages < 3:  # large rows beside a table or mapped queries
+    least = 3 if size <= 256 else 2  # one tile of such rows on its way is enough
+    while config.stages < least or config.blocks_per_sm * config.shared_bytes > SHARED_BYTES:  # large rows, a table, mapped queries, pieces
         config = replace(config, warps=config.warps - 2)
     return config

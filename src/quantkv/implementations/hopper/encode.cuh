@@ -1,13 +1,15 @@
 // What codecs are written with.
 //
-// Four lanes hold a row, E = D / 4 numbers each. `encode(row, words)` of a codec turns a lane's numbers row.x[E] into its codes,
+// Four lanes hold a row, E numbers each: its D, and zeros up to whole CHUNKs of all four, which are_there() tells apart. `encode(row, words)` of a codec turns a lane's numbers row.x[E] into its codes,
 // word by word, lowest bits first, and returns the row's metadata, the same in all four lanes. A `row` also has max(), min(),
 // absmax() and sum_of_squares(), over all four. Rounding is the specification's, operation by operation: products and sums that
 // must not become one fused operation are written as intrinsics.
 #pragma once
 #include "unpack.cuh"
 
-constexpr int E = D / 4;
+constexpr int GROUP_OF_CHUNKS = 32, E = (D + GROUP_OF_CHUNKS - 1) / GROUP_OF_CHUNKS * GROUP_OF_CHUNKS / 4;
+constexpr bool FILLED = D % GROUP_OF_CHUNKS == 0;  // no zeros: else the last 8 numbers of lanes 2 and 3 are
+DI bool are_there(int e) { return FILLED || e < E - 8 || threadIdx.x % 4 < 2; }
 constexpr double root_of(int n) {  // of a power of two
   double root = 1.;
   for (; n >= 4; n /= 4) root *= 2.;
@@ -43,7 +45,7 @@ DI u32 floor_code(float x) { return as_bits(__fadd_rd(x, as_float(FLOOR_BASE)));
 template <int BITS> constexpr bool ALIGNED = 32 % BITS == 0;
 template <int BITS> constexpr int CODES = ALIGNED<BITS> ? 32 / BITS : 8;
 template <int BITS> constexpr int REGISTERS = (CODES<BITS> * BITS + 31) / 32;  // that CODES codes take
-template <int BITS> constexpr int WORDS = E / CODES<BITS> * REGISTERS<BITS>;
+template <int BITS> constexpr int WORDS = (E + CODES<BITS> - 1) / CODES<BITS> * REGISTERS<BITS>;
 
 template <int REGISTERS> struct WordOf { using type = u32; };
 template <> struct WordOf<2> { using type = u64; };
@@ -51,10 +53,11 @@ template <> struct WordOf<2> { using type = u64; };
 template <int BITS, u32 BASE> DI void pack(const u32 (&code)[E], u32 (&words)[WORDS<BITS>]) {
   using Word = typename WordOf<REGISTERS<BITS>>::type;
 #pragma unroll
-  for (int w = 0; w < E / CODES<BITS>; w++) {
+  for (int w = 0; w < WORDS<BITS> / REGISTERS<BITS>; w++) {
     Word word = 0, base = 0;
 #pragma unroll
-    for (int n = CODES<BITS> - 1; n >= 0; n--) word = (word << BITS) + code[w * CODES<BITS> + n], base = (base << BITS) + BASE;
+    for (int n = CODES<BITS> - 1; n >= 0; n--)
+      if (w * CODES<BITS> + n < E) word = (word << BITS) + code[w * CODES<BITS> + n], base = (base << BITS) + BASE;
     word -= base;
 #pragma unroll
     for (int r = 0; r < REGISTERS<BITS>; r++) words[w * REGISTERS<BITS> + r] = word >> 32 * r;

@@ -5,7 +5,7 @@
 #include "arguments.cuh"
 #include "query.cuh"
 
-static_assert(!EXACT || RANGES && SEGMENTS == 1, "what exact tokens go with");
+static_assert(!EXACT || RANGES && SEGMENTS == 1 && D == DV && D % 64 == 0 && EXACT >= TILE, "what exact tokens go with");
 constexpr int EXACT_PAGE = EXACT ? EXACT : TILE, EXACT_ROW = 2 * D, EXACT_CHUNKS = D / 64;  // chunks: of a row of values, of a lane
 
 DI void exact_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -24,13 +24,13 @@ template <int N> struct Exact {
   float o[D / 16][4] = {}, top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};  // of columns 2 c and 2 c + 1, base 2; o times sum
 
   DI Exact(const AttendArguments& a, int s, int head, int column0, int index)
-      : a(a), rows{a.seq_lens, a.cu_queries, a.exact_start, a.exact_range, a.sequences, a.window}, s(s), head(head), column0(column0) {
+      : a(a), rows(sequences_of(a, a.exact_start, a.exact_range)), s(s), head(head), column0(column0) {
     if (s >= a.sequences) return;
     const int queries = rows.queries(s);
     const Sequences::Slots slots = rows.all(s);
     low = slots.first, high = slots.past, context = a.seq_lens[s] - rows.start(s) - queries;
     columns = min(N, queries * GROUP - column0);
-    tile = slots.first_tile() + index, last = columns > 0 ? slots.last_tile() : slots.first_tile();
+    tile = slots.first_tile(TILE) + index, last = columns > 0 ? slots.last_tile(TILE) : slots.first_tile(TILE);
     if (tile < last) find();
   }
   DI int tiles() const { return last - low / TILE; }
@@ -86,7 +86,7 @@ template <int N> struct Exact {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int key = tile * TILE + g + i / 2 * 8, position = context + (column0 + 2 * c + i % 2) / GROUP;
-      const bool seen = key >= low && key < high && key <= position && (a.window <= 0 || position - key < a.window);
+      const bool seen = key >= low && key < high && key <= position && (a.window <= 0 || (CHUNKED ? key >= rows.lowest(position, rows.start(s)) : position - key < a.window));
       float y = (x[i] + odd[i]) * a.exact_scale;
       if (SOFTCAP) y = a.softcap - 2.f * a.softcap * inverse(1.f + pow2(y));
       x[i] = seen ? y : minus_infinity();

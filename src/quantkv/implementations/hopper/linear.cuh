@@ -17,16 +17,16 @@ template <int N, int M> DI void butterfly(float (&x)[N][M]) {  // x becomes H_N 
 }
 
 constexpr bool permutes_bits() {  // of j: then a Hadamard matrix over dimensions is one over (lane, j, half of the register)
-  for (int j = 0; j < D / 8; j++) {
+  for (int j = 0; j < DK / 8; j++) {
     int together = 0;
-    for (int k = 1; k < D / 8; k <<= 1) {
+    for (int k = 1; k < DK / 8; k <<= 1) {
       const int bit = key_dim(k);
       if (bit & bit - 1 || bit == KEY::HALF) return false;
       together |= j & k ? bit : 0;
     }
     if (key_dim(j) != together) return false;
   }
-  return true;
+  return DK == D;
 }
 constexpr u32 half_pair(float x) { u32 e = 15; while (x > 1.f) x /= 2.f, e++; return twice(e << 10); }  // of a power of two
 constexpr u32 key_ones(int j) { return KEY::BFLOAT ? twice(0x3f80) : half_pair(key_unit(j)); }            // what register j is worth

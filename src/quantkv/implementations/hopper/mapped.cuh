@@ -27,7 +27,7 @@ DI bool is_shorter(const float (&row)[E], const float* offset) {
   float own = 0.f, rest = 0.f;
 #pragma unroll
   for (int e = 0; e < E; e++) {
-    const float less = row[e] - offset[4 * (e - e % CHUNK) + e % CHUNK];
+    const float less = are_there(e) ? row[e] - offset[4 * (e - e % CHUNK) + e % CHUNK] : 0.f;
     own = fmaf(row[e], row[e], own), rest = fmaf(less, less, rest);
   }
   auto add = [](float a, float b) { return a + b; };
@@ -44,7 +44,8 @@ DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offs
   bool alone = false;
   if (given)
 #pragma unroll
-    for (int e = 0; e < E; e += CHUNK) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
+    for (int e = 0; e < E; e += CHUNK)
+      if (are_there(e)) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
   if constexpr (MAPPED) {
     if (side.signs)
 #pragma unroll
@@ -59,7 +60,8 @@ DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offs
       keep(shift);  // what it points to is loaded again: registers could not hold it
     }
 #pragma unroll
-    for (int e = 0; e < E; e++) row.x[e] = alone ? -row.x[e] : row.x[e] - shift[4 * (e - e % CHUNK) + e % CHUNK];
+    for (int e = 0; e < E; e++)
+      if (are_there(e)) row.x[e] = alone ? -row.x[e] : row.x[e] - shift[4 * (e - e % CHUNK) + e % CHUNK];
   }
   if constexpr (MAPPED && ROUND)
 #pragma unroll

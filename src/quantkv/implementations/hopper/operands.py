@@ -43,8 +43,11 @@ class KernelMap:
     def matrix(matrix: torch.Tensor, key: HopperCodec | None = None) -> KernelMap:
         """`matrix` [HK or 1, D, D]. A key map's rows and columns come in the order in which keys of codec `key` are unpacked;
         a value map (None) keeps its own."""
-        dims = torch.arange(matrix.shape[-1]) if key is None else key_order(key, matrix.shape[-1]).flatten()
-        return KernelMap("MATRIX", *tiles(matrix[:, dims.to(matrix.device)], key))
+        if key is not None:
+            extra = key.dimensions(matrix.shape[-1]) - matrix.shape[-1]  # of no key
+            matrix = torch.nn.functional.pad(matrix, (0, extra, 0, extra))
+            matrix = matrix[:, key_order(key, matrix.shape[-1]).flatten().to(matrix.device)]
+        return KernelMap("MATRIX", *tiles(matrix, key))
 
     @property
     def address(self) -> int | None:
@@ -71,9 +74,10 @@ class KernelOffsets:
     @staticmethod
     def of(mapped: torch.Tensor, key: HopperCodec) -> KernelOffsets:
         """`mapped` [buckets, HK or 1, D]: A offset, for keys of codec `key`."""
-        buckets, _, D = mapped.shape
-        groups = -(-buckets // 16) + 1
+        buckets, _, head_size = mapped.shape
+        groups, D = -(-buckets // 16) + 1, key.dimensions(head_size)
         rows = mapped[torch.arange(16 * groups, device=mapped.device).clamp_max(buckets - 1)].transpose(0, 1)
+        rows = torch.nn.functional.pad(rows, (0, D - head_size))
         rows[..., key_order(key, D)[1::2].flatten().to(rows.device)] *= key.odd_unit  # by which the query was divided
         data, gain = tiles(rows, key)
         return KernelOffsets(data, groups, gain)
@@ -84,26 +88,33 @@ class KernelOffsets:
         return self.data.stride(0) if self.data.shape[0] > 1 else 0
 
 
-def key_order(key: HopperCodec, head_size: int) -> torch.Tensor:
-    """[D / 8, 4, 2]: the dimension in register j of lane c, low and high half, as keys are unpacked."""
-    half, j = key.half, torch.arange(head_size // 8)
+def key_order(key: HopperCodec, dimensions: int) -> torch.Tensor:
+    """[D / 8, 4, 2] with D `dimensions`, those of unpacked keys: the dimension in register j of lane c, low and high half."""
+    half, j = key.half, torch.arange(dimensions // 8)
     first = j // half * 2 * half + j % half  # key_dim(j) in lanes.cuh
-    return first.view(-1, 1, 1) + torch.arange(4).view(4, 1) * (head_size // 4) + torch.arange(2) * half
+    return first.view(-1, 1, 1) + torch.arange(4).view(4, 1) * (dimensions // 4) + torch.arange(2) * half
 
 
 def tiles(matrix: torch.Tensor, key: HopperCodec | None) -> tuple[torch.Tensor, float]:
-    """`matrix` [H, 16 n, D] as fp16 [H, n, D / 32, 2, 8, 4, 8], in the order in which `multiply` loads it, and the power of two
-    that was taken out so that the largest entry is at most 1. Columns in the order of keys of codec `key`, or their own."""
-    D = matrix.shape[-1]
+    """`matrix` [H, 16 n, D] as fp16 [H, n, W / 32, 2, 8, 4, 8], in the order in which `multiply` loads it, W the next multiple of 32 with
+    zeros behind D, and the power of two that was taken out so that the largest entry is at most 1. Columns in the order of keys of
+    codec `key`, or their own."""
+    size = matrix.shape[-1]
+    D = -(-size // 32) * 32
+    matrix = torch.nn.functional.pad(matrix, (0, D - size))
     if key is not None:
-        matrix = matrix[..., key_order(key, D).view(D // 32, 4, 4, 2).transpose(1, 2).flatten().to(matrix.device)]
+        order = torch.cat([key_order(key, size), torch.arange(size, D).view(-1, 4, 2)])
+        matrix = matrix[..., order.view(D // 32, 4, 4, 2).transpose(1, 2).flatten().to(matrix.device)]
     gain = 2.0 ** math.ceil(math.log2(max(matrix.abs().max().item(), 2.0**-100)))
     return (matrix / gain).half().unflatten(-1, (D // 32, 4, 8)).unflatten(1, (-1, 2, 8)).permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain
 
 
-def kind(map_: LinearMap | None) -> str:
-    """What the kernels are compiled for."""
-    return "NO_MAP" if map_ is None else "MATRIX" if map_.operands.signs is None else "HADAMARD"
+def kind(map_: LinearMap | None, key: HopperCodec | None = None) -> str:
+    """What the kernels are compiled for, of a map for keys of codec `key`, or for values (None)."""
+    if map_ is None:
+        return "NO_MAP"
+    size = map_.forward.shape[-1]  # unpacked keys of more dimensions are no operands of butterflies
+    return "HADAMARD" if map_.operands.signs is not None and (key is None or key.dimensions(size) == size) else "MATRIX"
 
 
 def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
@@ -111,7 +122,7 @@ def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
     if map_ is None:
         return None
     signs, factor = map_.operands.signs, map_.operands.inverse_factor
-    if signs is not None:
+    if kind(map_, key) == "HADAMARD":
         return kept(map_.inverse, "hadamard", lambda: KernelMap.hadamard(signs, factor))
     return kept(map_.inverse, key, lambda: KernelMap.matrix(map_.inverse if key is None else map_.inverse.mT, key))
 

@@ -1,20 +1,20 @@
-// Pieces of a result: of some of the keys of a sequence, of one kv head. A piece has, for each column, D outputs in fp16, to be
+// Pieces of a result: of some of the keys of a sequence, of one kv head. A piece has, for each column, DV outputs in fp16, to be
 // multiplied by a power of two, and their base-2 log-sum-exp.
 #pragma once
 #include "lanes.cuh"
 
-constexpr int PIECE = D / 2 + 4, LSE = D / 2, FACTOR = D / 2 + 1;  // words of a column, and where in them
+constexpr int PIECE = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;  // words of a column, and where in them
 static_assert(4 * PIECE == PIECE_BYTES, "pieces are of another size in Python");
 
 // The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
 DI float piece_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
 DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
 
-// One piece out of those of `count` warps, from address `pieces` on; this warp, the index-th of them, merges its share.
+// One piece out of those of `count` workers, from address `pieces` on; this worker, the index-th of them, merges its share.
 DI void merge_pieces(const u8* pieces, int count, int index, int columns, u32* to) {
-  for (int i = index * 32 + threadIdx.x % 32; i < columns * (D / 4); i += count * 32) {
-    const int column = i / (D / 4), at = i % (D / 4) * 2;
-    auto piece = [&](int w) { return (const u32*)(pieces + w * WARP_BYTES) + column * PIECE; };
+  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < columns * (DV / 4); i += count * 32 * TEAM) {
+    const int column = i / (DV / 4), at = i % (DV / 4) * 2;
+    auto piece = [&](int w) { return (const u32*)(pieces + w * WORKER_BYTES) + column * PIECE; };
     float top = minus_infinity(), sum = 0.f, factor = 0.f;
 #pragma unroll 4
     for (int w = 0; w < count; w++) top = fmaxf(top, as_float(piece(w)[LSE])), factor = fmaxf(factor, as_float(piece(w)[FACTOR]));
@@ -32,18 +32,19 @@ DI void merge_pieces(const u8* pieces, int count, int index, int columns, u32* t
   }
 }
 
-// Where the pieces of a sequence and kv head lie: one for each block in which the run of some warp ended in it, in the row of
-// the first such warp, and one for the warp, if any, that went on to the next sequence, in row `workers + pair`.
+// Where the pieces of a sequence and kv head lie: one for each block in which the run of some worker ended in it, in the row of
+// the first such worker, and one for the worker, if any, that went on to the next sequence, in row `workers + pair`.
 struct Pieces {
-  int warps, first, blocks, count, other;  // warps: of a block
+  int together, first, blocks, count, other;  // together: workers of a block
   DI Pieces() {}
-  DI Pieces(const Cut& cut, int begin, int tiles, int pair, int warps = WARPS)
-      : warps(warps), first(0), blocks(0), count(0), other(cut.workers + pair) {
+  DI Pieces(int first, int count) : first(first), count(count) {}
+  DI Pieces(const Cut& cut, int begin, int tiles, int pair, int together = WORKERS)
+      : together(together), first(0), blocks(0), count(0), other(cut.workers + pair) {
     if (tiles == 0) return;
     first = cut.worker_of(begin);
     const int last = cut.worker_of(begin + tiles - 1);
     const bool went_on = cut.begin(last + 1) > begin + tiles;
-    blocks = last - went_on < first ? 0 : (last - went_on) / warps - first / warps + 1, count = blocks + went_on;
+    blocks = last - went_on < first ? 0 : (last - went_on) / together - first / together + 1, count = blocks + went_on;
   }
-  DI int row(int i) const { return i == blocks ? other : i == 0 ? first : (first / warps + i) * warps; }
+  DI int row(int i) const { return INVARIANT ? first + i : i == blocks ? other : i == 0 ? first : (first / together + i) * together; }
 };

@@ -5,6 +5,10 @@
 DI u32 query_pair(u32 x) { return QUERY_BF16 ? half2(as_float(x << 16), as_float(x & 0xffff0000u)) : x; }
 DI u16 query_type(float x) { return QUERY_BF16 ? bfloat1(x) : half1(x); }
 
+static_assert(DK % 32 == 0 || DK == D && KEY_MAP != HADAMARD, "quarters of whole loads");
+static_assert(KEY_MAP != HADAMARD || permutes_bits(), "key_dim(j)");
+using KeyMatrix = MatrixRows<DK>;  // rows and columns in the order of the keys' registers
+
 struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the first two axes in elements
   const u16* first;
   i64 token, head;
@@ -14,48 +18,59 @@ struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the firs
 // The query columns of one sequence and kv head as B operands, in the order of the keys' registers and divided by their units.
 struct Query {
   // Mapped queries are multiplied by NORM, about D^-1/2 where the map is a Hadamard matrix, to stay within fp16.
-  static constexpr float NORM = KEY_MAP == HADAMARD ? (D > 128 ? 0.0625f : 0.125f) : 1.f;
-  u32 b[NT][D / 8];
+  static constexpr float NORM = KEY_MAP == HADAMARD ? (D > 256 ? 0.03125f : D > 128 ? 0.0625f : 0.125f) : 1.f;
+  u32 b[NT][DK / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
   u32 parked;        // shared address of b, where it is not kept in registers
 
   DI void park(u32 at) {  // every lane keeps what only it reads
-    parked = at + threadIdx.x % 32 * 16;
+    parked = at + threadIdx.x % 32 * (NT > 1 ? 16 : 8);
 #pragma unroll
     for (int nt = 0; nt < NT; nt += 2) {
       const int other = nt + 1 < NT ? nt + 1 : nt;  // the last of an odd number is there twice
 #pragma unroll
-      for (int w = 0; w < D / 16; w++)
-        store_shared(parked + (nt / 2 * (D / 16) + w) * 512, b[nt][2 * w], b[nt][2 * w + 1], b[other][2 * w], b[other][2 * w + 1]);
+      for (int w = 0; w < DK / 16; w++) {
+        if (NT > 1) store_shared(parked + (nt / 2 * (DK / 16) + w) * 512, b[nt][2 * w], b[nt][2 * w + 1], b[other][2 * w], b[other][2 * w + 1]);
+        else store_shared(parked + w * 256, b[nt][2 * w], b[nt][2 * w + 1]);
+      }
     }
   }
   DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       if (!PARKED) x[2 * nt] = b[nt][2 * w], x[2 * nt + 1] = b[nt][2 * w + 1];
-      else if (nt % 2 == 0) load_shared<16>(parked + (nt / 2 * (D / 16) + w) * 512, x + 2 * nt);
+      else if (NT == 1) load_shared<8>(parked + w * 256, x);
+      else if (nt % 2 == 0) load_shared<16>(parked + (nt / 2 * (DK / 16) + w) * 512, x + 2 * nt);
     }
   }
 
   // Eight columns as they were given: each lane a quarter of one. signs: of a Hadamard matrix, null where all are positive.
-  static DI void fetch(u32 (&words)[D / 8], const Queries& q, const u16* signs, const Sequences& sequences, int s, int head, int column0) {
+  static DI void fetch(u32 (&words)[DK / 8], const Queries& q, const u16* signs, const Sequences& sequences, int s, int head, int column0) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4, column = column0 + g;
     const bool used = column < sequences.queries(s) * GROUP;
     const u16* row = q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP);
+    if constexpr (DK % 32) {  // quarters begin at multiples of 8 bytes
 #pragma unroll
-    for (int i = 0; i < D / 32; i++) {
+      for (int i = 0; i < DK / 16; i++) {
+        const uint2 y = used ? ((const uint2*)(row + c * (DK / 4)))[i] : make_uint2(0, 0);
+        words[2 * i] = y.x, words[2 * i + 1] = y.y;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < DK / 32; i++) {
       uint4 y = make_uint4(0, 0, 0, 0);
-      if (used) y = ((const uint4*)(row + c * (D / 4)))[i];
+      if (used && (DK == D || c * (DK / 4) + 8 * i < D)) y = ((const uint4*)(row + c * (DK / 4)))[i];
       if (KEY_MAP == HADAMARD && signs) {
-        const uint4 sign = ((const uint4*)(signs + c * (D / 4)))[i];
+        const uint4 sign = ((const uint4*)(signs + c * (DK / 4)))[i];
         y.x ^= sign.x, y.y ^= sign.y, y.z ^= sign.z, y.w ^= sign.w;
       }
       words[4 * i] = y.x, words[4 * i + 1] = y.y, words[4 * i + 2] = y.z, words[4 * i + 3] = y.w;
     }
   }
-  static DI void arrange(u32 (&x)[D / 8], const u32 (&words)[D / 8]) {  // in the order of the keys' registers; to be mapped, as fp16
+  static DI void arrange(u32 (&x)[DK / 8], const u32 (&words)[DK / 8]) {  // in the order of the keys' registers; to be mapped, as fp16
 #pragma unroll
-    for (int j = 0; j < D / 8; j++) {
+    for (int j = 0; j < DK / 8; j++) {
       const int d = key_dim(j);
       const u32 pair = KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410);
       x[j] = KEY::BFLOAT && KEY_MAP == NO_MAP ? pair : query_pair(pair);
@@ -72,25 +87,24 @@ struct Query {
   DI void load(const Queries& q, const u16* signs, u32 mapped, const Sequences& sequences, int s, int head, int column0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      u32 words[D / 8], x[D / 8];
-      float total[4] = {}, y[D / 16][4] = {};
+      u32 words[DK / 8], x[DK / 8];
+      float y[DK / 16][4] = {};
       if constexpr (KEY_MAP == MATRIX) {
 #pragma unroll
-        for (int w = 0; w < D / 16; w++) load_shared<8>(mapped + ((nt * (D / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
+        for (int w = 0; w < DK / 16; w++) load_shared<8>(mapped + ((nt * (DK / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
       } else {
         fetch(words, q, signs, sequences, s, head, column0 + nt * 8);
         arrange(x, words);
       }
       if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
-        static_assert(permutes_bits(), "dim(j)");
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
 #pragma unroll
-        for (int w = 0; w < D / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
+        for (int w = 0; w < DK / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
         butterfly(y);
       }
 #pragma unroll
-      for (int w = 0; w < D / 16; w++) {
+      for (int w = 0; w < DK / 16; w++) {
         if constexpr (KEY_MAP == NO_MAP && KEY::BFLOAT) {
           b[nt][2 * w] = x[2 * w], b[nt][2 * w + 1] = x[2 * w + 1];
         } else if constexpr (KEY_MAP == NO_MAP) {
@@ -100,25 +114,32 @@ struct Query {
         } else if constexpr (KEY_MAP == HADAMARD) {
           operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
         }
-        const u32 a0 = key_ones(2 * w), a1 = key_ones(2 * w + 1);
-        product<KEY>(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
       }
-      sum[nt][0] = total[0] / KEY::GAIN, sum[nt][1] = total[1] / KEY::GAIN;
+      add_up(nt);
     }
+  }
+  DI void add_up(int nt) {
+    float total[4] = {};
+#pragma unroll
+    for (int w = 0; w < DK / 16; w++) {
+      const u32 a0 = key_ones(2 * w), a1 = key_ones(2 * w + 1);
+      product<KEY>(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
+    }
+    sum[nt][0] = total[0] / KEY_GAIN, sum[nt][1] = total[1] / KEY_GAIN;
   }
 
   // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
   DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const MatrixRows rows(table, sixteen);
+    const KeyMatrix rows(table, sixteen);
     __syncwarp();  // the scores before these may still be read
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       float y[4] = {};
-      u32 x[D / 8];
+      u32 x[DK / 8];
 #pragma unroll
-      for (int w = 0; w < D / 16; w++) {
-        if (PARKED) load_shared<8>(parked + (nt / 2 * (D / 16) + w) * 512 + nt % 2 * 8, x + 2 * w);
+      for (int w = 0; w < DK / 16; w++) {
+        if (PARKED) load_shared<8>(parked + (NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256), x + 2 * w);
         else x[2 * w] = b[nt][2 * w], x[2 * w + 1] = b[nt][2 * w + 1];
         if (KEY::BFLOAT) x[2 * w] = query_pair(x[2 * w]), x[2 * w + 1] = query_pair(x[2 * w + 1]);
       }

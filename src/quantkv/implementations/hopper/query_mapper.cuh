@@ -1,6 +1,7 @@
 // Queries mapped by a matrix.
 #pragma once
 #include "query.cuh"
+#include "ring.cuh"
 
 // A block's warps together map by a matrix the queries with which each of them begins, `begun_in` (pairs, -1: none): each
 // warp some tiles of all of them. What begin() reads is asked for before the tiles, behind which it would queue.
@@ -11,38 +12,38 @@ struct QueryMapper {
   int stride;
   const Sequences& sequences;
   int column0;
-  MatrixRows rows;
-  u32 words[EARLY][NT][D / 8];
+  KeyMatrix rows;
+  u32 words[EARLY][NT][DK / 8];
 
   DI QueryMapper(const Queries& q, const u16* matrices, int stride, const Sequences& sequences, int column0)
       : q(q), matrices(matrices), stride(stride), sequences(sequences), column0(column0) {}
-  static DI u32 slot(int warp) { return shared_address(shared) + TABLES_BYTES + warp * WARP_BYTES + MAPPED_AT; }
+  static DI u32 slot(int warp) { return shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES + MAPPED_AT; }
   static DI int next(const int* begun_in, int w) {  // the next warp that begins with another pair than warp w
     const int pair = begun_in[w];
     while (++w < WARPS && begun_in[w] == pair) {}
     return w < WARPS && begun_in[w] >= 0 ? w : WARPS;
   }
   DI int head(int pair) const { return pair / sequences.count; }
-  DI MatrixRows tile(int pair, int t) const { return MatrixRows(matrices + (i64)head(pair) * stride, t); }
-  DI void read(u32 (&words)[NT][D / 8], int pair) const {
+  DI KeyMatrix tile(int pair, int t) const { return KeyMatrix(matrices + (i64)head(pair) * stride, t); }
+  DI void read(u32 (&words)[NT][DK / 8], int pair) const {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) Query::fetch(words[nt], q, nullptr, sequences, pair % sequences.count, head(pair), column0 + nt * 8);
   }
-  DI void map(const u32 (&words)[NT][D / 8], int t, u32 to) const {
+  DI void map(const u32 (&words)[NT][DK / 8], int t, u32 to) const {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      u32 x[D / 8], b0, b1;
+      u32 x[DK / 8], b0, b1;
       float y[4] = {};
       Query::arrange(x, words[nt]);
       rows.multiply(y, x);
       Query::operands(b0, b1, y, t);
-      store_shared(to + ((nt * (D / 16) + t) * 32 + threadIdx.x % 32) * 8, b0, b1);
+      store_shared(to + ((nt * (DK / 16) + t) * 32 + threadIdx.x % 32) * 8, b0, b1);
     }
   }
 
   DI void begin(const int* begun_in) {
     const int warp = threadIdx.x / 32;
-    if (warp >= D / 16) return;
+    if (warp >= DK / 16) return;
     rows = tile(begun_in[0], warp);
     int w = 0;
 #pragma unroll
@@ -51,7 +52,7 @@ struct QueryMapper {
     }
   }
   DI void finish(const int* begun_in) {
-    for (int t = threadIdx.x / 32, first = t; t < D / 16; t += WARPS) {
+    for (int t = threadIdx.x / 32, first = t; t < DK / 16; t += WARPS) {
       int held = head(begun_in[0]), i = 0;
       if (t > first) rows = tile(begun_in[0], t);
       for (int w = 0; w < WARPS; w = next(begun_in, w), i++) {
@@ -69,7 +70,7 @@ struct QueryMapper {
     read(words[0], pair);
     __syncwarp();
 #pragma unroll 1
-    for (int t = 0; t < D / 16; t++) rows = tile(pair, t), map(words[0], t, own);
+    for (int t = 0; t < DK / 16; t++) rows = tile(pair, t), map(words[0], t, own);
     __syncwarp();
     return own;
   }

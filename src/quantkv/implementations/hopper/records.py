@@ -8,18 +8,21 @@ from ...calls import Side
 from ...format import Codec
 
 
-def page_bytes(key: Codec, value: Codec, head_size: int, block_size: int) -> int:
+def page_bytes(key: Codec, value: Codec, head_size: int, head_size_v: int, block_size: int) -> int:
     """Bytes of a record of `block_size` tokens."""
-    return block_size * sum(codec.row.code_bytes(head_size) + codec.row.meta_bytes for codec in (key, value))
+    sides = ((key, head_size), (value, head_size_v))
+    return block_size * sum(codec.row.code_bytes(size) + codec.row.meta_bytes for codec, size in sides)
 
 
-def row_macros(key: Codec, value: Codec, head_size: int) -> dict[str, object]:
-    """What both kernels are told of the codecs and their rows."""
-    macros: dict[str, object] = {"HEAD_SIZE": head_size, "KEY_SIGNED": int(key.signed)}
-    for name, codec in (("KEY", key), ("VALUE", value)):
+def row_macros(key: Codec, value: Codec, head_size: int, head_size_v: int, of_values: bool = False) -> dict[str, object]:
+    """What both kernels are told of the codecs and their rows. of_values: the snippets' numbers and head size are the values', not the
+    keys', where both have them."""
+    macros: dict[str, object] = {"HEAD_SIZE": head_size_v if of_values else head_size, "KEY_SIGNED": int(key.signed)}
+    sides = [("KEY", key, head_size), ("VALUE", value, head_size_v)]
+    for name, codec, size in sides if of_values else sides[::-1]:
         half = codec.hopper()
-        macros |= {name: half.type, f"{name}_BITS": codec.row.code_bits, f"{name}_META_BYTES": codec.row.meta_bytes}
-        macros |= half.macros(head_size)
+        macros |= {name: half.type, f"{name}_BITS": codec.row.code_bits, f"{name}_META_BYTES": codec.row.meta_bytes, f"{name}_SIZE": size}
+        macros |= half.macros(size)
     return macros
 
 
@@ -42,9 +45,9 @@ def pages_of(k: Side, v: Side) -> torch.Tensor | None:
     return base
 
 
-def unsuitable(pages: torch.Tensor, key: Codec, value: Codec, head_size: int, block_size: int) -> str | None:
+def unsuitable(pages: torch.Tensor, key: Codec, value: Codec, head_size: int, head_size_v: int, block_size: int) -> str | None:
     """Why `pages`, of three axes, are no records that the kernels can address, in words; None where they are."""
-    size = page_bytes(key, value, head_size, block_size)
+    size = page_bytes(key, value, head_size, head_size_v, block_size)
     if pages.shape[2] != size or pages.stride(2) != 1:
         return f"pages {tuple(pages.shape)}, strides {pages.stride()}: records of {size} bytes, last dimension contiguous"
     if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(1) % 16:

@@ -26,13 +26,13 @@ template <bool PAIRED> struct Row {
     if constexpr (PAIRED) {
       u32 m = pairs[0];
 #pragma unroll
-      for (int i = 1; i < E / 2; i++) m = f2(m, pairs[i]);
+      for (int i = 1; i < E / 2; i++) m = f2(m, are_there(2 * i) ? pairs[i] : pairs[0]);
       m = over_lanes(m, f2);
       return f(first(m), second(m));
     } else {
       float m = x[0];
 #pragma unroll
-      for (int e = 1; e < E; e++) m = f(m, x[e]);
+      for (int e = 1; e < E; e++) m = f(m, are_there(e) ? x[e] : x[0]);
       return over_lanes(m, f);
     }
   }

@@ -28,6 +28,11 @@ def disassemble(cubin: Path) -> list[str]:
     return subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+def is_product(name: str) -> bool:
+    """Of the tensor cores: a warp's, or a warpgroup's."""
+    return name.startswith(("HMMA", "HGMMA"))
+
+
 def opcodes(cubin: Path) -> list[str]:
     """Of every instruction, without its modifiers; what only fills up memory left out."""
     found = [match.group(2).split(".")[0] for line in disassemble(cubin) if (match := INSTRUCTION.match(line))]
@@ -52,11 +57,11 @@ def step(cubin: Path) -> list[str]:
         if name.startswith("LDGSTS"):  # predicated or zero-filling copies belong to a tile that is not full
             cold = "ZFILL" in name or re.search(r"!?P\d", operands)
             return 1 + (30 * WANTED if cold else -WANTED)
-        return 1 - (WANTED if "HMMA" in name else 0)
+        return 1 - (WANTED if is_product(name) else 0)
 
     def is_loop_over_tiles(start, end):
         names = {name for _, name, _ in code[start : end + 1]}
-        return {"DEPBAR.LE", "MUFU.EX2"} <= names and any(name.startswith("HMMA") for name in names)
+        return {"DEPBAR.LE", "MUFU.EX2"} <= names and any(map(is_product, names))
 
     loops = [(target(end), end) for end in range(len(code)) if target(end) is not None and target(end) <= end]
     loops = [loop for loop in loops if is_loop_over_tiles(*loop)]
@@ -82,4 +87,4 @@ def step(cubin: Path) -> list[str]:
 
     # Of the loops over tiles, the one that takes most at a time; without a mask, where both take as many.
     paths = [path(start, end) for start, end in inner]
-    return min(paths, key=lambda names: (-sum("HMMA" in name for name in names), len(names)))
+    return min(paths, key=lambda names: (-sum(map(is_product, names)), len(names)))

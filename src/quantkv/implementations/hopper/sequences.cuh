@@ -1,30 +1,42 @@
 // Which warp reads which tiles.
 #pragma once
+#include "arguments.cuh"
 #include "record.cuh"
 
-constexpr int PER_PAGE = BLOCK_SIZE / TILE;  // a tile: TILE tokens of one kv head
-static_assert(TILE == 16, "rows of an mma");
+constexpr int PER_PAGE = BLOCK_SIZE < TILE ? 1 : BLOCK_SIZE / TILE, PAGES = BLOCK_SIZE < TILE ? TILE / BLOCK_SIZE : 1;  // tiles; pages of a tile
+static_assert(TILE == 16, "rows of an mma");  // a tile: TILE tokens of one kv head
+static_assert(PER_PAGE * TILE == PAGES * BLOCK_SIZE && PAGES <= 2, "whole tiles of a page, or two pages of a tile");
+constexpr int WORKERS = WARPS / TEAM;  // of a block: warps that work alone, or teams that take TEAM tiles at a time
+constexpr int SPAN = TEAM * TILE;      // tokens of what the line is cut into
 
 // All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both kernels
-// derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change.
+// derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change. Where workers are
+// teams, its tiles are spans of TEAM tiles.
+//
+// Where the cut is INVARIANT a sequence is cut by its own number of tiles alone: a worker has the pieces that begin in its part of the line.
 //
 // Keys are counted by slots: that in slot 0 stands at position start(s). Where RANGES is 0 a segment has all keys of a sequence.
 struct Sequences {
   const int *lens, *cu_queries, *key_start, *key_range;
-  int count, window;
+  int count, window, lookback, column0;  // window: of a chunk, where they are CHUNKED; column0: the first column that is served
   DI int queries(int s) const { return cu_queries[s + 1] - cu_queries[s]; }
   DI int first_query(int s) const { return cu_queries[s]; }
   DI int start(int s) const { return RANGES && key_start ? key_start[s] : 0; }
+  // The first key in the window of a query: both are counted from position `start` on.
+  DI int lowest(int query, int start = 0) const {
+    return CHUNKED ? max((query + start) / window - lookback, 0) * window - start : query - window + 1;
+  }
   struct Slots {
     int first, past;
-    DI int first_tile() const { return first / TILE; }
-    DI int last_tile() const { return RANGES && past <= first ? first / TILE : (past + TILE - 1) / TILE; }
+    DI int first_tile(int tokens = SPAN) const { return first / tokens; }
+    DI int last_tile(int tokens = SPAN) const { return RANGES && past <= first ? first / tokens : (past + tokens - 1) / tokens; }
   };
   DI Slots all(int s) const {  // slots that some query may see
     const int len = lens[s], begin = start(s);
     int low = 0, high = len;
-    if (window > 0) low = max(0, len - queries(s) - window + 1);
+    if (window > 0) low = max(0, lowest(len - queries(s)));
     if (RANGES && key_range) low = max(low, key_range[2 * s]), high = min(high, key_range[2 * s + 1]);
+    if (INVARIANT && queries(s) * GROUP <= column0) low = high = 0;
     return {RANGES ? max(0, low - begin) : low, high - begin};
   }
   DI int first_slot(int s) const { return all(s).first; }
@@ -35,6 +47,26 @@ struct Sequences {
     if (s >= count) return 0;
     const Slots slots = all(s);
     return slots.last_tile() - slots.first_tile();
+  }
+  // Of a piece, the last of a sequence apart: a power of two, so that a sequence has 32 pieces, or more of PIECE_MOST tiles, or 512.
+  DI int piece_tiles(int s) const {
+    const int all = tiles(s);
+    int n = PIECE_LEAST;
+    while (n < PIECE_MOST && n * PIECES_AIM < all || n * PIECES_MOST < all) n <<= 1;
+    return n;
+  }
+  DI int past_piece(int s, int tile) const { return min(tile + piece_tiles(s), last_tile(s)); }
+  // The first tile of a piece that is not before `at`, in the line of all heads, of which one has `line` tiles.
+  DI int next_piece(int at, int line) const {
+    int start;
+    const int s = holding(at % line, start), within = at % line - start, step = piece_tiles(s);
+    return at - within + min((within + step - 1) / step * step, tiles(s));
+  }
+  // Makes the run of a worker, not the last one if `more` come, the pieces that begin in it.
+  DI void take_pieces(int& begin, int& left, int line, bool more) const {
+    if (left == 0) return;
+    const int past = more ? next_piece(begin + left, line) : begin + left, first = next_piece(begin, line);
+    left = past - first, begin = left > 0 ? first : begin;
   }
   DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
     int all = 0, some = 0;
@@ -75,3 +107,7 @@ struct Cut {
     return tile < large ? tile / (quota + 1) : extra + (tile - large) / quota;
   }
 };
+
+DI Sequences sequences_of(const AttendArguments& a, const int* key_start, const int* key_range, int column0 = 0) {
+  return {a.seq_lens, a.cu_queries, key_start, key_range, a.sequences, a.window, a.chunk_lookback, column0};
+}

@@ -1,16 +1,11 @@
 // Scores, softmax and the weighted sum of values: what a warp does with a tile.
 #pragma once
-#include "pieces.cuh"
-#include "query.cuh"
+#include "scores.cuh"
 
-constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;
 constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
-constexpr bool WIDE = VALUE::BIASED || VALUE::BITS == 16;  // an output may be larger than weights times a code, and is looked for
-constexpr bool ADDED = KEY_OFFSET || KEY::BIASED;  // a score is more than a product
-static_assert(!ZERO_POINTS || V_META == 4, "where zero points are");
-DI float zero_point(u32 meta) { return (float)(meta & 15u); }
-DI float key_scale(u32 meta, float squares) {
-  return K_META == 0 ? 1.f : KEY::NORMALISED ? KEY::scale(meta) * inverse_root(squares) : KEY::scale(meta);
+template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Part<0>()) to f(Part<N - 1>())
+  f(Constant<I>{});
+  if constexpr (I + 1 < N) each_part<N, I + 1>(f);
 }
 
 // The running softmax of a warp, base 2. m and l are per column (of this lane's tokens only: l). o, bias and mass carry the
@@ -21,7 +16,7 @@ DI float key_scale(u32 meta, float squares) {
 // once at the end: the tensor core truncates as it accumulates, and an uncentred sum would drift with the number of tokens. Where
 // 32 columns share a code, taking its zero point or CENTRE off it (SUBTRACT) costs less than the registers of their masses.
 struct Softmax {
-  float o[NT][D / 16][4], m[NT][2], l[NT][2], bias[NT][2], mass[NT][4], v_norm;
+  float o[NT][DV / 16][4], m[NT][2], l[NT][2], bias[NT][2], mass[NT][4], v_norm;
   u32 seen;     // a bit for each column of this lane that has met a key
   float limit;  // scores up to this need no new m; -inf while some column of the warp has not
 
@@ -32,7 +27,7 @@ struct Softmax {
       for (int e = 0; e < 2; e++) {
         m[nt][e] = l[nt][e] = bias[nt][e] = mass[nt][e] = mass[nt][2 + e] = 0.f;
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) o[nt][i][e] = o[nt][i][2 + e] = 0.f;
+        for (int i = 0; i < DV / 16; i++) o[nt][i][e] = o[nt][i][2 + e] = 0.f;
       }
   }
 
@@ -41,10 +36,10 @@ struct Softmax {
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float x = mass[nt][e] * (ZERO_POINTS ? -1.f : -VALUE::CENTRE / VALUE::GAIN);
+        const float x = mass[nt][e] * (ZERO_POINTS ? -1.f : -VALUE::CENTRE / VALUE_GAIN);
         mass[nt][e] = mass[nt][2 + e] = 0.f;
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) {
+        for (int i = 0; i < DV / 16; i++) {
           o[nt][i][e] = fmaf(x, VALUE::unit(2 * i), o[nt][i][e]), o[nt][i][2 + e] = fmaf(x, VALUE::unit(2 * i + 1), o[nt][i][2 + e]);
         }
       }
@@ -66,7 +61,7 @@ struct Softmax {
         if (top != minus_infinity()) seen |= bit;
         m[nt][e] += up, l[nt][e] *= r, r *= rv, bias[nt][e] *= r, mass[nt][e] *= r, mass[nt][2 + e] *= r;
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) o[nt][i][e] *= r, o[nt][i][2 + e] *= r;
+        for (int i = 0; i < DV / 16; i++) o[nt][i][e] *= r, o[nt][i][2 + e] *= r;
 #pragma unroll
         for (int n = 0; n < N; n++) s[n][nt][e] -= up, s[n][nt][2 + e] -= up;
       }
@@ -83,7 +78,7 @@ struct Softmax {
     for (int n = 0; n < N; n++) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        at.key.load(tile[n] + 8 * r * K_ROW, keys[n][r]);
+        at.key.template load<0, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
         if constexpr (K_META > 0) load_shared<K_META>(tile[n] + TILE_KM + (at.token + 8 * r) * K_META, &metas[n][r]);
       }
     }
@@ -102,39 +97,35 @@ struct Softmax {
           s[n][nt][2 + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? z1 * q.sum[nt][e] : 0.f;
         }
       float odd[4] = {};  // products depend on each other: with one column tile alone, two sums take half the time
+      each_part<K_PARTS>([&](auto part) {
+        constexpr int PART = decltype(part)::value, STEPS = DK / 16 / K_PARTS;
+        if constexpr (PART > 0) {
 #pragma unroll
-      for (int w = 0; w < D / 16; w++) {
-        const uint2 a = key_pairs<KEY>(ka, kb, 2 * w, at.table), a8 = key_pairs<KEY>(ka, kb, 2 * w + 1, at.table);
-        u32 b[2 * EVEN_NT];
-        q.step(w, b);
-        if constexpr (KEY::NORMALISED) {
-          squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])), squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
+          for (int r = 0; r < 2; r++) at.key.template load<PART, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
         }
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
-      }
+        for (int w = 0; w < STEPS; w++) {
+          const uint2 a = key_pairs<KEY>(ka, kb, 2 * w, at.table), a8 = key_pairs<KEY>(ka, kb, 2 * w + 1, at.table);
+          u32 b[2 * EVEN_NT];
+          q.step(PART * STEPS + w, b);
+          if constexpr (KEY::NORMALISED) {
+            squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])), squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
+          }
+#pragma unroll
+          for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+        }
+      });
       if (NT == 1) for (int i = 0; i < 4; i++) s[n][0][i] += odd[i];
       float norms[4] = {};  // squared: of the row in 0 and 1, of the row 8 further in 2 and 3
       if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
-      const float f[2] = {key_scale(meta[0], norms[0]) * scale, key_scale(meta[1], norms[2]) * scale};
-      const float z[2] = {KEY::bias(meta[0]) * scale, KEY::bias(meta[1]) * scale};
-      // A negative scale says that the key was stored without its offset.
-      const float shifted[2] = {KEY_SIGNED && KEY::scale(meta[0]) < 0.f ? 0.f : 1.f, KEY_SIGNED && KEY::scale(meta[1]) < 0.f ? 0.f : 1.f};
+      const KeyScores key(meta, norms[0], norms[2], scale);
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
         u32 offset[2] = {};  // what is added to the scores of a column, of both rows
         if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float y = s[n][nt][i], o = as_float(offset[i & 1]);
-          if (KEY_SIGNED && KEY_OFFSET) o *= shifted[i / 2];
-          if (KEY::BIASED) o = fmaf(z[i / 2], q.sum[nt][i & 1], KEY_OFFSET ? o : 0.f);
-          if (SOFTCAP) {  // scale brings the score to 2 log2(e) / softcap, so y = softcap log2(e) tanh(score / softcap)
-            y = softcap - 2.f * softcap * inverse(1.f + pow2(ADDED ? fmaf(y, f[i / 2], o) : y * f[i / 2])) - m[nt][i & 1];
-          } else {
-            y = fmaf(y, f[i / 2], ADDED ? o - m[nt][i & 1] : -m[nt][i & 1]);
-          }
-          s[n][nt][i] = y;
+          s[n][nt][i] = key(i / 2, s[n][nt][i], as_float(offset[i & 1]), q.sum[nt][i & 1], softcap, m[nt][i & 1]);
         }
       }
     }
@@ -167,7 +158,7 @@ struct Softmax {
         if constexpr (V_META > 0) load_shared<V_META>(tile[n] + TILE_VM + (at.token + 8 * r) * V_META, &meta);
         v_scale[n][r] = V_META > 0 ? VALUE::scale(meta) : 1.f;
         if constexpr (VALUE::BIASED) v_bias[n][r] = fmaf(v_scale[n][r], VALUE::CENTRE, VALUE::bias(meta));
-        if (MASKED && RANGES && V_META > 0 && !ours(n, r)) {
+        if (MASKED && FOREIGN && V_META > 0 && !ours(n, r)) {
           v_scale[n][r] = 0.f;
           if constexpr (VALUE::BIASED) v_bias[n][r] = 0.f;
         }
@@ -178,7 +169,7 @@ struct Softmax {
         }
         v_top = n + r == 0 ? v_scale[n][r] : fmaxf(v_top, v_scale[n][r]);
       }
-      at.values.load(tile[n] + TILE_V, va[n], vb[n]);
+      if constexpr (V_PARTS == 1) at.values.template load<0>(tile[n] + TILE_V, va[n], vb[n]);
       at.overlap_values<VALUE>(va[n]), at.overlap_values<VALUE>(vb[n]);
     }
     float top;
@@ -226,21 +217,21 @@ struct Softmax {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) mma(mass[nt], a, a, b, b, p[nt][0], p[nt][1]);
       }
+      each_part<V_PARTS>([&](auto part) {
+        constexpr int PART = decltype(part)::value, ROWS = DV / 16 / V_PARTS;
+        if constexpr (V_PARTS > 1) at.values.template load<PART>(tile[n] + TILE_V, va[n], vb[n]);
 #pragma unroll
-      for (int i = 0; i < D / 16; i++) {
-        u32 a0 = value_pair<VALUE>(va[n], 2 * i, at.value_table), a1 = value_pair<VALUE>(va[n], 2 * i + 1, at.value_table);
-        u32 a2 = value_pair<VALUE>(vb[n], 2 * i, at.value_table), a3 = value_pair<VALUE>(vb[n], 2 * i + 1, at.value_table);
-        if (SUBTRACT) {
-          auto minus = [](u32 code, u32 zero, float unit) {
-            if (ZERO_POINTS) return fma2(zero, half_pair(unit) ^ 0x80008000u, code);
-            return add2(code, twice(u32(VALUE::CENTRE * unit)) | 0x80008000u);  // a subnormal
-          };
-          a0 = minus(a0, zeros[n][0], VALUE::unit(2 * i)), a1 = minus(a1, zeros[n][0], VALUE::unit(2 * i + 1));
-          a2 = minus(a2, zeros[n][1], VALUE::unit(2 * i)), a3 = minus(a3, zeros[n][1], VALUE::unit(2 * i + 1));
+        for (int i = 0; i < ROWS; i++) {
+          u32 a0 = value_pair<VALUE>(va[n], 2 * i, at.value_table), a1 = value_pair<VALUE>(va[n], 2 * i + 1, at.value_table);
+          u32 a2 = value_pair<VALUE>(vb[n], 2 * i, at.value_table), a3 = value_pair<VALUE>(vb[n], 2 * i + 1, at.value_table);
+          if (SUBTRACT) {
+            a0 = centred(a0, zeros[n][0], VALUE::unit(2 * i)), a1 = centred(a1, zeros[n][0], VALUE::unit(2 * i + 1));
+            a2 = centred(a2, zeros[n][1], VALUE::unit(2 * i)), a3 = centred(a3, zeros[n][1], VALUE::unit(2 * i + 1));
+          }
+#pragma unroll
+          for (int nt = 0; nt < NT; nt++) product<VALUE>(o[nt][PART * ROWS + i], a0, a1, a2, a3, p[nt][0], p[nt][1]);
         }
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) product<VALUE>(o[nt][i], a0, a1, a2, a3, p[nt][0], p[nt][1]);
-      }
+      });
     }
   }
 
@@ -262,10 +253,10 @@ struct Softmax {
         const bool there = column < columns;
         float lse = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity(), top = 0.f;
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) value(j) = fmaf(value(j), VALUE::GAIN / VALUE::unit(j) * r, z);
+        for (int j = 0; j < DV / 8; j++) value(j) = fmaf(value(j), VALUE_GAIN / VALUE::unit(j) * r, z);
         if constexpr (RUN == 1) {
 #pragma unroll
-          for (int j = 0; j < D / 8; j += 2) {
+          for (int j = 0; j < DV / 8; j += 2) {
             const float other = __shfl_xor_sync(~0u, g % 2 ? value(j) : value(j + 1), 4);
             (g % 2 ? value(j) : value(j + 1)) = other;
           }
@@ -276,7 +267,7 @@ struct Softmax {
           const float x = pow2(before - base), y = pow2(lse - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
           const float u = x * share * as_float(old[FACTOR]), w = y * share;
 #pragma unroll
-          for (int j = 0; j < D / 8; j += 2) {
+          for (int j = 0; j < DV / 8; j += 2) {
             const u32 pair = old[place(j)];
             value(j) = fmaf(low(pair), u, value(j) * w), value(j + 1) = fmaf(high(pair), u, value(j + 1) * w);
           }
@@ -286,7 +277,7 @@ struct Softmax {
         float factor = piece_factor(32.f / v_norm);
         if (WIDE) {
 #pragma unroll
-          for (int j = 0; j < D / 8; j++) top = fmaxf(top, fabsf(value(j)));
+          for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(value(j)));
           factor = piece_factor(max_over_tokens(top));
         }
         if (held) {
@@ -297,7 +288,7 @@ struct Softmax {
         if (!there) continue;
         if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
 #pragma unroll
-        for (int j = 0; j < D / 8; j += 2) to[column * PIECE + place(j)] = half2(value(j) * shrink, value(j + 1) * shrink);
+        for (int j = 0; j < DV / 8; j += 2) to[column * PIECE + place(j)] = half2(value(j) * shrink, value(j + 1) * shrink);
       }
   }
 };

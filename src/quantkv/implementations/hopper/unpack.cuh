@@ -5,10 +5,11 @@
 //   ZERO_POINTS            or one that is: -zero_point(meta) * scale, an integer below 16 in the lowest bits of the word
 //   NORMALISED             keys: scale(meta) is the length of the row, whatever the length of the operand
 //   BFLOAT                 operands are bf16, and not fp16
-//   GAIN                   brings products of operands as registers hold them to their values
+//   GAIN, PER_DIMENSION    bring products of operands as registers hold them to their values: GAIN, times the head size if PER_DIMENSION
 // and of one that serves keys,
 //   HALF, ODD_UNIT, ZERO   the distance of the two dimensions of a register; what odd registers are worth more than even ones, a
-//                          power of two; what is taken off every operand
+//                          power of two; what is taken off every operand. Four lanes take 8 HALF dimensions each: what lies behind a row
+//                          of fewer is read as codes, times 0, and must not be read as infinite
 //   key_pair(w, j)         register j: dimensions key_dim(j) and key_dim(j) + HALF; w: a lane's quarter of the row
 // of one that serves values,
 //   CENTRE, unit(j)        what is taken off every operand; what register j is worth more than its operands
@@ -24,7 +25,7 @@
 #pragma once
 #include "instructions.cuh"
 
-constexpr int D = HEAD_SIZE;
+constexpr int D = HEAD_SIZE;  // of keys, in a read; of the rows, in a write
 constexpr float SUBNORMAL = 16777216.f;  // 2^24
 constexpr __device__ u32 twice(u32 h) { return h | h << 16; }
 
@@ -43,7 +44,7 @@ template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
 // What a codec is unless it says otherwise.
 template <class TABLE> struct ReadBy : TABLE {
   static constexpr int META_BYTES = 0, HALF = 1;
-  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false, VALUES_BY_TABLE = false;
+  static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false, VALUES_BY_TABLE = false, PER_DIMENSION = false;
   static constexpr int OVERLAP = 0, CHAIN = 16;
   static constexpr float GAIN = 1.f, ODD_UNIT = 1.f, ZERO = 0.f, CENTRE = 0.f;
   static constexpr __device__ float unit(int) { return 1.f; }

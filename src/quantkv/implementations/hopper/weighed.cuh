@@ -105,7 +105,7 @@ struct WeighedRows {
 // 16 rows of a matrix times the 8 rows of `numbers`; of this lane: rows g and g + 8 of the tile, for rows 2 c and 2 c + 1.
 DI void multiply_rows(float (&sums)[4], const u8* matrix, int tile, const u16 (*numbers)[ROWS][D], int parts) {
   const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-  const MatrixRows of_tile((const u16*)matrix, tile);
+  const MatrixRows<D> of_tile((const u16*)matrix, tile);
 #pragma unroll
   for (int part = 0; part < 2; part++) {
     if (part == parts) break;

@@ -1,19 +1,20 @@
 // Rows -> page records, K and V in one launch, written for sm_90.
 //
-// A warp encodes 8 tokens of one kv head, four lanes a row. Lane c of a row holds E = D / 4 dimensions, CHUNK neighbours at a
-// time: number e is dimension 4 (e - e % CHUNK) + CHUNK c + e % CHUNK. The bits of a dimension are then the bits of e and of c,
+// A warp encodes 8 tokens of one kv head, four lanes a row. Lane c of a row holds E dimensions, CHUNK neighbours at a time: number e
+// is dimension 4 (e - e % CHUNK) + CHUNK c + e % CHUNK, zero beyond D. The bits of a dimension are then the bits of e and of c,
 // and a Hadamard matrix is a product of one 2 x 2 butterfly for each of them: mma.m16n8k16 takes those of c and the lowest of e
 // (16-bit numbers times +-1, added in float32), registers the others, and nothing is shuffled.
 //
-// Compile-time, from write.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE
-// BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED
+// Compile-time, from write.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE (of the
+// rows that are written) KEY_SIZE VALUE_SIZE // BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED
 // VALUE_SCALED KEY_SHIFTED KEY_SIGNED SIDES ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
 #include "arguments.cuh"
 #include "mapped.cuh"
 
 static_assert(sizeof(WriteArguments) == ARGUMENT_BYTES, "Python fills in another struct");
 static_assert(!KEY_SIGNED || KEY_META_BYTES == 2, "the scale's sign is that of 16 bits");
-constexpr int RESIDENT = D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
+static_assert(SIDES == 1 ? D == KEY_SIZE : D == VALUE_SIZE && (SIDES == 2 || D == KEY_SIZE), "rows of both sides at once have one size");
+constexpr int RESIDENT = D > 256 ? 8 : D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
 
 // A lane's part of a row of codes: CHUNK * BITS / 8 bytes, four lanes after each other, for each of its chunks.
 template <int BITS> DI void store(u8* row, int c, const u32 (&words)[WORDS<BITS>]) {
@@ -23,8 +24,14 @@ template <int BITS> DI void store(u8* row, int c, const u32 (&words)[WORDS<BITS>
   for (int k = 0; k < E / CHUNK; k++) {
     u8* to = row + 4 * k * BYTES + c * (SHIFTED_LANES ? 4 : BYTES);
     const u32* from = words + k * CHUNK / CODES<BITS> * REGISTERS<BITS>;
-    if constexpr (SHIFTED_LANES) {
+    const bool all = FILLED || k + 1 < E / CHUNK;  // or half of the last
+    if constexpr (SHIFTED_LANES && FILLED) {
       if (c < 3) *(u32*)to = *from;
+    } else if constexpr (SHIFTED_LANES) {  // rows begin anywhere in a word
+      if (all ? c < 3 : c < 2) ((u16*)to)[0] = *from;
+      if (all ? c < 3 : c < 1) ((u16*)to)[1] = *from >> 16;
+    } else if (!all && c >= 2) {
+      continue;
     } else if constexpr (BYTES == 2) {
       *(u16*)to = *from >> k % 2 * 16;
     } else if constexpr (BYTES == 4) {

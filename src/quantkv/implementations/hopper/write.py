@@ -12,7 +12,7 @@ import torch
 from ...calls import WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
-from . import launch, round, search
+from . import geometry, launch, round, search
 from .codec import literal
 from .launch import Kernel, Launch
 from .nvrtc import compile_cubin
@@ -25,20 +25,21 @@ KEYS, VALUES, BOTH = 1, 2, 3  # sides that a kernel writes
 
 @dataclass(frozen=True)
 class Hadamard:
-    """The map `factor * H * diag(signs)`, H the Sylvester matrix of the head size."""
+    """The map `factor * H * diag(signs)`, H the Sylvester matrix of the head size, or of its largest power of two, as often as it goes."""
 
     factor: float
-    signs: torch.Tensor | None  # int32 [4, D / 128 or 1], as `of` packs them; None: all are +1
+    signs: torch.Tensor | None  # int32 [4, D / 128, rounded up], as `of` packs them; None: all are +1
 
     @staticmethod
     def of(factor: float, signs: torch.Tensor) -> Hadamard:
         """`signs` [D] of +-1, into the words that the four lanes of a row read: see `hadamard` in hadamard.cuh."""
         if bool((signs > 0).all()):
             return Hadamard(factor, None)
-        D = signs.shape[0]
+        D = -(-signs.shape[0] // (4 * CHUNK)) * 4 * CHUNK
+        signs = torch.nn.functional.pad(signs, (0, D - signs.shape[0]), value=1.0)
         pairs = (signs.cpu() < 0).long().view(-1, 4, CHUNK).transpose(0, 1).reshape(4, -1, 2)  # [lane, pair, parity]
         bit = torch.tensor([15, 31]) - torch.arange(D // 8)[:, None] % 16
-        words = torch.zeros(4, max(D // 128, 1), dtype=torch.int64)
+        words = torch.zeros(4, -(-D // 128), dtype=torch.int64)
         for i in range(words.shape[1]):
             words[:, i] = (pairs[:, 16 * i : 16 * i + 16] << bit[16 * i : 16 * i + 16]).sum((1, 2))
         return Hadamard(factor, (words - (words >> 31 << 32)).int().to(signs.device))  # as signed words
@@ -57,6 +58,8 @@ def hadamard_of(map_: LinearMap | None) -> Hadamard | None:
     if map_ is None:
         return NONE
     signs, factor = map_.operands.signs, map_.operands.forward_factor
+    if signs is None:
+        signs = map_.block_signs
     if signs is None or map_.operands.forward.dtype != torch.bfloat16:
         return None
     return kept(signs, factor, lambda: Hadamard.of(factor, signs))
@@ -69,6 +72,7 @@ class WriteConfig:
     key: Codec
     value: Codec
     head_size: int
+    head_size_v: int
     block_size: int
     bf16: bool
     wide_slots: bool
@@ -85,13 +89,13 @@ class WriteConfig:
     def alike(self) -> bool:
         """K and V are treated in the same way."""
         key, value = (self.key, self.key_factor, self.key_scaled), (self.value, self.value_factor, self.value_scaled)
-        return key == value and not self.key_shifted
+        return key == value and not self.key_shifted and self.head_size == self.head_size_v
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
         return dict(
-            **row_macros(self.key, self.value, self.head_size), BLOCK_SIZE=self.block_size, KEY_FACTOR=literal(self.key_factor),
-            VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),
+            **row_macros(self.key, self.value, self.head_size, self.head_size_v, self.sides == VALUES), BLOCK_SIZE=self.block_size,
+            KEY_FACTOR=literal(self.key_factor), VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),
             VALUE_ROUNDED=int(self.value.round_mapped), KEY_SCALED=int(self.key_scaled), VALUE_SCALED=int(self.value_scaled),
             KEY_SHIFTED=int(self.key_shifted), SIDES=self.sides, ALIKE=int(self.alike),
             ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
@@ -121,13 +125,11 @@ def _unsupported(call: WriteCall) -> str | None:
     for codec in (fmt.k, fmt.v):
         if codec.hopper is None or not codec.hopper().written:
             return f"format {fmt.name}: rows of {codec.name} have no code for Hopper"
-    D = key.shape[2]
+    D, D_V = key.shape[2], value.shape[2]
     if key.dtype not in (torch.bfloat16, torch.float16):
         return f"key of {key.dtype}: bfloat16 or float16"
-    if D not in (64, 128, 256) or value.shape != key.shape:
-        return f"key {tuple(key.shape)}, value {tuple(value.shape)}: one shape, head size 64, 128 or 256"
-    if not 1 <= block_size <= 1024 or block_size % 8:
-        return f"block_size {block_size}: a multiple of 8 up to 1024"
+    if reason := geometry.unwritable(fmt, D, D_V, block_size, any(map(any, ways(call)))):
+        return reason
     for name, rows in (("key", key), ("value", value)):
         if rows.stride(2) != 1 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.data_ptr() % 16:
             return f"{name} strides {rows.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
@@ -137,7 +139,7 @@ def _unsupported(call: WriteCall) -> str | None:
     pages = pages_of(call.k, call.v)
     if pages is None:
         return "the cache is no buffer of page records [num_blocks, HK, page_bytes]"
-    if reason := unsuitable(pages, fmt.k, fmt.v, D, block_size):
+    if reason := unsuitable(pages, fmt.k, fmt.v, D, D_V, block_size):
         return reason
     if hadamard_of(call.maps.k) is None or hadamard_of(call.maps.v) is None:
         return "maps: a Hadamard matrix of the head size, or none"
@@ -168,7 +170,7 @@ def configurations(call: WriteCall) -> list[Config]:
     """What the kernels that serve `call` are compiled for: one for the sides that are written in one way."""
     config, (key_way, value_way) = configuration(call), ways(call)
     rows = call.key.shape[0] * call.key.shape[1]
-    if key_way == value_way:
+    if key_way == value_way and config.head_size == config.head_size_v:
         return [_config(config, key_way, rows)]
     return [_config(replace(config, sides=side), way, rows) for side, way in ((KEYS, key_way), (VALUES, value_way))]
 
@@ -194,6 +196,7 @@ def configuration(call: WriteCall) -> WriteConfig:
         call.fmt.k,
         call.fmt.v,
         D,
+        call.value.shape[2],
         call.k.codes.shape[1],
         call.key.dtype == torch.bfloat16,
         call.slot_mapping.dtype == torch.int64,
@@ -232,7 +235,7 @@ def _shape(call: WriteCall) -> Hashable:
     """Equal for calls that one `Prepared` serves."""
     key, value, positions = call.key, call.value, call.positions
     return (
-        (key.shape, key.stride(), value.stride(), key.dtype, key.device, call.k.base.stride(), call.k.codes.shape[1]),
+        (key.shape, key.stride(), value.shape, value.stride(), key.dtype, key.device, call.k.base.stride(), call.k.codes.shape[1]),
         (call.slot_mapping.dtype, None if positions is None else positions.dtype, _layer(call)),
     )
 

@@ -17,7 +17,7 @@ from ...spec import CacheSpec
 from . import POLICY, PREFIX
 
 UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
-BLOCK_SIZES = [16, 32, 64, 128]  # of the Hopper kernels
+BLOCK_SIZES = [16, 32, 64, 128]  # of those that the Hopper kernels read
 
 
 def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:

@@ -1,0 +1,48 @@
+// What the kernels that read tiles have in common: their turn, and the kernels that merge what they leave.
+#pragma once
+#include "combine.cuh"
+
+static_assert(sizeof(AttendArguments) == ARGUMENT_BYTES, "Python fills in another struct");
+static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
+
+// The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one start: that one
+// need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all. No kernel reads what another of these wrote before
+// it has waited; combine reads exact tokens before, which is right as no decode block lets it start before that block has waited.
+struct Turn {
+  DI Turn() {
+    if (FOLLOWS) forget_what_was_read(); else wait_for_previous_kernel();
+    launch_next_kernel();
+  }
+  DI ~Turn() {
+    if (FOLLOWS) wait_for_previous_kernel();
+  }
+};
+
+// What the runs of a block's workers ended with, merged where they ended in one pair (-1: a worker without a run), of sequence s.
+DI void merge_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int pair, int s, int column0) {
+  const int index = threadIdx.x / (32 * TEAM);
+  if (threadIdx.x % (32 * TEAM) == 0) ended_in[index] = pair;
+  __syncthreads();
+  if (pair < 0) return;
+  int first = index, past = index + 1;
+  while (first > 0 && ended_in[first - 1] == pair) first--;
+  while (past < WORKERS && ended_in[past] == pair) past++;
+  merge_pieces(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
+               a.pieces + ((i64)(worker - index + first) * a.all_columns + column0) * PIECE);
+}
+
+// Where the piece that ends before tile `past` goes, of a cut that is INVARIANT.
+DI u32* own_piece(const AttendArguments& a, const Sequences& sequences, int head, int s, int past) {
+  const int index = min((past - 1 - sequences.first_tile(s)) / sequences.piece_tiles(s), a.pair_pieces - 1);  // lengths may break a promise
+  return a.pieces + (((i64)head * a.sequences + s) * a.pair_pieces + index) * a.all_columns * PIECE + (i64)sequences.column0 * PIECE;
+}
+
+// combine_kernel: a warp a column; combine_one_kernel: a block, for few sequences, which have many pieces.
+#define COMBINE(NAME, N, S, MERGERS, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * N * S * MERGERS, BLOCKS) NAME(const __grid_constant__ AttendArguments a) { \
+    launch_next_kernel(); \
+    const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
+    combine<N, S, MERGERS>(a, sequences_of(a, a.key_start, a.key_range), map); \
+  }
+COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 6 : 8)
+COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, EXACT && D > 128 ? 1 : 2)

@@ -1,0 +1,93 @@
+// Paged decode and verify for many query columns, written for sm_90: as decode.cu, but what is unpacked is shared by a team of four warps.
+//
+// A team owns a run of spans, of 64 tokens, with its own ring in shared memory and its own running softmax. Scores are K Q^T and outputs
+// V^T P^T by wgmma: tokens, then dimensions, fill M = 64, and up to 64 query columns fill N. Each warp unpacks the keys of 16 tokens, and a
+// quarter of the dimensions of the values of all 64, to registers, where wgmma takes them from; queries and weights it takes from shared memory.
+// So a warp meets the others once a span: when the weights are there. Pieces are as in decode.cu, with teams in the place of warps.
+//
+// Compile-time, from many.py: as decode.cu, and BY_WGMMA.
+#include "kernels.cuh"
+#include "team_softmax.cuh"
+
+// Grid (blocks, column groups).
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_kernel(const __grid_constant__ AttendArguments a) {
+  const Turn turn;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / TEAM, member = warp % TEAM, lane = threadIdx.x % 32;
+  const int worker = blockIdx.x * WORKERS + team, column0 = blockIdx.y * COLUMNS;
+  const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? column0 : 0);
+  const Queries queries{a.q, a.q_token, a.q_head};
+  const int window = a.window;
+  int start;
+  const int line = sequences.total_tiles(0, start);
+  const Cut cut(line * KV_HEADS, a.resident);
+  if (worker - team >= cut.workers) return;
+  int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no spans
+  int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0;
+  if (INVARIANT) sequences.take_pieces(begin, left, line, worker + 1 < cut.workers);
+  int head = begin / line;
+  int s = sequences.holding(begin - head * line, start), span = sequences.first_tile(s) + begin - head * line - start;
+  u32 base = shared_address(shared) + TABLES_BYTES + team * WORKER_BYTES;
+  if (base % 1024) __trap();
+  SpanLoader loader(sequences, a, member, head, s, span, left, base + UNUSED_AT + member * UNUSED_BYTES);
+  if (left > 0) TeamQueries::ask(queries, sequences, s, head, column0, member);
+  u32 slot = base + RING_AT;  // of the next span
+  for (int i = 0; i < AHEAD; i++) loader.next(slot + i * SPAN_BYTES + member * TILE_BYTES);
+  fill_tables(warp);  // while the first tiles are on their way
+  const TeamLane at(member, team + 1, base);
+  const TeamQueries query{base};
+  const float scale = a.scale * (KEY_GAIN / Query::NORM);
+  bool is_held = false;  // what a stretch of this sequence came to
+  while (left > 0) {
+    const int end = INVARIANT ? sequences.past_piece(s, span) : min(sequences.last_tile(s), span + min(left, max(MAX_TILES / TEAM, 1)));
+    const int len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
+    left -= end - span;
+    if (end > span) {
+      query.load(queries, a, sequences, s, head, column0, member);
+      stores_before_wgmma();
+      meet(at.barrier);
+      TeamSoftmax softmax;
+      const int low = sequences.first_slot(s), high = sequences.slots(s);
+      const int all_see = (RANGES ? min(context + 1, high) : context + 1) / SPAN;
+      int all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + SPAN - 1) / SPAN : 0;
+      if (RANGES) all_in_window = max(all_in_window, (low + SPAN - 1) / SPAN);
+      keep(all_see), keep(all_in_window);
+      int scored = -1;  // the group of offsets whose scores are in shared memory
+      for (; span < end; span++) {
+        if (KEY_OFFSET) {
+          const int group = min(span / 16, a.offset_groups - 1);
+          if (group != scored) {
+            query.score_offsets(a.key_offset + (i64)head * a.offset_stride, group, a.scale / Query::NORM * a.offset_gain, member);
+            scored = group;
+            meet(at.barrier);
+          }
+        }
+        wait_for_all_copies_but<AHEAD - 1>();
+        __syncwarp();
+        const int key = span * SPAN + member * TILE + at.token;  // of this lane, and the one 8 further
+        const bool masked = span < all_in_window || span >= all_see;  // in between, every column sees every token
+        softmax.add(
+            slot, at, span, scale, a.softcap, masked,
+            [&] { loader.next((slot == base + RING_AT ? slot + (STAGES - 1) * SPAN_BYTES : slot - SPAN_BYTES) + member * TILE_BYTES); },
+            [&](int half, int nt, int e) {
+              const int k = key + 8 * half, position = context + (column0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
+              return k <= position && (window <= 0 || (CHUNKED ? k >= sequences.lowest(position, sequences.start(s)) : position - k < window)) && (!RANGES || k >= low && k < high);
+            },
+            [&](int half) { return key + 8 * half >= low; });
+        slot = slot == base + RING_AT + (STAGES - 1) * SPAN_BYTES ? base + RING_AT : slot + SPAN_BYTES;
+      }
+      // A run's last piece goes over queries and weights, to be merged; another's sequence is at its end, or goes on.
+      const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
+      u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
+      u32* to = INVARIANT ? own_piece(a, sequences, head, s, end) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
+                : goes_on ? held : a.pieces + ((i64)(cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
+      softmax.write(to, at, min(COLUMNS, sequences.queries(s) * GROUP - column0), is_held ? held : nullptr);
+      is_held = goes_on;
+    }
+    if (left > 0 && !is_held && (!INVARIANT || end == sequences.last_tile(s))) {
+      if (++s == a.sequences) s = 0, head++;
+      span = sequences.first_tile(s);
+    }
+  }
+  int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
+  if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, worker < cut.workers ? head * a.sequences + s : -1, s, column0);
+}

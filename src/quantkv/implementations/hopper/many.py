@@ -1,0 +1,95 @@
+"""The configurations of many.cu, and whether it or decode.cu serves a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from . import decode, geometry
+from .decode import SHARED_BYTES, TILE, DecodeConfig
+
+MOST_COLUMNS = 128  # of a kv head: its query heads times the queries of a sequence
+MANY_COLUMNS = 9  # from so many on a team shares what it unpacks; above MOST_COLUMNS: never
+BY_WGMMA = True  # products of a team: of all four warps, by wgmma; or of each, by mma, out of the same shared memory
+TEAM = 4  # warps
+COLUMN_TILES = (1, 2, 3, 4, 6, 8)  # that wgmma is written for
+
+
+def most_queries() -> int:
+    """Of a sequence."""
+    return 16 if MANY_COLUMNS <= MOST_COLUMNS else 8
+
+
+def unserved(group: int, queries: int) -> str | None:
+    """Why nobody serves so many query heads of a kv head, and queries of a sequence, which are not above `most_queries`."""
+    if MANY_COLUMNS > MOST_COLUMNS and group > 16:
+        return f"{group} query heads of a kv head: at most 16 share one"
+    if group * queries > MOST_COLUMNS:
+        return f"{group} query heads of a kv head, max_query_len={queries}: {group * queries} share it, at most {MOST_COLUMNS} do"
+    return None
+
+
+@dataclass(frozen=True)
+class ManyConfig(DecodeConfig):
+    """What one compiled kernel is made for where a team of warps has a run of tiles."""
+
+    by_wgmma: bool = True
+
+    @property
+    def source(self) -> str:
+        """The file of the kernel, which has its name."""
+        return "many.cu"
+
+    @property
+    def team(self) -> int:
+        """Warps that share a run of spans."""
+        return TEAM
+
+    @property
+    def room(self) -> int:
+        """Shared memory of a team for its ring."""
+        per_team = (SHARED_BYTES - 1024 - self.table_bytes) // self.workers // 1024 * 1024
+        return per_team - self.beside_ring
+
+    @property
+    def stages(self) -> int:
+        """Spans that a ring holds."""
+        return min(self.room // (TEAM * self.tile_bytes), self.max_stages)
+
+    @property
+    def worker_bytes(self) -> int:
+        """Shared memory of a team, as WORKER_BYTES in team.cuh."""
+        return -(-(self.stages * TEAM * self.tile_bytes + self.beside_ring) // 1024) * 1024
+
+    @property
+    def beside_ring(self) -> int:
+        """Shared memory of a team that its ring cannot have, as in team.cuh: matrices of 128 bytes a column (queries, their sums, two of
+        weights); what no lane reads; what warps tell each other; zero points; sums; scores of offsets."""
+        columns = 8 * self.column_tiles
+        matrices = (-(-self.key_dimensions // 64) + 3) * 128 * columns
+        unused = TEAM * 16 * 32 if self.key.row.meta_bytes + self.value.row.meta_bytes else 0
+        return matrices + unused + TEAM * (2 * columns + 4) * 4 + 4 * TEAM * TILE + 4 * columns + self.score_bytes
+
+    def macros(self) -> dict[str, object]:
+        """What the kernel is compiled with, how products are made included."""
+        return super().macros() | {"BY_WGMMA": int(self.by_wgmma)}
+
+
+def choose(
+    key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, *maps, capacity=1 << 20
+) -> DecodeConfig:
+    """The configuration for one shape, of either kernel: arguments as of `decode.choose`; maps: key_map, value_map, key_offset.
+
+    Three teams have 168 registers a thread, two have 255. Nothing here was measured yet.
+    """
+    shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
+    if columns < MANY_COLUMNS or not geometry.is_for_teams(value, head_size, head_size_v):
+        return decode.choose(*shape, columns, softcap, *maps, capacity=capacity)
+    size = max(key.hopper().dimensions(head_size), head_size_v)
+    most = 4 if size > 128 else 8  # tiles of a block, as registers allow
+    blocks = -(-columns // (8 * most))
+    column_tiles = next(n for n in COLUMN_TILES if 8 * n * blocks >= columns)
+    teams = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or column_tiles * size > 512 else 3  # little work is spread
+    config = ManyConfig(*shape, column_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
+    while config.stages < 3 and config.warps > TEAM:
+        config = replace(config, warps=config.warps - TEAM)
+    return config

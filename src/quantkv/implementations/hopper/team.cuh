@@ -1,0 +1,232 @@
+// A team: four warps that share what they unpack, their queries, and a ring of spans, of four tiles each.
+#pragma once
+#include "scores.cuh"
+#include "warpgroup.cuh"
+
+static_assert(TEAM == 4 && WARPS % TEAM == 0 && D <= 256 && DV <= 256, "a warpgroup, whose registers have room for such rows");
+constexpr int TILES = COLUMN_TILES, SLABS = (DK + 63) / 64;  // tiles of 8 columns; matrices of 64 numbers of a query a row
+constexpr int AHEAD = STAGES - 1, SPAN_BYTES = TEAM * TILE_BYTES;
+
+// Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as two fp16 numbers.
+// Both are moved by 16, so that the sum is no larger than a number of the query may be.
+constexpr bool SUMMED = KEY::ZERO_POINTS || KEY::ZERO > 0.f;
+constexpr float MOVED = 16.f;
+static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f, "zeros are fp16 numbers in the unit of the codes");
+
+// Shared memory of a team, in bytes: the queries, SLABS matrices of a row a column; their sums, the first 16 numbers of such a row (whether SUMMED or not); weights
+// of a span's tokens, a row a column, of this span and the last; the ring; what the copier does not use; what warps tell each other; values'
+// zero points, of this span and the last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
+constexpr int SLAB = COLUMNS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
+constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, UNUSED_AT = RING_AT + STAGES * SPAN_BYTES, TOLD_AT = UNUSED_AT + TEAM * UNUSED_BYTES;
+constexpr int TOLD = 2 * COLUMNS + 4;  // numbers of a warp
+constexpr int ZEROS_AT = TOLD_AT + TEAM * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * SPAN, OFFSETS_AT = QUERY_SUMS_AT + 4 * COLUMNS;
+constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * COLUMNS * 4 : 0);
+static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0, "shared memory is laid out in another way in Python");
+static_assert(COLUMNS * PIECE_BYTES <= UNUSED_AT, "a piece lies over queries, weights and the ring");
+
+// Products of a warpgroup, or the same by each warp for itself: b is what wgmma is told of the matrix.
+template <class C> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
+  if constexpr (BY_WGMMA) {
+    Wgmma<TILES, C::BFLOAT>::multiply(d, a0, a1, a2, a3, b, add);
+  } else {
+    const u32 at = ((u32)b & 0x3fff) << 4, lane = threadIdx.x % 32, chunk = at % MATRIX_ROW / 16 + lane / 8 % 2;
+#pragma unroll
+    for (int nt = 0; nt < TILES; nt += 2) {
+      const int two = nt + 1 < TILES ? 8 : 0;  // rows further: the second tile, or the first again
+      u32 x[4];
+      load_matrices(at - at % MATRIX_ROW + matrix_chunk(8 * nt + lane / 16 * two + lane % 8, chunk), x);
+#pragma unroll
+      for (int i = 0; i < 2 && nt + i < TILES; i++) {
+        if (!add) d[nt + i][0] = d[nt + i][1] = d[nt + i][2] = d[nt + i][3] = 0.f;
+        product<C>(d[nt + i], a0, a1, a2, a3, x[2 * i], x[2 * i + 1]);
+      }
+    }
+  }
+}
+
+// Brings this warp's tile of every span of the line, from span `span` of sequence `seq` and kv head `head` on, into slots of a ring, one
+// copy group a span. Tiles beyond a sequence arrive as zero.
+struct SpanLoader {
+  const Sequences& sequences;
+  const int* block_table;
+  const u8* records;
+  u32 page_stride;
+  int table_width, table_stride, member, seq, left, span, last, first_slot, slots, ids_from;  // left: spans of the run
+  int ids[PAGES];  // lane i holds those of the pages of this warp's tile of span ids_from + i
+  TileCopier tiles;
+
+  DI SpanLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int span, int left, u32 unused)
+      : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width), table_stride(a.table_stride),
+        member(member), left(left), tiles(records, a.pages, head, unused) {
+    open(seq, span);
+  }
+  DI void open(int s, int from) {
+    seq = s, span = from, last = sequences.last_tile(s), slots = sequences.slots(s), first_slot = FOREIGN ? sequences.first_slot(s) : 0;
+    load_ids();
+  }
+  DI void load_ids() {
+    const int at = ((span + (int)tiles.lane) * TEAM + member) / PER_PAGE * PAGES;
+    const int* id = block_table + (i64)seq * table_stride + at;
+    ids_from = span;
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) ids[i] = at + i < table_width ? id[i] : 0;
+    constexpr int LATER = 32 * TEAM * PAGES / PER_PAGE;
+    if (at + LATER < table_width) prefetch(id + LATER);
+  }
+  DI void next(u32 slot) {
+    if (left > 0) {
+      while (span == last) {
+        const bool next_head = seq + 1 == sequences.count;
+        records += next_head ? RECORD_BYTES : 0;
+        const int s = next_head ? 0 : seq + 1;
+        open(s, sequences.first_tile(s));
+      }
+      if (span - ids_from == 32) load_ids();
+      const int tile = span * TEAM + member, valid = slots - tile * TILE, from = FOREIGN ? first_slot - tile * TILE : 0;
+      u32 pages[PAGES], read[PAGES];
+#pragma unroll
+      for (int i = 0; i < PAGES; i++) pages[i] = __shfl_sync(~0u, ids[i], span - ids_from);
+      if (valid >= TILE && from <= 0) {
+        tiles.copy(records, page_stride, pages, tile % PER_PAGE, slot, TILE, 0);
+      } else {
+        const bool any = valid > 0 && from < TILE;
+#pragma unroll
+        for (int i = 0; i < PAGES; i++) read[i] = any ? pages[TileCopier::page_of(i, valid, from)] : 0;
+        tiles.copy(records, page_stride, read, tile % PER_PAGE, slot, any ? min(valid, TILE) : 0, max(from, 0));
+      }
+      span++, left--;
+    }
+    commit_copies();
+  }
+};
+
+// The part of a tile's values that a warp unpacks: about a quarter of the dimensions, of which a lane has OWN_DIMS, pairs of which are rows of
+// its products. a: tokens 2 c and 2 c + 1, 16 bits of each in a register; b: those 8 further. Where four warps do not share a row evenly the
+// last of its lanes have none of it: they read what others have, and dim() is beyond the row.
+constexpr int V_CHUNKS = V_ROW / 16, STEP = RUN > 1 ? 1 : 2;                             // of 16 bytes; chunks that hold pairs of dimensions
+constexpr int SHARING = IN_HALVES && V_CHUNKS < TEAM ? TEAM / V_CHUNKS : 1;              // warps that have a part of the 16 bits of a chunk
+constexpr int OWN_CHUNKS = V_CHUNKS < TEAM ? 1 : (V_CHUNKS + TEAM * STEP - 1) / (TEAM * STEP) * STEP;  // of a warp
+constexpr int OWN_RUN = IN_HALVES ? RUN / SHARING : DV <= 64 ? 2 : DV <= 128 ? 4 : 8;    // successive dimensions of a lane
+constexpr int OWN_DIMS = IN_HALVES ? OWN_CHUNKS * OWN_RUN : OWN_RUN, OWN_SLABS = OWN_DIMS / 2;  // of a lane; products of 64 dimensions
+constexpr int OWN_PAIRS = IN_HALVES ? OWN_CHUNKS : 4, ALL_OWN_PAIRS = OWN_PAIRS * (VALUE::OVERLAP ? 2 : 1);
+static_assert(OWN_DIMS % 2 == 0 && 32 * OWN_DIMS >= DV && DV % OWN_RUN == 0, "rows of products, for all dimensions");
+static_assert(VALUE::OVERLAP == 0 || OWN_RUN % 4 == 0, "codes of two numbers, and of a chain each other one lies in the words as they are");
+template <bool IN_HALVES> struct OwnValues {
+  u32 at[OWN_CHUNKS];
+  int shift;
+  DI OwnValues(int member) {
+    const int lane = threadIdx.x % 32;
+    shift = 16 / SHARING * (member % SHARING);
+#pragma unroll
+    for (int i = 0; i < OWN_CHUNKS; i++) {
+      const int chunk = member * OWN_CHUNKS / SHARING + i;
+      at[i] = TILE_V + lane / 16 * TILE_BYTES + chunk_address<V_ROW>(lane % 16, OWN_CHUNKS * TEAM > V_CHUNKS * SHARING ? min(chunk, V_CHUNKS - 1) : chunk);
+      keep(at[i]);
+    }
+  }
+  // Of the tile at `tile`, and of the next.
+  DI void load(const KeyLane& lane, u32 tile, u32 (&a)[2][ALL_OWN_PAIRS], u32 (&b)[2][ALL_OWN_PAIRS]) const {
+#pragma unroll
+    for (int i = 0; i < OWN_CHUNKS; i++) load_transposed(tile + at[i], a[0][i], b[0][i], a[1][i], b[1][i]);
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      lane.overlap_values<VALUE, OWN_PAIRS>(a[t]), lane.overlap_values<VALUE, OWN_PAIRS>(b[t]);
+      if constexpr (SHARING > 1) {
+#pragma unroll
+        for (int i = 0; i < ALL_OWN_PAIRS; i++) a[t][i] >>= shift, b[t][i] >>= shift;
+      }
+    }
+  }
+  static DI int dim(int member, int g, int j) {
+    return ((member * OWN_CHUNKS / SHARING + j / OWN_RUN) * 8 + g) * RUN + member % SHARING * OWN_RUN + j % OWN_RUN;
+  }
+};
+template <> struct OwnValues<false> {  // codes lie across 16-bit boundaries, or rows across chunks: a lane takes one run
+  static constexpr int BITS = OWN_RUN * VALUE::BITS, WORDS = (BITS + 31) / 32;
+  static_assert(IN_HALVES || WORDS <= 2, "two words");
+  using Run = Share<V_ROW, BITS, VALUE::BITS>;
+  Run even, odd;
+  static DI int index(int member) { return min(member * 8 + (int)threadIdx.x % 32 / 4, DV / OWN_RUN - 1); }
+  DI OwnValues(int member) : even(threadIdx.x % 4 * 2, index(member)), odd(threadIdx.x % 4 * 2 + 1, index(member)) {}
+  DI void load(const KeyLane&, u32 tile, u32 (&a)[2][ALL_OWN_PAIRS], u32 (&b)[2][ALL_OWN_PAIRS]) const {
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const u32 from = tile + TILE_V + t * TILE_BYTES;
+      two(from, a[t]), two(from + 8 * V_ROW, b[t]);
+    }
+  }
+  DI void two(u32 tile, u32 (&x)[ALL_OWN_PAIRS]) const {
+    u32 first[2] = {}, second[2] = {};
+    even.load(tile, first), odd.load(tile, second);
+#pragma unroll
+    for (int k = 0; k < 4; k++) x[k] = prmt(first[k / 2], second[k / 2], k & 1 ? 0x7632 : 0x5410);
+  }
+  static DI int dim(int member, int g, int j) { return (member * 8 + g) * OWN_RUN + j; }
+};
+
+// The queries of one sequence and kv head in shared memory, each warp some of the columns.
+struct TeamQueries {
+  u32 base;  // the team's shared memory
+  DI u32 operand(int nt, int w, int half) const {  // of this lane: what is b[2 w + half] of its Query
+    const int lane = threadIdx.x % 32, row = 8 * nt + lane / 4;
+    return base + w / 4 * SLAB + matrix_chunk(row, w % 4 * 2 + half) + lane % 4 * 4;
+  }
+  DI void recall(int nt, Query& query) const {
+#pragma unroll
+    for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
+  }
+  // Asks for the first columns of this warp: before the tiles, behind which they would queue.
+  static DI void ask(const Queries& q, const Sequences& sequences, int s, int head, int column0, int member) {
+    const int lane = threadIdx.x % 32, column = column0 + 8 * member + lane / 4;
+    if (8 * member + lane / 4 < COLUMNS && column < sequences.queries(s) * GROUP) {
+      prefetch(q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP) + lane % 4 * (D / 4));
+    }
+  }
+  DI void load(const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int head, int column0, int member) const {
+#pragma unroll 1
+    for (int nt = member; nt < TILES; nt += TEAM) {
+      Query query;
+      if constexpr (KEY_MAP == MATRIX) {
+        u32 words[DK / 8], x[DK / 8];
+        Query::fetch(words, q, nullptr, sequences, s, head, column0 + 8 * nt);
+        Query::arrange(x, words);
+#pragma unroll 1
+        for (int t = 0; t < DK / 16; t++) {
+          const KeyMatrix rows(a.key_map + (i64)head * a.key_map_stride, t);
+          float y[4] = {};
+          u32 b0, b1;
+          rows.multiply(y, x);
+          Query::operands(b0, b1, y, t);
+          store_shared(operand(nt, t, 0), b0), store_shared(operand(nt, t, 1), b1);
+        }
+        recall(nt, query);
+        query.add_up(0);
+      } else {
+        query.load(q, a.key_map, 0, sequences, s, head, column0 + 8 * nt);
+#pragma unroll
+        for (int j = 0; j < DK / 8; j++) store_shared(operand(nt, j / 2, j % 2), query.b[0][j]);
+      }
+      const int lane = threadIdx.x % 32, row = 8 * nt + 2 * lane;
+      if (lane < 4) {  // g = 0: the columns 2 c and 2 c + 1
+        if (KEY::BIASED) store_shared(base + QUERY_SUMS_AT + 4 * row, as_bits(query.sum[0][0]), as_bits(query.sum[0][1]));
+        if constexpr (SUMMED) {
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const float sum = query.sum[0][e] * (-KEY_GAIN / MOVED);
+            const u32 high = half1(sum);
+            store_shared(base + SUMS_AT + matrix_chunk(row + e, 0), high | (u32)half1(sum - low(high)) << 16, 0, 0, 0);
+            store_shared(base + SUMS_AT + matrix_chunk(row + e, 1), 0, 0, 0, 0);
+          }
+        }
+      }
+    }
+  }
+  DI void score_offsets(const u16* table, int sixteen, float factor, int member) const {
+#pragma unroll 1
+    for (int nt = member; nt < TILES; nt += TEAM) {
+      Query query;
+      recall(nt, query);
+      query.score_offsets(table, sixteen, factor, base + OFFSETS_AT + nt * 32);
+    }
+  }
+};

@@ -1,0 +1,322 @@
+"""Hopper's kernels where a sequence is cut by itself (`batch_invariant`), where windows are chunks, and where a layer has a scale: on a
+Hopper GPU; and, anywhere, their sources run on a CPU."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from hopper_on_cpu import AVAILABLE, Device
+from quantkv import PagedCache
+from quantkv.calls import AttendCall
+from quantkv.calls import Batch as Lengths
+from quantkv.implementations import batches
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper import geometry, launch
+from quantkv.testing import POISON, Batch, check
+from segments import Part, Several, calibrated, exact, run, signed
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
+VERIFY = (2, 4, 1, 3)
+
+
+def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
+    """The call of some of the sequences, in this order. wider: pages that their tables have room for besides."""
+    starts = call.batch.cu_seqlens_q.tolist()
+    tokens = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in members])
+    counts = torch.tensor([0, *(starts[s + 1] - starts[s] for s in members)])
+    index = torch.tensor(members, device=call.q.device)
+
+    def of(t):
+        return None if t is None else t[index].contiguous()
+
+    segments = tuple(
+        s._replace(
+            block_table=torch.nn.functional.pad(of(s.block_table), (0, wider), value=-(2**30)),
+            key_start=of(s.key_start),
+            key_range=of(s.key_range),
+        )
+        for s in call.segments
+    )
+    most = int(counts.max()) if max_query_len is None else max_query_len
+    batch = Lengths(counts.cumsum(0).int().to(call.q.device), of(call.batch.seq_lens), most, max_seq_len)
+    q = call.q[tokens.to(call.q.device)]
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return AttendCall(q, segments, batch, call.scale, call.options, None, lse), tokens
+
+
+def assert_invariant(call, serve, few):
+    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table. few: so many
+    multiprocessors that one sequence is merged as few are, and all are not."""
+    serve(call)
+    count = call.batch.num_seqs
+    lens = call.batch.seq_lens.tolist()
+    longest = max(lens)
+    others = [([s], None, lens[s] + 5, 0) for s in range(count)]
+    others += [(list(range(count))[::-1], 8, None, 40), ([0, count - 1, 1, count - 1], None, 4 * longest, 7)]
+    assert (call.segments[0].k.codes.shape[2] * 8 <= few) and few < 8 * count * call.segments[0].k.codes.shape[2]
+    for members, most, longest, wider in others:
+        part, tokens = part_of(call, members, most, longest, wider)
+        serve(part)
+        assert torch.equal(part.out.cpu(), call.out.cpu()[tokens]), members
+        assert torch.equal(part.lse.cpu(), call.lse.cpu()[tokens]), members
+
+
+# ---- the sources, run on a CPU
+
+
+CASES = [
+    ("int4", dict(group=4), {}),
+    ("tq4", dict(group=3, maps=calibrated(1, 64)), dict(window=300, softcap=30.0)),  # a matrix, a bias, an offset
+    ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),  # teams, of 16 columns: two groups of them for two queries
+    ("fp8", dict(group=8, head_size=96), dict(window=300, chunk_lookback=1)),
+]
+
+
+@emulated
+@pytest.mark.parametrize("name, shape, options", CASES, ids=[case[0] for case in CASES])
+def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path):
+    b = Batch.make(name, VERIFY, (300, 33, 1, 650), **{"head_size": 64, "num_kv_heads": 1, "dtype": torch.bfloat16, **shape})
+    call = b.call(max_query_len=4, batch_invariant=True, **options)
+    device = Device(monkeypatch, tmp_path, 11)
+    busy = itertools.cycle((11, 9, 8, 15))
+    monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # as if others took some of them
+    assert_invariant(call, device.serve, 11)
+    assert len(device.compiled) == 1
+    check(b, (call.out, call.lse), **options)
+
+
+@emulated
+def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
+    """One of which few rows would be read by the kernel that merges, if the table were not wider than that."""
+    lens = (90, 33, 1, 250)
+    several = Several.make(exact("int4", lens, 30), (1, 1, 1, 1), lens, num_kv_heads=1, head_size=64, batch_invariant=True)
+    device = Device(monkeypatch, tmp_path, 9)
+    assert_invariant(several.call, device.serve, 9)
+    several.check()
+
+
+@emulated
+def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_path):
+    """Every length from few tiles to many: pieces lie where they have room (`Device` sees to that). What is longer than promised gets a
+    wrong answer, in its own place."""
+    device = Device(monkeypatch, tmp_path, 2)
+    lens = (*range(1, 1300, 161), 1040, 1024, 512, 513)
+    b = Batch.make("int2", (1,) * len(lens), lens, num_kv_heads=1, group=1, dtype=torch.bfloat16)
+    call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
+    device.serve(call)
+    check(b, (call.out, call.lse))
+    real = b.seq_lens.clone()
+    b.seq_lens.clamp_(max=500)
+    broken = b.call(max_query_len=1, max_seq_len=600, batch_invariant=True)
+    b.seq_lens.copy_(real)  # as in a graph that was captured
+    device.serve(broken)
+    kept = real <= 512
+    assert torch.equal(broken.out[kept], call.out[kept])
+
+
+def test_room_for_pieces():
+    """As many as `Sequences.piece_tiles` makes, of any length up to the one that there is room for."""
+    b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
+    for group in (4, 16):
+        wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
+        (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
+        least, macros = 4 // config.team, config.macros()
+        assert (macros["PIECE_LEAST"], macros["PIECE_MOST"], macros["PIECES_AIM"], macros["PIECES_MOST"]) == (least, 16, 32, 512)
+
+        def pieces(tiles, n=least):
+            while (n < 16 and n * 32 < tiles) or n * 512 < tiles:
+                n *= 2
+            return -(-tiles // n)
+
+        most = 0
+        for tiles in (*range(1, 600), *range(8100, 8300), 16384, 16385):
+            most = max(most, pieces(tiles)) if tiles < 600 else max(pieces(n) for n in range(1, tiles + 1, 1 if tiles < 8300 else 64))
+            room = config.pieces(16 * config.team * tiles)
+            assert room >= most and room <= 512, (tiles, room, most)
+            assert config.pieces(16 * config.team * tiles - 15) == room
+
+
+CHUNKS = [
+    ("int4", VERIFY, dict(window=150, chunk_lookback=2, softcap=20.0)),
+    ("tq3", (8, 8, 1, 8), dict(window=99, chunk_lookback=0)),  # teams
+]
+
+
+@emulated
+@pytest.mark.parametrize("name, queries, options", CHUNKS, ids=[case[0] for case in CHUNKS])
+def test_chunks(name, queries, options, monkeypatch, tmp_path):
+    b = Batch.make(name, queries, (300, 33, 1, 129), head_size=128, num_kv_heads=2, group=4, dtype=torch.bfloat16)
+    call = b.call(max_query_len=max(queries), **options)
+    Device(monkeypatch, tmp_path, 2, 4).serve(call)
+    check(b, (call.out, call.lse), **options)
+
+
+@emulated
+@pytest.mark.parametrize("by_combine", [True, False])
+def test_chunks_go_by_position(by_combine, monkeypatch, on_cpu):
+    """Where slots do not begin at position 0: in a decode kernel, and where the merging kernel attends."""
+    monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+    lens = (150, 33, 1, 250)
+    several = Several.make(exact("int4", lens, 40), VERIFY, lens, window=66, chunk_lookback=1)
+    assert (hopper._exact(several.call) is not None) == by_combine
+    on_cpu(several)
+
+
+@emulated
+def test_chunks_of_ranges(on_cpu):
+    lens = (150, 33, 1, 250)
+    on_cpu(Several.make([Part("int4", None, [(5, 140), (0, 0), (0, 1), (77, 200)])], VERIFY, lens, window=50, chunk_lookback=0))
+
+
+def scaled(b, k_scale, v_scale):
+    """The same rows in a cache with scales of the layer."""
+    c = b.cache
+    cache = PagedCache(c.spec, c.buffer.shape[0], k_scale=k_scale, v_scale=v_scale, maps=c.maps)
+    cache.buffer.fill_(POISON)
+    cache.write(b.key.cpu(), b.value.cpu(), b.slots.cpu(), b.positions.cpu(), implementation="reference")
+    if b.q.device.type == "cpu":
+        return dataclasses.replace(b, cache=cache)
+    on_device = PagedCache(c.spec, c.buffer.shape[0], b.q.device, k_scale=k_scale, v_scale=v_scale, maps=c.maps)
+    on_device.buffer.copy_(cache.buffer)
+    return dataclasses.replace(b, cache=on_device)
+
+
+SCALED = [
+    ("fp8_e5m2", VERIFY, dict(head_size=80), 3.1, 0.02),
+    ("fp8", (8, 8, 1, 8), dict(head_size=64), 0.37, 1.0),  # teams
+    ("fp8/int4", VERIFY, dict(head_size=128), 2.0, 0.41),  # values with a map
+    ("int4", VERIFY, dict(head_size=128, maps=calibrated()), 0.3, 2.9),  # keys with an offset, which is not scaled
+]
+
+
+@emulated
+@pytest.mark.parametrize(
+    "name, queries, shape, k_scale, v_scale", SCALED, ids=[f"{name}-{len(queries)}-{k}" for name, queries, _, k, _ in SCALED]
+)
+def test_scales_of_a_layer(name, queries, shape, k_scale, v_scale, monkeypatch, tmp_path):
+    b = scaled(Batch.make(name, queries, (140, 33, 8, 200), num_kv_heads=2, group=4, dtype=torch.bfloat16, **shape), k_scale, v_scale)
+    call = b.call(max_query_len=max(queries), window=150)
+    Device(monkeypatch, tmp_path, 1, 4).serve(call)
+    check(b, (call.out, call.lse), window=150)
+
+
+@emulated
+def test_small_values_keep_their_bits(monkeypatch, tmp_path):
+    """Outputs of rows without scales may be of any size: each has its own factor."""
+    b = Batch.make("fp8_e5m2", (1, 1), (400, 90), head_size=64, dtype=torch.bfloat16)
+    b.cache.write(b.key, b.value * 1e-3, b.slots, b.positions, implementation="reference")
+    call = b.call(max_query_len=1)
+    Device(monkeypatch, tmp_path, 1).serve(call)
+    check(b, (call.out, call.lse))
+
+
+@emulated
+def test_a_prepared_call_takes_the_scales_of_each_layer(monkeypatch, tmp_path):
+    layers = [
+        scaled(Batch.make("fp8", (1, 1), (40, 90), head_size=64, dtype=torch.bfloat16), *scales) for scales in ((0.5, 2.0), (1.5, 3.0))
+    ]
+    Device(monkeypatch, tmp_path, 1)
+    calls = [b.call(max_query_len=1) for b in layers]
+    serve = hopper.prepare(calls[0])
+    for b, call in zip(layers, calls):
+        serve(call)
+        check(b, (call.out, call.lse))
+
+
+# ---- who serves it
+
+
+def test_what_is_served(monkeypatch):
+    """Without the constants that stand for them, what was refused before is refused."""
+    b = Batch.make("fp8", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    assert hopper._unsupported(b.call(max_query_len=1)) is None
+    assert hopper._unsupported(b.call(max_query_len=8, batch_invariant=True)) is None
+    assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9, batch_invariant=True))
+    monkeypatch.setattr(geometry, "TENSOR_SCALES", False)
+    assert "rows with scales of their own" in hopper._unsupported(b.call(max_query_len=1))
+    int8 = Batch.make("tq_k8v4", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    assert hopper._unsupported(int8.call(max_query_len=1)) is None
+    assert "per-tensor scales 0.5" in hopper._unsupported(scaled(int8, 0.5, 1.0).call(max_query_len=1))
+
+
+def test_the_kernel_does_not_depend_on_the_batch():
+    """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls."""
+    b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=8, group=4, dtype=torch.bfloat16)
+    for options in ({"batch_invariant": True}, {}):
+        call = b.call(max_query_len=1, **options)
+        more = [part_of(call, [0] * 64, most, None, wider)[0] for most, wider in ((1, 1 << 12), (8, 0))]
+        same = [hopper.configurations(each) == hopper.configurations(call) for each in more]
+        assert same == [bool(options)] * 2
+
+
+def test_prompts_beside_decodes_are_runs_of_their_own():
+    """So that who serves a sequence does not depend on the others; dense, which has no fixed cut, takes none of them."""
+    b = Batch.make("int8", (1, 40, 1, 200, 8), (30, 60, 8, 200, 9))
+    call = b.call(lengths=((1, 30), (40, 60), (1, 8), (200, 200), (8, 9)), batch_invariant=True)
+    assert [run.tokens for run in batches.pieces(call)] == [slice(0, 1), slice(1, 41), slice(41, 42), slice(42, 242), slice(242, 250)]
+    two = b.call(lengths=((1, 30), (40, 60), (1, 8), (200, 200), (8, 9)))
+    assert len(batches.pieces(two)) == 5
+
+
+# ---- on a Hopper GPU
+
+LENS = (700, 33, 1, 5000, 9000, 129)
+
+
+@hopper_only
+@pytest.mark.parametrize("queries", [(1,) * 6, (2, 4, 1, 3, 8, 1)], ids=["one", "few"])
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("int4", dict(group=4)),
+        ("int4", dict(group=16, head_size=64)),
+        ("tq4", dict(group=5, maps=calibrated(2))),
+        ("int2", dict(group=8, head_size=256)),
+        ("none", dict(group=2)),
+        ("levels4", dict(group=12, maps=signed())),
+    ],
+    ids=["warps", "teams", "matrix", "wide", "rows", "signs"],
+)
+def test_bits(name, shape, queries):
+    b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", **shape})
+    for options in ({}, {"window": 600}, {"window": 1000, "chunk_lookback": 1, "softcap": 20.0}):
+        call = b.call(max_query_len=max(queries), batch_invariant=True, **options)
+        assert_invariant(call, hopper.run, 17)
+        check(b, (call.out, call.lse), **options)
+
+
+@hopper_only
+def test_bits_of_segments():
+    several = Several.make(exact("int4", LENS, 30, 16), (1,) * 6, LENS, num_kv_heads=2, device="cuda", batch_invariant=True)
+    assert_invariant(several.call, hopper.run, 17)
+    several.check()
+
+
+@hopper_only
+@pytest.mark.parametrize("name", ["int4", "int8", "levels4", "none"])
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), VERIFY, (8, 8, 1, 8)], ids=str)
+def test_chunks_on_a_gpu(name, queries):
+    b = Batch.make(name, queries, (700, 33, 1, 1300), head_size=128, num_kv_heads=2, group=4, dtype=torch.bfloat16, device="cuda")
+    for options in (dict(window=512, chunk_lookback=0), dict(window=150, chunk_lookback=2, softcap=20.0)):
+        check(b, b.attend(implementation="hopper", max_query_len=max(queries), **options), **options)
+
+
+@hopper_only
+def test_chunks_of_segments_on_a_gpu():
+    lens = (700, 33, 1, 1300)
+    run(Several.make(exact("int4", lens, 40), VERIFY, lens, num_kv_heads=2, device="cuda", window=300, chunk_lookback=1))
+
+
+@hopper_only
+@pytest.mark.parametrize(
+    "name, queries, shape, k_scale, v_scale", SCALED, ids=[f"{name}-{len(queries)}-{k}" for name, queries, _, k, _ in SCALED]
+)
+def test_scales_on_a_gpu(name, queries, shape, k_scale, v_scale):
+    b = Batch.make(name, queries, (700, 33, 8, 1300), num_kv_heads=2, group=4, dtype=torch.bfloat16, device="cuda", **shape)
+    b = scaled(b, k_scale, v_scale)
+    for options in ({}, {"window": 150}):
+        check(b, b.attend(implementation="hopper", max_query_len=max(queries), **options), **options)
