@@ -1,19 +1,21 @@
 """Write what was measured into documents: `python benchmarks/tables.py RESULT.json ... [FILE.md ...]`.
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
-of decode and verify), full (a table for each shape), targets (what was aimed at and what was reached), of a file of
-`measure.py`; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`; transformers (a token
-and a prompt), of a file of `transformers_step.py`. Blocks of which no file tells stay as they are.
+of decode and verify, without quantkv's Triton kernels), full (a table for each shape), targets (what was aimed at and what was reached),
+of a file of `measure.py`; geometries (those of models, by name), of a file of `geometries.py` whose name ends in -geometries; end_to_end
+(tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`; transformers (a token and a prompt), of a file of
+`transformers_step.py`. Blocks of which no file tells stay as they are.
 Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,25 @@ def faster(shape: str, must: float, aim: float, *stores: str) -> Target:
     return Target(shape, stores, "faster", must, aim)
 
 
+# At the geometries that benchmarks/geometries.py names: how many times as fast as FlashAttention-3 over 16 bits, or the share of the read
+# ceiling, that int4 was to reach, and aimed at.
+GEOMETRY_TARGETS = {
+    "Llama-3 70B, 8-way": ("faster", 3.0, 3.3),
+    "Llama-3 405B, 8-way": ("faster", 2.9, 3.3),
+    "GLM-4 9B, group 16": ("faster", 3.0, 3.4),
+    "Gemma 3 27B, window 1024": ("faster", 3.2, 3.5),
+    "gpt-oss, window 128": ("faster", 2.5, 3.2),
+    "Phi-3 mini, head size 96": ("faster", 3.0, 3.3),
+    "Phi-2, head size 80": ("faster", 3.0, 3.3),
+    "head size 112": ("share", 0.75, 0.85),
+    "StableLM 2 12B, head size 160": ("share", 0.75, 0.85),
+    "Nemotron-4 340B, 2-way, head size 192": ("faster", 3.0, 3.3),
+    "Gemma 4, global layers, head size 512": ("share", 0.75, 0.85),
+    "pages of 8": ("faster", 3.0, 3.3),
+    "verify 5": ("faster", 2.8, 3.1),
+    "verify 8": ("faster", 2.4, 2.8),
+    "one sequence of 4096": ("faster", 1.9, 2.3),
+}
 TARGETS = (
     shares("B8xL32768", 0.80, 0.87, "int4"),
     shares("B64xL8192", 0.85, 0.93, "int4"),
@@ -154,9 +175,39 @@ def targets(result: Result) -> str:
     return "\n".join(lines)
 
 
+def geometries(result: Result) -> str:
+    """A line for each geometry that benchmarks/geometries.py names and the run has."""
+    spec = importlib.util.spec_from_file_location("geometries", Path(__file__).with_name("geometries.py"))
+    named = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(named)
+    lines = ["| geometry | shape | FlashAttention-3 bf16, us | int4, us | of the read ceiling | times as fast | must | aim | |"]
+    lines.append("| --- | --- | --: | --: | --: | --: | --: | --: | --- |")
+    for name, shape in named.GEOMETRIES.items():
+        if (row := best(result, shape, "int4")) is None:
+            continue
+        values = {"share": row.share, "faster": reached(result, faster(shape, 0, 0), "int4")}
+        rival = "" if values["faster"] is None else tables.microseconds(row.us * values["faster"])
+        cells = [
+            name,
+            row.shape,
+            rival,
+            tables.microseconds(row.us),
+            show(row.share, "share"),
+            show(values["faster"], "faster") if rival else "",
+        ]
+        if name in GEOMETRY_TARGETS:
+            unit, must, aim = GEOMETRY_TARGETS[name]
+            cells += [show(must, unit), show(aim, unit), verdict(result, Target(shape, ("int4",), unit, must, aim), "int4", values[unit])]
+        else:
+            cells += [""] * 3
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"{tables.subtitle(result)}."])
+
+
 def summary(result: Result) -> str:
     measured = {r.shape for r in result.rows}
     chosen = [s for s in SUMMARY if canonical(s) in measured]
+    result = replace(result, rows=[r for r in result.rows if not (r.ours and "triton" in r.name)])
     return f"{tables.summary(result, chosen)}\n\nMicroseconds (share of the read ceiling). {tables.subtitle(result)}."
 
 
@@ -236,8 +287,10 @@ OF_RESULT: dict[str, Callable[[Result], str]] = {"summary": summary, "full": tab
 OF_END_TO_END: dict[str, Callable[[dict], str]] = {"end_to_end": end_to_end, "model": model}
 
 
-def blocks(figures: dict[str, Any]) -> dict[str, str]:
-    """The blocks that a file of figures fills."""
+def blocks(figures: dict[str, Any], stem: str = "") -> dict[str, str]:
+    """The blocks that a file of figures of this name fills."""
+    if stem.endswith("-geometries"):
+        return {"geometries": geometries(Result.from_dict(figures))}
     if "results" in figures:
         return {"transformers": transformers(figures)}
     if "end_to_end" in figures:
@@ -250,7 +303,7 @@ def update(text: str, filled: dict[str, str]) -> str:
     """The document with its blocks filled. ValueError for a block of an unknown name."""
 
     def fill(match: re.Match) -> str:
-        known = (*OF_RESULT, *OF_END_TO_END, "transformers")
+        known = (*OF_RESULT, *OF_END_TO_END, "transformers", "geometries")
         if match[2] not in known:
             raise ValueError(f"bench:{match[2]}: one of {', '.join(known)}")
         return f"{match[1]}{filled[match[2]].rstrip()}\n{match[3]}" if match[2] in filled else match[0]
@@ -267,8 +320,8 @@ def main() -> None:
     for path in figures:
         values, growth = json.loads(path.read_text()), path.stem.endswith("-growth")
         if not growth:
-            filled |= blocks(values)
-        if "rows" in values:
+            filled |= blocks(values, path.stem)
+        if "rows" in values and not path.stem.endswith("-geometries"):
             (plot.draw_growth if growth else plot.draw)(path.with_suffix(".svg"), Result.from_dict(values))
     for path in documents:
         path.write_text(update(path.read_text(), filled))

@@ -288,7 +288,7 @@ def test_what_is_refused(monkeypatch):
     assert "batch_invariant" in why(batch_invariant=True) and "qq_bias" in why(qq_bias=torch.zeros(40, 1))
     assert "chunks of 20 tokens, fewer than 32" in why(window=20, chunk_lookback=0) and why(window=4000, chunk_lookback=1) is None
     assert "key" in why(key_range=torch.tensor([[0, 40], [0, 64]])) and "key" in why(key_start=torch.tensor([0, 0]))
-    monkeypatch.setattr(dense, "choose", lambda *args, window, softcap: None if softcap or window else "math")
+    monkeypatch.setattr(dense, "choose", lambda *args, window, softcap, alike: None if softcap or window else "math")
     assert why(window=4000, lengths=lengths) is None, "a window that all keys fit in is none"
     assert why(window=9).endswith("on cpu with window") and why(window=9, softcap=1.0).endswith("with window, softcap")
     few = make(queries=(40, 0, 31), keys=(40, 5, 64))
@@ -314,6 +314,8 @@ def test_who_is_chosen(monkeypatch):
     with dense_backends.installed(monkeypatch, "graph"):
         capability(9, 0)
         assert chosen(128, 128) == chosen(256, 192) == ["cudnn graph", "cudnn graph", None, None]
+        assert dense.choose(gpu, half, 128, 128, alike=True) == "cudnn"  # torch's calls are faster where all lengths are the same
+        assert dense.choose(gpu, half, 128, 128, alike=True, window=True) == dense.choose(gpu, half, 256, 256, alike=True) == "cudnn graph"
         capability(8, 0)
         assert chosen(128, 128)[0] == "cudnn graph" and chosen(256, 256)[0] == "flash"
         monkeypatch.setattr(dense, "GRAPH", False)

@@ -4,17 +4,20 @@ import itertools
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.core")
+from cuda.core import ProgramOptions
+
 from quantkv import available_formats, get_format
 from quantkv.implementations.hopper import decode as hopper
 from quantkv.implementations.hopper import nvrtc, operands, write
 from quantkv.implementations.hopper.nvrtc import compile_cubin
 from quantkv.implementations.hopper.records import page_bytes
-from quantkv.implementations.hopper.sass import opcodes, step
+from quantkv.implementations.hopper.sass import kernels, opcodes, step
 
 FORMATS = [get_format(name) for name in available_formats()]
 CODECS = {codec.name: codec for fmt in FORMATS for codec in (fmt.k, fmt.v)}
@@ -123,6 +126,37 @@ def test_exact_rows_stay_out_of_local_memory(key, head_size, value_map, tmp_path
     cubin = tmp_path / "decode.cubin"
     chosen = replace(config(key, key, head_size, key_map=value_map, value_map=value_map), ranges=True, exact=16)
     cubin.write_bytes(build(chosen))
+    assert not {"LDL", "STL"} & set(opcodes(cubin))
+
+
+@pytest.mark.parametrize(
+    "key, map_, segments", [("int4", "HADAMARD", 1), ("int4", "MATRIX", 1), ("int4", "HADAMARD", 2), ("bf16", "NO_MAP", 2)]
+)
+def test_both_kernels_round_the_merge_of_an_invariant_cut_alike(key, map_, segments, tmp_path, monkeypatch):
+    """With no leave to make one operation of a product and a sum the compiler makes the same of either: there is none to make one of."""
+    chosen = replace(config(key, key, key_map=map_, value_map=map_), invariant=True, ranges=segments > 1, segments=segments)
+    merges = []
+    for fused in (True, False):
+        monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / str(fused)))
+        monkeypatch.setattr("cuda.core.ProgramOptions", partial(ProgramOptions, fma=fused))
+        cubin = tmp_path / "decode.cubin"
+        cubin.write_bytes(build(chosen))
+        made = kernels(cubin)
+        merges.append([made[name] for name in ("combine_kernel", "combine_one_kernel")])
+        assert all(any(name == "FFMA" for _, name, _ in kernel) for kernel in merges[-1])  # those that were asked for
+    assert merges[0] == merges[1]
+
+
+@pytest.mark.parametrize("key, map_", [("int4", "HADAMARD"), ("levels4", "MATRIX"), ("bf16", "NO_MAP")])
+def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
+    """And out of local memory: what a worker keeps from piece to piece has registers."""
+    plain = config(key, key, key_map=map_, value_map=map_)
+    steps = []
+    for each in (plain, replace(plain, invariant=True)):
+        cubin = tmp_path / "decode.cubin"
+        cubin.write_bytes(build(each))
+        steps.append(len(step(cubin)))
+    assert steps[1] <= steps[0] * 1.02
     assert not {"LDL", "STL"} & set(opcodes(cubin))
 
 

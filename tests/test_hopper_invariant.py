@@ -13,13 +13,21 @@ from quantkv.calls import AttendCall
 from quantkv.calls import Batch as Lengths
 from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import geometry, launch
+from quantkv.implementations.hopper import geometry, launch, many
 from quantkv.testing import POISON, Batch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def teams_of_few_columns(monkeypatch):
+    """Tested from fewer columns on than they are chosen from."""
+    monkeypatch.setattr(many, "MANY_COLUMNS", 9)
+
+
 VERIFY = (2, 4, 1, 3)
 
 
@@ -48,16 +56,17 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
     return AttendCall(q, segments, batch, call.scale, call.options, None, lse), tokens
 
 
-def assert_invariant(call, serve, few):
-    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table. few: so many
-    multiprocessors that one sequence is merged as few are, and all are not."""
+def assert_invariant(call, serve, monkeypatch):
+    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; merged by warps
+    and by blocks."""
+    monkeypatch.setattr(hopper, "_by_blocks", lambda *_: False)
     serve(call)
+    monkeypatch.setattr(hopper, "_by_blocks", lambda *_: True)
     count = call.batch.num_seqs
     lens = call.batch.seq_lens.tolist()
     longest = max(lens)
     others = [([s], None, lens[s] + 5, 0) for s in range(count)]
     others += [(list(range(count))[::-1], 8, None, 40), ([0, count - 1, 1, count - 1], None, 4 * longest, 7)]
-    assert (call.segments[0].k.codes.shape[2] * 8 <= few) and few < 8 * count * call.segments[0].k.codes.shape[2]
     for members, most, longest, wider in others:
         part, tokens = part_of(call, members, most, longest, wider)
         serve(part)
@@ -82,9 +91,9 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     b = Batch.make(name, VERIFY, (300, 33, 1, 650), **{"head_size": 64, "num_kv_heads": 1, "dtype": torch.bfloat16, **shape})
     call = b.call(max_query_len=4, batch_invariant=True, **options)
     device = Device(monkeypatch, tmp_path, 11)
-    busy = itertools.cycle((11, 9, 8, 15))
-    monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # as if others took some of them
-    assert_invariant(call, device.serve, 11)
+    busy = itertools.cycle((11, 1, 15, 1))
+    monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one piece, or several of some sequences
+    assert_invariant(call, device.serve, monkeypatch)
     assert len(device.compiled) == 1
     check(b, (call.out, call.lse), **options)
 
@@ -95,7 +104,7 @@ def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
     lens = (90, 33, 1, 250)
     several = Several.make(exact("int4", lens, 30), (1, 1, 1, 1), lens, num_kv_heads=1, head_size=64, batch_invariant=True)
     device = Device(monkeypatch, tmp_path, 9)
-    assert_invariant(several.call, device.serve, 9)
+    assert_invariant(several.call, device.serve, monkeypatch)
     several.check()
 
 
@@ -124,7 +133,7 @@ def test_room_for_pieces():
     for group in (4, 16):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
-        least, macros = 4 // config.team, config.macros()
+        least, macros = 8 // config.team, config.macros()
         assert (macros["PIECE_LEAST"], macros["PIECE_MOST"], macros["PIECES_AIM"], macros["PIECES_MOST"]) == (least, 16, 32, 512)
 
         def pieces(tiles, n=least):
@@ -281,18 +290,18 @@ LENS = (700, 33, 1, 5000, 9000, 129)
     ],
     ids=["warps", "teams", "matrix", "wide", "rows", "signs"],
 )
-def test_bits(name, shape, queries):
+def test_bits(name, shape, queries, monkeypatch):
     b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", **shape})
     for options in ({}, {"window": 600}, {"window": 1000, "chunk_lookback": 1, "softcap": 20.0}):
         call = b.call(max_query_len=max(queries), batch_invariant=True, **options)
-        assert_invariant(call, hopper.run, 17)
+        assert_invariant(call, lambda call: hopper.prepare(call)(call), monkeypatch)
         check(b, (call.out, call.lse), **options)
 
 
 @hopper_only
-def test_bits_of_segments():
+def test_bits_of_segments(monkeypatch):
     several = Several.make(exact("int4", LENS, 30, 16), (1,) * 6, LENS, num_kv_heads=2, device="cuda", batch_invariant=True)
-    assert_invariant(several.call, hopper.run, 17)
+    assert_invariant(several.call, lambda call: hopper.prepare(call)(call), monkeypatch)
     several.check()
 
 

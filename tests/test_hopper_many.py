@@ -25,6 +25,12 @@ VERIFY = (5, 8, 1, 3)
 SEVERAL = dict(queries=VERIFY, window=200, softcap=25.0)
 
 
+@pytest.fixture(autouse=True)
+def teams_of_few_columns(monkeypatch):
+    """Tested from fewer columns on than they are chosen from."""
+    monkeypatch.setattr(many, "MANY_COLUMNS", 9)
+
+
 # ---- the source, run on a CPU
 
 
@@ -155,6 +161,13 @@ def test_every_configuration_has_a_ring():
                 assert chosen.shared_bytes <= 227 * 1024, chosen
                 blocks = -(-columns // (8 * chosen.column_tiles))
                 assert blocks == -(-columns // (64 if head_size < 256 else 32)), chosen
+
+
+@pytest.mark.parametrize("head_size, columns, team", [(128, 16, 1), (128, 17, 4), (256, 12, 1), (256, 13, 4), (128, 8, 1)])
+def test_what_is_chosen(head_size, columns, team, monkeypatch):
+    """What was faster on an H200 (docs/performance.md)."""
+    monkeypatch.setattr(many, "MANY_COLUMNS", 17)
+    assert config("int4", "int4", head_size, columns).team == team
 
 
 def test_segments_are_cut_in_one_way():

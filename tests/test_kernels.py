@@ -69,6 +69,16 @@ BYTES_BOUND = {"int4": 4e-3, "int2": 4e-3, "tq4": 7e-4, "tq3": 7e-4, **dict.from
 FIELDS_BOUND = {"int4": 0.25, "int2": 0.25, "tq4": 7e-4, "tq3": 7e-4, **dict.fromkeys(LEVELS, 5e-3)}
 
 
+def of_a_code(codec, head_size):
+    """How much the scale of a row follows one number on the other side of a boundary between levels: their dot product with the row
+    changes by boundary times gap, of about head_size."""
+    if codec.name not in LEVELS:
+        return 0.0
+    numbers = codec.triton().table(head_size)
+    count = (len(numbers) + 1) // 2
+    return 1.1 * (numbers[count:].abs() * numbers[:count].diff()).max().item() / head_size
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["int8", "fp8_token", "fp8", "int4", "int2", "tq4", "tq3", *LEVELS])
 def test_bytes_of_many_rows(name, dtype):
@@ -84,7 +94,7 @@ def test_bytes_of_many_rows(name, dtype):
         assert differing <= BYTES_BOUND.get(codec.name, 0.0)
         if fields is not None:
             assert (side.meta[at] != fields[at]).float().mean().item() <= FIELDS_BOUND.get(codec.name, 0.0)
-            torch.testing.assert_close(side.meta[at].float(), fields[at].float(), rtol=4e-3, atol=0)
+            torch.testing.assert_close(side.meta[at].float(), fields[at].float(), rtol=max(4e-3, of_a_code(codec, 128)), atol=0)
 
 
 @pytest.mark.parametrize("mode", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_3bit_nc"])
@@ -193,6 +203,23 @@ def test_tiles_as_on_other_gpus(name, spared, monkeypatch):
     monkeypatch.setattr(tiling, "SPARED", spared)
     b = batch(name, DECODE, dtype=torch.bfloat16)
     check(b, b.attend(**TRITON, max_query_len=1))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 20}], ids=str)
+@pytest.mark.parametrize("name", ["levels8", "fp8_token/int4", "bf16"])
+def test_one_loop_over_all_tiles(name, options, monkeypatch):
+    """As where tensor cores are told where matrices lie; every tile is masked then, also those that lie before all queries."""
+    monkeypatch.setattr(launch.Target, "has_matrix_descriptors", True)
+    b = batch(name, ((1, 7, 40), (137, 7, 300)), dtype=torch.bfloat16)
+    call = b.call(max_query_len=40, **options)
+    plan = attend.Plan.of(call)
+    assert plan.tiling.block_m >= 64 and plan.features(call, call.segments[0]).one_loop
+    check(b, b.attend(**TRITON, max_query_len=40, **options), **options)
+
+
+@pytest.mark.parametrize("capability, one", [(80, False), (89, False), (90, True), (100, True), (120, False), (0, False)])
+def test_which_gpus_have_matrix_descriptors(capability, one):
+    assert launch.Target(capability, "ieee", 100).has_matrix_descriptors == one
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])

@@ -92,13 +92,13 @@ CODES = {  # what each code stands for
     "tq3": levels(3),
     "u4": np.arange(16.0) - 8,
     "u3": np.arange(8.0) - 4,
-    **{f"levels{bits}": cubic_levels(bits) for bits in (3, 4, 6, 8)},
 }
 LEAN = {  # what a plane of the lean half holds of each code; what a zero takes off it is not yet off
     "int8": CODES["int8"] + 128,
     "int4": np.arange(16.0),
     "int2": np.array([-10.0, -3, 3, 10]),
     "levels2": np.array([-10.0, -3, 3, 10]),
+    **{f"levels{bits}": cubic_levels(bits) for bits in (3, 4, 6, 8)},
     "u4": np.arange(16.0),
     "u3": np.arange(8.0),
 }

@@ -229,6 +229,17 @@ def test_a_batch_is_what_its_lengths_say(case, builder):
     assert found.block_table.shape == (served, 8)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_lengths_of_a_mixed_step_where_vllm_does_not_know_them(invariant, builder, monkeypatch):
+    """They are read from the device where who serves a sequence must not depend on the others."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    builder.device = torch.device("cuda")
+    given = common([1, 20], [5, 30])
+    assert builder.build(0, given).batch.lengths == ((1, 5), (20, 30))
+    given.seq_lens_cpu_upper_bound = None
+    assert builder.build(0, given).batch.lengths == (((1, 5), (20, 30)) if invariant else None)
+
+
 def test_a_graph_is_promised_no_longest_sequence(builder):
     given = common([1, 1], [5, 6])
     assert builder.build(0, given).batch.max_seq_len == 6

@@ -55,4 +55,4 @@ def int4_zero(meta, PLAN: tl.constexpr):
 
 
 CENTRED = TritonCodec(4, int4_encode, uniform_unpack, int4_affine, num_meta=1, program=NIBBLES)
-INT4 = replace(CENTRED, lean=replace(CENTRED, unpack=field_unpack, affine=int4_lean, zero=int4_zero, program=NIBBLE_FIELDS))
+INT4 = replace(CENTRED, warps=8, lean=replace(CENTRED, unpack=field_unpack, affine=int4_lean, zero=int4_zero, program=NIBBLE_FIELDS))

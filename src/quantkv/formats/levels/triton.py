@@ -107,6 +107,7 @@ def cubic_program(bits: int, registers: str, *places: tuple[str, int]) -> Progra
 
 TRIPLES = "prmt.b32 s, $8, $9, 0x5410; prmt.b32 u, $8, $9, 0x6521; shl.b32 t, s, 3; shr.b32 v, s, 5; shr.b32 w, u, 5;"
 SIXES = "prmt.b32 s, $4, $5, 0x5410; prmt.b32 u, $4, $5, 0x6521; shr.b32 t, s, 6; shr.b32 v, u, 6;"
+# Of few queries: in the kernel of many, the ptxas of Triton 3.6 leaves a matrix's address unset where a loop before has no turns (8 bits).
 PROGRAMS = {  # a word of five bytes is no register
     3: cubic_program(3, TRIPLES, ("t", 3), ("s", 3), ("s", 6), ("v", 4), ("u", 4), ("u", 7), ("w", 5), ("w", 8)),
     4: cubic_program(4, "shl.b32 s, $4, 3; shr.b32 t, $4, 5;", ("s", 3), ("$4", 4), ("t", 3), ("t", 7)),
@@ -126,12 +127,11 @@ def half(bits: int, planes: int) -> TritonCodec:
         num_meta=1,
         exact=(levels_unpack_exact, tl.float32),
         table=partial(table_of, bits),
-        program=PROGRAMS.get(bits),
         warps=64 if bits in PROGRAMS or bits == 2 else 8,
     )
-    if bits > 2:
-        return made
-    return replace(made, lean=replace(made, unpack=four_levels_unpack, affine=two_bits_lean, coarse=True, program=FOUR_LEVELS))
+    if bits == 2:
+        return replace(made, lean=replace(made, unpack=four_levels_unpack, affine=two_bits_lean, coarse=True, program=FOUR_LEVELS))
+    return replace(made, lean=replace(made, program=PROGRAMS[bits])) if bits in PROGRAMS else made
 
 
 LEVELS2, LEVELS3, LEVELS4, LEVELS5, LEVELS6, LEVELS8 = (half(*n) for n in ((2, 8), (3, 8), (4, 4), (5, 8), (6, 4), (8, 2)))

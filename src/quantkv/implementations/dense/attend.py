@@ -89,9 +89,10 @@ def _reach(options: AttentionOptions, longest: int | None) -> Reach:
     return Reach(window, chunk, max(options.chunk_lookback, 0))
 
 
-def _choose(call: AttendCall, reach: Reach) -> str | None:
+def _choose(call: AttendCall, reach: Reach, alike: bool = False) -> str | None:
     sizes = (call.q.shape[2], call.segments[0].head_size_v)
-    return backends.choose(call.q.device, call.q.dtype, *sizes, window=bool(reach.window), softcap=call.options.softcap > 0)
+    needs = {"window": bool(reach.window), "softcap": call.options.softcap > 0, "alike": alike}
+    return backends.choose(call.q.device, call.q.dtype, *sizes, **needs)
 
 
 def run(call: AttendCall) -> None:
@@ -143,7 +144,7 @@ def plan(
     lengths = call.batch.host_lengths() if lengths is None else lengths
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
     reach = _reach(call.options, max((keys for _, keys in lengths), default=0))
-    backend = backend or _choose(call, reach)
+    backend = backend or _choose(call, reach, alike=len({*lengths}) == 1)
     if backend is None:
         raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
     free = not _capturing(q)

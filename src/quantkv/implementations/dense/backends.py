@@ -59,9 +59,17 @@ def planned(tokens: int) -> int:
 
 
 def fitting(
-    device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int, *, window: bool = False, softcap: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    head_size_v: int,
+    *,
+    window: bool = False,
+    softcap: bool = False,
+    alike: bool = False,
 ) -> list[str]:
-    """Names of the backends that are here and take these rows, the fastest first. window, softcap: whether the call has one."""
+    """Names of the backends that are here and take these rows, the fastest first. window, softcap: whether the call has one. alike: whether
+    all its sequences have the same lengths, which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend."""
     if device.type == "cpu":
         return ["math"]
     if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
@@ -70,10 +78,12 @@ def fitting(
     if capability < (8, 0) or head_size % 8 or head_size_v % 8:
         return []
     same = head_size == head_size_v <= 256
+    by_torch = max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available()
     there = {
         "flash3": capability[0] == 9 and same and flash3.takes(window=window, softcap=softcap),
+        **({"cudnn": by_torch} if alike else {}),  # its place is the first that it is given
         "cudnn graph": GRAPH and max(head_size, head_size_v) <= (256 if capability[0] == 9 else 128) and cudnn_graph.package() is not None,
-        "cudnn": max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available(),
+        "cudnn": by_torch,
         "flash": same,
     }
     return [n for n, here in there.items() if here and BACKENDS[n].windows >= window and BACKENDS[n].softcap >= softcap]

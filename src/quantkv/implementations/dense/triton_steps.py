@@ -91,12 +91,10 @@ class TritonSteps(TorchSteps):
         return MapView(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
 
     def merge(self, a: Part, b: Part) -> Part:
-        """Attention over the keys of both, float32: in a's memory where that is float32 already."""
-        merged = (
-            a
-            if a.out.dtype == torch.float32 != b.out.dtype
-            else Part(torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
-        )
+        """Attention over the keys of both, float32: the rows in a's memory where they are float32 already. Not its sums: threads that read
+        one and one that writes it do not wait for each other."""
+        again = a.out.dtype == torch.float32 != b.out.dtype
+        merged = Part(a.out if again else torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
         self._fold(a, b, merged)
         return merged
 

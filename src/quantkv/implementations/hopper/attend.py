@@ -189,6 +189,15 @@ class Part:
     scratch_bytes: int
 
 
+def _by_blocks(rows: int, pieces: int, at_once: int, multiprocessors: int) -> bool:
+    """Whether a block merges each of so many rows, or a warp, where the cut is invariant: then both come to the same bits, so the batch
+    may decide. By how many batches of pieces, `at_once` of which a warp loads together, some warp has one after the other; what goes
+    before and behind is counted as a few, more where warps meet. Of `pieces`, what there is room for, most calls have fewer."""
+    batches = -(-min(pieces, 128) // at_once)
+    by_warps = -(-rows // (32 * multiprocessors)) * (3 + batches)
+    return -(-rows // (32 // COMBINE_WARPS * multiprocessors)) * (4 + -(-batches // COMBINE_WARPS)) < by_warps
+
+
 class Plan:
     """How a call is cut: its segments, the grid of the kernel that merges them, the scratch.
 
@@ -213,8 +222,12 @@ class Plan:
             self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_pieces, self.scratch_bytes, size)
             self.scratch_bytes += size
         self.main = self.parts[self.merged[0]]
-        self.few = multiprocessors >= 8 * pairs  # sequences: with more than eight pieces each
-        across = (sequences, columns) if self.few else (-(-sequences // self.main.config.combined), -(-columns // COMBINE_COLUMNS))
+        if self.main.config.invariant:
+            pieces = sum(part.pair_pieces for part in self.parts.values())
+            self.by_blocks = _by_blocks(pairs * columns, pieces, self.main.config.pieces_at_once, multiprocessors)
+        else:
+            self.by_blocks = multiprocessors >= 8 * pairs  # few sequences: with more than eight pieces each
+        across = (sequences, columns) if self.by_blocks else (-(-sequences // self.main.config.combined), -(-columns // COMBINE_COLUMNS))
         self.combine_grid = (across[0], kv_heads, across[1])
 
 
@@ -269,7 +282,7 @@ class Prepared:
             self.main.arguments.other_workers[place] = plan.parts[i].config.workers
             self.main.arguments.other_pair_pieces[place] = plan.parts[i].pair_pieces
         self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments) for i in plan.launched]
-        self.launches.append(Launch(kernels[plan.merged[0]][1 + plan.few], plan.combine_grid, self.main.arguments))
+        self.launches.append(Launch(kernels[plan.merged[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
 
     def __call__(self, call: AttendCall) -> None:
         if call.q.shape[0] == 0:

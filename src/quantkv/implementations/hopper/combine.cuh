@@ -14,6 +14,11 @@ DI float sink_of(const AttendArguments& a, int head) {
 
 using ValueMatrix = MatrixRows<DV>;
 
+// A product that may be added to something. Of an invariant cut a row is merged by one kernel or the other, as suits the batch, and both are
+// to round it alike: a compiler that makes one operation of a product and a sum, which rounds once, may do so in one of them and not in the
+// other. So none is left to it: products are these, or fmaf. (Of other cuts it may do what it likes.)
+DI float times(float a, float b) { return INVARIANT ? __fmul_rn(a, b) : a * b; }
+
 // What some pieces of a row come to: outputs x of dimensions lane * E and on, of which those below DV are there and others 0, times `sum`;
 // that and the maximum are base 2.
 struct Merged {
@@ -38,16 +43,16 @@ struct Merged {
       }
       if (up == minus_infinity()) continue;
       const float old = pow2(top - up);
-      top = up, sum = INVARIANT ? __fmul_rn(sum, old) : sum * old;  // as two kernels are to round it alike
+      top = up, sum = times(sum, old);
 #pragma unroll
-      for (int d = 0; d < E; d++) x[d][0] *= old;
+      for (int d = 0; d < E; d++) x[d][0] = times(x[d][0], old);
 #pragma unroll
       for (int k = 0; k < AT_ONCE; k++) {
         const float weight = pow2(e[k] - up);
         sum += weight;
 #pragma unroll
         for (int d = 0; d < E; d += 2) {
-          x[d][0] = fmaf(weight * f[k], low(y[k][d / 2]), x[d][0]), x[d + 1][0] = fmaf(weight * f[k], high(y[k][d / 2]), x[d + 1][0]);
+          x[d][0] = fmaf(times(weight, f[k]), low(y[k][d / 2]), x[d][0]), x[d + 1][0] = fmaf(times(weight, f[k]), high(y[k][d / 2]), x[d + 1][0]);
         }
       }
     }
@@ -57,9 +62,9 @@ struct Merged {
   DI void append(float other, float other_sum, const float (&y)[E]) {
     if (other == minus_infinity()) return;
     const float up = fmaxf(top, other), old = pow2(top - up), weight = pow2(other - up);
-    top = up, sum = fmaf(other_sum, weight, __fmul_rn(sum, old));
+    top = up, sum = fmaf(other_sum, weight, times(sum, old));
 #pragma unroll
-    for (int d = 0; d < E; d++) x[d][0] = fmaf(y[d], weight, __fmul_rn(x[d][0], old));
+    for (int d = 0; d < E; d++) x[d][0] = fmaf(y[d], weight, times(x[d][0], old));
   }
   // All pieces of one column: what COMBINE_WARPS mergers would have, one after the other.
   DI void add_in_order(const u32* all, const Pieces& pieces, int columns, int column) {
@@ -201,11 +206,11 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     const float sink = a.sinks ? sink_of(a, query_head(r)) * 1.4426950408889634f : minus_infinity(), most = fmaxf(top, sink);
     const float best = most == minus_infinity() ? 0.f : most;
     const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
-    const float total = (APART ? fmaf(beside, plain.sum, weight * all.sum) : weight * all.sum) + pow2(sink - best);
+    const float total = (APART ? fmaf(beside, plain.sum, times(weight, all.sum)) : times(weight, all.sum)) + pow2(sink - best);
     if (a.lse && lane == 0) a.lse[out_row(r)] = (best + lg2(total)) * 0.6931471805599453f;
-    const float share = none ? 0.f : (VALUE_MAP == HADAMARD ? a.value_gain : SCALED && VALUE_MAP == NO_MAP ? a.plain_gain : 1.f) * weight / total;
+    const float share = none ? 0.f : times(VALUE_MAP == HADAMARD ? a.value_gain : SCALED && VALUE_MAP == NO_MAP ? a.plain_gain : 1.f, weight) / total;
 #pragma unroll
-    for (int d = 0; d < E; d++) x[d][0] *= share;
+    for (int d = 0; d < E; d++) x[d][0] = times(x[d][0], share);
     if constexpr (VALUE_MAP == HADAMARD) {
       butterfly(x);
 #pragma unroll
@@ -218,7 +223,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     if constexpr (APART) {
 #pragma unroll
       for (int d = 0; d < E; d++) {
-        const float y = none ? 0.f : plain.x[d][0] * ((SCALED ? a.plain_gain : 1.f) * beside / total);
+        const float y = none ? 0.f : times(plain.x[d][0], times(SCALED ? a.plain_gain : 1.f, beside) / total);
         if (VALUE_MAP == MATRIX) merged[r][lane * E + d] = y; else x[d][0] += y;
       }
     }
@@ -253,7 +258,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
       for (int k = 0; k < 4; k++) {
         const int to = r0 + 2 * c + k % 2;
         const int d = 16 * t + g + k / 2 * 8;
-        if (to < N * S && there(to)) a.out[out_row(to) * DV + d] = query_type(y[k] * a.value_gain + (APART ? merged[to][d] : 0.f));
+        if (to < N * S && there(to)) a.out[out_row(to) * DV + d] = query_type(times(y[k], a.value_gain) + (APART ? merged[to][d] : 0.f));
       }
     }
   }

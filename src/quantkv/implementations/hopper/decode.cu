@@ -28,11 +28,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const int line = sequences.total_tiles(0, start);
   const Cut cut(line * KV_HEADS, a.resident);
   if (worker - warp >= cut.workers) return;
-  int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
+  const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
   int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0;
-  if (INVARIANT) sequences.take_pieces(begin, left, line, worker + 1 < cut.workers);
   int head = begin / line;
   int s = sequences.holding(begin - head * line, start), tile = sequences.first_tile(s) + begin - head * line - start;
+  if (INVARIANT) sequences.take_pieces(head, s, tile, left, (begin + left) % line);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
   Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left,
@@ -52,23 +52,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const Lane at(g, c);
   u32 slot = ring;
   bool is_held = false;  // what a stretch of this sequence came to
+  // Of a sequence and kv head. Where the cut is INVARIANT its next piece finds them here: nothing in shared memory is written over.
+  Query query;
+  OwnPieces own;
+  int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
+  bool is_new = true;
   if constexpr (KEY_MAP == MATRIX) {
     mapper.finish(begun_in);
     __syncthreads();
   }
   while (left > 0) {
-    const int end = INVARIANT ? sequences.past_piece(s, tile) : min(sequences.last_tile(s), tile + min(left, MAX_TILES)), len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
+    if (INVARIANT && is_new) own = OwnPieces(sequences, s, tile);
+    const int end = INVARIANT ? own.end(tile) : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
+    if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - tile;
     if (end > tile) {
-      Query query;
-      query.load(queries, a.key_map, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : 0, sequences, s, head, column0);
-      if (PARKED) query.park(ring + PARKED_AT);
+      if (!INVARIANT || is_new) {
+        query.load(queries, a.key_map, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : 0, sequences, s, head, column0);
+        if (PARKED) query.park(ring + PARKED_AT);
+        low = sequences.first_slot(s), high = sequences.slots(s);
+        all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
+        all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;
+        if (RANGES) all_in_window = max(all_in_window, (low + TILE - 1) / TILE);
+        scored = -1, is_new = false;
+      }
       Softmax softmax;
-      const int low = sequences.first_slot(s), high = sequences.slots(s);
-      const int all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
-      int all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;
-      if (RANGES) all_in_window = max(all_in_window, (low + TILE - 1) / TILE);
-      int scored = -1;  // the group of offsets whose scores are in shared memory
       auto step = [&](auto count, auto masked) {
         constexpr int N = decltype(count)::value;
         wait_for_all_copies_but<AHEAD - N>();
@@ -109,14 +117,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       __syncwarp();
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
-      u32* to = INVARIANT ? own_piece(a, sequences, head, s, end) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
+      u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
                 : goes_on ? held : a.pieces + ((i64)(cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
-      softmax.write(to, min(COLUMNS, sequences.queries(s) * GROUP - column0), is_held ? held : nullptr);
+      softmax.write(to, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
     }
-    if (left > 0 && !is_held && (!INVARIANT || end == sequences.last_tile(s))) {
+    if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
       if (++s == a.sequences) s = 0, head++;
-      tile = sequences.first_tile(s);
+      tile = sequences.first_tile(s), is_new = true;
     }
   }
   if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, worker < cut.workers ? head * a.sequences + s : -1, s, column0);

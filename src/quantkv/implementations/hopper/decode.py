@@ -18,10 +18,10 @@ MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tens
 EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at most
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
-# Of an invariant cut, `Sequences.piece_tiles`: as many pieces of a sequence, where they need not be shorter than `piece_least`; the tiles
-# of a piece of longer ones; and the most pieces that those may have. Shorter pieces balance better; each costs a query that is loaded and
-# outputs that are merged.
-PIECES_AIM, PIECE_MOST, PIECES_MOST = 32, 16, 512
+# Of an invariant cut, `Sequences.piece_tiles`: as many pieces of a sequence, where they need not be shorter than so many tiles; the tiles,
+# or a team's spans, of a piece of longer ones; and the most pieces that those may have. Shorter pieces balance better; each costs a
+# softmax that begins anew and outputs that are merged.
+PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_MOST = 32, 8, 16, 512
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DecodeConfig:
     @property
     def piece_least(self) -> int:
         """Tiles, or a team's spans, of a piece of an invariant cut, at least."""
-        return 4 // self.team
+        return max(PIECE_LEAST // self.team, 1)
 
     def pieces(self, tokens: int) -> int:
         """Of a sequence and kv head with at most so many tokens, at most, where the cut is invariant."""
@@ -136,6 +136,11 @@ class DecodeConfig:
     def piece_bytes(self) -> int:
         """Bytes of one column of a piece: fp16 outputs, the log-sum-exp and a factor, padded to 16 bytes."""
         return 2 * self.head_size_v + 16
+
+    @property
+    def pieces_at_once(self) -> int:
+        """Of a row, that a warp loads together to merge them: AT_ONCE in combine.cuh."""
+        return 16 // -(-self.head_size_v // 64)
 
     @property
     def score_bytes(self) -> int:

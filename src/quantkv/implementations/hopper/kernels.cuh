@@ -31,11 +31,19 @@ DI void merge_ends(const AttendArguments& a, const Sequences& sequences, int* en
                a.pieces + ((i64)(worker - index + first) * a.all_columns + column0) * PIECE);
 }
 
-// Where the piece that ends before tile `past` goes, of a cut that is INVARIANT.
-DI u32* own_piece(const AttendArguments& a, const Sequences& sequences, int head, int s, int past) {
-  const int index = min((past - 1 - sequences.first_tile(s)) / sequences.piece_tiles(s), a.pair_pieces - 1);  // lengths may break a promise
-  return a.pieces + (((i64)head * a.sequences + s) * a.pair_pieces + index) * a.all_columns * PIECE + (i64)sequences.column0 * PIECE;
-}
+// The pieces of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut that is INVARIANT.
+struct OwnPieces {
+  int step, past, index;  // tiles of a piece; the tile after the sequence; which piece is next
+  DI OwnPieces() {}
+  DI OwnPieces(const Sequences& sequences, int s, int tile) : step(sequences.piece_tiles(s)), past(sequences.last_tile(s)) {
+    index = (tile - sequences.first_tile(s)) / step;
+  }
+  DI int end(int tile) const { return min(tile + step, past); }
+  DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
+    const int row = min(index++, a.pair_pieces - 1);  // lengths may break a promise
+    return a.pieces + (((i64)head * a.sequences + s) * a.pair_pieces + row) * a.all_columns * PIECE + (i64)sequences.column0 * PIECE;
+  }
+};
 
 // combine_kernel: a warp a column; combine_one_kernel: a block, for few sequences, which have many pieces.
 #define COMBINE(NAME, N, S, MERGERS, BLOCKS) \

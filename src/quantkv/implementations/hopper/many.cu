@@ -21,11 +21,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
   const int line = sequences.total_tiles(0, start);
   const Cut cut(line * KV_HEADS, a.resident);
   if (worker - team >= cut.workers) return;
-  int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no spans
+  const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no spans
   int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0;
-  if (INVARIANT) sequences.take_pieces(begin, left, line, worker + 1 < cut.workers);
   int head = begin / line;
   int s = sequences.holding(begin - head * line, start), span = sequences.first_tile(s) + begin - head * line - start;
+  if (INVARIANT) sequences.take_pieces(head, s, span, left, (begin + left) % line);
   u32 base = shared_address(shared) + TABLES_BYTES + team * WORKER_BYTES;
   if (base % 1024) __trap();
   SpanLoader loader(sequences, a, member, head, s, span, left, base + UNUSED_AT + member * UNUSED_BYTES);
@@ -37,21 +37,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
   const TeamQueries query{base};
   const float scale = a.scale * (KEY_GAIN / Query::NORM);
   bool is_held = false;  // what a stretch of this sequence came to
+  // Of a sequence and kv head, as in decode.cu.
+  OwnPieces own;
+  int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
+  bool is_new = true;
   while (left > 0) {
-    const int end = INVARIANT ? sequences.past_piece(s, span) : min(sequences.last_tile(s), span + min(left, max(MAX_TILES / TEAM, 1)));
-    const int len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
+    if (INVARIANT && is_new) own = OwnPieces(sequences, s, span);
+    const int end = INVARIANT ? own.end(span) : min(sequences.last_tile(s), span + min(left, max(MAX_TILES / TEAM, 1)));
+    if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - span;
     if (end > span) {
-      query.load(queries, a, sequences, s, head, column0, member);
-      stores_before_wgmma();
-      meet(at.barrier);
+      if (!INVARIANT || is_new) {  // what a piece ended with was told behind a barrier, and the next one tells behind another: no need to meet
+        query.load(queries, a, sequences, s, head, column0, member);
+        stores_before_wgmma();
+        meet(at.barrier);
+        low = sequences.first_slot(s), high = sequences.slots(s);
+        all_see = (RANGES ? min(context + 1, high) : context + 1) / SPAN;
+        all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + SPAN - 1) / SPAN : 0;
+        if (RANGES) all_in_window = max(all_in_window, (low + SPAN - 1) / SPAN);
+        keep(all_see), keep(all_in_window);
+        scored = -1, is_new = false;
+      }
       TeamSoftmax softmax;
-      const int low = sequences.first_slot(s), high = sequences.slots(s);
-      const int all_see = (RANGES ? min(context + 1, high) : context + 1) / SPAN;
-      int all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + SPAN - 1) / SPAN : 0;
-      if (RANGES) all_in_window = max(all_in_window, (low + SPAN - 1) / SPAN);
-      keep(all_see), keep(all_in_window);
-      int scored = -1;  // the group of offsets whose scores are in shared memory
       for (; span < end; span++) {
         if (KEY_OFFSET) {
           const int group = min(span / 16, a.offset_groups - 1);
@@ -78,14 +85,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
       // A run's last piece goes over queries and weights, to be merged; another's sequence is at its end, or goes on.
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
-      u32* to = INVARIANT ? own_piece(a, sequences, head, s, end) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
+      u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
                 : goes_on ? held : a.pieces + ((i64)(cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
-      softmax.write(to, at, min(COLUMNS, sequences.queries(s) * GROUP - column0), is_held ? held : nullptr);
+      softmax.write(to, at, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
     }
-    if (left > 0 && !is_held && (!INVARIANT || end == sequences.last_tile(s))) {
+    if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
       if (++s == a.sequences) s = 0, head++;
-      span = sequences.first_tile(s);
+      span = sequences.first_tile(s), is_new = true;
     }
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);

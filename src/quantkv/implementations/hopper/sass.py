@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+ )?\s*([A-Z0-9_.]+)(.*)")
+SECTION = re.compile(r"\s*\.section\s+\.text\.(\w+)")
 LABEL = re.compile(r"^(\.L_x_\d+):")
 TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 WANTED = 10_000  # a path is credited this for each copy or product on it, so the best path is the shortest that does all work
@@ -31,6 +32,17 @@ def disassemble(cubin: Path) -> list[str]:
 def is_product(name: str) -> bool:
     """Of the tensor cores: a warp's, or a warpgroup's."""
     return name.startswith(("HMMA", "HGMMA"))
+
+
+def kernels(cubin: Path) -> dict[str, list[tuple[str, ...]]]:
+    """Of each kernel: the predicate, name and operands of every instruction."""
+    found, name = {}, ""
+    for line in disassemble(cubin):
+        if section := SECTION.match(line):
+            name = section.group(1)
+        elif match := INSTRUCTION.match(line):
+            found.setdefault(name, []).append(match.groups(default=""))
+    return found
 
 
 def opcodes(cubin: Path) -> list[str]:

@@ -55,18 +55,28 @@ struct Sequences {
     while (n < PIECE_MOST && n * PIECES_AIM < all || n * PIECES_MOST < all) n <<= 1;
     return n;
   }
-  DI int past_piece(int s, int tile) const { return min(tile + piece_tiles(s), last_tile(s)); }
-  // The first tile of a piece that is not before `at`, in the line of all heads, of which one has `line` tiles.
-  DI int next_piece(int at, int line) const {
-    int start;
-    const int s = holding(at % line, start), within = at % line - start, step = piece_tiles(s);
-    return at - within + min((within + step - 1) / step * step, tiles(s));
+  // From `within` tiles of a sequence to the first piece that does not begin before, or to the sequence's end.
+  DI int to_next_piece(int s, int within) const {
+    const int step = piece_tiles(s);
+    return min((within + step - 1) / step * step, tiles(s)) - within;
   }
-  // Makes the run of a worker, not the last one if `more` come, the pieces that begin in it.
-  DI void take_pieces(int& begin, int& left, int line, bool more) const {
+  // Makes a run of `left` tiles from `tile` on the pieces that begin in it; past: the place behind it in the line of its head.
+  // Only a run that ends in another sequence has to look for the one that is there.
+  DI void take_pieces(int& head, int& s, int& tile, int& left, int past) const {
     if (left == 0) return;
-    const int past = more ? next_piece(begin + left, line) : begin + left, first = next_piece(begin, line);
-    left = past - first, begin = left > 0 ? first : begin;
+    const int within = tile - first_tile(s), all = tiles(s), skipped = to_next_piece(s, within);
+    int beyond = 0;
+    if (within + left < all) {
+      beyond = to_next_piece(s, within + left);
+    } else if (within + left > all) {
+      int start;
+      const int last = holding(past, start);
+      beyond = to_next_piece(last, past - start);
+    }
+    left += beyond - skipped, tile += skipped;
+    if (left == 0 || within + skipped < all) return;
+    if (++s == count) s = 0, head++;
+    tile = first_tile(s);
   }
   DI int total_tiles(int s, int& before) const {  // of all sequences, one head; before: of those before s
     int all = 0, some = 0;

@@ -72,8 +72,9 @@ struct TeamSoftmax {
       }
   }
 
-  // The scores of this warp's tile, relative to m.
-  DI void score(float (&s)[TILES][4], u32 tile, int span, const TeamLane& at, float scale, float softcap) {
+  // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply.
+  template <class Meanwhile>
+  DI void score(float (&s)[TILES][4], u32 tile, int span, const TeamLane& at, float scale, float softcap, Meanwhile meanwhile) {
     u32 ka[ALL_K_WORDS], kb[ALL_K_WORDS], meta[2] = {}, squares[2] = {};
     at.key.load(tile, ka), at.key.load(tile + 8 * K_ROW, kb);
     if constexpr (K_META > 0) {
@@ -102,6 +103,7 @@ struct TeamSoftmax {
     float norms[4] = {};
     if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
     const KeyScores key(meta, norms[0], norms[2], scale);
+    meanwhile();
     wait_for_all_products_but<0>();
     keep_tiles(s);
 #pragma unroll
@@ -118,8 +120,8 @@ struct TeamSoftmax {
   static DI int zero_place(int tile, int r, int row) { return row / 2 * 32 + tile * 8 + r * 4 + row % 2 * 2; }
   // What a lane's tokens weigh: their values' scales, and biases about CENTRE.
   struct Weigh {
-    float scale[2], bias[2];
-    template <class Ours> DI Weigh(u32 tile, const TeamLane& at, u32 zeros, bool masked, Ours ours) : scale{1.f, 1.f}, bias{} {
+    float scale[2] = {1.f, 1.f}, bias[2] = {};
+    template <class Ours> DI void load(u32 tile, const TeamLane& at, u32 zeros, bool masked, Ours ours) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 meta = 0;
@@ -135,11 +137,15 @@ struct TeamSoftmax {
   // nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both are asked if `masked`.
   template <class Copies, class Valid, class Ours>
   DI void add(u32 slot, const TeamLane& at, int span, float scale, float softcap, bool masked, Copies copies, Valid valid, Ours ours) {
-    const u32 tile = slot + at.member * TILE_BYTES, odd = __shfl_sync(~0u, span & 1, 0);  // by a shuffle: uniform, as the compiler sees it
-    const u32 weights = at.base + WEIGHTS_AT + odd * SLAB, zeros = at.base + ZEROS_AT + odd * (2 * SPAN);
-    const Weigh weigh(tile, at, zeros, masked, ours);
+    const u32 tile = slot + at.member * TILE_BYTES;
+    u32 weights, zeros;
+    Weigh weigh;
     float s[TILES][4];
-    score(s, tile, span, at, scale, softcap);
+    score(s, tile, span, at, scale, softcap, [&] {
+      const u32 odd = __shfl_sync(~0u, span & 1, 0);  // by a shuffle: uniform, as the compiler sees it
+      weights = at.base + WEIGHTS_AT + odd * SLAB, zeros = at.base + ZEROS_AT + odd * (2 * SPAN);
+      weigh.load(tile, at, zeros, masked, ours);
+    });
     if (masked) {
 #pragma unroll
       for (int nt = 0; nt < TILES; nt++)

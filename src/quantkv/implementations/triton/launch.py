@@ -57,6 +57,14 @@ class Target(NamedTuple):
         """Whether a product may have as few as 8 columns at no loss: NVIDIA's tensor cores take 16 rows by 8."""
         return self.ptx > 0 or INTERPRETED
 
+    @property
+    def has_matrix_descriptors(self) -> bool:
+        """Whether tensor cores are told where matrices lie in shared memory, as Hopper's and Blackwell's are.
+
+        Of two loops that use one place, the ptxas of Triton 3.6 and 3.7 may leave a descriptor of the second unset where the first has
+        no turns: prompts of 8-bit levels read beyond their shared memory."""
+        return 90 <= self.ptx < 120
+
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """What kernels are compiled for on a device; off a GPU, Triton's interpreter."""

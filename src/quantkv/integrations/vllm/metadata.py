@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, max_decode_query_len
 from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
@@ -117,11 +118,12 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         starts = m.query_start_loc_cpu[: count + 1].tolist()
         while starts[count - 1] == starts[count]:  # padding
             count -= 1
-        lengths = None
-        if self.device.type == "cuda" and m.seq_lens_cpu_upper_bound is not None:
+        lengths, bound = None, m.seq_lens_cpu_upper_bound
+        if bound is None and envs.VLLM_BATCH_INVARIANT:  # who serves a sequence must not depend on the others: worth waiting for the device
+            bound = m.seq_lens
+        if self.device.type == "cuda" and bound is not None:
             # Exact for prompts, which is where it matters; of sequences that decode it is a bound, and no more is asked of it.
-            keys = m.seq_lens_cpu_upper_bound[:count].tolist()
-            lengths = tuple((end - start, n) for start, end, n in zip(starts, starts[1:], keys))
+            lengths = tuple((end - start, n) for start, end, n in zip(starts, starts[1:], bound[:count].tolist()))
         batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
         ranges = None if ranges is None else ranges[:count]
         exact = self.exact and self.exact.step(m, count, advance)

@@ -57,11 +57,12 @@ def turned(planes):
 @triton.jit
 def find_slots(table, start, low, high, used, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, F: tl.constexpr):
     """Pages of the BLOCK_N slots from start on, a multiple of BLOCK_N: one, or `[N]` where a tile is no part of a page; where they are
-    in their pages `[N]`."""
+    in their pages `[N]`. Several warps look up a page for each slot: tensors of fewer numbers than warps are read beyond their
+    shared memory by what Triton 3.6 makes of them."""
     slot = tl.arange(0, BLOCK_N)
     if PAGE % BLOCK_N == 0:
         return tl.load(table + start // PAGE).to(tl.int64), start % PAGE + slot
-    elif BLOCK_N % PAGE == 0 and not F.prefix:  # an entry of the table a page
+    elif BLOCK_N % PAGE == 0 and F.key_axis == 0 and not F.prefix:  # an entry of the table a page
         COUNT: tl.constexpr = BLOCK_N // PAGE
         first = start // PAGE + tl.arange(0, COUNT)
         page = tl.load(table + first, mask=used_slots(first * PAGE, low - PAGE + 1, high, F), other=0)
@@ -298,7 +299,8 @@ def attend_kernel(
     unit = tl.full([], 2.0**-100 if V_CODEC.num_meta > 0 else 1.0, tl.float32)
     acc = no_values(BLOCK_M, V, KEYS, F.joined)
     whole = whole_tiles(begin, end, context + q_low - first_slot, BLOCK_N, F) if MASKED else end
-    for masked in tl.static_range(2 if MASKED else 1):  # tiles that every query sees whole need no mask, and come first
+    FIRST: tl.constexpr = 1 if MASKED and F.one_loop else 0
+    for masked in tl.static_range(FIRST, 2 if MASKED else 1):  # tiles that every query sees whole need no mask, and come first
         for start in tl.range((whole if masked else begin) * BLOCK_N, (end if masked else whole) * BLOCK_N, BLOCK_N):
             index = start + tl.arange(0, BLOCK_N)
             key = index + first_slot

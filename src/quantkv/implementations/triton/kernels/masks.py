@@ -79,8 +79,9 @@ def split_bounds(low, high, split, BLOCK_N: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def whole_tiles(begin, end, first, BLOCK_N: tl.constexpr, F: tl.constexpr):
-    """Where the tiles end that all queries see, but for what lies outside of a range: those up to slot `first`, the first query's own."""
-    if F.causal == 1 and F.window == 0 and F.chunk == 0 and not F.prefix:
+    """Where the tiles end that all queries see, but for what lies outside of a range: those up to slot `first`, the first query's own. None
+    does where all tiles are to be masked."""
+    if F.causal == 1 and F.window == 0 and F.chunk == 0 and not F.prefix and not F.one_loop:
         return tl.minimum(tl.maximum((first + 1) // BLOCK_N, begin), end)
     else:
         return begin

@@ -206,5 +206,6 @@ class Features(_Constant):
     one_block: bool = False  # no sequence has more queries than a tile: the tile's index is the sequence's
     key_axis: int = 1  # of a tile of scores: 0 where keys run down and queries, few, across
     joined: bool = False  # one dot over all planes instead of one a plane: large tiles
+    one_loop: bool = False  # all tiles are masked, those too that every query sees whole
     split_tiles: int = 0  # > 0: each split has so many tiles of keys, whatever else is in the batch
     precision: str = "ieee"  # of float32 dots
