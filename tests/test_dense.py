@@ -104,6 +104,16 @@ def test_16_bit_rows(format_name, dtype, back, triton, monkeypatch):
     compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
 
 
+@pytest.mark.parametrize("triton", TRITON)
+def test_a_block_table_in_columns(triton):
+    """Pages of a sequence need not be neighbours in its memory."""
+    cache, q, arguments = batch("int8", lengths=((40, 100), (33, 70)))
+    table = arguments["block_table"]
+    arguments["block_table"] = table.t().contiguous().t()
+    assert arguments["block_table"].stride(1) != 1
+    compare(cache, q, arguments, FLOAT32, triton=triton)
+
+
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is a GPU's kernels; tests/test_dense_rounds.py plays them on a CPU")
 BACKENDS = pytest.mark.parametrize("backend", ["cudnn", "cudnn graph", "flash", "flash3"])
 

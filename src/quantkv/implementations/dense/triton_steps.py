@@ -9,7 +9,7 @@ from ...calls import Side
 from ...format import Format
 from ...maps import LayerMaps
 from ..triton.kernels.views import MapView, RowsView
-from ..triton.launch import Target, pages, row_plan
+from ..triton.launch import Target, on_device, pages, row_plan
 from .kernels import PlacesView, fold_kernel, gather_kernel
 from .plan import Round
 from .steps import Part, TorchSteps, gain
@@ -45,6 +45,7 @@ class TritonSteps(TorchSteps):
 
     def gather(self, table: torch.Tensor, round: Round, scratch: list[torch.Tensor], blocks: torch.Tensor | None = None) -> None:
         """Write the keys and values of a round into the scratch, as 16-bit rows."""
+        table = table if table.stride(1) == 1 else table.contiguous()  # kernels take neighbouring pages of a sequence
         heads, room, _ = scratch[0].shape
         sizes = [t.shape[2] for t in scratch]
         views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
@@ -58,23 +59,24 @@ class TritonSteps(TorchSteps):
         else:
             blocks = torch.tensor(self.blocks(round, sizes), dtype=torch.int32, device=table.device) if blocks is None else blocks
             places, programs = PlacesView(table, table.stride(0), blocks), len(blocks) // 5
-        gather_kernel[(programs, heads, 2)](
-            *views,
-            *(self._row_map(i) for i in range(2)),
-            places,
-            *scratch,
-            read.first,
-            read.count,
-            room,
-            *(side.scale / gain for side, gain in zip(self.sides, self.gains)),
-            *(1.0 if m is None else m.operands.inverse_factor * gain for m, gain in zip(self.row_maps, self.gains)),
-            PAGE=self.sides[0].codes.shape[1],
-            BLOCK_N=block,
-            K=plans[0],
-            V=plans[1],
-            BACK=self.back,
-            TOKEN_MAJOR=heads > 1 and scratch[0].stride(0) == sizes[0],
-        )
+        with on_device(table.device):
+            gather_kernel[(programs, heads, 2)](
+                *views,
+                *(self._row_map(i) for i in range(2)),
+                places,
+                *scratch,
+                read.first,
+                read.count,
+                room,
+                *(side.scale / gain for side, gain in zip(self.sides, self.gains)),
+                *(1.0 if m is None else m.operands.inverse_factor * gain for m, gain in zip(self.row_maps, self.gains)),
+                PAGE=self.sides[0].codes.shape[1],
+                BLOCK_N=block,
+                K=plans[0],
+                V=plans[1],
+                BACK=self.back,
+                TOKEN_MAJOR=heads > 1 and scratch[0].stride(0) == sizes[0],
+            )
 
     def _row_map(self, side: int) -> MapView:
         """What `gather_kernel` does to a side's rows after it decoded them."""
@@ -118,25 +120,26 @@ class TritonSteps(TorchSteps):
         block = 64 if width <= 128 else 16
         map_ = MapView() if matrix is None else MapView(matrix, 0 if matrix.shape[0] == 1 else matrix.stride(0))
         sums = [None if p is None or (b is None and sinks is None) else _rows(p.lse) for p in (a, b, out)]
-        fold_kernel[(triton.cdiv(tokens * group, block), self.heads)](
-            _rows(a.out),
-            None if b is None else _rows(b.out),
-            *sums,
-            _rows(out.out),
-            map_,
-            None if sinks is None else sinks.contiguous(),
-            tokens * group,
-            factor,
-            GROUP=group,
-            D=head_size,
-            WIDTH=width,
-            BLOCK=block,
-            MERGED=b is not None,
-            MAPPED=matrix is not None,
-            SINKS=sinks is not None,
-            PRECISION=self.target.precision,
-            num_warps=4 if width <= 128 else 8,
-        )
+        with on_device(a.out.device):
+            fold_kernel[(triton.cdiv(tokens * group, block), self.heads)](
+                _rows(a.out),
+                None if b is None else _rows(b.out),
+                *sums,
+                _rows(out.out),
+                map_,
+                None if sinks is None else sinks.contiguous(),
+                tokens * group,
+                factor,
+                GROUP=group,
+                D=head_size,
+                WIDTH=width,
+                BLOCK=block,
+                MERGED=b is not None,
+                MAPPED=matrix is not None,
+                SINKS=sinks is not None,
+                PRECISION=self.target.precision,
+                num_warps=4 if width <= 128 else 8,
+            )
 
 
 def _block(sizes: list[int] | tuple[int, int]) -> int:
