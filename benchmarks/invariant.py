@@ -10,7 +10,6 @@ is timed. Exit code 1 where one is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from quantkv import PagedCache
 from quantkv.bench.contestants import TOLERANCE, filled
 from quantkv.bench.problem import Problem
-from quantkv.bench.run import device_name, versions
+from quantkv.bench.run import save_rows
 from quantkv.bench.shapes import shapes
 from quantkv.bench.timing import measure
 from quantkv.prepared import prepare_attend
@@ -47,8 +46,7 @@ def main() -> None:
         del problem
         torch.cuda.empty_cache()
     if given.json:
-        about = {"device": device_name(device), "versions": versions()}
-        given.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        save_rows(given.json, device, found)
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

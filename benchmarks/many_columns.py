@@ -10,7 +10,6 @@ compared with float64 attention over what its cache holds before it is timed; th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from quantkv.bench.contestants import TOLERANCE, quantkv
 from quantkv.bench.problem import Entry, Problem, Unavailable
 from quantkv.bench.rivals import rivals
-from quantkv.bench.run import device_name, versions
+from quantkv.bench.run import save_rows
 from quantkv.bench.shapes import Shape, shapes
 from quantkv.bench.timing import measure, read_ceiling_gbps
 from quantkv.implementations.hopper import many
@@ -53,8 +52,7 @@ def main() -> None:
         found += of_shape(shape, device, given, ceiling, wrong)
         torch.cuda.empty_cache()
     if given.json:
-        about = {"device": device_name(device), "versions": versions(), "read_ceiling_gbps": ceiling}
-        given.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        save_rows(given.json, device, found, read_ceiling_gbps=ceiling)
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

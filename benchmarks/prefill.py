@@ -14,7 +14,6 @@ is timed. Exit code 1 where one is wrong. No case begins after --seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ import torch
 from quantkv import PagedCache, get_format, ops
 from quantkv.bench import rivals
 from quantkv.bench.problem import Unavailable
-from quantkv.bench.run import device_name, versions
+from quantkv.bench.run import save_rows
 from quantkv.bench.timing import measure
 from quantkv.calls import AttendCall, Batch
 from quantkv.implementations import refusal
@@ -278,9 +277,8 @@ def main() -> None:
         rows = of_case(name, case._replace(lengths=lengths, window=-(-case.window // given.divide)), given, device, wrong)
         found += rows
         show(rows)
-    about = {"device": device_name(device), "versions": versions(), "format": given.format, "seconds": time.monotonic() - start}
     if given.json:
-        given.json.write_text(json.dumps({**about, "rows": [row._asdict() for row in found]}, indent=1) + "\n")
+        save_rows(given.json, device, [row._asdict() for row in found], format=given.format, seconds=time.monotonic() - start)
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

@@ -12,7 +12,6 @@ result is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ from quantkv import get_format, ops
 from quantkv.bench.contestants import TOLERANCE, filled
 from quantkv.bench.problem import Entry, Problem, Unavailable
 from quantkv.bench.rivals import rivals
-from quantkv.bench.run import device_name, versions
+from quantkv.bench.run import save_rows
 from quantkv.bench.shapes import Shape, shapes
 from quantkv.bench.timing import measure, read_ceiling_gbps
 from quantkv.calls import AttendCall, Batch
@@ -89,9 +88,8 @@ def main() -> None:
         found += rows
         show(rows, ceiling)
     print(f"{time.perf_counter() - begun:.0f} s")
-    about = {"device": device_name(device), "versions": versions(), "read_ceiling_gbps": ceiling}
     if given.json:
-        given.json.write_text(json.dumps({**about, "rows": [row._asdict() for row in found]}, indent=1) + "\n")
+        save_rows(given.json, device, [row._asdict() for row in found], read_ceiling_gbps=ceiling)
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib.metadata
+import json
 import math
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -199,3 +201,9 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def save_rows(path: Path, device: torch.device, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
+    """Write what a script of `benchmarks/` measured as JSON: the device, the versions, what else is said, and the rows."""
+    figures = {"device": device_name(device), "versions": versions(), **about, "rows": rows}
+    path.write_text(json.dumps(figures, indent=1) + "\n")
