@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/host_times.py [--peers DIR] [--json FILE]
 
-The GPU's part is kept small (one sequence), so that the host is what is waited for; "prepared" calls are those that layers of one step
-share, "eager" ones are made and checked anew. Also the scratch memory of decode over wide block tables.
+The GPU's part is kept small (one sequence, or short prompts), so that the host is what is waited for; "prepared" calls are those that
+layers of one step share, "eager" ones are made and checked anew. Prompts: by every dense kernel that is here, with what calls of one plan
+keep for each other and without. Also the scratch memory of decode over wide block tables.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import torch
 from quantkv import PagedCache, get_format
 from quantkv.bench.rivals import flash3_over_pages, load_flash3
 from quantkv.calls import AttendCall, Batch
+from quantkv.implementations.dense import attend as dense
+from quantkv.implementations.dense import backends
 from quantkv.implementations.hopper.attend import scratch_bytes
 from quantkv.prepared import prepare_attend, prepare_write
 
 HEADS, KV_HEADS, SIZE, BATCH, LENGTH = 32, 8, 128, 8, 256
 CALLS = 200
+PROMPTS = [(128 + 16 * i,) * 2 for i in range(BATCH)]  # no sequence is longer than LENGTH
 
 
 def host_us(call) -> float:
@@ -40,6 +44,23 @@ def host_us(call) -> float:
         rounds.append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
     return statistics.median(rounds)
+
+
+def of_prompts(cache: PagedCache, table: torch.Tensor) -> dict[str, float]:
+    """By each dense kernel: all prompts as one call, and the longest alone."""
+    found, usual = {}, dense.KEPT
+    for what, lengths in (("prompts", PROMPTS), ("one prompt", PROMPTS[-1:])):
+        starts = torch.tensor([0, *[queries for queries, _ in lengths]], device="cuda").cumsum(0).int()
+        lens = torch.tensor([keys for _, keys in lengths], device="cuda").int()
+        q = torch.randn(int(starts[-1]), HEADS, SIZE, dtype=torch.bfloat16, device="cuda")
+        call = AttendCall(q, (cache.segment(table[: len(lengths)]),), Batch(starts, lens, lengths=tuple(lengths)))
+        for backend in backends.fitting(q.device, q.dtype, SIZE, SIZE):
+            for dense.KEPT in (True, False):
+                plan = dense.plan(call, backend=backend)
+                mark = "" if dense.KEPT else ", nothing kept"
+                found[f"{what}, {backend}{mark}"] = host_us(lambda plan=plan, call=call: dense.follow(call, plan))
+    dense.KEPT = usual
+    return found
 
 
 def main() -> None:
@@ -71,6 +92,7 @@ def main() -> None:
         found[f"attend, {implementation}, eager"] = host_us(lambda i=implementation: cache.attend(q, **batch, implementation=i))
         found[f"write, {implementation}, prepared"] = host_us(lambda write=write: write(cache, key, value))
         found[f"write, {implementation}, eager"] = host_us(lambda i=implementation: cache.write(key, value, slots, implementation=i))
+    found |= of_prompts(cache, table)
     wide = torch.zeros(256, 131072 // 16, dtype=torch.int32, **on_gpu)
     many = Batch(torch.arange(257, dtype=torch.int32, **on_gpu), torch.full((256,), 1024, dtype=torch.int32, **on_gpu), 1, 1024)
     rows = torch.empty(256, HEADS, SIZE, dtype=torch.bfloat16, **on_gpu)

@@ -5,10 +5,11 @@
 
 For each case, microseconds of quantkv's dense path by every kernel that is here and takes the case (FlashAttention-3; cuDNN by its
 frontend's package; cuDNN as torch calls it; torch's flash kernel), each as it is cut now and, marked "before", with each sequence on its
-own, one stream and what a context has over as a call of its own; and by Triton, which served the options before. Times are CUDA events
-around calls that are enqueued ahead, host work included where it is slower; the best of the rivals' own numbers is beside them. Every
-result is compared with float64 attention over what the cache holds, at queries at both ends, at edges of windows and by chance, before it
-is timed. Exit code 1 where one is wrong. No case begins after --seconds.
+own, one stream and what a context has over as a call of its own, and marked "captured" the first kernel's call as a CUDA graph, which has
+no host work; and by Triton, which served the options before. Times are CUDA events around calls that are enqueued ahead, host work included
+where it is slower; the best of the rivals' own numbers is beside them. Every result is compared with float64 attention over what the cache
+holds, at queries at both ends, at edges of windows and by chance, before it is timed. Exit code 1 where one is wrong. No case begins after
+--seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from quantkv import PagedCache, get_format, ops
 from quantkv.bench import rivals
 from quantkv.bench.problem import Unavailable
 from quantkv.bench.run import save_rows
-from quantkv.bench.timing import measure
+from quantkv.bench.timing import capture, measure
 from quantkv.calls import AttendCall, Batch
 from quantkv.implementations import refusal
 from quantkv.implementations.dense import attend as dense
@@ -162,6 +163,8 @@ def contestants(problem: Problem) -> dict[str, tuple[Callable[[], Any], PagedCac
             backends.FRONT = usual and not how
             found[f"{name}{mark}"] = ours(problem, backend=name, **how), problem.cache
         backends.FRONT = usual
+        if problem.device.type == "cuda" and not any(what.endswith("captured") for what in found):
+            found[f"{name}, captured"] = captured(ours(problem, backend=name)), problem.cache
     call = problem.call(problem.cache)
     reason = refusal("triton", call)
     if reason is None:
@@ -174,6 +177,18 @@ def ours(problem: Problem, **how) -> Callable[[], None]:
     call = problem.call(problem.cache)
     plan = dense.plan(call, **how)
     return lambda: dense.follow(call, plan)
+
+
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """The call as a graph, which the first replay captures."""
+    graphs = []
+
+    def replay() -> None:
+        if not graphs:
+            graphs.append(capture(call, 1))
+        graphs[0].replay()
+
+    return replay
 
 
 def flash3(problem: Problem) -> Callable[[], None]:

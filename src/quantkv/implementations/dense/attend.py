@@ -17,8 +17,9 @@ product in a launch that waits for memory, instead of two launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -42,6 +43,7 @@ MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,
 MAPPED_BACK = 2
 TOGETHER = True  # sequences share rounds; else each has its own launches
 OVERLAP = True  # several rounds run on two streams
+KEPT = True  # what calls of one plan share is kept for its next one: launches, numbers on the device; else each makes its own
 
 
 HONOURED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks"))
@@ -115,7 +117,8 @@ def serve(call: AttendCall, *, triton: bool | None = None, **how) -> None:
 @dataclass(frozen=True)
 class Plan:
     """What calls of one batch share. lanes: scratches, and streams. rows: of each scratch. few: keys, for so many queries, that they are
-    mapped back. placed: of a round of several sequences what its launches want on the device, `Round.ends` and `TorchSteps.blocks`."""
+    mapped back. placed: what the launches of a round want on the device, `Round.ends` and `TorchSteps.blocks`; of one sequence only where
+    the backend asks for it. kept: by calls for the next ones: launches of the steps, by what they are for, and numbers of the backend."""
 
     lengths: Sequence[tuple[int, int]]
     backend: str
@@ -124,6 +127,7 @@ class Plan:
     rows: int
     few: bool
     placed: dict[Round, list[torch.Tensor]]
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
 
 def plan(
@@ -160,7 +164,8 @@ def plan(
         rounds = [round for group in found for round in group.rounds]
         if not overlap or len(rounds) < 2:
             break
-    placed = _place([round for round in rounds if len(round.reads) > 1], sizes, q.device)
+    asked = free and KEPT and backends.BACKENDS[backend].ends
+    placed = _place([round for round in rounds if asked or len(round.reads) > 1], sizes, q.device)
     return Plan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed)
 
 
@@ -177,7 +182,7 @@ def _place(rounds: list[Round], sizes: tuple[int, int], device: torch.device) ->
     """Numbers of the rounds on the device, by one copy that nothing waits for; each list at an address that is a multiple of 16."""
     steps, flat, spans = _steps(device.type == "cuda"), [], []
     for round in rounds:
-        for numbers in (*round.ends(), steps.blocks(round, sizes)):
+        for numbers in (*round.ends(), steps.blocks(round, sizes) if len(round.reads) > 1 else []):
             spans.append(slice(len(flat), len(flat) + len(numbers)))
             flat += numbers + [0] * (-len(numbers) % 4)
     if not flat:
@@ -191,10 +196,12 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
     q, out, (k, v, fmt, block_table, maps, *_) = call.q, call.out, call.segments[0]
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
     triton = q.is_cuda if triton is None else triton
-    steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps))
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if call.lse is None else call.lse
-    lanes = Lanes(q.device, 1 if _capturing(q) else plan.lanes)  # a graph gets the order of one stream
-    scratch = [[q.new_empty(heads * plan.rows * size) for size in sizes] for _ in range(lanes.count)]
+    steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps), plan.kept if KEPT else None)
+    capturing = _capturing(q)
+    lanes = Lanes(q.device, 1 if capturing else plan.lanes)  # a graph gets the order of one stream
+    kept = plan.kept if KEPT and not capturing else None  # what is made in a graph is made when it runs
+    keys = heads * plan.rows * sizes[0]  # numbers of a scratch; values follow
+    scratch = [q.new_empty(keys + heads * plan.rows * sizes[1]) for _ in range(lanes.count)]
     total, waiting, count, served = None, None, 0, backends.BACKENDS[plan.backend]
 
     sinks = call.options.sinks
@@ -206,7 +213,7 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
         lanes.wait(0, done)
         if index + 1 == len(group.rounds):
             later = None if inside and len(group.rounds) == 1 else sinks
-            steps.finish(total, part, out[group.tokens], lse[group.tokens], later)
+            steps.finish(total, part, _of(out, group.tokens), _of(call.lse, group.tokens), later)
             total = None
         else:
             total = part if total is None else steps.merge(total, part)
@@ -217,9 +224,9 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
         ready = served.into and len(group.rounds) == 1 and steps.maps[1] is None
         for index, round in enumerate(group.rounds):
             lane, count = count % lanes.count, count + 1
-            ends, blocks = _placed(plan, round, triton)
+            ends, blocks = _placed(plan, round, triton, capturing)
             with lanes.on(lane):
-                sliced = [_rows_of(t, heads, round.room, size, served.token_major) for t, size in zip(scratch[lane], sizes)]
+                sliced = [_rows_of(scratch[lane], at, heads, round.room, n, served.token_major) for at, n in zip((0, keys), sizes)]
                 steps.gather(block_table, round, sliced, blocks)
                 for other in call.segments[1:]:
                     for read in round.reads:
@@ -230,12 +237,14 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
                 else:
                     lanes.wait(lane, made)
                     lanes.lend(rows, lane)
-                target = out[group.tokens] if ready else None
+                target = _of(out, group.tokens) if ready else None
                 own = sinks if inside and len(group.rounds) == 1 else None
-                found = backends.attend(plan.backend, rows, *sliced, call.scale, round, ends, call.options.softcap, target, own)
+                found = backends.attend(plan.backend, rows, *sliced, call.scale, round, ends, call.options.softcap, target, own, kept)
                 for t in found:
                     lanes.lend(t, 0)
-                part = Part(*(t[group.front : group.front + group.tokens.stop - group.tokens.start] for t in found))
+                if group.front or group.back:
+                    found = [t[group.front : group.front + group.tokens.stop - group.tokens.start] for t in found]
+                part = Part(*found)
                 done = lanes.mark(lane)
             if waiting is not None:
                 settle(*waiting)
@@ -247,25 +256,30 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
         settle(*waiting)
 
 
-def _rows_of(scratch: torch.Tensor, heads: int, rows: int, size: int, token_major: bool) -> torch.Tensor:
-    """`[HK, rows, size]` of a scratch."""
-    used = scratch[: heads * rows * size]
-    return used.view(rows, heads, size).transpose(0, 1) if token_major else used.view(heads, rows, size)
+def _of(t: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
+    """The rows of some tokens: t itself where these are all."""
+    return t if t is None or (tokens.start == 0 and tokens.stop == t.shape[0]) else t[tokens]
 
 
-def _placed(plan: Plan, round: Round, triton: bool):
-    if round not in plan.placed:
+def _rows_of(scratch: torch.Tensor, first: int, heads: int, rows: int, size: int, token_major: bool) -> torch.Tensor:
+    """`[HK, rows, size]` of a scratch, from its number `first` on."""
+    return scratch.as_strided((heads, rows, size), (size, heads * size, 1) if token_major else (rows * size, size, 1), first)
+
+
+def _placed(plan: Plan, round: Round, triton: bool, capturing: bool):
+    """`Round.ends` and `TorchSteps.blocks`. A graph makes those of one sequence itself, and needs no plan that lives as long as it."""
+    if round not in plan.placed or (capturing and len(round.reads) == 1):
         return None, None
     *ends, blocks = plan.placed[round]
-    return ends, blocks if triton and len(blocks) else None
+    return ends, blocks if triton and blocks.shape[0] else None
 
 
 def _queries(steps: TorchSteps, q: torch.Tensor, group: Group) -> torch.Tensor:
     """The mapped queries of a group. Rows before and behind them, which are computed for a planned shape's sake and dropped, are those of
     other sequences where q has them and there is no map."""
     first, last = group.tokens.start - group.front, group.tokens.stop + group.back
-    there = steps.maps[0] is None and first >= 0 and last <= len(q)
-    rows = q[first:last] if there else q[group.tokens]
+    there = steps.maps[0] is None and first >= 0 and last <= q.shape[0]
+    rows = _of(q, slice(first, last) if there else group.tokens)
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     return rows if there else steps.map_query(rows, group.front, group.back)
 

@@ -9,7 +9,9 @@ bottom right and has windows. The flash kernel that torch brings has windows too
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ FRONT = True  # cuDNN: what the context has over joins the queries' own keys, be
 class Backend:
     """What a dense kernel takes. bottom_right, together: as in `plan.Limits`. windows, softcap: whether it has them. planned: whether
     lengths should be multiples of `PLANNED`. into: whether it puts its rows where it is told. token_major: whether the heads of a token
-    lie together in the scratch, else the tokens of a head."""
+    lie together in the scratch, else the tokens of a head. ends: whether it wants `Round.ends` of a single sequence too."""
 
     bottom_right: bool
     together: str
@@ -37,6 +39,7 @@ class Backend:
     planned: bool = False
     into: bool = False
     token_major: bool = False
+    ends: bool = False
 
     def limits(self, most: int, single: int, several: int, together: bool = True) -> Limits:
         """How its calls are cut; arguments as of `plan.Limits`. together: whether sequences may share a round at all."""
@@ -45,8 +48,8 @@ class Backend:
 
 
 BACKENDS = {
-    "flash3": Backend(True, "ragged", windows=True, softcap=True, into=True),
-    "cudnn graph": Backend(True, "ragged", windows=True, softcap=False, into=True, token_major=True),
+    "flash3": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True),
+    "cudnn graph": Backend(True, "ragged", windows=True, softcap=False, into=True, token_major=True, ends=True),
     "cudnn": Backend(False, "equal", windows=False, softcap=False, planned=True),
     "flash": Backend(True, "ragged", windows=True, softcap=False),
     "math": Backend(True, "ragged", windows=True, softcap=True),
@@ -105,6 +108,7 @@ def attend(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    kept: dict[Hashable, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax(cap(scale * q . k)) . v` of every sequence of a round: rows `[M, HQ, D_V]` of q's dtype, natural log-sum-exp `[M, HQ]`
     float32.
@@ -113,14 +117,15 @@ def attend(
     HK, and nothing is copied for it. round.mask: M and N are those of each sequence. backend: of `BACKENDS`; the round is cut by its
     limits. ends: `round.ends()` on the device, int32; None: made here, of a single sequence without a copy to the device. softcap: 0 for
     none. out: `[M, HQ, D_V]`, where the rows may be put; those that are returned lie there or elsewhere. sinks:
-    of FlashAttention-3 alone, `flash3.takes_sinks`: the log-sum-exp is then not to be used.
+    of FlashAttention-3 alone, `flash3.takes_sinks`: the log-sum-exp is then not to be used. kept: numbers that a backend works out of a
+    round's are kept here for the next call with the round; None: they are not.
     """
     if backend == "flash3":
         rows, lse = flash3.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, softcap, out, sinks)
         return rows, lse.mT
     if backend == "cudnn graph":
         ends = flash3.bounds(round, q.device) if ends is None else ends
-        return cudnn_graph.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, PLANNED, out)
+        return cudnn_graph.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, PLANNED, out, kept)
     if backend == "cudnn" and (q.shape[0] // len(round.reads) % PLANNED or k.shape[1] // len(round.reads) % PLANNED):
         backend = "flash" if q.shape[2] == v.shape[2] else backend  # an odd rest of the context
     return _CALLS[backend](q, k, v, scale, round, ends, softcap)
@@ -144,10 +149,9 @@ def _flash(q, k, v, scale, round, ends, softcap):
         rows, lse = aten._scaled_dot_product_flash_attention(*batch, 0.0, round.mask == CAUSAL, False, scale=scale)[:2]
         return rows[0].transpose(0, 1), lse.reshape(q.shape[1], -1)[:, : q.shape[0]].mT
     queries, keys, used = flash3.bounds(round, q.device) if ends is None else ends
-    longest = (max(read.queries for read in round.reads), max(read.count for read in round.reads))
     left, right = (None if n < 0 else n for n in round.mask)
     rows, lse = aten._flash_attention_forward(
-        *(q, k.transpose(0, 1), v.transpose(0, 1), queries, keys, *longest, 0.0, False, False),
+        *(q, k.transpose(0, 1), v.transpose(0, 1), queries, keys, *round.longest, 0.0, False, False),
         scale=scale,
         window_size_left=left,
         window_size_right=right,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Hashable
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -56,24 +57,36 @@ def attend(
     ends: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     planned: int,
     out: torch.Tensor | None,
+    kept: dict[Hashable, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[M, HQ, D_V]`, in out where it is given, and log-sum-exp `[M, HQ]`. q: `[M, HQ, D]`; k, v: `[N, HK, D]`, `[N, HK, D_V]`, dense.
-    ends: `round.ends()` on the device. planned: lengths are rounded up to multiples of it."""
+    ends: `round.ends()` on the device. planned: lengths are rounded up to multiples of it. kept: as of
+    `backends.attend`."""
     out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    longest = (max(read.queries for read in round.reads), max(read.count for read in round.reads))
-    lengths = [-(-n // planned) * planned for n in longest]
+    lengths = [-(-n // planned) * planned for n in round.longest]
     heads, sizes = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
     strides = q.stride()[:2], out.stride()[:2]
     shape = Shape(q.dtype, len(round.reads), *lengths, heads, sizes, *strides, round.mask, scale)
-    queries, keys, used = ends
-    by_query = queries * _column((q.stride(0), out.stride(0), lse.stride(0)), q.device)
-    by_key = keys * _column((k.stride(0), v.stride(0)), q.device)
-    tensors = (q, k, v, out, lse, queries.diff(), used, by_query[0], *by_key, *by_query[1:])
+    rows = tuple(t.stride(0) for t in (q, k, v, out, lse))
+    numbers = None if kept is None else kept.get((round, rows))
+    if numbers is None:
+        numbers = _numbers(ends, rows)
+        if kept is not None:
+            kept[round, rows] = numbers
+    tensors = (q, k, v, out, lse, *numbers)
     graph, names, workspace_bytes = _kept().graph(shape, q.device)
     workspace = q.new_empty(max(workspace_bytes, 1), dtype=torch.uint8)
     graph.execute(dict(zip(names, tensors, strict=True)), workspace, handle=_kept().on_stream(q.device))
     return out, lse
+
+
+def _numbers(ends: tuple[torch.Tensor, torch.Tensor, torch.Tensor], strides: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Queries and keys of each sequence, and where its rows of q, k, v, out and log-sum-exps begin; their strides are in numbers."""
+    queries, keys, used = ends
+    q, k, v, out, lse = strides
+    by_query, by_key = queries * _column((q, out, lse), queries.device), keys * _column((k, v), keys.device)
+    return queries.diff(), used, by_query[0], *by_key, *by_query[1:]
 
 
 @lru_cache(maxsize=64)

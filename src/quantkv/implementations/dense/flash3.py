@@ -48,9 +48,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[M, HQ, D]`, log-sum-exp `[HQ, M]`. q, k, v: `[M, HQ, D]`, `[N, HK, D]` of all sequences of a round; the rest as of
     `backends.attend`. An engine's operator puts its rows into out."""
-    longest = (max(read.queries for read in round.reads), max(read.count for read in round.reads))
     if _operators():
-        return _operator(q, k, v, scale, round, bounds(round, q.device) if ends is None else ends, longest, softcap, out, sinks)
+        return _operator(q, k, v, scale, round, bounds(round, q.device) if ends is None else ends, softcap, out, sinks)
     options = {"softmax_scale": scale, "causal": round.mask == CAUSAL}
     if round.mask not in (ALL, CAUSAL):
         options["window_size"] = tuple(round.mask)
@@ -63,7 +62,13 @@ def attend(
         return rows[0], lse[0]
     queries, keys, used = bounds(round, q.device) if ends is None else ends
     more = {"return_attn_probs": True} if "return_attn_probs" in _parameters("flash_attn_varlen_func") else {}
-    batch = {"cu_seqlens_q": queries, "cu_seqlens_k": keys, "seqused_k": used, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    batch = {
+        "cu_seqlens_q": queries,
+        "cu_seqlens_k": keys,
+        "seqused_k": used,
+        "max_seqlen_q": round.longest[0],
+        "max_seqlen_k": round.longest[1],
+    }
     return _package().flash_attn_varlen_func(q, k, v, **batch, **options, **more)[:2]
 
 
@@ -80,7 +85,7 @@ def _operators() -> bool:
     return hasattr(torch.ops._vllm_fa3_C, "fwd")
 
 
-def _operator(q, k, v, scale, round: Round, ends: Ends, longest: tuple[int, int], softcap: float, out, sinks):
+def _operator(q, k, v, scale, round: Round, ends: Ends, softcap: float, out, sinks):
     """The engine's build takes ragged batches only."""
     queries, keys, used = ends
     mask: Mask = round.mask
@@ -100,7 +105,7 @@ def _operator(q, k, v, scale, round: Round, ends: Ends, longest: tuple[int, int]
         None,
         None,
         used if len(round.reads) > 1 else None,
-        *longest,
+        *round.longest,
         *[None] * 9,
         scale,
         mask == CAUSAL,

@@ -36,8 +36,8 @@ def gather_rows(
     BLOCK_N: tl.constexpr,
 ):
     """Decode keys first to first + BLOCK_N of one head, times factor, into rows_here rows of `target [rows, D]`, row, row + step and so on:
-    mapped as they are, or mapped back, times back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: in
-    units of what is stored; not added to rows that were stored without."""
+    mapped as they are, or mapped back, times back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: of
+    rows that are mapped back; else mapped, and back_factor times it is added. Nothing is added to rows that were stored without it."""
     FACTORS: tl.constexpr = PLAN.factors
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
@@ -61,7 +61,7 @@ def gather_rows(
         x *= factor
         if PLAN.offset and not BACK:
             offset = offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
-            x += tl.where(shifted[:, None], offset, 0.0)
+            x += tl.where(shifted[:, None], offset * back_factor, 0.0)
         rows = rows + (x.to(target.dtype.element_ty),)
     column = tl.arange(0, W * P)
     if BACK:
@@ -165,7 +165,7 @@ def fold_kernel(
 ):
     """Grid (blocks of rows, kv heads); a row is one of the GROUP heads of a token. Two results over disjoint keys, merged by
     their natural log-sum-exps (MERGED, else a alone), with the head's sink in the denominator (SINKS: out is multiplied by
-    `sigmoid(lse - sink)`), and then through the map, times factor (MAPPED)."""
+    `sigmoid(lse - sink)`), and then through the map, times factor (MAPPED). out_lse: theirs, where it is asked for."""
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = index < num_rows
@@ -174,7 +174,7 @@ def fold_kernel(
     weight = tl.full([BLOCK], 1.0, tl.float32)
     other = tl.zeros([BLOCK], tl.float32)
     lse = tl.zeros([BLOCK], tl.float32)
-    if MERGED or SINKS:
+    if MERGED or SINKS or out_lse.ptr is not None:
         lse = tl.load(row_pointers(a_lse, token, q_head), mask=real, other=0.0)
     if MERGED:
         y = tl.load(row_pointers(b_lse, token, q_head), mask=real, other=0.0)
@@ -191,7 +191,7 @@ def fold_kernel(
         weight *= kept
         other *= kept
         lse += tl.maximum(ahead, 0.0) + tl.log(1 + tl.exp(-tl.abs(ahead)))
-    if MERGED or SINKS:
+    if out_lse.ptr is not None:
         tl.store(row_pointers(out_lse, token, q_head), lse, mask=real)
     column = tl.arange(0, WIDTH)
     stored = real[:, None] & (column < D)[None, :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,13 +40,18 @@ class Read(NamedTuple):
     room: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
     """One call of the kernel. room: rows of the scratch."""
 
     reads: tuple[Read, ...]
     mask: Mask
     room: int
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries, and the most keys, of a sequence."""
+        return max(read.queries for read in self.reads), max(read.count for read in self.reads)
 
     def ends(self) -> list[list[int]]:
         """Where the queries of each sequence begin, and the last ones end; the same of the rows of keys; how many of these are keys."""

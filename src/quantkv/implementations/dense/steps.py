@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,11 +35,20 @@ def gain(map_: LinearMap | None) -> float:
 class TorchSteps:
     """What happens around the dense kernel, in PyTorch. maps, sides: of K and V; scratch: `[HK, N, D]` of each.
 
-    back: rows are mapped back as they are gathered, in place of queries and outputs being mapped."""
+    back: rows are mapped back as they are gathered, in place of queries and outputs being mapped. launches: of the calls of one plan, kept
+    for its next call; None: nothing is kept."""
 
-    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int, back: bool = False) -> None:
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        fmt: Format,
+        maps: LayerMaps,
+        heads: int,
+        back: bool = False,
+        launches: dict[Hashable, Any] | None = None,
+    ) -> None:
         self.sides, self.codecs, self.row_maps = sides, (fmt.k, fmt.v), (maps.k, maps.v)
-        self.heads, self.back = heads, back
+        self.heads, self.back, self.launches = heads, back, launches
         self.maps = (None, None) if back else self.row_maps  # of queries and outputs
 
     def map_query(self, q: torch.Tensor, front: int, back: int) -> torch.Tensor:
@@ -98,15 +108,20 @@ class TorchSteps:
         """Attention over the union of two key sets, float32."""
         return Part(*merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
 
-    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-        """Merge with the last part (total: None where it is the only one), add the sinks `[HQ]`, map back, store."""
+    def finish(
+        self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
+    ) -> None:
+        """Merge with the last part (total: None where it is the only one), add the sinks `[HQ]`, map back, store. lse: None where it is not
+        asked for."""
         rows, sums = last if total is None else self.merge(total, last)
         if sinks is not None:
             rows = rows.float() * torch.sigmoid(sums - sinks.float())[..., None]
             sums = torch.logaddexp(sums, sinks.float())
         map_ = self.maps[1]
-        out.copy_(rows if map_ is None else self._map(map_.inverse * gain(map_), rows))
-        lse.copy_(sums)
+        if map_ is not None or rows.data_ptr() != out.data_ptr():
+            out.copy_(rows if map_ is None else self._map(map_.inverse * gain(map_), rows))
+        if lse is not None:
+            lse.copy_(sums)
 
     def _map(self, matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """`matrix[h] @ rows[t, g]` for the query heads g of kv head h, in float32."""

@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+
 import torch
 import triton
 
 from ...calls import Side
-from ...format import Format
-from ...maps import LayerMaps
+from ...format import Codec, Format
+from ...maps import LayerMaps, LinearMap
+from ..triton import launch
 from ..triton.kernels.views import MapView, RowsView
-from ..triton.launch import Target, on_device, pages, row_plan
+from ..triton.launch import Launch, Target
 from .kernels import PlacesView, fold_kernel, gather_kernel
 from .plan import Round
 from .steps import Part, TorchSteps, gain
 
+# What differs between calls that one launch serves.
+GATHER_PLACES = (
+    "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.offset", "v_map.matrix",
+    "places.table", "places.blocks", "keys", "values",
+)  # fmt: skip
+GATHER_NUMBERS = ("k_factor", "v_factor", "k_back", "v_back")
+FOLD_PLACES = ("a.ptr", "b.ptr", "a_lse.ptr", "b_lse.ptr", "out_lse.ptr", "out.ptr", "map.matrix", "sinks")
+FOLD_NUMBERS = ("factor",)
+
 
 class TritonSteps(TorchSteps):
-    """As `TorchSteps`; the arithmetic is float32, products of mapped rows as exact as the GPU path's elsewhere."""
+    """As `TorchSteps`; the arithmetic is float32, products of mapped rows as exact as the GPU path's elsewhere.
 
-    def __init__(self, sides: tuple[Side, Side], fmt: Format, maps: LayerMaps, heads: int, back: bool = False) -> None:
-        super().__init__(sides, fmt, maps, heads, back)
+    A launch that is kept serves calls whose tensors have the same shapes, strides and dtypes, and whose codecs and maps are compiled for
+    alike: `_traits`, and what `gather` and `_fold` name beside it. All else (addresses, scales, factors) is handed over anew."""
+
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        fmt: Format,
+        maps: LayerMaps,
+        heads: int,
+        back: bool = False,
+        launches: dict[Hashable, Launch] | None = None,
+    ) -> None:
+        super().__init__(sides, fmt, maps, heads, back, launches)
         self.gains = tuple(gain(m) for m in self.row_maps)
-        self.target = Target.of(sides[0].codes.device)
+        self.device = sides[0].codes.device
+        self.traits = back, *(_traits(*side) for side in zip(sides, self.codecs, self.row_maps))
+
+    def _launch(self, key: Hashable, tensors: Sequence, numbers: Sequence[float], make: Callable[[], Launch]) -> None:
+        """Launch what is kept under a key, with these tensors and numbers, or what `make` makes of them."""
+        with launch.on_device(self.device):
+            known = None if self.launches is None else self.launches.get(key)
+            if known is not None and known.again(tensors, self.device.index, numbers):
+                return
+            made = make()
+            made()
+        if self.launches is not None and known is None and made.direct is not None:
+            self.launches[key] = made
 
     def map_query(self, q: torch.Tensor, front: int, back: int) -> torch.Tensor:
         """Queries in the space of mapped keys, between `front` and `back` rows of zeros."""
         if self.maps[0] is None:
             return super().map_query(q, front, back)
-        operands, out = self.maps[0].operands, q.new_empty(front + q.shape[0] + back, *q.shape[1:])
-        stop = front + q.shape[0]
-        self._fold(Part(q), None, Part(out[front:stop]), operands.query, operands.inverse_factor * self.gains[0])
-        out[:front].zero_()
-        out[stop:].zero_()
+        operands = self.maps[0].operands
+        out = rows = q.new_empty(front + q.shape[0] + back, *q.shape[1:])
+        if front or back:
+            stop = front + q.shape[0]
+            rows = out[front:stop]
+            out[:front].zero_()
+            out[stop:].zero_()
+        self._fold(Part(q), None, Part(rows), operands.query, operands.inverse_factor * self.gains[0])
         return out
 
     @staticmethod
@@ -45,52 +83,59 @@ class TritonSteps(TorchSteps):
 
     def gather(self, table: torch.Tensor, round: Round, scratch: list[torch.Tensor], blocks: torch.Tensor | None = None) -> None:
         """Write the keys and values of a round into the scratch, as 16-bit rows."""
+        sizes, read, alone = [t.shape[2] for t in scratch], round.reads[0], len(round.reads) == 1
         table = table if table.stride(1) == 1 else table.contiguous()  # kernels take neighbouring pages of a sequence
+        if alone:
+            blocks, table = None, table[read.sequence]
+        elif blocks is None:
+            blocks = torch.tensor(self.blocks(round, sizes), dtype=torch.int32, device=table.device)
+        (k, v), (k_map, v_map) = self.sides, (self._row_map(i) for i in range(2))
+        tensors = (k.codes, k.meta, v.codes, v.meta, *k_map, v_map[0], table, blocks, *scratch)
+        numbers = [side.scale / gain for side, gain in zip(self.sides, self.gains)]
+        for map_, gain_ in zip(self.row_maps, self.gains):
+            numbers.append(1.0 if map_ is None else map_.operands.inverse_factor * gain_ if self.back else 1.0 / gain_)
+        key = (round, self.traits, scratch[0].dtype, *(t.stride() for t in (*scratch, table)), table.dtype)
+        self._launch(key, tensors, numbers, lambda: self._gather_launch(tensors, numbers, round))
+
+    def _gather_launch(self, tensors: Sequence, numbers: Sequence[float], round: Round) -> Launch:
+        _, _, _, _, k_matrix, k_offset, v_matrix, table, blocks, *scratch = tensors
         heads, room, _ = scratch[0].shape
-        sizes = [t.shape[2] for t in scratch]
-        views = [pages(*side) for side in zip(self.sides, self.codecs, sizes)]
+        sizes, target, read = [t.shape[2] for t in scratch], Target.of(self.device), round.reads[0]
+        views = [launch.pages(*side) for side in zip(self.sides, self.codecs, sizes)]
         plans = [
-            row_plan(codec, size, map_, side.scale, view, self.target, exact=scratch[0].dtype == torch.float32)
+            launch.row_plan(codec, size, map_, side.scale, view, target, exact=scratch[0].dtype == torch.float32)
             for codec, size, map_, side, view in zip(self.codecs, sizes, self.row_maps, self.sides, views)
         ]
-        block, read = _block(sizes), round.reads[0]
-        if len(round.reads) == 1:
-            places, programs = PlacesView(table[read.sequence], 0), triton.cdiv(room, block)
-        else:
-            blocks = torch.tensor(self.blocks(round, sizes), dtype=torch.int32, device=table.device) if blocks is None else blocks
-            places, programs = PlacesView(table, table.stride(0), blocks), len(blocks) // 5
-        with on_device(table.device):
-            gather_kernel[(programs, heads, 2)](
-                *views,
-                *(self._row_map(i) for i in range(2)),
-                places,
-                *scratch,
-                read.first,
-                read.count,
-                room,
-                *(side.scale / gain for side, gain in zip(self.sides, self.gains)),
-                *(1.0 if m is None else m.operands.inverse_factor * gain for m, gain in zip(self.row_maps, self.gains)),
-                PAGE=self.sides[0].codes.shape[1],
-                BLOCK_N=block,
-                K=plans[0],
-                V=plans[1],
-                BACK=self.back,
-                TOKEN_MAJOR=heads > 1 and scratch[0].stride(0) == sizes[0],
-            )
+        arguments = {
+            "k_pages": views[0],
+            "v_pages": views[1],
+            "k_map": launch.map_view(k_matrix, k_offset),
+            "v_map": launch.map_view(v_matrix),
+            "places": PlacesView(table, 0 if blocks is None else table.stride(0), blocks),
+            "keys": scratch[0],
+            "values": scratch[1],
+            "first": read.first,
+            "count": read.count,
+            "room": room,
+            **dict(zip(GATHER_NUMBERS, numbers)),
+            "PAGE": self.sides[0].codes.shape[1],
+            "BLOCK_N": _block(sizes),
+            "K": plans[0],
+            "V": plans[1],
+            "BACK": self.back,
+            "TOKEN_MAJOR": heads > 1 and scratch[0].stride(0) == sizes[0],
+        }
+        programs = triton.cdiv(room, _block(sizes)) if blocks is None else len(blocks) // 5
+        return Launch(gather_kernel, (programs, heads, 2), arguments, {}, GATHER_PLACES, GATHER_NUMBERS)
 
-    def _row_map(self, side: int) -> MapView:
-        """What `gather_kernel` does to a side's rows after it decoded them."""
+    def _row_map(self, side: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What `gather_kernel` does to a side's rows after it decoded them: matrix, and offset."""
         map_ = self.row_maps[side]
         if map_ is None:
-            return MapView()
-        inverse, offset = map_.operands.output, map_.offset
+            return None, None
         if not self.back:
-            inverse, offset = None, None if offset is None else map_.operands.mapped_offset / self.gains[side]
-        head = 0 if inverse is None or inverse.shape[0] == 1 else inverse.stride(0)
-        if offset is None:
-            return MapView(inverse, head)
-        offset = offset if offset.stride(2) == 1 else offset.contiguous()
-        return MapView(inverse, head, offset, offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0, offset.shape[0])
+            return None, map_.operands.mapped_offset
+        return map_.operands.output, launch.dense_rows(map_.offset)
 
     def merge(self, a: Part, b: Part) -> Part:
         """Attention over the keys of both, float32: the rows in a's memory where they are float32 already. Not its sums: threads that read
@@ -100,46 +145,60 @@ class TritonSteps(TorchSteps):
         self._fold(a, b, merged)
         return merged
 
-    def finish(self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+    def finish(
+        self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
+    ) -> None:
         """Merge what is left, add the sinks, map the output back and write it."""
         map_, a, b = self.maps[1], *((last, None) if total is None else (total, last))
-        if b is None and sinks is None:
-            lse.copy_(last.lse)
         if map_ is not None:
             self._fold(a, b, Part(out, lse), map_.operands.output, map_.operands.inverse_factor * self.gains[1], sinks)
         elif b is not None or sinks is not None:
             self._fold(a, b, Part(out, lse), sinks=sinks)
-        elif last.out.data_ptr() != out.data_ptr():
-            out.copy_(last.out)
+        else:
+            super().finish(None, last, out, lse)
 
     def _fold(
         self, a: Part, b: Part | None, out: Part, matrix: torch.Tensor | None = None, factor: float = 1.0, sinks: torch.Tensor | None = None
     ) -> None:
-        tokens, num_heads, head_size = a.out.shape
+        needed = b is not None or sinks is not None or out.lse is not None
+        sums = (a.lse if needed else None, None if b is None else b.lse, out.lse)
+        sinks = launch.dense(sinks)
+        rows = (a.out, None if b is None else b.out, *sums, out.out)
+        tensors = (*rows, matrix, sinks)
+        described = [None if t is None else (t.dtype, t.stride()) for t in tensors]
+        key = (a.out.shape, self.heads, None if matrix is None else matrix.shape[0], *described)
+        self._launch(key, tensors, (factor,), lambda: self._fold_launch(tensors, factor))
+
+    def _fold_launch(self, tensors: Sequence, factor: float) -> Launch:
+        (a, b, *_), (matrix, sinks) = tensors[:6], tensors[6:]
+        tokens, num_heads, head_size = a.shape
         group, width = num_heads // self.heads, max(16, triton.next_power_of_2(head_size))
         block = 64 if width <= 128 else 16
-        map_ = MapView() if matrix is None else MapView(matrix, 0 if matrix.shape[0] == 1 else matrix.stride(0))
-        sums = [None if p is None or (b is None and sinks is None) else _rows(p.lse) for p in (a, b, out)]
-        with on_device(a.out.device):
-            fold_kernel[(triton.cdiv(tokens * group, block), self.heads)](
-                _rows(a.out),
-                None if b is None else _rows(b.out),
-                *sums,
-                _rows(out.out),
-                map_,
-                None if sinks is None else sinks.contiguous(),
-                tokens * group,
-                factor,
-                GROUP=group,
-                D=head_size,
-                WIDTH=width,
-                BLOCK=block,
-                MERGED=b is not None,
-                MAPPED=matrix is not None,
-                SINKS=sinks is not None,
-                PRECISION=self.target.precision,
-                num_warps=4 if width <= 128 else 8,
-            )
+        arguments = {
+            **{name: _rows(t) for name, t in zip(("a", "b", "a_lse", "b_lse", "out_lse", "out"), tensors)},
+            "map": MapView() if matrix is None else launch.map_view(matrix),
+            "sinks": sinks,
+            "num_rows": tokens * group,
+            "factor": factor,
+            "GROUP": group,
+            "D": head_size,
+            "WIDTH": width,
+            "BLOCK": block,
+            "MERGED": b is not None,
+            "MAPPED": matrix is not None,
+            "SINKS": sinks is not None,
+            "PRECISION": Target.of(self.device).precision,
+        }
+        options = {"num_warps": 4 if width <= 128 else 8}
+        return Launch(fold_kernel, (triton.cdiv(tokens * group, block), self.heads), arguments, options, FOLD_PLACES, FOLD_NUMBERS)
+
+
+def _traits(side: Side, codec: Codec, map_: LinearMap | None) -> Hashable:
+    """What `gather_kernel` is compiled for, of a side: everything but addresses, scales and factors."""
+    codes, meta = side.codes, side.meta
+    lie = (codes.dtype, codes.shape, codes.stride(), codes.data_ptr() % 16, None if meta is None else (meta.dtype, meta.stride()))
+    mapped = None if map_ is None else (map_.traits, map_.operands.output.dtype)
+    return codec.triton, codec.signed, codec.round_mapped, lie, mapped
 
 
 def _block(sizes: list[int] | tuple[int, int]) -> int:
@@ -147,8 +206,8 @@ def _block(sizes: list[int] | tuple[int, int]) -> int:
     return 64 if max(sizes) <= 128 else 32
 
 
-def _rows(t: torch.Tensor) -> RowsView:
-    """Rows `[T, heads, D]` whose elements lie one after the other, or numbers `[T, heads]`."""
-    if t.ndim == 3 and t.stride(2) != 1:
+def _rows(t: torch.Tensor | None) -> RowsView:
+    """Rows `[T, heads, D]` whose elements lie one after the other, or numbers `[T, heads]`; none."""
+    if t is not None and t.ndim == 3 and t.stride(2) != 1:
         raise ValueError(f"rows of strides {t.stride()}: the elements of a row must lie one after the other")
-    return RowsView(t, *t.stride()[:2])
+    return RowsView(None, 0, 0) if t is None else launch.rows_view(t)

@@ -195,10 +195,17 @@ class Launch:
     with tensors of the same shapes and strides at other addresses, for a tenth of the time on the host.
 
     arguments: all of the kernel's, by name and in order. options: num_warps and the like.
-    places: where the tensors that change stand among them, "argument" or "argument.field"."""
+    places: where the tensors that change stand among them, "argument" or "argument.field". numbers: names of floats that change, for which
+    nothing is compiled."""
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any], places: Sequence[str]
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: dict[str, Any],
+        options: dict[str, Any],
+        places: Sequence[str],
+        numbers: Sequence[str] = (),
     ) -> None:
         self.kernel, self.arguments, self.options = kernel, arguments, options
         self.grid = (*grid, 1, 1)[:3]
@@ -212,33 +219,37 @@ class Launch:
             else:
                 self.flat.append(value)
                 self.spans.append((start, None))
-        self.places = [starts[place] for place in places]
+        self.places, self.numbers = [starts[place] for place in places], [starts[name] for name in numbers]
         self.kept = [t for i, t in enumerate(self.flat) if isinstance(t, torch.Tensor) and i not in self.places]
         self.flat = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in self.flat]
+        # Bits of an address that must be 0, since the kernel is compiled for that: none where it saw an address that has some.
+        self.masks = [0 if isinstance(self.flat[p], int) and self.flat[p] % 16 else 15 for p in self.places]
         self.direct: Callable[..., None] | None = None
 
     def __call__(self) -> None:
         """The first launch, on the current device."""
         compiled = self.kernel[self.grid](**self.arguments, **self.options)
-        unaligned = any(isinstance(self.flat[p], int) and self.flat[p] % 16 for p in self.places)  # the kernel was compiled for that
-        if not unaligned and all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
             self.direct = compiled.run
             self.fixed = compiled.function, compiled.packed_metadata, None
         self.arguments = None  # they hold the tensors of this call
 
-    def again(self, tensors: Sequence[torch.Tensor | None], device: int) -> bool:
-        """Launch on the current stream of `device`, the current one, with the tensors that change, in the order of `places`. False, and
-        nothing is launched, where only Triton can: one is not aligned to 16 bytes, or a profiler listens."""
+    def again(self, tensors: Sequence[torch.Tensor | None], device: int, numbers: Sequence[float] = ()) -> bool:
+        """Launch on the current stream of `device`, the current one, with the tensors that change, in the order of `places`, and the
+        numbers. False, and nothing is launched, where only Triton can: a tensor is not aligned to 16 bytes where the first was, or a
+        profiler listens."""
         if self.direct is None:
             return False
         flat, bits = self.flat.copy(), 0
-        for place, t in zip(self.places, tensors):
+        for place, mask, t in zip(self.places, self.masks, tensors):
             if t is not None:
                 flat[place] = address = t.data_ptr()
-                bits |= address
+                bits |= address & mask
+        for place, number in zip(self.numbers, numbers):
+            flat[place] = number
         hooks = triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if bits % 16 or any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)):
+        if bits or any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)):
             return False
         arguments = [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.spans]
         self.direct(*self.grid, current_stream(device), *self.fixed, None, None, *arguments)
