@@ -56,7 +56,7 @@ def of_cache(problem: Problem, name: str, rounds: int, wrong: list[str]) -> dict
     tensors = {n: getattr(problem, n) for n in ("cu_seqlens_q", "seq_lens", "block_table", "scale")}
     calls = {}
     for way, (implementation, invariant) in WAYS.items():
-        attend = prepare_attend(**tensors, max_query_len=shape.Q, batch_invariant=invariant, implementation=implementation)
+        attend = prepare_attend(**tensors, lengths=[(shape.Q, shape.L)] * shape.B, batch_invariant=invariant, implementation=implementation)
         calls[way] = lambda attend=attend: attend(cache, problem.q)
     expected, out = calls["plain"](), calls["batch_invariant"]()
     error = relative_error(out, expected)

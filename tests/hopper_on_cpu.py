@@ -39,8 +39,10 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
     lines.append((sources / source).read_text())
     for name in names:
         lines.append(f"static {arguments}Arguments given_{name};")
-        lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, {arguments}Arguments* a) {{')
-        lines.append(f"  given_{name} = *a, cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes);\n}}")
+        lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, int cluster, {arguments}Arguments* a) {{')
+        lines.append(f"  given_{name} = *a, cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes, cluster);\n}}")
+    lines.append('extern "C" long early_copies() { return cpu_early; }')
+    lines.append('extern "C" void set_unwritten(const u8** rows, int count) { cpu_unwritten.assign(rows, rows + count); }')
     file = folder / f"{len(list(folder.iterdir()))}.cpp"
     file.write_text("\n".join(lines))
     flags = ["-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-gnu-unique", f"-I{sources}"]
@@ -52,12 +54,12 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
 class Launch:
     """In place of launch.Launch."""
 
-    def __init__(self, kernel, grid, arguments):
-        self.kernel, self.grid, self.arguments = kernel, grid, arguments
+    def __init__(self, kernel, grid, arguments, cluster=1):
+        self.kernel, self.grid, self.arguments, self.cluster = kernel, grid, arguments, cluster
 
     def __call__(self, stream):
         k = self.kernel
-        k.run(*self.grid, k.threads, ctypes.c_long(k.shared_bytes), ctypes.byref(self.arguments))
+        k.run(*self.grid, k.threads, ctypes.c_long(k.shared_bytes), self.cluster, ctypes.byref(self.arguments))
 
 
 class Device:
@@ -65,6 +67,8 @@ class Device:
 
     def __init__(self, monkeypatch, folder: Path, multiprocessors: int = 2, max_tiles: int = 1024):
         self.folder, self.max_tiles, self.scratch, self.compiled = folder, max_tiles, None, {}
+        self.unwritten = []  # addresses of rows that the kernel before writes: none is read before its end was waited for
+        self.clusters = lambda blocks: multiprocessors // blocks  # that are held at once
         monkeypatch.setattr(attend, "_kernels", self._decode_kernels)
         monkeypatch.setattr(write, "_kernel", self._write_kernel)
         monkeypatch.setattr(round, "kernel", self._round_kernel)
@@ -90,8 +94,10 @@ class Device:
     def _decode_kernels(self, config, index):
         library = self.compiled.get(config) or self.compiled.setdefault(config, self._library(config.source, config))
         sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_COLUMNS * config.combined, 0), (32 * COMBINE_WARPS, 0)
-        names = KERNELS[config.source][1]
-        return [SimpleNamespace(run=library[f"run_{name}"], threads=n, shared_bytes=b) for name, (n, b) in zip(names, sizes)]
+        names, self.early_copies = KERNELS[config.source][1], library.early_copies
+        library.set_unwritten((ctypes.c_void_p * len(self.unwritten))(*self.unwritten), len(self.unwritten))
+        clusters = dict(clusters=self.clusters)
+        return [SimpleNamespace(run=library[f"run_{name}"], threads=n, shared_bytes=b, **clusters) for name, (n, b) in zip(names, sizes)]
 
     def _write_kernel(self, config, index):
         return SimpleNamespace(run=self._library("write.cu", config)["run_write_kernel"], threads=32 * config.warps, shared_bytes=0)

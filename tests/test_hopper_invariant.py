@@ -13,7 +13,7 @@ from quantkv.calls import AttendCall
 from quantkv.calls import Batch as Lengths
 from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import geometry, launch, many
+from quantkv.implementations.hopper import geometry, launch, many, merging
 from quantkv.testing import POISON, Batch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
@@ -59,9 +59,9 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
 def assert_invariant(call, serve, monkeypatch):
     """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; merged by warps
     and by blocks."""
-    monkeypatch.setattr(hopper, "_by_blocks", lambda *_: False)
+    monkeypatch.setattr(merging, "by_blocks", lambda *_: False)
     serve(call)
-    monkeypatch.setattr(hopper, "_by_blocks", lambda *_: True)
+    monkeypatch.setattr(merging, "by_blocks", lambda *_: True)
     count = call.batch.num_seqs
     lens = call.batch.seq_lens.tolist()
     longest = max(lens)

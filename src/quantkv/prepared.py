@@ -41,15 +41,16 @@ class PreparedWrite:
     def __call__(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with shadows in both."""
         if not isinstance(cache, ShadowedCache):
-            return self._store(cache, key, value)
+            self._store(cache, key, value)
+            return
         if self.exact is None:
             checks.refuse("exact", None, "a write to a cache with shadows needs the step that says which tokens have one")
         self._store(cache.pages, key, value)
         self._store(cache.shadow, key, value, self.exact.slots[: len(self.slot_mapping)])
         cache.stored(self.slot_mapping, self.exact)
 
-    def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> None:
-        """copies: slots of a shadow, in place of those of the step."""
+    def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> bool:
+        """Whether what is launched next may overlap it. copies: slots of a shadow, in place of those of the step."""
         checks.instance("key", key, torch.Tensor, "a tensor")
         checks.instance("value", value, torch.Tensor, "a tensor")
         aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
@@ -63,6 +64,19 @@ class PreparedWrite:
         else:
             call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
         known[1](call)
+        return getattr(known[1], "starts_next", False)
+
+
+def _launch(launch: ops.Launch, call: AttendCall, cache: PagedCache | ShadowedCache, new: tuple | None) -> None:
+    """Attention, behind the write of `new`, if there is one. Between the two nothing is launched."""
+    if new is not None:
+        write, key, value = new
+        behind = getattr(launch, "after_write", None)  # prepared before anything runs
+        if isinstance(cache, ShadowedCache):
+            write(cache, key, value)
+        elif write._store(cache, key, value) and behind is not None:
+            launch = behind
+    launch(call)
 
 
 class PreparedAttend:
@@ -97,17 +111,21 @@ class PreparedAttend:
         *,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
+        new: tuple[PreparedWrite, torch.Tensor, torch.Tensor] | None = None,
         **options: torch.Tensor | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of `q [T, HQ, D]`, any strides, over the pages of `cache` -> `[T, HQ, D_V]` of q's dtype, put into out where it is
-        given; with return_lse also the log-sum-exp `[T, HQ]` float32. options: this layer's sinks, alibi_slopes or qq_bias."""
+        given; with return_lse also the log-sum-exp `[T, HQ]` float32. options: this layer's sinks, alibi_slopes or qq_bias.
+
+        new: `(write, key, value)`: `write(cache, key, value)` is called first, for the tokens of q and no others; on a Hopper GPU only what
+        reads their rows then waits for it."""
         checks.instance("q", q, torch.Tensor, "a tensor")
         given = tuple(name for name, t in options.items() if t is not None)
         target = None if out is None else (out.stride(), out.dtype)
         shape = (cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
         known = self._prepared.get(shape)
         if known is None:
-            out, lse = self._first(shape, cache, q, out, return_lse, {name: options[name] for name in given})
+            out, lse = self._first(shape, cache, q, out, return_lse, new, {name: options[name] for name in given})
         else:
             first, launch = known
             out = torch.empty_strided(first.out.shape, first.out.stride(), dtype=first.out.dtype, device=q.device) if out is None else out
@@ -117,13 +135,13 @@ class PreparedAttend:
             for name in given:
                 _same(name, options[name], getattr(first.options, name))
             layer = replace(first.options, **{name: options[name] for name in given}) if given else first.options
-            launch(first.with_tensors(q, out, lse, self._segments(cache, layer), layer))
+            _launch(launch, first.with_tensors(q, out, lse, self._segments(cache, layer), layer), cache, new)
         return (out, lse) if return_lse else out
 
     def _segments(self, cache: PagedCache | ShadowedCache, options: AttentionOptions) -> tuple[Segment, ...]:
         return as_segments(cache, self.block_table, self.ranges, self.exact, goes_by_position(options))
 
-    def _first(self, shape, cache: PagedCache | ShadowedCache, q, out, return_lse: bool, given: dict[str, torch.Tensor]):
+    def _first(self, shape, cache: PagedCache | ShadowedCache, q, out, return_lse: bool, new, given: dict[str, torch.Tensor]):
         unknown = given.keys() - set(PER_LAYER)
         if unknown:
             checks.refuse("options", sorted(unknown), f"those of a layer are {', '.join(PER_LAYER)}")
@@ -132,7 +150,7 @@ class PreparedAttend:
         call = AttendCall(q, self._segments(cache, options), self.batch, self.scale, options, out, lse)
         launch = ops.prepare(call, self.implementation)
         self._prepared[shape] = call, launch
-        launch(call)
+        _launch(launch, call, cache, new)
         return call.out, call.lse
 
 

@@ -26,6 +26,7 @@ using i64 = long long;
 #define __shared__ static
 #define threadIdx cpu_thread
 #define blockIdx cpu_block
+#define gridDim cpu_grid
 #define shared cpu_shared
 
 struct Index { int x, y, z; };
@@ -33,19 +34,34 @@ struct Copy { u32 to; const u8* from; int bytes; };
 struct Fiber {
   ucontext_t context;
   int thread;
-  bool done, begun;  // begun: products of a warpgroup
+  bool done, begun, waited;  // begun: products of a warpgroup; waited: for the kernel before
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open;
   std::vector<u32> stored;  // words of shared memory that wgmma may not read yet
 };
 struct Warp { int arrived = 0, phase = 0; u64 slot[2][32][8]; };
 static Fiber* cpu_fiber;
-static Index cpu_thread, cpu_block;
+struct CpuBlock {  // while another of its cluster runs, what the variables below are of it
+  std::vector<u8> memory;
+  std::vector<char> stacks;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<u16> unfenced;
+  u8* shared;
+  Index index;
+  int arrived = 0, phase = 0, alive;
+};
+static std::vector<CpuBlock>* cpu_cluster;
+static int cpu_cluster_arrived, cpu_cluster_phase, cpu_cluster_ended;  // threads of all its blocks
+static Index cpu_thread, cpu_block, cpu_grid;
 static u8* cpu_shared;
+static u32 cpu_origin;  // its 32-bit address: in the highest byte the block of a cluster
 static size_t cpu_shared_size;
 static Warp* cpu_warps;
 static ucontext_t cpu_scheduler;
 static int cpu_arrived, cpu_phase, cpu_alive;
+static long cpu_early;  // copies by threads that have not waited for the kernel before
+static std::vector<const u8*> cpu_unwritten;  // bytes of rows that the kernel before this one writes
 static std::vector<u16> cpu_unfenced;  // of each word of shared memory: the thread that stored there, from 1 on, or 0
 
 [[noreturn]] inline void cpu_fail(const char* what, u32 at) { fprintf(stderr, "%s: %u\n", what, at), abort(); }
@@ -67,6 +83,18 @@ inline void __syncthreads() {
   const int phase = cpu_phase;
   cpu_arrived++, cpu_leave();
   while (cpu_phase == phase) cpu_yield();
+}
+
+inline void meet_cluster() {
+  const int phase = cpu_cluster_phase, threads = cpu_cluster->size() * (*cpu_cluster)[0].fibers.size();
+  if (cpu_cluster_ended) cpu_fail("a block of the cluster has ended", cpu_cluster_ended);
+  if (++cpu_cluster_arrived == threads) cpu_cluster_arrived = 0, cpu_cluster_phase++;
+  while (cpu_cluster_phase == phase) cpu_yield();
+}
+inline void leave_cluster() { meet_cluster(); }
+inline const u8* in_block(const u8* p, int rank) {
+  if (rank < 0 || rank >= (int)cpu_cluster->size() || (*cpu_cluster)[rank].alive == 0) cpu_fail("no such block in the cluster", rank);
+  return (*cpu_cluster)[rank].shared + (p - cpu_shared);
 }
 
 // ---- what CUDA C++ has
@@ -197,23 +225,23 @@ inline u32 transpose(u32 x) {
   return element(column) | element(column + 1) << 16;
 }
 
-DI u32 shared_address(const void* p) { return (u32)((const u8*)p - cpu_shared) + 1024; }
+DI u32 shared_address(const void* p) { return (u32)((const u8*)p - cpu_shared) + cpu_origin; }
 inline u8* cpu_at(u32 a, int bytes) {
-  if (a < 1024 || a % bytes || a + bytes > cpu_shared_size + 1024) cpu_fail("shared address", a);
-  return cpu_shared + (a - 1024);
+  if (a < cpu_origin || a % bytes || a + bytes > cpu_shared_size + cpu_origin) cpu_fail("shared address", a);
+  return cpu_shared + (a - cpu_origin);
 }
 template <int BYTES> DI void load_shared(u32 a, u32* w) {
   if (BYTES == 2) w[0] = 0;
   memcpy(w, cpu_at(a, BYTES), BYTES);
 }
 inline void cpu_stored(u32 a, int bytes) {
-  for (u32 word = (a - 1024) / 4; word <= (a - 1024 + bytes - 1) / 4; word++) cpu_unfenced[word] = cpu_fiber->thread + 1, cpu_fiber->stored.push_back(word);
+  for (u32 word = (a - cpu_origin) / 4; word <= (a - cpu_origin + bytes - 1) / 4; word++) cpu_unfenced[word] = cpu_fiber->thread + 1, cpu_fiber->stored.push_back(word);
 }
 inline void cpu_forget_stores() {
   for (u32 word : cpu_fiber->stored) if (cpu_unfenced[word] == cpu_fiber->thread + 1) cpu_unfenced[word] = 0;
   cpu_fiber->stored.clear();
 }
-inline void cpu_must_be_fenced(u32 a) { if (cpu_unfenced[(a - 1024) / 4]) cpu_fail("stored without a fence before wgmma", a); }
+inline void cpu_must_be_fenced(u32 a) { if (cpu_unfenced[(a - cpu_origin) / 4]) cpu_fail("stored without a fence before wgmma", a); }
 DI void store_shared(u32 a, u32 x) { memcpy(cpu_at(a, 4), &x, 4), cpu_stored(a, 4); }
 DI void store_shared(u32 a, u32 x, u32 y) { const u32 words[] = {x, y}; memcpy(cpu_at(a, 8), words, 8), cpu_stored(a, 8); }
 DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 words[] = {x, y, z, w}; memcpy(cpu_at(a, 16), words, 16), cpu_stored(a, 16); }
@@ -241,11 +269,19 @@ DI const u8* advance(const u8* p, u32 n, u32 step) { return p + (u64)n * step; }
 template <class T> DI void prefetch(const T*) {}
 DI void prefetch_to_l2(const void*) {}
 inline void copy16_if(bool p, u32 to, const u8* from, int bytes) {
-  if (p) cpu_at(to, 16), cpu_fiber->open.push_back({to, from, bytes});
+  if (!p) return;
+  cpu_early += bytes > 0 && !cpu_fiber->waited;
+  for (const u8* row : cpu_unwritten)
+    if (!cpu_fiber->waited && row >= from && row < from + bytes) cpu_fail("a row was read before it was written", to);
+  cpu_at(to, 16), cpu_fiber->open.push_back({to, from, bytes});
 }
 DI int load_past_l1(const int* from) { return *from; }
 DI uint4 load_past_l1(const uint4* from) {
   if ((uintptr_t)from % 16) cpu_fail("source of a load", 0);
+  return *from;
+}
+template <class T> DI T load_at_once(const T* from) {
+  if ((uintptr_t)from % sizeof(T)) cpu_fail("source of a load", 0);
   return *from;
 }
 inline void commit_copies() { cpu_fiber->groups.push_back(cpu_fiber->open), cpu_fiber->open.clear(); }
@@ -257,41 +293,57 @@ template <int N> inline void wait_for_all_copies_but() {
       memset(cpu_at(copy.to, 16), 0, 16), memcpy(cpu_at(copy.to, 16), copy.from, copy.bytes);
     }
 }
-DI void wait_for_previous_kernel() {}
+DI void wait_for_previous_kernel() { cpu_fiber->waited = true; }
 DI void launch_next_kernel() {}
 DI void forget_what_was_read() {}
 
-// ---- a launch: one block after the other
+// ---- a launch: one cluster after the other
 static void (*cpu_kernel)();
 static void cpu_enter() {
   cpu_kernel();
-  cpu_fiber->done = true, cpu_alive--, cpu_leave();
+  if (!cpu_fiber->waited) cpu_fail("a thread ended before the kernel that it may overlap", cpu_fiber->thread);
+  cpu_fiber->done = true, cpu_alive--, cpu_cluster_ended++, cpu_leave();
   swapcontext(&cpu_fiber->context, &cpu_scheduler);
 }
-static void cpu_launch(void (*kernel)(), int grid_x, int grid_y, int grid_z, int threads, size_t shared_bytes) {
+static void cpu_begin(CpuBlock& block, int threads) {
   constexpr size_t STACK = 192 * 1024;
-  std::vector<u8> memory(shared_bytes + 128);
-  std::vector<char> stacks(STACK * threads);
-  std::vector<Fiber> fibers(threads);
-  cpu_kernel = kernel, cpu_shared_size = shared_bytes, cpu_shared = (u8*)(((uintptr_t)memory.data() + 127) / 128 * 128);
-  for (int i = 0; i < grid_x * grid_y * grid_z; i++) {
-    std::vector<Warp> warps((threads + 31) / 32);
-    cpu_warps = warps.data(), cpu_block = {i % grid_x, i / grid_x % grid_y, i / grid_x / grid_y};
-    cpu_arrived = cpu_phase = 0, cpu_alive = threads;
-    memset(cpu_shared, 0xff, shared_bytes), cpu_unfenced.assign(shared_bytes / 4 + 1, 0);
-    for (int t = 0; t < threads; t++) {
-      Fiber& fiber = fibers[t];
-      fiber.thread = t, fiber.done = fiber.begun = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks.data() + STACK * t, fiber.context.uc_stack.ss_size = STACK;
-      makecontext(&fiber.context, cpu_enter, 0);
+  block.memory.resize(cpu_shared_size + 128), block.stacks.resize(STACK * threads), block.fibers.resize(threads);
+  block.warps.assign((threads + 31) / 32, Warp());
+  block.shared = (u8*)(((uintptr_t)block.memory.data() + 127) / 128 * 128), block.alive = threads, block.arrived = block.phase = 0;
+  memset(block.shared, 0xff, cpu_shared_size), block.unfenced.assign(cpu_shared_size / 4 + 1, 0);
+  for (int t = 0; t < threads; t++) {
+    Fiber& fiber = block.fibers[t];
+    fiber.thread = t, fiber.done = fiber.begun = fiber.waited = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = block.stacks.data() + STACK * t, fiber.context.uc_stack.ss_size = STACK;
+    makecontext(&fiber.context, cpu_enter, 0);
+  }
+}
+static void cpu_run(CpuBlock& block) {  // every warp as far as it gets without the others
+  cpu_warps = block.warps.data(), cpu_shared = block.shared, cpu_block = block.index;
+  cpu_origin = 1024 + ((u32)(&block - cpu_cluster->data()) << 24);
+  cpu_arrived = block.arrived, cpu_phase = block.phase, cpu_alive = block.alive, cpu_unfenced.swap(block.unfenced);
+  for (size_t w = 0; w < block.warps.size(); w++)
+    for (int before = ~block.warps[w].phase; before != block.warps[w].phase;) {
+      before = block.warps[w].phase;
+      for (int t = 32 * w; t < min(32 * (int)w + 32, (int)block.fibers.size()); t++)
+        if (!block.fibers[t].done) cpu_fiber = &block.fibers[t], cpu_thread = {t, 0, 0}, swapcontext(&cpu_scheduler, &cpu_fiber->context);
     }
-    while (cpu_alive > 0)
-      for (size_t w = 0; w < warps.size(); w++)
-        for (int before = ~warps[w].phase; before != warps[w].phase;) {  // as far as this warp gets without the others
-          before = warps[w].phase;
-          for (int t = 32 * w; t < min(32 * (int)w + 32, threads); t++)
-            if (!fibers[t].done) cpu_fiber = &fibers[t], cpu_thread = {t, 0, 0}, swapcontext(&cpu_scheduler, &fibers[t].context);
-        }
+  block.arrived = cpu_arrived, block.phase = cpu_phase, block.alive = cpu_alive, cpu_unfenced.swap(block.unfenced);
+}
+static void cpu_launch(void (*kernel)(), int grid_x, int grid_y, int grid_z, int threads, size_t shared_bytes, int cluster = 1) {
+  std::vector<CpuBlock> blocks(cluster);
+  if (grid_x % cluster) cpu_fail("blocks are no whole clusters", grid_x);
+  cpu_kernel = kernel, cpu_shared_size = shared_bytes, cpu_cluster = &blocks, cpu_grid = {grid_x, grid_y, grid_z};
+  for (int i = 0; i < grid_x * grid_y * grid_z; i += cluster) {
+    cpu_cluster_arrived = cpu_cluster_phase = cpu_cluster_ended = 0;
+    for (int b = 0; b < cluster; b++) blocks[b].index = {(i + b) % grid_x, (i + b) / grid_x % grid_y, (i + b) / grid_x / grid_y}, cpu_begin(blocks[b], threads);
+    for (bool alive = true; alive;) {
+      alive = false;
+      for (CpuBlock& block : blocks) {
+        if (block.alive > 0) cpu_run(block);
+        alive |= block.alive > 0;
+      }
+    }
   }
 }

@@ -72,32 +72,27 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
         cache.buffer.fill_(0xFF)  # a row that is not written stays NaN, or full codes
         return Entry(write, rows, written_bytes, implementation != "reference")
 
-    entry = _reader(problem, implementation, cache, rows)
+    entry = _reader(problem, implementation, cache, rows, (prepared, key, value) if s.kind == "step" else None)
     if s.kind != "step":
         return entry
     cache.write(-key, -value, slots, positions, implementation="reference")  # what is not written before it is read shows
-
-    def step():
-        write()
-        return entry.call()
-
-    return entry._replace(call=step, nbytes=entry.nbytes + written_bytes)
+    return entry._replace(nbytes=entry.nbytes + written_bytes)
 
 
-def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: RowsOf) -> Entry:
-    """Attention over a filled cache."""
+def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: RowsOf, new: tuple | None = None) -> Entry:
+    """Attention over a filled cache. new: of `PreparedAttend`, in a step."""
     s = problem.shape
     batch = {n: getattr(problem, n) for n in ("cu_seqlens_q", "seq_lens", "block_table", "scale")}
-    promises = {"max_query_len": s.Q} if implementation != "dense" else {"lengths": [(s.Q, s.L)] * s.B}  # as an engine knows them
     nbytes = int(s.tokens_read * cache.spec.bytes_per_token)
-    attend = prepare_attend(**batch, **promises, window=s.W, implementation=implementation)
+    lengths = [(s.Q, s.L)] * s.B  # as an engine knows them
+    attend = prepare_attend(**batch, lengths=lengths, window=s.W, implementation=implementation)
     out, note = problem.q.new_empty(*problem.q.shape[:2], s.head_size_v), ""
     if implementation == "dense":
         call = AttendCall(problem.q, (cache.segment(problem.block_table),), attend.batch, problem.scale, attend.options, out)
         if why := refusal("dense", call):
             raise Unavailable(why)
         note = backends.choose(problem.device, problem.q.dtype, s.D, s.head_size_v)
-    return Entry(lambda: attend(cache, problem.q, out=out), rows, nbytes, implementation != "reference", note=note)
+    return Entry(lambda: attend(cache, problem.q, out=out, new=new), rows, nbytes, implementation != "reference", note=note)
 
 
 def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:

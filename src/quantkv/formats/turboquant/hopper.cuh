@@ -16,7 +16,7 @@ template <int B> struct Codebook : ReadBy<Table<1 << 2 * B, 1, B == 4 ? 256 : 12
   }
   static DI u32 key_pair(const u32* w, int j, u32 lane) {
     const int bit = 2 * B * j, at = bit % 32, i = bit / 32;
-    if (B == 4) return Pairs::entry(prmt(w[i], lane, 0x5504 | at / 8 << 4));
+    if (B == 4) return Pairs::entry(prmt(w[i], lane, 0x7604 | at / 8 << 4));
     const u32 x = at + 6 > 32 ? __funnelshift_r(w[i], w[i + 1], at - 7) : at < 7 ? w[i] << 7 - at : w[i] >> at - 7;
     return Pairs::entry(x & 63 * 128 | lane);
   }

@@ -56,6 +56,8 @@ struct AttendArguments {
   int pair_pieces;        // rows of `pieces` that a sequence and kv head has, where the cut is INVARIANT
   int other_pair_pieces[3];
   float plain_gain;       // of values without a map, where they are SCALED: their per-tensor scale
+  int pair_blocks;        // where WHOLE_PAIRS: blocks of a cluster, which have a sequence and kv head together, or 1
+  int pair_warps;         // and warps of a block that have one
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and heads in bytes.

@@ -8,21 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
 from ...calls import AttendCall, Segment
 from ...reads import window_size
-from . import decode, geometry, launch, many
+from . import decode, geometry, launch, many, merging, whole_pairs
 from .decode import COMBINE_COLUMNS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
 from .launch import Kernel, Launch
 from .operands import NO_MAP, kind, map_of, offsets_of
+from .whole_pairs import WholePairs, longest
 
 HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
+WHOLE_PAIRS = True  # calls whose sequences are all short, or seen through short windows, and single ones, need no kernel that merges
+AFTER_WRITE = True  # a read that is launched right behind the write of its own tokens overlaps it
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the kernel that merges attends to
 BY_COMBINE = True  # the kernel that merges attends to a few 16-bit rows; where not, they have a decode kernel
 LOG2E = math.log2(math.e)
@@ -70,30 +73,31 @@ def run(call: AttendCall) -> None:
 
 def prepare(call: AttendCall) -> Prepared:
     """What launches calls of this shape. The first of a shape compiles its kernel."""
-    return Prepared(call)
+    prepared = Prepared(call)
+    prepared.first = call  # whoever prepares it keeps it anyway
+    return prepared
 
 
 def scratch_bytes(call: AttendCall) -> int:
     """Bytes of device memory that `call` needs while it runs, beside its tensors. All calls on one stream share them."""
-    plan = Plan(call, launch.multiprocessors(launch.device_index(call.q.device)))
-    return plan.scratch_bytes
+    return max(plan.scratch_bytes for plan in _plans(call))
 
 
 def compile_for(call: AttendCall) -> None:
     """Compile what `call` needs, and launch nothing. May run in several threads at once."""
-    for config in configurations(call):
+    for config in {part.config for plan in _plans(call) for part in plan.parts.values()}:
         config.cubin()
 
 
-def _longest(call: AttendCall, segment: Segment) -> int:
-    """Tokens of a sequence in a segment, at most."""
-    promised, room = call.batch.max_seq_len, segment.block_table.shape[1] * segment.k.codes.shape[1]
-    return room if promised is None else min(room, promised)
+def _plans(call: AttendCall) -> list[Plan]:
+    """What `call` may be cut like: a device that does not hold enough clusters is given blocks that work alone."""
+    multiprocessors = launch.multiprocessors(launch.device_index(call.q.device))
+    return [Plan(call, multiprocessors, largest) for largest in (whole_pairs.LARGEST_CLUSTER, 1)]
 
 
 def _capacity(call: AttendCall, segment: Segment) -> int:
     """Tiles that may be read, at most; to a power of two, so that few configurations differ."""
-    return call.batch.num_seqs * segment.k.codes.shape[2] << max(-(-_longest(call, segment) // TILE) - 1, 0).bit_length()
+    return call.batch.num_seqs * segment.k.codes.shape[2] << max(-(-longest(call, segment) // TILE) - 1, 0).bit_length()
 
 
 def _is_exact(segment: Segment, dtype: torch.dtype) -> bool:
@@ -179,7 +183,7 @@ def _scale(call: AttendCall) -> float:
 @dataclass(frozen=True)
 class Part:
     """How a segment is cut: the configuration, the grid of its decode kernel, the workers that work at once, the pieces that a sequence
-    and kv head has room for where the cut is invariant, its place in the scratch."""
+    and kv head has room for where the cut is invariant, its place in the scratch, who has the pairs where they are whole."""
 
     config: DecodeConfig
     decode_grid: tuple[int, int, int]
@@ -187,25 +191,19 @@ class Part:
     pair_pieces: int
     scratch_begin: int
     scratch_bytes: int
-
-
-def _by_blocks(rows: int, pieces: int, at_once: int, multiprocessors: int) -> bool:
-    """Whether a block merges each of so many rows, or a warp, where the cut is invariant: then both come to the same bits, so the batch
-    may decide. By how many batches of pieces, `at_once` of which a warp loads together, some warp has one after the other; what goes
-    before and behind is counted as a few, more where warps meet. Of `pieces`, what there is room for, most calls have fewer."""
-    batches = -(-min(pieces, 128) // at_once)
-    by_warps = -(-rows // (32 * multiprocessors)) * (3 + batches)
-    return -(-rows // (32 // COMBINE_WARPS * multiprocessors)) * (4 + -(-batches // COMBINE_WARPS)) < by_warps
+    pairs: WholePairs | None = None
 
 
 class Plan:
     """How a call is cut: its segments, the grid of the kernel that merges them, the scratch.
 
     exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched,
-    merged: these indices, see `_orders`."""
+    merged: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
 
-    def __init__(self, call: AttendCall, multiprocessors: int):
-        configs = configurations(call)
+    def __init__(
+        self, call: AttendCall, multiprocessors: int, largest_cluster: int = whole_pairs.LARGEST_CLUSTER, after_write: bool = False
+    ):
+        configs = [replace(config, after_write=after_write) for config in configurations(call)]
         self.exact, (self.launched, self.merged) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
         sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * kv_heads
@@ -216,19 +214,17 @@ class Plan:
             column_blocks = -(-columns // (8 * config.column_tiles))
             blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
+            whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else None
+            if whole is not None:
+                config, blocks = replace(config, whole_pairs=True), whole.grid(pairs)
             resident = blocks * config.workers
-            pair_pieces = config.pieces(_longest(call, call.segments[i])) if config.invariant else 0
+            pair_pieces = config.pieces(longest(call, call.segments[i])) if config.invariant else 0
             size = (pairs * pair_pieces or resident + pairs) * columns * config.piece_bytes
-            self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_pieces, self.scratch_bytes, size)
+            self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_pieces, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
         self.main = self.parts[self.merged[0]]
-        if self.main.config.invariant:
-            pieces = sum(part.pair_pieces for part in self.parts.values())
-            self.by_blocks = _by_blocks(pairs * columns, pieces, self.main.config.pieces_at_once, multiprocessors)
-        else:
-            self.by_blocks = multiprocessors >= 8 * pairs  # few sequences: with more than eight pieces each
-        across = (sequences, columns) if self.by_blocks else (-(-sequences // self.main.config.combined), -(-columns // COMBINE_COLUMNS))
-        self.combine_grid = (across[0], kv_heads, across[1])
+        pieces = sum(part.pair_pieces for part in self.parts.values())
+        self.by_blocks, self.combine_grid = merging.launched(self.main.config, sequences, columns, pieces, multiprocessors)
 
 
 @cache
@@ -259,7 +255,16 @@ def _shape(call: AttendCall) -> Hashable:
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
         (call.scale, options.window, options.chunk_lookback, options.softcap, options.sinks is None, options.batch_invariant),
-        (_is_scaled(call), SMALL_FIRST, BY_COMBINE, many.MANY_COLUMNS, many.BY_WGMMA),
+        (
+            _is_scaled(call),
+            whole_pairs.is_even(batch),
+            SMALL_FIRST,
+            BY_COMBINE,
+            WHOLE_PAIRS,
+            merging.IN_TURNS,
+            many.MANY_COLUMNS,
+            many.BY_WGMMA,
+        ),
         *[_segment_shape(call, s) for s in call.segments],
     )
 
@@ -267,9 +272,13 @@ def _shape(call: AttendCall) -> Hashable:
 class Prepared:
     """Launches calls of one shape. What differs from layer to layer is filled in: addresses, and the factors of maps."""
 
-    def __init__(self, call: AttendCall):
-        self.index = launch.device_index(call.q.device)
-        self.plan = plan = Plan(call, launch.multiprocessors(self.index))
+    def __init__(self, call: AttendCall, after_write: bool = False):
+        self.index, self.first = launch.device_index(call.q.device), None
+        multiprocessors = launch.multiprocessors(self.index)
+        plan = Plan(call, multiprocessors, after_write=after_write)
+        while (pairs := plan.main.pairs) is not None and not pairs.fit(_kernels(plan.main.config, self.index)[0], plan.main.decode_grid):
+            plan = Plan(call, multiprocessors, pairs.blocks - 1, after_write)
+        self.plan = plan
         self.reads = {i: Read(call, call.segments[i], part, plan.columns) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
         self.main, self.others, self.exact = self.reads[plan.merged[0]], plan.merged[1:], plan.exact
@@ -281,8 +290,19 @@ class Prepared:
             self.main.arguments.other_resident[place] = plan.parts[i].resident
             self.main.arguments.other_workers[place] = plan.parts[i].config.workers
             self.main.arguments.other_pair_pieces[place] = plan.parts[i].pair_pieces
+        if pairs is not None:
+            self.launches = [Launch(kernels[plan.merged[0]][0], plan.main.decode_grid, self.main.arguments, pairs.blocks)]
+            return
         self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments) for i in plan.launched]
         self.launches.append(Launch(kernels[plan.merged[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
+
+    @cached_property
+    def after_write(self) -> Prepared | None:
+        """The same for calls right behind a write, with nothing launched between them, of which `write.Prepared.starts_next` is true and
+        which stores the rows of the queries' own tokens, at most: only who reads those waits for it. None where all wait."""
+        configs = [part.config for part in self.plan.parts.values()]
+        follows = AFTER_WRITE and len(configs) == 1 and self.exact is None and configs[0].team == 1 and not configs[0].invariant
+        return Prepared(self.first, after_write=True) if follows and self.first is not None else None
 
     def __call__(self, call: AttendCall) -> None:
         if call.q.shape[0] == 0:
@@ -341,6 +361,8 @@ class Read:
             chunk_lookback=options.chunk_lookback,
             resident=part.resident,
             pair_pieces=part.pair_pieces,
+            pair_blocks=part.pairs.blocks if part.pairs else 0,
+            pair_warps=part.pairs.warps if part.pairs else 0,
             all_columns=columns,
             softcap=options.softcap * LOG2E,
         )

@@ -27,15 +27,25 @@ struct Merged {
 
   // The pieces of one column that are this merger's, one of so many; all: of the segment.
   DI void add(const u32* all, const Pieces& pieces, int columns, int column, int merger, int mergers) {
+    const auto row = [&](int i) { return all + ((i64)pieces.row(i) * columns + column) * PIECE; };
+    // Most rows have few pieces, and what is loaded in place of those that are not there takes as many instructions as a piece does. Not where
+    // a matrix follows: decode of one sequence of 2,048 tokens took 1.1 us longer with these loops.
+    constexpr bool BY_COUNT = !INVARIANT && VALUE_MAP != MATRIX;
+    if (BY_COUNT && AT_ONCE > 2 && pieces.count <= 2 * mergers) add<2>(pieces.count, merger, mergers, row);
+    else if (BY_COUNT && AT_ONCE > 4 && pieces.count <= 4 * mergers) add<4>(pieces.count, merger, mergers, row);
+    else add<AT_ONCE>(pieces.count, merger, mergers, row);
+  }
+  // row(i): where the i-th of them is.
+  template <int AT_ONCE, class Row> DI void add(int count, int merger, int mergers, Row row_of) {
     const int lane = threadIdx.x % 32;
     const int apart = INVARIANT ? 1 : mergers;  // a fixed order: AT_ONCE neighbours go to one merger, the next to the next
-    for (int i0 = INVARIANT ? merger * AT_ONCE : merger; i0 < pieces.count; i0 += mergers * AT_ONCE) {
+    for (int i0 = INVARIANT ? merger * AT_ONCE : merger; i0 < count; i0 += mergers * AT_ONCE) {
       float e[AT_ONCE], f[AT_ONCE], up = top;
       u32 y[AT_ONCE][E / 2];
 #pragma unroll
       for (int k = 0; k < AT_ONCE; k++) {
-        const bool any = i0 + k * apart < pieces.count;
-        const u32* row = all + ((i64)pieces.row(i0 + k * apart) * columns + column) * PIECE;
+        const bool any = i0 + k * apart < count;
+        const u32* row = row_of(i0 + k * apart);
         e[k] = any ? as_float(row[LSE]) : minus_infinity(), f[k] = any ? as_float(row[FACTOR]) : 0.f;
 #pragma unroll
         for (int d = 0; d < E / 2; d++) y[k][d] = any && (WIDTH == DV || lane * (E / 2) + d < DV / 2) ? row[lane * (E / 2) + d] : 0;
@@ -133,7 +143,44 @@ struct Merged {
   }
 };
 
-// Merges the pieces of N columns of S sequences (MERGERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, adds
+// Outputs of a row whose pieces have been merged: with its sink, and under the values' map but where that is a matrix. Its lse is
+// written. The result: by what the outputs of `plain`, where they are APART, are to be multiplied.
+template <bool APART>
+DI float conclude(const AttendArguments& a, Merged& all, const Merged& plain, int query_head, i64 out_row, const u16* value_map) {
+  constexpr int E = Merged::E;
+  const int lane = threadIdx.x % 32;
+  float (&x)[E][1] = all.x;
+  const float top = APART ? fmaxf(all.top, plain.top) : all.top;
+  const bool none = top == minus_infinity();  // no key was seen
+  const float sink = a.sinks ? sink_of(a, query_head) * 1.4426950408889634f : minus_infinity(), most = fmaxf(top, sink);
+  const float best = most == minus_infinity() ? 0.f : most;
+  const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
+  const float total = (APART ? fmaf(beside, plain.sum, times(weight, all.sum)) : times(weight, all.sum)) + pow2(sink - best);
+  if (a.lse && lane == 0) a.lse[out_row] = (best + lg2(total)) * 0.6931471805599453f;
+  const float share = none ? 0.f : times(VALUE_MAP == HADAMARD ? a.value_gain : SCALED && VALUE_MAP == NO_MAP ? a.plain_gain : 1.f, weight) / total;
+#pragma unroll
+  for (int d = 0; d < E; d++) x[d][0] = times(x[d][0], share);
+  if constexpr (VALUE_MAP == HADAMARD) {
+    butterfly(x);
+#pragma unroll
+    for (int d = 0; d < E; d++) {
+#pragma unroll
+      for (int k = 1; k < 32; k <<= 1) x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
+      if (value_map) x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
+    }
+  }
+  return none || !APART ? 0.f : times(SCALED ? a.plain_gain : 1.f, beside) / total;
+}
+DI void write_outputs(const AttendArguments& a, const Merged& all, i64 out_row) {
+#pragma unroll
+  for (int d = 0; d < Merged::E; d += 2) {
+    const int at = threadIdx.x % 32 * Merged::E + d;
+    if (Merged::WIDTH == DV || at < DV) *(u32*)(a.out + out_row * DV + at) = query_type(all.x[d][0]) | (u32)query_type(all.x[d + 1][0]) << 16;
+  }
+}
+
+// Merges the pieces of N columns of S sequences (MERGERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, and where
+// columns are many (IN_TURNS) those gridDim.z * N further, and so on: what is counted of the pair is counted once. Adds
 // the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
 // Segments whose values have no map beside those that share one are merged apart, and added behind it; so are exact tokens, which are
 // attended to here.
@@ -141,18 +188,20 @@ template <int N, int S, int MERGERS>
 DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
   constexpr int E = Merged::E, WIDTH = Merged::WIDTH, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
   constexpr bool APART = EXACT ? VALUE_MAP != NO_MAP : MAPPED_SEGMENTS < SEGMENTS;
+  constexpr bool IN_TURNS = MERGERS == 1 && S == 1 && VALUE_MAP != MATRIX && !EXACT;
   constexpr int ATTENDING = N * MERGERS;  // warps of a sequence, between which exact tokens are divided
   // Rows, their maxima and sums: of exact tokens, a warp's after the other; of mergers; what is added behind a matrix.
   __shared__ __align__(16) float merged[(EXACT ? ATTENDING : MERGERS) * N * S][WIDTH + 4];
   __shared__ __align__(16) u32 parts[2][N * S][WIDTH / 2 + 4];       // merged rows as fp16 pairs, and what that rounding left
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / MERGERS, merger = warp % MERGERS, head = blockIdx.y;
+  int column0 = blockIdx.z * N;
   auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
-  auto column = [&](int r) { return (int)blockIdx.z * N + r % N; };
+  auto column = [&](int r) { return column0 + r % N; };
   auto there = [&](int r) { return sequence(r) < sequences.count && column(r) < sequences.queries(sequence(r)) * GROUP; };
   auto query_head = [&](int r) { return head * GROUP + column(r) % GROUP; };
   auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
   const int s = sequence(r);
-  const bool mine = there(r);
+  bool mine = there(r);
   [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % ATTENDING);
   const auto pieces_of = [&](const Sequences& sequences, int resident, int together, int most) {
     if (INVARIANT) {
@@ -189,54 +238,38 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     if (INVARIANT && MERGERS == 1) to.add_in_order(all, pieces, a.all_columns, column(r));
     else to.add(all, pieces, a.all_columns, column(r), merger, MERGERS);
   };
-  if (mine) add(all, a.pieces, pieces);
-  if constexpr (SEGMENTS > 1) {
+  while (true) {
+    if (mine) add(all, a.pieces, pieces);
+    if constexpr (SEGMENTS > 1) {
 #pragma unroll
-    for (int i = 0; i < OTHERS; i++) {
-      if (mine) add(i + 1 < MAPPED_SEGMENTS ? all : plain, a.other_pieces[i], others[i]);
-    }
-  }
-  if constexpr (MERGERS > 1) {
-    all.template across<MERGERS, N * S>(merged, r, merger);
-    if constexpr (APART && !EXACT) __syncthreads(), plain.template across<MERGERS, N * S>(merged, r, merger);
-  }
-  if (mine && merger == 0) {
-    const float top = APART ? fmaxf(all.top, plain.top) : all.top;
-    const bool none = top == minus_infinity();  // no key was seen
-    const float sink = a.sinks ? sink_of(a, query_head(r)) * 1.4426950408889634f : minus_infinity(), most = fmaxf(top, sink);
-    const float best = most == minus_infinity() ? 0.f : most;
-    const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
-    const float total = (APART ? fmaf(beside, plain.sum, times(weight, all.sum)) : times(weight, all.sum)) + pow2(sink - best);
-    if (a.lse && lane == 0) a.lse[out_row(r)] = (best + lg2(total)) * 0.6931471805599453f;
-    const float share = none ? 0.f : times(VALUE_MAP == HADAMARD ? a.value_gain : SCALED && VALUE_MAP == NO_MAP ? a.plain_gain : 1.f, weight) / total;
-#pragma unroll
-    for (int d = 0; d < E; d++) x[d][0] = times(x[d][0], share);
-    if constexpr (VALUE_MAP == HADAMARD) {
-      butterfly(x);
-#pragma unroll
-      for (int d = 0; d < E; d++) {
-#pragma unroll
-        for (int k = 1; k < 32; k <<= 1) x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
-        if (value_map) x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
+      for (int i = 0; i < OTHERS; i++) {
+        if (mine) add(i + 1 < MAPPED_SEGMENTS ? all : plain, a.other_pieces[i], others[i]);
       }
     }
-    if constexpr (APART) {
-#pragma unroll
-      for (int d = 0; d < E; d++) {
-        const float y = none ? 0.f : times(plain.x[d][0], times(SCALED ? a.plain_gain : 1.f, beside) / total);
-        if (VALUE_MAP == MATRIX) merged[r][lane * E + d] = y; else x[d][0] += y;
-      }
+    if constexpr (MERGERS > 1) {
+      all.template across<MERGERS, N * S>(merged, r, merger);
+      if constexpr (APART && !EXACT) __syncthreads(), plain.template across<MERGERS, N * S>(merged, r, merger);
     }
+    if (mine && merger == 0) {
+      const float beside = conclude<APART>(a, all, plain, query_head(r), out_row(r), value_map);
+      if constexpr (APART) {
 #pragma unroll
-    for (int d = 0; d < E; d += 2) {
-      const int at = lane * E + d;
-      if constexpr (VALUE_MAP == MATRIX) {
-        const u32 h = half2(x[d][0], x[d + 1][0]);
-        parts[0][r][at / 2] = h, parts[1][r][at / 2] = half2(x[d][0] - low(h), x[d + 1][0] - high(h));
-      } else {
-        if (WIDTH == DV || at < DV) *(u32*)(a.out + out_row(r) * DV + at) = query_type(x[d][0]) | (u32)query_type(x[d + 1][0]) << 16;
+        for (int d = 0; d < E; d++) {
+          const float y = times(plain.x[d][0], beside);
+          if (VALUE_MAP == MATRIX) merged[r][lane * E + d] = y; else x[d][0] += y;
+        }
       }
+      if constexpr (VALUE_MAP != MATRIX) write_outputs(a, all, out_row(r));
+      else
+#pragma unroll
+        for (int d = 0; d < E; d += 2) {
+          const int at = lane * E + d;
+          const u32 h = half2(x[d][0], x[d + 1][0]);
+          parts[0][r][at / 2] = h, parts[1][r][at / 2] = half2(x[d][0] - low(h), x[d + 1][0] - high(h));
+        }
     }
+    if (!IN_TURNS || (column0 += gridDim.z * N) >= a.all_columns) break;
+    mine = there(r), all = plain = Merged();
   }
   if constexpr (VALUE_MAP == MATRIX) {
     __syncthreads();

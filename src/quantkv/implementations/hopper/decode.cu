@@ -4,14 +4,16 @@
 // Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8 query columns fill N;
 // a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised piece and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
+// Where WHOLE_PAIRS, there is one launch: see whole_pairs.cuh.
 //
 // Compile-time, from decode.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
-// QUERY_BF16 SOFTCAP RANGES FOLLOWS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMN_TILES WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
+// QUERY_BF16 SOFTCAP RANGES FOLLOWS AFTER_WRITE WHOLE_PAIRS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMN_TILES WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
 // ARGUMENT_BYTES PIECE_BYTES COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "kernels.cuh"
 #include "query_mapper.cuh"
 #include "softmax.cuh"
+#include "whole_pairs.cuh"
 
 constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
 
@@ -24,26 +26,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? column0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
-  int start;
-  const int line = sequences.total_tiles(0, start);
-  const Cut cut(line * KV_HEADS, a.resident);
-  if (worker - warp >= cut.workers) return;
-  const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no tiles
-  int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0;
-  int head = begin / line;
-  int s = sequences.holding(begin - head * line, start), tile = sequences.first_tile(s) + begin - head * line - start;
-  if (INVARIANT) sequences.take_pieces(head, s, tile, left, (begin + left) % line);
+  int head, s, tile, left;
+  OwnRun run;
+  OwnPair pair;
+  if constexpr (WHOLE_PAIRS) {
+    pair = OwnPair(a, warp), head = pair.head, s = pair.s;
+    pair.ask_for_pages(a, warp);
+    pair.take(sequences, warp, tile, left);
+  } else {
+    run = OwnRun(sequences, a.resident);
+    if (!run.is_of(worker - warp)) return;
+    run.take(sequences, worker);
+    head = run.head, s = run.s, tile = run.tile, left = run.left;
+  }
+  GivenQuery given;
+  if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, column0);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
-  Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left,
-                ring + UNUSED_AT);
+  Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left);
   QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, column0);
   if constexpr (KEY_MAP == MATRIX) {
-    if (lane == 0) begun_in[warp] = (INVARIANT ? worker < cut.workers : left > 0) ? head * a.sequences + s : -1;
+    if (lane == 0) begun_in[warp] = (INVARIANT ? run.is_of(worker) : left > 0) ? head * a.sequences + s : -1;
     __syncthreads();
     mapper.begin(begun_in);
-  } else if (lane * 64 < GROUP * D) {
-    prefetch(queries.row(sequences.first_query(s), head * GROUP + lane * 64 / D) + lane * 64 % D);
   }
   const float scale = a.scale * (KEY_GAIN / Query::NORM);
   constexpr int AHEAD = STAGES - TILES_PER_STEP;
@@ -68,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     left -= end - tile;
     if (end > tile) {
       if (!INVARIANT || is_new) {
-        query.load(queries, a.key_map, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : 0, sequences, s, head, column0);
+        query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : 0);
         if (PARKED) query.park(ring + PARKED_AT);
         low = sequences.first_slot(s), high = sequences.slots(s);
         all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
@@ -118,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
       u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
-                : goes_on ? held : a.pieces + ((i64)(cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
+                : goes_on || WHOLE_PAIRS ? held : a.pieces + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
       softmax.write(to, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
     }
@@ -126,6 +131,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       if (++s == a.sequences) s = 0, head++;
       tile = sequences.first_tile(s), is_new = true;
     }
+    if (KEY_MAP != MATRIX && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0);
+    else given.forget();
   }
-  if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, worker < cut.workers ? head * a.sequences + s : -1, s, column0);
+  if constexpr (WHOLE_PAIRS) finish_pair(a, sequences, pair, warp, column0);
+  else if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
 }

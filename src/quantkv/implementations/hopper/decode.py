@@ -49,6 +49,8 @@ class DecodeConfig:
     chunked: bool = False  # windows
     invariant: bool = False  # the cut of a sequence is its own
     scaled: bool = False  # values without a map have a per-tensor scale
+    after_write: bool = False  # launched right behind the write of the queries' own tokens
+    whole_pairs: bool = False  # the results of a sequence and kv head are its warps' own: no kernel merges them
     exact: int = 0  # tokens of a page of the segment that the merging kernel attends to itself; 0: there is none
     warps: int = 8
     blocks_per_sm: int = 1
@@ -149,9 +151,8 @@ class DecodeConfig:
 
     @property
     def beside_ring(self) -> int:
-        """Shared memory of a warp that its ring cannot have: scores of offsets, 16 bytes a lane that no lane reads, parked queries."""
-        unused = 16 * 32 if self.key.row.meta_bytes + self.value.row.meta_bytes else 0
-        return self.score_bytes + unused + self.parked_bytes
+        """Shared memory of a warp that its ring cannot have: scores of offsets, parked queries."""
+        return self.score_bytes + self.parked_bytes
 
     @property
     def query_bytes(self) -> int:
@@ -185,6 +186,7 @@ class DecodeConfig:
             KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=key.table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
             KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
+            AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs),
             CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled), PIECE_LEAST=self.piece_least,
             PIECE_MOST=PIECE_MOST, PIECES_AIM=PIECES_AIM, PIECES_MOST=PIECES_MOST,
             EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,

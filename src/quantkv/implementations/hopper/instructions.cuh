@@ -105,7 +105,14 @@ DI void copy16_if(bool p, u32 to, const u8* from, int bytes) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}" ::"r"((int)p), "r"(to),
                "l"(from), "r"(bytes));
 }
-// From L2, at once: none is sunk to where it is used.
+// At once: none is sunk to where it is used.
+DI uint2 load_at_once(const uint2* from) { uint2 x; asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from)); return x; }
+DI uint4 load_at_once(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+// And from L2.
 DI int load_past_l1(const int* from) { int x; asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(x) : "l"(from)); return x; }
 DI uint4 load_past_l1(const uint4* from) {
   uint4 x;
@@ -114,6 +121,22 @@ DI uint4 load_past_l1(const uint4* from) {
 }
 DI void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// Blocks of a cluster, whole warps of them: all have come here, and what they wrote is seen, or may be over; where address p of shared
+// memory is in another.
+DI void meet_cluster() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DI void leave_cluster() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+DI const u8* in_block(const u8* p, int rank) {
+  const u8* r;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(r) : "l"(p), "r"(rank));
+  return r;
+}
 
 // Kernels of one stream that overlap.
 DI void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

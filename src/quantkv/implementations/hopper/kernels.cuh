@@ -8,13 +8,16 @@ static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
 // The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one start: that one
 // need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all. No kernel reads what another of these wrote before
 // it has waited; combine reads exact tokens before, which is right as no decode block lets it start before that block has waited.
+//
+// AFTER_WRITE: the kernel before this one writes the rows of the queries' own tokens, and let this one start when it had itself waited.
+// So all else that is read here is there; a loader waits before the first tile with a new row (tiles.cuh), and every thread before it ends.
 struct Turn {
   DI Turn() {
-    if (FOLLOWS) forget_what_was_read(); else wait_for_previous_kernel();
+    if (FOLLOWS || AFTER_WRITE) forget_what_was_read(); else wait_for_previous_kernel();
     launch_next_kernel();
   }
   DI ~Turn() {
-    if (FOLLOWS) wait_for_previous_kernel();
+    if (FOLLOWS || AFTER_WRITE) wait_for_previous_kernel();
   }
 };
 
@@ -52,5 +55,5 @@ struct OwnPieces {
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
     combine<N, S, MERGERS>(a, sequences_of(a, a.key_start, a.key_range), map); \
   }
-COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 6 : 8)
+COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 5 : 8)
 COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, EXACT && D > 128 ? 1 : 2)

@@ -123,7 +123,10 @@ struct KeyLane {
   u32 table, value_table, pair;       // to its copies in the tables; tokens 2 c and 2 c + 1 of the values' meta
   u32 before_keys, before_values;  // bits of a neighbour's last code that count: none where a chain begins
   Share<K_ROW, K_BITS, KEY::BITS> key;
-  DI KeyLane(int g, int c) : token(g), table(KEY::lane()), value_table(VALUE::lane() + VALUE_TABLE_AT), pair(2 * c * V_META), key(g, c) {}
+  DI KeyLane(int g, int c) : token(g), pair(2 * c * V_META), key(g, c) {
+    const u32 block = WHOLE_PAIRS ? shared_address(shared) & ~WITHIN_BLOCK : 0;
+    table = block + KEY::lane(), value_table = block + VALUE::lane() + VALUE_TABLE_AT;
+  }
   DI void keep_all(int g, int c) {  // once all that a lane holds is there: the order decides in which registers
     before_keys = c * K_WORDS * 4 % KEY::CHAIN ? ~0u : 0, before_values = g ? twice((1u << VALUE::OVERLAP) - 1) : 0;
     keep(token);
@@ -181,7 +184,7 @@ template <class Codec> DI void fill_table(u32 warp, u32 at) {
 }
 DI void fill_tables(u32 warp) {
   if (TABLES_BYTES == 0) return;
-  if (shared_address(shared) != TABLE_ADDRESS) __trap();
+  if ((shared_address(shared) & WITHIN_BLOCK) != TABLE_ADDRESS) __trap();
   fill_table<KEY>(warp, 0);
   if (OWN_TABLE) fill_table<VALUE>(warp, VALUE_TABLE_AT);
   __syncthreads();

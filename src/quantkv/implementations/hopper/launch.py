@@ -87,7 +87,19 @@ class Kernel:
         if shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuKernelSetAttribute(attribute, shared_bytes, handle, driver.CUdevice(index)))
-        self.function = driver.CUfunction(int(self.kernel.handle))
+        self.function, self.handle, self.index = driver.CUfunction(int(self.kernel.handle)), handle, index
+
+    def clusters(self, blocks: int) -> int:
+        """Clusters of so many blocks that a device holds at once."""
+        from cuda.bindings import driver
+
+        if blocks > 8:  # more than every device of the architecture has
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            check(driver.cuKernelSetAttribute(attribute, 1, self.handle, driver.CUdevice(self.index)))
+        launch = Launch(self, (blocks, 1, 1), None, blocks)
+        with torch.cuda.device(self.index):
+            result = driver.cuOccupancyMaxActiveClusters(self.function, launch.config)
+        return 0 if int(result[0]) else result[1]  # a size that this device has not
 
 
 def load(cubin: bytes, index: int):
@@ -100,9 +112,10 @@ def load(cubin: bytes, index: int):
 
 
 class Launch:
-    """A kernel with its grid, over one struct of arguments: it may start while the previous kernel of the stream drains."""
+    """A kernel with its grid, over one struct of arguments: it may start while the previous kernel of the stream drains. cluster:
+    neighbouring blocks that read each other's shared memory."""
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure):
+    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure | None, cluster: int = 1):
         from cuda.bindings import driver
 
         overlap = driver.CUlaunchAttribute()
@@ -112,11 +125,18 @@ class Launch:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
         config.sharedMemBytes, config.hStream = kernel.shared_bytes, driver.CUstream(0)
-        config.attrs, config.numAttrs = [overlap], 1
+        attributes = [overlap]
+        if cluster > 1:
+            together = driver.CUlaunchAttribute()
+            together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            together.value.clusterDim.x, together.value.clusterDim.y, together.value.clusterDim.z = cluster, 1, 1
+            attributes.append(together)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         self.kernel, self.config, self.function, self.stream = kernel, config, kernel.function, 0
         self.launch, self.make_stream = driver.cuLaunchKernelEx, driver.CUstream
-        self.arguments, self.pointers = arguments, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        self.address = ctypes.addressof(self.pointers)
+        if arguments is not None:
+            self.arguments, self.pointers = arguments, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+            self.address = ctypes.addressof(self.pointers)
 
     def __call__(self, stream: int) -> None:
         if stream != self.stream:

@@ -9,6 +9,8 @@
 #include "kernels.cuh"
 #include "team_softmax.cuh"
 
+static_assert(!AFTER_WRITE, "a team's loader waits for no write");
+
 // Grid (blocks, column groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_kernel(const __grid_constant__ AttendArguments a) {
   const Turn turn;
@@ -17,19 +19,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
   const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? column0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
-  int start;
-  const int line = sequences.total_tiles(0, start);
-  const Cut cut(line * KV_HEADS, a.resident);
-  if (worker - team >= cut.workers) return;
-  const int begin = worker < cut.workers ? cut.begin(worker) : 0;  // beyond the last worker: a run of no spans
-  int left = worker < cut.workers ? cut.begin(worker + 1) - begin : 0;
-  int head = begin / line;
-  int s = sequences.holding(begin - head * line, start), span = sequences.first_tile(s) + begin - head * line - start;
-  if (INVARIANT) sequences.take_pieces(head, s, span, left, (begin + left) % line);
+  OwnRun run(sequences, a.resident);
+  if (!run.is_of(worker - team)) return;
+  run.take(sequences, worker);
+  int head = run.head, s = run.s, span = run.tile, left = run.left;
   u32 base = shared_address(shared) + TABLES_BYTES + team * WORKER_BYTES;
   if (base % 1024) __trap();
-  SpanLoader loader(sequences, a, member, head, s, span, left, base + UNUSED_AT + member * UNUSED_BYTES);
-  if (left > 0) TeamQueries::ask(queries, sequences, s, head, column0, member);
+  GivenQuery given;
+  if (left > 0) given.ask(queries, a.key_map, sequences, s, head, column0 + 8 * member);
+  SpanLoader loader(sequences, a, member, head, s, span, left);
   u32 slot = base + RING_AT;  // of the next span
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * SPAN_BYTES + member * TILE_BYTES);
   fill_tables(warp);  // while the first tiles are on their way
@@ -48,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
     left -= end - span;
     if (end > span) {
       if (!INVARIANT || is_new) {  // what a piece ended with was told behind a barrier, and the next one tells behind another: no need to meet
-        query.load(queries, a, sequences, s, head, column0, member);
+        query.load(given, queries, a, sequences, s, head, column0, member);
         stores_before_wgmma();
         meet(at.barrier);
         low = sequences.first_slot(s), high = sequences.slots(s);
@@ -86,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
       u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
-                : goes_on ? held : a.pieces + ((i64)(cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
+                : goes_on ? held : a.pieces + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
       softmax.write(to, at, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
     }
@@ -94,7 +92,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
       if (++s == a.sequences) s = 0, head++;
       span = sequences.first_tile(s), is_new = true;
     }
+    if (left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0 + 8 * member);
+    else given.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
-  if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, worker < cut.workers ? head * a.sequences + s : -1, s, column0);
+  if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
 }

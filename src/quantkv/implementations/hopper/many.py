@@ -63,11 +63,10 @@ class ManyConfig(DecodeConfig):
     @property
     def beside_ring(self) -> int:
         """Shared memory of a team that its ring cannot have, as in team.cuh: matrices of 128 bytes a column (queries, their sums, two of
-        weights); what no lane reads; what warps tell each other; zero points; sums; scores of offsets."""
+        weights); what warps tell each other; zero points; sums; scores of offsets."""
         columns = 8 * self.column_tiles
         matrices = (-(-self.key_dimensions // 64) + 3) * 128 * columns
-        unused = TEAM * 16 * 32 if self.key.row.meta_bytes + self.value.row.meta_bytes else 0
-        return matrices + unused + TEAM * (2 * columns + 4) * 4 + 4 * TEAM * TILE + 4 * columns + self.score_bytes
+        return matrices + TEAM * (2 * columns + 4) * 4 + 4 * TEAM * TILE + 4 * columns + self.score_bytes
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with, how products are made included."""

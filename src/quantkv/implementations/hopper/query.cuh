@@ -15,6 +15,52 @@ struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the firs
   DI const u16* row(int t, int h) const { return first + t * token + h * head; }
 };
 
+// Columns as they were given: each lane has a quarter of one of every eight. They are asked for before the tiles, behind which they would
+// queue, and arrive while those are on their way.
+struct GivenQuery {
+  u32 words[NT][DK / 8], signs[DK / 8];  // signs: of a Hadamard matrix
+
+  // Eight columns.
+  static DI void ask(u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int column0) {
+    const int lane = threadIdx.x % 32, c = lane % 4, column = column0 + lane / 4;
+    const bool used = column < sequences.queries(s) * GROUP;
+    take(words, q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP), used);
+  }
+  // sign_bits: null where all are positive.
+  DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0) {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) ask(words[nt], q, sequences, s, head, column0 + nt * 8);
+    if (KEY_MAP == HADAMARD) take(signs, sign_bits, sign_bits != nullptr);
+  }
+  // Where none are asked for: registers that are not waited with.
+  DI void forget() {
+#pragma unroll
+    for (int i = 0; i < DK / 8; i++) {
+      signs[i] = 0;
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++) words[nt][i] = 0;
+    }
+  }
+
+ private:
+  static DI void take(u32 (&to)[DK / 8], const u16* row, bool used) {  // this lane's quarter, zero where it is not used or beyond D
+    const int first = threadIdx.x % 4 * (DK / 4);
+    if constexpr (DK % 32) {  // quarters begin at multiples of 8 bytes
+#pragma unroll
+      for (int i = 0; i < DK / 16; i++) {
+        const uint2 y = used ? load_at_once((const uint2*)(row + first) + i) : make_uint2(0, 0);
+        to[2 * i] = y.x, to[2 * i + 1] = y.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < DK / 32; i++) {
+        const uint4 y = used && (DK == D || first + 8 * i < D) ? load_at_once((const uint4*)(row + first) + i) : make_uint4(0, 0, 0, 0);
+        to[4 * i] = y.x, to[4 * i + 1] = y.y, to[4 * i + 2] = y.z, to[4 * i + 3] = y.w;
+      }
+    }
+  }
+};
+
 // The query columns of one sequence and kv head as B operands, in the order of the keys' registers and divided by their units.
 struct Query {
   // Mapped queries are multiplied by NORM, about D^-1/2 where the map is a Hadamard matrix, to stay within fp16.
@@ -44,30 +90,6 @@ struct Query {
     }
   }
 
-  // Eight columns as they were given: each lane a quarter of one. signs: of a Hadamard matrix, null where all are positive.
-  static DI void fetch(u32 (&words)[DK / 8], const Queries& q, const u16* signs, const Sequences& sequences, int s, int head, int column0) {
-    const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4, column = column0 + g;
-    const bool used = column < sequences.queries(s) * GROUP;
-    const u16* row = q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP);
-    if constexpr (DK % 32) {  // quarters begin at multiples of 8 bytes
-#pragma unroll
-      for (int i = 0; i < DK / 16; i++) {
-        const uint2 y = used ? ((const uint2*)(row + c * (DK / 4)))[i] : make_uint2(0, 0);
-        words[2 * i] = y.x, words[2 * i + 1] = y.y;
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < DK / 32; i++) {
-      uint4 y = make_uint4(0, 0, 0, 0);
-      if (used && (DK == D || c * (DK / 4) + 8 * i < D)) y = ((const uint4*)(row + c * (DK / 4)))[i];
-      if (KEY_MAP == HADAMARD && signs) {
-        const uint4 sign = ((const uint4*)(signs + c * (DK / 4)))[i];
-        y.x ^= sign.x, y.y ^= sign.y, y.z ^= sign.z, y.w ^= sign.w;
-      }
-      words[4 * i] = y.x, words[4 * i + 1] = y.y, words[4 * i + 2] = y.z, words[4 * i + 3] = y.w;
-    }
-  }
   static DI void arrange(u32 (&x)[DK / 8], const u32 (&words)[DK / 8]) {  // in the order of the keys' registers; to be mapped, as fp16
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) {
@@ -84,7 +106,7 @@ struct Query {
   }
 
   // mapped: where QueryMapper put the operands, of KEY_MAP MATRIX.
-  DI void load(const Queries& q, const u16* signs, u32 mapped, const Sequences& sequences, int s, int head, int column0) {
+  DI void load(const GivenQuery& given, u32 mapped = 0) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       u32 words[DK / 8], x[DK / 8];
@@ -93,7 +115,8 @@ struct Query {
 #pragma unroll
         for (int w = 0; w < DK / 16; w++) load_shared<8>(mapped + ((nt * (DK / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
       } else {
-        fetch(words, q, signs, sequences, s, head, column0 + nt * 8);
+#pragma unroll
+        for (int j = 0; j < DK / 8; j++) words[j] = given.words[nt][j] ^ (KEY_MAP == HADAMARD ? given.signs[j] : 0);
         arrange(x, words);
       }
       if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w

@@ -107,6 +107,7 @@ struct Sequences {
 // No more workers than warps that are resident: one more would wait for another to end, and double the time.
 struct Cut {
   int workers, quota, extra;
+  DI Cut() {}
   DI Cut(int tiles, int resident) {
     workers = min(resident, tiles);
     quota = workers ? tiles / workers : 0, extra = workers ? tiles % workers : 0;
@@ -115,6 +116,25 @@ struct Cut {
   DI int worker_of(int tile) const {
     int large = extra * (quota + 1);
     return tile < large ? tile / (quota + 1) : extra + (tile - large) / quota;
+  }
+};
+
+// What a worker has of the line: `left` tiles, from tile `tile` of sequence s and kv head `head` on.
+struct OwnRun {
+  Cut cut;
+  int line, head, s, tile, left;  // line: tiles of a kv head
+  DI OwnRun() {}
+  DI OwnRun(const Sequences& sequences, int resident) {
+    int before;
+    line = sequences.total_tiles(0, before), cut = Cut(line * KV_HEADS, resident);
+  }
+  DI bool is_of(int worker) const { return worker < cut.workers; }
+  DI void take(const Sequences& sequences, int worker) {  // of a block in which some worker has one: another's may be of no tiles
+    const int begin = is_of(worker) ? cut.begin(worker) : 0;
+    int start;
+    left = is_of(worker) ? cut.begin(worker + 1) - begin : 0, head = begin / line;
+    s = sequences.holding(begin - head * line, start), tile = sequences.first_tile(s) + begin - head * line - start;
+    if (INVARIANT) sequences.take_pieces(head, s, tile, left, (begin + left) % line);
   }
 };
 

@@ -14,15 +14,15 @@ constexpr float MOVED = 16.f;
 static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f, "zeros are fp16 numbers in the unit of the codes");
 
 // Shared memory of a team, in bytes: the queries, SLABS matrices of a row a column; their sums, the first 16 numbers of such a row (whether SUMMED or not); weights
-// of a span's tokens, a row a column, of this span and the last; the ring; what the copier does not use; what warps tell each other; values'
+// of a span's tokens, a row a column, of this span and the last; the ring; what warps tell each other; values'
 // zero points, of this span and the last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
 constexpr int SLAB = COLUMNS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
-constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, UNUSED_AT = RING_AT + STAGES * SPAN_BYTES, TOLD_AT = UNUSED_AT + TEAM * UNUSED_BYTES;
+constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, TOLD_AT = RING_AT + STAGES * SPAN_BYTES;
 constexpr int TOLD = 2 * COLUMNS + 4;  // numbers of a warp
 constexpr int ZEROS_AT = TOLD_AT + TEAM * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * SPAN, OFFSETS_AT = QUERY_SUMS_AT + 4 * COLUMNS;
 constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * COLUMNS * 4 : 0);
 static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0, "shared memory is laid out in another way in Python");
-static_assert(COLUMNS * PIECE_BYTES <= UNUSED_AT, "a piece lies over queries, weights and the ring");
+static_assert(COLUMNS * PIECE_BYTES <= TOLD_AT, "a piece lies over queries, weights and the ring");
 
 // Products of a warpgroup, or the same by each warp for itself: b is what wgmma is told of the matrix.
 template <class C> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
@@ -55,9 +55,9 @@ struct SpanLoader {
   int ids[PAGES];  // lane i holds those of the pages of this warp's tile of span ids_from + i
   TileCopier tiles;
 
-  DI SpanLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int span, int left, u32 unused)
+  DI SpanLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int span, int left)
       : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width), table_stride(a.table_stride),
-        member(member), left(left), tiles(records, a.pages, head, unused) {
+        member(member), left(left), tiles(records, a.pages, head) {
     open(seq, span);
   }
   DI void open(int s, int from) {
@@ -175,21 +175,15 @@ struct TeamQueries {
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
   }
-  // Asks for the first columns of this warp: before the tiles, behind which they would queue.
-  static DI void ask(const Queries& q, const Sequences& sequences, int s, int head, int column0, int member) {
-    const int lane = threadIdx.x % 32, column = column0 + 8 * member + lane / 4;
-    if (8 * member + lane / 4 < COLUMNS && column < sequences.queries(s) * GROUP) {
-      prefetch(q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP) + lane % 4 * (D / 4));
-    }
-  }
-  DI void load(const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int head, int column0, int member) const {
+  // given: the first columns of this warp, `member` of the team.
+  DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int head, int column0, int member) const {
 #pragma unroll 1
     for (int nt = member; nt < TILES; nt += TEAM) {
       Query query;
+      if (nt > member) given.ask(q, a.key_map, sequences, s, head, column0 + 8 * nt);
       if constexpr (KEY_MAP == MATRIX) {
-        u32 words[DK / 8], x[DK / 8];
-        Query::fetch(words, q, nullptr, sequences, s, head, column0 + 8 * nt);
-        Query::arrange(x, words);
+        u32 x[DK / 8];
+        Query::arrange(x, given.words[0]);
 #pragma unroll 1
         for (int t = 0; t < DK / 16; t++) {
           const KeyMatrix rows(a.key_map + (i64)head * a.key_map_stride, t);
@@ -202,7 +196,7 @@ struct TeamQueries {
         recall(nt, query);
         query.add_up(0);
       } else {
-        query.load(q, a.key_map, 0, sequences, s, head, column0 + 8 * nt);
+        query.load(given);
 #pragma unroll
         for (int j = 0; j < DK / 8; j++) store_shared(operand(nt, j / 2, j % 2), query.b[0][j]);
       }

@@ -8,7 +8,6 @@ constexpr int TILE_BYTES = TILE_VM + TILE * V_META;
 constexpr int META_PIECES = K_META + V_META;  // of 16 bytes, of a tile
 constexpr int HELD = 32 * PER_PAGE / PAGES;  // tiles of which page ids are held
 constexpr bool FOREIGN = RANGES || PAGES == 2;  // a tile may begin with rows that are nobody's, or whose page has been given away
-constexpr int UNUSED_BYTES = META_PIECES > 0 ? 32 * 16 : 0;
 
 // 16-byte chunks of a row are permuted by an xor, so that any chunk of 8 successive rows lies in 32 different banks. Rows of no power of
 // two lie as they come: their chunks meet in fewer banks.
@@ -22,10 +21,10 @@ template <int ROW> DI int chunk_place(u32 n) {  // of the n-th chunk of a tile
 
 // Copies a tile of a kv head into shared memory, every lane its part. records: this lane's 16 bytes of the head's record in page 0.
 struct TileCopier {
-  u32 lane, piece, k_to, v_to, meta_from, meta_step, meta_to, meta_moves, second_page;
+  u32 lane, piece, k_to, v_to, meta_from, meta_step, meta_to, second_page;
 
-  DI TileCopier(const u8*& records, const u8* pages, int head, u32 unused) : lane(threadIdx.x % 32) {
-    piece = min(lane, max(META_PIECES, 1) - 1);
+  DI TileCopier(const u8*& records, const u8* pages, int head) : lane(threadIdx.x % 32) {
+    piece = lane % max(META_PIECES, 1);
     const bool key = piece < K_META;
     records = pages + (i64)head * RECORD_BYTES + lane * 16;
     k_to = chunk_place<K_ROW>(lane), v_to = chunk_place<V_ROW>(lane);
@@ -34,8 +33,8 @@ struct TileCopier {
       const u32 half = max((key ? K_META : V_META) / 2, 1);
       second_page = (key ? piece : piece - K_META) >= half, meta_from -= second_page * half * 16;
     }
-    meta_moves = lane < META_PIECES, meta_to = meta_moves ? TILE_KM + lane * 16 : unused + lane * 16;
-    keep(records), keep(lane), keep(piece), keep(k_to), keep(meta_to), keep(meta_moves);
+    meta_to = TILE_KM + piece * 16;
+    keep(records), keep(lane), keep(piece), keep(k_to), keep(meta_to);
     if (K_ROW == V_ROW) v_to = k_to; else keep(v_to);
   }
   // Bytes of the chunk'th 16 of a tile's rows that are copied. Rows before `from` that share it with others come along: codes that no
@@ -75,13 +74,13 @@ struct TileCopier {
     }
     rows<K_ROW>(keys, slot, k_to, valid, from);
     rows<V_ROW>(values, slot + TILE_V, v_to, valid, from);
-    // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Those beyond read the last again, to a place of their own,
-    // `unused`: no lane writes what another one does, and a branch around them would cost more.
+    // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Those beyond do what one of these does: a branch around them would cost more,
+    // and so did a place of its own for each: 25 accesses to shared memory for one copy.
     if constexpr (META_PIECES > 0) {
       const int bytes = valid * (int)meta_step / TILE - (piece < K_META ? piece : piece - K_META) * 16;
       const u8* record = PAGES == 2 && second_page ? metas[PAGES - 1] : metas[0];
       const i64 from_lane = PAGE_KM >= 31 * 16 ? (i64)meta_from : (i64)(int)meta_from;  // meta may begin before a lane's 16 bytes
-      copy16_if(true, slot * meta_moves + meta_to, record + from_lane + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
+      copy16_if(true, slot + meta_to, record + from_lane + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
     }
   }
 };
@@ -99,9 +98,9 @@ struct Loader {
   TileCopier tiles;                 // last: the order of what a lane holds decides in which registers
 
   DI Loader(const Sequences& sequences, const int* block_table, int table_width, int table_stride, const u8* pages, u32 page_stride,
-            int head, int seq, int tile, int left, u32 unused)
+            int head, int seq, int tile, int left)
       : sequences(sequences), block_table(block_table), page_stride(page_stride), table_width(table_width), table_stride(table_stride), left(left),
-        run_end(0), tiles(records, pages, head, unused) {
+        run_end(0), tiles(records, pages, head) {
     open(seq, tile);
   }
   DI void open(int s, int tile) {
@@ -135,7 +134,11 @@ struct Loader {
     if (next_tile == HELD) load_ids(page0 + 32), next_tile = 0;
     const int from = FOREIGN ? max(0, sequences.first_slot(seq) - (first() + next_tile) * TILE) : 0;
     const int full = sequences.slots(seq) / TILE - first();
-    const int run = from > 0 ? 0 : min(min(left, full - next_tile), HELD - next_tile);
+    int run = from > 0 ? 0 : min(min(left, full - next_tile), HELD - next_tile);
+    if constexpr (AFTER_WRITE) {
+      const int old = (sequences.lens[seq] - sequences.queries(seq) - sequences.start(seq)) / TILE - first() - next_tile;
+      if (old > 0) run = min(run, old); else wait_for_previous_kernel();
+    }
     left -= max(run, 1), run_end = next_tile + run;
     copy(slot, run > 0 || FOREIGN && next_tile < full ? TILE : sequences.slots(seq) % TILE, from);
   }

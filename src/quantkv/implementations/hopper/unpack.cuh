@@ -30,8 +30,9 @@ constexpr float SUBNORMAL = 16777216.f;  // 2^24
 constexpr __device__ u32 twice(u32 h) { return h | h << 16; }
 
 // A table at the start of shared memory: ENTRIES of TOKENS words, SPACING bytes apart, in each a copy for every lane, so that no
-// two lanes meet in a bank. It begins at TABLE_ADDRESS, where the kernel checks that shared memory begins: an index needs no base.
-constexpr u32 TABLE_ADDRESS = 1024;
+// two lanes meet in a bank. It begins at TABLE_ADDRESS, where the kernel checks that shared memory begins: an index needs no base but that of
+// a block of a cluster, which is in the highest byte of `lane`.
+constexpr u32 TABLE_ADDRESS = 1024, WITHIN_BLOCK = 0xffffff;
 template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
   static constexpr int ENTRIES = ENTRIES_, TOKENS = TOKENS_, SPACING = SPACING_, TABLE_BYTES = ENTRIES * SPACING;
   static DI u32 lane() { return threadIdx.x % 32 * 4 * TOKENS; }  // bytes from an entry to this lane's copy
@@ -104,7 +105,7 @@ struct FourLevels : ReadBy<Table<256, 2, 256>> {
   static DI uint2 key_pair(const u32* a, const u32* b, int j, u32 lane) {  // a byte of the index: two codes of a, two of b
     const u32 x = a[j / 8], y = b[j / 8];
     const u32 index = j & 1 ? x >> 4 & 0x0f0f0f0fu | y & 0xf0f0f0f0u : x & 0x0f0f0f0fu | y << 4 & 0xf0f0f0f0u;
-    return entries(prmt(index, lane, 0x5504 | j % 8 / 2 << 4));
+    return entries(prmt(index, lane, 0x7604 | j % 8 / 2 << 4));
   }
   static DI u32 pair(const u32* x, int j) { return level(x[j / 8], j % 8); }
 };

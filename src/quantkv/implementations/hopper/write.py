@@ -254,6 +254,7 @@ class Prepared:
         a.page_stride, a.head_stride, a.tokens = pages.stride(0), pages.stride(1), tokens
         self._take_layer(call)
         self.launches = [self._launch_of(config, tokens, heads) for config in configurations(call)]
+        self.starts_next = tokens > 0  # once all that came before it is there: see `attend.Prepared.after_write`
 
     def _launch_of(self, config: Config, tokens: int, heads: int) -> Launch:
         if isinstance(config, WriteConfig):

@@ -1,0 +1,82 @@
+"""Which calls have whole pairs: each sequence and kv head is read by the warps of one block, or of the blocks of one cluster, which write
+its results. There is one launch then in place of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...calls import AttendCall, Batch, Segment
+from ...reads import window_size
+from .decode import TILE, DecodeConfig
+from .launch import Kernel
+
+LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
+# That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its merging, which
+# has little to merge where pairs are few.
+SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6.0, 3.0, 16
+# Where lengths may differ, tiles of a run, at most: the longest sequence decides, as no warp of another one helps it.
+MOST_TILES_RAGGED = 8
+EVEN = 1 / 32  # lengths are even where the longest is above their mean by no larger a part of it
+
+
+@dataclass(frozen=True)
+class WholePairs:
+    """Who reads a sequence and kv head: blocks of a cluster, or 1, and warps of a block."""
+
+    blocks: int
+    warps: int
+    of_block: int  # pairs of a block
+
+    def grid(self, pairs: int) -> int:
+        """Blocks that have so many pairs."""
+        return -(-pairs // self.of_block) * self.blocks
+
+    def fit(self, kernel: Kernel, grid: tuple[int, int, int]) -> bool:
+        """Whether the device holds all of a grid's clusters at once."""
+        return self.blocks == 1 or kernel.clusters(self.blocks) * self.blocks >= grid[0] * grid[1]
+
+
+def longest(call: AttendCall, segment: Segment) -> int:
+    """Tokens of a sequence in a segment, at most."""
+    promised, room = call.batch.max_seq_len, segment.block_table.shape[1] * segment.k.codes.shape[1]
+    return room if promised is None else min(room, promised)
+
+
+def _tiles(call: AttendCall) -> tuple[int, bool]:
+    """Of a sequence and kv head, at most; whether a window bounds them."""
+    tokens, (window, chunk) = longest(call, call.segments[0]), window_size(call.options)
+    seen = chunk * (call.options.chunk_lookback + 1) if chunk else window
+    reach = seen + call.batch.max_query_len - 1
+    if seen == 0 or reach >= tokens:
+        return -(-tokens // TILE), False
+    return (reach + TILE - 2) // TILE + 1, True  # the first may be any of a tile
+
+
+def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> WholePairs | None:
+    """Who reads the pairs of `call`, which has so many blocks at once for each group of its columns; None where pairs are not whole."""
+    ways = config.team > 1 or config.invariant or config.segments > 1 or config.exact or config.follows
+    if ways or "MATRIX" in (config.key_map, config.value_map) or len(call.segments) > 1:
+        return None
+    pairs, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call)
+    if pairs == 0 or pairs > blocks * config.warps:
+        return None
+    most = max(1, min(largest_cluster, blocks // pairs, -(-tiles // config.warps)))
+    cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
+    if cluster > 1 and config.worker_bytes < 2 * 8 * config.column_tiles * config.piece_bytes:  # a block's result lies behind a warp's
+        return None
+    warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
+    found = WholePairs(cluster, warps, config.warps // warps)
+    run, share = -(-tiles // (cluster * warps)), tiles * pairs / (blocks * config.warps)
+    if run > MOST_TILES_RAGGED and not by_window and not is_even(call.batch):
+        return None
+    return found if run - share <= (SPARE_TILES if pairs > FEW else SPARE_TILES_OF_FEW) else None
+
+
+def is_even(batch: Batch) -> bool:
+    """Whether the host knows that all sequences are about as long."""
+    if batch.num_seqs <= 1:
+        return True
+    if batch.lengths is None:
+        return False
+    lengths = [tokens for _, tokens in batch.lengths]
+    return max(lengths) * len(lengths) <= sum(lengths) * (1 + EVEN)

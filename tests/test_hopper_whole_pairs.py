@@ -1,0 +1,173 @@
+"""The Hopper decode kernel where blocks or clusters have whole pairs of a sequence and kv head: one launch, no pieces in memory. On a
+Hopper GPU, and its sources run on a CPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from hopper_on_cpu import AVAILABLE, Device
+from quantkv import ops
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper import whole_pairs
+from quantkv.testing import Batch, check
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
+SINKS = torch.linspace(-2, 2, 8)
+RANGES = torch.tensor([[40, 60], [0, 0], [3, 20]], dtype=torch.int32)
+
+
+def batch(name, queries, lens, **shape):
+    return Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
+
+
+CASES = {  # format, queries, lengths, multiprocessors, shape, options; then blocks and warps of a pair
+    "a cluster of four": ("int4", (1,), (2000,), 8, {}, {}, 4, 8),
+    "of two, the last block with few tiles": ("int4", (1, 1), (210, 170), 9, {}, {"sinks": SINKS}, 2, 8),
+    "of two, a table of codes": ("int2", (1,), (180,), 4, {}, {}, 2, 8),
+    "of two, three bits": ("tq3", (1,), (190,), 4, {}, {}, 2, 8),
+    "of two, two codes a byte": ("tq4", (1,), (170,), 4, {}, {}, 2, 8),
+    "fewer tiles than warps": ("int8", (1,), (120,), 2, {}, {}, 1, 8),
+    "more blocks than have tiles": ("int4", (1, 1, 0), (130, 5, 0), 13, {"num_kv_heads": 1, "group": 8}, {}, 2, 8),
+    "a block a pair": ("tq3", (1, 1), (90, 100), 4, {}, {}, 1, 8),
+    "windows": ("int4", (1,) * 5, (300, 17, 500, 33, 1), 3, {"head_size": 64}, {"window": 50, "sinks": SINKS}, 1, 2),
+    "a warp a pair": ("int2", (1, 0, 1, 1, 1, 1, 1), (60, 0, 100, 33, 1, 16, 48), 2, {}, {"softcap": 20.0}, 1, 1),
+    "chunks": ("fp8_token", (1, 2, 1), (300, 70, 130), 6, {}, {"window": 64, "chunk_lookback": 1}, 1, 8),
+    "several groups of columns": ("int4", (4, 2), (100, 120), 8, {"head_size": 256, "group": 3}, {}, 1, 8),
+    "16-bit rows": ("bf16", (2, 1), (200, 210), 8, {"num_kv_heads": 1, "group": 3}, {}, 2, 8),
+    "queries that see no key": ("int4", (1, 2, 1), (170, 200, 20), 12, {}, {"key_range": RANGES}, 2, 8),
+    "other sizes": ("int8", (1,), (500,), 8, {"head_size": 80, "head_size_v": 96, "block_size": 8}, {}, 4, 8),
+}
+
+
+def calls_of(case, device="cpu"):
+    name, queries, lens, _, shape, options, *_ = CASES[case]
+    b = batch(name, queries, lens, device=device, **shape)
+    options = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+    return b, b.call(max_query_len=max(queries), max_seq_len=max(lens), **options), options
+
+
+@emulated
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_cpu(case, monkeypatch, tmp_path):
+    multiprocessors, (blocks, warps) = CASES[case][3], CASES[case][-2:]
+    device = Device(monkeypatch, tmp_path, multiprocessors)
+    b, call, options = calls_of(case)
+    pairs = hopper.Plan(call, multiprocessors).main.pairs
+    assert pairs is not None and (pairs.blocks, pairs.warps) == (blocks, warps)
+    assert len(hopper.prepare(call).launches) == 1
+    call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
+    device.serve(call)
+    check(b, (call.out, call.lse), **options)
+
+
+@emulated
+def test_lengths_that_break_a_promise(monkeypatch, tmp_path):
+    """Longer runs than were promised, each of several stretches, are held between them."""
+    device = Device(monkeypatch, tmp_path, 5, max_tiles=2)
+    b = batch("int4", (1, 1), (700, 900))
+    call = b.call(max_query_len=1)
+    object.__setattr__(call, "batch", dataclasses.replace(call.batch, max_seq_len=300))
+    assert hopper.Plan(call, 5).main.pairs is not None
+    device.serve(call)
+    check(b, (call.out, call.lse))
+
+
+@emulated
+def test_smaller_clusters_where_few_are_held(monkeypatch, tmp_path):
+    device = Device(monkeypatch, tmp_path, 8)
+    device.clusters = lambda blocks: 1 if blocks > 2 else 4
+    b = batch("int4", (1,), (250,))
+    call = b.call(max_query_len=1)
+    prepared = hopper.prepare(call)
+    assert prepared.plan.main.pairs.blocks == 2 and prepared.launches[0].cluster == 2 and prepared.plan.main.decode_grid == (4, 1, 1)
+    device.serve(call)
+    check(b, (call.out, call.lse))
+
+
+def meta_call(sequences, tokens, heads=(32, 8), head_size=128, queries=1, shortest=None, **options):
+    """Of a shape, on tensors that hold nothing: the plan looks at no other. shortest: tokens of a sequence, where lengths are known."""
+    b = batch("int4", (queries,) * 2, (64, 64), num_kv_heads=heads[1], group=heads[0] // heads[1], head_size=head_size)
+    call = b.call(max_query_len=queries, **options)
+    (segment,) = call.segments
+    segment = segment._replace(block_table=torch.zeros(1, -(-tokens // 16), dtype=torch.int32).expand(sequences, -1))
+    lengths = None if shortest is None else ((queries, shortest),) + ((queries, tokens),) * (sequences - 1)
+    lens = dataclasses.replace(call.batch, seq_lens=torch.zeros(sequences, dtype=torch.int32), max_seq_len=tokens, lengths=lengths)
+    object.__setattr__(call, "segments", (segment,)), object.__setattr__(call, "batch", lens)
+    return call
+
+
+CHOSEN = [  # on 132 multiprocessors: blocks and warps of a pair
+    (dict(sequences=1, tokens=2048), (16, 8)),
+    (dict(sequences=1, tokens=4096), (16, 8)),
+    (dict(sequences=4, tokens=4096), (4, 8)),
+    (dict(sequences=1, tokens=65536), (16, 12)),
+    (dict(sequences=1, tokens=131072), (16, 12)),
+    (dict(sequences=8, tokens=32768), None),  # lengths that may differ
+    (dict(sequences=8, tokens=32768, shortest=32768), (2, 12)),
+    (dict(sequences=8, tokens=32768, shortest=25000), (2, 12)),  # the longest is above their mean by a 33rd of it
+    (dict(sequences=8, tokens=32768, shortest=24000), None),
+    (dict(sequences=4, tokens=32768, shortest=100), None),
+    (dict(sequences=64, tokens=8192, shortest=8192), (1, 3)),
+    (dict(sequences=64, tokens=8192, heads=(8, 1), shortest=8000), (2, 12)),
+    (dict(sequences=24, tokens=8192, heads=(8, 1), shortest=8192), (5, 8)),
+    (dict(sequences=64, tokens=16384, heads=(64, 8), head_size=64, window=128), (1, 3)),
+    (dict(sequences=32, tokens=16384, heads=(32, 16), window=1024), (1, 3)),
+    (dict(sequences=400, tokens=16384, heads=(64, 8), head_size=64, window=128), None),  # more pairs than warps
+    (dict(sequences=67, tokens=16384, window=1024), None),  # warps for which there is no pair
+]
+
+
+@pytest.mark.parametrize("shape, chosen", CHOSEN, ids=str)
+def test_which_calls_have_whole_pairs(shape, chosen, monkeypatch):
+    pairs = hopper.Plan(meta_call(**shape), 132).main.pairs
+    assert chosen == (None if pairs is None else (pairs.blocks, pairs.warps))
+    monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
+    plan = hopper.Plan(meta_call(**shape), 132)
+    assert plan.main.pairs is None and not plan.main.config.whole_pairs
+
+
+def test_a_cluster_of_16_is_one_of_8_where_that_is_the_largest():
+    call = meta_call(1, 2048)
+    assert hopper.Plan(call, 132, 8).main.decode_grid == (64, 1, 1)
+    assert hopper.Plan(call, 132).main.decode_grid == (128, 1, 1)
+    assert whole_pairs.LARGEST_CLUSTER == 16
+
+
+def test_few_pairs_have_short_runs():
+    """What merges them takes less time than many pairs' does, so fewer tiles are as long."""
+    assert hopper.Plan(meta_call(1, 8192), 132).main.pairs.blocks == 16
+    assert hopper.Plan(meta_call(1, 8192), 132, 8).main.pairs is None
+    assert hopper.Plan(meta_call(16, 2048, shortest=2048), 132).main.pairs.blocks == 1
+
+
+def test_calls_of_even_lengths_have_kernels_of_their_own():
+    even, ragged = (meta_call(8, 32768, shortest=shortest) for shortest in (32768, 100))
+    assert hopper._shape(even) == hopper._shape(meta_call(8, 32768, shortest=32000)) != hopper._shape(ragged)
+
+
+def test_what_a_device_without_large_clusters_needs_is_compiled_too(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(hopper.DecodeConfig, "cubin", lambda config: compiled.append(config.whole_pairs))
+    monkeypatch.setattr(hopper.launch, "device_index", lambda device: 0)
+    monkeypatch.setattr(hopper.launch, "multiprocessors", lambda index: 132)
+    call = meta_call(1, 8192)
+    hopper.compile_for(call)
+    assert sorted(compiled) == [False, True]
+    assert hopper.scratch_bytes(call) == hopper.Plan(call, 132, 1).scratch_bytes > hopper.Plan(call, 132).scratch_bytes
+
+
+# ---- on a GPU
+
+
+@hopper_only
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case):
+    b, call, options = calls_of(case, "cuda")
+    ops.attend(call, "hopper")
+    check(b, (call.out, call.lse), **options)
+    first = call.out.clone(), call.lse.clone()
+    ops.attend(call, "hopper")
+    assert torch.equal(call.out, first[0]) and torch.equal(call.lse, first[1]), "two runs of one input differ"
