@@ -63,10 +63,18 @@ GEOMETRIES = {  # name: the shape; what is not in it is 32 query heads over 8 kv
     "pages of 8": "B64xL8192xP8",
     "verify 5": "B32xL8192xQ5",
     "verify 8": "B64xL8192xQ8",
+    "verify 16": "B32xL8192xQ16",
     "verify 5, head size 96": "B16xL8192xQ5xHK32xD96",
     "one sequence of 4096": "L4096",
+    "four of 4096": "B4xL4096",
+    "one sequence of 2048": "L2048",
+    "one sequence of 2048, and its write": "L2048xN1",
     "one sequence of 2048, head size 96": "L2048xHK32xD96",
 }
+ALSO = {
+    "int2": ("Llama-3 8B", "Llama-3 8B, many"),
+    "none": ("Llama-3 8B", "one sequence of 2048"),
+}  # formats that only these are measured with
 
 
 def main() -> None:
@@ -102,13 +110,20 @@ def measured(names: list[str], arguments: argparse.Namespace) -> Result:
     shapes = {Shape.parse(GEOMETRIES[name]): name for name in names}
     ours = [quantkv(implementation, name) for name in arguments.formats for implementation in OURS]
     compile_ahead(list(shapes), arguments.formats)
+    also = {stores: [shape for shape, name in shapes.items() if name in those] for stores, those in ALSO.items()}
+    for stores, of_format in also.items():
+        compile_ahead(of_format, [stores])
     print(f"compiled in {time.monotonic() - begun:.0f} s", flush=True)
     flash3 = [c for c in rivals(arguments.peers) if (c.name, c.stores) == (FLASH3, "bf16")]
 
     def on_row(row: Row) -> None:
         print(f"{time.monotonic() - begun:5.1f} {shapes[Shape.parse(row.shape)]}:", *tables.cells(row), flush=True)
 
-    return run((s for s in shapes if time.monotonic() - begun < arguments.seconds), ours + flash3, torch.device("cuda"), on_row)
+    device = torch.device("cuda")
+    result = run((s for s in shapes if time.monotonic() - begun < arguments.seconds), ours + flash3, device, on_row)
+    for stores, of_format in also.items():
+        result.rows += run(of_format, [quantkv("hopper", stores)], device, on_row).rows
+    return result
 
 
 def compile_ahead(shapes: list[Shape], formats: list[str]) -> None:

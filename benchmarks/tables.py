@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkv.bench import plot, tables
-from quantkv.bench.run import Result
+from quantkv.bench.run import Result, Row
 
 BLOCK = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 FLASH3, ENGINE = ("FlashAttention-3", "bf16"), "vLLM Triton"
@@ -48,24 +48,31 @@ def faster(shape: str, must: float, aim: float, *stores: str) -> Target:
     return Target(shape, stores, "faster", must, aim)
 
 
-# At the geometries that benchmarks/geometries.py names: how many times as fast as FlashAttention-3 over 16 bits, or the share of the read
-# ceiling, that int4 was to reach, and aimed at.
+# At the geometries that benchmarks/geometries.py names, by format: how many times as fast as FlashAttention-3 over 16 bits, the share of
+# the read ceiling, or the microseconds that were to be reached, and aimed at.
 GEOMETRY_TARGETS = {
-    "Llama-3 70B, 8-way": ("faster", 3.0, 3.3),
-    "Llama-3 405B, 8-way": ("faster", 2.9, 3.3),
-    "GLM-4 9B, group 16": ("faster", 3.0, 3.4),
-    "Gemma 3 27B, window 1024": ("faster", 3.2, 3.5),
-    "gpt-oss, window 128": ("faster", 2.5, 3.2),
-    "Phi-3 mini, head size 96": ("faster", 3.0, 3.3),
-    "Phi-2, head size 80": ("faster", 3.0, 3.3),
-    "head size 112": ("share", 0.75, 0.85),
-    "StableLM 2 12B, head size 160": ("share", 0.75, 0.85),
-    "Nemotron-4 340B, 2-way, head size 192": ("faster", 3.0, 3.3),
-    "Gemma 4, global layers, head size 512": ("share", 0.75, 0.85),
-    "pages of 8": ("faster", 3.0, 3.3),
-    "verify 5": ("faster", 2.8, 3.1),
-    "verify 8": ("faster", 2.4, 2.8),
-    "one sequence of 4096": ("faster", 1.9, 2.3),
+    ("Llama-3 8B", "int2"): ("faster", 5.0, 5.8),
+    ("Llama-3 8B", "none"): ("faster", 1.0, 1.02),
+    ("Llama-3 8B, many", "int2"): ("faster", 5.6, 6.5),
+    ("Llama-3 70B, 8-way", "int4"): ("faster", 3.0, 3.3),
+    ("Llama-3 405B, 8-way", "int4"): ("faster", 2.9, 3.3),
+    ("GLM-4 9B, group 16", "int4"): ("faster", 3.0, 3.4),
+    ("Gemma 3 27B, window 1024", "int4"): ("faster", 3.2, 3.5),
+    ("gpt-oss, window 128", "int4"): ("faster", 2.5, 3.2),
+    ("Phi-3 mini, head size 96", "int4"): ("faster", 3.0, 3.3),
+    ("Phi-2, head size 80", "int4"): ("faster", 3.0, 3.3),
+    ("head size 112", "int4"): ("share", 0.75, 0.85),
+    ("StableLM 2 12B, head size 160", "int4"): ("share", 0.75, 0.85),
+    ("Nemotron-4 340B, 2-way, head size 192", "int4"): ("faster", 3.0, 3.3),
+    ("Gemma 4, global layers, head size 512", "int4"): ("share", 0.75, 0.85),
+    ("pages of 8", "int4"): ("faster", 3.0, 3.3),
+    ("verify 5", "int4"): ("faster", 2.8, 3.1),
+    ("verify 8", "int4"): ("faster", 2.4, 2.8),
+    ("verify 16", "int4"): ("faster", 1.6, 2.3),
+    ("one sequence of 4096", "int4"): ("faster", 1.9, 2.3),
+    ("four of 4096", "int4"): ("faster", 2.5, 2.9),
+    ("one sequence of 2048", "none"): ("us", 11.0, 9.0),
+    ("one sequence of 2048, and its write", "int4"): ("faster", 1.75, 2.1),
 }
 TARGETS = (
     shares("B8xL32768", 0.80, 0.87, "int4"),
@@ -180,28 +187,27 @@ def geometries(result: Result) -> str:
     spec = importlib.util.spec_from_file_location("geometries", Path(__file__).with_name("geometries.py"))
     named = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(named)
-    lines = ["| geometry | shape | FlashAttention-3 bf16, us | int4, us | of the read ceiling | times as fast | must | aim | |"]
-    lines.append("| --- | --- | --: | --: | --: | --: | --: | --: | --- |")
+    lines = ["| geometry | shape | FlashAttention-3 bf16, us | format | us | of the read ceiling | times as fast | must | aim | |"]
+    lines.append("| --- | --- | --: | --- | --: | --: | --: | --: | --: | --- |")
+    formats = dict.fromkeys(row.stores for row in result.rows if row.ours)
     for name, shape in named.GEOMETRIES.items():
-        if (row := best(result, shape, "int4")) is None:
-            continue
-        values = {"share": row.share, "faster": reached(result, faster(shape, 0, 0), "int4")}
-        rival = "" if values["faster"] is None else tables.microseconds(row.us * values["faster"])
-        cells = [
-            name,
-            row.shape,
-            rival,
-            tables.microseconds(row.us),
-            show(row.share, "share"),
-            show(values["faster"], "faster") if rival else "",
-        ]
-        if name in GEOMETRY_TARGETS:
-            unit, must, aim = GEOMETRY_TARGETS[name]
-            cells += [show(must, unit), show(aim, unit), verdict(result, Target(shape, ("int4",), unit, must, aim), "int4", values[unit])]
-        else:
-            cells += [""] * 3
-        lines.append("| " + " | ".join(cells) + " |")
+        for stores in formats:
+            if (row := best(result, shape, stores)) is not None:
+                lines.append("| " + " | ".join([name, *geometry(result, name, row)]) + " |")
     return "\n".join([*lines, "", f"{tables.subtitle(result)}."])
+
+
+def geometry(result: Result, name: str, row: Row) -> list[str]:
+    """What is said of a geometry and format, beside its name."""
+    values = {unit: reached(result, Target(row.shape, (row.stores,), unit, 0, 0), row.stores) for unit in ("share", "faster", "us")}
+    rival = "" if values["faster"] is None else tables.microseconds(row.us * values["faster"])
+    faster = "" if values["faster"] is None else show(values["faster"], "faster")
+    cells = [row.shape, rival, row.stores, tables.microseconds(row.us), show(row.share, "share"), faster]
+    if (name, row.stores) not in GEOMETRY_TARGETS:
+        return [*cells, "", "", ""]
+    unit, must, aim = GEOMETRY_TARGETS[name, row.stores]
+    target = Target(row.shape, (row.stores,), unit, must, aim)
+    return [*cells, show(must, unit), show(aim, unit), verdict(result, target, row.stores, values[unit])]
 
 
 def summary(result: Result) -> str:
