@@ -102,6 +102,7 @@ def meta_call(sequences, tokens, heads=(32, 8), head_size=128, queries=1, shorte
 CHOSEN = [  # on 132 multiprocessors: blocks and warps of a pair
     (dict(sequences=1, tokens=2048), (16, 8)),
     (dict(sequences=1, tokens=4096), (16, 8)),
+    (dict(sequences=2, tokens=0), (1, 1)),  # a table without pages
     (dict(sequences=4, tokens=4096), (4, 8)),
     (dict(sequences=1, tokens=65536), (16, 12)),
     (dict(sequences=1, tokens=131072), (16, 12)),

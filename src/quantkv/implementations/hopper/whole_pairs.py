@@ -43,12 +43,12 @@ def longest(call: AttendCall, segment: Segment) -> int:
 
 
 def _tiles(call: AttendCall) -> tuple[int, bool]:
-    """Of a sequence and kv head, at most; whether a window bounds them."""
+    """Of a sequence and kv head, at most, and at least one; whether a window bounds them."""
     tokens, (window, chunk) = longest(call, call.segments[0]), window_size(call.options)
     seen = chunk * (call.options.chunk_lookback + 1) if chunk else window
     reach = seen + call.batch.max_query_len - 1
     if seen == 0 or reach >= tokens:
-        return -(-tokens // TILE), False
+        return max(-(-tokens // TILE), 1), False
     return (reach + TILE - 2) // TILE + 1, True  # the first may be any of a tile
 
 
