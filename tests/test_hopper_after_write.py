@@ -119,6 +119,10 @@ def test_what_is_refused_writes_nothing():
             attend(b.cache, b.q, out=b.q.new_empty(3, 1, 1), new=new)
         assert torch.equal(b.cache.buffer, before)
         attend(b.cache, b.q)
+    for wrong in (new[0], new[:2], (attend, *new[1:])):
+        with pytest.raises(ValueError, match="new"):
+            attend(b.cache, b.q, new=wrong)
+    assert torch.equal(b.cache.buffer, before)
 
 
 @hopper_only

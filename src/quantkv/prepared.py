@@ -120,6 +120,8 @@ class PreparedAttend:
         new: `(write, key, value)`: `write(cache, key, value)` is called first, for the tokens of q and no others; on a Hopper GPU only what
         reads their rows then waits for it."""
         checks.instance("q", q, torch.Tensor, "a tensor")
+        if new is not None and not (isinstance(new, tuple) and len(new) == 3 and isinstance(new[0], PreparedWrite)):
+            checks.refuse("new", type(new).__name__, "a tuple (write, key, value) is needed, write of prepare_write")
         given = tuple(name for name, t in options.items() if t is not None)
         target = None if out is None else (out.stride(), out.dtype)
         shape = (cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
