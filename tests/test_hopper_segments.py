@@ -31,7 +31,7 @@ FORMATS = ["int4", "int8", "int2", "k8v4", "tq4", "tq3", "fp8_token", "none"]
         ("bf16/int4", DECODE, dict(maps=signed())),
         ("int4/bf16", VERIFY, dict()),
     ],
-    ids=str,
+    ids=["group of 3", "fp16, softcap", "head size 256", "wide, window", "calibrated", "signs", "16-bit values"],
 )
 def test_16_bit_rows_on_a_cpu(name, queries, shape, on_cpu):
     """With stretches of few tiles: what is held of a sequence is read back in the order in which it was written."""
