@@ -201,8 +201,8 @@ def geometry(result: Result, name: str, row: Row) -> list[str]:
     """What is said of a geometry and format, beside its name."""
     values = {unit: reached(result, Target(row.shape, (row.stores,), unit, 0, 0), row.stores) for unit in ("share", "faster", "us")}
     rival = "" if values["faster"] is None else tables.microseconds(row.us * values["faster"])
-    faster = "" if values["faster"] is None else show(values["faster"], "faster")
-    cells = [row.shape, rival, row.stores, tables.microseconds(row.us), show(row.share, "share"), faster]
+    times = "" if values["faster"] is None else show(values["faster"], "faster")
+    cells = [row.shape, rival, row.stores, tables.microseconds(row.us), show(row.share, "share"), times]
     if (name, row.stores) not in GEOMETRY_TARGETS:
         return [*cells, "", "", ""]
     unit, must, aim = GEOMETRY_TARGETS[name, row.stores]

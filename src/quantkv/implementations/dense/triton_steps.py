@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 
 import torch
 import triton
 
 from ...calls import Side
-from ...format import Codec, Format
-from ...maps import LayerMaps, LinearMap
+from ...format import Codec
+from ...maps import LinearMap
 from ..triton import launch
 from ..triton.kernels.views import MapView, RowsView
 from ..triton.launch import Launch, Target
@@ -33,19 +34,20 @@ class TritonSteps(TorchSteps):
     A launch that is kept serves calls whose tensors have the same shapes, strides and dtypes, and whose codecs and maps are compiled for
     alike: `_traits`, and what `gather` and `_fold` name beside it. All else (addresses, scales, factors) is handed over anew."""
 
-    def __init__(
-        self,
-        sides: tuple[Side, Side],
-        fmt: Format,
-        maps: LayerMaps,
-        heads: int,
-        back: bool = False,
-        launches: dict[Hashable, Launch] | None = None,
-    ) -> None:
-        super().__init__(sides, fmt, maps, heads, back, launches)
-        self.gains = tuple(gain(m) for m in self.row_maps)
-        self.device = sides[0].codes.device
-        self.traits = back, *(_traits(*side) for side in zip(sides, self.codecs, self.row_maps))
+    @cached_property
+    def gains(self) -> tuple[float, ...]:
+        """Of K's map and V's."""
+        return tuple(gain(m) for m in self.row_maps)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.sides[0].codes.device
+
+    @cached_property
+    def traits(self) -> Hashable:
+        """What `gather_kernel` is compiled for, of both sides."""
+        return self.back, *(_traits(*side) for side in zip(self.sides, self.codecs, self.row_maps))
 
     def _launch(self, key: Hashable, tensors: Sequence, numbers: Sequence[float], make: Callable[[], Launch]) -> None:
         """Launch what is kept under a key, with these tensors and numbers, or what `make` makes of them."""

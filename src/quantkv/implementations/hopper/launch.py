@@ -96,9 +96,8 @@ class Kernel:
         if blocks > 8:  # more than every device of the architecture has
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             check(driver.cuKernelSetAttribute(attribute, 1, self.handle, driver.CUdevice(self.index)))
-        launch = Launch(self, (blocks, 1, 1), None, blocks)
         with torch.cuda.device(self.index):
-            result = driver.cuOccupancyMaxActiveClusters(self.function, launch.config)
+            result = driver.cuOccupancyMaxActiveClusters(self.function, _config(self, (blocks, 1, 1), blocks))
         return 0 if int(result[0]) else result[1]  # a size that this device has not
 
 
@@ -111,32 +110,38 @@ def load(cubin: bytes, index: int):
         return ObjectCode.from_cubin(cubin)
 
 
+def _config(kernel: Kernel, grid: tuple[int, int, int], cluster: int):
+    """How a kernel is launched: it may start while the previous one drains."""
+    from cuda.bindings import driver
+
+    overlap = driver.CUlaunchAttribute()
+    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlap.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+    config.sharedMemBytes, config.hStream = kernel.shared_bytes, driver.CUstream(0)
+    attributes = [overlap]
+    if cluster > 1:
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        together.value.clusterDim.x, together.value.clusterDim.y, together.value.clusterDim.z = cluster, 1, 1
+        attributes.append(together)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
 class Launch:
     """A kernel with its grid, over one struct of arguments: it may start while the previous kernel of the stream drains. cluster:
     neighbouring blocks that read each other's shared memory."""
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure | None, cluster: int = 1):
+    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure, cluster: int = 1):
         from cuda.bindings import driver
 
-        overlap = driver.CUlaunchAttribute()
-        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        overlap.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
-        config.sharedMemBytes, config.hStream = kernel.shared_bytes, driver.CUstream(0)
-        attributes = [overlap]
-        if cluster > 1:
-            together = driver.CUlaunchAttribute()
-            together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            together.value.clusterDim.x, together.value.clusterDim.y, together.value.clusterDim.z = cluster, 1, 1
-            attributes.append(together)
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        self.kernel, self.config, self.function, self.stream = kernel, config, kernel.function, 0
+        self.kernel, self.config, self.function, self.stream = kernel, _config(kernel, grid, cluster), kernel.function, 0
         self.launch, self.make_stream = driver.cuLaunchKernelEx, driver.CUstream
-        if arguments is not None:
-            self.arguments, self.pointers = arguments, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            self.address = ctypes.addressof(self.pointers)
+        self.arguments, self.pointers = arguments, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        self.address = ctypes.addressof(self.pointers)
 
     def __call__(self, stream: int) -> None:
         if stream != self.stream:
