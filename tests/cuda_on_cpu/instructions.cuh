@@ -34,11 +34,13 @@ struct Copy { u32 to; const u8* from; int bytes; };
 struct Fiber {
   ucontext_t context;
   int thread;
+  int in_cluster = 0;
   bool done, begun, waited;  // begun: products of a warpgroup; waited: for the kernel before
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open;
   std::vector<u32> stored;  // words of shared memory that wgmma may not read yet
 };
+struct Sent { u32 to, x, y; };  // to another block
 struct Warp { int arrived = 0, phase = 0; u64 slot[2][32][8]; };
 static Fiber* cpu_fiber;
 struct CpuBlock {  // while another of its cluster runs, what the variables below are of it
@@ -48,11 +50,15 @@ struct CpuBlock {  // while another of its cluster runs, what the variables belo
   std::vector<Warp> warps;
   std::vector<u16> unfenced;
   u8* shared;
+  std::vector<Sent> sent;
+  u32 counter = 0;
+  int expected = -1, counted = 0;
   Index index;
   int arrived = 0, phase = 0, alive;
 };
 static std::vector<CpuBlock>* cpu_cluster;
-static int cpu_cluster_arrived, cpu_cluster_phase, cpu_cluster_ended;  // threads of all its blocks
+static CpuBlock* cpu_own;
+static int cpu_cluster_arrived;  // threads of all its blocks
 static Index cpu_thread, cpu_block, cpu_grid;
 static u8* cpu_shared;
 static u32 cpu_origin;  // its 32-bit address: in the highest byte the block of a cluster
@@ -85,16 +91,41 @@ inline void __syncthreads() {
   while (cpu_phase == phase) cpu_yield();
 }
 
-inline void meet_cluster() {
-  const int phase = cpu_cluster_phase, threads = cpu_cluster->size() * (*cpu_cluster)[0].fibers.size();
-  if (cpu_cluster_ended) cpu_fail("a block of the cluster has ended", cpu_cluster_ended);
-  if (++cpu_cluster_arrived == threads) cpu_cluster_arrived = 0, cpu_cluster_phase++;
-  while (cpu_cluster_phase == phase) cpu_yield();
+inline void arrive_in_cluster() {
+  if (cpu_fiber->in_cluster++) cpu_fail("a thread comes to the cluster twice", cpu_fiber->thread);
+  cpu_cluster_arrived++;
 }
-inline void leave_cluster() { meet_cluster(); }
-inline const u8* in_block(const u8* p, int rank) {
-  if (rank < 0 || rank >= (int)cpu_cluster->size() || (*cpu_cluster)[rank].alive == 0) cpu_fail("no such block in the cluster", rank);
-  return (*cpu_cluster)[rank].shared + (p - cpu_shared);
+inline void wait_for_cluster() {
+  while (cpu_cluster_arrived < (int)(cpu_cluster->size() * (*cpu_cluster)[0].fibers.size())) cpu_yield();
+}
+inline u32 in_block(u32 p, int rank) {
+  if (rank < 0 || rank >= (int)cpu_cluster->size()) cpu_fail("no such block in the cluster", rank);
+  return (p & 0xffffff) | (u32)rank << 24;
+}
+inline void open_counter(u32 at) {
+  if (at < cpu_origin || at % 8) cpu_fail("address of a counter", at);
+  cpu_own->counter = at, cpu_own->expected = -1, cpu_own->counted = 0;
+}
+inline void send(u32 to, u32 counter, u32 x, u32 y) {  // it arrives when it is waited for
+  CpuBlock& block = (*cpu_cluster)[to >> 24];
+  if (cpu_cluster_arrived < (int)(cpu_cluster->size() * block.fibers.size())) cpu_fail("sent before all blocks were there", to);
+  if (block.alive == 0 || block.counter != counter || to % 8) cpu_fail("nobody counts what is sent", to);
+  block.sent.push_back({to & 0xffffff, x, y});
+}
+inline void expect(u32 counter, int bytes) {
+  if (cpu_own->counter != counter || cpu_own->expected >= 0) cpu_fail("a counter is told twice, or is not open", counter);
+  cpu_own->expected = bytes;
+}
+inline void wait_for_bytes(u32 counter) {
+  while (cpu_own->expected < 0 || cpu_own->counted < cpu_own->expected) {
+    for (const Sent& each : cpu_own->sent) {
+      if (each.to < 1024 || each.to + 8 > cpu_shared_size + 1024) cpu_fail("shared address", each.to);
+      memcpy(cpu_shared + (each.to - 1024), &each.x, 4), memcpy(cpu_shared + (each.to - 1020), &each.y, 4), cpu_own->counted += 8;
+    }
+    cpu_own->sent.clear();
+    if (cpu_own->expected < 0 || cpu_own->counted < cpu_own->expected) cpu_yield();
+  }
+  if (cpu_own->counted != cpu_own->expected) cpu_fail("more bytes than were expected", cpu_own->counted);
 }
 
 // ---- what CUDA C++ has
@@ -302,7 +333,7 @@ static void (*cpu_kernel)();
 static void cpu_enter() {
   cpu_kernel();
   if (!cpu_fiber->waited) cpu_fail("a thread ended before the kernel that it may overlap", cpu_fiber->thread);
-  cpu_fiber->done = true, cpu_alive--, cpu_cluster_ended++, cpu_leave();
+  cpu_fiber->done = true, cpu_alive--, cpu_leave();
   swapcontext(&cpu_fiber->context, &cpu_scheduler);
 }
 static void cpu_begin(CpuBlock& block, int threads) {
@@ -310,10 +341,11 @@ static void cpu_begin(CpuBlock& block, int threads) {
   block.memory.resize(cpu_shared_size + 128), block.stacks.resize(STACK * threads), block.fibers.resize(threads);
   block.warps.assign((threads + 31) / 32, Warp());
   block.shared = (u8*)(((uintptr_t)block.memory.data() + 127) / 128 * 128), block.alive = threads, block.arrived = block.phase = 0;
+  block.sent.clear(), block.counter = 0, block.expected = -1, block.counted = 0;
   memset(block.shared, 0xff, cpu_shared_size), block.unfenced.assign(cpu_shared_size / 4 + 1, 0);
   for (int t = 0; t < threads; t++) {
     Fiber& fiber = block.fibers[t];
-    fiber.thread = t, fiber.done = fiber.begun = fiber.waited = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
+    fiber.thread = t, fiber.in_cluster = 0, fiber.done = fiber.begun = fiber.waited = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = block.stacks.data() + STACK * t, fiber.context.uc_stack.ss_size = STACK;
     makecontext(&fiber.context, cpu_enter, 0);
@@ -321,7 +353,7 @@ static void cpu_begin(CpuBlock& block, int threads) {
 }
 static void cpu_run(CpuBlock& block) {  // every warp as far as it gets without the others
   cpu_warps = block.warps.data(), cpu_shared = block.shared, cpu_block = block.index;
-  cpu_origin = 1024 + ((u32)(&block - cpu_cluster->data()) << 24);
+  cpu_own = &block, cpu_origin = 1024 + ((u32)(&block - cpu_cluster->data()) << 24);
   cpu_arrived = block.arrived, cpu_phase = block.phase, cpu_alive = block.alive, cpu_unfenced.swap(block.unfenced);
   for (size_t w = 0; w < block.warps.size(); w++)
     for (int before = ~block.warps[w].phase; before != block.warps[w].phase;) {
@@ -336,7 +368,7 @@ static void cpu_launch(void (*kernel)(), int grid_x, int grid_y, int grid_z, int
   if (grid_x % cluster) cpu_fail("blocks are no whole clusters", grid_x);
   cpu_kernel = kernel, cpu_shared_size = shared_bytes, cpu_cluster = &blocks, cpu_grid = {grid_x, grid_y, grid_z};
   for (int i = 0; i < grid_x * grid_y * grid_z; i += cluster) {
-    cpu_cluster_arrived = cpu_cluster_phase = cpu_cluster_ended = 0;
+    cpu_cluster_arrived = 0;
     for (int b = 0; b < cluster; b++) blocks[b].index = {(i + b) % grid_x, (i + b) / grid_x % grid_y, (i + b) / grid_x / grid_y}, cpu_begin(blocks[b], threads);
     for (bool alive = true; alive;) {
       alive = false;

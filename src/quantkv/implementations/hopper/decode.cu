@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   OwnPair pair;
   if constexpr (WHOLE_PAIRS) {
     pair = OwnPair(a, warp), head = pair.head, s = pair.s;
+    pair.open();
     pair.ask_for_pages(a, warp);
     pair.take(sequences, warp, tile, left);
   } else {

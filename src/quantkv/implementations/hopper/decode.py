@@ -16,6 +16,7 @@ SHARED_BYTES = 227 * 1024  # of one SM
 TILE = 16  # tokens of a tile: rows of an mma
 MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
 EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at most
+LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
 # Of an invariant cut, `Sequences.piece_tiles`: as many pieces of a sequence, where they need not be shorter than so many tiles; the tiles,
@@ -175,7 +176,12 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in all."""
-        return self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES)
+        return self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES) + self.inbox_bytes
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Shared memory of a block for what the others of its cluster send it, and its counter."""
+        return 32 + (8 * self.column_tiles + LARGEST_CLUSTER) * self.piece_bytes if self.whole_pairs else 0
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
@@ -186,7 +192,7 @@ class DecodeConfig:
             KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=key.table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
             KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
-            AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs),
+            AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER, INBOX_BYTES=self.inbox_bytes,
             CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled), PIECE_LEAST=self.piece_least,
             PIECE_MOST=PIECE_MOST, PIECES_AIM=PIECES_AIM, PIECES_MOST=PIECES_MOST,
             EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,

@@ -122,20 +122,25 @@ DI uint4 load_past_l1(const uint4* from) {
 DI void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Blocks of a cluster, whole warps of them: all have come here, and what they wrote is seen, or may be over; where address p of shared
-// memory is in another.
-DI void meet_cluster() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DI void leave_cluster() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-DI const u8* in_block(const u8* p, int rank) {
-  const u8* r;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(r) : "l"(p), "r"(rank));
+// Blocks of a cluster, whole warps of them: a warp says that it came here, and waits for all to have said so. Where address p of shared memory is
+// in another block. What one block sends another, eight bytes at a time, a counter there counts: it is opened by one thread before anybody comes here,
+// told once how many bytes are to come, and waited for.
+DI void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DI void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DI u32 in_block(u32 p, int rank) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(rank));
   return r;
+}
+DI void open_counter(u32 at) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(at) : "memory"); }
+DI void send(u32 to, u32 counter, u32 x, u32 y) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2, %3}, [%1];" ::"r"(to), "r"(counter), "r"(x), "r"(y) : "memory");
+}
+DI void expect(u32 counter, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(bytes) : "memory");
+}
+DI void wait_for_bytes(u32 counter) {
+  asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0; @!p bra again;}" ::"r"(counter) : "memory");
 }
 
 // Kernels of one stream that overlap.

@@ -30,8 +30,9 @@ DI void merge_ends(const AttendArguments& a, const Sequences& sequences, int* en
   int first = index, past = index + 1;
   while (first > 0 && ended_in[first - 1] == pair) first--;
   while (past < WORKERS && ended_in[past] == pair) past++;
-  merge_pieces(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
-               a.pieces + ((i64)(worker - index + first) * a.all_columns + column0) * PIECE);
+  u32* to = a.pieces + ((i64)(worker - index + first) * a.all_columns + column0) * PIECE;
+  merge_pieces(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
+               [&](int column, int at, u32 x, u32 y) { *(uint2*)(to + column * PIECE + at) = make_uint2(x, y); });
 }
 
 // The pieces of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut that is INVARIANT.

@@ -4,15 +4,17 @@
 #include "lanes.cuh"
 
 constexpr int PIECE = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;  // words of a column, and where in them
+static_assert(FACTOR == LSE + 1 && LSE % 2 == 0, "two words that are put at once");
 static_assert(4 * PIECE == PIECE_BYTES, "pieces are of another size in Python");
 
 // The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
 DI float piece_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
 DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
 
-// One piece out of those of `count` workers, from address `pieces` on; this worker, the index-th of them, merges its share.
-DI void merge_pieces(const u8* pieces, int count, int index, int columns, u32* to) {
-  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < columns * (DV / 4); i += count * 32 * TEAM) {
+// One piece out of those of `count` workers, from address `pieces` on; this worker, the index-th of so many, merges its share.
+// put(column, at, x, y): two words of the piece.
+template <class Put> DI void merge_pieces(const u8* pieces, int count, int index, int mergers, int columns, Put put) {
+  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < columns * (DV / 4); i += mergers * 32 * TEAM) {
     const int column = i / (DV / 4), at = i % (DV / 4) * 2;
     auto piece = [&](int w) { return (const u32*)(pieces + w * WORKER_BYTES) + column * PIECE; };
     float top = minus_infinity(), sum = 0.f, factor = 0.f;
@@ -27,8 +29,8 @@ DI void merge_pieces(const u8* pieces, int count, int index, int columns, u32* t
       sum += weight, acc.x += y * low(x.x), acc.y += y * high(x.x), acc.z += y * low(x.y), acc.w += y * high(x.y);
     }
     const float r = sum > 0.f ? inverse(sum) : 0.f;
-    *(uint2*)(to + column * PIECE + at) = make_uint2(half2(acc.x * r, acc.y * r), half2(acc.z * r, acc.w * r));
-    if (at == 0) to[column * PIECE + LSE] = as_bits(top + (sum > 0.f ? lg2(sum) : 0.f)), to[column * PIECE + FACTOR] = as_bits(factor);
+    put(column, at, half2(acc.x * r, acc.y * r), half2(acc.z * r, acc.w * r));
+    if (at == 0) put(column, LSE, as_bits(top + (sum > 0.f ? lg2(sum) : 0.f)), as_bits(factor));
   }
 }
 

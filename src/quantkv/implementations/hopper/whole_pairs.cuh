@@ -5,7 +5,9 @@
 
 static_assert(!WHOLE_PAIRS || TEAM == 1 && SEGMENTS == 1 && !EXACT && !FOLLOWS && !INVARIANT && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
               "what whole pairs go with");
-constexpr int MERGED_AT = TABLES_BYTES + COLUMNS * PIECE_BYTES;  // behind the first warp's piece: what a block's pieces come to
+// Behind what warps have: where blocks of a cluster send each other pieces, a column's to the block that finishes it, and the counter of their bytes.
+constexpr int COUNTER_AT = TABLES_BYTES + (WARPS * (WORKER_BYTES + BARRIER_BYTES) + 15) / 16 * 16, INBOX_AT = COUNTER_AT + 16;
+static_assert(INBOX_BYTES == (WHOLE_PAIRS ? 32 + (COLUMNS + LARGEST_CLUSTER) * PIECE_BYTES : 0), "room for the columns of a block from each of a cluster");
 
 // The pair of a warp, whose tiles are cut evenly among its warps by no other length than its own: a block has several pairs, or one,
 // or a cluster has one.
@@ -22,6 +24,12 @@ struct OwnPair {
     is_there = pair < a.sequences * KV_HEADS;
     s = is_there ? pair / KV_HEADS : 0, head = pair % KV_HEADS;  // a block's pairs are neighbours in a page
   }
+  DI void open() const {  // before its tiles, as the blocks of a cluster meet meanwhile
+    if (blocks == 1) return;
+    if (threadIdx.x == 0) open_counter(shared_address(shared) + COUNTER_AT);
+    __syncwarp();
+    arrive_in_cluster();
+  }
   // Page ids, of which a warp cannot know the first one before the lengths have come: asked for beside these.
   DI void ask_for_pages(const AttendArguments& a, int warp) const {
     constexpr int LINE = 128 / sizeof(int);
@@ -36,29 +44,39 @@ struct OwnPair {
   }
 };
 
-// The results of a pair, out of the pieces with which its warps ended: a warp a column.
+// The results of a pair, out of the pieces with which its warps ended: a warp a column. Blocks of a cluster have a column each in turn, and send each
+// other what their warps come to.
 DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0;
   const u8* own = shared + TABLES_BYTES + pair.first * WORKER_BYTES;
-  const i64 first_row = sequences.first_query(pair.s);  // behind a meeting of blocks it would be far away
+  const i64 first_row = sequences.first_query(pair.s);
   const u16* map = a.value_map ? a.value_map + (i64)pair.head * a.value_map_stride : nullptr;
-  const bool is_cluster = pair.blocks > 1;
+  const int blocks = pair.blocks, room = (COLUMNS + blocks - 1) / blocks;  // columns of a block, at most
+  const bool is_cluster = blocks > 1;
+  int count = pair.workers, step = WORKER_BYTES;  // pieces of a column, and from one to the next
   __syncthreads();
   if (is_cluster) {
-    const int mine = min(pair.workers - pair.rank * WARPS, WARPS);
-    if (warp < mine) merge_pieces(own, mine, warp, columns, (u32*)(shared + MERGED_AT));
-    meet_cluster();
+    const u32 inbox = shared_address(shared) + INBOX_AT, counter = shared_address(shared) + COUNTER_AT;
+    const int mine = max(0, min(pair.workers - pair.rank * WARPS, WARPS));
+    count = (pair.workers + WARPS - 1) / WARPS, step = room * PIECE_BYTES;
+    if (threadIdx.x == 0) expect(counter, count * max(0, (columns - pair.rank + blocks - 1) / blocks) * (DV * 2 + 8));
+    wait_for_cluster();  // all counters are open
+    if (mine > 0) {
+      merge_pieces(own, mine, warp, WARPS, columns, [&](int column, int at, u32 x, u32 y) {
+        const int to = column % blocks;
+        send(in_block(inbox, to) + (pair.rank * room + column / blocks) * PIECE_BYTES + at * 4, in_block(counter, to), x, y);
+      });
+    }
+    wait_for_bytes(counter);
+    own = shared + INBOX_AT;
   }
-  for (int column = (warp - pair.first) * pair.blocks + pair.rank; column < columns; column += pair.blocks * pair.warps) {
+  for (int column = (warp - pair.first) * blocks + pair.rank; column < columns; column += blocks * pair.warps) {
     Merged all, none;
-    const int count = is_cluster ? (pair.workers + WARPS - 1) / WARPS : pair.workers;
-    all.template add<4>(count, 0, 1, [&](int i) {
-      return (const u32*)(is_cluster ? in_block(shared + MERGED_AT, min(i, count - 1)) : own + i * WORKER_BYTES) + column * PIECE;
-    });
+    const u8* pieces = own + (is_cluster ? column / blocks : column) * PIECE_BYTES;
+    all.template add<4>(count, 0, 1, [&](int i) { return (const u32*)(pieces + i * step); });
     const int query_head = pair.head * GROUP + (column0 + column) % GROUP;
     const i64 out_row = (first_row + (column0 + column) / GROUP) * KV_HEADS * GROUP + query_head;
     conclude<false>(a, all, none, query_head, out_row, map);
     write_outputs(a, all, out_row);
   }
-  if (is_cluster) leave_cluster();  // no block's shared memory goes away while another reads it
 }

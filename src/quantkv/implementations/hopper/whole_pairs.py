@@ -3,14 +3,13 @@ its results. There is one launch then in place of two."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...calls import AttendCall, Batch, Segment
 from ...reads import window_size
-from .decode import TILE, DecodeConfig
+from .decode import LARGEST_CLUSTER, SHARED_BYTES, TILE, DecodeConfig
 from .launch import Kernel
 
-LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 # That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its merging, which
 # has little to merge where pairs are few.
 SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6.0, 3.0, 16
@@ -62,7 +61,7 @@ def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster:
         return None
     most = max(1, min(largest_cluster, blocks // pairs, -(-tiles // config.warps)))
     cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
-    if cluster > 1 and config.worker_bytes < 2 * 8 * config.column_tiles * config.piece_bytes:  # a block's result lies behind a warp's
+    if replace(config, whole_pairs=True).shared_bytes > SHARED_BYTES - 1024:  # which a device keeps for itself
         return None
     warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
     found = WholePairs(cluster, warps, config.warps // warps)
