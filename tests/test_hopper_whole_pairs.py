@@ -9,7 +9,6 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import whole_pairs
 from quantkv.testing import Batch, check
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -134,7 +133,6 @@ def test_a_cluster_of_16_is_one_of_8_where_that_is_the_largest():
     call = meta_call(1, 2048)
     assert hopper.Plan(call, 132, 8).main.decode_grid == (64, 1, 1)
     assert hopper.Plan(call, 132).main.decode_grid == (128, 1, 1)
-    assert whole_pairs.LARGEST_CLUSTER == 16
 
 
 def test_few_pairs_have_short_runs():

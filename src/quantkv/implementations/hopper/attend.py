@@ -92,7 +92,7 @@ def compile_for(call: AttendCall) -> None:
 def _plans(call: AttendCall) -> list[Plan]:
     """What `call` may be cut like: a device that does not hold enough clusters is given blocks that work alone."""
     multiprocessors = launch.multiprocessors(launch.device_index(call.q.device))
-    return [Plan(call, multiprocessors, largest) for largest in (whole_pairs.LARGEST_CLUSTER, 1)]
+    return [Plan(call, multiprocessors, largest) for largest in (decode.LARGEST_CLUSTER, 1)]
 
 
 def _capacity(call: AttendCall, segment: Segment) -> int:
@@ -200,9 +200,7 @@ class Plan:
     exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched,
     merged: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
 
-    def __init__(
-        self, call: AttendCall, multiprocessors: int, largest_cluster: int = whole_pairs.LARGEST_CLUSTER, after_write: bool = False
-    ):
+    def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = decode.LARGEST_CLUSTER, after_write: bool = False):
         configs = [replace(config, after_write=after_write) for config in configurations(call)]
         self.exact, (self.launched, self.merged) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...calls import AttendCall, Batch, Segment
 from ...reads import window_size
-from .decode import LARGEST_CLUSTER, SHARED_BYTES, TILE, DecodeConfig
+from .decode import SHARED_BYTES, TILE, DecodeConfig
 from .launch import Kernel
 
 # That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its merging, which
