@@ -37,6 +37,7 @@ CASES = {  # format, queries, lengths, multiprocessors, shape, options; then blo
     "several groups of columns": ("int4", (4, 2), (100, 120), 8, {"head_size": 256, "group": 3}, {}, 1, 8),
     "16-bit rows": ("bf16", (2, 1), (200, 210), 8, {"num_kv_heads": 1, "group": 3}, {}, 2, 8),
     "queries that see no key": ("int4", (1, 2, 1), (170, 200, 20), 12, {}, {"key_range": RANGES}, 2, 8),
+    "smaller Hadamard matrices": ("int4", (1,), (460,), 8, {"head_size": 96, "head_size_v": 176}, {}, 4, 8),
     "other sizes": ("int8", (1,), (500,), 8, {"head_size": 80, "head_size_v": 96, "block_size": 8}, {}, 4, 8),
 }
 

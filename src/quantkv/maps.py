@@ -84,7 +84,9 @@ class MapOperands(NamedTuple):
     query: torch.Tensor  # A^-T
     output: torch.Tensor  # A^-1
     mapped_offset: torch.Tensor | None  # A offset, [buckets, HK or 1, D] float32
-    signs: torch.Tensor | None  # [D] float32, where A^-T is inverse_factor * H diag(signs) for all heads, H the matrix of `hadamard`
+    # [D] float32, where A is forward_factor * H diag(signs), and A^-T inverse_factor * H diag(signs), for all heads, H Hadamard matrices
+    # in blocks of the largest power of two that divides D.
+    signs: torch.Tensor | None
     forward_factor: float
     inverse_factor: float
 
@@ -96,13 +98,15 @@ def _signs(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
     return matrix, 1.0
 
 
-def _hadamard_signs(query: torch.Tensor) -> torch.Tensor | None:
-    """The signs s with `query[0] = H diag(s)`, where query `[HK or 1, D, D]`, of entries 0 and +-1 or any other, has them."""
-    size = query.shape[-1]
-    if query.shape[0] > 1 or query.dtype != torch.bfloat16 or size & (size - 1):
+def _hadamard_signs(matrix: torch.Tensor) -> torch.Tensor | None:
+    """The signs s with `matrix[0] = H diag(s)`, H in blocks, where matrix `[HK or 1, D, D]`, of entries 0 and +-1 or any other, has them."""
+    if matrix.shape[0] > 1 or matrix.dtype != torch.bfloat16:
         return None
-    signs = query[0, 0]  # H's first row is all ones
-    return signs.float() if torch.equal(query[0], hadamard(size).to(query) * signs) else None
+    size = matrix.shape[-1]
+    block = size & -size
+    signs = torch.cat([matrix[0, i, i : i + block] for i in range(0, size, block)])  # H's first row is all ones
+    h = torch.block_diag(*[hadamard(block).to(matrix)] * (size // block))
+    return signs.float() if bool(signs.abs().amin() > 0) and torch.equal(matrix[0], h * signs) else None
 
 
 @dataclass(frozen=True)
@@ -185,11 +189,7 @@ class LinearMap:
     @cached_property
     def block_signs(self) -> torch.Tensor | None:
         """The signs s `[D]` where A is `H diag(s)` for all heads, H unnormalised Hadamard matrices in blocks (the map of int2 and int4)."""
-        size = self.forward.shape[-1]
-        block, a = size & -size, self.forward[0]
-        signs = torch.cat([a[i, i : i + block] for i in range(0, size, block)])  # H's first row is all ones
-        h = torch.block_diag(*[hadamard(block).float()] * (size // block)).to(a.device)
-        return signs if self.forward.shape[0] == 1 and bool((signs.abs() == 1).all()) and torch.equal(a, h * signs) else None
+        return _hadamard_signs(self.operands.forward) if self.operands.forward_factor == 1.0 else None
 
     def apply(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`A x` of rows x `[T, HK, D]` float32, rounded to `dtype`: what is encoded. Its bits depend on no BLAS. Sums that are too large

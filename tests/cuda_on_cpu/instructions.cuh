@@ -273,6 +273,7 @@ inline void cpu_forget_stores() {
   cpu_fiber->stored.clear();
 }
 inline void cpu_must_be_fenced(u32 a) { if (cpu_unfenced[(a - cpu_origin) / 4]) cpu_fail("stored without a fence before wgmma", a); }
+DI void store_shared_half(u32 a, u16 x) { memcpy(cpu_at(a, 2), &x, 2), cpu_stored(a, 2); }
 DI void store_shared(u32 a, u32 x) { memcpy(cpu_at(a, 4), &x, 4), cpu_stored(a, 4); }
 DI void store_shared(u32 a, u32 x, u32 y) { const u32 words[] = {x, y}; memcpy(cpu_at(a, 8), words, 8), cpu_stored(a, 8); }
 DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 words[] = {x, y, z, w}; memcpy(cpu_at(a, 16), words, 16), cpu_stored(a, 16); }

@@ -163,7 +163,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
         call.q.dtype == torch.bfloat16,
         (1 if invariant else call.batch.max_query_len) * (HQ // HK),
         call.options.softcap > 0,
-        kind(segment.maps.k, segment.fmt.k.hopper()),
+        kind(segment.maps.k),
         kind(segment.maps.v),
         segment.maps.by_position,
         **({} if invariant else {"capacity": _capacity(call, segment)}),
@@ -239,7 +239,7 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
 def _layer(s: Segment) -> Hashable:
     """What may differ between layers, and is compiled for."""
     key, value = s.fmt.k, s.fmt.v  # which a configuration keeps alive
-    return kind(s.maps.k, key.hopper()), kind(s.maps.v), s.maps.by_position, id(key), id(value)
+    return kind(s.maps.k), kind(s.maps.v), s.maps.by_position, id(key), id(value)
 
 
 def _segment_shape(call: AttendCall, s: Segment) -> Hashable:

@@ -22,7 +22,8 @@ DI float times(float a, float b) { return INVARIANT ? __fmul_rn(a, b) : a * b; }
 // What some pieces of a row come to: outputs x of dimensions lane * E and on, of which those below DV are there and others 0, times `sum`;
 // that and the maximum are base 2.
 struct Merged {
-  static constexpr int E = (DV + 63) / 64 * 2, WIDTH = 32 * E, AT_ONCE = 32 / E;  // pieces in flight
+  // Butterflies take powers of two. AT_ONCE: pieces in flight.
+  static constexpr int PAIRS = (DV + 63) / 64, E = 2 * (VALUE_MAP == HADAMARD && PAIRS == 3 ? 4 : PAIRS), WIDTH = 32 * E, AT_ONCE = 32 / E;
   float top = minus_infinity(), sum = 0.f, x[E][1] = {};
 
   // The pieces of one column that are this merger's, one of so many; all: of the segment.
@@ -161,12 +162,12 @@ DI float conclude(const AttendArguments& a, Merged& all, const Merged& plain, in
 #pragma unroll
   for (int d = 0; d < E; d++) x[d][0] = times(x[d][0], share);
   if constexpr (VALUE_MAP == HADAMARD) {
-    butterfly(x);
+    butterfly<E>(x);
 #pragma unroll
     for (int d = 0; d < E; d++) {
 #pragma unroll
-      for (int k = 1; k < 32; k <<= 1) x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
-      if (value_map) x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
+      for (int k = 1; k < VALUE_BLOCK / E; k <<= 1) x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
+      if (value_map && (Merged::WIDTH == DV || lane * E + d < DV)) x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
     }
   }
   return none || !APART ? 0.f : times(SCALED ? a.plain_gain : 1.f, beside) / total;

@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     left -= end - tile;
     if (end > tile) {
       if (!INVARIANT || is_new) {
-        query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : 0);
-        if (PARKED) query.park(ring + PARKED_AT);
+        query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT);
+        if (PARKED && !ASSEMBLED) query.park(ring + PARKED_AT);
         low = sequences.first_slot(s), high = sequences.slots(s);
         all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
         all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;

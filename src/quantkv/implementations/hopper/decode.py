@@ -143,7 +143,8 @@ class DecodeConfig:
     @property
     def pieces_at_once(self) -> int:
         """Of a row, that a warp loads together to merge them: AT_ONCE in combine.cuh."""
-        return 16 // -(-self.head_size_v // 64)
+        pairs = -(-self.head_size_v // 64)
+        return 16 // (4 if self.value_map == "HADAMARD" and pairs == 3 else pairs)
 
     @property
     def score_bytes(self) -> int:
@@ -156,6 +157,11 @@ class DecodeConfig:
         return self.score_bytes + self.parked_bytes
 
     @property
+    def even_tiles(self) -> int:
+        """Tiles of columns, as they are parked: in pairs."""
+        return self.column_tiles + self.column_tiles % 2
+
+    @property
     def query_bytes(self) -> int:
         """Bytes of the queries of a warp, 2 a number."""
         return 2 * self.key_dimensions * 8 * self.column_tiles
@@ -163,14 +169,17 @@ class DecodeConfig:
     @property
     def parked_bytes(self) -> int:
         """Shared memory of a warp for queries that its registers have no room for."""
+        if self.mapped_bytes:
+            return 0  # they stay there
         if self.column_tiles == 1:
             return 16 * self.key_dimensions if self.head_size > 256 else 0
-        even = self.column_tiles + self.column_tiles % 2  # they are parked in pairs
-        return 16 * self.key_dimensions * even if self.column_tiles * self.head_size > 128 else 0
+        return 16 * self.key_dimensions * self.even_tiles if self.column_tiles * self.head_size > 128 else 0
 
     @property
     def mapped_bytes(self) -> int:
-        """Shared memory of a warp for queries under a matrix."""
+        """Shared memory of a warp where queries are put together: under a matrix, or Hadamard matrices smaller than the head size."""
+        if self.key_map == "HADAMARD" and self.head_size & (self.head_size - 1):
+            return 16 * self.key_dimensions * (self.column_tiles if self.column_tiles == 1 else self.even_tiles)
         return 2 * self.query_bytes if self.key_map == "MATRIX" else 0
 
     @property
@@ -233,12 +242,11 @@ def choose(
     more must be on their way. Up to 32 columns share what is unpacked; three tiles of 8 columns take less time than four.
     """
     size = max(key.hopper().dimensions(head_size), head_size_v)
-    column_tiles = 1 if columns <= 8 or size > 128 else 2 if columns <= 16 or key_map == "MATRIX" else 3 if columns <= 24 else 4
-    if column_tiles * size > 256:
+    column_tiles = 1 if columns <= 8 or size > 256 else 2 if columns <= 16 or size > 128 or key_map == "MATRIX" else 3 if columns <= 24 else 4
+    if size > 256:
         shape = dict(warps=8, max_stages=3)
     elif column_tiles * size > 128:
-        plain = 16 in (key.row.code_bits, value.row.code_bits)  # whose rows take more registers
-        shape = dict(warps=8, tiles_per_step=2) if column_tiles == 1 else dict(warps=8 if plain else 12)
+        shape = dict(warps=8, tiles_per_step=2)
     else:
         small = key.row.code_bits * head_size + value.row.code_bits * head_size_v <= 512
         warps = min(12 if capacity > 1 << 14 else 8, key.hopper().warps)

@@ -65,6 +65,7 @@ template <int BYTES> DI void load_shared(u32 a, u32* w) {
   else if constexpr (BYTES == 8) asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(a));
   else asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a));
 }
+DI void store_shared_half(u32 a, u16 x) { asm volatile("st.shared.b16 [%0], %1;" ::"r"(a), "h"(x) : "memory"); }
 DI void store_shared(u32 a, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 DI void store_shared(u32 a, u32 x, u32 y) { asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory"); }
 DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) {

@@ -8,7 +8,7 @@ from . import decode, geometry
 from .decode import SHARED_BYTES, TILE, DecodeConfig
 
 MOST_COLUMNS = 128  # of a kv head: its query heads times the queries of a sequence
-MANY_COLUMNS = 17  # from so many on a team shares what it unpacks, of rows of more than 128 numbers from 4 fewer; above MOST_COLUMNS: never
+MANY_COLUMNS = 17  # from so many on a team shares what it unpacks; above MOST_COLUMNS: never
 BY_WGMMA = True  # products of a team: of all four warps, by wgmma; or of each, by mma, out of the same shared memory
 TEAM = 4  # warps
 COLUMN_TILES = (1, 2, 3, 4, 6, 8)  # that wgmma is written for
@@ -78,13 +78,11 @@ def choose(
 ) -> DecodeConfig:
     """The configuration for one shape, of either kernel: arguments as of `decode.choose`; maps: key_map, value_map, key_offset.
 
-    Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is as fast up to 16 columns, and up to 12 where rows are
-    larger, whose columns it takes by eights.
+    Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 columns.
     """
     shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
     size = max(key.hopper().dimensions(head_size), head_size_v)
-    many = MANY_COLUMNS <= MOST_COLUMNS and columns >= (MANY_COLUMNS if size <= 128 else MANY_COLUMNS - 4)
-    if not many or not geometry.is_for_teams(value, head_size, head_size_v):
+    if not MANY_COLUMNS <= columns or MANY_COLUMNS > MOST_COLUMNS or not geometry.is_for_teams(value, head_size, head_size_v):
         return decode.choose(*shape, columns, softcap, *maps, capacity=capacity)
     most = 4 if size > 128 else 8  # tiles of a block, as registers allow
     blocks = -(-columns // (8 * most))

@@ -35,7 +35,7 @@ class KernelMap:
 
     @staticmethod
     def hadamard(signs: torch.Tensor, gain: float) -> KernelMap:
-        """`H diag(signs)` for queries, `diag(signs) H` for outputs. Data: the sign bits [1, D] of `signs`, None where none is set."""
+        """`H diag(signs)` for queries, `diag(signs) H` for outputs, H in blocks as `MapOperands.signs` has it. Data: the sign bits [1, D] of `signs`, None where none is set."""
         bits = signs.to(torch.bfloat16).view(torch.int16) & -0x8000
         return KernelMap("HADAMARD", bits[None] if bool(bits.any()) else None, gain)
 
@@ -109,12 +109,11 @@ def tiles(matrix: torch.Tensor, key: HopperCodec | None) -> tuple[torch.Tensor, 
     return (matrix / gain).half().unflatten(-1, (D // 32, 4, 8)).unflatten(1, (-1, 2, 8)).permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain
 
 
-def kind(map_: LinearMap | None, key: HopperCodec | None = None) -> str:
-    """What the kernels are compiled for, of a map for keys of codec `key`, or for values (None)."""
+def kind(map_: LinearMap | None) -> str:
+    """What the kernels are compiled for."""
     if map_ is None:
         return "NO_MAP"
-    size = map_.forward.shape[-1]  # unpacked keys of more dimensions are no operands of butterflies
-    return "HADAMARD" if map_.operands.signs is not None and (key is None or key.dimensions(size) == size) else "MATRIX"
+    return "MATRIX" if map_.operands.signs is None else "HADAMARD"
 
 
 def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
@@ -122,7 +121,7 @@ def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
     if map_ is None:
         return None
     signs, factor = map_.operands.signs, map_.operands.inverse_factor
-    if kind(map_, key) == "HADAMARD":
+    if kind(map_) == "HADAMARD":
         return kept(map_.inverse, "hadamard", lambda: KernelMap.hadamard(signs, factor))
     return kept(map_.inverse, key, lambda: KernelMap.matrix(map_.inverse if key is None else map_.inverse.mT, key))
 

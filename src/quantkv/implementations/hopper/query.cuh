@@ -5,8 +5,8 @@
 DI u32 query_pair(u32 x) { return QUERY_BF16 ? half2(as_float(x << 16), as_float(x & 0xffff0000u)) : x; }
 DI u16 query_type(float x) { return QUERY_BF16 ? bfloat1(x) : half1(x); }
 
-static_assert(DK % 32 == 0 || DK == D && KEY_MAP != HADAMARD, "quarters of whole loads");
-static_assert(KEY_MAP != HADAMARD || permutes_bits(), "key_dim(j)");
+static_assert(DK % 32 == 0 || DK == D && (KEY_MAP != HADAMARD || BY_CHUNKS), "quarters of whole loads");
+static_assert(KEY_MAP != HADAMARD || BY_CHUNKS || permutes_bits(), "key_dim(j)");
 using KeyMatrix = MatrixRows<DK>;  // rows and columns in the order of the keys' registers
 
 struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the first two axes in elements
@@ -15,7 +15,7 @@ struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the firs
   DI const u16* row(int t, int h) const { return first + t * token + h * head; }
 };
 
-// Columns as they were given: each lane has a quarter of one of every eight. They are asked for before the tiles, behind which they would
+// Columns as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16. They are asked for before the tiles, behind which they would
 // queue, and arrive while those are on their way.
 struct GivenQuery {
   u32 words[NT][DK / 8], signs[DK / 8];  // signs: of a Hadamard matrix
@@ -44,8 +44,14 @@ struct GivenQuery {
 
  private:
   static DI void take(u32 (&to)[DK / 8], const u16* row, bool used) {  // this lane's quarter, zero where it is not used or beyond D
-    const int first = threadIdx.x % 4 * (DK / 4);
-    if constexpr (DK % 32) {  // quarters begin at multiples of 8 bytes
+    const int first = threadIdx.x % 4 * (BY_CHUNKS ? 4 : DK / 4);
+    if constexpr (BY_CHUNKS) {
+#pragma unroll
+      for (int i = 0; i < DK / 16; i++) {
+        const uint2 y = used && 16 * i < D ? load_at_once((const uint2*)(row + first) + 4 * i) : make_uint2(0, 0);
+        to[2 * i] = y.x, to[2 * i + 1] = y.y;
+      }
+    } else if constexpr (DK % 32) {  // quarters begin at multiples of 8 bytes
 #pragma unroll
       for (int i = 0; i < DK / 16; i++) {
         const uint2 y = used ? load_at_once((const uint2*)(row + first) + i) : make_uint2(0, 0);
@@ -63,21 +69,24 @@ struct GivenQuery {
 
 // The query columns of one sequence and kv head as B operands, in the order of the keys' registers and divided by their units.
 struct Query {
-  // Mapped queries are multiplied by NORM, about D^-1/2 where the map is a Hadamard matrix, to stay within fp16.
-  static constexpr float NORM = KEY_MAP == HADAMARD ? (D > 256 ? 0.03125f : D > 128 ? 0.0625f : 0.125f) : 1.f;
+  // Mapped queries are multiplied by NORM, about KEY_BLOCK^-1/2 where the map is a Hadamard matrix, to stay within fp16.
+  static constexpr float NORM = KEY_MAP == HADAMARD ? (KEY_BLOCK > 256 ? 0.03125f : KEY_BLOCK > 128 ? 0.0625f : 0.125f) : 1.f;
   u32 b[NT][DK / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
   u32 parked;        // shared address of b, where it is not kept in registers
 
-  DI void park(u32 at) {  // every lane keeps what only it reads
-    parked = at + threadIdx.x % 32 * (NT > 1 ? 16 : 8);
+  // Every lane keeps what only it reads: two tiles of columns beside each other, or the only one.
+  static constexpr int PARKED_LANE = NT > 1 ? 16 : 8;
+  static DI u32 parked_place(int nt, int w) { return NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256; }
+  DI void park(u32 at) {
+    parked = at + threadIdx.x % 32 * PARKED_LANE;
 #pragma unroll
     for (int nt = 0; nt < NT; nt += 2) {
       const int other = nt + 1 < NT ? nt + 1 : nt;  // the last of an odd number is there twice
 #pragma unroll
       for (int w = 0; w < DK / 16; w++) {
-        if (NT > 1) store_shared(parked + (nt / 2 * (DK / 16) + w) * 512, b[nt][2 * w], b[nt][2 * w + 1], b[other][2 * w], b[other][2 * w + 1]);
-        else store_shared(parked + w * 256, b[nt][2 * w], b[nt][2 * w + 1]);
+        if (NT > 1) store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1], b[other][2 * w], b[other][2 * w + 1]);
+        else store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
       }
     }
   }
@@ -85,8 +94,8 @@ struct Query {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       if (!PARKED) x[2 * nt] = b[nt][2 * w], x[2 * nt + 1] = b[nt][2 * w + 1];
-      else if (NT == 1) load_shared<8>(parked + w * 256, x);
-      else if (nt % 2 == 0) load_shared<16>(parked + (nt / 2 * (DK / 16) + w) * 512, x + 2 * nt);
+      else if (NT == 1) load_shared<8>(parked + parked_place(0, w), x);
+      else if (nt % 2 == 0) load_shared<16>(parked + parked_place(nt, w), x + 2 * nt);
     }
   }
 
@@ -105,26 +114,64 @@ struct Query {
     b0 = transpose(operand_pair<KEY>(y[0] * u0, y[1] * u0)), b1 = transpose(operand_pair<KEY>(y[2] * u1, y[3] * u1));
   }
 
-  // mapped: where QueryMapper put the operands, of KEY_MAP MATRIX.
-  DI void load(const GivenQuery& given, u32 mapped = 0) {
+  // Eight columns as GivenQuery has them, mapped BY_CHUNKS: put(column, c, j, upper, x) for each number of the operands, which is the upper
+  // or lower half of register j of lane c of the column.
+  template <class Put> static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&signs)[DK / 8], Put put) {
+    const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    float y[D / 16][4] = {};
+    u32 h[4];  // rows g and g + 8 of H_16, with columns 4 c and the next, then the two behind them
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = g + i % 2 * 8, column = 4 * c + i / 2 * 2;
+      h[i] = 0x3c003c00u ^ (__popc(row & column) & 1) << 15 ^ (u32)(__popc(row & column + 1) & 1) << 31;
+    }
+#pragma unroll
+    for (int w = 0; w < D / 16; w++) mma(y[w], h[0], h[1], h[2], h[3], query_pair(words[2 * w] ^ signs[2 * w]), query_pair(words[2 * w + 1] ^ signs[2 * w + 1]));
+    butterfly<KEY_BLOCK / 16>(y);
+#pragma unroll
+    for (int w = 0; w < DK / 16; w++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        constexpr int HALF = KEY::HALF;
+        const int d = 16 * w + 8 * r + g, own = d % (DK / 4), j = own / (2 * HALF) * HALF + own % HALF;
+        const float unit = NORM / (j % 2 ? KEY::ODD_UNIT : 1.f);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float x = 16 * w < D ? y[min(w, D / 16 - 1)][2 * r + e] * unit : 0.f;
+          put(2 * c + e, d / (DK / 4), j, own / HALF % 2, (u16)operand_pair<KEY>(x, x));
+        }
+      }
+  }
+
+  // assembled: where operands are put together in shared memory, or were, by QueryMapper.
+  DI void load(const GivenQuery& given, u32 assembled = 0) {
+    parked = assembled + threadIdx.x % 32 * PARKED_LANE;
+    if constexpr (BY_CHUNKS) {
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++)
+        map_chunks(given.words[nt], given.signs, [&](int column, int c, int j, int upper, u16 x) {
+          store_shared_half(assembled + (4 * column + c) * PARKED_LANE + parked_place(nt, j / 2) + j % 2 * 4 + upper * 2, x);
+        });
+      __syncwarp();
+    }
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       u32 words[DK / 8], x[DK / 8];
       float y[DK / 16][4] = {};
-      if constexpr (KEY_MAP == MATRIX) {
+      if constexpr (ASSEMBLED) {
 #pragma unroll
-        for (int w = 0; w < DK / 16; w++) load_shared<8>(mapped + ((nt * (DK / 16) + w) * 32 + threadIdx.x % 32) * 8, &b[nt][2 * w]);
+        for (int w = 0; w < DK / 16; w++) load_shared<8>(parked + parked_place(nt, w), &b[nt][2 * w]);
       } else {
 #pragma unroll
         for (int j = 0; j < DK / 8; j++) words[j] = given.words[nt][j] ^ (KEY_MAP == HADAMARD ? given.signs[j] : 0);
         arrange(x, words);
       }
-      if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
+      if constexpr (KEY_MAP == HADAMARD && !BY_CHUNKS) {  // 16 dimensions of each w by mma, then along w
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
 #pragma unroll
         for (int w = 0; w < DK / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
-        butterfly(y);
+        butterfly<DK / 16>(y);
       }
 #pragma unroll
       for (int w = 0; w < DK / 16; w++) {
@@ -134,7 +181,7 @@ struct Query {
           const float u0 = 1.f / key_unit(2 * w), u1 = 1.f / key_unit(2 * w + 1);
           b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
           b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
-        } else if constexpr (KEY_MAP == HADAMARD) {
+        } else if constexpr (!ASSEMBLED) {
           operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
         }
       }
@@ -162,7 +209,7 @@ struct Query {
       u32 x[DK / 8];
 #pragma unroll
       for (int w = 0; w < DK / 16; w++) {
-        if (PARKED) load_shared<8>(parked + (NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256), x + 2 * w);
+        if (PARKED) load_shared<8>(parked + parked_place(nt, w), x + 2 * w);
         else x[2 * w] = b[nt][2 * w], x[2 * w + 1] = b[nt][2 * w + 1];
         if (KEY::BFLOAT) x[2 * w] = query_pair(x[2 * w]), x[2 * w + 1] = query_pair(x[2 * w + 1]);
       }

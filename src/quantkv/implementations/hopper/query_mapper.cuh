@@ -37,7 +37,7 @@ struct QueryMapper {
       Query::arrange(x, words[nt]);
       rows.multiply(y, x);
       Query::operands(b0, b1, y, t);
-      store_shared(to + ((nt * (DK / 16) + t) * 32 + threadIdx.x % 32) * 8, b0, b1);
+      store_shared(to + threadIdx.x % 32 * Query::PARKED_LANE + Query::parked_place(nt, t), b0, b1);
     }
   }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "scores.cuh"
 
-constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
+constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 3, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
 template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Part<0>()) to f(Part<N - 1>())
   f(Constant<I>{});
   if constexpr (I + 1 < N) each_part<N, I + 1>(f);
@@ -83,42 +83,49 @@ struct Softmax {
       }
     }
     copies();
+    u32 squares[N][2] = {};
+    float odd[N][4] = {};  // products depend on each other: with one column tile alone, two sums take half the time
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      u32(&ka)[ALL_K_WORDS] = keys[n][0], (&kb)[ALL_K_WORDS] = keys[n][1], (&meta)[2] = metas[n];
-      at.overlap_key<KEY>(ka), at.overlap_key<KEY>(kb);
-      u32 squares[2] = {};
-      const float z0 = KEY::ZERO_POINTS ? -zero_point(meta[0]) : -KEY::ZERO, z1 = KEY::ZERO_POINTS ? -zero_point(meta[1]) : -KEY::ZERO;
+      at.overlap_key<KEY>(keys[n][0]), at.overlap_key<KEY>(keys[n][1]);
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++)
+      for (int r = 0; r < 2; r++) {
+        const float zero = KEY::ZERO_POINTS ? -zero_point(metas[n][r]) : -KEY::ZERO;
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          s[n][nt][e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? z0 * q.sum[nt][e] : 0.f;
-          s[n][nt][2 + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? z1 * q.sum[nt][e] : 0.f;
-        }
-      float odd[4] = {};  // products depend on each other: with one column tile alone, two sums take half the time
-      each_part<K_PARTS>([&](auto part) {
-        constexpr int PART = decltype(part)::value, STEPS = DK / 16 / K_PARTS;
-        if constexpr (PART > 0) {
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) s[n][nt][2 * r + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? zero * q.sum[nt][e] : 0.f;
+      }
+    }
+    each_part<K_PARTS>([&](auto part) {
+      constexpr int PART = decltype(part)::value, STEPS = DK / 16 / K_PARTS;
+      if constexpr (PART > 0) {
+#pragma unroll
+        for (int n = 0; n < N; n++)
 #pragma unroll
           for (int r = 0; r < 2; r++) at.key.template load<PART, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
-        }
+      }
 #pragma unroll
-        for (int w = 0; w < STEPS; w++) {
-          const uint2 a = key_pairs<KEY>(ka, kb, 2 * w, at.table), a8 = key_pairs<KEY>(ka, kb, 2 * w + 1, at.table);
-          u32 b[2 * EVEN_NT];
-          q.step(PART * STEPS + w, b);
+      for (int w = 0; w < STEPS; w++) {
+        u32 b[2 * EVEN_NT];
+        q.step(PART * STEPS + w, b);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+          const uint2 a = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w, at.table), a8 = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w + 1, at.table);
           if constexpr (KEY::NORMALISED) {
-            squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])), squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
+            squares[n][0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[n][0])), squares[n][1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[n][1]));
           }
 #pragma unroll
-          for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+          for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd[n] : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
         }
-      });
-      if (NT == 1) for (int i = 0; i < 4; i++) s[n][0][i] += odd[i];
+      }
+    });
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      if (NT == 1) for (int i = 0; i < 4; i++) s[n][0][i] += odd[n][i];
       float norms[4] = {};  // squared: of the row in 0 and 1, of the row 8 further in 2 and 3
-      if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
-      const KeyScores key(meta, norms[0], norms[2], scale);
+      if constexpr (KEY::NORMALISED) mma(norms, squares[n][0], squares[n][1], 0, 0, ONES, 0);
+      const KeyScores key(metas[n], norms[0], norms[2], scale);
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
         u32 offset[2] = {};  // what is added to the scores of a column, of both rows

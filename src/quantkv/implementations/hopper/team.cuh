@@ -195,6 +195,13 @@ struct TeamQueries {
         }
         recall(nt, query);
         query.add_up(0);
+      } else if constexpr (BY_CHUNKS) {
+        Query::map_chunks(given.words[0], given.signs, [&](int column, int c, int j, int upper, u16 x) {
+          store_shared_half(base + j / 8 * SLAB + matrix_chunk(8 * nt + column, j / 2 % 4 * 2 + j % 2) + c * 4 + upper * 2, x);
+        });
+        __syncwarp();
+        recall(nt, query);
+        query.add_up(0);
       } else {
         query.load(given);
 #pragma unroll
