@@ -41,7 +41,9 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         (0, decode, AttentionOptions()),
         (0, ragged, AttentionOptions()),
         (0, ragged, masks),
+        (0, [4, 2, 3], masks),
         (0, [1, 8, 3], masks),
+        (3, [1], AttentionOptions()),  # alone: a cluster of blocks has a kv head
         (3, prompt, AttentionOptions()),
     ):
         q, chosen = rows(sum(counts), 8), slice(first, first + len(counts))

@@ -163,11 +163,16 @@ def test_every_configuration_has_a_ring():
                 assert blocks == -(-columns // (64 if head_size < 256 else 32)), chosen
 
 
-@pytest.mark.parametrize("head_size, columns, team", [(128, 16, 1), (128, 17, 4), (256, 12, 1), (256, 13, 4), (128, 8, 1)])
-def test_what_is_chosen(head_size, columns, team, monkeypatch):
+CHOSEN = [("int4", 128, 8, 1, 1), ("int4", 128, 16, 1, 2), ("int4", 128, 17, 4, 3), ("int4", 192, 12, 1, 2), ("int4", 256, 16, 1, 2)]
+CHOSEN += [("int4", 256, 17, 4, 3), ("int8", 256, 12, 1, 1), ("int8", 256, 13, 4, 2)]  # a warp's room is too small for two tiles of columns
+
+
+@pytest.mark.parametrize("codec, head_size, columns, team, column_tiles", CHOSEN)
+def test_what_is_chosen(codec, head_size, columns, team, column_tiles, monkeypatch):
     """What was faster on an H200 (docs/performance.md)."""
     monkeypatch.setattr(many, "MANY_COLUMNS", 17)
-    assert config("int4", "int4", head_size, columns).team == team
+    chosen = config(codec, codec, head_size, columns)
+    assert (chosen.team, chosen.column_tiles) == (team, column_tiles)
 
 
 def test_segments_are_cut_in_one_way():

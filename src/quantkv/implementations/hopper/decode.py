@@ -177,8 +177,8 @@ class DecodeConfig:
 
     @property
     def mapped_bytes(self) -> int:
-        """Shared memory of a warp where queries are put together: under a matrix, or Hadamard matrices smaller than the head size."""
-        if self.key_map == "HADAMARD" and self.head_size & (self.head_size - 1):
+        """Shared memory of a warp where queries are put together: under a matrix, or BY_CHUNKS as in linear.cuh."""
+        if self.key_map == "HADAMARD" and (self.head_size & (self.head_size - 1) or self.key_dimensions > self.head_size):
             return 16 * self.key_dimensions * (self.column_tiles if self.column_tiles == 1 else self.even_tiles)
         return 2 * self.query_bytes if self.key_map == "MATRIX" else 0
 
@@ -239,11 +239,12 @@ def choose(
 
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16), and so do two tiles a step,
     whose chains of products are independent; little work (capacity: tiles that may be read) is cut among fewer. Of small tiles
-    more must be on their way. Up to 32 columns share what is unpacked; three tiles of 8 columns take less time than four.
+    more must be on their way. Up to 32 columns share what is unpacked, 16 of rows of more than 128 numbers; three tiles of 8 columns take
+    less time than four.
     """
     size = max(key.hopper().dimensions(head_size), head_size_v)
     column_tiles = 1 if columns <= 8 or size > 256 else 2 if columns <= 16 or size > 128 or key_map == "MATRIX" else 3 if columns <= 24 else 4
-    if size > 256:
+    if size > 256 or column_tiles > 2:
         shape = dict(warps=8, max_stages=3)
     elif column_tiles * size > 128:
         shape = dict(warps=8, tiles_per_step=2)
@@ -253,6 +254,8 @@ def choose(
         shape = dict(warps=warps, tiles_per_step=2, max_stages=6 if small else 4)
     sizes = (head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap)
     config = DecodeConfig(key, value, *sizes, key_map, value_map, key_offset, **shape)
+    if size > 128 and column_tiles > 1 and config.stages < 4:
+        config = replace(config, column_tiles=1)  # two tiles a step of few columns are faster than one of many
     if config.stages < 4:
         config = replace(config, tiles_per_step=1)
     least = 3 if size <= 256 else 2  # one tile of such rows on its way is enough

@@ -29,9 +29,10 @@ constexpr bool permutes_bits() {  // of j: then a Hadamard matrix over dimension
   }
   return DK == D;
 }
-// A Hadamard map has a matrix for each of these dimensions. Where they are fewer than the head size they lie across the quarters of a key
-// that lanes have: a query is mapped by chunks of 16 then, in the order in which it was given, and put together in shared memory.
+// A Hadamard map has a matrix for each of these dimensions. Where they are fewer than the head size, or than a key as it is unpacked, they lie
+// across the quarters of a key that lanes have: a query is mapped by chunks of 16 then, in the order in which it was given, and put together in
+// shared memory.
 constexpr int KEY_BLOCK = D & -D, VALUE_BLOCK = DV & -DV;
-constexpr bool BY_CHUNKS = KEY_MAP == HADAMARD && KEY_BLOCK < D, ASSEMBLED = BY_CHUNKS || KEY_MAP == MATRIX;
+constexpr bool BY_CHUNKS = KEY_MAP == HADAMARD && (KEY_BLOCK < D || DK > D), ASSEMBLED = BY_CHUNKS || KEY_MAP == MATRIX;
 constexpr u32 half_pair(float x) { u32 e = 15; while (x > 1.f) x /= 2.f, e++; return twice(e << 10); }  // of a power of two
 constexpr u32 key_ones(int j) { return KEY::BFLOAT ? twice(0x3f80) : half_pair(key_unit(j)); }            // what register j is worth

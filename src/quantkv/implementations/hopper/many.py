@@ -78,12 +78,15 @@ def choose(
 ) -> DecodeConfig:
     """The configuration for one shape, of either kernel: arguments as of `decode.choose`; maps: key_map, value_map, key_offset.
 
-    Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 columns.
+    Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 columns where it takes all of them
+    together, else up to 12.
     """
     shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
     size = max(key.hopper().dimensions(head_size), head_size_v)
-    if not MANY_COLUMNS <= columns or MANY_COLUMNS > MOST_COLUMNS or not geometry.is_for_teams(value, head_size, head_size_v):
-        return decode.choose(*shape, columns, softcap, *maps, capacity=capacity)
+    alone = decode.choose(*shape, columns, softcap, *maps, capacity=capacity)
+    few = columns < MANY_COLUMNS and (8 * alone.column_tiles >= columns or columns < MANY_COLUMNS - 4)
+    if few or MANY_COLUMNS > MOST_COLUMNS or not geometry.is_for_teams(value, head_size, head_size_v):
+        return alone
     most = 4 if size > 128 else 8  # tiles of a block, as registers allow
     blocks = -(-columns // (8 * most))
     column_tiles = next(n for n in COLUMN_TILES if 8 * n * blocks >= columns)

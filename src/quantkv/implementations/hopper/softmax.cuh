@@ -97,29 +97,33 @@ struct Softmax {
           for (int e = 0; e < 2; e++) s[n][nt][2 * r + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? zero * q.sum[nt][e] : 0.f;
       }
     }
-    each_part<K_PARTS>([&](auto part) {
-      constexpr int PART = decltype(part)::value, STEPS = DK / 16 / K_PARTS;
-      if constexpr (PART > 0) {
+    constexpr int TOGETHER = NT * D > 384 ? N : 1;  // tiles whose products take turns: of few columns a tile's own are enough, and take fewer registers
 #pragma unroll
-        for (int n = 0; n < N; n++)
+    for (int first = 0; first < N; first += TOGETHER) {
+      each_part<K_PARTS>([&](auto part) {
+        constexpr int PART = decltype(part)::value, STEPS = DK / 16 / K_PARTS;
+        if constexpr (PART > 0) {
 #pragma unroll
-          for (int r = 0; r < 2; r++) at.key.template load<PART, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
-      }
+          for (int n = first; n < first + TOGETHER; n++)
 #pragma unroll
-      for (int w = 0; w < STEPS; w++) {
-        u32 b[2 * EVEN_NT];
-        q.step(PART * STEPS + w, b);
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-          const uint2 a = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w, at.table), a8 = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w + 1, at.table);
-          if constexpr (KEY::NORMALISED) {
-            squares[n][0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[n][0])), squares[n][1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[n][1]));
-          }
-#pragma unroll
-          for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd[n] : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+            for (int r = 0; r < 2; r++) at.key.template load<PART, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
         }
-      }
-    });
+#pragma unroll
+        for (int w = 0; w < STEPS; w++) {
+          u32 b[2 * EVEN_NT];
+          q.step(PART * STEPS + w, b);
+#pragma unroll
+          for (int n = first; n < first + TOGETHER; n++) {
+            const uint2 a = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w, at.table), a8 = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w + 1, at.table);
+            if constexpr (KEY::NORMALISED) {
+              squares[n][0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[n][0])), squares[n][1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[n][1]));
+            }
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd[n] : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+          }
+        }
+      });
+    }
 #pragma unroll
     for (int n = 0; n < N; n++) {
       if (NT == 1) for (int i = 0; i < 4; i++) s[n][0][i] += odd[n][i];
