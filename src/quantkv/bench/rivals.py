@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from . import xqa
 from .contestants import Contestant
 from .problem import Entry, Problem, Unavailable
 from .shapes import Shape
@@ -19,31 +20,43 @@ from .shapes import Shape
 ATTENTION = ("decode", "verify", "prefill")
 APPENDING = (*ATTENTION, "step")
 FP8 = torch.float8_e4m3fn
+BOTH = (("bf16", torch.bfloat16), ("fp8", FP8))
 WORKSPACE_BYTES = 256 << 20
+XQA_PAGE = 64
 
 
 def rivals(peers: Path | None = None) -> list[Contestant]:
     """All rivals; which of them can run shows when they are prepared. peers: a folder with `fa3.xz`, FlashAttention-3 as a
-    torch library, and `stub/`, an engine's Triton kernels."""
+    torch library, `xqa/`, libraries of XQA (`xqa.load`), and `stub/`, an engine's Triton kernels."""
     if peers and torch.cuda.is_available():
         with suppress(Unavailable):  # it says so when it is prepared; first, because quantkv's prefill uses it where it is there
             load_flash3(peers)
-    both = (("bf16", torch.bfloat16), ("fp8", FP8))
     found = [
         _rival("SDPA", "bf16", _sdpa, torch.bfloat16, ("decode", "prefill")),
         _rival("FlashAttention-2", "bf16", _flash2, torch.bfloat16, APPENDING),
         _rival("FlashAttention-4", "bf16", _flash4, torch.bfloat16),
     ]
-    for stores, dtype in both:
+    for stores, dtype in BOTH:
         flash3 = (lambda p, d: _flash3_library(p, d, peers)) if peers else _flash3
         found.append(_rival("FlashAttention-3", stores, flash3, dtype, APPENDING if stores == "bf16" else ATTENTION))
         found.append(_rival("FlashInfer", stores, _flashinfer, dtype))
-        found.append(_rival("XQA", stores, _xqa, dtype, ("decode",)))
+        found.append(_xqa_rival("XQA", stores, peers=peers))
     if peers:
         from .vllm import engine
 
         found += engine(peers)
     return found
+
+
+def xqa_ways(peers: Path | None = None) -> list[Contestant]:
+    """XQA in other ways than FlashInfer would call it for the shape: over larger pages, and Hopper's kernel over 16 bits."""
+    larger = [_xqa_rival(f"XQA page {XQA_PAGE}", stores, peers=peers, page=XQA_PAGE) for stores, _ in BOTH]
+    ways = (("XQA Hopper", 0), (f"XQA Hopper page {XQA_PAGE}", XQA_PAGE))
+    return larger + [_xqa_rival(name, "bf16", peers=peers, page=page, hopper=True) for name, page in ways]
+
+
+def _xqa_rival(name: str, stores: str, **how) -> Contestant:
+    return _rival(name, stores, lambda problem, dtype: _xqa(problem, dtype, **how), dict(BOTH)[stores], ("decode",))
 
 
 def _rival(name: str, stores: str, prepare: Callable, dtype: torch.dtype, kinds: tuple[str, ...] = ATTENTION) -> Contestant:
@@ -288,14 +301,22 @@ def _flashinfer(problem: Problem, dtype: torch.dtype):
     return lambda: wrapper.run(problem.q, (k, v)), "tensor cores"
 
 
-def _xqa(problem: Problem, dtype: torch.dtype):
-    """TensorRT-LLM's decode kernel, from FlashInfer. It scales scores by `D ** -0.5` itself."""
-    xqa = _module("flashinfer.xqa").xqa
+def _xqa(problem: Problem, dtype: torch.dtype, peers: Path | None = None, page: int = 0, hopper: bool = False):
+    """TensorRT-LLM's decode kernel, from FlashInfer: its libraries where peers has them, its package otherwise. It scales scores by
+    `D ** -0.5` itself. page: another size of page than the shape's. hopper: of `xqa.load`."""
     s = problem.shape
     _one_head_size(s)
     if not math.isclose(problem.scale, s.D**-0.5):
         raise Unavailable("its softmax scale is fixed")
-    k, v, table = problem.paged(dtype)
+    if page == s.P:
+        raise Unavailable(f"pages of {page} are the shape's own")
+    if peers and (peers / "xqa").is_dir():
+        attend = xqa.load(peers / "xqa", s, dtype, page or s.P, hopper)
+    elif hopper:
+        raise Unavailable("FlashInfer's package has it over 8 bits alone")
+    else:
+        attend = _module("flashinfer.xqa").xqa
+    k, v, table = problem.paged(dtype, page or s.P)
     q = problem.q.view(s.B, 1, s.HQ, s.D)
     out = torch.empty_like(q)
     workspace, semaphores = (
@@ -304,7 +325,7 @@ def _xqa(problem: Problem, dtype: torch.dtype):
     lengths = problem.seq_lens.view(s.B, 1).to(torch.uint32)
 
     def call():
-        xqa(q, k, v, table, lengths, out, workspace, semaphores, s.HK, s.P, sliding_win_size=s.W)
+        attend(q, k, v, table, lengths, out, workspace, semaphores, s.HK, page or s.P, sliding_win_size=s.W)
         return out.view(s.B, s.HQ, s.D)
 
     return call, ""

@@ -69,7 +69,8 @@ def bench_command(
     ] = None,
     rivals: Annotated[bool, typer.Option("--rivals/--no-rivals", help="Also what else can be imported.")] = True,
     peers: Annotated[
-        Path | None, typer.Option("--peers", metavar="DIR", help="fa3.xz and stub/: FlashAttention-3 and an engine's kernels, no packages.")
+        Path | None,
+        typer.Option("--peers", metavar="DIR", help="fa3.xz, xqa/, stub/: FlashAttention-3, XQA and an engine's kernels, no packages."),
     ] = None,
     json_file: Json = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot time against bytes.")] = None,
