@@ -5,9 +5,10 @@
 
 For each, microseconds and the share of the read ceiling of quantkv's Hopper kernel and its Triton kernel over pages in a format, and of
 FlashAttention-3 over 16 bits, where there is one that takes the shape (`--peers` as `quantkv bench` takes it), and how many times faster
-than that quantkv is. Each answer is compared with float64 attention over what the contestant's cache holds before it is timed; its error
-is in the table. Writes a table to the terminal and rows as `quantkv bench` has them to FILE. Exit code 1 where an answer is wrong or a
-contestant fails; what a contestant refuses is no failure.
+than that quantkv is. Where there is XQA for the shape, its microseconds over 16 and 8 bits, in the fastest of its ways. Each answer is
+compared with float64 attention over what the contestant's cache holds before it is timed; its error is in the table. Writes a table to
+the terminal and rows as `quantkv bench` has them to FILE, without the ways of XQA that there are not. Exit code 1 where an answer is
+wrong or a contestant fails; what a contestant refuses is no failure.
 
 The heads are those of one layer on one GPU; with "8-way" those of one of eight. Sinks are left out: they add a number a head.
 """
@@ -30,11 +31,11 @@ import torch
 from quantkv.bench import tables
 from quantkv.bench.contestants import Contestant, quantkv
 from quantkv.bench.problem import Problem
-from quantkv.bench.rivals import rivals
+from quantkv.bench.rivals import rivals, xqa_ways
 from quantkv.bench.run import Result, Row, run
 from quantkv.bench.shapes import Shape
 
-FLASH3 = "FlashAttention-3"
+FLASH3, XQA = "FlashAttention-3", "XQA"
 OURS = ("hopper", "triton")
 AT_ONCE = 12  # processes that compile: each holds a cache
 GEOMETRIES = {  # name: the shape; what is not in it is 32 query heads over 8 kv heads of 128, one query, pages of 16
@@ -114,15 +115,17 @@ def measured(names: list[str], arguments: argparse.Namespace) -> Result:
     for stores, of_format in also.items():
         compile_ahead(of_format, [stores])
     print(f"compiled in {time.monotonic() - begun:.0f} s", flush=True)
-    flash3 = [c for c in rivals(arguments.peers) if (c.name, c.stores) == (FLASH3, "bf16")]
+    others = [c for c in rivals(arguments.peers) if (c.name, c.stores) == (FLASH3, "bf16") or c.name == XQA]
+    others = sorted(others + xqa_ways(arguments.peers), key=lambda c: c.stores)  # what is right is computed once for each
 
     def on_row(row: Row) -> None:
         print(f"{time.monotonic() - begun:5.1f} {shapes[Shape.parse(row.shape)]}:", *tables.cells(row), flush=True)
 
     device = torch.device("cuda")
-    result = run((s for s in shapes if time.monotonic() - begun < arguments.seconds), ours + flash3, device, on_row)
+    result = run((s for s in shapes if time.monotonic() - begun < arguments.seconds), ours + others, device, on_row)
     for stores, of_format in also.items():
         result.rows += run(of_format, [quantkv("hopper", stores)], device, on_row).rows
+    result.rows = [row for row in result.rows if not (is_xqa(row) and row.status == "unavailable")]
     return result
 
 
@@ -141,23 +144,41 @@ def call_once(shape: Shape, format_name: str, implementation: str) -> None:
         torch.cuda.synchronize()
 
 
+def is_xqa(row: Row) -> bool:
+    return row.name.split()[0] == XQA
+
+
+def xqa_times(result: Result) -> dict[str, dict[str, float]]:
+    """Microseconds of XQA in the fastest of its ways, by what it stores and by shape; what was not timed is not there."""
+    found: dict[str, dict[str, float]] = {}
+    for row in result.rows:
+        if is_xqa(row) and row.us is not None:
+            times = found.setdefault(row.stores, {})
+            times[row.shape] = min(row.us, times.get(row.shape, row.us))
+    return dict(sorted(found.items()))
+
+
 def table(names: list[str], result: Result) -> str:
-    """A line for each geometry and contestant of quantkv's, as Markdown."""
+    """A line for each geometry and contestant of quantkv's, as Markdown; columns of XQA where it was timed."""
     rows = {(row.shape, row.name, row.stores): row for row in result.rows}
     contestants: list[Contestant] = [quantkv(*key) for key in dict.fromkeys((r.name.split()[-1], r.stores) for r in result.rows if r.ours)]
-    lines = [tables.subtitle(result), "", "| geometry | shape | FA3 bf16, us | | us | of ceiling | x FA3 | error |"]
-    lines.append("| --- | --- | --: | --- | --: | --: | --: | --: |")
+    xqa = xqa_times(result)
+    times = ["FA3 bf16, us", *(f"XQA {stores}, us" for stores in xqa)]
+    lines = [tables.subtitle(result), "", f"| geometry | shape | {' | '.join(times)} | | us | of ceiling | x FA3 | error |"]
+    lines.append(f"| --- | --- |{' --: |' * len(times)} --- | --: | --: | --: | --: |")
     for name in names:
         shape = str(Shape.parse(GEOMETRIES[name]))
         flash3 = rows.get((shape, FLASH3, "bf16"))
-        rival = "" if flash3 is None or flash3.us is None else tables.microseconds(flash3.us)
+        base = flash3.us if flash3 else None
+        rivals_us = " | ".join("" if us is None else tables.microseconds(us) for us in (base, *(xqa[stores].get(shape) for stores in xqa)))
         for contestant in contestants:
             row = rows.get((shape, contestant.name, contestant.stores))
             if row is None:
                 continue
-            _, stores, us, _, share, ratio, error = tables.cells(row)
+            _, stores, us, _, share, _, error = tables.cells(row)
+            ratio = f"{base / row.us:.2f}" if base and row.us else ""
             what = f"{contestant.name.removeprefix('quantkv ')} {stores}"
-            lines.append(f"| {name} | {shape} | {rival} | {what} | {us} | {share} | {ratio} | {error} |")
+            lines.append(f"| {name} | {shape} | {rivals_us} | {what} | {us} | {share} | {ratio} | {error} |")
     shares = [row.share for row in result.rows if row.share and row.ours and "hopper" in row.name]
     if shares:
         lines += ["", f"hopper: {min(shares):.0%} to {max(shares):.0%} of the ceiling, {math.fsum(shares) / len(shares):.0%} on average"]

@@ -183,17 +183,21 @@ def targets(result: Result) -> str:
 
 
 def geometries(result: Result) -> str:
-    """A line for each geometry that benchmarks/geometries.py names and the run has."""
+    """A line for each geometry that benchmarks/geometries.py names and the run has; columns of XQA where it was timed."""
     spec = importlib.util.spec_from_file_location("geometries", Path(__file__).with_name("geometries.py"))
     named = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(named)
-    lines = ["| geometry | shape | FlashAttention-3 bf16, us | format | us | of the read ceiling | times as fast | must | aim | |"]
-    lines.append("| --- | --- | --: | --- | --: | --: | --: | --: | --: | --- |")
+    xqa = named.xqa_times(result)
+    times = ["FlashAttention-3 bf16, us", *(f"XQA {stores}, us" for stores in xqa)]
+    lines = [f"| geometry | shape | {' | '.join(times)} | format | us | of the read ceiling | times as fast | must | aim | |"]
+    lines.append(f"| --- | --- |{' --: |' * len(times)} --- | --: | --: | --: | --: | --: | --- |")
     formats = dict.fromkeys(row.stores for row in result.rows if row.ours)
     for name, shape in named.GEOMETRIES.items():
         for stores in formats:
             if (row := best(result, shape, stores)) is not None:
-                lines.append("| " + " | ".join([name, *geometry(result, name, row)]) + " |")
+                shown, flash3, *cells = geometry(result, name, row)
+                others = ["" if (us := of.get(row.shape)) is None else tables.microseconds(us) for of in xqa.values()]
+                lines.append("| " + " | ".join([name, shown, flash3, *others, *cells]) + " |")
     return "\n".join([*lines, "", f"{tables.subtitle(result)}."])
 
 

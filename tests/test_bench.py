@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import lzma
 import math
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkv.bench import contestants, plot, rivals, shapes, tables, timing
+from quantkv.bench import contestants, plot, rivals, shapes, tables, timing, xqa
 from quantkv.bench.contestants import Contestant, quantkv
 from quantkv.bench.problem import Problem, Unavailable
 from quantkv.bench.run import Result, Row, run
@@ -184,7 +185,7 @@ def test_pages_are_in_random_order():
 
 
 def test_rivals_need_a_gpu(tmp_path):
-    found = run([DECODE], rivals.rivals() + rivals.rivals(tmp_path), CPU).rows
+    found = run([DECODE], rivals.rivals() + rivals.rivals(tmp_path) + rivals.xqa_ways(tmp_path), CPU).rows
     assert len(found) > 10 and {r.status for r in found} == {"unavailable"}
 
 
@@ -256,11 +257,55 @@ def test_tolerances_are_named():
     assert {c.arithmetic for c in rivals.rivals()} <= set(contestants.TOLERANCE)
 
 
-def test_documents_are_filled_from_the_figures():
-    spec = importlib.util.spec_from_file_location("tables_script", ROOT / "benchmarks" / "tables.py")
+def script_of(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "benchmarks" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
+    return script
+
+
+def test_geometries_show_the_fastest_way_of_xqa():
+    """A column for 16 and one for 8 bits, of the fastest way each; no column where there is no XQA. quantkv's ratio stays that to
+    FlashAttention-3."""
+    names, shape, other = ["Llama-3 8B", "one sequence of 4096"], "B8xL32768", "L4096"
+    figures = {"gbps": 3500.0, "share": 0.8, "vs_16bit": 0.5}
+    of = lambda shape, name, stores, us: Row("decode", shape, name, stores, name.startswith("quantkv"), "ok", us=us, **figures)
+    result = Result("GPU", 4400.0, None, "2026-01-01", {}, [of(s, "quantkv hopper", "int4", 10.0) for s in (shape, other)])
+    result.rows += [of(s, "FlashAttention-3", "bf16", 35.0) for s in (shape, other)]
+    script, writer = script_of("geometries"), script_of("tables")
+    for text in (script.table(names, result), writer.geometries(result)):
+        assert "XQA" not in text
+    result.rows += [of(shape, "XQA", "fp8", 20.0), of(shape, "XQA page 64", "fp8", 19.0), of(shape, "XQA", "bf16", 31.0)]
+    result.rows += [of(shape, "XQA Hopper", "bf16", 30.0), of(shape, "XQA Hopper page 64", "bf16", None)]
+    for text, row in (
+        (script.table(names, result), "| Llama-3 8B | B8xL32768 | 35.0 | 30.0 | 19.0 | hopper int4 | 10.0 | 80% | 3.50 |  |"),
+        (writer.geometries(result), "| Llama-3 8B | B8xL32768 | 35.0 | 30.0 | 19.0 | int4 | 10.0 | 80% | 3.50x |  |  |  |"),
+    ):
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        assert "bf16, us | XQA bf16, us | XQA fp8, us |" in lines[0] and len({line.count("|") for line in lines}) == 1
+        assert row in lines and "| one sequence of 4096 | L4096 | 35.0 |  |  |" in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "hopper", "name"),
+    [
+        ("B8xL32768", torch.bfloat16, False, "generic-bf16-d128-g4-p64.xz"),
+        ("B8xL32768", torch.bfloat16, True, "hopper-bf16-d128-g4-p64.xz"),
+        ("B8xL32768xHK2xW9", torch.float8_e4m3fn, False, "hopper-fp8-d128-g16-p64-w.xz"),
+        ("B8xL32768xD512", torch.float8_e4m3fn, False, "generic-fp8-d512-g4-p64.xz"),
+    ],
+)
+def test_xqa_of_a_shape_that_was_not_compiled(tmp_path, shape, dtype, hopper, name):
+    with pytest.raises(Unavailable, match=f"{name}: no such file"):
+        xqa.load(tmp_path, Shape.parse(shape), dtype, 64, hopper)
+    (tmp_path / name).write_bytes(lzma.compress(b"no library"))
+    with pytest.raises(Unavailable, match=name):
+        xqa.load(tmp_path, Shape.parse(shape), dtype, 64, hopper)
+
+
+def test_documents_are_filled_from_the_figures():
+    script = script_of("tables")
     found = a_result()
     target = script.Target(str(DECODE), ("int4", "int2"), "faster", 0.5, 1e9)
     ours = next(r for r in found.rows if r.stores == "int4" and r.kind == "decode")
