@@ -99,7 +99,7 @@ def _signs(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def _hadamard_signs(matrix: torch.Tensor) -> torch.Tensor | None:
-    """The signs s with `matrix[0] = H diag(s)`, H in blocks, where matrix `[HK or 1, D, D]`, of entries 0 and +-1 or any other, has them."""
+    """The signs s with `matrix[0] = H diag(s)`, H in blocks, where matrix `[HK or 1, D, D]`, of entries 0 and +-1 or others, has them."""
     if matrix.shape[0] > 1 or matrix.dtype != torch.bfloat16:
         return None
     size = matrix.shape[-1]

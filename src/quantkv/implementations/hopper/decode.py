@@ -243,7 +243,8 @@ def choose(
     less time than four.
     """
     size = max(key.hopper().dimensions(head_size), head_size_v)
-    column_tiles = 1 if columns <= 8 or size > 256 else 2 if columns <= 16 or size > 128 or key_map == "MATRIX" else 3 if columns <= 24 else 4
+    most = 1 if size > 256 else 2 if size > 128 or key_map == "MATRIX" else 4
+    column_tiles = min(-(-columns // 8), most)
     if size > 256 or column_tiles > 2:
         shape = dict(warps=8, max_stages=3)
     elif column_tiles * size > 128:

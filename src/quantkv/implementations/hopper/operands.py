@@ -35,7 +35,8 @@ class KernelMap:
 
     @staticmethod
     def hadamard(signs: torch.Tensor, gain: float) -> KernelMap:
-        """`H diag(signs)` for queries, `diag(signs) H` for outputs, H in blocks as `MapOperands.signs` has it. Data: the sign bits [1, D] of `signs`, None where none is set."""
+        """`H diag(signs)` for queries, `diag(signs) H` for outputs, H in blocks (`MapOperands.signs`). Data: the sign bits [1, D] of
+        `signs`, None where none is set."""
         bits = signs.to(torch.bfloat16).view(torch.int16) & -0x8000
         return KernelMap("HADAMARD", bits[None] if bool(bits.any()) else None, gain)
 
