@@ -47,7 +47,7 @@ def test_new_rows_are_waited_for(case, whole_pairs, monkeypatch, tmp_path):
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole_pairs)
     for name_of_limit in ("MOST_TILES_RAGGED", "SPARE_TILES"):
         monkeypatch.setattr(whole, name_of_limit, 100)
-    device = Device(monkeypatch, tmp_path, 1 if whole_pairs else 3)  # long runs, and short ones
+    device = Device(monkeypatch, tmp_path, 1 if whole_pairs else 4)  # long runs, and short ones
     b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     device.unwritten = new_rows(b)
     call = b.call(max_query_len=max(queries), max_seq_len=max(lens), **options)

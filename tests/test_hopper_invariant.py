@@ -130,15 +130,16 @@ def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_
 def test_room_for_pieces():
     """As many as `Sequences.piece_tiles` makes, of any length up to the one that there is room for."""
     b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
-    for group in (4, 16):
+    for group in (4, 17):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
-        least, macros = 8 // config.team, config.macros()
-        assert (macros["PIECE_LEAST"], macros["PIECE_MOST"], macros["PIECES_AIM"], macros["PIECES_MOST"]) == (least, 16, 32, 512)
+        least, macros = 3 if config.team == 4 else 11, config.macros()
+        assert [macros[name] for name in ("PIECE_MOST", "PIECES_AIM", "PIECES_MOST")] == [21, 32, 512]
+        sizes = [3, 6, 11, 21, 42, 83]
 
         def pieces(tiles, n=least):
-            while (n < 16 and n * 32 < tiles) or n * 512 < tiles:
-                n *= 2
+            while (n < 21 and n * 32 < tiles) or n * 512 < tiles:
+                n = sizes[sizes.index(n) + 1]
             return -(-tiles // n)
 
         most = 0

@@ -21,8 +21,14 @@ BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
 # Of an invariant cut, `Sequences.piece_tiles`: as many pieces of a sequence, where they need not be shorter than so many tiles; the tiles,
 # or a team's spans, of a piece of longer ones; and the most pieces that those may have. Shorter pieces balance better; each costs a
-# softmax that begins anew and outputs that are merged.
-PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_MOST = 32, 8, 16, 512
+# softmax that begins anew and outputs that are merged. A piece has a power of two of tiles over PIECE_WARPS,
+# rounded up: so powers of two of sequences, heads and tokens, as most are, give the warps of an H100 or H200 whole pieces.
+PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_MOST, PIECE_WARPS = 32, 11, 21, 512, 132 * 12
+
+
+def _piece(power: int) -> int:
+    """Tiles, or a team's spans."""
+    return -(-(1 << power) // PIECE_WARPS)
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,14 @@ class DecodeConfig:
         return self.warps // self.team
 
     @property
-    def piece_least(self) -> int:
-        """Tiles, or a team's spans, of a piece of an invariant cut, at least."""
-        return max(PIECE_LEAST // self.team, 1)
+    def first_piece(self) -> int:
+        """The least that a piece of an invariant cut has: the power of two."""
+        return next(i for i in range(31) if _piece(i) * self.team >= PIECE_LEAST)
 
     def pieces(self, tokens: int) -> int:
         """Of a sequence and kv head with at most so many tokens, at most, where the cut is invariant."""
         line = -(-tokens // (TILE * self.team))
-        sizes = [self.piece_least << i for i in range(24)]
+        sizes = [_piece(i) for i in range(self.first_piece, 31)]
 
         def of(tiles: int) -> int:
             fit = (n for n in sizes if n * PIECES_AIM >= tiles or (n >= PIECE_MOST and n * PIECES_MOST >= tiles))
@@ -203,8 +209,8 @@ class DecodeConfig:
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes,
-            CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled), PIECE_LEAST=self.piece_least,
-            PIECE_MOST=PIECE_MOST, PIECES_AIM=PIECES_AIM, PIECES_MOST=PIECES_MOST,
+            CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
+            PIECE_FIRST=self.first_piece, PIECE_WARPS=PIECE_WARPS, PIECE_MOST=PIECE_MOST, PIECES_AIM=PIECES_AIM, PIECES_MOST=PIECES_MOST,
             EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE, WORKER_BYTES=self.worker_bytes,
             BARRIER_BYTES=BARRIER_BYTES,

@@ -48,11 +48,12 @@ struct Sequences {
     const Slots slots = all(s);
     return slots.last_tile() - slots.first_tile();
   }
-  // Of a piece, the last of a sequence apart: a power of two, so that a sequence has 32 pieces, or more of PIECE_MOST tiles, or 512.
+  // Of a piece, the last of a sequence apart: so that a sequence has 32 pieces, or more of PIECE_MOST tiles, or 512.
   DI int piece_tiles(int s) const {
     const int all = tiles(s);
-    int n = PIECE_LEAST;
-    while (n < PIECE_MOST && n * PIECES_AIM < all || n * PIECES_MOST < all) n <<= 1;
+    const auto size = [](int power) { return ((1 << power) + PIECE_WARPS - 1) / PIECE_WARPS; };
+    int power = PIECE_FIRST, n = size(power);
+    while (n < PIECE_MOST && n * PIECES_AIM < all || n * PIECES_MOST < all) n = size(++power);
     return n;
   }
   // From `within` tiles of a sequence to the first piece that does not begin before, or to the sequence's end.
