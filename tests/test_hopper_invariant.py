@@ -13,7 +13,7 @@ from quantkv.calls import AttendCall
 from quantkv.calls import Batch as Lengths
 from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import geometry, launch, many, merging
+from quantkv.implementations.hopper import decode, geometry, launch, many, merging
 from quantkv.testing import POISON, Batch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
@@ -109,6 +109,21 @@ def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
 
 
 @emulated
+@pytest.mark.parametrize("lens", [(1500, 470, 20), (1100, 1)], ids=str)
+def test_as_many_pieces_on_both_sides(lens, monkeypatch, tmp_path):
+    """Also of sequences that have enough for all warps, and of those that would have too many tiles of one accumulator: where the kernel
+    made more pieces than there is room for, some would be lost."""
+    for name, value in (("PIECE_LEAST", 1), ("PIECE_MOST", 2), ("PIECES_ENOUGH", 48), ("MAX_TILES", 3)):
+        monkeypatch.setattr(decode, name, value)
+    device = Device(monkeypatch, tmp_path, 3, max_tiles=3)
+    b = Batch.make("int4", (1,) * len(lens), lens, head_size=64, num_kv_heads=2, group=2, dtype=torch.bfloat16)
+    call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
+    assert hopper.Plan(call, 3).main.pair_pieces == {1500: 48, 1100: 24}[lens[0]]
+    device.serve(call)
+    check(b, (call.out, call.lse))
+
+
+@emulated
 def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_path):
     """Every length from few tiles to many: pieces lie where they have room (`Device` sees to that). What is longer than promised gets a
     wrong answer, in its own place."""
@@ -128,26 +143,20 @@ def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_
 
 
 def test_room_for_pieces():
-    """As many as `Sequences.piece_tiles` makes, of any length up to the one that there is room for."""
+    """As many as `Sequences.pieces` makes, of any length up to the one that there is room for."""
     b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
-    for group in (4, 17):
+    tiles = [1, 9, 19, 20, 59, 60, 119, 120, 240, 528, 529, 2112, 2113, 33792, 33793, 1572864, 1572865]
+    expected = [1, 1, 1, 2, 5, 6, 6, 12, 24, 24, 48, 96, 192, 1536, 1536, 1536, 3072]
+    spans = [1, 5, 6, 17, 18, 35, 36, 72, 528, 529, 8448, 8449, 98304, 98305]
+    of_teams = [1, 1, 2, 5, 6, 6, 12, 24, 24, 48, 384, 384, 384, 768]
+    for group, lines, found in ((4, tiles, expected), (17, spans, of_teams)):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
-        least, macros = 3 if config.team == 4 else 11, config.macros()
-        assert [macros[name] for name in ("PIECE_MOST", "PIECES_AIM", "PIECES_MOST")] == [21, 32, 512]
-        sizes = [3, 6, 11, 21, 42, 83]
-
-        def pieces(tiles, n=least):
-            while (n < 21 and n * 32 < tiles) or n * 512 < tiles:
-                n = sizes[sizes.index(n) + 1]
-            return -(-tiles // n)
-
-        most = 0
-        for tiles in (*range(1, 600), *range(8100, 8300), 16384, 16385):
-            most = max(most, pieces(tiles)) if tiles < 600 else max(pieces(n) for n in range(1, tiles + 1, 1 if tiles < 8300 else 64))
-            room = config.pieces(16 * config.team * tiles)
-            assert room >= most and room <= 512, (tiles, room, most)
-            assert config.pieces(16 * config.team * tiles - 15) == room
+        assert [config.pieces(16 * config.team * n) for n in lines] == found
+        assert [config.pieces(16 * config.team * n - 15) for n in lines] == found
+        room = [config.pieces(16 * config.team * n) for n in range(1, 3000)]
+        assert room == sorted(room)  # no shorter sequence has more
+    assert [dataclasses.replace(config, kv_heads=8).pieces(64 * n) for n in (1056, 1057, 4000)] == [48, 48, 48]
 
 
 CHUNKS = [

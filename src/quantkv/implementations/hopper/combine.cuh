@@ -206,8 +206,8 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % ATTENDING);
   const auto pieces_of = [&](const Sequences& sequences, int resident, int together, int most) {
     if (INVARIANT) {
-      const int step = sequences.piece_tiles(s);
-      return Pieces((head * sequences.count + s) * most, min((sequences.tiles(s) + step - 1) / step, most));
+      const int all = sequences.tiles(s);
+      return Pieces((head * sequences.count + s) * most, all ? min((int)Sequences::pieces(all), most) : 0);
     }
     int start;
     const int line = sequences.total_tiles(s, start);

@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   }
   while (left > 0) {
     if (INVARIANT && is_new) own = OwnPieces(sequences, s, tile);
-    const int end = INVARIANT ? own.end(tile) : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
+    const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
     if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - tile;
     if (end > tile) {

@@ -19,16 +19,11 @@ EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at m
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
-# Of an invariant cut, `Sequences.piece_tiles`: as many pieces of a sequence, where they need not be shorter than so many tiles; the tiles,
-# or a team's spans, of a piece of longer ones; and the most pieces that those may have. Shorter pieces balance better; each costs a
-# softmax that begins anew and outputs that are merged. A piece has a power of two of tiles over PIECE_WARPS,
-# rounded up: so powers of two of sequences, heads and tokens, as most are, give the warps of an H100 or H200 whole pieces.
-PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_MOST, PIECE_WARPS = 32, 11, 21, 512, 132 * 12
-
-
-def _piece(power: int) -> int:
-    """Tiles, or a team's spans."""
-    return -(-(1 << power) // PIECE_WARPS)
+# Of an invariant cut (`Sequences.pieces`): three times a power of two of pieces, as the 132 * 12 warps of an H100 or H200 have three and
+# eleven as factors, and sequences, heads and tokens most often only two. So many, where they need not have fewer tiles than PIECE_LEAST;
+# more where they would have more than PIECE_MOST, until one sequence has enough for all warps. Shorter pieces balance better; each costs
+# a softmax that begins anew and outputs that are merged. Of a team all this is in spans.
+PIECES_FIRST, PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_ENOUGH = 6, 24, 10, 22, 1536
 
 
 @dataclass(frozen=True)
@@ -80,21 +75,21 @@ class DecodeConfig:
         return self.warps // self.team
 
     @property
-    def first_piece(self) -> int:
-        """The least that a piece of an invariant cut has: the power of two."""
-        return next(i for i in range(31) if _piece(i) * self.team >= PIECE_LEAST)
+    def piece_least(self) -> int:
+        """Tiles, or a team's spans, of a piece of an invariant cut, at least, where a sequence has as many."""
+        return -(-PIECE_LEAST // self.team)
 
     def pieces(self, tokens: int) -> int:
-        """Of a sequence and kv head with at most so many tokens, at most, where the cut is invariant."""
+        """Of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
         line = -(-tokens // (TILE * self.team))
-        sizes = [_piece(i) for i in range(self.first_piece, 31)]
-
-        def of(tiles: int) -> int:
-            fit = (n for n in sizes if n * PIECES_AIM >= tiles or (n >= PIECE_MOST and n * PIECES_MOST >= tiles))
-            return -(-tiles // next(fit))
-
-        fullest = [n * PIECES_AIM for n in sizes if n < PIECE_MOST] + [n * PIECES_MOST for n in sizes if n >= PIECE_MOST]
-        return max(of(tiles) for tiles in (line, *fullest) if tiles <= line)
+        enough, longest = PIECES_ENOUGH // self.team, max(MAX_TILES // self.team, 1)
+        n = max(1, min(line // self.piece_least, PIECES_FIRST))
+        while n >= PIECES_FIRST:
+            long = line >= 2 * n * self.piece_least if n < PIECES_AIM else line > n * PIECE_MOST and n * self.kv_heads < enough
+            if not long and line <= n * longest:
+                break
+            n *= 2
+        return n
 
     @cached_property
     def key_half(self) -> HopperCodec:
@@ -210,7 +205,8 @@ class DecodeConfig:
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes,
             CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
-            PIECE_FIRST=self.first_piece, PIECE_WARPS=PIECE_WARPS, PIECE_MOST=PIECE_MOST, PIECES_AIM=PIECES_AIM, PIECES_MOST=PIECES_MOST,
+            PIECES_FIRST=PIECES_FIRST, PIECES_AIM=PIECES_AIM, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
+            PIECES_ENOUGH=PIECES_ENOUGH // self.team,
             EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE, WORKER_BYTES=self.worker_bytes,
             BARRIER_BYTES=BARRIER_BYTES,

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
   bool is_new = true;
   while (left > 0) {
     if (INVARIANT && is_new) own = OwnPieces(sequences, s, span);
-    const int end = INVARIANT ? own.end(span) : min(sequences.last_tile(s), span + min(left, max(MAX_TILES / TEAM, 1)));
+    const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), span + min(left, max(MAX_TILES / TEAM, 1)));
     if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - span;
     if (end > span) {

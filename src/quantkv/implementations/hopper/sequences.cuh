@@ -48,19 +48,16 @@ struct Sequences {
     const Slots slots = all(s);
     return slots.last_tile() - slots.first_tile();
   }
-  // Of a piece, the last of a sequence apart: so that a sequence has 32 pieces, or more of PIECE_MOST tiles, or 512.
-  DI int piece_tiles(int s) const {
-    const int all = tiles(s);
-    const auto size = [](int power) { return ((1 << power) + PIECE_WARPS - 1) / PIECE_WARPS; };
-    int power = PIECE_FIRST, n = size(power);
-    while (n < PIECE_MOST && n * PIECES_AIM < all || n * PIECES_MOST < all) n = size(++power);
+  // Of a sequence of so many tiles (why so many: decode.py). All have as many, to a tile: the i-th begins at tile i * all / pieces.
+  static DI u32 pieces(u32 all) {
+    u32 n = max(1, min(all / PIECE_LEAST, PIECES_FIRST));
+    while (n >= PIECES_FIRST && ((n < PIECES_AIM ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH) || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
     return n;
   }
+  static DI u32 piece_at(u32 within, u32 all) { return all ? (within * pieces(all) + all - 1) / all : 0; }  // the first that does not begin before
+  static DI u32 piece_begin(u32 i, u32 all) { return min(i * all / pieces(all), all); }
   // From `within` tiles of a sequence to the first piece that does not begin before, or to the sequence's end.
-  DI int to_next_piece(int s, int within) const {
-    const int step = piece_tiles(s);
-    return min((within + step - 1) / step * step, tiles(s)) - within;
-  }
+  DI int to_next_piece(int s, int within) const { return piece_begin(piece_at(within, tiles(s)), tiles(s)) - within; }
   // Makes a run of `left` tiles from `tile` on the pieces that begin in it; past: the place behind it in the line of its head.
   // Only a run that ends in another sequence has to look for the one that is there.
   DI void take_pieces(int& head, int& s, int& tile, int& left, int past) const {
