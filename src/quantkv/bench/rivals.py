@@ -23,6 +23,7 @@ FP8 = torch.float8_e4m3fn
 BOTH = (("bf16", torch.bfloat16), ("fp8", FP8))
 WORKSPACE_BYTES = 256 << 20
 XQA_PAGE = 64
+FLASH3_HEAD = 256
 
 
 def rivals(peers: Path | None = None) -> list[Contestant]:
@@ -224,6 +225,8 @@ def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
     if not (peers / "fa3.xz").exists():
         return _flash3(problem, dtype)
     load_flash3(peers)
+    if problem.shape.D > FLASH3_HEAD:
+        raise Unavailable(f"head size {problem.shape.D}: at most {FLASH3_HEAD}")
     k, v, table = problem.paged(dtype)
     s, q = problem.shape, problem.q.to(dtype)
     out = problem.q.new_empty(*q.shape[:2], s.head_size_v)
