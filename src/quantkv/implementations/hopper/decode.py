@@ -158,9 +158,9 @@ class DecodeConfig:
         return self.score_bytes + self.parked_bytes
 
     @property
-    def even_tiles(self) -> int:
-        """Tiles of columns, as they are parked: in pairs."""
-        return self.column_tiles + self.column_tiles % 2
+    def parked_tiles(self) -> int:
+        """Tiles of columns, as they are parked: one, or in pairs."""
+        return self.column_tiles + (self.column_tiles % 2 if self.column_tiles > 1 else 0)
 
     @property
     def query_bytes(self) -> int:
@@ -172,15 +172,14 @@ class DecodeConfig:
         """Shared memory of a warp for queries that its registers have no room for."""
         if self.mapped_bytes:
             return 0  # they stay there
-        if self.column_tiles == 1:
-            return 16 * self.key_dimensions if self.head_size > 256 else 0
-        return 16 * self.key_dimensions * self.even_tiles if self.column_tiles * self.head_size > 128 else 0
+        parked = self.head_size > 256 or (self.column_tiles > 1 and self.column_tiles * self.head_size > 128)
+        return 16 * self.key_dimensions * self.parked_tiles if parked else 0
 
     @property
     def mapped_bytes(self) -> int:
         """Shared memory of a warp where queries are put together: under a matrix, or BY_CHUNKS as in linear.cuh."""
         if self.key_map == "HADAMARD" and (self.head_size & (self.head_size - 1) or self.key_dimensions > self.head_size):
-            return 16 * self.key_dimensions * (self.column_tiles if self.column_tiles == 1 else self.even_tiles)
+            return 16 * self.key_dimensions * self.parked_tiles
         return 2 * self.query_bytes if self.key_map == "MATRIX" else 0
 
     @property

@@ -15,8 +15,8 @@ struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the firs
   DI const u16* row(int t, int h) const { return first + t * token + h * head; }
 };
 
-// Columns as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16. They are asked for before the tiles, behind which they would
-// queue, and arrive while those are on their way.
+// Columns as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16. They are asked for before the
+// tiles, behind which they would queue, and arrive while those are on their way.
 struct GivenQuery {
   u32 words[NT][DK / 8], signs[DK / 8];  // signs: of a Hadamard matrix
 

@@ -51,7 +51,8 @@ struct Sequences {
   // Of a sequence of so many tiles (why so many: decode.py). All have as many, to a tile: the i-th begins at tile i * all / pieces.
   static DI u32 pieces(u32 all) {
     u32 n = max(1, min(all / PIECE_LEAST, PIECES_FIRST));
-    while (n >= PIECES_FIRST && ((n < PIECES_AIM ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH) || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
+    const auto is_long = [&] { return n < PIECES_AIM ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH; };
+    while (n >= PIECES_FIRST && (is_long() || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
     return n;
   }
   static DI u32 piece_at(u32 within, u32 all) { return all ? (within * pieces(all) + all - 1) / all : 0; }  // the first that does not begin before

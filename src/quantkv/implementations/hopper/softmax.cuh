@@ -2,7 +2,7 @@
 #pragma once
 #include "scores.cuh"
 
-constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 3, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
+constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
 template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Part<0>()) to f(Part<N - 1>())
   f(Constant<I>{});
   if constexpr (I + 1 < N) each_part<N, I + 1>(f);
@@ -97,7 +97,7 @@ struct Softmax {
           for (int e = 0; e < 2; e++) s[n][nt][2 * r + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? zero * q.sum[nt][e] : 0.f;
       }
     }
-    constexpr int TOGETHER = NT * D > 384 ? N : 1;  // tiles whose products take turns: of few columns a tile's own are enough, and take fewer registers
+    constexpr int TOGETHER = NT * D > 384 ? N : 1;  // tiles whose products take turns, which spares registers where outputs have most of them
 #pragma unroll
     for (int first = 0; first < N; first += TOGETHER) {
       each_part<K_PARTS>([&](auto part) {
