@@ -86,6 +86,11 @@ def _one_head_size(shape: Shape) -> None:
         raise Unavailable(f"head sizes {shape.D}, {shape.head_size_v}: one is needed")
 
 
+def _head_size_of_flash3(shape: Shape) -> None:
+    if shape.D > FLASH3_HEAD:
+        raise Unavailable(f"head size {shape.D}: at most {FLASH3_HEAD}")
+
+
 def _window(problem: Problem) -> tuple[int, int]:
     return (problem.shape.W - 1, 0) if problem.shape.W else (-1, -1)
 
@@ -132,6 +137,7 @@ def _flash2(problem: Problem, dtype: torch.dtype):
 
 def _flash3(problem: Problem, dtype: torch.dtype):
     attend = _module("flash_attn_interface").flash_attn_with_kvcache
+    _head_size_of_flash3(problem.shape)
     cache_k, cache_v, table = problem.paged(dtype)
     s, lengths = problem.shape, _lengths(problem)
     q = problem.q.view(s.B, s.Q, s.HQ, s.D).to(dtype)
@@ -225,8 +231,7 @@ def _flash3_library(problem: Problem, dtype: torch.dtype, peers: Path):
     if not (peers / "fa3.xz").exists():
         return _flash3(problem, dtype)
     load_flash3(peers)
-    if problem.shape.D > FLASH3_HEAD:
-        raise Unavailable(f"head size {problem.shape.D}: at most {FLASH3_HEAD}")
+    _head_size_of_flash3(problem.shape)
     k, v, table = problem.paged(dtype)
     s, q = problem.shape, problem.q.to(dtype)
     out = problem.q.new_empty(*q.shape[:2], s.head_size_v)
@@ -313,13 +318,14 @@ def _xqa(problem: Problem, dtype: torch.dtype, peers: Path | None = None, page: 
         raise Unavailable("its softmax scale is fixed")
     if page == s.P:
         raise Unavailable(f"pages of {page} are the shape's own")
+    page = page or s.P
     if peers and (peers / "xqa").is_dir():
-        attend = xqa.load(peers / "xqa", s, dtype, page or s.P, hopper)
+        attend = xqa.load(peers / "xqa", s, dtype, page, hopper)
     elif hopper:
         raise Unavailable("FlashInfer's package has it over 8 bits alone")
     else:
         attend = _module("flashinfer.xqa").xqa
-    k, v, table = problem.paged(dtype, page or s.P)
+    k, v, table = problem.paged(dtype, page)
     q = problem.q.view(s.B, 1, s.HQ, s.D)
     out = torch.empty_like(q)
     workspace, semaphores = (
@@ -328,7 +334,7 @@ def _xqa(problem: Problem, dtype: torch.dtype, peers: Path | None = None, page: 
     lengths = problem.seq_lens.view(s.B, 1).to(torch.uint32)
 
     def call():
-        attend(q, k, v, table, lengths, out, workspace, semaphores, s.HK, page or s.P, sliding_win_size=s.W)
+        attend(q, k, v, table, lengths, out, workspace, semaphores, s.HK, page, sliding_win_size=s.W)
         return out.view(s.B, s.HQ, s.D)
 
     return call, ""
