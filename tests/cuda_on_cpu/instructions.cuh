@@ -204,6 +204,8 @@ DI u32 fma2(u32 a, u32 b, u32 c) {
 }
 DI u32 max_half2(u32 a, u32 b) { return half2(fmaxf(low(a), low(b)), fmaxf(high(a), high(b))); }
 DI u32 min_half2(u32 a, u32 b) { return half2(fminf(low(a), low(b)), fminf(high(a), high(b))); }
+inline u16 cpu_max_size(u16 a, u16 b) { return (b & 0x7fff) > a ? b & 0x7fff : a; }  // NaN is above all
+DI u32 max_size_half2(u32 a, u32 b) { return cpu_max_size(a, b) | (u32)cpu_max_size(a >> 16, b >> 16) << 16; }
 inline u32 cpu_saturate(u32 h) { return (h & 0x7fff) == 0x7c00 ? (h & 0x8000) | 0x7bff : h; }
 DI u32 saturate_half2(u32 x) { return cpu_saturate(x & 0xffff) | cpu_saturate(x >> 16) << 16; }
 DI u32 max_bfloat2(u32 a, u32 b) {
@@ -249,6 +251,16 @@ template <class F> inline void cpu_mma(float (&c)[4], const u64 (&registers)[6],
 }
 inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_half); }
 inline void mma_bfloat(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_bfloat); }
+inline void mma_integers(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const Lanes lanes = cpu_exchange(std::vector<u64>{a0, a1, a2, a3, b0, b1}.data(), 6);
+  const int g = cpu_lane() / 4, column0 = cpu_lane() % 4 * 2;
+  for (int i = 0; i < 4; i++) {
+    for (int k = 0; k < 32; k++) {
+      const int quarter = k % 16 / 4, shift = k % 4 * 8;
+      c[i] += (signed char)(lanes(g * 4 + quarter, k / 16 * 2 + i / 2) >> shift) * (signed char)(lanes((column0 + i % 2) * 4 + quarter, 4 + k / 16) >> shift);
+    }
+  }
+}
 inline u32 transpose(u32 x) {
   const Lanes lanes = cpu_exchange(x);
   const int row = cpu_lane() / 4, column = cpu_lane() % 4 * 2;

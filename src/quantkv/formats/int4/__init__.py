@@ -41,7 +41,7 @@ INT4 = Codec(
     head_size_multiple=8,
     planes=2,
     triton=half_of(__name__, "INT4"),
-    hopper=cuda_half(__file__, "Int4", half=4, odd_unit=16.0),
+    hopper=cuda_half(__file__, "Int4", half=4, odd_unit=16.0, integers=True),
     cpu=cpu_half(zero_point_bits=ZERO_POINT_BITS, encode=half_of(__name__, "encode", "cpu")),
 )
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

@@ -46,7 +46,7 @@ INT8 = Codec(
     code_dtype=torch.int8,
     head_size_multiple=2,
     triton=half_of(__name__, "INT8"),
-    hopper=cuda_half(__file__, "Int8", half=2),
+    hopper=cuda_half(__file__, "Int8", half=2, integers=True),
     cpu=cpu_half(),
 )
 register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

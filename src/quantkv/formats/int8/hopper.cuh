@@ -2,6 +2,9 @@
 struct Int8 : CodecDefaults {
   static constexpr int BITS = 8, META_BYTES = 4, HALF = 2;
   static constexpr float GAIN = SUBNORMAL, ZERO = 128.f;  // keys are read as code + 128; sum(q) takes the 128 off again
+  static constexpr bool INTEGERS = true;
+  static constexpr __device__ int byte_dim(int j, int i) { return 4 * j + i; }
+  static DI u32 key_bytes(const u32* w, int j) { return w[j]; }
   static DI u32 biased(u32 w, int j) { return prmt(w ^ 0x80808080u, 0, j ? 0x4341 : 0x4240); }
   static DI u32 key_pair(const u32* w, int j) { return biased(w[j / 2], j % 2); }
   static DI u32 pair(const u32* x, int j) { return add2(biased(x[j / 2], j & 1), 0x80808080u); }

@@ -56,7 +56,7 @@ def table_of(bits: int, head_size: int) -> torch.Tensor:
 
 
 READS = {  # of `hopper.cuh`, how keys lie in registers
-    2: {"table_bytes": 1 << 16},
+    2: {"table_bytes": 1 << 16, "integers": True},
     3: {"table_bytes": 1 << 13},
     4: {"table_bytes": 1 << 16},
     5: {"half": 16},

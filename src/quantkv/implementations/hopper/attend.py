@@ -149,7 +149,7 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
 
 
 def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., DecodeConfig]) -> DecodeConfig:
-    """What suits a segment if it were alone. Where the cut is invariant, what suits one query of each of many sequences."""
+    """What suits a segment if it were alone. Where the cut is invariant, what suits one query of each of many sequences, or two."""
     (_, HQ, D), HK, invariant = call.q.shape, segment.k.codes.shape[2], call.options.batch_invariant
     return choose(
         segment.fmt.k,
@@ -161,7 +161,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
         segment.k.codes.shape[1],
         segment.k.base.stride(1),
         call.q.dtype == torch.bfloat16,
-        (1 if invariant else call.batch.max_query_len) * (HQ // HK),
+        max(HQ // HK, 8) if invariant else call.batch.max_query_len * (HQ // HK),
         call.options.softcap > 0,
         kind(segment.maps.k),
         kind(segment.maps.v),
@@ -209,7 +209,7 @@ class Plan:
         self.parts: dict[int, Part] = {}
         self.scratch_bytes = 0
         for i, config in zip(sorted(self.merged), configs):
-            column_blocks = -(-columns // (8 * config.column_tiles))
+            column_blocks = -(-columns // config.columns)
             blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
             whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else None

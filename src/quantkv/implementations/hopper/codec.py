@@ -18,6 +18,7 @@ class HopperCodec:
     table_bytes: of the table in shared memory that keys are read by. values_by_table: so are values.
     warps: of a block that reads its keys, at most: fewer have more registers.
     per_tensor: its rows have the scale of the whole layer, and none of their own.
+    integers: its keys are read as integers of 8 bits too (`INTEGERS`).
     step: head sizes of rows that it reads are multiples of it.
     numbers: head size -> numbers that the snippet reads as a list, by the macro's name: floats, or words as int.
     `half`, `odd_unit`, `table_bytes` and `values_by_table` stand in the snippet too: kernels compile only where both say the same.
@@ -35,6 +36,7 @@ class HopperCodec:
     values_by_table: bool = False
     warps: int = 12
     per_tensor: bool = False
+    integers: bool = False
     step: int = 16
     numbers: Callable[[int], Mapping[str, Sequence[float | int]]] | None = None
 

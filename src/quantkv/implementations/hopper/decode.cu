@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   u32 slot = ring;
   bool is_held = false;  // what a stretch of this sequence came to
   // Of a sequence and kv head. Where the cut is INVARIANT its next piece finds them here: nothing in shared memory is written over.
-  Query query;
+  OwnQuery query;
   OwnPieces own;
   int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
   bool is_new = true;
@@ -74,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     left -= end - tile;
     if (end > tile) {
       if (!INVARIANT || is_new) {
-        query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT);
-        if (PARKED && !ASSEMBLED) query.park(ring + PARKED_AT);
+        query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT, ring + (ASSEMBLED ? MAPPED_AT : PARKED_AT));
         low = sequences.first_slot(s), high = sequences.slots(s);
         all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
         all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;
@@ -96,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         }
         softmax.template add<N, decltype(masked)::value>(
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
-            [&](int n, int half, int nt, int e) {
-              int key = (tile + n) * TILE + at.token + 8 * half, position = context + (column0 + nt * 8 + 2 * c + e) / GROUP;
+            [&](int n, int half, int k) {
+              int key = (tile + n) * TILE + at.token + 8 * half, position = context + (column0 + own_column(k)) / GROUP;
               return key <= position && (window <= 0 || (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) && (!RANGES || key >= low && key < high);
             },
             [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });

@@ -15,6 +15,7 @@ from .records import page_bytes, row_macros
 SHARED_BYTES = 227 * 1024  # of one SM
 TILE = 16  # tokens of a tile: rows of an mma
 MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
+INTEGER_COLUMNS = 4  # that share products with keys by integers; more take as long by fp16, or longer
 EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at most
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
@@ -28,7 +29,8 @@ PIECES_FIRST, PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_ENOUGH = 6, 24, 10, 22
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What one compiled kernel is made for. `record_bytes`: bytes from one head's page record to the next."""
+    """What one compiled kernel is made for. `record_bytes`: bytes from one head's page record to the next. `columns`: that a block serves.
+    `by_integers`: products with keys are of 8-bit integers."""
 
     key: Codec
     value: Codec
@@ -39,7 +41,7 @@ class DecodeConfig:
     block_size: int
     record_bytes: int
     bf16: bool
-    column_tiles: int
+    columns: int
     softcap: bool
     key_map: str = "NO_MAP"  # or HADAMARD or MATRIX: `KernelMap.kind`
     value_map: str = "NO_MAP"
@@ -53,6 +55,7 @@ class DecodeConfig:
     scaled: bool = False  # values without a map have a per-tensor scale
     after_write: bool = False  # launched right behind the write of the queries' own tokens
     whole_pairs: bool = False  # the results of a sequence and kv head are its warps' own: no kernel merges them
+    by_integers: bool = False
     exact: int = 0  # tokens of a page of the segment that the merging kernel attends to itself; 0: there is none
     warps: int = 8
     blocks_per_sm: int = 1
@@ -97,6 +100,11 @@ class DecodeConfig:
         return self.key.hopper()
 
     @property
+    def column_tiles(self) -> int:
+        """Tiles of 8 columns, the last of which may be half full."""
+        return -(-self.columns // 8)
+
+    @property
     def key_dimensions(self) -> int:
         """Of a key as it is unpacked."""
         return self.key_half.dimensions(self.head_size)
@@ -104,10 +112,15 @@ class DecodeConfig:
     @property
     def table_bytes(self) -> int:
         """Shared memory of a block for tables: the keys', and the values' at VALUE_TABLE_AT of lanes.cuh, unless it is the same."""
-        key, value = self.key_half, self.value.hopper()
+        key, value = self.key_table_bytes, self.value.hopper()
         if not value.values_by_table or self.value == self.key:
-            return key.table_bytes
-        return -(-key.table_bytes // (1 << 16)) * (1 << 16) + value.table_bytes
+            return key
+        return -(-key // (1 << 16)) * (1 << 16) + value.table_bytes
+
+    @property
+    def key_table_bytes(self) -> int:
+        """Of them, those of the keys' table: integers need none."""
+        return 0 if self.by_integers else self.key_half.table_bytes
 
     @property
     def tile_bytes(self) -> int:
@@ -134,7 +147,7 @@ class DecodeConfig:
     def worker_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in ring.cuh, and mapped queries."""
         ring = self.stages * self.tile_bytes + self.beside_ring
-        return max(ring, 8 * self.column_tiles * self.piece_bytes) + self.mapped_bytes
+        return max(ring, self.columns * self.piece_bytes) + self.mapped_bytes
 
     @property
     def piece_bytes(self) -> int:
@@ -150,7 +163,7 @@ class DecodeConfig:
     @property
     def score_bytes(self) -> int:
         """Shared memory of a warp for the scores of key offsets."""
-        return 4 * TILE * 8 * self.column_tiles if self.key_offset else 0
+        return 4 * TILE * self.columns if self.key_offset else 0
 
     @property
     def beside_ring(self) -> int:
@@ -165,7 +178,7 @@ class DecodeConfig:
     @property
     def query_bytes(self) -> int:
         """Bytes of the queries of a warp, 2 a number."""
-        return 2 * self.key_dimensions * 8 * self.column_tiles
+        return 2 * self.key_dimensions * self.columns
 
     @property
     def parked_bytes(self) -> int:
@@ -190,7 +203,7 @@ class DecodeConfig:
     @property
     def inbox_bytes(self) -> int:
         """Shared memory of a block for what the others of its cluster send it, and its counter."""
-        return 32 + (8 * self.column_tiles + LARGEST_CLUSTER) * self.piece_bytes if self.whole_pairs else 0
+        return 32 + (self.columns + LARGEST_CLUSTER) * self.piece_bytes if self.whole_pairs else 0
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
@@ -198,7 +211,7 @@ class DecodeConfig:
         return dict(
             **row_macros(self.key, self.value, self.head_size, self.head_size_v), KEY_DIMENSIONS=self.key_dimensions, GROUP=self.group,
             KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size, RECORD_BYTES=self.record_bytes, KEY_HALF=key.half,
-            KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=key.table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
+            KEY_ODD_UNIT=key.odd_unit, BY_INTEGERS=int(self.by_integers), KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
             KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
@@ -206,7 +219,7 @@ class DecodeConfig:
             CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PIECES_FIRST=PIECES_FIRST, PIECES_AIM=PIECES_AIM, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
             PIECES_ENOUGH=PIECES_ENOUGH // self.team,
-            EXACT=self.exact, COLUMN_TILES=self.column_tiles, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,
+            EXACT=self.exact, COLUMNS=self.columns, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE, WORKER_BYTES=self.worker_bytes,
             BARRIER_BYTES=BARRIER_BYTES,
             PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
@@ -246,6 +259,9 @@ def choose(
     size = max(key.hopper().dimensions(head_size), head_size_v)
     most = 1 if size > 256 else 2 if size > 128 or key_map == "MATRIX" else 4
     column_tiles = min(-(-columns // 8), most)
+    whole = key.hopper().dimensions(head_size) % 32 == 0  # a product takes so many
+    by_integers = key.hopper().integers and whole and columns <= INTEGER_COLUMNS and key_map != "MATRIX" and not key_offset
+    columns = INTEGER_COLUMNS if by_integers else 8 * column_tiles
     if size > 256 or column_tiles > 2:
         shape = dict(warps=8, max_stages=3)
     elif column_tiles * size > 128:
@@ -254,13 +270,14 @@ def choose(
         small = key.row.code_bits * head_size + value.row.code_bits * head_size_v <= 512
         warps = min(12 if capacity > 1 << 14 else 8, key.hopper().warps)
         shape = dict(warps=warps, tiles_per_step=2, max_stages=6 if small else 4)
-    sizes = (head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, column_tiles, softcap)
-    config = DecodeConfig(key, value, *sizes, key_map, value_map, key_offset, **shape)
+    sizes = (head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, columns, softcap)
+    config = DecodeConfig(key, value, *sizes, key_map, value_map, key_offset, by_integers=by_integers, **shape)
     if size > 128 and column_tiles > 1 and config.stages < 4:
-        config = replace(config, column_tiles=1)  # two tiles a step of few columns are faster than one of many
+        config = replace(config, columns=8)  # two tiles a step of few columns are faster than one of many
     if config.stages < 4:
         config = replace(config, tiles_per_step=1)
     least = 3 if size <= 256 else 2  # one tile of such rows on its way is enough
     while config.stages < least or config.blocks_per_sm * config.shared_bytes > SHARED_BYTES:  # large rows, a table, mapped queries, pieces
         config = replace(config, warps=config.warps - 2)
     return config
+

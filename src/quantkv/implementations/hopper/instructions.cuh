@@ -28,6 +28,11 @@ DI u16 half1(float x) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
 DI u16 bfloat1(float x) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r; }
 DI u32 max_half2(u32 a, u32 b) { u32 r; asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DI u32 min_half2(u32 a, u32 b) { u32 r; asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI u32 max_size_half2(u32 a, u32 b) {  // of a, which is not negative, and |b|; NaN where one is
+  u32 r;
+  asm("{.reg .b32 y; abs.f16x2 y, %2; max.NaN.f16x2 %0, %1, y;}" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 DI u32 saturate_half2(u32 x) {  // infinities become the largest numbers; NaN stays NaN
   asm("{.reg .b32 y; min.NaN.f16x2 y, %0, %1; max.NaN.f16x2 %0, y, %2;}" : "+r"(x) : "r"(0x7bff7bffu), "r"(0xfbfffbffu));
   return x;
@@ -55,6 +60,11 @@ DI float inverse_root(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "
 MMA(mma, "f16")
 MMA(mma_bfloat, "bf16")
 #undef MMA
+// The same of 8-bit integers, with signs, exactly: a [16, 32], b [32, 8].
+DI void mma_integers(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 DI u32 transpose(u32 x) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
 
 // Shared memory, by its 32-bit addresses.

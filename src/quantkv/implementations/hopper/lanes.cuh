@@ -5,9 +5,12 @@
 constexpr int DV = VALUE_SIZE, DK = (D + 8 * KEY::HALF - 1) / (8 * KEY::HALF) * (8 * KEY::HALF);  // of a value; of a key as it is unpacked
 static_assert(D == KEY_SIZE && D % 16 == 0 && DV % 16 == 0 && DK == KEY_DIMENSIONS, "head sizes are others in Python");
 template <class C, int SIZE> constexpr float GAIN_OF = C::GAIN * (C::PER_DIMENSION ? SIZE : 1);
-constexpr float KEY_GAIN = GAIN_OF<KEY, D>, VALUE_GAIN = GAIN_OF<VALUE, DV>;
-constexpr int COLUMNS = 8 * COLUMN_TILES;
-constexpr int NT = TEAM > 1 ? 1 : COLUMN_TILES, EVEN_NT = (NT + 1) / 2 * 2;  // tiles of columns of which a warp holds the queries
+constexpr float KEY_GAIN = GAIN_OF<KEY, D> / (BY_INTEGERS ? SUBNORMAL : 1.f), VALUE_GAIN = GAIN_OF<VALUE, DV>;
+constexpr int NT = TEAM > 1 ? 1 : (COLUMNS + 7) / 8, EVEN_NT = (NT + 1) / 2 * 2;  // tiles of columns of which a warp holds the queries
+// Columns of which a lane has scores: two of every eight, which are columns 2 c and 2 c + 1 of a product; of four, where keys are multiplied
+// BY_INTEGERS, one, which is the first of these.
+constexpr int OWN = BY_INTEGERS ? 1 : 2 * NT;
+DI int own_column(int k) { return BY_INTEGERS ? threadIdx.x % 4 : k / 2 * 8 + threadIdx.x % 4 * 2 + k % 2; }
 enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 
 template <int N> struct Constant { static constexpr int value = N; };
@@ -16,16 +19,18 @@ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 constexpr bool PARKED = D > 256 || NT > 1 && NT * D > 128;  // the query's operands wait in shared memory: outputs fill the registers
 
 static_assert(KEY::HALF == KEY_HALF && KEY::ODD_UNIT == KEY_ODD_UNIT, "the order of the keys' dimensions is another in Python");
-static_assert(KEY::TABLE_BYTES == KEY_TABLE_BYTES, "the keys' table is of another size in Python");
+static_assert(BY_INTEGERS <= KEY::INTEGERS && (!BY_INTEGERS || DK % 32 == 0 && COLUMNS == 4 && TEAM == 1), "what is multiplied as integers");
+constexpr int KEY_TABLE = BY_INTEGERS ? 0 : KEY::TABLE_BYTES;
+static_assert(KEY_TABLE == KEY_TABLE_BYTES, "the keys' table is of another size in Python");
 // Keys and values of one codec share a table.
 template <class A, class B> constexpr bool SAME = false;
 template <class A> constexpr bool SAME<A, A> = true;
 constexpr bool OWN_TABLE = VALUE::VALUES_BY_TABLE && !SAME<KEY, VALUE>;
-constexpr int VALUE_TABLE_AT = OWN_TABLE ? (KEY::TABLE_BYTES + 0xffff) & ~0xffff : 0;
-static_assert(TABLES_BYTES == (OWN_TABLE ? VALUE_TABLE_AT + VALUE::TABLE_BYTES : KEY::TABLE_BYTES), "tables are of another size in Python");
+constexpr int VALUE_TABLE_AT = OWN_TABLE ? (KEY_TABLE + 0xffff) & ~0xffff : 0;
+static_assert(TABLES_BYTES == (OWN_TABLE ? VALUE_TABLE_AT + VALUE::TABLE_BYTES : KEY_TABLE), "tables are of another size in Python");
 // The dimension in the low half of register j of lane 0, and what the register is worth.
 constexpr __device__ int key_dim(int j) { return j / KEY::HALF * 2 * KEY::HALF + j % KEY::HALF; }
-constexpr __device__ float key_unit(int j) { return j & 1 ? KEY::ODD_UNIT : 1.f; }
+constexpr __device__ float key_unit(int j) { return j & 1 && !BY_INTEGERS ? KEY::ODD_UNIT : 1.f; }
 
 constexpr bool IN_HALVES = 16 % VALUE::BITS == 0 && V_ROW % 16 == 0;  // no code of V lies across 16 bits, and no row across 16 bytes
 constexpr int K_BITS = DK / 4 * KEY::BITS, V_BITS = DV / 8 * VALUE::BITS;  // of a row that one lane unpacks
@@ -130,7 +135,7 @@ struct KeyLane {
   DI void keep_all(int g, int c) {  // once all that a lane holds is there: the order decides in which registers
     before_keys = c * K_WORDS * 4 % KEY::CHAIN ? ~0u : 0, before_values = g ? twice((1u << VALUE::OVERLAP) - 1) : 0;
     keep(token);
-    if (KEY::ENTRIES > 0) keep(table);
+    if (KEY_TABLE > 0) keep(table);
     if (OWN_TABLE) keep(value_table); else value_table = table;
     if (KEY::OVERLAP) keep(before_keys);
     if (VALUE::OVERLAP) keep(before_values);
@@ -185,7 +190,7 @@ template <class Codec> DI void fill_table(u32 warp, u32 at) {
 DI void fill_tables(u32 warp) {
   if (TABLES_BYTES == 0) return;
   if ((shared_address(shared) & WITHIN_BLOCK) != TABLE_ADDRESS) __trap();
-  fill_table<KEY>(warp, 0);
+  if (KEY_TABLE > 0) fill_table<KEY>(warp, 0);
   if (OWN_TABLE) fill_table<VALUE>(warp, VALUE_TABLE_AT);
   __syncthreads();
 }

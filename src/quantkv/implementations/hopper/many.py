@@ -64,7 +64,7 @@ class ManyConfig(DecodeConfig):
     def beside_ring(self) -> int:
         """Shared memory of a team that its ring cannot have, as in team.cuh: matrices of 128 bytes a column (queries, their sums, two of
         weights); what warps tell each other; zero points; sums; scores of offsets."""
-        columns = 8 * self.column_tiles
+        columns = self.columns
         matrices = (-(-self.key_dimensions // 64) + 3) * 128 * columns
         return matrices + TEAM * (2 * columns + 4) * 4 + 4 * TEAM * TILE + 4 * columns + self.score_bytes
 
@@ -84,14 +84,14 @@ def choose(
     shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
     size = max(key.hopper().dimensions(head_size), head_size_v)
     alone = decode.choose(*shape, columns, softcap, *maps, capacity=capacity)
-    few = columns < MANY_COLUMNS and (8 * alone.column_tiles >= columns or columns < MANY_COLUMNS - 4)
+    few = columns < MANY_COLUMNS and (alone.columns >= columns or columns < MANY_COLUMNS - 4)
     if few or MANY_COLUMNS > MOST_COLUMNS or not geometry.is_for_teams(value, head_size, head_size_v):
         return alone
     most = 4 if size > 128 else 8  # tiles of a block, as registers allow
     blocks = -(-columns // (8 * most))
     column_tiles = next(n for n in COLUMN_TILES if 8 * n * blocks >= columns)
     teams = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or column_tiles * size > 512 else 3  # little work is spread
-    config = ManyConfig(*shape, column_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
+    config = ManyConfig(*shape, 8 * column_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
     while config.stages < 3 and config.warps > TEAM:
         config = replace(config, warps=config.warps - TEAM)
     return config

@@ -22,7 +22,7 @@ struct GivenQuery {
 
   // Eight columns.
   static DI void ask(u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int column0) {
-    const int lane = threadIdx.x % 32, c = lane % 4, column = column0 + lane / 4;
+    const int column = column0 + threadIdx.x % 32 / 4;
     const bool used = column < sequences.queries(s) * GROUP;
     take(words, q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP), used);
   }
@@ -134,7 +134,7 @@ struct Query {
       for (int r = 0; r < 2; r++) {
         constexpr int HALF = KEY::HALF;
         const int d = 16 * w + 8 * r + g, own = d % (DK / 4), j = own / (2 * HALF) * HALF + own % HALF;
-        const float unit = NORM / (j % 2 ? KEY::ODD_UNIT : 1.f);
+        const float unit = NORM / key_unit(j);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float x = 16 * w < D ? y[min(w, D / 16 - 1)][2 * r + e] * unit : 0.f;
@@ -188,6 +188,11 @@ struct Query {
       add_up(nt);
     }
   }
+  DI void load(const GivenQuery& given, u32 assembled, u32 at) {  // at: where they are parked
+    load(given, assembled);
+    if (PARKED && !ASSEMBLED) park(at);
+  }
+  DI float total(int k) const { return sum[k / 2][k % 2]; }
   DI void add_up(int nt) {
     float total[4] = {};
 #pragma unroll

@@ -1,7 +1,7 @@
 // What products come to, for whoever unpacks tiles: keys' to scores, values' codes about their zero.
 #pragma once
 #include "pieces.cuh"
-#include "query.cuh"
+#include "integer_query.cuh"
 
 constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;
 constexpr bool WIDE = VALUE::BIASED || V_META == 0;  // an output is of any size, not weights times codes of a known one, and is looked for

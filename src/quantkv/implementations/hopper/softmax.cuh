@@ -16,98 +16,76 @@ template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Part<0>()) t
 // once at the end: the tensor core truncates as it accumulates, and an uncentred sum would drift with the number of tokens. Where
 // 32 columns share a code, taking its zero point or CENTRE off it (SUBTRACT) costs less than the registers of their masses.
 struct Softmax {
-  float o[NT][DV / 16][4], m[NT][2], l[NT][2], bias[NT][2], mass[NT][4], v_norm;
+  float o[NT][DV / 16][4], m[OWN], l[OWN], bias[OWN], mass[NT][4], v_norm;
   u32 seen;     // a bit for each column of this lane that has met a key
   float limit;  // scores up to this need no new m; -inf while some column of the warp has not
 
   DI Softmax() : v_norm(as_float(0x53800000u)), seen(0), limit(minus_infinity()) {
 #pragma unroll
+    for (int k = 0; k < OWN; k++) m[k] = l[k] = bias[k] = 0.f;
+#pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        m[nt][e] = l[nt][e] = bias[nt][e] = mass[nt][e] = mass[nt][2 + e] = 0.f;
+      for (int e = 0; e < 4; e++) {
+        mass[nt][e] = 0.f;
 #pragma unroll
-        for (int i = 0; i < DV / 16; i++) o[nt][i][e] = o[nt][i][2 + e] = 0.f;
+        for (int i = 0; i < DV / 16; i++) o[nt][i][e] = 0.f;
       }
   }
+  DI float& output(int k, int j) { return o[k / 2][j / 2][k % 2 + j % 2 * 2]; }  // of column k, dimension j of a lane's
 
   DI void centre() {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++)
+    for (int k = 0; k < OWN; k++) {
+      const float x = mass[k / 2][k % 2] * (ZERO_POINTS ? -1.f : -VALUE::CENTRE / VALUE_GAIN);
+      mass[k / 2][k % 2] = mass[k / 2][2 + k % 2] = 0.f;
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float x = mass[nt][e] * (ZERO_POINTS ? -1.f : -VALUE::CENTRE / VALUE_GAIN);
-        mass[nt][e] = mass[nt][2 + e] = 0.f;
-#pragma unroll
-        for (int i = 0; i < DV / 16; i++) {
-          o[nt][i][e] = fmaf(x, VALUE::unit(2 * i), o[nt][i][e]), o[nt][i][2 + e] = fmaf(x, VALUE::unit(2 * i + 1), o[nt][i][2 + e]);
-        }
-      }
+      for (int j = 0; j < DV / 8; j++) output(k, j) = fmaf(x, VALUE::unit(j), output(k, j));
+    }
   }
 
   // Moves m up to the scores s (relative to m), whose maxima over this lane's tokens are x; v: their largest value scale.
-  template <int N> DI void rescale(float (&s)[N][NT][4], const float (&x)[NT][2], float v) {
+  template <int N> DI void rescale(float (&s)[N][OWN][2], const float (&x)[OWN], float v) {
     u32 fit = 0x7f000000u - (__float_as_uint(max_over_tokens(v)) & 0x7f800000u);  // the power of two that brings v to [1, 2)
     fit = min(fit, __float_as_uint(v_norm));
     const float rv = as_float(0x3f800000u + fit - __float_as_uint(v_norm));
     v_norm = as_float(fit);
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++)
+    for (int k = 0; k < OWN; k++) {
+      const u32 bit = 1u << k;
+      float top = max_over_tokens(x[k]), up = seen & bit ? fmaxf(top, 0.f) : top == minus_infinity() ? 0.f : top;
+      float r = seen & bit ? pow2(-up) : 1.f;
+      if (top != minus_infinity()) seen |= bit;
+      m[k] += up, l[k] *= r, r *= rv, bias[k] *= r, mass[k / 2][k % 2] *= r, mass[k / 2][2 + k % 2] *= r;
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const u32 bit = 1u << (2 * nt + e);
-        float top = max_over_tokens(x[nt][e]), up = seen & bit ? fmaxf(top, 0.f) : top == minus_infinity() ? 0.f : top;
-        float r = seen & bit ? pow2(-up) : 1.f;
-        if (top != minus_infinity()) seen |= bit;
-        m[nt][e] += up, l[nt][e] *= r, r *= rv, bias[nt][e] *= r, mass[nt][e] *= r, mass[nt][2 + e] *= r;
+      for (int j = 0; j < DV / 8; j++) output(k, j) *= r;
 #pragma unroll
-        for (int i = 0; i < DV / 16; i++) o[nt][i][e] *= r, o[nt][i][2 + e] *= r;
-#pragma unroll
-        for (int n = 0; n < N; n++) s[n][nt][e] -= up, s[n][nt][2 + e] -= up;
-      }
-    limit = __any_sync(~0u, seen != (1u << 2 * NT) - 1) ? minus_infinity() : 4.f;  // p <= 16
+      for (int n = 0; n < N; n++) s[n][k][0] -= up, s[n][k][1] -= up;
+    }
+    limit = __any_sync(~0u, seen != (1u << OWN) - 1) ? minus_infinity() : 4.f;  // p <= 16
   }
 
-  // The scores of N tiles, relative to m. copies() starts the copies of later tiles, once the loads of these keys are on their way.
-  // offsets: where the scores of each tile's row of the offset table are, in shared memory.
-  template <int N, class Copies>
-  DI void score(float (&s)[N][NT][4], const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale,
-                float softcap, Copies copies) const {
-    u32 keys[N][2][ALL_K_WORDS], metas[N][2] = {};
+  // Products of N tiles of keys with the queries, of both rows of a lane. more(part): later parts of rows, where they have several.
+  template <int N, class More>
+  DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS], const u32 (&metas)[N][2], u32 (&squares)[N][2], const Lane& at,
+                   const Query& q, More more) const {
+    float y[N][NT][4], odd[N][4] = {};  // products depend on each other: with one column tile alone, two sums take half the time
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        at.key.template load<0, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
-        if constexpr (K_META > 0) load_shared<K_META>(tile[n] + TILE_KM + (at.token + 8 * r) * K_META, &metas[n][r]);
-      }
-    }
-    copies();
-    u32 squares[N][2] = {};
-    float odd[N][4] = {};  // products depend on each other: with one column tile alone, two sums take half the time
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      at.overlap_key<KEY>(keys[n][0]), at.overlap_key<KEY>(keys[n][1]);
+    for (int n = 0; n < N; n++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float zero = KEY::ZERO_POINTS ? -zero_point(metas[n][r]) : -KEY::ZERO;
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) s[n][nt][2 * r + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? zero * q.sum[nt][e] : 0.f;
+          for (int e = 0; e < 2; e++) y[n][nt][2 * r + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? zero * q.sum[nt][e] : 0.f;
       }
-    }
     constexpr int TOGETHER = NT * D > 384 ? N : 1;  // tiles whose products take turns, which spares registers where outputs have most of them
 #pragma unroll
     for (int first = 0; first < N; first += TOGETHER) {
       each_part<K_PARTS>([&](auto part) {
         constexpr int PART = decltype(part)::value, STEPS = DK / 16 / K_PARTS;
-        if constexpr (PART > 0) {
-#pragma unroll
-          for (int n = first; n < first + TOGETHER; n++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) at.key.template load<PART, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
-        }
+        more(part, first, TOGETHER);
 #pragma unroll
         for (int w = 0; w < STEPS; w++) {
           u32 b[2 * EVEN_NT];
@@ -119,44 +97,102 @@ struct Softmax {
               squares[n][0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[n][0])), squares[n][1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[n][1]));
             }
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd[n] : s[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+            for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd[n] : y[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
           }
         }
       });
     }
 #pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int k = 0; k < OWN; k++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) s[n][k][r] = y[n][k / 2][2 * r + k % 2] + (NT == 1 ? odd[n][2 * r + k % 2] : 0.f);
+  }
+  // The same where keys are multiplied BY_INTEGERS.
+  template <int N, class Key, class More>
+  DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS], const u32 (&metas)[N][2], u32 (&)[N][2], const Lane&,
+                   const IntegerQuery<Key>& q, More more) const {
+#pragma unroll
     for (int n = 0; n < N; n++) {
-      if (NT == 1) for (int i = 0; i < 4; i++) s[n][0][i] += odd[n][i];
+      int y[2][4] = {};  // two sums, as above
+      each_part<K_PARTS>([&](auto part) {
+        constexpr int PART = decltype(part)::value, STEPS = DK / 32 / K_PARTS;
+        more(part, n, 1);
+#pragma unroll
+        for (int w = 0; w < STEPS; w++) {
+          u32 b[2];
+          q.step(PART * STEPS + w, b);
+          const auto a = [&](int r, int j) { return Key::key_bytes(keys[n][r], 2 * w + j); };
+          mma_integers(y[w % 2], a(0, 0), a(1, 0), a(0, 1), a(1, 1), b[0], b[1]);
+        }
+      });
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        int x = q.whole(y[0][2 * r] + y[1][2 * r], y[0][2 * r + 1] + y[1][2 * r + 1]);
+        if constexpr (Key::ZERO_POINTS) x -= (int)(metas[n][r] & 15u) * q.sum;
+        s[n][0][r] = (float)x * q.unit;
+      }
+    }
+  }
+
+  // The scores of N tiles, relative to m. copies() starts the copies of later tiles, once the loads of these keys are on their way.
+  // offsets: where the scores of each tile's row of the offset table are, in shared memory.
+  template <int N, class Copies>
+  DI void score(float (&s)[N][OWN][2], const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const OwnQuery& q, float scale,
+                float softcap, Copies copies) const {
+    u32 keys[N][2][ALL_K_WORDS], metas[N][2] = {};
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        at.key.template load<0, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
+        if constexpr (K_META > 0) load_shared<K_META>(tile[n] + TILE_KM + (at.token + 8 * r) * K_META, &metas[n][r]);
+      }
+    }
+    copies();
+#pragma unroll
+    for (int n = 0; n < N; n++) at.overlap_key<KEY>(keys[n][0]), at.overlap_key<KEY>(keys[n][1]);
+    u32 squares[N][2] = {};
+    multiply(s, keys, metas, squares, at, q, [&](auto part, int first, int count) {
+      constexpr int PART = decltype(part)::value;
+      if constexpr (PART > 0) {
+#pragma unroll
+        for (int n = first; n < first + count; n++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) at.key.template load<PART, K_PARTS>(tile[n] + 8 * r * K_ROW, keys[n][r]);
+      }
+    });
+#pragma unroll
+    for (int n = 0; n < N; n++) {
       float norms[4] = {};  // squared: of the row in 0 and 1, of the row 8 further in 2 and 3
       if constexpr (KEY::NORMALISED) mma(norms, squares[n][0], squares[n][1], 0, 0, ONES, 0);
       const KeyScores key(metas[n], norms[0], norms[2], scale);
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++) {
-        u32 offset[2] = {};  // what is added to the scores of a column, of both rows
-        if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
+      for (int k = 0; k < OWN; k++) {
+        u32 offset = 0;  // what is added to the scores of a column, of both rows
+        if (KEY_OFFSET) load_shared<4>(offsets[n] + own_column(k) * 4, &offset);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          s[n][nt][i] = key(i / 2, s[n][nt][i], as_float(offset[i & 1]), q.sum[nt][i & 1], softcap, m[nt][i & 1]);
-        }
+        for (int r = 0; r < 2; r++) s[n][k][r] = key(r, s[n][k][r], as_float(offset), q.total(k), softcap, m[k]);
       }
     }
   }
 
   // Adds N tiles: their scores, as above, and values.
-  // valid(n, half, nt, e): may column 2 c + e of nt see this lane's token (half: + 8) of tile n? ours(n, half): is it of the segment?
+  // valid(n, half, k): may column k of this lane see its token (half: + 8) of tile n? ours(n, half): is it of the segment?
   template <int N, bool MASKED, class Copies, class Valid, class Ours>
-  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const Query& q, float scale, float softcap, Copies copies, Valid valid,
+  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies, Valid valid,
               Ours ours) {
-    float s[N][NT][4], x[NT][2], v_top;
+    float s[N][OWN][2], x[OWN], v_top;
     score(s, tile, offsets, at, q, scale, softcap, copies);
     if constexpr (MASKED) {
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
+        for (int k = 0; k < OWN; k++)
 #pragma unroll
-          for (int i = 0; i < 4; i++)
-            if (!valid(n, i / 2, nt, i & 1)) s[n][nt][i] = minus_infinity();
+          for (int r = 0; r < 2; r++)
+            if (!valid(n, r, k)) s[n][k][r] = minus_infinity();
     }
     u32 va[N][ALL_V_PAIRS], vb[N][ALL_V_PAIRS];
     u32 zeros[N][2];
@@ -185,23 +221,19 @@ struct Softmax {
     }
     float top;
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++)
+    for (int k = 0; k < OWN; k++) {
+      x[k] = fmaxf(s[0][k][0], s[0][k][1]);
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        x[nt][e] = fmaxf(s[0][nt][e], s[0][nt][2 + e]);
-#pragma unroll
-        for (int n = 1; n < N; n++) x[nt][e] = fmaxf(x[nt][e], fmaxf(s[n][nt][e], s[n][nt][2 + e]));
-        top = nt + e == 0 ? x[nt][e] : fmaxf(top, x[nt][e]);
-      }
-    constexpr bool EARLY = N * NT <= 2;  // exponentials while the warp votes, where registers allow
-    float e[N][NT][4];
+      for (int n = 1; n < N; n++) x[k] = fmaxf(x[k], fmaxf(s[n][k][0], s[n][k][1]));
+      top = k == 0 ? x[k] : fmaxf(top, x[k]);
+    }
+    constexpr bool EARLY = N * OWN <= 4;  // exponentials while the warp votes, where registers allow
+    float e[N][OWN][2];
     auto exponentials = [&] {
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) e[n][nt][i] = pow2(s[n][nt][i]);
+        for (int k = 0; k < OWN; k++) e[n][k][0] = pow2(s[n][k][0]), e[n][k][1] = pow2(s[n][k][1]);
     };
     if (EARLY) exponentials();
     if (__any_sync(~0u, top > limit || v_top * v_norm > 16.f)) {
@@ -213,16 +245,18 @@ struct Softmax {
     for (int n = 0; n < N; n++) {
       u32 p[NT][2];
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++)
+      for (int r = 0; r < 2; r++) {
+        const float u = v_scale[n][r] * v_norm;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          float p0 = e[n][nt][2 * r], p1 = e[n][nt][2 * r + 1], u = v_scale[n][r] * v_norm;
-          l[nt][0] += p0, l[nt][1] += p1;
-          if constexpr (VALUE::BIASED) {
-            bias[nt][0] = fmaf(p0, v_bias[n][r] * v_norm, bias[nt][0]), bias[nt][1] = fmaf(p1, v_bias[n][r] * v_norm, bias[nt][1]);
-          }
-          p[nt][r] = transpose(operand_pair<VALUE>(p0 * u, p1 * u));
+        for (int k = 0; k < OWN; k++) {
+          l[k] += e[n][k][r];
+          if constexpr (VALUE::BIASED) bias[k] = fmaf(e[n][k][r], v_bias[n][r] * v_norm, bias[k]);
         }
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+          p[nt][r] = transpose(operand_pair<VALUE>(e[n][2 * nt][r] * u, 2 * nt + 1 < OWN ? e[n][min(2 * nt + 1, OWN - 1)][r] * u : 0.f));
+        }
+      }
       if constexpr (CENTRED_LATER) {
         const u32 a = ZERO_POINTS ? zeros[n][0] : ONES, b = ZERO_POINTS ? zeros[n][1] : ONES;
 #pragma unroll
@@ -250,19 +284,17 @@ struct Softmax {
   // earlier tiles of the same sequence came to, in the same form and possibly at the same place, or null.
   DI void write(u32* to, int columns, const u32* held) {
     if (CENTRED_LATER) centre();
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const int g = threadIdx.x % 32 / 4;
     // Of dimension j of this lane and the next. Where they are no neighbours, pairs of lanes exchange one of each two.
     const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const auto value = [&](int j) -> float& { return o[nt][j / 2][e + j % 2 * 2]; };
-        const float sum = sum_over_tokens(l[nt][e]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
-        const float z = VALUE::BIASED ? sum_over_tokens(bias[nt][e]) * r : 0.f;
-        const int column = nt * 8 + 2 * c + e;
+    for (int k = 0; k < OWN; k++) {
+        const auto value = [&](int j) -> float& { return output(k, j); };
+        const float sum = sum_over_tokens(l[k]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
+        const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f;
+        const int column = own_column(k);
         const bool there = column < columns;
-        float lse = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity(), top = 0.f;
+        float lse = sum > 0.f ? m[k] + lg2(sum) : minus_infinity(), top = 0.f;
 #pragma unroll
         for (int j = 0; j < DV / 8; j++) value(j) = fmaf(value(j), VALUE_GAIN / VALUE::unit(j) * r, z);
         if constexpr (RUN == 1) {

@@ -4,7 +4,7 @@
 #include "warpgroup.cuh"
 
 static_assert(TEAM == 4 && WARPS % TEAM == 0 && D <= 256 && DV <= 256, "a warpgroup, whose registers have room for such rows");
-constexpr int TILES = COLUMN_TILES, SLABS = (DK + 63) / 64;  // tiles of 8 columns; matrices of 64 numbers of a query a row
+constexpr int TILES = COLUMNS / 8, SLABS = (DK + 63) / 64;  // tiles of 8 columns; matrices of 64 numbers of a query a row
 constexpr int AHEAD = STAGES - 1, SPAN_BYTES = TEAM * TILE_BYTES;
 
 // Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as two fp16 numbers.

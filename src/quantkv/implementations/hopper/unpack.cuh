@@ -7,6 +7,8 @@
 //   BFLOAT                 operands are bf16, and not fp16
 //   GAIN, PER_DIMENSION    bring products of operands as registers hold them to their values: GAIN, times the head size if PER_DIMENSION
 // and of one that serves keys,
+//   INTEGERS               operands are integers of 8 bits times 2^-24, less ZERO: key_bytes(w, j) is four of them as such, of dimensions
+//                          byte_dim(j, 0) to byte_dim(j, 3)
 //   HALF, ODD_UNIT, ZERO   the distance of the two dimensions of a register; what odd registers are worth more than even ones, a
 //                          power of two; what is taken off every operand. Four lanes take 8 HALF dimensions each: what lies behind a row
 //                          of fewer is read as codes, times 0, and must not be read as infinite
@@ -46,9 +48,11 @@ template <int ENTRIES_, int TOKENS_, int SPACING_> struct Table {
 template <class TABLE> struct ReadBy : TABLE {
   static constexpr int META_BYTES = 0, HALF = 1;
   static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false, VALUES_BY_TABLE = false, PER_DIMENSION = false;
+  static constexpr bool INTEGERS = false;
   static constexpr int OVERLAP = 0, CHAIN = 16;
   static constexpr float GAIN = 1.f, ODD_UNIT = 1.f, ZERO = 0.f, CENTRE = 0.f;
   static constexpr __device__ float unit(int) { return 1.f; }
+  static constexpr __device__ int byte_dim(int j, int i) { return j / 2 * 8 + j % 2 + 2 * i; }  // every other of eight, then those between
   static DI float scale(u32 meta) { return as_float(meta); }
   static DI float bias(u32) { return 0.f; }
   template <class R, class W> static DI u32 encode(const R&, W&) { return 0; }  // rows that write.cu does not write
@@ -87,7 +91,9 @@ template <int B> struct Fields : CodecDefaults {
 template <> struct Fields<4> : CodecDefaults {  // fields of a half word that are 4 dimensions apart
   static constexpr int BITS = 4, HALF = 4;
   static constexpr float GAIN = SUBNORMAL, CENTRE = 8.f, ODD_UNIT = 16.f;
+  static constexpr bool INTEGERS = true;
   static constexpr __device__ float unit(int j) { return j & 1 ? 16.f : 1.f; }
+  static DI u32 key_bytes(const u32* w, int j) { return (j & 1 ? w[j / 2] >> 4 : w[j / 2]) & 0x0f0f0f0fu; }
   static DI u32 field(u32 w, int j) { return w >> (j & 2) * 4 & (j & 1 ? 0x00f000f0u : 0x000f000fu); }
   static DI u32 key_pair(const u32* w, int j) { return field(w[j / 4], j % 4); }
   static DI u32 pair(const u32* x, int j) { return field(x[j / 4], j % 4); }
@@ -95,6 +101,11 @@ template <> struct Fields<4> : CodecDefaults {  // fields of a half word that ar
 // 2 bits: levels -10, -3, 3, 10, times 2^-24. Values by arithmetic; keys by a table of the 256 bytes, to spare the integer pipe.
 struct FourLevels : ReadBy<Table<256, 2, 256>> {
   static constexpr int BITS = 2;
+  static constexpr bool INTEGERS = true;
+  static DI u32 key_bytes(const u32* w, int j) {  // codes pick bytes, four bits to each
+    const u32 codes = (j & 1 ? w[j / 4] >> 2 : w[j / 4]) & 0x33333333u;
+    return prmt(0x0a03fdf6u, 0, j & 2 ? codes >> 16 : codes);
+  }
   // Field j of both halves. 20/3 code - 10 is -10, -3.33, 3.33, 10: the level, once rounded to an integer, and fp16 subnormals are
   // integers. So one multiply-add makes it.
   static DI u32 level(u32 w, int j) {
