@@ -212,9 +212,8 @@ class Plan:
             column_blocks = -(-columns // config.columns)
             blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
-            whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else None
-            if whole is not None:
-                config, blocks = replace(config, whole_pairs=True), whole.grid(pairs)
+            config, whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else (config, None)
+            blocks = blocks if whole is None else whole.grid(pairs)
             resident = blocks * config.workers
             pair_pieces = config.pieces(longest(call, call.segments[i])) if config.invariant else 0
             size = (pairs * pair_pieces or resident + pairs) * columns * config.piece_bytes

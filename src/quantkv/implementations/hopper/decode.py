@@ -78,6 +78,13 @@ class DecodeConfig:
         return self.warps // self.team
 
     @property
+    def with_more_warps(self) -> DecodeConfig | None:
+        """The same with 16 warps, where 128 registers a thread are enough and shared memory is; usually they are not faster."""
+        more = replace(self, warps=16)
+        few = self.by_integers and max(self.key_dimensions, self.head_size_v) <= 128 and self.warps == 12
+        return more if few and more.stages == self.stages else None
+
+    @property
     def piece_least(self) -> int:
         """Tiles, or a team's spans, of a piece of an invariant cut, at least, where a sequence has as many."""
         return -(-PIECE_LEAST // self.team)
@@ -211,7 +218,7 @@ class DecodeConfig:
         return dict(
             **row_macros(self.key, self.value, self.head_size, self.head_size_v), KEY_DIMENSIONS=self.key_dimensions, GROUP=self.group,
             KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size, RECORD_BYTES=self.record_bytes, KEY_HALF=key.half,
-            KEY_ODD_UNIT=key.odd_unit, BY_INTEGERS=int(self.by_integers), KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
+            KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
             KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
@@ -219,7 +226,8 @@ class DecodeConfig:
             CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PIECES_FIRST=PIECES_FIRST, PIECES_AIM=PIECES_AIM, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
             PIECES_ENOUGH=PIECES_ENOUGH // self.team,
-            EXACT=self.exact, COLUMNS=self.columns, WARPS=self.warps, TEAM=self.team, BLOCKS_PER_SM=self.blocks_per_sm,
+            EXACT=self.exact, COLUMNS=self.columns, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
+            BLOCKS_PER_SM=self.blocks_per_sm,
             STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE, WORKER_BYTES=self.worker_bytes,
             BARRIER_BYTES=BARRIER_BYTES,
             PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
@@ -280,4 +288,3 @@ def choose(
     while config.stages < least or config.blocks_per_sm * config.shared_bytes > SHARED_BYTES:  # large rows, a table, mapped queries, pieces
         config = replace(config, warps=config.warps - 2)
     return config
-

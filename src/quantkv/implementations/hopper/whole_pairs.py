@@ -51,8 +51,16 @@ def _tiles(call: AttendCall) -> tuple[int, bool]:
     return (reach + TILE - 2) // TILE + 1, True  # the first may be any of a tile
 
 
-def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> WholePairs | None:
-    """Who reads the pairs of `call`, which has so many blocks at once for each group of its columns; None where pairs are not whole."""
+def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> tuple[DecodeConfig, WholePairs | None]:
+    """Who reads the pairs of `call`, which has so many blocks at once for each group of its columns; None where pairs are not whole. With
+    the configuration for it, which has more warps where pairs are whole with these alone."""
+    for each in (config, config.with_more_warps):
+        if each is not None and (found := _of(call, each, blocks, largest_cluster)):
+            return replace(each, whole_pairs=True), found
+    return config, None
+
+
+def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> WholePairs | None:
     ways = config.team > 1 or config.invariant or config.segments > 1 or config.exact or config.follows
     if ways or "MATRIX" in (config.key_map, config.value_map) or len(call.segments) > 1:
         return None
