@@ -28,14 +28,14 @@ KEYS, VALUES = ([name for name, half in HALVES.items() if getattr(half, use)] fo
 # Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16, 24 and
 # 32, of several. A few more than the compilers of CUDA 13.0 and 13.5 make.
 BUDGET = {
-    ("int8", "int8", 4): 250, ("fp8_token", "fp8_token", 4): 235, ("int8", "int4", 4): 222, ("int4", "int4", 4): 212,
-    ("int2", "int2", 4): 218,
+    ("int8", "int8", 4): 212, ("fp8_token", "fp8_token", 4): 235, ("int8", "int4", 4): 180, ("int4", "int4", 4): 184,
+    ("int2", "int2", 4): 213, ("int4", "int4", 8): 212, ("int2", "int2", 8): 218,
     ("tq8", "u4", 4): 220, ("tq4", "u4", 4): 275, ("tq3", "u4", 4): 315, ("tq3", "u3", 4): 340,
-    ("int4", "int2", 4): 224, ("int2", "u4", 4): 213, ("int4", "int4", 16): 285, ("int4", "int4", 24): 350, ("int4", "int4", 32): 400,
+    ("int4", "int2", 4): 197, ("int2", "u4", 4): 200, ("int4", "int4", 16): 285, ("int4", "int4", 24): 350, ("int4", "int4", 32): 400,
     ("int2", "int2", 24): 330, ("int2", "int2", 32): 380, ("bf16", "bf16", 4): 208, ("bf16", "bf16", 16): 320, ("bf16", "bf16", 24): 410,
-    ("levels2", "levels2", 4): 222, ("levels3", "levels3", 4): 380, ("levels4", "levels4", 4): 325, ("levels5", "levels5", 4): 470,
+    ("levels2", "levels2", 4): 216, ("levels3", "levels3", 4): 380, ("levels4", "levels4", 4): 325, ("levels5", "levels5", 4): 470,
     ("levels6", "levels6", 4): 460, ("levels8", "levels8", 4): 390, ("levels4", "levels2", 4): 245, ("levels4", "levels4", 32): 475,
-    ("trellis2", "trellis2", 4): 300, ("trellis2", "trellis2", 24): 420, ("int8", "trellis2", 4): 285, ("int2", "trellis2", 4): 275,
+    ("trellis2", "trellis2", 4): 300, ("trellis2", "trellis2", 24): 420, ("int8", "trellis2", 4): 240, ("int2", "trellis2", 4): 260,
 }  # fmt: skip
 
 
@@ -97,11 +97,11 @@ def test_other_shapes_compile(head_size, columns):
 @pytest.mark.parametrize("key", ["int4", "tq3", "levels4"])
 @pytest.mark.parametrize("key_map, value_map, key_offset", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
 def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path):
-    chosen = config(key, "int4", key_map=key_map, value_map=value_map, key_offset=key_offset)
+    chosen = config(key, "int4", columns=8, key_map=key_map, value_map=value_map, key_offset=key_offset)  # more than integers serve
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(chosen))
     plain = tmp_path / "plain.cubin"
-    plain.write_bytes(build(config(key, "int4")))
+    plain.write_bytes(build(config(key, "int4", columns=8)))
     assert len(step(cubin)) <= len(step(plain)) * (1.05 if key_offset else 1.02)
 
 
@@ -116,7 +116,7 @@ def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, tmp_path):
         cubin.write_bytes(build(each))
         steps.append(len(step(cubin)))
         assert not {"LDL", "STL"} & set(opcodes(cubin)), name
-    assert steps[1] <= steps[0] + 4
+    assert steps[1] <= steps[0] + 6
 
 
 @pytest.mark.parametrize(

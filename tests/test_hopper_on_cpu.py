@@ -6,6 +6,7 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calls import WriteCall
+from quantkv.implementations.hopper import attend as hopper
 from quantkv.maps import default_map
 from quantkv.testing import OUTPUT_BUDGET, POISON, Batch, check, relative_error, rows
 
@@ -50,6 +51,54 @@ def test_sequences_that_warps_pass_over(monkeypatch, tmp_path):
 )
 def test_shapes(shape, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, "int4", multiprocessors=1, max_tiles=6, **shape)
+
+
+FOUR = [  # columns or fewer, which integers serve: queries of a sequence times query heads of a kv head
+    ("int4", (4, 2, 1, 3), 1, {"window": 200}),
+    ("int8", (2, 2, 1, 2), 2, {"softcap": 25.0}),
+    ("int2", DECODE, 3, {"window": 90, "sinks": torch.linspace(-2, 2, 6)}),
+    ("levels2/int8", (1, 2, 1, 2), 2, {}),
+]
+
+
+@pytest.mark.parametrize("name, queries, group, options", FOUR, ids=lambda x: x if isinstance(x, str) else "")
+def test_integers(name, queries, group, options, monkeypatch, tmp_path):
+    attend(monkeypatch, tmp_path, name, queries, options=options, group=group)
+
+
+def by_integers(monkeypatch, folder, name, change, **shape):
+    """The outputs and the right ones, of four columns, after `change(q, rows)`: q [sequences, heads, D]."""
+    device = Device(monkeypatch, folder, 1)
+    b = Batch.make(name, (1, 1), (70, 33), **{"head_size": 128, "num_kv_heads": 1, "group": 4, "dtype": torch.bfloat16, **shape})
+    change(b.q)
+    call = b.call(max_query_len=1)
+    assert hopper.Plan(call, 1).main.config.by_integers
+    device.serve(call)
+    return call.out, b.oracle()[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_the_unit_of_a_column_is_its_own(value, monkeypatch, tmp_path):
+    """Heads of other sizes by a thousand, and beside them one that is not finite in fp16."""
+
+    def change(q):
+        q *= torch.tensor([1.0, 1e-3, 8.0, 1.0])[:, None]
+        q[1, 3, 5] = value
+
+    out, right = by_integers(monkeypatch, tmp_path, "int4", change)
+    for s, head in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]:
+        assert relative_error(out[s, head], right[s, head]) <= OUTPUT_BUDGET[torch.bfloat16], (s, head)
+
+
+def test_the_largest_sums_of_integers(monkeypatch, tmp_path):
+    """32,512 * 127 * 512 is below 2^31, and every score is then the same: each output is the mean of the values."""
+    device = Device(monkeypatch, tmp_path, 1)
+    b = Batch.make("int8", (1,), (33,), head_size=512, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    b.cache.k.codes.fill_(127), b.q.fill_(0.25)
+    call = b.call(max_query_len=1)
+    assert hopper.Plan(call, 1).main.config.by_integers
+    device.serve(call)
+    assert relative_error(call.out, b.oracle()[0]) <= OUTPUT_BUDGET[torch.bfloat16]
 
 
 GEOMETRIES = [  # shares of keys and runs of values that begin in the middle of words and of chunks; parts of wide rows; small pages

@@ -107,7 +107,10 @@ struct Softmax {
 #pragma unroll
       for (int k = 0; k < OWN; k++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) s[n][k][r] = y[n][k / 2][2 * r + k % 2] + (NT == 1 ? odd[n][2 * r + k % 2] : 0.f);
+        for (int r = 0; r < 2; r++) {
+          s[n][k][r] = y[n][k / 2][2 * r + k % 2];
+          if (NT == 1) s[n][k][r] += odd[n][2 * r + k % 2];
+        }
   }
   // The same where keys are multiplied BY_INTEGERS.
   template <int N, class Key, class More>
@@ -245,18 +248,18 @@ struct Softmax {
     for (int n = 0; n < N; n++) {
       u32 p[NT][2];
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float u = v_scale[n][r] * v_norm;
+      for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-        for (int k = 0; k < OWN; k++) {
-          l[k] += e[n][k][r];
-          if constexpr (VALUE::BIASED) bias[k] = fmaf(e[n][k][r], v_bias[n][r] * v_norm, bias[k]);
-        }
+        for (int r = 0; r < 2; r++) {
+          const float u = v_scale[n][r] * v_norm;
+          float pair[2] = {};  // of columns 2 nt and 2 nt + 1, of which there may be no second
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-          p[nt][r] = transpose(operand_pair<VALUE>(e[n][2 * nt][r] * u, 2 * nt + 1 < OWN ? e[n][min(2 * nt + 1, OWN - 1)][r] * u : 0.f));
+          for (int k = 2 * nt; k < min(2 * nt + 2, OWN); k++) {
+            l[k] += e[n][k][r], pair[k % 2] = e[n][k][r] * u;
+            if constexpr (VALUE::BIASED) bias[k] = fmaf(e[n][k][r], v_bias[n][r] * v_norm, bias[k]);
+          }
+          p[nt][r] = transpose(operand_pair<VALUE>(pair[0], pair[1]));
         }
-      }
       if constexpr (CENTRED_LATER) {
         const u32 a = ZERO_POINTS ? zeros[n][0] : ONES, b = ZERO_POINTS ? zeros[n][1] : ONES;
 #pragma unroll
