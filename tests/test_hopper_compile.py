@@ -71,6 +71,23 @@ def test_step_fits_its_budget(key, value, columns, tmp_path):
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
 
 
+@pytest.mark.parametrize(
+    "key, value, head_size", [("int4", "int4", 128), ("int2", "int2", 128), ("int8", "u4", 128), ("int4", "int4", 96), ("int4", "int8", 64)]
+)
+def test_more_warps_keep_what_they_hold_in_registers(key, value, head_size, tmp_path):
+    usual = config(key, value, head_size)
+    more = replace(usual.with_more_warps, whole_pairs=True)
+    cubin = tmp_path / "decode.cubin"
+    cubin.write_bytes(build(more))
+    assert more.warps == 16 and more.stages == usual.stages
+    assert not [name for name in step(cubin) if name.startswith(("LDL", "STL"))]
+
+
+def test_more_warps_only_where_they_have_room():
+    assert config("int4", "int4", 256).with_more_warps is None is config("int4", "int4", columns=8).with_more_warps
+    assert config("int8", "int8").with_more_warps is None  # of the ring
+
+
 # As BUDGET, at other head sizes of keys and values, pages and maps: what does not fit whole words and chunks costs little.
 GEOMETRIES = {
     ("int4", "int4", 80, 80, 16, "MATRIX"): 205, ("int4", "int4", 192, 128, 8, "NO_MAP"): 265,

@@ -113,6 +113,7 @@ CHOSEN = [  # on 132 multiprocessors: blocks and warps of a pair
     (dict(sequences=4, tokens=32768, shortest=100), None),
     (dict(sequences=64, tokens=8192, shortest=8192), (1, 3)),
     (dict(sequences=64, tokens=8192, heads=(8, 1), shortest=8000), (2, 12)),
+    (dict(sequences=128, tokens=1024, shortest=1024), (1, 2)),  # of 16 warps: of 12 each pair would have one
     (dict(sequences=24, tokens=8192, heads=(8, 1), shortest=8192), (5, 8)),
     (dict(sequences=64, tokens=16384, heads=(64, 8), head_size=64, window=128), (1, 3)),
     (dict(sequences=32, tokens=16384, heads=(32, 16), window=1024), (1, 3)),
@@ -128,6 +129,14 @@ def test_which_calls_have_whole_pairs(shape, chosen, monkeypatch):
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
     plan = hopper.Plan(meta_call(**shape), 132)
     assert plan.main.pairs is None and not plan.main.config.whole_pairs
+
+
+def test_warps_of_a_block():
+    """More only where pairs are whole with these alone."""
+    plans = [hopper.Plan(meta_call(sequences, 1024, shortest=1024), 132).main.config for sequences in (128, 64)]
+    assert [(config.warps, config.whole_pairs) for config in plans] == [(16, True), (12, True)]
+    ragged = hopper.Plan(meta_call(128, 1024), 132).main.config  # lengths that may differ
+    assert (ragged.warps, ragged.whole_pairs) == (12, False)
 
 
 def test_a_cluster_of_16_is_one_of_8_where_that_is_the_largest():

@@ -172,11 +172,13 @@ struct Softmax {
       if constexpr (KEY::NORMALISED) mma(norms, squares[n][0], squares[n][1], 0, 0, ONES, 0);
       const KeyScores key(metas[n], norms[0], norms[2], scale);
 #pragma unroll
-      for (int k = 0; k < OWN; k++) {
-        u32 offset = 0;  // what is added to the scores of a column, of both rows
-        if (KEY_OFFSET) load_shared<4>(offsets[n] + own_column(k) * 4, &offset);
+      for (int nt = 0; nt < NT; nt++) {
+        u32 offset[2] = {};  // what is added to the scores of columns 2 nt and 2 nt + 1, of both rows
+        if (KEY_OFFSET) load_shared<8>(offsets[n] + own_column(2 * nt) * 4, offset);
 #pragma unroll
-        for (int r = 0; r < 2; r++) s[n][k][r] = key(r, s[n][k][r], as_float(offset), q.total(k), softcap, m[k]);
+        for (int k = 2 * nt; k < min(2 * nt + 2, OWN); k++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) s[n][k][r] = key(r, s[n][k][r], as_float(offset[k % 2]), q.total(k), softcap, m[k]);
       }
     }
   }
