@@ -37,11 +37,12 @@ DI void merge_ends(const AttendArguments& a, const Sequences& sequences, int* en
 
 // The pieces of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut that is INVARIANT.
 struct OwnPieces {
-  int first, all, past, index;  // tiles: the sequence's first, their number, that behind the last; which piece is next
+  int first, all, past, count, index;  // tiles: the sequence's first, their number, that behind the last; pieces, and which is next
   DI OwnPieces() {}
   DI OwnPieces(const Sequences& sequences, int s, int tile)
-      : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), index(Sequences::piece_at(tile - first, all)) {}
-  DI int end() const { return first + Sequences::piece_begin(index + 1, all); }
+      : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), count(Sequences::pieces(all)),
+        index(Sequences::piece_at(tile - first, all, count)) {}
+  DI int end() const { return first + Sequences::piece_begin(index + 1, all, count); }
   DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
     const int row = min(index++, a.pair_pieces - 1);  // lengths may break a promise
     return a.pieces + (((i64)head * a.sequences + s) * a.pair_pieces + row) * a.all_columns * PIECE + (i64)sequences.column0 * PIECE;

@@ -48,17 +48,22 @@ struct Sequences {
     const Slots slots = all(s);
     return slots.last_tile() - slots.first_tile();
   }
-  // Of a sequence of so many tiles (why so many: decode.py). All have as many, to a tile: the i-th begins at tile i * all / pieces.
+  // Of a sequence of so many tiles (why so many: decode.py). All have as many, to a step.
   static DI u32 pieces(u32 all) {
     u32 n = max(1, min(all / PIECE_LEAST, PIECES_FIRST));
     const auto is_long = [&] { return n < PIECES_AIM ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH; };
     while (n >= PIECES_FIRST && (is_long() || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
     return n;
   }
-  static DI u32 piece_at(u32 within, u32 all) { return all ? (within * pieces(all) + all - 1) / all : 0; }  // the first that does not begin before
-  static DI u32 piece_begin(u32 i, u32 all) { return min(i * all / pieces(all), all); }
+  // The first piece that does not begin before, and where the i-th of so many does: at a whole step.
+  static DI u32 piece_at(u32 within, u32 all, u32 count) { return all ? (whole_steps(within + TILES_PER_STEP - 1) * count + all - 1) / all : 0; }
+  static DI u32 piece_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(i * all / count) : all; }
+  static DI u32 whole_steps(u32 tiles) { return tiles / TILES_PER_STEP * TILES_PER_STEP; }
   // From `within` tiles of a sequence to the first piece that does not begin before, or to the sequence's end.
-  DI int to_next_piece(int s, int within) const { return piece_begin(piece_at(within, tiles(s)), tiles(s)) - within; }
+  DI int to_next_piece(int s, int within) const {
+    const u32 all = tiles(s), count = pieces(all);
+    return piece_begin(piece_at(within, all, count), all, count) - within;
+  }
   // Makes a run of `left` tiles from `tile` on the pieces that begin in it; past: the place behind it in the line of its head.
   // Only a run that ends in another sequence has to look for the one that is there.
   DI void take_pieces(int& head, int& s, int& tile, int& left, int past) const {

@@ -322,7 +322,7 @@ struct Softmax {
           lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
         }
         // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
-        float factor = piece_factor(32.f / v_norm);
+        float factor = piece_factor(32.f * inverse_power(v_norm));
         if (WIDE) {
 #pragma unroll
           for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(value(j)));
@@ -335,8 +335,12 @@ struct Softmax {
         const float shrink = inverse_power(factor);
         if (!there) continue;
         if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
+        const auto pair = [&](int j) { return half2(value(j) * shrink, value(j + 1) * shrink); };
 #pragma unroll
-        for (int j = 0; j < DV / 8; j += 2) to[column * PIECE + place(j)] = half2(value(j) * shrink, value(j + 1) * shrink);
+        for (int j = 0; j < DV / 8; j += RUN % 4 ? 2 : 4) {
+          u32* here = to + column * PIECE + place(j);
+          if (RUN % 4) *here = pair(j); else *(uint2*)here = make_uint2(pair(j), pair(j + 2));
+        }
       }
   }
 };
