@@ -24,7 +24,7 @@ COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; w
 # eleven as factors, and sequences, heads and tokens most often only two. So many, where they need not have fewer tiles than PIECE_LEAST;
 # more where they would have more than PIECE_MOST, until one sequence has enough for all warps. Shorter pieces balance better; each costs
 # a softmax that begins anew and outputs that are merged. Of a team all this is in spans.
-PIECES_FIRST, PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_ENOUGH = 6, 24, 10, 44, 1536
+PIECES_FIRST, PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_ENOUGH = 6, 24, 10, 22, 1536
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,13 @@ class DecodeConfig:
         """Tiles, or a team's spans, of a piece of an invariant cut, at least, where a sequence has as many."""
         return -(-PIECE_LEAST // self.team)
 
-    @property
-    def piece_most(self) -> int:
-        """At most, as long as one sequence has not enough pieces for all warps."""
-        return PIECE_MOST if self.team == 1 else PIECE_MOST // 2
-
     def pieces(self, tokens: int) -> int:
         """Of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
         line = -(-tokens // (TILE * self.team))
         enough, longest = PIECES_ENOUGH // self.team, max(MAX_TILES // self.team, 1)
         n = max(1, min(line // self.piece_least, PIECES_FIRST))
         while n >= PIECES_FIRST:
-            long = line >= 2 * n * self.piece_least if n < PIECES_AIM else line > n * self.piece_most and n * self.kv_heads < enough
+            long = line >= 2 * n * self.piece_least if n < PIECES_AIM else line > n * PIECE_MOST and n * self.kv_heads < enough
             if not long and line <= n * longest:
                 break
             n *= 2
@@ -229,7 +224,7 @@ class DecodeConfig:
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes,
             CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
-            PIECES_FIRST=PIECES_FIRST, PIECES_AIM=PIECES_AIM, PIECE_LEAST=self.piece_least, PIECE_MOST=self.piece_most,
+            PIECES_FIRST=PIECES_FIRST, PIECES_AIM=PIECES_AIM, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
             PIECES_ENOUGH=PIECES_ENOUGH // self.team,
             EXACT=self.exact, COLUMNS=self.columns, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
             BLOCKS_PER_SM=self.blocks_per_sm,
