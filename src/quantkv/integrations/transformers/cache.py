@@ -109,7 +109,8 @@ class QuantizedCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile passes of one token."""
-        return super().is_compileable and not self.progress.shared
+        # not by super(), which torch.compile of torch 2.11 does not follow here
+        return all(layer.is_compileable for layer in self.layers) and not self.progress.shared
 
     @property
     def is_linear(self) -> list[bool]:

@@ -21,7 +21,7 @@ from .compiled import HANDED, decode_layer, known_by, pass_layer
 from .pending import PagedLength, PendingStates
 
 UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
-UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
+UNKNOWN = -1  # tokens, where the device alone knows how many: an attention that takes it for a length fails at once
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
 
@@ -49,7 +49,7 @@ class QuantizedLayer(CacheLayerMixin):
         self._enter()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "token": None, "places": [], "_like": None, "_checked": None}
+        return {**vars(self), "token": None, "unknown": None, "places": [], "_like": None, "_checked": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -58,6 +58,7 @@ class QuantizedLayer(CacheLayerMixin):
     def _enter(self) -> None:
         """Be known to the layers of the same kind, and to operators."""
         self.sequences.join(self)
+        self.unknown = PagedLength.of(UNKNOWN, self.sequences.windows)  # made here: in torch 2.11 no compiled pass can make one
         self.token = torch.empty(16, dtype=torch.uint8)
         known_by(self.token, self)
 
@@ -339,7 +340,7 @@ class QuantizedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys of a mask."""
         if self.sequences.progress.remote or torch.compiler.is_compiling():
-            return PagedLength.of(UNKNOWN, self.sequences.windows), 0
+            return self.unknown, 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
 
     def get_max_length(self) -> int:
