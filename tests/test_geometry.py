@@ -81,7 +81,7 @@ def compare(config: dict[str, Any]) -> bool:
         theirs = [kinds[name] for name in made.layers_block_type], max_positions(made)
     if model_type == "mimo_v2_flash" and before("5.20") and text.get("sliding_window") is None:  # 128, the query itself included
         assert {window for _, window, _ in theirs[0]} == {0, 128}
-        right = 1 + text.get("sliding_window_size", 128)  # so many before the query: what its authors' own code reads
+        right = 1 + text.get("sliding_window_size", 128)  # so many before the query, as its reference in SGLang reads
         theirs = [(kind, window and right, states) for kind, window, states in theirs[0]], theirs[1]
     if theirs != "refused" and before("5.23"):  # layers that share keys had no place in a cache
         shared = AutoConfig.for_model(**copy.deepcopy(config)).get_text_config(decoder=True)

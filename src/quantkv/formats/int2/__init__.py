@@ -53,6 +53,6 @@ INT2 = Codec(
     planes=4,
     triton=half_of(__name__, "INT2"),
     hopper=cuda_half(__file__, "Int2", table_bytes=1 << 16),
-    cpu=cpu_half(operands=lambda head_size: head_size * torch.tensor(CENTROIDS)),
+    cpu=cpu_half(operands=lambda head_size: head_size * torch.tensor(CENTROIDS, device="cpu")),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

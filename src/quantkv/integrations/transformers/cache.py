@@ -197,9 +197,9 @@ class QuantizedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the sequences `indices`: numbers, or one bool for each sequence."""
-        indices = torch.as_tensor(indices).cpu()
+        indices = torch.as_tensor(indices, device="cpu")
         try:
-            chosen = torch.arange(max(self.batch_size, 0))[indices].tolist()
+            chosen = torch.arange(max(self.batch_size, 0), device="cpu")[indices].tolist()
         except IndexError as error:
             raise ValueError(f"indices={indices.tolist()}: the cache holds {self.batch_size} sequences ({error})") from error
         self._select(chosen)

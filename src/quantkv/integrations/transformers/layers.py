@@ -59,7 +59,7 @@ class QuantizedLayer(CacheLayerMixin):
         """Be known to the layers of the same kind, and to operators."""
         self.sequences.join(self)
         self.unknown = PagedLength.of(UNKNOWN, self.sequences.windows)  # made here: in torch 2.11 no compiled pass can make one
-        self.token = torch.empty(16, dtype=torch.uint8)
+        self.token = torch.empty(16, dtype=torch.uint8, device="cpu")
         known_by(self.token, self)
 
     @property
@@ -300,9 +300,8 @@ class QuantizedLayer(CacheLayerMixin):
             return
         (_, heads, _, head_size), dtype, options = self._like
         batch_size, spec = self.sequences.decodings[self.home].batch_size, self.pages.spec
-        like = {"dtype": dtype, "device": self.home}
-        query = torch.zeros(batch_size, heads, 1, head_size, **like)
-        new = (torch.zeros(batch_size, spec.num_kv_heads, 1, size, **like) for size in (spec.head_size, spec.head_size_v))
+        query = torch.zeros(batch_size, heads, 1, head_size, dtype=dtype, device=self.home)
+        new = (query.new_zeros(batch_size, spec.num_kv_heads, 1, size) for size in (spec.head_size, spec.head_size_v))
         self.decode(query, tuple(new), None, False, **options)
 
     def _check(
@@ -328,7 +327,7 @@ class QuantizedLayer(CacheLayerMixin):
             self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device, old.maps)
             self.pages.buffer[: old.num_blocks] = old.buffer
         if copies:
-            self.pages.copy_pages(*sent(torch.tensor(copies).T.contiguous(), self.pages.device))
+            self.pages.copy_pages(*sent(torch.tensor(copies, device="cpu").T.contiguous(), self.pages.device))
         if self._shadowed is not None:
             _ = self.cache  # as many shadows as the pool has now
 
