@@ -110,7 +110,7 @@ def test_writes_reads_and_attention(format_name):
     def run():
         b = Batch.make(format_name, **BATCH)
         b.cache.write(b.key, b.value, b.slots, b.positions)
-        answers = [served(b, name) for name in ("auto", "cpu", "reference", "dense")]
+        answers = [served(b, name) for name in ("auto", "cpu", "reference")]
         return b.cache.buffer, b.cache.dequantize(b.slots, b.positions), answers
 
     alike(run)
@@ -131,7 +131,19 @@ OPTIONS = {
 def test_options_and_maps(options):
     def run():
         b = Batch.make("levels4/int4", **BATCH, maps=maps_of("levels4/int4", 64))
-        return [served(b, name, **options()) for name in ("auto", "reference", "dense")]
+        return [served(b, name, **options()) for name in ("auto", "reference")]
+
+    alike(run)
+
+
+@pytest.mark.parametrize("lengths", [((130, 160), (128, 128)), ((140, 140), (1, 20))], ids=["chunk", "mixed"])
+def test_prompts(lengths):
+    """By a dense kernel, and in a batch of which it serves a part."""
+
+    def run():
+        b = Batch.make("levels4/int4", *zip(*lengths), maps=maps_of("levels4/int4", 64), dtype=torch.float32)
+        how = "dense" if min(n for n, _ in lengths) >= 128 else "auto"
+        return [b.attend(implementation=how, lengths=lengths, **given) for given in ({}, {"window": 50})]
 
     alike(run)
 
@@ -141,7 +153,7 @@ def test_options_and_maps(options):
 def test_triton(name):
     def run():
         b = Batch.make(name, (1, 2), (5, 17), maps=maps_of(name, 64))
-        return served(b, "triton", softcap=20.0), served(b, "dense")
+        return b.attend(implementation="triton", softcap=20.0), b.cache.buffer
 
     alike(run)
 
@@ -290,6 +302,8 @@ def test_a_model():
             outs.append(logits(model, cache, ids[:, :24], mask[:, :24], [0, 8, 22, 23]))
             cache.reorder_cache(numbers([1, 1], torch.int64))
             outs.append(logits(model, cache, ids[[1, 1]], mask[[1, 1]], [24]))
+            cache.batch_select_indices([False, True])
+            outs.append(cache.batch_size)
         made = calibrate(model, torch.arange(256, device="cpu").view(4, 64) % 90 + 2)
         return outs, made.digest
 
