@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
 
-from fuzzing import TARGETS  # noqa: E402
+from fuzzing import TARGETS, elsewhere  # noqa: E402
 
 ROUND = 500  # cases of a target between two looks at the clock
 
@@ -60,7 +60,8 @@ def run(target: str, count: int, number: int, report: Report, how: dict[str, str
     @given(TARGETS[target].cases())
     def one(case):
         try:
-            TARGETS[target].check(case, **how)
+            with elsewhere():
+                TARGETS[target].check(case, **how)
         except Exception as error:
             if report.add(target, case, error):
                 raise

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 VOCABULARY = 96
@@ -51,6 +52,11 @@ LINEAR = {
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 16}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+
+
+def before(version: str) -> bool:
+    """Whether the transformers that is installed is older. pyproject.toml's range holds some that know less of a model."""
+    return Version(transformers.__version__) < Version(version)
 
 
 class Architecture(NamedTuple):

@@ -82,7 +82,7 @@ class Device:
         monkeypatch.setattr(launch, "scratch", self._scratch)
 
     def _scratch(self, size, index, stream):
-        self.size, self.scratch = size, torch.full((size + 4096,), 0xFF, dtype=torch.uint8)
+        self.size, self.scratch = size, torch.full((size + 4096,), 0xFF, dtype=torch.uint8, device="cpu")
         return self.scratch
 
     def _library(self, source, config):

@@ -96,6 +96,7 @@ def patch_once() -> None:
         language = tuple(sorted({id(v) for v in function.__globals__.values() if v is tl or v is tl.core}))
         if language not in done:
             stock_patch(function)
+            tl.core.tensor.__index__ = lambda self: self.handle.data.item()  # Triton 3.6: int() of an array, which numpy 2.4 refuses
             done.add(language)
         return Kept()
 

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache  # noqa: E402
 
-from architectures import ARCHITECTURES  # noqa: E402
+from architectures import ARCHITECTURES, before  # noqa: E402
 from quantkv.geometry import Geometry, Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention  # noqa: E402
 from quantkv.integrations.transformers.config import geometry_of  # noqa: E402
@@ -104,6 +104,10 @@ def second_moments(queries, heads):
 def test_against_the_models_own_rotation(name, caplog):
     """Every token at every position, turned by the model's own code, one forward pass a position."""
     model, ids = without_attention(build(name, **FAMILIES[name])), contexts()
+    if name == "RecurrentGemma" and before("5.23"):
+        with pytest.raises(NotImplementedError, match="of this transformers keeps states in the model itself"):
+            calibrate(model, ids, limit=LIMIT)
+        return
     made = calibrate(model, ids, limit=LIMIT)
     assert not said(caplog)
     made.check(geometry_of(model.config))

@@ -1,14 +1,22 @@
 """1,000 calls of everything public with anything, the same ones in every run (`scripts/fuzz.py` makes others), and what they found."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from fuzzing import attention, command, files, names, refusals, rows, tables
+from fuzzing import attention, command, elsewhere, files, names, refusals, rows, tables
 from fuzzing.anything import Tensor
 from quantkv import PagedCache, get_format
 from quantkv.page_table import PageTable
 from quantkv.policy import Policy
+
+
+@pytest.fixture(autouse=True)
+def writes_nothing_here():
+    with elsewhere():
+        yield
 
 
 def times(count):
@@ -164,3 +172,11 @@ def test_policies_that_no_one_wrote(tmp_path, content, match):
     path.write_text(content)
     with pytest.raises(ValueError, match=match):
         Policy.load(path)
+
+
+def test_a_file_that_a_call_leaves_is_a_failure(tmp_path, monkeypatch):
+    """Two were in the repository once, of the names "1" and " "."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match=r"paths that were made up: \[' '\]"), elsewhere():
+        refusals.cache_of().save(" ")
+    assert not list(tmp_path.iterdir()) and Path.cwd() == tmp_path

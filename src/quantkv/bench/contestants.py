@@ -111,7 +111,7 @@ def layer_maps(problem: Problem) -> LayerMaps:
     """Random rotations `[HK, D, D]` of K and V, and an offset of the keys for every 64 positions: as costly as any."""
     s = problem.shape
     generator = torch.Generator("cpu").manual_seed(1)
-    normal = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
+    normal = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64, device="cpu")
     k, v = (torch.linalg.qr(normal(s.HK, size, size))[0] for size in (s.D, s.head_size_v))
     offset = normal(-(-problem.length // OFFSET_BUCKET), s.HK, s.D).float()
     return LayerMaps(*(LinearMap(a.float(), a.mT.contiguous().float(), off) for a, off in ((k, offset), (v, None))))

@@ -122,7 +122,7 @@ class Writer:
         steps, streamer = [] if steps is None else steps, Streamer(self.tokenizer, self.write)
         ids, self.unread = [*self.unread, *ids], []
         with self.attention(self.model):
-            for step in greedy(self.model, torch.tensor(ids), self.cache, max_new_tokens, self.ends):
+            for step in greedy(self.model, torch.tensor(ids, device="cpu"), self.cache, max_new_tokens, self.ends):
                 steps.append(step)
                 streamer.put(step.token)
         streamer.end()

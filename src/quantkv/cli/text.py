@@ -106,8 +106,8 @@ def cut(text: Text, tokenizer: Any, context: int, num_tokens: int) -> torch.Tens
             f"--text {text.name}: {len(begin) + len(ids)} tokens, fewer than one context (--context {context}); "
             "give a longer text or a shorter context"
         )
-    contexts = torch.tensor(ids[: len(ids) // size * size]).view(-1, size)
-    return torch.cat([torch.tensor(begin, dtype=torch.long).expand(len(contexts), -1), contexts], 1)
+    contexts = torch.tensor(ids[: len(ids) // size * size], device="cpu").view(-1, size)
+    return torch.cat([torch.tensor(begin, dtype=torch.long, device="cpu").expand(len(contexts), -1), contexts], 1)
 
 
 def beginning(tokenizer: Any) -> list[int]:

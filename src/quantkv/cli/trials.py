@@ -99,7 +99,7 @@ class Greedy(Trial):
         from transformers import DynamicCache
 
         steps = greedy(model, self.ids, DynamicCache(config=model.config), self.keep - 1, set())
-        return torch.cat([self.ids, torch.tensor([step.token for step in steps])]).to(model.device)
+        return torch.cat([self.ids, torch.tensor([step.token for step in steps], device="cpu")]).to(model.device)
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
         """Add the tokens until a greedy continuation leaves the exact one."""
@@ -171,4 +171,4 @@ def codes(filler: Sequence[int], tokenizer: Any, begin: Sequence[int], context: 
         raise ValueError(f"--lengths {context}: the text is too short to stand between names and codes")
     first = len(body)
     marks = tuple((first + at, digits, first + at - told_at[name]) for name, at, digits in places)
-    return Codes(torch.tensor(body + tail), len(tail) + 1, marks)
+    return Codes(torch.tensor(body + tail, device="cpu"), len(tail) + 1, marks)

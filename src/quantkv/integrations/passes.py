@@ -90,7 +90,7 @@ class Late(NamedTuple):
 
     def step(self, block_table: torch.Tensor) -> Step:
         """The rows as a step of its own, one query a sequence."""
-        ends = torch.arange(len(self.rows) + 1, dtype=torch.int32)
+        ends = torch.arange(len(self.rows) + 1, dtype=torch.int32, device=self.rows.device)
         pairs = [(1, n) for n in self.lengths.tolist()]
         return Step(self.rows, self.rows[:0], block_table[self.sequences], self.lengths.int(), ends, lengths=pairs)
 
@@ -129,11 +129,11 @@ class Decoding(Pass):
 
     def load(self, rows: Sequence[Sequence[int]], lengths: Sequence[int] | None) -> None:
         """The pages of each sequence, and its tokens (None: as they are). A page that is not held reads 0."""
-        table = torch.tensor([[*row, *[0] * (self.width - len(row))] for row in rows], dtype=torch.int32).clamp_min_(0)
+        table = torch.tensor([[*row, *[0] * (self.width - len(row))] for row in rows], dtype=torch.int32, device="cpu").clamp_min_(0)
         self.turn = -1
         self.block_table.copy_(sent(table, self.device))
         if lengths is not None:
-            self.lengths_now.copy_(sent(torch.tensor(lengths, dtype=torch.int32), self.device))
+            self.lengths_now.copy_(sent(torch.tensor(lengths, dtype=torch.int32, device="cpu"), self.device))
             self.seq_lens.copy_(self.lengths_now.clamp_min(1))
             self.valid.fill_(True)
 

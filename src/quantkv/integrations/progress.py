@@ -292,4 +292,4 @@ class Progress:
 
 def _whole(mask: torch.Tensor | None, batch_size: int, count: int) -> torch.Tensor:
     """The mask on the host, bool; all True for None."""
-    return torch.ones(batch_size, count, dtype=torch.bool) if mask is None else mask.cpu().bool()
+    return torch.ones(batch_size, count, dtype=torch.bool, device="cpu") if mask is None else mask.cpu().bool()

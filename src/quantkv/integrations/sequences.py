@@ -75,7 +75,7 @@ class Sequences:
         """No sequences, and no pages in use."""
         self.table: PageTable | None = None
         self._steps: dict[torch.device, Step] = {}
-        self._block_table = torch.empty(0, 0, dtype=torch.int32)
+        self._block_table = torch.empty(0, 0, dtype=torch.int32, device="cpu")
         for pool in self.pools.values():
             pool.clear()
         self.unload()
@@ -103,9 +103,9 @@ class Sequences:
         ends, total = [0], 0
         for n in counts:
             ends.append(total := total + n)
-        ends, lengths = torch.tensor(ends, dtype=torch.int32), torch.tensor(table.lengths, dtype=torch.int32)
-        sequence = torch.arange(len(counts)).repeat_interleave(ends.diff())
-        position = torch.arange(total) + (lengths - ends[1:])[sequence]
+        ends, lengths = (torch.tensor(numbers, dtype=torch.int32, device="cpu") for numbers in (ends, table.lengths))
+        sequence = torch.arange(len(counts), device="cpu").repeat_interleave(ends.diff())
+        position = torch.arange(total, device="cpu") + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
         pairs, after = list(zip(counts, table.lengths)), None if late is None else late.step(self._block_table)
         tensors = rows, slots.int(), self._block_table, lengths, ends
@@ -214,7 +214,7 @@ class Sequences:
         for device, pool in self.pools.items():
             pool.make_room(len(self.table.rows), self.table.num_pages)
             if copies:
-                pool.forget(sent(torch.tensor([target for _, target in copies]), device))
+                pool.forget(sent(torch.tensor([target for _, target in copies], device="cpu"), device))
         for layer in self.layers:
             layer.make_room(self.table.num_pages, copies)
 
@@ -226,4 +226,4 @@ class Sequences:
 def _block_table(table: PageTable) -> torch.Tensor:
     """int32 `[S, pages]`; a page that is not held reads 0."""
     width = max(map(len, table.rows), default=0)
-    return torch.tensor([row + [0] * (width - len(row)) for row in table.rows], dtype=torch.int32).clamp_min_(0)
+    return torch.tensor([row + [0] * (width - len(row)) for row in table.rows], dtype=torch.int32, device="cpu").clamp_min_(0)

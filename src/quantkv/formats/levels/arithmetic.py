@@ -21,7 +21,7 @@ def cubic(bits: int) -> tuple[float, float]:
     below = torch.cat([at.new_zeros(1), (1 + torch.erf(at / math.sqrt(2))) / 2, at.new_ones(1)])
     weight = below.diff()
     t = (torch.arange(2**bits, dtype=torch.float64, device="cpu") - (2**bits - 1) / 2) / 2**bits
-    exact = torch.tensor(a / b / 4**bits, dtype=torch.float16)
+    exact = torch.tensor(a / b / 4**bits, dtype=torch.float16, device="cpu")
     found = []
     for step in range(-CANDIDATES, CANDIDATES + 1):
         root = (exact.view(torch.int16) + step).view(torch.float16).double()

@@ -160,7 +160,7 @@ def _attend_segment(
     mapped = (q * scale).unflatten(-1, (-1, fmt.k.planes)).mT.flatten(-2) if by_map is None else _by_head(q, by_map, heads)
     offset = None if maps.k is None else maps.k.offset
     offsets = q.new_empty(*q.shape[:2], 0) if offset is None else _by_head(q * call.scale, offset.permute(1, 2, 0), heads)
-    out, lse = torch.empty(*q.shape[:2], segment.head_size_v), torch.empty(q.shape[:2])
+    out, lse = q.new_empty(*q.shape[:2], segment.head_size_v), q.new_empty(q.shape[:2])
     sums, totals = np.empty((plan.columns, segment.head_size_v), np.float32), np.empty((plan.columns, 2), np.float32)
     key, value, size = traits[0].of(k), traits[1].of(v), k.codes.shape[1]
     where = (size, plan.pieces, plan.pages, plan.starts, plan.seen, plan.origins)

@@ -187,7 +187,7 @@ def _place(rounds: list[Round], sizes: tuple[int, int], device: torch.device) ->
             flat += numbers + [0] * (-len(numbers) % 4)
     if not flat:
         return {}
-    there = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    there = torch.tensor(flat, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
     return {round: [there[span] for span in spans[4 * i : 4 * i + 4]] for i, round in enumerate(rounds)}
 
 

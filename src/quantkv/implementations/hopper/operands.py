@@ -91,9 +91,9 @@ class KernelOffsets:
 
 def key_order(key: HopperCodec, dimensions: int) -> torch.Tensor:
     """[D / 8, 4, 2] with D `dimensions`, those of unpacked keys: the dimension in register j of lane c, low and high half."""
-    half, j = key.half, torch.arange(dimensions // 8)
+    half, (j, lane, which) = key.half, (torch.arange(n, device="cpu") for n in (dimensions // 8, 4, 2))
     first = j // half * 2 * half + j % half  # key_dim(j) in lanes.cuh
-    return first.view(-1, 1, 1) + torch.arange(4).view(4, 1) * (dimensions // 4) + torch.arange(2) * half
+    return first.view(-1, 1, 1) + lane.view(4, 1) * (dimensions // 4) + which * half
 
 
 def tiles(matrix: torch.Tensor, key: HopperCodec | None) -> tuple[torch.Tensor, float]:
@@ -104,7 +104,7 @@ def tiles(matrix: torch.Tensor, key: HopperCodec | None) -> tuple[torch.Tensor, 
     D = -(-size // 32) * 32
     matrix = torch.nn.functional.pad(matrix, (0, D - size))
     if key is not None:
-        order = torch.cat([key_order(key, size), torch.arange(size, D).view(-1, 4, 2)])
+        order = torch.cat([key_order(key, size), torch.arange(size, D, device="cpu").view(-1, 4, 2)])
         matrix = matrix[..., order.view(D // 32, 4, 4, 2).transpose(1, 2).flatten().to(matrix.device)]
     gain = 2.0 ** math.ceil(math.log2(max(matrix.abs().max().item(), 2.0**-100)))
     return (matrix / gain).half().unflatten(-1, (D // 32, 4, 8)).unflatten(1, (-1, 2, 8)).permute(0, 1, 4, 2, 3, 5, 6).contiguous(), gain

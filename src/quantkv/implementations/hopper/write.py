@@ -38,8 +38,8 @@ class Hadamard:
         D = -(-signs.shape[0] // (4 * CHUNK)) * 4 * CHUNK
         signs = torch.nn.functional.pad(signs, (0, D - signs.shape[0]), value=1.0)
         pairs = (signs.cpu() < 0).long().view(-1, 4, CHUNK).transpose(0, 1).reshape(4, -1, 2)  # [lane, pair, parity]
-        bit = torch.tensor([15, 31]) - torch.arange(D // 8)[:, None] % 16
-        words = torch.zeros(4, -(-D // 128), dtype=torch.int64)
+        bit = torch.tensor([15, 31], device="cpu") - torch.arange(D // 8, device="cpu")[:, None] % 16
+        words = torch.zeros(4, -(-D // 128), dtype=torch.int64, device="cpu")
         for i in range(words.shape[1]):
             words[:, i] = (pairs[:, 16 * i : 16 * i + 16] << bit[16 * i : 16 * i + 16]).sum((1, 2))
         return Hadamard(factor, (words - (words >> 31 << 32)).int().to(signs.device))  # as signed words

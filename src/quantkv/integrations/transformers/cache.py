@@ -109,7 +109,8 @@ class QuantizedCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile passes of one token."""
-        return super().is_compileable and not self.progress.shared
+        # not by super(), which torch.compile of torch 2.11 does not follow here
+        return all(layer.is_compileable for layer in self.layers) and not self.progress.shared
 
     @property
     def is_linear(self) -> list[bool]:
@@ -196,9 +197,9 @@ class QuantizedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the sequences `indices`: numbers, or one bool for each sequence."""
-        indices = torch.as_tensor(indices).cpu()
+        indices = torch.as_tensor(indices, device="cpu")
         try:
-            chosen = torch.arange(max(self.batch_size, 0))[indices].tolist()
+            chosen = torch.arange(max(self.batch_size, 0), device="cpu")[indices].tolist()
         except IndexError as error:
             raise ValueError(f"indices={indices.tolist()}: the cache holds {self.batch_size} sequences ({error})") from error
         self._select(chosen)

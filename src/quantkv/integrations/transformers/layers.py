@@ -21,7 +21,7 @@ from .compiled import HANDED, decode_layer, known_by, pass_layer
 from .pending import PagedLength, PendingStates
 
 UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
-UNKNOWN = 1 << 30  # tokens, where the device alone knows how many
+UNKNOWN = -1  # tokens, where the device alone knows how many: an attention that takes it for a length fails at once
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
 
@@ -49,7 +49,7 @@ class QuantizedLayer(CacheLayerMixin):
         self._enter()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "token": None, "places": [], "_like": None, "_checked": None}
+        return {**vars(self), "token": None, "unknown": None, "places": [], "_like": None, "_checked": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -58,7 +58,8 @@ class QuantizedLayer(CacheLayerMixin):
     def _enter(self) -> None:
         """Be known to the layers of the same kind, and to operators."""
         self.sequences.join(self)
-        self.token = torch.empty(16, dtype=torch.uint8)
+        self.unknown = PagedLength.of(UNKNOWN, self.sequences.windows)  # made here: in torch 2.11 no compiled pass can make one
+        self.token = torch.empty(16, dtype=torch.uint8, device="cpu")
         known_by(self.token, self)
 
     @property
@@ -299,9 +300,8 @@ class QuantizedLayer(CacheLayerMixin):
             return
         (_, heads, _, head_size), dtype, options = self._like
         batch_size, spec = self.sequences.decodings[self.home].batch_size, self.pages.spec
-        like = {"dtype": dtype, "device": self.home}
-        query = torch.zeros(batch_size, heads, 1, head_size, **like)
-        new = (torch.zeros(batch_size, spec.num_kv_heads, 1, size, **like) for size in (spec.head_size, spec.head_size_v))
+        query = torch.zeros(batch_size, heads, 1, head_size, dtype=dtype, device=self.home)
+        new = (query.new_zeros(batch_size, spec.num_kv_heads, 1, size) for size in (spec.head_size, spec.head_size_v))
         self.decode(query, tuple(new), None, False, **options)
 
     def _check(
@@ -327,7 +327,7 @@ class QuantizedLayer(CacheLayerMixin):
             self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device, old.maps)
             self.pages.buffer[: old.num_blocks] = old.buffer
         if copies:
-            self.pages.copy_pages(*sent(torch.tensor(copies).T.contiguous(), self.pages.device))
+            self.pages.copy_pages(*sent(torch.tensor(copies, device="cpu").T.contiguous(), self.pages.device))
         if self._shadowed is not None:
             _ = self.cache  # as many shadows as the pool has now
 
@@ -339,7 +339,7 @@ class QuantizedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys of a mask."""
         if self.sequences.progress.remote or torch.compiler.is_compiling():
-            return PagedLength.of(UNKNOWN, self.sequences.windows), 0
+            return self.unknown, 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
 
     def get_max_length(self) -> int:

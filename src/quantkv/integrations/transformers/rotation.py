@@ -104,11 +104,11 @@ class Layout:
         if 2 * half > head_size:
             return None
         start = 0 if self.place == "first" else head_size - 2 * half
-        index = torch.arange(half)
+        index = torch.arange(half, device="cpu")
         left, right = (index, index + half) if self.pairs == "halves" else (2 * index, 2 * index + 1)
         left, right = left + start, right + start
         cos = table.cos.new_ones(table.cos.shape[0], head_size)
-        sin, partner = torch.zeros_like(cos), torch.arange(head_size)
+        sin, partner = torch.zeros_like(cos), torch.arange(head_size, device="cpu")
         partner[left], partner[right] = right, left
         cos[:, left] = cos[:, right] = table.cos
         sin[:, right] = -table.sin if self.backwards else table.sin
@@ -155,7 +155,7 @@ class Rotary:
         kind = str(getattr(module, "rope_type", ""))
         step = bucket if "dynamic" in kind or "longrope" in kind else AT_ONCE // bucket * bucket
         for start in range(0, count, step):
-            positions = torch.arange(start, min(start + step, count))
+            positions = torch.arange(start, min(start + step, count), device="cpu")
             args = [_at(positions, value) for value in self.args]
             yield table_of(module(*args, **{name: _at(positions, value) for name, value in self.kwargs.items()}), self.form)
 

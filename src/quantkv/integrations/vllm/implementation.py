@@ -104,7 +104,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             self._check_policy()
         self.format: Format | None = None
         self.maps, self.scales = LayerMaps(), (1.0, 1.0)
-        self.sinks, self.slopes = sinks, None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.sinks, self.slopes = sinks, None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         self.options = AttentionOptions(
             window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
         )
