@@ -52,7 +52,7 @@ INT2 = Codec(
     power_of_two=True,
     planes=4,
     triton=half_of(__name__, "INT2"),
-hopper=cuda_half(__file__, "Int2", table_bytes=1 << 16, integers=True),
+    hopper=cuda_half(__file__, "Int2", table_bytes=1 << 16, integers=True),
     cpu=cpu_half(operands=lambda head_size: head_size * torch.tensor(CENTROIDS, device="cpu")),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")
