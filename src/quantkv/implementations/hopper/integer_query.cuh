@@ -9,9 +9,10 @@ template <class Key> struct IntegerQuery : Query {
   static constexpr int STEPS = DK / 32;  // products of 32 dimensions
   static constexpr float LARGEST = 127.f * 256.f;
   u32 bytes[2 * STEPS];
-  float unit;      // of this lane's own column
-  int sum;         // of its numbers, where keys have zero points
-  DI float total(int) const { return 0.f; }  // in floats nobody asks for it
+  float unit;  // of this lane's own column
+  int sum;     // of its numbers, where keys have zero points
+  static_assert(!BY_INTEGERS || !Key::BIASED && !Key::NORMALISED && !KEY_OFFSET, "scores are products of codes, less zero points");
+  DI float total(int) const { return 0.f; }  // what a bias would be multiplied by
 
   DI void step(int w, u32 (&x)[2]) const {
     if (PARKED) load_shared<8>(parked + parked_place(0, w), x); else x[0] = bytes[2 * w], x[1] = bytes[2 * w + 1];

@@ -7,7 +7,8 @@ constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;
 constexpr bool WIDE = VALUE::BIASED || V_META == 0;  // an output is of any size, not weights times codes of a known one, and is looked for
 constexpr bool ADDED = KEY_OFFSET || KEY::BIASED;  // a score is more than a product
 static_assert(!ZERO_POINTS || V_META == 4, "where zero points are");
-DI float zero_point(u32 meta) { return (float)(meta & 15u); }
+DI u32 zero_code(u32 meta) { return meta & 15u; }
+DI float zero_point(u32 meta) { return (float)zero_code(meta); }
 DI float key_scale(u32 meta, float squares) {
   return K_META == 0 ? 1.f : KEY::NORMALISED ? KEY::scale(meta) * inverse_root(squares) : KEY::scale(meta);
 }

@@ -58,7 +58,7 @@ struct Sequences {
   // The first piece that does not begin before, and where the i-th of so many does: at a whole step.
   static DI u32 piece_at(u32 within, u32 all, u32 count) { return all ? (whole_steps(within + STEP - 1) * count + all - 1) / all : 0; }
   static DI u32 piece_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(i * all / count) : all; }
-  // No piece is as short as two steps, so that none is empty: but where MAX_TILES is less than in earnest.
+  // No piece is as short as two steps, so that none is empty; only tests have a MAX_TILES by which one could be.
   static constexpr u32 STEP = PIECE_LEAST >= 2 * TILES_PER_STEP && PIECE_MOST >= 4 * TILES_PER_STEP && MAX_TILES >= 4 * TILES_PER_STEP * TEAM ? TILES_PER_STEP : 1;
   static DI u32 whole_steps(u32 tiles) { return tiles / STEP * STEP; }
   // From `within` tiles of a sequence to the first piece that does not begin before, or to the sequence's end.

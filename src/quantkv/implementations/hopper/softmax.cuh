@@ -65,7 +65,7 @@ struct Softmax {
     limit = __any_sync(~0u, seen != (1u << OWN) - 1) ? minus_infinity() : 4.f;  // p <= 16
   }
 
-  // Products of N tiles of keys with the queries, of both rows of a lane. more(part): later parts of rows, where they have several.
+  // Products of N tiles of keys with the queries, of both rows of a lane. more(part, first, count): loads a later part of the rows of these tiles.
   template <int N, class More>
   DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS], const u32 (&metas)[N][2], u32 (&squares)[N][2], const Lane& at,
                    const Query& q, More more) const {
@@ -133,7 +133,7 @@ struct Softmax {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         int x = q.whole(y[0][2 * r] + y[1][2 * r], y[0][2 * r + 1] + y[1][2 * r + 1]);
-        if constexpr (Key::ZERO_POINTS) x -= (int)(metas[n][r] & 15u) * q.sum;
+        if constexpr (Key::ZERO_POINTS) x -= (int)zero_code(metas[n][r]) * q.sum;
         s[n][0][r] = (float)x * q.unit;
       }
     }
@@ -294,53 +294,54 @@ struct Softmax {
     const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
-        const auto value = [&](int j) -> float& { return output(k, j); };
-        const float sum = sum_over_tokens(l[k]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
-        const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f;
-        const int column = own_column(k);
-        const bool there = column < columns;
-        float lse = sum > 0.f ? m[k] + lg2(sum) : minus_infinity(), top = 0.f;
+      const auto value = [&](int j) -> float& { return output(k, j); };
+      const float sum = sum_over_tokens(l[k]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
+      const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f;
+      const int column = own_column(k);
+      const bool there = column < columns;
+      float lse = sum > 0.f ? m[k] + lg2(sum) : minus_infinity(), top = 0.f;
 #pragma unroll
-        for (int j = 0; j < DV / 8; j++) value(j) = fmaf(value(j), VALUE_GAIN / VALUE::unit(j) * r, z);
-        if constexpr (RUN == 1) {
+      for (int j = 0; j < DV / 8; j++) value(j) = fmaf(value(j), VALUE_GAIN / VALUE::unit(j) * r, z);
+      if constexpr (RUN == 1) {
 #pragma unroll
-          for (int j = 0; j < DV / 8; j += 2) {
-            const float other = __shfl_xor_sync(~0u, g % 2 ? value(j) : value(j + 1), 4);
-            (g % 2 ? value(j) : value(j + 1)) = other;
-          }
-        }
-        if (held && there) {
-          const u32* old = held + column * PIECE;
-          const float before = as_float(old[LSE]), both = fmaxf(before, lse), base = both == minus_infinity() ? 0.f : both;
-          const float x = pow2(before - base), y = pow2(lse - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
-          const float u = x * share * as_float(old[FACTOR]), w = y * share;
-#pragma unroll
-          for (int j = 0; j < DV / 8; j += 2) {
-            const u32 pair = old[place(j)];
-            value(j) = fmaf(low(pair), u, value(j) * w), value(j + 1) = fmaf(high(pair), u, value(j + 1) * w);
-          }
-          lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
-        }
-        // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
-        float factor = piece_factor(32.f * inverse_power(v_norm));
-        if (WIDE) {
-#pragma unroll
-          for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(value(j)));
-          factor = piece_factor(max_over_tokens(top));
-        }
-        if (held) {
-          if (!WIDE && there) factor = fmaxf(factor, as_float(held[column * PIECE + FACTOR]));
-          __syncwarp();  // what is held has been read
-        }
-        const float shrink = inverse_power(factor);
-        if (!there) continue;
-        if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
-        const auto pair = [&](int j) { return half2(value(j) * shrink, value(j + 1) * shrink); };
-#pragma unroll
-        for (int j = 0; j < DV / 8; j += RUN % 4 ? 2 : 4) {
-          u32* here = to + column * PIECE + place(j);
-          if (RUN % 4) *here = pair(j); else *(uint2*)here = make_uint2(pair(j), pair(j + 2));
+        for (int j = 0; j < DV / 8; j += 2) {
+          const float other = __shfl_xor_sync(~0u, g % 2 ? value(j) : value(j + 1), 4);
+          (g % 2 ? value(j) : value(j + 1)) = other;
         }
       }
+      if (held && there) {
+        const u32* old = held + column * PIECE;
+        const float before = as_float(old[LSE]), both = fmaxf(before, lse), base = both == minus_infinity() ? 0.f : both;
+        const float x = pow2(before - base), y = pow2(lse - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
+        const float u = x * share * as_float(old[FACTOR]), w = y * share;
+#pragma unroll
+        for (int j = 0; j < DV / 8; j += 2) {
+          const u32 pair = old[place(j)];
+          value(j) = fmaf(low(pair), u, value(j) * w), value(j + 1) = fmaf(high(pair), u, value(j + 1) * w);
+        }
+        lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
+      }
+      // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
+      float factor = piece_factor(32.f * inverse_power(v_norm));
+      if (WIDE) {
+#pragma unroll
+        for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(value(j)));
+        factor = piece_factor(max_over_tokens(top));
+      }
+      if (held) {
+        if (!WIDE && there) factor = fmaxf(factor, as_float(held[column * PIECE + FACTOR]));
+        __syncwarp();  // what is held has been read
+      }
+      const float shrink = inverse_power(factor);
+      if (!there) continue;
+      if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
+      static_assert(RUN % 4 || DV / 8 % 4 == 0, "two words of a run at once");
+      const auto pair = [&](int j) { return half2(value(j) * shrink, value(j + 1) * shrink); };
+#pragma unroll
+      for (int j = 0; j < DV / 8; j += RUN % 4 ? 2 : 4) {
+        u32* here = to + column * PIECE + place(j);
+        if (RUN % 4) *here = pair(j); else *(uint2*)here = make_uint2(pair(j), pair(j + 2));
+      }
+    }
   }
 };

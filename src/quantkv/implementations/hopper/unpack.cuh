@@ -7,7 +7,7 @@
 //   BFLOAT                 operands are bf16, and not fp16
 //   GAIN, PER_DIMENSION    bring products of operands as registers hold them to their values: GAIN, times the head size if PER_DIMENSION
 // and of one that serves keys,
-//   INTEGERS               operands are integers of 8 bits times 2^-24, less ZERO: key_bytes(w, j) is four of them as such, of dimensions
+//   INTEGERS               operands less ZERO are 8-bit integers times 2^-24: key_bytes(w, j) is four of these integers, of dimensions
 //                          byte_dim(j, 0) to byte_dim(j, 3)
 //   HALF, ODD_UNIT, ZERO   the distance of the two dimensions of a register; what odd registers are worth more than even ones, a
 //                          power of two; what is taken off every operand. Four lanes take 8 HALF dimensions each: what lies behind a row
