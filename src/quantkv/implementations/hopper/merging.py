@@ -25,8 +25,8 @@ def launched(config: DecodeConfig, sequences: int, columns: int, pieces: int, mu
 def by_blocks(rows: int, pieces: int, at_once: int, multiprocessors: int) -> bool:
     """Whether a block merges each of so many rows, or a warp, where the cut is invariant: then both come to the same bits, so the batch
     may decide. By how many batches of pieces, `at_once` of which a warp loads together, some warp has one after the other, and by what
-    goes before and behind: by a fit to times on an H200, in us, 1.7 a batch, 2.2 beside them for a warp and 0.6 for a block. Of `pieces`, what there is
-    room for, most calls have fewer."""
+    goes before and behind: by a fit to times on an H200, in us, 1.7 a batch, 2.2 beside them for a warp and 0.6 for a block. Of
+    `pieces`, what there is room for, most calls have fewer."""
     batches = -(-min(pieces, 128) // at_once)
     by_warps = -(-rows // (32 * multiprocessors)) * (2.2 + 1.7 * batches)
     return -(-rows // (32 // COMBINE_WARPS * multiprocessors)) * (0.6 + 1.7 * -(-batches // COMBINE_WARPS)) < by_warps
