@@ -24,6 +24,7 @@ DI float times(float a, float b) { return INVARIANT ? __fmul_rn(a, b) : a * b; }
 struct Merged {
   // Butterflies take powers of two. AT_ONCE: pieces in flight.
   static constexpr int PAIRS = (DV + 63) / 64, E = 2 * (VALUE_MAP == HADAMARD && PAIRS == 3 ? 4 : PAIRS), WIDTH = 32 * E, AT_ONCE = 32 / E;
+  static_assert(AT_ONCE == PIECES_AT_ONCE, "the host counts other batches of pieces");
   float top = minus_infinity(), sum = 0.f, x[E][1] = {};
 
   // The pieces of one column that are this merger's, one of so many; all: of the segment.

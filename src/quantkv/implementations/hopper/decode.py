@@ -163,7 +163,7 @@ class DecodeConfig:
 
     @property
     def pieces_at_once(self) -> int:
-        """Of a row, that a warp loads together to merge them: AT_ONCE in combine.cuh."""
+        """Of a row, that a warp loads together to merge them."""
         pairs = -(-self.head_size_v // 64)
         return 16 // (4 if self.value_map == "HADAMARD" and pairs == 3 else pairs)
 
@@ -222,15 +222,13 @@ class DecodeConfig:
             KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
-            INBOX_BYTES=self.inbox_bytes,
-            CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
+            INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PIECES_FIRST=PIECES_FIRST, PIECES_AIM=PIECES_AIM, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
-            PIECES_ENOUGH=PIECES_ENOUGH // self.team,
+            PIECES_ENOUGH=PIECES_ENOUGH // self.team, PIECES_AT_ONCE=self.pieces_at_once,
             EXACT=self.exact, COLUMNS=self.columns, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
-            BLOCKS_PER_SM=self.blocks_per_sm,
-            STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE, WORKER_BYTES=self.worker_bytes,
-            BARRIER_BYTES=BARRIER_BYTES,
-            PIECE_BYTES=self.piece_bytes, COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
+            BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,
+            WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes,
+            COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
             ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
 
