@@ -122,10 +122,11 @@ def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path
     assert len(step(cubin)) <= len(step(plain)) * (1.05 if key_offset else 1.02)
 
 
+@pytest.mark.parametrize("columns", [8, 4])
 @pytest.mark.parametrize("key, value_map", [("int4", "HADAMARD"), ("int4", "MATRIX"), ("int2", "HADAMARD"), ("bf16", "NO_MAP")])
-def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, tmp_path):
+def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, columns, tmp_path):
     """And out of local memory, in the kernels that merge as well."""
-    plain = config(key, key, key_map=value_map, value_map=value_map)
+    plain = config(key, key, columns=columns, key_map=value_map, value_map=value_map)
     chosen = replace(plain, ranges=True, follows=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
     steps = []
     for name, each in (("plain", plain), ("chosen", chosen)):
@@ -133,7 +134,7 @@ def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, tmp_path):
         cubin.write_bytes(build(each))
         steps.append(len(step(cubin)))
         assert not {"LDL", "STL"} & set(opcodes(cubin)), name
-    assert steps[1] <= steps[0] + 8  # of 194 to 400, for two tiles: a few moves, as the compiler likes
+    assert steps[1] <= steps[0] + (8 if plain.by_integers else 4)  # a few moves, as the compiler likes
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
@@ -221,6 +222,7 @@ def test_another_attention_is_refused_while_it_is_traced(stats):
     model = tiny("llama", attn_implementation="sdpa")
     ids, _ = prompts([9])
     # torch 2.11 leaves the trace for the mask of sdpa, which is to be of UNKNOWN keys: it fails, and does not fill the memory
-    with pytest.raises(Exception, match=r"use_quantkv_attention|fake tensor|inconsistent with step sign"):
+    of_torch = "|inconsistent with step sign" if Version(torch.__version__) < Version("2.12") else ""
+    with pytest.raises(Exception, match="use_quantkv_attention|fake tensor" + of_torch):
         torch.compile(model, backend="eager")(ids, past_key_values=QuantizedCache(model.config))
     layers.HANDED.layer = None
