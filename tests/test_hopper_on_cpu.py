@@ -7,6 +7,7 @@ from hopper_on_cpu import AVAILABLE, Device
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calls import WriteCall
 from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper import many
 from quantkv.maps import default_map
 from quantkv.testing import OUTPUT_BUDGET, POISON, Batch, check, relative_error, rows
 
@@ -64,6 +65,27 @@ FOUR = [  # columns or fewer, which integers serve: queries of a sequence times 
 @pytest.mark.parametrize("name, queries, group, options", FOUR, ids=lambda x: x if isinstance(x, str) else "")
 def test_integers(name, queries, group, options, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name, queries, options=options, group=group)
+
+
+HALVED = [  # a last tile of four columns, after none, one or two of eight: under chunks of a Hadamard matrix, any matrix, offsets
+    ("levels4", (3, 2, 1, 3), {}, dict(window=200)),
+    ("tq4", (5, 2, 1, 4), dict(head_size=64), dict(softcap=25.0)),
+    ("fp8_token", (1, 3, 1, 2), dict(head_size=96), {}),
+    ("int4", (3, 3, 1, 2), dict(head_size=192, block_size=8), dict(window=90)),
+    ("int8", (3, 3, 1, 2), dict(maps="matrix"), {}),
+    ("levels2", DECODE, dict(maps="matrix"), {}),
+]
+
+
+@pytest.mark.parametrize("name, queries, shape, options", HALVED, ids=str)
+def test_half_tiles_of_columns(name, queries, shape, options, monkeypatch, tmp_path):
+    monkeypatch.setattr(many, "MANY_COLUMNS", 1 << 10)
+    matrix = torch.linalg.qr(torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1)))[0].contiguous()
+    b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16})
+    assert hopper.Plan(b.call(max_query_len=max(queries)), 2).main.config.columns == 4 * max(queries)
+    if "maps" in shape:
+        shape = dict(maps=signed_maps(128, matrix))
+    attend(monkeypatch, tmp_path, name, queries, max_tiles=6, options=options, **shape)
 
 
 def by_integers(monkeypatch, folder, name, change, **shape):

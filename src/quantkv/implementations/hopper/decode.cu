@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         u32 tiles[N], offsets[N], next[N];
 #pragma unroll
         for (int n = 0; n < N; n++) {  // copies go into the slots of the step before
-          tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (COLUMNS * 4);
+          tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (PLACES * 4);
           next[n] = slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES : slot + AHEAD * TILE_BYTES;
           slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
         }

@@ -170,7 +170,7 @@ class DecodeConfig:
     @property
     def score_bytes(self) -> int:
         """Shared memory of a warp for the scores of key offsets."""
-        return 4 * TILE * self.columns if self.key_offset else 0
+        return 4 * TILE * 8 * self.column_tiles if self.key_offset else 0
 
     @property
     def beside_ring(self) -> int:
@@ -185,7 +185,7 @@ class DecodeConfig:
     @property
     def query_bytes(self) -> int:
         """Bytes of the queries of a warp, 2 a number."""
-        return 2 * self.key_dimensions * self.columns
+        return 2 * self.key_dimensions * 8 * self.column_tiles
 
     @property
     def parked_bytes(self) -> int:
@@ -267,7 +267,7 @@ def choose(
     column_tiles = min(-(-columns // 8), most)
     whole = key.hopper().dimensions(head_size) % 32 == 0  # a product takes so many
     by_integers = key.hopper().integers and whole and columns <= INTEGER_COLUMNS and key_map != "MATRIX" and not key_offset
-    columns = INTEGER_COLUMNS if by_integers else 8 * column_tiles
+    columns = min(4 * -(-columns // 4), 8 * column_tiles)
     if size > 256 or column_tiles > 2:
         shape = dict(warps=8, max_stages=3)
     else:

@@ -7,10 +7,12 @@ static_assert(D == KEY_SIZE && D % 16 == 0 && DV % 16 == 0 && DK == KEY_DIMENSIO
 template <class C, int SIZE> constexpr float GAIN_OF = C::GAIN * (C::PER_DIMENSION ? SIZE : 1);
 constexpr float KEY_GAIN = GAIN_OF<KEY, D> / (BY_INTEGERS ? SUBNORMAL : 1.f), VALUE_GAIN = GAIN_OF<VALUE, DV>;
 constexpr int NT = TEAM > 1 ? 1 : (COLUMNS + 7) / 8, EVEN_NT = (NT + 1) / 2 * 2;  // tiles of columns of which a warp holds the queries
-// Columns of which a lane has scores: two of every eight, which are columns 2 c and 2 c + 1 of a product; of four, where keys are multiplied
-// BY_INTEGERS, one, which is the first of these.
-constexpr int OWN = BY_INTEGERS ? 1 : 2 * NT;
-DI int own_column(int k) { return BY_INTEGERS ? threadIdx.x % 4 : k / 2 * 8 + threadIdx.x % 4 * 2 + k % 2; }
+// A tile is the eight columns of a product, of which a lane has scores of 2 c and 2 c + 1. A last tile of four has these in its even places,
+// so that every lane has one of them, and no lane spends time on scores of an empty place.
+constexpr int OWN = COLUMNS / 4, PLACES = (COLUMNS + 7) / 8 * 8;
+static_assert(COLUMNS % 4 == 0, "every lane has as many columns");
+DI bool is_halved(int nt) { return OWN % 2 && nt == NT - 1; }
+DI int own_column(int k) { return k / 2 * 8 + threadIdx.x % 4 * (is_halved(k / 2) ? 1 : 2) + k % 2; }
 enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 
 template <int N> struct Constant { static constexpr int value = N; };

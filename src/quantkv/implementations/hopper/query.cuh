@@ -20,16 +20,17 @@ struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the firs
 struct GivenQuery {
   u32 words[NT][DK / 8], signs[DK / 8];  // signs: of a Hadamard matrix
 
-  // Eight columns.
-  static DI void ask(u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int column0) {
-    const int column = column0 + threadIdx.x % 32 / 4;
-    const bool used = column < sequences.queries(s) * GROUP;
+  // A tile of columns, to their places.
+  static DI void ask(u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int column0, int nt) {
+    const bool halved = is_halved(nt) && !BY_INTEGERS;  // integers are moved once they are two to a column
+    const int place = threadIdx.x % 32 / 4, column = column0 + nt * 8 + (halved ? place / 2 : place);
+    const bool used = column < sequences.queries(s) * GROUP;  // what lies in odd places is not looked at
     take(words, q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP), used);
   }
   // sign_bits: null where all are positive.
   DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0) {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) ask(words[nt], q, sequences, s, head, column0 + nt * 8);
+    for (int nt = 0; nt < NT; nt++) ask(words[nt], q, sequences, s, head, column0, nt);
     if (KEY_MAP == HADAMARD) take(signs, sign_bits, sign_bits != nullptr);
   }
   // Where none are asked for: registers that are not waited with.
@@ -203,7 +204,7 @@ struct Query {
     sum[nt][0] = total[0] / KEY_GAIN, sum[nt][1] = total[1] / KEY_GAIN;
   }
 
-  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, COLUMNS] float32.
+  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, PLACES] float32.
   DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const KeyMatrix rows(table, sixteen);
@@ -221,7 +222,7 @@ struct Query {
       rows.multiply(y, x);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        store_shared(to + ((g + 8 * i) * COLUMNS + nt * 8 + 2 * c) * 4, as_bits(y[2 * i] * factor), as_bits(y[2 * i + 1] * factor));
+        store_shared(to + ((g + 8 * i) * PLACES + nt * 8 + 2 * c) * 4, as_bits(y[2 * i] * factor), as_bits(y[2 * i + 1] * factor));
       }
     }
     __syncwarp();

@@ -27,7 +27,7 @@ struct QueryMapper {
   DI KeyMatrix tile(int pair, int t) const { return KeyMatrix(matrices + (i64)head(pair) * stride, t); }
   DI void read(u32 (&words)[NT][DK / 8], int pair) const {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) GivenQuery::ask(words[nt], q, sequences, pair % sequences.count, head(pair), column0 + nt * 8);
+    for (int nt = 0; nt < NT; nt++) GivenQuery::ask(words[nt], q, sequences, pair % sequences.count, head(pair), column0, nt);
   }
   DI void map(const u32 (&words)[NT][DK / 8], int t, u32 to) const {
 #pragma unroll

@@ -174,7 +174,7 @@ struct Softmax {
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
         u32 offset[2] = {};  // what is added to the scores of columns 2 nt and 2 nt + 1, of both rows
-        if (KEY_OFFSET) load_shared<8>(offsets[n] + own_column(2 * nt) * 4, offset);
+        if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
 #pragma unroll
         for (int k = 2 * nt; k < min(2 * nt + 2, OWN); k++)
 #pragma unroll
