@@ -58,10 +58,12 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
 
 def assert_invariant(call, serve, monkeypatch):
     """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; merged by warps
-    and by blocks."""
+    and by blocks, and where pairs are whole."""
     monkeypatch.setattr(merging, "by_blocks", lambda *_: False)
+    monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
     serve(call)
     monkeypatch.setattr(merging, "by_blocks", lambda *_: True)
+    monkeypatch.setattr(hopper, "WHOLE_PAIRS", True)
     count = call.batch.num_seqs
     lens = call.batch.seq_lens.tolist()
     longest = max(lens)
@@ -94,8 +96,42 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     busy = itertools.cycle((11, 1, 15, 1))
     monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one piece, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
-    assert len(device.compiled) == 1
+    alike = {
+        dataclasses.replace(config, whole_pairs=False, columns=8, warps=8, max_stages=4) for config in device.compiled if config.team == 1
+    }
+    assert len(alike) == (shape["group"] <= 8)
     check(b, (call.out, call.lse), **options)
+
+
+WHOLE = {  # queries and lengths, multiprocessors, shape and options; then blocks and warps of a pair, and its pieces
+    "a cluster": ((1, 1), (900, 880), 8, {}, {}, 2, 12, 48),
+    "a cluster, groups of columns": ((4, 3), (500, 510), 4, dict(num_kv_heads=1, group=3), {}, 2, 12, 24),
+    "pairs beside each other": ((1,) * 3, (330, 325, 330), 1, {}, {}, 1, 2, 6),
+    "a warp a pair": ((1,) * 6, (790, 800) * 3, 1, dict(head_size=128, group=1), {}, 1, 1, 48),
+    "windows": ((1, 1, 0), (300, 17, 0), 1, dict(group=5), dict(window=120, softcap=25.0), 1, 2, 6),
+    "queries without a key": ((1, 2), (170, 200), 1, {}, dict(key_range=torch.tensor([[40, 60], [0, 0]], dtype=torch.int32)), 1, 3, 6),
+}
+
+
+@emulated
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_pairs(case, monkeypatch, tmp_path):
+    """One launch has the bits of two."""
+    queries, lens, multiprocessors, shape, options, blocks, warps, pieces = WHOLE[case]
+    for name, value in (("PIECE_LEAST", 2), ("PIECE_MOST", 2)):
+        monkeypatch.setattr(decode, name, value)
+    b = Batch.make("int4", queries, lens, **{"head_size": 64, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
+    call = b.call(lengths=tuple(zip(queries, lens)), batch_invariant=True, **options)
+    device, found = Device(monkeypatch, tmp_path, multiprocessors), []
+    for whole in (False, True):
+        monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
+        call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
+        device.serve(call)
+        found.append((call.out.clone(), call.lse.clone()))
+    main = hopper.Plan(call, multiprocessors).main
+    assert len(hopper.prepare(call).launches) == 1 and (main.pairs.blocks, main.pairs.warps, main.pair_pieces) == (blocks, warps, pieces)
+    check(b, found[0], **options)
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @emulated
@@ -142,21 +178,24 @@ def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_
     assert torch.equal(broken.out[kept], call.out[kept])
 
 
-def test_room_for_pieces():
+def test_room_for_pieces(monkeypatch):
     """As many as `Sequences.pieces` makes, of any length up to the one that there is room for."""
     b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
-    tiles = [1, 9, 19, 20, 59, 60, 119, 120, 240, 528, 529, 2112, 2113, 33792, 33793, 1572864, 1572865]
-    expected = [1, 1, 1, 2, 5, 6, 6, 12, 24, 24, 48, 96, 192, 1536, 1536, 1536, 3072]
-    spans = [1, 5, 6, 17, 18, 35, 36, 72, 528, 529, 8448, 8449, 98304, 98305]
-    of_teams = [1, 1, 2, 5, 6, 6, 12, 24, 24, 48, 384, 384, 384, 768]
-    for group, lines, found in ((4, tiles, expected), (17, spans, of_teams)):
+    tiles = [1, 9, 19, 20, 59, 60, 119, 120, 528, 529, 1056, 1057, 33792, 33793, 1572864, 1572865]
+    expected = [1, 1, 1, 2, 5, 6, 6, 12, 12, 24, 24, 48, 768, 1536, 1536, 3072]
+    eight = [1, 19, 20, 79, 80, 159, 160, 704, 705, 45056, 45057, 1048576, 1048577]  # warps
+    of_eight = [1, 1, 2, 7, 8, 8, 16, 16, 32, 1024, 1024, 1024, 2048]
+    spans = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
+    of_teams = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
+    for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, spans, of_teams)):
+        monkeypatch.setattr(many, "MANY_COLUMNS", 17)
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
         assert [config.pieces(16 * config.team * n) for n in lines] == found
         assert [config.pieces(16 * config.team * n - 15) for n in lines] == found
         room = [config.pieces(16 * config.team * n) for n in range(1, 3000)]
         assert room == sorted(room)  # no shorter sequence has more
-    assert [dataclasses.replace(config, kv_heads=8).pieces(64 * n) for n in (1056, 1057, 4000)] == [48, 48, 48]
+    assert [dataclasses.replace(config, kv_heads=8).pieces(64 * n) for n in (1056, 1057, 4000)] == [24, 48, 48]
 
 
 CHUNKS = [
@@ -262,14 +301,32 @@ def test_what_is_served(monkeypatch):
     assert "per-tensor scales 0.5" in hopper._unsupported(scaled(int8, 0.5, 1.0).call(max_query_len=1))
 
 
-def test_the_kernel_does_not_depend_on_the_batch():
-    """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls."""
-    b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=8, group=4, dtype=torch.bfloat16)
-    for options in ({"batch_invariant": True}, {}):
-        call = b.call(max_query_len=1, **options)
-        more = [part_of(call, [0] * 64, most, None, wider)[0] for most, wider in ((1, 1 << 12), (8, 0))]
-        same = [hopper.configurations(each) == hopper.configurations(call) for each in more]
-        assert same == [bool(options)] * 2
+INVARIANT = {"batch_invariant": True}
+
+
+@pytest.mark.parametrize(
+    "name, head_size, group, options, columns",
+    [
+        ("int4", 128, 4, INVARIANT, (8, 8, 8, 16)),
+        ("tq4", 256, 4, INVARIANT, (8, 8, 8, 8)),
+        ("int4", 128, 16, INVARIANT, (16, 16, 16, 16)),
+        ("int4", 128, 4, {}, None),
+    ],
+)
+def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options, columns):
+    """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls; but for the columns
+    that a warp serves together, where more of them come to the same bits."""
+    b = Batch.make(name, (1,), (20,), head_size=head_size, num_kv_heads=8, group=group, dtype=torch.bfloat16)
+    call = b.call(max_query_len=1, **options)
+    more = [part_of(call, [0] * 64, most, None, wider)[0] for most, wider in ((1, 1 << 12), (2, 0), (8, 0))]
+    config, *others = (hopper.configurations(each)[0] for each in (call, *more))
+    if columns is None:
+        assert config not in others
+    else:
+        assert tuple(each.columns for each in (config, *others)) == columns
+        assert all(
+            dataclasses.replace(each, columns=config.columns, warps=config.warps, max_stages=config.max_stages) == config for each in others
+        )
 
 
 def test_prompts_beside_decodes_are_runs_of_their_own():

@@ -98,6 +98,7 @@ inline void arrive_in_cluster() {
 inline void wait_for_cluster() {
   while (cpu_cluster_arrived < (int)(cpu_cluster->size() * (*cpu_cluster)[0].fibers.size())) cpu_yield();
 }
+inline void meet_in_cluster() { arrive_in_cluster(), wait_for_cluster(); }
 inline u32 in_block(u32 p, int rank) {
   if (rank < 0 || rank >= (int)cpu_cluster->size()) cpu_fail("no such block in the cluster", rank);
   return (p & 0xffffff) | (u32)rank << 24;
@@ -150,6 +151,8 @@ inline int __reduce_add_sync(u32, int x) {
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
+inline u32 __umulhi(u32 a, u32 b) { return (u64)a * b >> 32; }
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 x = a | (u64)b << 32;
   u32 r = 0;

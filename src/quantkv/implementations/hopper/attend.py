@@ -149,25 +149,21 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
 
 
 def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., DecodeConfig]) -> DecodeConfig:
-    """What suits a segment if it were alone. Where the cut is invariant, what suits one query of each of many sequences, or two."""
+    """What suits a segment if it were alone."""
     (_, HQ, D), HK, invariant = call.q.shape, segment.k.codes.shape[2], call.options.batch_invariant
-    return choose(
-        segment.fmt.k,
-        segment.fmt.v,
-        D,
-        segment.head_size_v,
-        HQ // HK,
-        HK,
-        segment.k.codes.shape[1],
-        segment.k.base.stride(1),
-        call.q.dtype == torch.bfloat16,
-        max(HQ // HK, 8) if invariant else call.batch.max_query_len * (HQ // HK),
-        call.options.softcap > 0,
-        kind(segment.maps.k),
-        kind(segment.maps.v),
-        segment.maps.by_position,
-        **({} if invariant else {"capacity": _capacity(call, segment)}),
-    )
+    group, columns = HQ // HK, call.batch.max_query_len * (HQ // HK)
+    shape = segment.fmt.k, segment.fmt.v, D, segment.head_size_v, group, HK, segment.k.codes.shape[1], segment.k.base.stride(1)
+    options = call.options.softcap > 0, kind(segment.maps.k), kind(segment.maps.v), segment.maps.by_position
+    bf16 = call.q.dtype == torch.bfloat16
+    if not invariant:
+        return choose(*shape, bf16, columns, *options, capacity=_capacity(call, segment))
+    # What suits one query of each of many sequences, or two; more are served by twice as many columns where these come to the same bits.
+    few, more = choose(*shape, bf16, max(group, 8), *options), decode.choose(*shape, bf16, 16, *options)
+    pieces_first = 6 if few.workers % 3 == 0 else 8
+    same = few.columns == 8 and few.team == 1 and more.columns == 16 and more.tiles_per_step == few.tiles_per_step
+    config = replace(more if same and columns > 8 else few, pieces_first=pieces_first)
+    wide = config.team == 1 and config.columns > 8
+    return replace(config, max_stages=6) if wide else config  # the end of a piece takes longer, and copies go on meanwhile
 
 
 def _is_scaled(call: AttendCall) -> bool:

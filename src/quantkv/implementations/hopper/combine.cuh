@@ -70,18 +70,27 @@ struct Merged {
     }
   }
 
+  // As a row of floats: the outputs, the maximum and the sum.
+  DI void put(float (&row)[WIDTH + 4]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int d = 0; d < E; d++) row[lane * E + d] = x[d][0];
+    if (lane == 0) row[WIDTH] = top, row[WIDTH + 1] = sum;
+  }
   // Behind it what another merger has: the same, whichever kernel merges.
-  DI void append(float other, float other_sum, const float (&y)[E]) {
+  DI void append(float other, float other_sum, const float* y) {  // y [E]
     if (other == minus_infinity()) return;
     const float up = fmaxf(top, other), old = pow2(top - up), weight = pow2(other - up);
     top = up, sum = fmaf(other_sum, weight, times(sum, old));
 #pragma unroll
     for (int d = 0; d < E; d++) x[d][0] = fmaf(y[d], weight, times(x[d][0], old));
   }
+  DI void append(const float (&row)[WIDTH + 4]) { append(row[WIDTH], row[WIDTH + 1], row + threadIdx.x % 32 * E); }
+  static DI int mergers_of(int count) { return min(COMBINE_WARPS, (count + AT_ONCE - 1) / AT_ONCE); }  // that have any of so many pieces
   // All pieces of one column: what COMBINE_WARPS mergers would have, one after the other.
   DI void add_in_order(const u32* all, const Pieces& pieces, int columns, int column) {
 #pragma unroll 1
-    for (int w = 0; w < COMBINE_WARPS && w * AT_ONCE < pieces.count; w++) {
+    for (int w = 0; w < mergers_of(pieces.count); w++) {
       Merged part;
       part.add(all, pieces, columns, column, w, COMBINE_WARPS);
       float y[E];
@@ -114,18 +123,11 @@ struct Merged {
   template <int MERGERS, int ROWS> DI void across(float (*rows)[WIDTH + 4], int r, int merger) {
     const int lane = threadIdx.x % 32;
     const auto merged = (float(*)[ROWS][WIDTH + 4])rows;
-#pragma unroll
-    for (int d = 0; d < E; d++) merged[merger][r][lane * E + d] = x[d][0];
-    if (lane == 0) merged[merger][r][WIDTH] = top, merged[merger][r][WIDTH + 1] = sum;
+    put(merged[merger][r]);
     __syncthreads();
     if (INVARIANT && merger == 0) {
       *this = Merged();
-      for (int w = 0; w < MERGERS; w++) {
-        float y[E];
-#pragma unroll
-        for (int d = 0; d < E; d++) y[d] = merged[w][r][lane * E + d];
-        append(merged[w][r][WIDTH], merged[w][r][WIDTH + 1], y);
-      }
+      for (int w = 0; w < MERGERS; w++) append(merged[w][r]);
     } else if (merger == 0) {
       const float own = top;
 #pragma unroll
@@ -144,6 +146,12 @@ struct Merged {
     }
   }
 };
+
+// Of a sequence and kv head that has room for so many, where the cut is INVARIANT.
+DI Pieces own_pieces(const Sequences& sequences, int s, int head, int room) {
+  const int all = sequences.tiles(s);
+  return Pieces((head * sequences.count + s) * room, all ? min((int)Sequences::pieces(all), room) : 0);
+}
 
 // Outputs of a row whose pieces have been merged: with its sink, and under the values' map but where that is a matrix. Its lse is
 // written. The result: by what the outputs of `plain`, where they are APART, are to be multiplied.
@@ -206,10 +214,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   bool mine = there(r);
   [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % ATTENDING);
   const auto pieces_of = [&](const Sequences& sequences, int resident, int together, int most) {
-    if (INVARIANT) {
-      const int all = sequences.tiles(s);
-      return Pieces((head * sequences.count + s) * most, all ? min((int)Sequences::pieces(all), most) : 0);
-    }
+    if (INVARIANT) return own_pieces(sequences, s, head, most);
     int start;
     const int line = sequences.total_tiles(s, start);
     return Pieces(Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, together);

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         softmax.template add<N, decltype(masked)::value>(
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int k) {
-              int key = (tile + n) * TILE + at.token + 8 * half, position = context + (column0 + own_column(k)) / GROUP;
+              int key = (tile + n) * TILE + at.token + 8 * half, position = min(context + (column0 + own_column(k)) / GROUP, len - 1);  // of an empty column: the last query's
               return key <= position && (window <= 0 || (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) && (!RANGES || key >= low && key < high);
             },
             [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });
@@ -134,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     if (KEY_MAP != MATRIX && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0);
     else given.forget();
   }
-  if constexpr (WHOLE_PAIRS) finish_pair(a, sequences, pair, warp, column0);
+  if constexpr (WHOLE_PAIRS && INVARIANT) finish_pieces(a, sequences, pair, warp, column0);
+  else if constexpr (WHOLE_PAIRS) finish_pair(a, sequences, pair, warp, column0);
   else if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
 }

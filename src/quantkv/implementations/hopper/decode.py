@@ -20,11 +20,10 @@ EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at m
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
-# Of an invariant cut (`Sequences.pieces`): three times a power of two of pieces, as the 132 * 12 warps of an H100 or H200 have three and
-# eleven as factors, and sequences, heads and tokens most often only two. So many, where they need not have fewer tiles than PIECE_LEAST;
-# more where they would have more than PIECE_MOST, until one sequence has enough for all warps. Shorter pieces balance better; each costs
-# a softmax that begins anew and outputs that are merged. Of a team all this is in spans.
-PIECES_FIRST, PIECES_AIM, PIECE_LEAST, PIECE_MOST, PIECES_ENOUGH = 6, 24, 10, 22, 1536
+# Of an invariant cut (`Sequences.pieces`): `pieces_first` pieces or fewer, of PIECE_LEAST tiles or more; twice as many where these are no
+# shorter; and twice as many again, and so on, where they would be longer than PIECE_MOST, until one sequence has enough for all warps.
+# Shorter pieces balance better; each costs a softmax that begins anew and outputs that are merged. Of a team all this is in spans.
+PIECE_LEAST, PIECE_MOST, PIECES_ENOUGH = 10, 44, 1024
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class DecodeConfig:
     after_write: bool = False  # launched right behind the write of the queries' own tokens
     whole_pairs: bool = False  # the results of a sequence and kv head are its warps' own: no kernel merges them
     by_integers: bool = False
+    pieces_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
     exact: int = 0  # tokens of a page of the segment that the merging kernel attends to itself; 0: there is none
     warps: int = 8
     blocks_per_sm: int = 1
@@ -92,10 +92,10 @@ class DecodeConfig:
     def pieces(self, tokens: int) -> int:
         """Of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
         line = -(-tokens // (TILE * self.team))
-        enough, longest = PIECES_ENOUGH // self.team, max(MAX_TILES // self.team, 1)
-        n = max(1, min(line // self.piece_least, PIECES_FIRST))
-        while n >= PIECES_FIRST:
-            long = line >= 2 * n * self.piece_least if n < PIECES_AIM else line > n * PIECE_MOST and n * self.kv_heads < enough
+        first, enough, longest = self.pieces_first, PIECES_ENOUGH // self.team, max(MAX_TILES // self.team, 1)
+        n = max(1, min(line // self.piece_least, first))
+        while n >= first:
+            long = line >= 2 * n * self.piece_least if n == first else line > n * PIECE_MOST and n * self.kv_heads < enough
             if not long and line <= n * longest:
                 break
             n *= 2
@@ -210,7 +210,7 @@ class DecodeConfig:
     @property
     def inbox_bytes(self) -> int:
         """Shared memory of a block for what the others of its cluster send it, and its counter."""
-        return 32 + (self.columns + LARGEST_CLUSTER) * self.piece_bytes if self.whole_pairs else 0
+        return 32 + (self.columns + LARGEST_CLUSTER) * self.piece_bytes if self.whole_pairs and not self.invariant else 0
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
@@ -223,7 +223,7 @@ class DecodeConfig:
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
-            PIECES_FIRST=PIECES_FIRST, PIECES_AIM=PIECES_AIM, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
+            PIECES_FIRST=self.pieces_first, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
             PIECES_ENOUGH=PIECES_ENOUGH // self.team, PIECES_AT_ONCE=self.pieces_at_once,
             EXACT=self.exact, COLUMNS=self.columns, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
             BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,

@@ -138,6 +138,8 @@ template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait
 // told once how many bytes are to come, and waited for.
 DI void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DI void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// All of them come here before any goes on, and what each wrote to memory before is seen by all behind.
+DI void meet_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DI u32 in_block(u32 p, int rank) {
   u32 r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(rank));

@@ -51,13 +51,18 @@ struct Sequences {
   // Of a sequence of so many tiles (why so many: decode.py). All have as many, to a step.
   static DI u32 pieces(u32 all) {
     u32 n = max(1, min(all / PIECE_LEAST, PIECES_FIRST));
-    const auto is_long = [&] { return n < PIECES_AIM ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH; };
+    const auto is_long = [&] { return n == PIECES_FIRST ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH; };
     while (n >= PIECES_FIRST && (is_long() || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
     return n;
   }
+  static DI u32 over_pieces(u32 x, u32 count) {  // x / count, which is a power of two, or three of them, where it is not small
+    if (count < PIECES_FIRST) return x / count;
+    return (PIECES_FIRST == 6 ? __umulhi(x, 0xaaaaaaabu) : x) >> (31 - __clz(count));
+  }
+  static_assert(PIECES_FIRST == 6 || PIECES_FIRST == 8, "what count is");
   // The first piece that does not begin before, and where the i-th of so many does: at a whole step.
   static DI u32 piece_at(u32 within, u32 all, u32 count) { return all ? (whole_steps(within + STEP - 1) * count + all - 1) / all : 0; }
-  static DI u32 piece_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(i * all / count) : all; }
+  static DI u32 piece_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(over_pieces(i * all, count)) : all; }
   // No piece is as short as two steps, so that none is empty; only tests have a MAX_TILES by which one could be.
   static constexpr u32 STEP = PIECE_LEAST >= 2 * TILES_PER_STEP && PIECE_MOST >= 4 * TILES_PER_STEP && MAX_TILES >= 4 * TILES_PER_STEP * TEAM ? TILES_PER_STEP : 1;
   static DI u32 whole_steps(u32 tiles) { return tiles / STEP * STEP; }

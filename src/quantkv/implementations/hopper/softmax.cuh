@@ -49,6 +49,7 @@ struct Softmax {
     u32 fit = 0x7f000000u - (__float_as_uint(max_over_tokens(v)) & 0x7f800000u);  // the power of two that brings v to [1, 2)
     fit = min(fit, __float_as_uint(v_norm));
     const float rv = as_float(0x3f800000u + fit - __float_as_uint(v_norm));
+    const bool is_first = INVARIANT && !__any_sync(~0u, seen);  // outputs are zero, at the beginning of every piece
     v_norm = as_float(fit);
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
@@ -57,8 +58,9 @@ struct Softmax {
       float r = seen & bit ? pow2(-up) : 1.f;
       if (top != minus_infinity()) seen |= bit;
       m[k] += up, l[k] *= r, r *= rv, bias[k] *= r, mass[k / 2][k % 2] *= r, mass[k / 2][2 + k % 2] *= r;
+      if (!is_first)
 #pragma unroll
-      for (int j = 0; j < DV / 8; j++) output(k, j) *= r;
+        for (int j = 0; j < DV / 8; j++) output(k, j) *= r;
 #pragma unroll
       for (int n = 0; n < N; n++) s[n][k][0] -= up, s[n][k][1] -= up;
     }
@@ -69,7 +71,10 @@ struct Softmax {
   template <int N, class More>
   DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS], const u32 (&metas)[N][2], u32 (&squares)[N][2], const Lane& at,
                    const Query& q, More more) const {
-    float y[N][NT][4], odd[N][4] = {};  // products depend on each other: with one column tile alone, two sums take half the time
+    // Products depend on each other: with one tile of columns alone, two sums take half the time. Queries that one tile may serve, of an
+    // invariant cut, have the same bits with two.
+    constexpr int PAIRED = NT == 1 || INVARIANT && GROUP <= 8 ? NT : 0;
+    float y[N][NT][4], odd[N][PAIRED + 1][4] = {};
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -97,7 +102,7 @@ struct Softmax {
               squares[n][0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[n][0])), squares[n][1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[n][1]));
             }
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) product<KEY>(NT == 1 && w % 2 ? odd[n] : y[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+            for (int nt = 0; nt < NT; nt++) product<KEY>(PAIRED && w % 2 ? odd[n][nt] : y[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
           }
         }
       });
@@ -109,7 +114,7 @@ struct Softmax {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           s[n][k][r] = y[n][k / 2][2 * r + k % 2];
-          if (NT == 1) s[n][k][r] += odd[n][2 * r + k % 2];
+          if (PAIRED) s[n][k][r] += odd[n][k / 2][2 * r + k % 2];
         }
   }
   // The same where keys are multiplied BY_INTEGERS.
@@ -299,9 +304,14 @@ struct Softmax {
       const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f;
       const int column = own_column(k);
       const bool there = column < columns;
-      float lse = sum > 0.f ? m[k] + lg2(sum) : minus_infinity(), top = 0.f;
+      const u32* old = held && there ? held + column * PIECE : nullptr;
+      float lse = sum > 0.f ? m[k] + lg2(sum) : minus_infinity();
+      // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
+      float factor = piece_factor(32.f * inverse_power(v_norm));
+      if (!WIDE && old) factor = fmaxf(factor, as_float(old[FACTOR]));
+      const float shrink = WIDE ? 1.f : inverse_power(factor);
 #pragma unroll
-      for (int j = 0; j < DV / 8; j++) value(j) = fmaf(value(j), VALUE_GAIN / VALUE::unit(j) * r, z);
+      for (int j = 0; j < DV / 8; j++) value(j) = fmaf(value(j), VALUE_GAIN / VALUE::unit(j) * (r * shrink), z);
       if constexpr (RUN == 1) {
 #pragma unroll
         for (int j = 0; j < DV / 8; j += 2) {
@@ -309,11 +319,10 @@ struct Softmax {
           (g % 2 ? value(j) : value(j + 1)) = other;
         }
       }
-      if (held && there) {
-        const u32* old = held + column * PIECE;
+      if (old) {
         const float before = as_float(old[LSE]), both = fmaxf(before, lse), base = both == minus_infinity() ? 0.f : both;
         const float x = pow2(before - base), y = pow2(lse - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
-        const float u = x * share * as_float(old[FACTOR]), w = y * share;
+        const float u = x * share * (as_float(old[FACTOR]) * shrink), w = y * share;
 #pragma unroll
         for (int j = 0; j < DV / 8; j += 2) {
           const u32 pair = old[place(j)];
@@ -321,22 +330,19 @@ struct Softmax {
         }
         lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
       }
-      // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
-      float factor = piece_factor(32.f * inverse_power(v_norm));
       if (WIDE) {
+        float top = 0.f;
 #pragma unroll
         for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(value(j)));
         factor = piece_factor(max_over_tokens(top));
+#pragma unroll
+        for (int j = 0; j < DV / 8; j++) value(j) *= inverse_power(factor);
       }
-      if (held) {
-        if (!WIDE && there) factor = fmaxf(factor, as_float(held[column * PIECE + FACTOR]));
-        __syncwarp();  // what is held has been read
-      }
-      const float shrink = inverse_power(factor);
+      if (held) __syncwarp();  // what is held has been read
       if (!there) continue;
       if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
       static_assert(RUN % 4 || DV / 8 % 4 == 0, "two words of a run at once");
-      const auto pair = [&](int j) { return half2(value(j) * shrink, value(j + 1) * shrink); };
+      const auto pair = [&](int j) { return half2(value(j), value(j + 1)); };
 #pragma unroll
       for (int j = 0; j < DV / 8; j += RUN % 4 ? 2 : 4) {
         u32* here = to + column * PIECE + place(j);

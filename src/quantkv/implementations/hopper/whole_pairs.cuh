@@ -1,13 +1,13 @@
 // Where every sequence and kv head (a pair) is read by warps of one block, or of the blocks of one cluster: these write its results,
-// and no kernel has to merge pieces afterwards.
+// and no kernel has to merge pieces afterwards. Where the cut is INVARIANT warps have whole pieces, which are in memory as ever.
 #pragma once
 #include "combine.cuh"
 
-static_assert(!WHOLE_PAIRS || TEAM == 1 && SEGMENTS == 1 && !EXACT && !FOLLOWS && !INVARIANT && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
+static_assert(!WHOLE_PAIRS || TEAM == 1 && SEGMENTS == 1 && !EXACT && !FOLLOWS && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
               "what whole pairs go with");
 // Behind what warps have: where blocks of a cluster send each other pieces, a column's to the block that finishes it, and the counter of their bytes.
 constexpr int COUNTER_AT = TABLES_BYTES + (WARPS * (WORKER_BYTES + BARRIER_BYTES) + 15) / 16 * 16, INBOX_AT = COUNTER_AT + 16;
-static_assert(INBOX_BYTES == (WHOLE_PAIRS ? 32 + (COLUMNS + LARGEST_CLUSTER) * PIECE_BYTES : 0), "room for the columns of a block from each of a cluster");
+static_assert(INBOX_BYTES == (WHOLE_PAIRS && !INVARIANT ? 32 + (COLUMNS + LARGEST_CLUSTER) * PIECE_BYTES : 0), "room for the columns of a block from each of a cluster");
 
 // The pair of a warp, whose tiles are cut evenly among its warps by no other length than its own: a block has several pairs, or one,
 // or a cluster has one.
@@ -25,7 +25,7 @@ struct OwnPair {
     s = is_there ? pair / KV_HEADS : 0, head = pair % KV_HEADS;  // a block's pairs are neighbours in a page
   }
   DI void open() const {  // before its tiles, as the blocks of a cluster meet meanwhile
-    if (blocks == 1) return;
+    if (INVARIANT || blocks == 1) return;
     if (threadIdx.x == 0) open_counter(shared_address(shared) + COUNTER_AT);
     __syncwarp();
     arrive_in_cluster();
@@ -37,20 +37,30 @@ struct OwnPair {
     if (warp == first && is_there && at < a.table_width) prefetch_to_l2(a.block_table + (i64)s * a.table_stride + at);
   }
   DI void take(const Sequences& sequences, int warp, int& tile, int& left) {  // a warp's run
-    const Cut cut(is_there ? sequences.tiles(s) : 0, blocks * warps);
-    const int worker = rank * warps + warp - first, begin = worker < cut.workers ? cut.begin(worker) : 0;
-    workers = cut.workers;
-    tile = sequences.first_tile(s) + begin, left = worker < workers ? cut.begin(worker + 1) - begin : 0;
+    const int all = is_there ? sequences.tiles(s) : 0, pieces = Sequences::pieces(all);
+    const Cut cut(INVARIANT ? pieces : all, blocks * warps);
+    // Where pieces are fewer than warps, each block has some: what one multiprocessor reads at once is bounded.
+    const int worker = INVARIANT ? (warp - first) * blocks + rank : rank * warps + warp - first;
+    const auto begin = [&](int i) { return INVARIANT ? (int)Sequences::piece_begin(cut.begin(i), all, pieces) : cut.begin(i); };
+    workers = cut.workers, tile = sequences.first_tile(s), left = 0;
+    if (worker < workers) tile += begin(worker), left = begin(worker + 1) - begin(worker);
   }
 };
+
+// The results of column `column` of the group from column0 on.
+DI void write_column(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, Merged& all, int column) {
+  const u16* map = a.value_map ? a.value_map + (i64)pair.head * a.value_map_stride : nullptr;
+  const int query_head = pair.head * GROUP + column % GROUP;
+  const i64 out_row = ((i64)sequences.first_query(pair.s) + column / GROUP) * KV_HEADS * GROUP + query_head;
+  conclude<false>(a, all, Merged(), query_head, out_row, map);
+  write_outputs(a, all, out_row);
+}
 
 // The results of a pair, out of the pieces with which its warps ended: a warp a column. Blocks of a cluster have a column each in turn, and send each
 // other what their warps come to.
 DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0;
   const u8* own = shared + TABLES_BYTES + pair.first * WORKER_BYTES;
-  const i64 first_row = sequences.first_query(pair.s);
-  const u16* map = a.value_map ? a.value_map + (i64)pair.head * a.value_map_stride : nullptr;
   const int blocks = pair.blocks, room = (COLUMNS + blocks - 1) / blocks;  // columns of a block, at most
   const bool is_cluster = blocks > 1;
   int count = pair.workers, step = WORKER_BYTES;  // pieces of a column, and from one to the next
@@ -71,12 +81,34 @@ DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const 
     own = shared + INBOX_AT;
   }
   for (int column = (warp - pair.first) * blocks + pair.rank; column < columns; column += blocks * pair.warps) {
-    Merged all, none;
+    Merged all;
     const u8* pieces = own + (is_cluster ? column / blocks : column) * PIECE_BYTES;
     all.template add<4>(count, 0, 1, [&](int i) { return (const u32*)(pieces + i * step); });
-    const int query_head = pair.head * GROUP + (column0 + column) % GROUP;
-    const i64 out_row = (first_row + (column0 + column) / GROUP) * KV_HEADS * GROUP + query_head;
-    conclude<false>(a, all, none, query_head, out_row, map);
-    write_outputs(a, all, out_row);
+    write_column(a, sequences, pair, all, column0 + column);
+  }
+}
+
+// The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same pieces: each merger's share of a column by another warp, where
+// shared memory has room for what they come to.
+DI void finish_pieces(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
+  if (pair.blocks > 1) meet_in_cluster(); else __syncthreads();
+  const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0, index = warp - pair.first;
+  const Pieces pieces = columns > 0 ? own_pieces(sequences, pair.s, pair.head, a.pair_pieces) : Pieces(0, 0);
+  const int mine = max(0, (columns - pair.rank + pair.blocks - 1) / pair.blocks), mergers = Merged::mergers_of(pieces.count);
+  const auto column_of = [&](int i) { return column0 + pair.rank + i * pair.blocks; };
+  const auto rows = (float(*)[Merged::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);
+  const bool apart = mine * mergers * (int)sizeof(*rows) <= pair.warps * WORKER_BYTES;
+  for (int i = index; apart && i < mine * mergers; i += pair.warps) {
+    Merged part;
+    part.add(a.pieces, pieces, a.all_columns, column_of(i / mergers), i % mergers, COMBINE_WARPS);
+    part.put(rows[i]);
+  }
+  __syncthreads();
+  for (int i = index; i < mine; i += pair.warps) {
+    Merged all;
+    if (apart)
+      for (int w = 0; w < mergers; w++) all.append(rows[i * mergers + w]);
+    else all.add_in_order(a.pieces, pieces, a.all_columns, column_of(i));
+    write_column(a, sequences, pair, all, column_of(i));
   }
 }

@@ -61,19 +61,26 @@ def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster:
 
 
 def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> WholePairs | None:
-    ways = config.team > 1 or config.invariant or config.segments > 1 or config.exact or config.follows
+    ways = config.team > 1 or config.segments > 1 or config.exact or config.follows
     if ways or "MATRIX" in (config.key_map, config.value_map) or len(call.segments) > 1:
         return None
     pairs, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call)
     if pairs == 0 or pairs > blocks * config.warps:
         return None
-    most = max(1, min(largest_cluster, blocks // pairs, -(-tiles // config.warps)))
-    cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
+    units = config.pieces(tiles * TILE) if config.invariant else tiles  # which no two warps share
+    most = max(1, min(largest_cluster, blocks // pairs))
+    if config.invariant:
+        cluster = min(most, units)  # pieces are long: the fewer a multiprocessor has the better
+    else:
+        most = min(most, -(-tiles // config.warps))
+        cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
     if replace(config, whole_pairs=True).shared_bytes > SHARED_BYTES - 1024:  # which a device keeps for itself
         return None
     warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
     found = WholePairs(cluster, warps, config.warps // warps)
-    run, share = -(-tiles // (cluster * warps)), tiles * pairs / (blocks * config.warps)
+    run, share = -(-units // (cluster * warps)) * tiles / units, tiles * pairs / (blocks * config.warps)
+    if config.invariant:
+        share = max(share, tiles / units)  # that of any other way
     if run > MOST_TILES_RAGGED and not by_window and not is_even(call.batch):
         return None
     return found if run - share <= (SPARE_TILES if pairs > FEW else SPARE_TILES_OF_FEW) else None
