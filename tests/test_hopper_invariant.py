@@ -307,8 +307,9 @@ INVARIANT = {"batch_invariant": True}
 @pytest.mark.parametrize(
     "name, head_size, group, options, columns",
     [
-        ("int4", 128, 4, INVARIANT, (8, 8, 8, 16)),
-        ("tq4", 256, 4, INVARIANT, (8, 8, 8, 8)),
+        ("int4", 128, 4, INVARIANT, (4, 4, 8, 16)),
+        ("tq4", 256, 4, INVARIANT, (4, 4, 8, 8)),
+        ("int4", 128, 5, INVARIANT, (8, 8, 16, 16)),
         ("int4", 128, 16, INVARIANT, (16, 16, 16, 16)),
         ("int4", 128, 4, {}, None),
     ],

@@ -157,13 +157,17 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
     bf16 = call.q.dtype == torch.bfloat16
     if not invariant:
         return choose(*shape, bf16, columns, *options, capacity=_capacity(call, segment))
-    # What suits one query of each of many sequences, or two; more are served by twice as many columns where these come to the same bits.
-    few, more = choose(*shape, bf16, max(group, 8), *options), decode.choose(*shape, bf16, 16, *options)
-    pieces_first = 6 if few.workers % 3 == 0 else 8
-    same = few.columns == 8 and few.team == 1 and more.columns == 16 and more.tiles_per_step == few.tiles_per_step
-    config = replace(more if same and columns > 8 else few, pieces_first=pieces_first)
-    wide = config.team == 1 and config.columns > 8
-    return replace(config, max_stages=6) if wide else config  # the end of a piece takes longer, and copies go on meanwhile
+    # What suits one query of each of many sequences, or two; half as many columns, or twice as many, where these come to the same bits.
+    usual, twice = choose(*shape, bf16, max(group, 8), *options), decode.choose(*shape, bf16, 16, *options)
+    config = usual
+    if usual.columns == 8 and usual.team == 1:
+        if columns <= 4:
+            config = replace(usual, columns=4)
+        elif columns > 8 and twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step:
+            config = twice
+    if config.columns > 8 and config.team == 1:
+        config = replace(config, max_stages=6)  # the end of a piece takes longer, and copies go on meanwhile
+    return replace(config, pieces_first=6 if usual.workers % 3 == 0 else 8)
 
 
 def _is_scaled(call: AttendCall) -> bool:
