@@ -34,7 +34,7 @@ struct Copy { u32 to; const u8* from; int bytes; };
 struct Fiber {
   ucontext_t context;
   int thread;
-  int in_cluster = 0;
+  int in_cluster = 0, met = 0;  // how often it came to the cluster, and has waited there
   bool done, begun, waited;  // begun: products of a warpgroup; waited: for the kernel before
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open;
@@ -92,16 +92,22 @@ inline void __syncthreads() {
 }
 
 inline void arrive_in_cluster() {
-  if (cpu_fiber->in_cluster++) cpu_fail("a thread comes to the cluster twice", cpu_fiber->thread);
+  if (cpu_fiber->in_cluster++ != cpu_fiber->met) cpu_fail("a thread comes to the cluster twice", cpu_fiber->thread);
   cpu_cluster_arrived++;
 }
 inline void wait_for_cluster() {
-  while (cpu_cluster_arrived < (int)(cpu_cluster->size() * (*cpu_cluster)[0].fibers.size())) cpu_yield();
+  while (cpu_cluster_arrived < (int)(cpu_cluster->size() * (*cpu_cluster)[0].fibers.size()) * cpu_fiber->in_cluster) cpu_yield();
+  cpu_fiber->met = cpu_fiber->in_cluster;
 }
 inline void meet_in_cluster() { arrive_in_cluster(), wait_for_cluster(); }
 inline u32 in_block(u32 p, int rank) {
   if (rank < 0 || rank >= (int)cpu_cluster->size()) cpu_fail("no such block in the cluster", rank);
   return (p & 0xffffff) | (u32)rank << 24;
+}
+inline u8* in_block(u8* p, int rank) {
+  if (rank < 0 || rank >= (int)cpu_cluster->size()) cpu_fail("no such block in the cluster", rank);
+  if (!cpu_fiber->met) cpu_fail("another block may not be there yet", rank);
+  return (*cpu_cluster)[rank].shared + (p - cpu_shared);
 }
 inline void open_counter(u32 at) {
   if (at < cpu_origin || at % 8) cpu_fail("address of a counter", at);
@@ -361,7 +367,7 @@ static void cpu_begin(CpuBlock& block, int threads) {
   memset(block.shared, 0xff, cpu_shared_size), block.unfenced.assign(cpu_shared_size / 4 + 1, 0);
   for (int t = 0; t < threads; t++) {
     Fiber& fiber = block.fibers[t];
-    fiber.thread = t, fiber.in_cluster = 0, fiber.done = fiber.begun = fiber.waited = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
+    fiber.thread = t, fiber.in_cluster = fiber.met = 0, fiber.done = fiber.begun = fiber.waited = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = block.stacks.data() + STACK * t, fiber.context.uc_stack.ss_size = STACK;
     makecontext(&fiber.context, cpu_enter, 0);

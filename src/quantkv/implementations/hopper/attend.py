@@ -215,8 +215,8 @@ class Plan:
             config, whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else (config, None)
             blocks = blocks if whole is None else whole.grid(pairs)
             resident = blocks * config.workers
-            pair_pieces = config.pieces(longest(call, call.segments[i])) if config.invariant else 0
-            size = (pairs * pair_pieces or resident + pairs) * columns * config.piece_bytes
+            pair_pieces = 0 if not config.invariant else whole.pieces if whole else config.pieces(longest(call, call.segments[i]))
+            size = (pairs * pair_pieces if config.invariant and whole is None else resident + pairs) * columns * config.piece_bytes
             self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_pieces, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
         self.main = self.parts[self.merged[0]]

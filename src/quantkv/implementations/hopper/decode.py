@@ -53,6 +53,7 @@ class DecodeConfig:
     invariant: bool = False  # the cut of a sequence is its own
     scaled: bool = False  # values without a map have a per-tensor scale
     after_write: bool = False  # launched right behind the write of the queries' own tokens
+    piece_room: int = 0  # shared memory of a block for the pieces of whole pairs, where the cut is invariant
     whole_pairs: bool = False  # the results of a sequence and kv head are its warps' own: no kernel merges them
     by_integers: bool = False
     pieces_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
@@ -205,7 +206,8 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in all."""
-        return self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES) + self.inbox_bytes
+        own = self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES)
+        return own + (self.inbox_bytes or (self.piece_room and 16 + self.piece_room))
 
     @property
     def inbox_bytes(self) -> int:

@@ -138,12 +138,17 @@ template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait
 // told once how many bytes are to come, and waited for.
 DI void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DI void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// All of them come here before any goes on, and what each wrote to memory before is seen by all behind.
+// All of them come here before any goes on, and what each wrote before, also to another's shared memory, is seen by all behind.
 DI void meet_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DI u32 in_block(u32 p, int rank) {
   u32 r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(rank));
   return r;
+}
+DI u8* in_block(u8* p, int rank) {
+  u64 r;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(r) : "l"(p), "r"(rank));
+  return (u8*)r;
 }
 DI void open_counter(u32 at) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(at) : "memory"); }
 DI void send(u32 to, u32 counter, u32 x, u32 y) {

@@ -290,9 +290,9 @@ struct Softmax {
     }
   }
 
-  // The result so far to `to` [columns, PIECE], in shared or global memory; columns beyond `columns` are not written. held: what
-  // earlier tiles of the same sequence came to, in the same form and possibly at the same place, or null.
-  DI void write(u32* to, int columns, const u32* held) {
+  // The result so far, each column to to(column) [PIECE], in shared or global memory; columns beyond `columns` are not written. held: what
+  // earlier tiles of the same sequence came to [columns, PIECE], possibly at the same place, or null.
+  template <class To> DI void write(To to, int columns, const u32* held) {
     if (CENTRED_LATER) centre();
     const int g = threadIdx.x % 32 / 4;
     // Of dimension j of this lane and the next. Where they are no neighbours, pairs of lanes exchange one of each two.
@@ -340,12 +340,13 @@ struct Softmax {
       }
       if (held) __syncwarp();  // what is held has been read
       if (!there) continue;
-      if (g == 0) to[column * PIECE + LSE] = as_bits(lse), to[column * PIECE + FACTOR] = as_bits(factor);
+      u32* piece = to(column);
+      if (g == 0) piece[LSE] = as_bits(lse), piece[FACTOR] = as_bits(factor);
       static_assert(RUN % 4 || DV / 8 % 4 == 0, "two words of a run at once");
       const auto pair = [&](int j) { return half2(value(j), value(j + 1)); };
 #pragma unroll
       for (int j = 0; j < DV / 8; j += RUN % 4 ? 2 : 4) {
-        u32* here = to + column * PIECE + place(j);
+        u32* here = piece + place(j);
         if (RUN % 4) *here = pair(j); else *(uint2*)here = make_uint2(pair(j), pair(j + 2));
       }
     }

@@ -1,5 +1,5 @@
 // Where every sequence and kv head (a pair) is read by warps of one block, or of the blocks of one cluster: these write its results,
-// and no kernel has to merge pieces afterwards. Where the cut is INVARIANT warps have whole pieces, which are in memory as ever.
+// and no kernel has to merge pieces afterwards. Where the cut is INVARIANT warps have whole pieces.
 #pragma once
 #include "combine.cuh"
 
@@ -7,6 +7,7 @@ static_assert(!WHOLE_PAIRS || TEAM == 1 && SEGMENTS == 1 && !EXACT && !FOLLOWS &
               "what whole pairs go with");
 // Behind what warps have: where blocks of a cluster send each other pieces, a column's to the block that finishes it, and the counter of their bytes.
 constexpr int COUNTER_AT = TABLES_BYTES + (WARPS * (WORKER_BYTES + BARRIER_BYTES) + 15) / 16 * 16, INBOX_AT = COUNTER_AT + 16;
+constexpr int PIECES_AT = COUNTER_AT;  // where the cut is INVARIANT, all pieces of the columns that a block finishes
 static_assert(INBOX_BYTES == (WHOLE_PAIRS && !INVARIANT ? 32 + (COLUMNS + LARGEST_CLUSTER) * PIECE_BYTES : 0), "room for the columns of a block from each of a cluster");
 
 // The pair of a warp, whose tiles are cut evenly among its warps by no other length than its own: a block has several pairs, or one,
@@ -25,10 +26,20 @@ struct OwnPair {
     s = is_there ? pair / KV_HEADS : 0, head = pair % KV_HEADS;  // a block's pairs are neighbours in a page
   }
   DI void open() const {  // before its tiles, as the blocks of a cluster meet meanwhile
-    if (INVARIANT || blocks == 1) return;
-    if (threadIdx.x == 0) open_counter(shared_address(shared) + COUNTER_AT);
+    if (blocks == 1) return;
+    if (!INVARIANT && threadIdx.x == 0) open_counter(shared_address(shared) + COUNTER_AT);
     __syncwarp();
     arrive_in_cluster();
+  }
+  DI void meet() const {  // all blocks of the cluster are there
+    if (blocks > 1) wait_for_cluster();
+  }
+  DI int columns_at_most() const { return (COLUMNS + blocks - 1) / blocks; }  // that a block finishes
+  DI u8* pieces(const AttendArguments& a) const { return shared + PIECES_AT + first / warps * a.pair_pieces * columns_at_most() * PIECE_BYTES; }
+  // Where the cut is INVARIANT: of the index-th piece, a column, in the block that finishes it.
+  DI u32* place(const AttendArguments& a, int index, int column) const {
+    u8* own = pieces(a) + (index * columns_at_most() + column / blocks) * PIECE_BYTES;
+    return (u32*)(blocks > 1 ? in_block(own, column % blocks) : own);
   }
   // Page ids, of which a warp cannot know the first one before the lengths have come: asked for beside these.
   DI void ask_for_pages(const AttendArguments& a, int warp) const {
@@ -61,7 +72,7 @@ DI void write_column(const AttendArguments& a, const Sequences& sequences, const
 DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0;
   const u8* own = shared + TABLES_BYTES + pair.first * WORKER_BYTES;
-  const int blocks = pair.blocks, room = (COLUMNS + blocks - 1) / blocks;  // columns of a block, at most
+  const int blocks = pair.blocks, room = pair.columns_at_most();
   const bool is_cluster = blocks > 1;
   int count = pair.workers, step = WORKER_BYTES;  // pieces of a column, and from one to the next
   __syncthreads();
@@ -88,27 +99,22 @@ DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const 
   }
 }
 
-// The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same pieces: each merger's share of a column by another warp, where
-// shared memory has room for what they come to.
+// The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same pieces: each merger's share of a column by another warp.
 DI void finish_pieces(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   if (pair.blocks > 1) meet_in_cluster(); else __syncthreads();
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0, index = warp - pair.first;
-  const Pieces pieces = columns > 0 ? own_pieces(sequences, pair.s, pair.head, a.pair_pieces) : Pieces(0, 0);
+  const Pieces pieces(0, columns > 0 ? own_pieces(sequences, pair.s, 0, a.pair_pieces).count : 0);
   const int mine = max(0, (columns - pair.rank + pair.blocks - 1) / pair.blocks), mergers = Merged::mergers_of(pieces.count);
-  const auto column_of = [&](int i) { return column0 + pair.rank + i * pair.blocks; };
-  const auto rows = (float(*)[Merged::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);
-  const bool apart = mine * mergers * (int)sizeof(*rows) <= pair.warps * WORKER_BYTES;
-  for (int i = index; apart && i < mine * mergers; i += pair.warps) {
+  const auto rows = (float(*)[Merged::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);  // as whole_pairs.py sees to, they fit
+  for (int i = index; i < mine * mergers; i += pair.warps) {
     Merged part;
-    part.add(a.pieces, pieces, a.all_columns, column_of(i / mergers), i % mergers, COMBINE_WARPS);
+    part.add((const u32*)pair.pieces(a), pieces, pair.columns_at_most(), i / mergers, i % mergers, COMBINE_WARPS);
     part.put(rows[i]);
   }
   __syncthreads();
   for (int i = index; i < mine; i += pair.warps) {
     Merged all;
-    if (apart)
-      for (int w = 0; w < mergers; w++) all.append(rows[i * mergers + w]);
-    else all.add_in_order(a.pieces, pieces, a.all_columns, column_of(i));
-    write_column(a, sequences, pair, all, column_of(i));
+    for (int w = 0; w < mergers; w++) all.append(rows[i * mergers + w]);
+    write_column(a, sequences, pair, all, column0 + pair.rank + i * pair.blocks);
   }
 }

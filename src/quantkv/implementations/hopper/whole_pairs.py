@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...calls import AttendCall, Batch, Segment
 from ...reads import window_size
-from .decode import SHARED_BYTES, TILE, DecodeConfig
+from .decode import COMBINE_WARPS, SHARED_BYTES, TILE, DecodeConfig
 from .launch import Kernel
 
 # That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its merging, which
@@ -25,10 +25,22 @@ class WholePairs:
     blocks: int
     warps: int
     of_block: int  # pairs of a block
+    pieces: int = 0  # that a pair has room for, where the cut is invariant
 
     def grid(self, pairs: int) -> int:
         """Blocks that have so many pairs."""
         return -(-pairs // self.of_block) * self.blocks
+
+    def room(self, config: DecodeConfig) -> int:
+        """Shared memory of a block for the pieces of the columns that it finishes."""
+        return self.of_block * self.pieces * -(-config.columns // self.blocks) * config.piece_bytes
+
+    def has_room(self, config: DecodeConfig) -> bool:
+        """Whether shared memory holds that too, and what mergers of pieces come to, in float32, in place of a pair's rings."""
+        mergers = min(COMBINE_WARPS, -(-self.pieces // config.pieces_at_once))
+        merged = -(-config.columns // self.blocks) * mergers * 4 * (1024 // config.pieces_at_once + 4)
+        all_ = replace(config, whole_pairs=True, piece_room=self.room(config)).shared_bytes
+        return all_ <= SHARED_BYTES - 1024 and merged <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
 
     def fit(self, kernel: Kernel, grid: tuple[int, int, int]) -> bool:
         """Whether the device holds all of a grid's clusters at once."""
@@ -56,7 +68,7 @@ def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster:
     the configuration for it, which has more warps where pairs are whole with these alone."""
     for each in (config, config.with_more_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
-            return replace(each, whole_pairs=True), found
+            return replace(each, whole_pairs=True, piece_room=found.room(each)), found
     return config, None
 
 
@@ -74,10 +86,12 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
     else:
         most = min(most, -(-tiles // config.warps))
         cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
-    if replace(config, whole_pairs=True).shared_bytes > SHARED_BYTES - 1024:  # which a device keeps for itself
-        return None
     warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
-    found = WholePairs(cluster, warps, config.warps // warps)
+    found = WholePairs(cluster, warps, config.warps // warps, units if config.invariant else 0)
+    if (
+        replace(config, whole_pairs=True, piece_room=found.room(config)).shared_bytes > SHARED_BYTES - 1024
+    ):  # which a device keeps for itself
+        return None
     run, share = -(-units // (cluster * warps)) * tiles / units, tiles * pairs / (blocks * config.warps)
     if config.invariant:
         share = max(share, tiles / units)  # that of any other way
