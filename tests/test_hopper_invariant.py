@@ -105,35 +105,14 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     check(b, (call.out, call.lse), **options)
 
 
-WHOLE = {  # queries and lengths, multiprocessors, shape and options; then blocks and warps of a pair, and its pieces
-    "a cluster": ((1, 1), (900, 880), 8, {}, {}, 2, 12, 48),
-    "a cluster, groups of columns": ((4, 3), (500, 510), 4, dict(num_kv_heads=1, group=3), {}, 2, 12, 24),
-    "pairs beside each other": ((1,) * 3, (330, 325, 330), 1, {}, {}, 1, 2, 6),
-    "a warp a pair": ((1,) * 6, (190, 200) * 3, 1, dict(head_size=128, group=1), {}, 1, 1, 6),
-    "windows": ((1, 1, 0), (300, 17, 0), 1, dict(group=5), dict(window=120, softcap=25.0), 1, 2, 4),
-    "queries without a key": ((1, 2), (170, 200), 1, {}, dict(key_range=torch.tensor([[40, 60], [0, 0]], dtype=torch.int32)), 1, 3, 6),
-}
-
-
 @emulated
-@pytest.mark.parametrize("case", WHOLE)
-def test_whole_pairs(case, monkeypatch, tmp_path):
-    """One launch has the bits of two."""
-    queries, lens, multiprocessors, shape, options, blocks, warps, pieces = WHOLE[case]
-    for name, value in (("PIECE_LEAST", 2), ("PIECE_MOST", 2)):
-        monkeypatch.setattr(decode, name, value)
-    b = Batch.make("int4", queries, lens, **{"head_size": 64, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
-    call = b.call(lengths=tuple(zip(queries, lens)), batch_invariant=True, **options)
-    device, found = Device(monkeypatch, tmp_path, multiprocessors), []
-    for whole in (False, True):
-        monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
-        call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
-        device.serve(call)
-        found.append((call.out.clone(), call.lse.clone()))
-    main = hopper.Plan(call, multiprocessors).main
-    assert len(hopper.prepare(call).launches) == 1 and (main.pairs.blocks, main.pairs.warps, main.pair_pieces) == (blocks, warps, pieces)
-    check(b, found[0], **options)
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
+    b = Batch.make("int4", (1, 1), (1500, 700), head_size=64, num_kv_heads=1, group=12, dtype=torch.bfloat16)
+    call = b.call(max_query_len=1, batch_invariant=True)
+    main = hopper.Plan(call, 1).main
+    assert main.resident < main.pair_pieces == 6 and main.config.team == 4
+    Device(monkeypatch, tmp_path, 1).serve(call)
+    check(b, (call.out, call.lse))
 
 
 @emulated

@@ -123,12 +123,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       __syncwarp();
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
-      u32* to = INVARIANT ? own.row(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
+      const int index = INVARIANT ? own.place(a) : 0;
+      u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
                 : goes_on || WHOLE_PAIRS ? held : a.pieces + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
-      const auto place = [&](int column) { return WHOLE_PAIRS && INVARIANT ? pair.place(a, own.place(a), column) : to + column * PIECE; };
+      const auto place = [&](int column) { return WHOLE_PAIRS && INVARIANT ? pair.place(a, index, column) : to + column * PIECE; };
       softmax.write(place, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
-      if (INVARIANT) own.index++;
     }
     if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
       if (++s == a.sequences) s = 0, head++;

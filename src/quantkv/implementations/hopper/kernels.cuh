@@ -44,8 +44,9 @@ struct OwnPieces {
         index(Sequences::piece_at(tile - first, all, count)) {}
   DI int end() const { return first + Sequences::piece_begin(index + 1, all, count); }
   DI int place(const AttendArguments& a) const { return min(index, a.pair_pieces - 1); }  // lengths may break a promise
-  DI u32* row(const AttendArguments& a, const Sequences& sequences, int head, int s) const {  // where the next goes
+  DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
     const int row = place(a);
+    index++;
     return a.pieces + (((i64)head * a.sequences + s) * a.pair_pieces + row) * a.all_columns * PIECE + (i64)sequences.column0 * PIECE;
   }
 };

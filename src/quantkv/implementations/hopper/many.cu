@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
       // A run's last piece goes over queries and weights, to be merged; another's sequence is at its end, or goes on.
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
-      u32* to = INVARIANT ? own.row(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
+      u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
                 : goes_on ? held : a.pieces + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
       softmax.write(to, at, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;

@@ -49,7 +49,6 @@ struct Softmax {
     u32 fit = 0x7f000000u - (__float_as_uint(max_over_tokens(v)) & 0x7f800000u);  // the power of two that brings v to [1, 2)
     fit = min(fit, __float_as_uint(v_norm));
     const float rv = as_float(0x3f800000u + fit - __float_as_uint(v_norm));
-    const bool is_first = INVARIANT && !__any_sync(~0u, seen);  // outputs are zero, at the beginning of every piece
     v_norm = as_float(fit);
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
@@ -58,9 +57,8 @@ struct Softmax {
       float r = seen & bit ? pow2(-up) : 1.f;
       if (top != minus_infinity()) seen |= bit;
       m[k] += up, l[k] *= r, r *= rv, bias[k] *= r, mass[k / 2][k % 2] *= r, mass[k / 2][2 + k % 2] *= r;
-      if (!is_first)
 #pragma unroll
-        for (int j = 0; j < DV / 8; j++) output(k, j) *= r;
+      for (int j = 0; j < DV / 8; j++) output(k, j) *= r;
 #pragma unroll
       for (int n = 0; n < N; n++) s[n][k][0] -= up, s[n][k][1] -= up;
     }
