@@ -159,7 +159,8 @@ CHOSEN = [  # on 132 multiprocessors: blocks and warps of a pair
     (dict(sequences=8, tokens=32768, batch_invariant=True), None),
     (dict(sequences=64, tokens=8192, batch_invariant=True, shortest=8192), (1, 3)),
     (dict(sequences=32, tokens=16384, heads=(32, 2), batch_invariant=True, shortest=16384), (2, 8)),
-    (dict(sequences=128, tokens=1024, batch_invariant=True, shortest=1024), None),
+    (dict(sequences=128, tokens=1024, batch_invariant=True, shortest=1024), (1, 1)),  # of 8 warps
+    (dict(sequences=64, tokens=8192, batch_invariant=True, shortest=8192, queries=4), None),  # shared memory does not hold so many columns
 ]
 
 

@@ -86,6 +86,11 @@ class DecodeConfig:
         return more if few and more.stages == self.stages else None
 
     @property
+    def with_fewer_warps(self) -> DecodeConfig | None:
+        """The same with 8 warps, where the cut is invariant: it takes a little longer, and its pieces need not go through memory."""
+        return replace(self, warps=8) if self.invariant and self.warps == 12 and self.team == 1 else None
+
+    @property
     def piece_least(self) -> int:
         """Tiles, or a team's spans, of a piece of an invariant cut, at least, where a sequence has as many."""
         return -(-PIECE_LEAST // self.team)

@@ -65,8 +65,8 @@ def _tiles(call: AttendCall) -> tuple[int, bool]:
 
 def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> tuple[DecodeConfig, WholePairs | None]:
     """Who reads the pairs of `call`, which has so many blocks at once for each group of its columns; None where pairs are not whole. With
-    the configuration for it, which has more warps where pairs are whole with these alone."""
-    for each in (config, config.with_more_warps):
+    the configuration for it, which has more warps or fewer where pairs are whole with these alone."""
+    for each in (config, config.with_more_warps, config.with_fewer_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
             return replace(each, whole_pairs=True, piece_room=found.room(each)), found
     return config, None
