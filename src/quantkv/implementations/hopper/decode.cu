@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         softmax.template add<N, decltype(masked)::value>(
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int k) {
-              int key = (tile + n) * TILE + at.token + 8 * half, position = min(context + (column0 + own_column(k)) / GROUP, len - 1);  // of an empty column: the last query's
+              // An empty column sees what the last query does: whether all columns have met a key depends on no place that is empty.
+              int key = (tile + n) * TILE + at.token + 8 * half, position = min(context + (column0 + own_column(k)) / GROUP, len - 1);
               return key <= position && (window <= 0 || (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) && (!RANGES || key >= low && key < high);
             },
             [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });

@@ -1,5 +1,5 @@
 // Where every sequence and kv head (a pair) is read by warps of one block, or of the blocks of one cluster: these write its results,
-// and no kernel has to merge pieces afterwards. Where the cut is INVARIANT warps have whole pieces.
+// and no kernel has to merge pieces afterwards. Where the cut is INVARIANT warps have whole pieces, which wait in shared memory for the last.
 #pragma once
 #include "combine.cuh"
 
