@@ -97,9 +97,7 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one piece, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
     alike = {
-        dataclasses.replace(config, whole_pairs=False, piece_room=0, columns=8, warps=8, max_stages=4)
-        for config in device.compiled
-        if config.team == 1
+        dataclasses.replace(config, whole_pairs=False, piece_room=0, columns=8, warps=8) for config in device.compiled if config.team == 1
     }
     assert len(alike) == (shape["group"] <= 8)
     check(b, (call.out, call.lse), **options)
@@ -306,9 +304,7 @@ def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options
         assert config not in others
     else:
         assert tuple(each.columns for each in (config, *others)) == columns
-        assert all(
-            dataclasses.replace(each, columns=config.columns, warps=config.warps, max_stages=config.max_stages) == config for each in others
-        )
+        assert all(dataclasses.replace(each, columns=config.columns, warps=config.warps) == config for each in others)
 
 
 def test_prompts_beside_decodes_are_runs_of_their_own():

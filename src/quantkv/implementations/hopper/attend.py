@@ -165,8 +165,6 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
             config = replace(usual, columns=4)
         elif columns > 8 and twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step:
             config = twice
-    if config.columns > 8 and config.team == 1:
-        config = replace(config, max_stages=6)  # the end of a piece takes longer, and copies go on meanwhile
     return replace(config, pieces_first=6 if usual.workers % 3 == 0 else 8)
 
 

@@ -58,11 +58,11 @@ struct OwnPair {
   }
 };
 
-// The results of column `column` of the group from column0 on.
-DI void write_column(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, Merged& all, int column) {
+// The results of a column, of queries from row `first_query` on.
+DI void write_column(const AttendArguments& a, const OwnPair& pair, Merged& all, i64 first_query, int column) {
   const u16* map = a.value_map ? a.value_map + (i64)pair.head * a.value_map_stride : nullptr;
   const int query_head = pair.head * GROUP + column % GROUP;
-  const i64 out_row = ((i64)sequences.first_query(pair.s) + column / GROUP) * KV_HEADS * GROUP + query_head;
+  const i64 out_row = (first_query + column / GROUP) * KV_HEADS * GROUP + query_head;
   conclude<false>(a, all, Merged(), query_head, out_row, map);
   write_outputs(a, all, out_row);
 }
@@ -72,6 +72,7 @@ DI void write_column(const AttendArguments& a, const Sequences& sequences, const
 DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0;
   const u8* own = shared + TABLES_BYTES + pair.first * WORKER_BYTES;
+  const i64 first_query = sequences.first_query(pair.s);
   const int blocks = pair.blocks, room = pair.columns_at_most();
   const bool is_cluster = blocks > 1;
   int count = pair.workers, step = WORKER_BYTES;  // pieces of a column, and from one to the next
@@ -95,17 +96,18 @@ DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const 
     Merged all;
     const u8* pieces = own + (is_cluster ? column / blocks : column) * PIECE_BYTES;
     all.template add<4>(count, 0, 1, [&](int i) { return (const u32*)(pieces + i * step); });
-    write_column(a, sequences, pair, all, column0 + column);
+    write_column(a, pair, all, first_query, column0 + column);
   }
 }
 
 // The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same pieces: each merger's share of a column by another warp.
 DI void finish_pieces(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
-  if (pair.blocks > 1) meet_in_cluster(); else __syncthreads();
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0, index = warp - pair.first;
   const Pieces pieces(0, columns > 0 ? own_pieces(sequences, pair.s, 0, a.pair_pieces).count : 0);
   const int mine = max(0, (columns - pair.rank + pair.blocks - 1) / pair.blocks), mergers = Merged::mergers_of(pieces.count);
+  const i64 first_query = sequences.first_query(pair.s);
   const auto rows = (float(*)[Merged::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);  // as whole_pairs.py sees to, they fit
+  if (pair.blocks > 1) meet_in_cluster(); else __syncthreads();
   for (int i = index; i < mine * mergers; i += pair.warps) {
     Merged part;
     part.add((const u32*)pair.pieces(a), pieces, pair.columns_at_most(), i / mergers, i % mergers, COMBINE_WARPS);
@@ -115,6 +117,6 @@ DI void finish_pieces(const AttendArguments& a, const Sequences& sequences, cons
   for (int i = index; i < mine; i += pair.warps) {
     Merged all;
     for (int w = 0; w < mergers; w++) all.append(rows[i * mergers + w]);
-    write_column(a, sequences, pair, all, column0 + pair.rank + i * pair.blocks);
+    write_column(a, pair, all, first_query, column0 + pair.rank + i * pair.blocks);
   }
 }
