@@ -87,8 +87,8 @@ class DecodeConfig:
 
     @property
     def with_fewer_warps(self) -> DecodeConfig | None:
-        """The same with 8 warps in place of 12, where the cut is invariant: a loop takes longer, but where pairs are whole pieces stay on the
-        multiprocessor."""
+        """The same with 8 warps in place of 12, where the cut is invariant: tiles take longer, but pieces of whole pairs stay in shared
+        memory."""
         return replace(self, warps=8) if self.invariant and self.warps == 12 and self.team == 1 else None
 
     @property
