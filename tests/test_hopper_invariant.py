@@ -114,6 +114,20 @@ def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
 
 
 @emulated
+@pytest.mark.parametrize("others", [2, 4])
+def test_empty_columns_decide_nothing(others, monkeypatch, tmp_path):
+    """The first tile has one key that the only query sees, and none that queries behind it would: alone, no column stands for these."""
+    b = Batch.make("int4", (1, others), (395, 100), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    b.q.mul_(0.25)  # no score is so much larger than the first that weights begin anew
+    call = b.call(max_query_len=others, batch_invariant=True, window=300)
+    device = Device(monkeypatch, tmp_path, 2)
+    alone, _ = part_of(call, [0], 1)
+    device.serve(call), device.serve(alone)
+    assert [config.columns for config in device.compiled] == [4 * others, 4]
+    assert torch.equal(alone.out[0], call.out[0]) and torch.equal(alone.lse[0], call.lse[0])
+
+
+@emulated
 def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
     """One of which few rows would be read by the kernel that merges, if the table were not wider than that."""
     lens = (90, 33, 1, 250)
