@@ -9,7 +9,7 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import decode
+from quantkv.implementations.hopper import decode, whole_pairs
 from quantkv.testing import Batch, check
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -192,6 +192,16 @@ def test_few_pairs_have_short_runs():
     assert hopper.Plan(meta_call(1, 8192), 132).main.pairs.blocks == 16
     assert hopper.Plan(meta_call(1, 8192), 132, 8).main.pairs is None
     assert hopper.Plan(meta_call(16, 2048, shortest=2048), 132).main.pairs.blocks == 1
+
+
+@pytest.mark.parametrize("name, fits", [("int2", False), ("int4", True)])
+def test_what_mergers_come_to_fits_in_place_of_the_rings(name, fits):
+    """Of 16 columns, in float32: more than a warp's ring of 2-bit tiles, 4,352 bytes against 3,840."""
+    b = batch(name, (4, 4), (64, 64), num_kv_heads=8, head_size=64)
+    (config,) = hopper.configurations(b.call(max_query_len=4, batch_invariant=True))
+    pairs = whole_pairs.WholePairs(blocks=1, warps=1, of_block=config.warps, pieces=1)
+    assert config.columns == 16 and pairs.has_room(config) == fits
+    assert dataclasses.replace(pairs, warps=2, of_block=config.warps // 2).has_room(config)
 
 
 def test_calls_of_even_lengths_have_kernels_of_their_own():

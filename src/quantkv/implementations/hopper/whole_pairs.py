@@ -88,9 +88,7 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
         cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
     warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
     found = WholePairs(cluster, warps, config.warps // warps, units if config.invariant else 0)
-    if (
-        replace(config, whole_pairs=True, piece_room=found.room(config)).shared_bytes > SHARED_BYTES - 1024
-    ):  # which a device keeps for itself
+    if not found.has_room(config):
         return None
     run, share = -(-units // (cluster * warps)) * tiles / units, tiles * pairs / (blocks * config.warps)
     if config.invariant:
