@@ -10,7 +10,7 @@ from hopper_on_cpu import AVAILABLE, Device
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper import decode, whole_pairs
-from quantkv.testing import Batch, check
+from quantkv.testing import OUTPUT_BUDGET, Batch, check, relative_error
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -117,6 +117,20 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
     assert len(hopper.prepare(call).launches) == 1 and (main.pairs.blocks, main.pairs.warps, main.pair_pieces) == (blocks, warps, pieces)
     check(b, found[0], **options)
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@emulated
+@pytest.mark.parametrize("lens", [(290, 1500), (1500, 290)], ids=str)
+def test_lengths_that_break_the_promise_of_an_invariant_cut(lens, monkeypatch, tmp_path):
+    """What is longer than promised gets a wrong answer, in its own place."""
+    monkeypatch.setattr(decode, "PIECE_LEAST", 2), monkeypatch.setattr(decode, "PIECE_MOST", 2)
+    b = batch("int4", (1, 1), lens, head_size=64)
+    call = b.call(max_query_len=1, batch_invariant=True)
+    object.__setattr__(call, "batch", dataclasses.replace(call.batch, max_seq_len=300, lengths=((1, 300), (1, 300))))
+    assert hopper.Plan(call, 1).main.pairs.of_block == 4
+    Device(monkeypatch, tmp_path, 1).serve(call)
+    expected, kept = b.oracle()[0], lens.index(290)
+    assert relative_error(call.out[kept], expected[kept]) <= OUTPUT_BUDGET[torch.bfloat16]
 
 
 def meta_call(sequences, tokens, heads=(32, 8), head_size=128, queries=1, shortest=None, **options):
