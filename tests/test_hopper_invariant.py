@@ -114,6 +114,24 @@ def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
 
 
 @emulated
+@pytest.mark.parametrize("whole, window", [(False, 0), (True, 0), (True, 850)])
+def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, monkeypatch, tmp_path):
+    """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
+    monkeypatch.setattr(decode, "PIECE_LEAST", 2), monkeypatch.setattr(decode, "PIECE_MOST", 2)
+    monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
+    b = Batch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    long = b.call(max_query_len=1, max_seq_len=1000, batch_invariant=True, window=window)
+    short = b.call(max_query_len=1, batch_invariant=True, window=window)
+    object.__setattr__(short, "batch", dataclasses.replace(short.batch, max_seq_len=600))
+    assert hopper._shape(short) == hopper._shape(long)
+    Device(monkeypatch, tmp_path, 4)
+    prepared = hopper.prepare(short)
+    assert (prepared.plan.main.pairs is not None) == whole
+    prepared(long)
+    check(b, (long.out, long.lse), window=window)
+
+
+@emulated
 @pytest.mark.parametrize("others", [2, 4])
 def test_empty_columns_decide_nothing(others, monkeypatch, tmp_path):
     """The first tile has one key that the only query sees, and none that queries behind it would: alone, no column stands for these."""

@@ -18,7 +18,7 @@ from . import decode, geometry, launch, many, merging, whole_pairs
 from .decode import COMBINE_COLUMNS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
 from .launch import Kernel, Launch
 from .operands import NO_MAP, kind, map_of, offsets_of
-from .whole_pairs import WholePairs, longest
+from .whole_pairs import WholePairs, longest_of_shape, rounded_tiles
 
 HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
@@ -96,8 +96,8 @@ def _plans(call: AttendCall) -> list[Plan]:
 
 
 def _capacity(call: AttendCall, segment: Segment) -> int:
-    """Tiles that may be read, at most; to a power of two, so that few configurations differ."""
-    return call.batch.num_seqs * segment.k.codes.shape[2] << max(-(-longest(call, segment) // TILE) - 1, 0).bit_length()
+    """Tiles that may be read, at most."""
+    return call.batch.num_seqs * segment.k.codes.shape[2] * rounded_tiles(call, segment)
 
 
 def _is_exact(segment: Segment, dtype: torch.dtype) -> bool:
@@ -213,8 +213,10 @@ class Plan:
             config, whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else (config, None)
             blocks = blocks if whole is None else whole.grid(pairs)
             resident = blocks * config.workers
-            pair_pieces = 0 if not config.invariant else whole.pieces if whole else config.pieces(longest(call, call.segments[i]))
-            size = (pairs * pair_pieces if config.invariant and whole is None else resident + pairs) * columns * config.piece_bytes
+            pair_pieces = config.pieces(longest_of_shape(call, call.segments[i])) if config.invariant else 0
+            if whole is not None:
+                pair_pieces = whole.pieces  # in shared memory
+            size = (pairs * pair_pieces if pair_pieces and whole is None else resident + pairs) * columns * config.piece_bytes
             self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_pieces, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
         self.main = self.parts[self.merged[0]]

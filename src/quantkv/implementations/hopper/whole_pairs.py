@@ -53,9 +53,19 @@ def longest(call: AttendCall, segment: Segment) -> int:
     return room if promised is None else min(room, promised)
 
 
-def _tiles(call: AttendCall) -> tuple[int, bool]:
-    """Of a sequence and kv head, at most, and at least one; whether a window bounds them."""
-    tokens, (window, chunk) = longest(call, call.segments[0]), window_size(call.options)
+def rounded_tiles(call: AttendCall, segment: Segment) -> int:
+    """The tiles of so many tokens, to a power of two, so that few shapes of calls differ."""
+    return 1 << max(-(-longest(call, segment) // TILE) - 1, 0).bit_length()
+
+
+def longest_of_shape(call: AttendCall, segment: Segment) -> int:
+    """Tokens of a sequence in a segment, at most, of any call that is prepared as this one: what room is made for."""
+    return min(TILE * rounded_tiles(call, segment), segment.block_table.shape[1] * segment.k.codes.shape[1])
+
+
+def _tiles(call: AttendCall, tokens: int) -> tuple[int, bool]:
+    """Of a sequence of so many tokens and a kv head, at most, and at least one; whether a window bounds them."""
+    window, chunk = window_size(call.options)
     seen = chunk * (call.options.chunk_lookback + 1) if chunk else window
     reach = seen + call.batch.max_query_len - 1
     if seen == 0 or reach >= tokens:
@@ -76,7 +86,7 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
     ways = config.team > 1 or config.segments > 1 or config.exact or config.follows
     if ways or "MATRIX" in (config.key_map, config.value_map) or len(call.segments) > 1:
         return None
-    pairs, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call)
+    pairs, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call, longest(call, call.segments[0]))
     if pairs == 0 or pairs > blocks * config.warps:
         return None
     units = config.pieces(tiles * TILE) if config.invariant else tiles  # which no two warps share
@@ -87,7 +97,8 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
         most = min(most, -(-tiles // config.warps))
         cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
     warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
-    found = WholePairs(cluster, warps, config.warps // warps, units if config.invariant else 0)
+    most_tiles, _ = _tiles(call, longest_of_shape(call, call.segments[0]))
+    found = WholePairs(cluster, warps, config.warps // warps, config.pieces(most_tiles * TILE) if config.invariant else 0)
     if not found.has_room(config):
         return None
     run, share = -(-units // (cluster * warps)) * tiles / units, tiles * pairs / (blocks * config.warps)
