@@ -174,7 +174,7 @@ def test_both_kernels_round_the_merge_of_an_invariant_cut_alike(key, map_, segme
 @pytest.mark.parametrize("key, map_", [("int4", "HADAMARD"), ("levels4", "MATRIX"), ("bf16", "NO_MAP")])
 def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
     """And out of local memory: what a worker keeps from piece to piece has registers."""
-    plain = config(key, key, columns=8, key_map=map_, value_map=map_)  # as such calls have at least
+    plain = config(key, key, columns=8, key_map=map_, value_map=map_)  # of four, integers serve plain calls
     steps = []
     for each in (plain, replace(plain, invariant=True)):
         cubin = tmp_path / "decode.cubin"

@@ -198,8 +198,8 @@ def test_room_for_pieces(monkeypatch):
     of_eight = [1, 1, 2, 7, 8, 8, 16, 16, 32, 1024, 1024, 1024, 2048]
     spans = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
     of_teams = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
+    monkeypatch.setattr(many, "MANY_COLUMNS", 17)
     for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, spans, of_teams)):
-        monkeypatch.setattr(many, "MANY_COLUMNS", 17)
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
         assert [config.pieces(16 * config.team * n) for n in lines] == found

@@ -165,7 +165,7 @@ CHOSEN = [  # on 132 multiprocessors: blocks and warps of a pair
     (dict(sequences=32, tokens=16384, heads=(32, 16), window=1024), (1, 3)),
     (dict(sequences=400, tokens=16384, heads=(64, 8), head_size=64, window=128), None),  # more pairs than warps
     (dict(sequences=67, tokens=16384, window=1024), None),  # warps for which there is no pair
-    # Warps have whole pieces where the cut is a sequence's own: 12, 24, 192, 96, 24, 48 and 6 of them.
+    # Warps have whole pieces where the cut is a sequence's own: 12, 12, 192, 48, 48, 12, 32, 6 and 12 of them.
     (dict(sequences=1, tokens=2048, batch_invariant=True), (10, 12)),
     (dict(sequences=4, tokens=4096, batch_invariant=True, shortest=4096), (4, 12)),
     (dict(sequences=1, tokens=131072, batch_invariant=True), (16, 12)),

@@ -35,6 +35,7 @@ struct OwnPair {
     if (blocks > 1) wait_for_cluster();
   }
   DI int columns_at_most() const { return (COLUMNS + blocks - 1) / blocks; }  // that a block finishes
+  DI int own_columns(int columns) const { return max(0, (columns - rank + blocks - 1) / blocks); }  // that this one does, of so many
   DI u8* pieces(const AttendArguments& a) const { return shared + PIECES_AT + first / warps * a.pair_pieces * columns_at_most() * PIECE_BYTES; }
   // Where the cut is INVARIANT: of the index-th piece, a column, in the block that finishes it.
   DI u32* place(const AttendArguments& a, int index, int column) const {
@@ -81,7 +82,7 @@ DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const 
     const u32 inbox = shared_address(shared) + INBOX_AT, counter = shared_address(shared) + COUNTER_AT;
     const int mine = max(0, min(pair.workers - pair.rank * WARPS, WARPS));
     count = (pair.workers + WARPS - 1) / WARPS, step = room * PIECE_BYTES;
-    if (threadIdx.x == 0) expect(counter, count * max(0, (columns - pair.rank + blocks - 1) / blocks) * (DV * 2 + 8));
+    if (threadIdx.x == 0) expect(counter, count * pair.own_columns(columns) * (DV * 2 + 8));
     wait_for_cluster();  // all counters are open
     if (mine > 0) {
       merge_pieces(own, mine, warp, WARPS, columns, [&](int column, int at, u32 x, u32 y) {
@@ -100,11 +101,12 @@ DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const 
   }
 }
 
+static_assert(Merged::WIDTH <= 1024 / PIECES_AT_ONCE, "rows of mergers are larger than Python counts");
 // The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same pieces: each merger's share of a column by another warp.
 DI void finish_pieces(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0, index = warp - pair.first;
   const Pieces pieces(0, columns > 0 ? own_pieces(sequences, pair.s, 0, a.pair_pieces).count : 0);
-  const int mine = max(0, (columns - pair.rank + pair.blocks - 1) / pair.blocks), mergers = Merged::mergers_of(pieces.count);
+  const int mine = pair.own_columns(columns), mergers = Merged::mergers_of(pieces.count);
   const i64 first_query = sequences.first_query(pair.s);
   const auto rows = (float(*)[Merged::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);  // as whole_pairs.py sees to, they fit
   if (pair.blocks > 1) meet_in_cluster(); else __syncthreads();
