@@ -71,6 +71,11 @@ class Architecture(NamedTuple):
     text: str = ""
     beside: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the transformers that is installed has it. pyproject.toml's range holds some that do not have all."""
+        return hasattr(transformers, self.family + self.config)
+
     def build(self) -> PreTrainedModel:
         """A random model in float32."""
         kind = getattr(transformers, self.family + self.config)
