@@ -36,6 +36,7 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
     ops.write(write, implementation if implementations.refusal(implementation, write) is None else "auto")
     worst = []
     masks = AttentionOptions(window=30, softcap=20.0, sinks=torch.linspace(-1, 1, 8, device=device))
+    invariant = AttentionOptions(batch_invariant=True)
     decode, ragged, prompt = [1, 1, 1], [1, 9, 3], [300]
     for first, counts, options in (
         (0, decode, AttentionOptions()),
@@ -44,6 +45,9 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         (0, [4, 2, 3], masks),
         (0, [1, 8, 3], masks),
         (3, [1], AttentionOptions()),  # alone: a cluster of blocks has a kv head
+        (0, decode, invariant),
+        (0, [4, 2, 3], invariant),
+        (3, [1], invariant),  # alone: the blocks of a cluster send each other their pieces
         (3, prompt, AttentionOptions()),
     ):
         q, chosen = rows(sum(counts), 8), slice(first, first + len(counts))
