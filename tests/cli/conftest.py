@@ -45,7 +45,7 @@ def model_dir(tmp_path_factory):
 def gguf(tmp_path, monkeypatch):
     """A tiny random Llama with a byte-level tokenizer, as a GGUF file; conversions go to the test's folder."""
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
-    file, hidden, tokens = tmp_path / "tiny.gguf", 64, [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<end>"]
+    file, hidden, tokens = tmp_path / "tiny.gguf", 64, [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd", "<end>"]
     writer = GGUFWriter(str(file), "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(hidden)
@@ -60,7 +60,7 @@ def gguf(tmp_path, monkeypatch):
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # two: transformers 5.17 takes a list of one for its only item
     writer.add_bos_token_id(len(tokens) - 1)
     writer.add_eos_token_id(len(tokens) - 1)
     random = np.random.default_rng(0)
@@ -103,7 +103,7 @@ class NoisyCache(DynamicCache):
         self.nbytes = self.exact_nbytes = 0
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
-        keys = keys + self.noise * torch.randn(keys.shape, generator=self.random)
+        keys = keys + self.noise * torch.randn(keys.shape, generator=self.random).to(keys)
         keys, values = super().update(keys, values, layer_idx, *args, **kwargs)
         self.nbytes = keys.shape[2] * len(self.layers) * self.spec.bytes_per_token
         return keys, values
