@@ -245,6 +245,7 @@ DI float pow2(float x) { return exp2f(x); }
 DI float lg2(float x) { return log2f(x); }
 DI float inverse(float x) { return 1.f / x; }
 DI float inverse_root(float x) { return 1.f / std::sqrt(x); }
+DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
 
 template <class F> inline void cpu_mma(float (&c)[4], const u64 (&registers)[6], F number) {
   const Lanes lanes = cpu_exchange(registers, 6);
@@ -294,7 +295,6 @@ inline void cpu_forget_stores() {
   cpu_fiber->stored.clear();
 }
 inline void cpu_must_be_fenced(u32 a) { if (cpu_unfenced[(a - cpu_origin) / 4]) cpu_fail("stored without a fence before wgmma", a); }
-DI void store_shared_half(u32 a, u16 x) { memcpy(cpu_at(a, 2), &x, 2), cpu_stored(a, 2); }
 DI void store_shared(u32 a, u32 x) { memcpy(cpu_at(a, 4), &x, 4), cpu_stored(a, 4); }
 DI void store_shared(u32 a, u32 x, u32 y) { const u32 words[] = {x, y}; memcpy(cpu_at(a, 8), words, 8), cpu_stored(a, 8); }
 DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 words[] = {x, y, z, w}; memcpy(cpu_at(a, 16), words, 16), cpu_stored(a, 16); }

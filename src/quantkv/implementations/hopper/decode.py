@@ -211,9 +211,11 @@ class DecodeConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, in all."""
+        """Shared memory of a block, in all. No two blocks are to share a multiprocessor while another has none, which those of a cluster
+        would where registers are few: so each takes more than half."""
         own = self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES)
-        return own + (self.inbox_bytes or (self.piece_room and 16 + self.piece_room))
+        used = own + (self.inbox_bytes or (self.piece_room and 16 + self.piece_room))
+        return max(used, SHARED_BYTES // 2 + 1024) if self.blocks_per_sm == 1 else used
 
     @property
     def inbox_bytes(self) -> int:

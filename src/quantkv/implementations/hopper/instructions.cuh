@@ -50,6 +50,7 @@ DI float pow2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "
 DI float lg2(float x) { float r; asm("lg2.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DI float inverse(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DI float inverse_root(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }  // of a power of two
 
 // c [16, 8] += a [16, 16] b [16, 8], in float32. Of lane 4 g + c: rows g and g + 8, columns 2 c and 2 c + 1.
 #define MMA(NAME, ELEMENT) \
@@ -75,7 +76,6 @@ template <int BYTES> DI void load_shared(u32 a, u32* w) {
   else if constexpr (BYTES == 8) asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(a));
   else asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a));
 }
-DI void store_shared_half(u32 a, u16 x) { asm volatile("st.shared.b16 [%0], %1;" ::"r"(a), "h"(x) : "memory"); }
 DI void store_shared(u32 a, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 DI void store_shared(u32 a, u32 x, u32 y) { asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory"); }
 DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) {

@@ -19,7 +19,7 @@ template <class Key> struct IntegerQuery : Query {
   }
   // at: where what does not fit in registers is parked.
   DI void load(const GivenQuery& given, u32 assembled, u32 at) {
-    Query::load(given, assembled);
+    Query::load<false>(given, assembled, at);
     u32 high[2 * STEPS], low[2 * STEPS];
     const float top = largest(b[0]);
     split(b[0], LARGEST * inverse(top), high, low);

@@ -9,7 +9,6 @@ static_assert(4 * PIECE == PIECE_BYTES, "pieces are of another size in Python");
 
 // The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
 DI float piece_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
-DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
 
 // One piece out of those of `count` workers, from address `pieces` on; this worker, the index-th of so many, merges its share.
 // put(column, at, x, y): two words of the piece.

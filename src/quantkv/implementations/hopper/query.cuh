@@ -79,8 +79,7 @@ struct Query {
   // Every lane keeps what only it reads: two tiles of columns beside each other, or the only one.
   static constexpr int PARKED_LANE = NT > 1 ? 16 : 8;
   static DI u32 parked_place(int nt, int w) { return NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256; }
-  DI void park(u32 at) {
-    parked = at + threadIdx.x % 32 * PARKED_LANE;
+  DI void park() const {
 #pragma unroll
     for (int nt = 0; nt < NT; nt += 2) {
       const int other = nt + 1 < NT ? nt + 1 : nt;  // the last of an odd number is there twice
@@ -115,9 +114,8 @@ struct Query {
     b0 = transpose(operand_pair<KEY>(y[0] * u0, y[1] * u0)), b1 = transpose(operand_pair<KEY>(y[2] * u1, y[3] * u1));
   }
 
-  // Eight columns as GivenQuery has them, mapped BY_CHUNKS: put(column, c, j, upper, x) for each number of the operands, which is the upper
-  // or lower half of register j of lane c of the column.
-  template <class Put> static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&signs)[DK / 8], Put put) {
+  // Eight columns as GivenQuery has them, mapped BY_CHUNKS, to shared memory: the eight numbers of dimension d at place(d), 16 bytes.
+  template <class Place> static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&signs)[DK / 8], Place place) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float y[D / 16][4] = {};
     u32 h[4];  // rows g and g + 8 of H_16, with columns 4 c and the next, then the two behind them
@@ -133,75 +131,91 @@ struct Query {
     for (int w = 0; w < DK / 16; w++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        constexpr int HALF = KEY::HALF;
-        const int d = 16 * w + 8 * r + g, own = d % (DK / 4), j = own / (2 * HALF) * HALF + own % HALF;
-        const float unit = NORM / key_unit(j);
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const float x = 16 * w < D ? y[min(w, D / 16 - 1)][2 * r + e] * unit : 0.f;
-          put(2 * c + e, d / (DK / 4), j, own / HALF % 2, (u16)operand_pair<KEY>(x, x));
-        }
+        const int d = 16 * w + 8 * r + g, j = DK / 4 % 8 ? register_of(d) : register_of(16 * w + 8 * r) + register_of(g);
+        const float unit = NORM * inverse_power(key_unit(j));
+        const float* x = y[min(w, D / 16 - 1)] + 2 * r;
+        store_shared(place(d) + 4 * c, 16 * w < D ? operand_pair<KEY>(x[0] * unit, x[1] * unit) : 0);
       }
   }
+  static DI int register_of(int d) {  // of the lane that has dimension d
+    const int own = d % (DK / 4);
+    return own / (2 * KEY::HALF) * KEY::HALF + own % KEY::HALF;
+  }
+  // A tile of the operands, out of what a warp has put there.
+  template <class Place> static DI void gather(u32 (&b)[DK / 8], Place place) {
+    const int lane = threadIdx.x % 32, c = lane % 8 / 2, upper = lane % 2;
+#pragma unroll
+    for (int j = 0; j < DK / 8; j += 4) {  // a lane says where a row is, of register j + lane / 8: what lane c has of it, its lower or upper half
+      const u32 row = place(c * (DK / 4) + key_dim(min(j + lane / 8, DK / 8 - 1)) + upper * KEY::HALF);
+      u32 x[4];
+      load_transposed(row, x[0], x[1], x[2], x[3]);
+#pragma unroll
+      for (int i = 0; i < 4 && j + i < DK / 8; i++) b[j + i] = x[i];
+    }
+  }
 
-  // assembled: where operands are put together in shared memory, or were, by QueryMapper.
-  DI void load(const GivenQuery& given, u32 assembled = 0) {
-    parked = assembled + threadIdx.x % 32 * PARKED_LANE;
+  // A tile of columns as they were given.
+  static DI void map(u32 (&b)[DK / 8], const u32 (&given)[DK / 8], const u32 (&signs)[DK / 8]) {
+    u32 words[DK / 8], x[DK / 8];
+    float y[DK / 16][4] = {};
+#pragma unroll
+    for (int j = 0; j < DK / 8; j++) words[j] = given[j] ^ (KEY_MAP == HADAMARD ? signs[j] : 0);
+    arrange(x, words);
+    if constexpr (KEY_MAP == HADAMARD) {  // 16 dimensions of each w by mma, then along w
+      const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+      const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
+#pragma unroll
+      for (int w = 0; w < DK / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
+      butterfly<DK / 16>(y);
+    }
+#pragma unroll
+    for (int w = 0; w < DK / 16; w++) {
+      if constexpr (KEY_MAP == NO_MAP && KEY::BFLOAT) {
+        b[2 * w] = x[2 * w], b[2 * w + 1] = x[2 * w + 1];
+      } else if constexpr (KEY_MAP == NO_MAP) {
+        const float u0 = 1.f / key_unit(2 * w), u1 = 1.f / key_unit(2 * w + 1);
+        b[2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
+        b[2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
+      } else {
+        operands(b[2 * w], b[2 * w + 1], y[w], w);
+      }
+    }
+  }
+
+  // All of them, to registers or, where they PARK, to shared memory at `at`. assembled: where they are put together in shared memory, or were, by QueryMapper.
+  template <bool PARK = PARKED> DI void load(const GivenQuery& given, u32 assembled, u32 at) {
+    const int lane = threadIdx.x % 32;
+    const auto place = [&](int nt) { return [=](int d) { return assembled + nt * (16 * DK) + d * 16; }; };
+    parked = (KEY_MAP == MATRIX ? assembled : at) + lane * PARKED_LANE;
     if constexpr (BY_CHUNKS) {
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++)
-        map_chunks(given.words[nt], given.signs, [&](int column, int c, int j, int upper, u16 x) {
-          store_shared_half(assembled + (4 * column + c) * PARKED_LANE + parked_place(nt, j / 2) + j % 2 * 4 + upper * 2, x);
-        });
+      for (int nt = 0; nt < NT; nt++) map_chunks(given.words[nt], given.signs, place(nt));
       __syncwarp();
     }
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      u32 words[DK / 8], x[DK / 8];
-      float y[DK / 16][4] = {};
-      if constexpr (ASSEMBLED) {
+      if constexpr (BY_CHUNKS) {
+        gather(b[nt], place(nt));
+      } else if constexpr (KEY_MAP == MATRIX) {
 #pragma unroll
         for (int w = 0; w < DK / 16; w++) load_shared<8>(parked + parked_place(nt, w), &b[nt][2 * w]);
       } else {
-#pragma unroll
-        for (int j = 0; j < DK / 8; j++) words[j] = given.words[nt][j] ^ (KEY_MAP == HADAMARD ? given.signs[j] : 0);
-        arrange(x, words);
+        map(b[nt], given.words[nt], given.signs);
       }
-      if constexpr (KEY_MAP == HADAMARD && !BY_CHUNKS) {  // 16 dimensions of each w by mma, then along w
-        const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-        const u32 h = 0x3c003c00u ^ (__popc(g & 2 * c) & 1) << 15 ^ (u32)(__popc(g & 2 * c + 1) & 1) << 31;
-#pragma unroll
-        for (int w = 0; w < DK / 16; w++) mma(y[w], h, h, h, h ^ 0x80008000u, x[2 * w], x[2 * w + 1]);
-        butterfly<DK / 16>(y);
-      }
-#pragma unroll
-      for (int w = 0; w < DK / 16; w++) {
-        if constexpr (KEY_MAP == NO_MAP && KEY::BFLOAT) {
-          b[nt][2 * w] = x[2 * w], b[nt][2 * w + 1] = x[2 * w + 1];
-        } else if constexpr (KEY_MAP == NO_MAP) {
-          const float u0 = 1.f / key_unit(2 * w), u1 = 1.f / key_unit(2 * w + 1);
-          b[nt][2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
-          b[nt][2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
-        } else if constexpr (!ASSEMBLED) {
-          operands(b[nt][2 * w], b[nt][2 * w + 1], y[w], w);
-        }
-      }
-      add_up(nt);
+      add_up(sum[nt], b[nt]);
     }
-  }
-  DI void load(const GivenQuery& given, u32 assembled, u32 at) {  // at: where they are parked
-    load(given, assembled);
-    if (PARKED && !ASSEMBLED) park(at);
+    if constexpr (BY_CHUNKS && PARKED) __syncwarp();  // what is parked goes over what it was put together from
+    if constexpr (PARK && KEY_MAP != MATRIX) park();
   }
   DI float total(int k) const { return sum[k / 2][k % 2]; }
-  DI void add_up(int nt) {
-    float total[4] = {};
+  static DI void add_up(float (&sum)[2], const u32 (&b)[DK / 8]) {
+    float total[2][4] = {};  // products depend on each other: two sums take half the time
 #pragma unroll
     for (int w = 0; w < DK / 16; w++) {
       const u32 a0 = key_ones(2 * w), a1 = key_ones(2 * w + 1);
-      product<KEY>(total, a0, a0, a1, a1, b[nt][2 * w], b[nt][2 * w + 1]);
+      product<KEY>(total[w % 2], a0, a0, a1, a1, b[2 * w], b[2 * w + 1]);
     }
-    sum[nt][0] = total[0] / KEY_GAIN, sum[nt][1] = total[1] / KEY_GAIN;
+    sum[0] = (total[0][0] + total[1][0]) / KEY_GAIN, sum[1] = (total[0][1] + total[1][1]) / KEY_GAIN;
   }
 
   // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, PLACES] float32.

@@ -171,6 +171,10 @@ struct TeamQueries {
     const int lane = threadIdx.x % 32, row = 8 * nt + lane / 4;
     return base + w / 4 * SLAB + matrix_chunk(row, w % 4 * 2 + half) + lane % 4 * 4;
   }
+  DI void store(int nt, const Query& query) const {
+#pragma unroll
+    for (int j = 0; j < DK / 8; j++) store_shared(operand(nt, j / 2, j % 2), query.b[0][j]);
+  }
   DI void recall(int nt, Query& query) const {
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
@@ -194,19 +198,18 @@ struct TeamQueries {
           store_shared(operand(nt, t, 0), b0), store_shared(operand(nt, t, 1), b1);
         }
         recall(nt, query);
-        query.add_up(0);
       } else if constexpr (BY_CHUNKS) {
-        Query::map_chunks(given.words[0], given.signs, [&](int column, int c, int j, int upper, u16 x) {
-          store_shared_half(base + j / 8 * SLAB + matrix_chunk(8 * nt + column, j / 2 % 4 * 2 + j % 2) + c * 4 + upper * 2, x);
-        });
+        const auto place = [&](int d) { return base + d / 64 * SLAB + nt * (8 * MATRIX_ROW) + d % 64 * 16; };  // over their own operands
+        Query::map_chunks(given.words[0], given.signs, place);
         __syncwarp();
-        recall(nt, query);
-        query.add_up(0);
+        Query::gather(query.b[0], place);
+        __syncwarp();
+        store(nt, query);
       } else {
-        query.load(given);
-#pragma unroll
-        for (int j = 0; j < DK / 8; j++) store_shared(operand(nt, j / 2, j % 2), query.b[0][j]);
+        Query::map(query.b[0], given.words[0], given.signs);
+        store(nt, query);
       }
+      Query::add_up(query.sum[0], query.b[0]);
       const int lane = threadIdx.x % 32, row = 8 * nt + 2 * lane;
       if (lane < 4) {  // g = 0: the columns 2 c and 2 c + 1
         if (KEY::BIASED) store_shared(base + QUERY_SUMS_AT + 4 * row, as_bits(query.sum[0][0]), as_bits(query.sum[0][1]));
