@@ -35,6 +35,8 @@ def pins(python):
 @pytest.mark.parametrize("python", PYTHONS)
 def test_one_pin_each_that_everything_installed_admits(python):
     """quantkv's own ranges are among them, and torch's triton where torch comes from the index."""
+    if not list(importlib.metadata.distributions(name="quantkv")):
+        pytest.skip("quantkv is not installed: what it needs is not known")
     chosen = pins(python)
     assert set(chosen) == PINNED | SITE
     environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "platform_system": "Linux"}
