@@ -7,7 +7,7 @@ from hopper_on_cpu import AVAILABLE, Device
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calls import WriteCall
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import many
+from quantkv.implementations.hopper import decode, many
 from quantkv.maps import default_map
 from quantkv.testing import OUTPUT_BUDGET, POISON, Batch, check, relative_error, rows
 
@@ -41,6 +41,13 @@ def test_decode(name, monkeypatch, tmp_path):
 def test_stretches(name, queries, options, monkeypatch, tmp_path):
     """A run of more tiles than an accumulator may take, many times over."""
     attend(monkeypatch, tmp_path, name, queries, multiprocessors=1, max_tiles=3, options=options)
+
+
+@pytest.mark.parametrize("name", ["int4", "tq4/int8", "tq3"])
+def test_spare_lanes_have_nothing_of_their_own_to_copy(name, monkeypatch, tmp_path):
+    """As a checker of races sees the kernels (benchmarks/small_run.py): what they are spared is copied by other lanes."""
+    monkeypatch.setattr(decode, "SPARE_LANES_COPY", False)
+    attend(monkeypatch, tmp_path, name)
 
 
 def test_sequences_that_warps_pass_over(monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tens
 INTEGER_COLUMNS = 4  # that share products with keys by integers; more take as long by fp16, or longer
 EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at most
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
+SPARE_LANES_COPY = True  # the metadata of a tile, as other lanes do: `TileCopier.copy`. False for a checker that takes it for a race
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
 # Of an invariant cut (`Sequences.pieces`): `pieces_first` pieces or fewer, of PIECE_LEAST tiles or more; twice as many where these are no
@@ -238,6 +239,7 @@ class DecodeConfig:
             EXACT=self.exact, COLUMNS=self.columns, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
             BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,
             WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes,
+            SPARE_LANES_COPY=int(SPARE_LANES_COPY),
             COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
             ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip

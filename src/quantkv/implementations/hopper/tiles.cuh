@@ -74,13 +74,13 @@ struct TileCopier {
     }
     rows<K_ROW>(keys, slot, k_to, valid, from);
     rows<V_ROW>(values, slot + TILE_V, v_to, valid, from);
-    // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Those beyond do what one of these does: a branch around them would cost more,
+    // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Spare lanes do what one of these does: a branch around them would cost more,
     // and so did a place of its own for each: 25 accesses to shared memory for one copy.
     if constexpr (META_PIECES > 0) {
       const int bytes = valid * (int)meta_step / TILE - (piece < K_META ? piece : piece - K_META) * 16;
       const u8* record = PAGES == 2 && second_page ? metas[PAGES - 1] : metas[0];
       const i64 from_lane = PAGE_KM >= 31 * 16 ? (i64)meta_from : (i64)(int)meta_from;  // meta may begin before a lane's 16 bytes
-      copy16_if(true, slot + meta_to, record + from_lane + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
+      copy16_if(SPARE_LANES_COPY || lane < META_PIECES, slot + meta_to, record + from_lane + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
     }
   }
 };
