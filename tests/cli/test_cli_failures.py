@@ -1,6 +1,5 @@
 """What is missing, cut short or too long: one line on stderr, exit code 2."""
 
-import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -70,9 +69,8 @@ def test_without_the_extra(package, model_dir):
     assert found.stderr == f"error: the package {package} is not installed; the command line needs: pip install 'quantkv[cli]'\n"
 
 
+@pytest.mark.usefixtures("installed")
 def test_with_core_dependencies_only():
-    if not list(importlib.metadata.distributions(name="quantkv")):
-        pytest.skip("quantkv is not installed: what it needs is not known")
     found = subprocess.run([sys.executable, "-c", CORE, "--help"], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr == "error: the package typer is not installed; the command line needs: pip install 'quantkv[cli]'\n"

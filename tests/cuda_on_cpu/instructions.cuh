@@ -245,7 +245,6 @@ DI float pow2(float x) { return exp2f(x); }
 DI float lg2(float x) { return log2f(x); }
 DI float inverse(float x) { return 1.f / x; }
 DI float inverse_root(float x) { return 1.f / std::sqrt(x); }
-DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
 
 template <class F> inline void cpu_mma(float (&c)[4], const u64 (&registers)[6], F number) {
   const Lanes lanes = cpu_exchange(registers, 6);

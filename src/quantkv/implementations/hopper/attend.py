@@ -159,12 +159,13 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
         return choose(*shape, bf16, columns, *options, capacity=_capacity(call, segment))
     # What suits one query of each of many sequences, or two; half as many columns, or twice as many, where these come to the same bits.
     config = usual = choose(*shape, bf16, max(group, 8), *options)
-    if usual.columns == 8 and usual.team == 1 and columns <= 4:
+    alone = usual.columns == 8 and usual.team == 1
+    if alone and columns <= 4:
         config = replace(usual, columns=4)
-    elif usual.columns == 8 and usual.team == 1 and columns > 8:
+    elif alone and columns > 8:
         twice = decode.choose(*shape, bf16, 16, *options)
-        same = twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step
-        config = twice if same else usual
+        if twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step:
+            config = twice
     return replace(config, pieces_first=6 if usual.workers % 3 == 0 else 8)
 
 

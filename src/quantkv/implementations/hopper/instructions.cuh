@@ -50,7 +50,6 @@ DI float pow2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "
 DI float lg2(float x) { float r; asm("lg2.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DI float inverse(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DI float inverse_root(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
-DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }  // of a power of two
 
 // c [16, 8] += a [16, 16] b [16, 8], in float32. Of lane 4 g + c: rows g and g + 8, columns 2 c and 2 c + 1.
 #define MMA(NAME, ELEMENT) \

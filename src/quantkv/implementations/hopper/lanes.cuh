@@ -47,6 +47,7 @@ constexpr int RUN = IN_HALVES ? 16 / VALUE::BITS : DV / 8;  // successive dimens
 constexpr u32 ONES = 0x3c003c00u;  // in fp16
 static_assert(QUERY_BF16 || !KEY::BFLOAT && !VALUE::BFLOAT, "queries of another type");
 
+DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }  // of a power of two
 DI float max_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, k)); return x; }
 DI float sum_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x += __shfl_xor_sync(~0u, x, k); return x; }
 

@@ -184,9 +184,8 @@ struct Query {
 
   // All of them, to registers or, where they PARK, to shared memory at `at`. assembled: where they are put together in shared memory, or were, by QueryMapper.
   template <bool PARK = PARKED> DI void load(const GivenQuery& given, u32 assembled, u32 at) {
-    const int lane = threadIdx.x % 32;
     const auto place = [&](int nt) { return [=](int d) { return assembled + nt * (16 * DK) + d * 16; }; };
-    parked = (KEY_MAP == MATRIX ? assembled : at) + lane * PARKED_LANE;
+    parked = (KEY_MAP == MATRIX ? assembled : at) + threadIdx.x % 32 * PARKED_LANE;
     if constexpr (BY_CHUNKS) {
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) map_chunks(given.words[nt], given.signs, place(nt));
