@@ -40,6 +40,12 @@ CASES = {  # format, queries, lengths, multiprocessors, shape, options; then blo
     "queries that see no key": ("int4", (1, 2, 1), (170, 200, 20), 12, {}, {"key_range": RANGES}, 2, 8),
     "smaller Hadamard matrices": ("int4", (1,), (460,), 8, {"head_size": 96, "head_size_v": 176}, {}, 4, 8),
     "other sizes": ("int8", (1,), (500,), 8, {"head_size": 80, "head_size_v": 96, "block_size": 8}, {}, 4, 8),
+    # Queries that wait in shared memory, of which each warp maps some for all that have the pair.
+    "16 columns": ("int4", (1,), (700,), 2, {"num_kv_heads": 1, "group": 16}, {}, 2, 8),
+    "16 columns, a warp a pair": ("int4", (1, 1, 0, 1, 1), (60, 33, 0, 16, 100), 2, {"group": 16}, {"sinks": SINKS.repeat(4)}, 1, 1),
+    "12 columns put together": ("int4", (3, 3, 1, 2, 3, 0), (60, 40, 33, 70, 100, 0), 3, {"head_size": 96}, {}, 1, 2),
+    "24 columns, pieces over queries": ("trellis2", (3, 2, 3, 1), (60, 90, 33, 70), 2, {"head_size": 64, "group": 8}, {}, 1, 2),
+    "wide rows": ("int4", (1, 1, 1), (100, 50, 90), 1, {"head_size": 512, "num_kv_heads": 1, "group": 8}, {}, 1, 2),
 }
 
 

@@ -91,6 +91,8 @@ inline void __syncthreads() {
   while (cpu_phase == phase) cpu_yield();
 }
 
+inline int own_cluster() { return cpu_block.x / (int)cpu_cluster->size(); }
+inline int rank_in_cluster() { return cpu_block.x % (int)cpu_cluster->size(); }
 inline void arrive_in_cluster() {
   if (cpu_fiber->in_cluster++ != cpu_fiber->met) cpu_fail("a thread comes to the cluster twice", cpu_fiber->thread);
   cpu_cluster_arrived++;

@@ -41,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     head = run.head, s = run.s, tile = run.tile, left = run.left;
   }
   GivenQuery given;
-  if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, column0);
+  const auto is_mapper = [&](int nt) { return !SHARED_QUERIES || min(nt, pair.warps - 1) == warp - pair.first; };
+  if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, column0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
   Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left);
@@ -68,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     mapper.finish(begun_in);
     __syncthreads();
   }
+  if constexpr (SHARED_QUERIES) query.share(given, ring + MAPPED_AT, ring - (warp - pair.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
   while (left > 0) {
     if (INVARIANT && is_new) own = OwnPieces(sequences, s, tile);
     const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     left -= end - tile;
     if (end > tile) {
       if (!INVARIANT || is_new) {
-        query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT, ring + (ASSEMBLED ? MAPPED_AT : PARKED_AT));
+        if constexpr (!SHARED_QUERIES) query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT, ring + QUERIES_AT);
         low = sequences.first_slot(s), high = sequences.slots(s);
         all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
         all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;
@@ -135,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       if (++s == a.sequences) s = 0, head++;
       tile = sequences.first_tile(s), is_new = true;
     }
-    if (KEY_MAP != MATRIX && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0);
+    if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0);
     else given.forget();
   }
   if constexpr (WHOLE_PAIRS && INVARIANT) finish_pieces(a, sequences, pair, warp, column0);

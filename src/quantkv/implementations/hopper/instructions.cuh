@@ -135,6 +135,8 @@ template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait
 // Blocks of a cluster, whole warps of them: a warp says that it came here, and waits for all to have said so. Where address p of shared memory is
 // in another block. What one block sends another, eight bytes at a time, a counter there counts: it is opened by one thread before anybody comes here,
 // told once how many bytes are to come, and waited for.
+DI int own_cluster() { int x; asm("mov.u32 %0, %%clusterid.x;" : "=r"(x)); return x; }
+DI int rank_in_cluster() { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
 DI void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DI void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // All of them come here before any goes on, and what each wrote before, also to another's shared memory, is seen by all behind.

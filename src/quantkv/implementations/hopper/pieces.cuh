@@ -17,15 +17,19 @@ template <class Put> DI void merge_pieces(const u8* pieces, int count, int index
     const int column = i / (DV / 4), at = i % (DV / 4) * 2;
     auto piece = [&](int w) { return (const u32*)(pieces + w * WORKER_BYTES) + column * PIECE; };
     float top = minus_infinity(), sum = 0.f, factor = 0.f;
-#pragma unroll 4
-    for (int w = 0; w < count; w++) top = fmaxf(top, as_float(piece(w)[LSE])), factor = fmaxf(factor, as_float(piece(w)[FACTOR]));
+    uint2 about[WORKERS], x[WORKERS];  // all loads are on their way together
+#pragma unroll
+    for (int w = 0; w < WORKERS; w++) {
+      about[w] = w < count ? *(const uint2*)(piece(w) + LSE) : make_uint2(as_bits(minus_infinity()), 0);
+      x[w] = w < count ? *(const uint2*)(piece(w) + at) : make_uint2(0, 0);
+      top = fmaxf(top, as_float(about[w].x)), factor = fmaxf(factor, as_float(about[w].y));
+    }
     const float base = top == minus_infinity() ? 0.f : top, shrink = inverse_power(factor);
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-    for (int w = 0; w < count; w++) {
-      const float weight = pow2(as_float(piece(w)[LSE]) - base), y = weight * (as_float(piece(w)[FACTOR]) * shrink);
-      const uint2 x = *(const uint2*)(piece(w) + at);
-      sum += weight, acc.x += y * low(x.x), acc.y += y * high(x.x), acc.z += y * low(x.y), acc.w += y * high(x.y);
+#pragma unroll
+    for (int w = 0; w < WORKERS; w++) {
+      const float weight = pow2(as_float(about[w].x) - base), y = weight * (as_float(about[w].y) * shrink);
+      sum += weight, acc.x += y * low(x[w].x), acc.y += y * high(x[w].x), acc.z += y * low(x[w].y), acc.w += y * high(x[w].y);
     }
     const float r = sum > 0.f ? inverse(sum) : 0.f;
     put(column, at, half2(acc.x * r, acc.y * r), half2(acc.z * r, acc.w * r));

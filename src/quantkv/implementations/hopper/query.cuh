@@ -27,11 +27,15 @@ struct GivenQuery {
     const bool used = column < sequences.queries(s) * GROUP;  // what lies in odd places is not looked at
     take(words, q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP), used);
   }
-  // sign_bits: null where all are positive.
-  DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0) {
+  // sign_bits: null where all are positive. mine(nt): whether this warp maps that tile.
+  template <class Mine> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0, Mine mine) {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) ask(words[nt], q, sequences, s, head, column0, nt);
+    for (int nt = 0; nt < NT; nt++)
+      if (mine(nt)) ask(words[nt], q, sequences, s, head, column0, nt);
     if (KEY_MAP == HADAMARD) take(signs, sign_bits, sign_bits != nullptr);
+  }
+  DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0) {
+    ask(q, sign_bits, sequences, s, head, column0, [](int) { return true; });
   }
   // Where none are asked for: registers that are not waited with.
   DI void forget() {
@@ -79,15 +83,11 @@ struct Query {
   // Every lane keeps what only it reads: two tiles of columns beside each other, or the only one.
   static constexpr int PARKED_LANE = NT > 1 ? 16 : 8;
   static DI u32 parked_place(int nt, int w) { return NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256; }
-  DI void park() const {
+  DI void park(int nt) const {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt += 2) {
-      const int other = nt + 1 < NT ? nt + 1 : nt;  // the last of an odd number is there twice
-#pragma unroll
-      for (int w = 0; w < DK / 16; w++) {
-        if (NT > 1) store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1], b[other][2 * w], b[other][2 * w + 1]);
-        else store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
-      }
+    for (int w = 0; w < DK / 16; w++) {
+      store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
+      if (NT > 1 && NT % 2 && nt + 1 == NT) store_shared(parked + parked_place(NT, w), b[nt][2 * w], b[nt][2 * w + 1]);  // the last of an odd number is there twice
     }
   }
   DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt
@@ -182,17 +182,18 @@ struct Query {
     }
   }
 
-  // All of them, to registers or, where they PARK, to shared memory at `at`. assembled: where they are put together in shared memory, or were, by QueryMapper.
-  template <bool PARK = PARKED> DI void load(const GivenQuery& given, u32 assembled, u32 at) {
+  // The tiles of columns that are mine(nt), in registers. assembled: where they are put together in shared memory, or were, by QueryMapper.
+  template <class Mine> DI void map_tiles(const GivenQuery& given, u32 assembled, Mine mine) {
     const auto place = [&](int nt) { return [=](int d) { return assembled + nt * (16 * DK) + d * 16; }; };
-    parked = (KEY_MAP == MATRIX ? assembled : at) + threadIdx.x % 32 * PARKED_LANE;
     if constexpr (BY_CHUNKS) {
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++) map_chunks(given.words[nt], given.signs, place(nt));
+      for (int nt = 0; nt < NT; nt++)
+        if (mine(nt)) map_chunks(given.words[nt], given.signs, place(nt));
       __syncwarp();
     }
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
+      if (!mine(nt)) continue;
       if constexpr (BY_CHUNKS) {
         gather(b[nt], place(nt));
       } else if constexpr (KEY_MAP == MATRIX) {
@@ -201,10 +202,37 @@ struct Query {
       } else {
         map(b[nt], given.words[nt], given.signs);
       }
-      add_up(sum[nt], b[nt]);
     }
+  }
+  // All of them, to registers or, where they PARK, to shared memory at `at`.
+  template <bool PARK = PARKED> DI void load(const GivenQuery& given, u32 assembled, u32 at) {
+    parked = (KEY_MAP == MATRIX ? assembled : at) + threadIdx.x % 32 * PARKED_LANE;
+    map_tiles(given, assembled, [](int) { return true; });
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) add_up(sum[nt], b[nt]);
     if constexpr (BY_CHUNKS && PARKED) __syncwarp();  // what is parked goes over what it was put together from
-    if constexpr (PARK && KEY_MAP != MATRIX) park();
+    if constexpr (PARK && KEY_MAP != MATRIX)
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++) park(nt);
+  }
+  // The same by all warps of a block, of which those that have one pair give the same `at`: each tile is mapped by the warp whose it is.
+  template <class Mine> DI void share(const GivenQuery& given, u32 assembled, u32 at, Mine mine) {
+    parked = at + threadIdx.x % 32 * PARKED_LANE;
+    map_tiles(given, assembled, mine);
+    if constexpr (BY_CHUNKS) __syncthreads();  // as above, of another warp
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+      if (mine(nt)) park(nt);
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < DK / 16; w++) {
+      u32 x[2 * EVEN_NT];
+      step(w, x);
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++) b[nt][2 * w] = x[2 * nt], b[nt][2 * w + 1] = x[2 * nt + 1];
+    }
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) add_up(sum[nt], b[nt]);
   }
   DI float total(int k) const { return sum[k / 2][k % 2]; }
   static DI void add_up(float (&sum)[2], const u32 (&b)[DK / 8]) {

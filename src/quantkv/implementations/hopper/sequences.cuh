@@ -121,7 +121,7 @@ struct Cut {
   DI Cut() {}
   DI Cut(int tiles, int resident) {
     workers = min(resident, tiles);
-    quota = workers ? tiles / workers : 0, extra = workers ? tiles % workers : 0;
+    quota = workers ? tiles / workers : 0, extra = tiles - quota * workers;
   }
   DI int begin(int worker) const { return worker * quota + min(worker, extra); }
   DI int worker_of(int tile) const {

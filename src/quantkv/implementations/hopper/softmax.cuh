@@ -295,53 +295,65 @@ struct Softmax {
     const int g = threadIdx.x % 32 / 4;
     // Of dimension j of this lane and the next. Where they are no neighbours, pairs of lanes exchange one of each two.
     const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
+    const auto old = [&](int k) { return held + own_column(k) * PIECE; };
+    const auto is_old = [&](int k) { return held && own_column(k) < columns; };
+    // Column by column only where they have branches, which what is done for another does not cross.
+    float lse[OWN], factor[OWN];
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
-      const auto value = [&](int j) -> float& { return output(k, j); };
-      const float sum = sum_over_tokens(l[k]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
-      const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f;
-      const int column = own_column(k);
-      const bool there = column < columns;
-      const u32* old = held && there ? held + column * PIECE : nullptr;
-      float lse = sum > 0.f ? m[k] + lg2(sum) : minus_infinity();
       // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
-      float factor = piece_factor(32.f * inverse_power(v_norm));
-      if (!WIDE && old) factor = fmaxf(factor, as_float(old[FACTOR]));
-      const float shrink = WIDE ? 1.f : inverse_power(factor);
+      factor[k] = piece_factor(32.f * inverse_power(v_norm));
+      if (!WIDE && is_old(k)) factor[k] = fmaxf(factor[k], as_float(old(k)[FACTOR]));
+    }
 #pragma unroll
-      for (int j = 0; j < DV / 8; j++) value(j) = fmaf(value(j), VALUE_GAIN / VALUE::unit(j) * (r * shrink), z);
+    for (int k = 0; k < OWN; k++) {
+      const float sum = sum_over_tokens(l[k]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
+      const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f, shrink = WIDE ? 1.f : inverse_power(factor[k]);
+      lse[k] = sum > 0.f ? m[k] + lg2(sum) : minus_infinity();
+#pragma unroll
+      for (int j = 0; j < DV / 8; j++) output(k, j) = fmaf(output(k, j), VALUE_GAIN / VALUE::unit(j) * (r * shrink), z);
       if constexpr (RUN == 1) {
 #pragma unroll
         for (int j = 0; j < DV / 8; j += 2) {
-          const float other = __shfl_xor_sync(~0u, g % 2 ? value(j) : value(j + 1), 4);
-          (g % 2 ? value(j) : value(j + 1)) = other;
+          const float other = __shfl_xor_sync(~0u, g % 2 ? output(k, j) : output(k, j + 1), 4);
+          (g % 2 ? output(k, j) : output(k, j + 1)) = other;
         }
       }
-      if (old) {
-        const float before = as_float(old[LSE]), both = fmaxf(before, lse), base = both == minus_infinity() ? 0.f : both;
-        const float x = pow2(before - base), y = pow2(lse - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
-        const float u = x * share * (as_float(old[FACTOR]) * shrink), w = y * share;
+    }
+    if (held) {
+#pragma unroll
+      for (int k = 0; k < OWN; k++) {
+        if (!is_old(k)) continue;
+        const float before = as_float(old(k)[LSE]), both = fmaxf(before, lse[k]), base = both == minus_infinity() ? 0.f : both;
+        const float x = pow2(before - base), y = pow2(lse[k] - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
+        const float u = x * share * (as_float(old(k)[FACTOR]) * (WIDE ? 1.f : inverse_power(factor[k]))), w = y * share;
 #pragma unroll
         for (int j = 0; j < DV / 8; j += 2) {
-          const u32 pair = old[place(j)];
-          value(j) = fmaf(low(pair), u, value(j) * w), value(j + 1) = fmaf(high(pair), u, value(j + 1) * w);
+          const u32 pair = old(k)[place(j)];
+          output(k, j) = fmaf(low(pair), u, output(k, j) * w), output(k, j + 1) = fmaf(high(pair), u, output(k, j + 1) * w);
         }
-        lse = both + (x + y > 0.f ? lg2(x + y) : 0.f);
+        lse[k] = both + (x + y > 0.f ? lg2(x + y) : 0.f);
       }
-      if (WIDE) {
+      __syncwarp();  // what is held has been read
+    }
+    if constexpr (WIDE) {
+#pragma unroll
+      for (int k = 0; k < OWN; k++) {
         float top = 0.f;
 #pragma unroll
-        for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(value(j)));
-        factor = piece_factor(max_over_tokens(top));
+        for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(output(k, j)));
+        factor[k] = piece_factor(max_over_tokens(top));
 #pragma unroll
-        for (int j = 0; j < DV / 8; j++) value(j) *= inverse_power(factor);
+        for (int j = 0; j < DV / 8; j++) output(k, j) *= inverse_power(factor[k]);
       }
-      if (held) __syncwarp();  // what is held has been read
-      if (!there) continue;
-      u32* piece = to(column);
-      if (g == 0) piece[LSE] = as_bits(lse), piece[FACTOR] = as_bits(factor);
-      static_assert(RUN % 4 || DV / 8 % 4 == 0, "two words of a run at once");
-      const auto pair = [&](int j) { return half2(value(j), value(j + 1)); };
+    }
+    static_assert(RUN % 4 || DV / 8 % 4 == 0, "two words of a run at once");
+#pragma unroll
+    for (int k = 0; k < OWN; k++) {
+      if (own_column(k) >= columns) continue;
+      u32* piece = to(own_column(k));
+      if (g == 0) piece[LSE] = as_bits(lse[k]), piece[FACTOR] = as_bits(factor[k]);
+      const auto pair = [&](int j) { return half2(output(k, j), output(k, j + 1)); };
 #pragma unroll
       for (int j = 0; j < DV / 8; j += RUN % 4 ? 2 : 4) {
         u32* here = piece + place(j);
