@@ -132,11 +132,12 @@ DI uint4 load_past_l1(const uint4* from) {
 DI void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DI void wait_for_all_copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Which cluster of the grid this block is of, and which of its blocks it is; one without others is a cluster.
+DI int own_cluster() { int x; asm("mov.u32 %0, %%clusterid.x;" : "=r"(x)); return x; }
+DI int rank_in_cluster() { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
 // Blocks of a cluster, whole warps of them: a warp says that it came here, and waits for all to have said so. Where address p of shared memory is
 // in another block. What one block sends another, eight bytes at a time, a counter there counts: it is opened by one thread before anybody comes here,
 // told once how many bytes are to come, and waited for.
-DI int own_cluster() { int x; asm("mov.u32 %0, %%clusterid.x;" : "=r"(x)); return x; }
-DI int rank_in_cluster() { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
 DI void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DI void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // All of them come here before any goes on, and what each wrote before, also to another's shared memory, is seen by all behind.

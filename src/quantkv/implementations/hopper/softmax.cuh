@@ -297,7 +297,7 @@ struct Softmax {
     const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
     const auto old = [&](int k) { return held + own_column(k) * PIECE; };
     const auto is_old = [&](int k) { return held && own_column(k) < columns; };
-    // Column by column only where they have branches, which what is done for another does not cross.
+    // What branches by column has a loop of its own: the compiler moves nothing of another column across a branch.
     float lse[OWN], factor[OWN];
 #pragma unroll
     for (int k = 0; k < OWN; k++) {

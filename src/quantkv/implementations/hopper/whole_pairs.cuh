@@ -10,7 +10,7 @@ constexpr int COUNTER_AT = TABLES_BYTES + (WARPS * (WORKER_BYTES + BARRIER_BYTES
 constexpr int PIECES_AT = COUNTER_AT;  // where the cut is INVARIANT, all pieces of the columns that a block finishes
 static_assert(INBOX_BYTES == (WHOLE_PAIRS && !INVARIANT ? 32 + (COLUMNS + LARGEST_CLUSTER) * PIECE_BYTES : 0), "room for the columns of a block from each of a cluster");
 
-// x / n of numbers below 1,000: in a tenth of the instructions.
+// x / n of integers below 1,000, in a tenth of the instructions of a division of any.
 DI int small_quotient(int x, int n) { return (int)((x + 0.5f) * inverse((float)n)); }
 
 // The pair of a warp, whose tiles are cut evenly among its warps by no other length than its own: a block has several pairs, or one,
