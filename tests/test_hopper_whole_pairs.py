@@ -83,6 +83,20 @@ def test_lengths_that_break_a_promise(monkeypatch, tmp_path):
 
 
 @emulated
+@pytest.mark.parametrize("whole", [True, False])
+def test_stretches_whose_values_differ_in_size(whole, monkeypatch, tmp_path):
+    """A stretch of small values behind one of large ones is no reason to hold the large ones in units in which they overflow."""
+    monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
+    b = batch("int4", (1,), (700,), num_kv_heads=1)
+    tiles = torch.randint(2, (44,), generator=torch.Generator().manual_seed(0))
+    sizes = torch.where(tiles.repeat_interleave(16)[:700] == 1, 2.0**13, 2.0**-10).to(b.value.dtype)
+    b.cache.write(b.key, b.value * sizes[:, None, None], b.slots, b.positions, implementation="reference")
+    call = b.call(max_query_len=1)
+    Device(monkeypatch, tmp_path, 1, max_tiles=2).serve(call)
+    check(b, (call.out, call.lse))
+
+
+@emulated
 def test_smaller_clusters_where_few_are_held(monkeypatch, tmp_path):
     device = Device(monkeypatch, tmp_path, 8)
     device.clusters = lambda blocks: 1 if blocks > 2 else 4

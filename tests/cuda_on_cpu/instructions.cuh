@@ -245,7 +245,7 @@ DI u32 e4m3x2(float x, float y) { return cpu_float8(x, 3, 7, 448) | (u32)cpu_flo
 DI u32 e5m2x2(float x, float y) { return cpu_float8(x, 2, 15, 57344) | (u32)cpu_float8(y, 2, 15, 57344) << 8; }
 DI float pow2(float x) { return exp2f(x); }
 DI float lg2(float x) { return log2f(x); }
-DI float inverse(float x) { return 1.f / x; }
+DI float inverse(float x) { const float y = 1.f / x; return y != 0.f && std::isfinite(y) ? std::nextafterf(y, 0.f) : y; }  // as far off as a GPU's may be
 DI float inverse_root(float x) { return 1.f / std::sqrt(x); }
 
 template <class F> inline void cpu_mma(float (&c)[4], const u64 (&registers)[6], F number) {

@@ -85,12 +85,9 @@ struct Query {
   static DI u32 parked_place(int nt, int w) { return NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256; }
   DI void park(int nt) const {
 #pragma unroll
-    for (int w = 0; w < DK / 16; w++) {
-      store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
-      if (NT > 1 && NT % 2 && nt + 1 == NT) store_shared(parked + parked_place(NT, w), b[nt][2 * w], b[nt][2 * w + 1]);  // the last of an odd number is there twice
-    }
+    for (int w = 0; w < DK / 16; w++) store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
   }
-  DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt
+  DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt; beside the last of an odd number lies nothing
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       if (!PARKED) x[2 * nt] = b[nt][2 * w], x[2 * nt + 1] = b[nt][2 * w + 1];
