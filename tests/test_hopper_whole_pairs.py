@@ -46,6 +46,7 @@ CASES = {  # format, queries, lengths, multiprocessors, shape, options; then blo
     "12 columns put together": ("int4", (3, 3, 1, 2, 3, 0), (60, 40, 33, 70, 100, 0), 3, {"head_size": 96}, {}, 1, 2),
     "24 columns, pieces over queries": ("trellis2", (3, 2, 3, 1), (60, 90, 33, 70), 2, {"head_size": 64, "group": 8}, {}, 1, 2),
     "wide rows": ("int4", (1, 1, 1), (100, 50, 90), 1, {"head_size": 512, "num_kv_heads": 1, "group": 8}, {}, 1, 2),
+    "wide rows, by integers": ("int4", (1, 1, 1), (100, 50, 90), 1, {"head_size": 512, "num_kv_heads": 1}, {}, 1, 2),
 }
 
 
