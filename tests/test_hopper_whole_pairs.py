@@ -72,6 +72,18 @@ def test_on_a_cpu(case, monkeypatch, tmp_path):
 
 
 @emulated
+@pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("group", [4, 8, 12, 16])
+def test_every_way_to_hold_queries(head_size, group, monkeypatch, tmp_path):
+    """As integers or not, in registers or parked, put together in shared memory, shared by a pair's warps: by head size and columns."""
+    b = batch("int4", (1, 1), (40, 70), head_size=head_size, num_kv_heads=1, group=group)
+    call = b.call(max_query_len=1, max_seq_len=70)
+    assert hopper.Plan(call, 1).main.pairs is not None
+    Device(monkeypatch, tmp_path, 1).serve(call)
+    check(b, (call.out, call.lse))
+
+
+@emulated
 def test_lengths_that_break_a_promise(monkeypatch, tmp_path):
     """Longer runs than were promised, each of several stretches, are held between them."""
     device = Device(monkeypatch, tmp_path, 5, max_tiles=2)
