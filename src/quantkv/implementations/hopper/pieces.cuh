@@ -10,6 +10,22 @@ static_assert(4 * PIECE == PIECE_BYTES, "pieces are of another size in Python");
 // The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
 DI float piece_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
 
+// What the column of a piece that is held comes to together with later tokens of the same sequence, whose base-2 log-sum-exp is `lse`: how much the
+// outputs of each weigh, and the log-sum-exp of both.
+struct Joined {
+  float both, sum, held, later;
+  DI Joined(const u32* column, float of_later) {
+    const float before = as_float(column[LSE]);
+    both = fmaxf(before, of_later);
+    const float base = both == minus_infinity() ? 0.f : both;
+    const float x = pow2(before - base), y = pow2(of_later - base);
+    sum = x + y;
+    const float share = sum > 0.f ? inverse(sum) : 0.f;
+    held = x * share, later = y * share;
+  }
+  DI float lse() const { return both + (sum > 0.f ? lg2(sum) : 0.f); }
+};
+
 // One piece out of those of `count` workers, from address `pieces` on; this worker, the index-th of so many, merges its share.
 // put(column, at, x, y): two words of the piece.
 template <class Put> DI void merge_pieces(const u8* pieces, int count, int index, int mergers, int columns, Put put) {

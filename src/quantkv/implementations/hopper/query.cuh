@@ -15,6 +15,10 @@ struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the firs
   DI const u16* row(int t, int h) const { return first + t * token + h * head; }
 };
 
+struct EveryTile {  // of columns is this warp's
+  DI bool operator()(int) const { return true; }
+};
+
 // Columns as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16. They are asked for before the
 // tiles, behind which they would queue, and arrive while those are on their way.
 struct GivenQuery {
@@ -28,14 +32,11 @@ struct GivenQuery {
     take(words, q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP), used);
   }
   // sign_bits: null where all are positive. mine(nt): whether this warp maps that tile.
-  template <class Mine> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0, Mine mine) {
+  template <class Mine = EveryTile> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0, Mine mine = {}) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
       if (mine(nt)) ask(words[nt], q, sequences, s, head, column0, nt);
     if (KEY_MAP == HADAMARD) take(signs, sign_bits, sign_bits != nullptr);
-  }
-  DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0) {
-    ask(q, sign_bits, sequences, s, head, column0, [](int) { return true; });
   }
   // Where none are asked for: registers that are not waited with.
   DI void forget() {
@@ -204,7 +205,7 @@ struct Query {
   // All of them, to registers or, where they PARK, to shared memory at `at`.
   template <bool PARK = PARKED> DI void load(const GivenQuery& given, u32 assembled, u32 at) {
     parked = (KEY_MAP == MATRIX ? assembled : at) + threadIdx.x % 32 * PARKED_LANE;
-    map_tiles(given, assembled, [](int) { return true; });
+    map_tiles(given, assembled, EveryTile{});
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) add_up(sum[nt], b[nt]);
     if constexpr (BY_CHUNKS && PARKED) __syncwarp();  // what is parked goes over what it was put together from

@@ -324,15 +324,14 @@ struct Softmax {
 #pragma unroll
       for (int k = 0; k < OWN; k++) {
         if (!is_old(k)) continue;
-        const float before = as_float(old(k)[LSE]), both = fmaxf(before, lse[k]), base = both == minus_infinity() ? 0.f : both;
-        const float x = pow2(before - base), y = pow2(lse[k] - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
-        const float u = x * share * (as_float(old(k)[FACTOR]) * (WIDE ? 1.f : inverse_power(factor[k]))), w = y * share;
+        const Joined all(old(k), lse[k]);
+        const float u = all.held * (as_float(old(k)[FACTOR]) * (WIDE ? 1.f : inverse_power(factor[k]))), w = all.later;
 #pragma unroll
         for (int j = 0; j < DV / 8; j += 2) {
           const u32 pair = old(k)[place(j)];
           output(k, j) = fmaf(low(pair), u, output(k, j) * w), output(k, j + 1) = fmaf(high(pair), u, output(k, j + 1) * w);
         }
-        lse[k] = both + (x + y > 0.f ? lg2(x + y) : 0.f);
+        lse[k] = all.lse();
       }
       __syncwarp();  // what is held has been read
     }

@@ -262,15 +262,14 @@ struct TeamSoftmax {
         factor[nt][e] = piece_factor(32.f / v_norm);
         if (held && column < columns) {
           const u32* old = held + column * PIECE;
-          const float before = as_float(old[LSE]), both = fmaxf(before, lse[nt][e]), base = both == minus_infinity() ? 0.f : both;
-          const float x = pow2(before - base), y = pow2(lse[nt][e] - base), share = x + y > 0.f ? inverse(x + y) : 0.f;
-          const float u = x * share * as_float(old[FACTOR]), w = y * share;
+          const Joined all(old, lse[nt][e]);
+          const float u = all.held * as_float(old[FACTOR]), w = all.later;
 #pragma unroll
           for (int j = 0; j < OWN_DIMS; j += 2) {
             const u32 pair = is_there(j) ? old[place(j)] : 0;
             value(nt, e, j) = fmaf(low(pair), u, value(nt, e, j) * w), value(nt, e, j + 1) = fmaf(high(pair), u, value(nt, e, j + 1) * w);
           }
-          lse[nt][e] = both + (x + y > 0.f ? lg2(x + y) : 0.f), factor[nt][e] = fmaxf(factor[nt][e], as_float(old[FACTOR]));
+          lse[nt][e] = all.lse(), factor[nt][e] = fmaxf(factor[nt][e], as_float(old[FACTOR]));
         }
       }
     if (WIDE || held) meet(at.barrier);  // what is held, and was told, has been read
