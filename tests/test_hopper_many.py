@@ -86,9 +86,46 @@ def rise(b):
     b.cache.write(growing.to(b.key.dtype), b.value + 2, b.slots, b.positions, implementation="reference")
 
 
+def rise_in_odd_columns(b):
+    """The others see every key alike."""
+    rise(b)
+    b.q[:, ::2] = 0
+
+
+def fall(b):
+    """Scores far below zero, of keys far from it, whose zero points and queries' sums are large."""
+    b.q.add_(4)
+    b.cache.write(b.key - 8, b.value, b.slots, b.positions, implementation="reference")
+
+
+def grow(b):
+    """Values whose scales grow beyond what fp16 has."""
+    growing = b.value * torch.logspace(-2, 7, len(b.value))[:, None, None]
+    b.cache.write(b.key, growing.to(b.value.dtype), b.slots, b.positions, implementation="reference")
+
+
 @emulated
-def test_maxima_that_rise_on_a_cpu(monkeypatch, tmp_path):
-    on_a_cpu(monkeypatch, tmp_path, "tq4", (1,), (300,), group=10, num_kv_heads=1, change=rise)
+@pytest.mark.parametrize("name, change", [("tq4", rise), ("int4", rise_in_odd_columns), ("int4", fall), ("int4", grow)])
+def test_maxima_that_rise_on_a_cpu(name, change, monkeypatch, tmp_path):
+    on_a_cpu(monkeypatch, tmp_path, name, (1,), (300,), group=10, num_kv_heads=1, change=change)
+
+
+def all_alike(b):
+    """Scores far below zero that differ by little."""
+    b.q.mul_(0.1).add_(4)
+    b.cache.write(b.key * 0.05 - 8, b.value, b.slots, b.positions, implementation="reference")
+
+
+@emulated
+def test_columns_that_meet_keys_late_on_a_cpu(monkeypatch, tmp_path):
+    """The first span is in the window of two queries of five: for the others the maximum of nothing is not 0."""
+    on_a_cpu(monkeypatch, tmp_path, "bf16/int4", (5,), (600,), group=4, num_kv_heads=1, window=470, change=all_alike)
+
+
+@emulated
+def test_more_spans_than_ids_are_held_on_a_cpu(monkeypatch, tmp_path):
+    """Runs of three teams: each loads page ids anew within a sequence, and the next sequence's."""
+    on_a_cpu(monkeypatch, tmp_path, "int4", (1, 1), (6600, 500), num_kv_heads=1, head_size=64)
 
 
 @emulated
@@ -120,7 +157,8 @@ def config(key, value, head_size=128, columns=16, *maps, head_size_v=None, block
 
 
 @pytest.mark.parametrize(
-    "key, value, columns, most", [("int4", "int4", 16, 330), ("int4", "int4", 32, 370), ("int4", "int4", 64, 475), ("tq4", "u4", 32, 480)]
+    "key, value, columns, most",
+    [("int4", "int4", 16, 302), ("int4", "int4", 24, 325), ("int4", "int4", 32, 348), ("int4", "int4", 64, 428), ("tq4", "u4", 32, 436)],
 )
 def test_step_fits_its_budget(key, value, columns, most, tmp_path, monkeypatch):
     """Instructions of a warp for a span, of 16 tokens to unpack: nothing in local memory, and products that run on. Where operands were

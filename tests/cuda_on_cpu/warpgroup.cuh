@@ -91,13 +91,13 @@ inline void cpu_run_product(Product& p) {
     }
 }
 template <int N, bool BFLOAT> struct Wgmma {
-  static void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
+  template <bool ADD> static void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     static_assert(N >= 1 && N <= 32);
-    const u64 registers[] = {a0, a1, a2, a3, b, add};
+    const u64 registers[] = {a0, a1, a2, a3, b, ADD};
     const Lanes lanes = cpu_exchange(registers, 6);
-    Product p{d, N, BFLOAT, add, {}, b};
+    Product p{d, N, BFLOAT, ADD, {}, b};
     for (int lane = 0; lane < 32; lane++)
-      if (lanes(lane, 4) != b || lanes(lane, 5) != (u64)add) cpu_fail("lanes that multiply by different matrices", lane);
+      if (lanes(lane, 4) != b || lanes(lane, 5) != (u64)ADD) cpu_fail("lanes that multiply by different matrices", lane);
     for (int r = 0; r < 2; r++)
       for (int k = 0; k < 16; k++) p.a[r][k] = cpu_number(p, lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16);
     if (!cpu_mine(cpu_products).size() || cpu_fiber->begun) p.given = cpu_bits(p), p.read = cpu_read(p);

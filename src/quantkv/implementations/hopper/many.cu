@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
   GivenQuery given;
   if (left > 0) given.ask(queries, a.key_map, sequences, s, head, column0 + 8 * member);
   SpanLoader loader(sequences, a, member, head, s, span, left);
-  u32 slot = base + RING_AT;  // of the next span
+  u32 slot = base + RING_AT, free_slot = slot + AHEAD * SPAN_BYTES;  // of the next span, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * SPAN_BYTES + member * TILE_BYTES);
   fill_tables(warp);  // while the first tiles are on their way
   const TeamLane at(member, team + 1, base);
@@ -72,13 +72,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_ker
         const bool masked = span < all_in_window || span >= all_see;  // in between, every column sees every token
         softmax.add(
             slot, at, span, scale, a.softcap, masked,
-            [&] { loader.next((slot == base + RING_AT ? slot + (STAGES - 1) * SPAN_BYTES : slot - SPAN_BYTES) + member * TILE_BYTES); },
+            [&] { loader.next(free_slot + member * TILE_BYTES); },
             [&](int half, int nt, int e) {
               const int k = key + 8 * half, position = context + (column0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
               return k <= position && (window <= 0 || (CHUNKED ? k >= sequences.lowest(position, sequences.start(s)) : position - k < window)) && (!RANGES || k >= low && k < high);
             },
             [&](int half) { return key + 8 * half >= low; });
-        slot = slot == base + RING_AT + (STAGES - 1) * SPAN_BYTES ? base + RING_AT : slot + SPAN_BYTES;
+        free_slot = slot, slot = slot == base + RING_AT + (STAGES - 1) * SPAN_BYTES ? base + RING_AT : slot + SPAN_BYTES;
       }
       // A run's last piece goes over queries and weights, to be merged; another's sequence is at its end, or goes on.
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);

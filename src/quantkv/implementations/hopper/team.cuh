@@ -25,9 +25,9 @@ static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 
 static_assert(COLUMNS * PIECE_BYTES <= TOLD_AT, "a piece lies over queries, weights and the ring");
 
 // Products of a warpgroup, or the same by each warp for itself: b is what wgmma is told of the matrix.
-template <class C> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
+template <class C, bool ADD = true> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
   if constexpr (BY_WGMMA) {
-    Wgmma<TILES, C::BFLOAT>::multiply(d, a0, a1, a2, a3, b, add);
+    Wgmma<TILES, C::BFLOAT>::template multiply<ADD>(d, a0, a1, a2, a3, b);
   } else {
     const u32 at = ((u32)b & 0x3fff) << 4, lane = threadIdx.x % 32, chunk = at % MATRIX_ROW / 16 + lane / 8 % 2;
 #pragma unroll
@@ -37,7 +37,7 @@ template <class C> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2
       load_matrices(at - at % MATRIX_ROW + matrix_chunk(8 * nt + lane / 16 * two + lane % 8, chunk), x);
 #pragma unroll
       for (int i = 0; i < 2 && nt + i < TILES; i++) {
-        if (!add) d[nt + i][0] = d[nt + i][1] = d[nt + i][2] = d[nt + i][3] = 0.f;
+        if (!ADD) d[nt + i][0] = d[nt + i][1] = d[nt + i][2] = d[nt + i][3] = 0.f;
         product<C>(d[nt + i], a0, a1, a2, a3, x[2 * i], x[2 * i + 1]);
       }
     }
@@ -51,21 +51,20 @@ struct SpanLoader {
   const int* block_table;
   const u8* records;
   u32 page_stride;
-  int table_width, table_stride, member, seq, left, span, last, first_slot, slots, ids_from;  // left: spans of the run
-  int ids[PAGES];  // lane i holds those of the pages of this warp's tile of span ids_from + i
+  int table_width, table_stride, member, seq, left;  // left: spans beyond the run
+  int span, run_end;         // until run_end this warp's tiles are whole, and their page ids at hand
+  int ids_from, ids[PAGES];  // lane i holds those of the pages of this warp's tile of span ids_from + i
   TileCopier tiles;
 
   DI SpanLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int span, int left)
       : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width), table_stride(a.table_stride),
-        member(member), left(left), tiles(records, a.pages, head) {
-    open(seq, span);
-  }
-  DI void open(int s, int from) {
-    seq = s, span = from, last = sequences.last_tile(s), slots = sequences.slots(s), first_slot = FOREIGN ? sequences.first_slot(s) : 0;
+        member(member), seq(seq), left(left), span(span), run_end(span), tiles(records, a.pages, head) {
+    keep(tiles.meta_from);
     load_ids();
   }
+  DI int tile() const { return span * TEAM + member; }
   DI void load_ids() {
-    const int at = ((span + (int)tiles.lane) * TEAM + member) / PER_PAGE * PAGES;
+    const int at = (tile() + (int)tiles.lane * TEAM) / PER_PAGE * PAGES;
     const int* id = block_table + (i64)seq * table_stride + at;
     ids_from = span;
 #pragma unroll
@@ -73,29 +72,35 @@ struct SpanLoader {
     constexpr int LATER = 32 * TEAM * PAGES / PER_PAGE;
     if (at + LATER < table_width) prefetch(id + LATER);
   }
-  DI void next(u32 slot) {
-    if (left > 0) {
-      while (span == last) {
+  // The next tile, of which the tokens from `from` to `valid` are read; see TileCopier.
+  DI void copy(u32 to, int valid, int from) {
+    u32 pages[PAGES], read[PAGES];
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) pages[i] = __shfl_sync(~0u, ids[i], span - ids_from);
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) read[i] = valid > 0 ? pages[TileCopier::page_of(i, valid, from)] : 0;
+    tiles.copy(records, page_stride, read, tile() % PER_PAGE, to, valid, from);
+    span++;
+  }
+  DI void turn(u32 to) {  // what stands between two runs: the next sequence, the next page ids, or a tile that is not whole
+    if (left <= 0) return;
+    if (span == sequences.last_tile(seq)) {
+      do {
         const bool next_head = seq + 1 == sequences.count;
-        records += next_head ? RECORD_BYTES : 0;
-        const int s = next_head ? 0 : seq + 1;
-        open(s, sequences.first_tile(s));
-      }
-      if (span - ids_from == 32) load_ids();
-      const int tile = span * TEAM + member, valid = slots - tile * TILE, from = FOREIGN ? first_slot - tile * TILE : 0;
-      u32 pages[PAGES], read[PAGES];
-#pragma unroll
-      for (int i = 0; i < PAGES; i++) pages[i] = __shfl_sync(~0u, ids[i], span - ids_from);
-      if (valid >= TILE && from <= 0) {
-        tiles.copy(records, page_stride, pages, tile % PER_PAGE, slot, TILE, 0);
-      } else {
-        const bool any = valid > 0 && from < TILE;
-#pragma unroll
-        for (int i = 0; i < PAGES; i++) read[i] = any ? pages[TileCopier::page_of(i, valid, from)] : 0;
-        tiles.copy(records, page_stride, read, tile % PER_PAGE, slot, any ? min(valid, TILE) : 0, max(from, 0));
-      }
-      span++, left--;
+        records += next_head ? RECORD_BYTES : 0, seq = next_head ? 0 : seq + 1, span = sequences.first_tile(seq);
+      } while (span == sequences.last_tile(seq));
+      load_ids();
+    } else if (span - ids_from == 32) {
+      load_ids();
     }
+    const int slots = sequences.slots(seq), from = FOREIGN ? max(sequences.first_slot(seq) - tile() * TILE, 0) : 0;
+    const int whole = (slots / TILE - member + TEAM - 1) / TEAM;  // spans whose tile of this warp is
+    const int run = from > 0 ? 0 : max(min(min(left, whole - span), ids_from + 32 - span), 0);
+    left -= max(run, 1), run_end = span + run;
+    if (run > 0) copy(to, TILE, 0); else copy(to, from < TILE ? min(max(slots - tile() * TILE, 0), TILE) : 0, min(from, TILE));
+  }
+  DI void next(u32 to) {
+    if (span < run_end) copy(to, TILE, 0); else turn(to);
     commit_copies();
   }
 };

@@ -92,13 +92,14 @@ struct TeamSoftmax {
     }
     if constexpr (SUMMED) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) zero[r] = at.c ? 0 : twice((KEY::ZERO_POINTS ? meta[r] & 15 : (u32)KEY::ZERO) * (u32)MOVED);
+      for (int r = 0; r < 2; r++) zero[r] = (KEY::ZERO_POINTS ? meta[r] & 15 : (u32)KEY::ZERO) * twice((u32)MOVED);  // of lanes with c > 0 times 0
     }
     begin_products();
+    multiply<KEY, false>(s, x[0][0], x[0][1], x[0][2], x[0][3], matrix_descriptor(at.base));
 #pragma unroll
-    for (int w = 0; w < DK / 16; w++)
-      multiply<KEY>(s, x[w][0], x[w][1], x[w][2], x[w][3], matrix_descriptor(at.base) + (w / 4 * SLAB + w % 4 * 32) / 16, w > 0);
-    if constexpr (SUMMED) multiply<KEY>(s, zero[0], zero[1], 0, 0, matrix_descriptor(at.base) + SUMS_AT / 16, true);
+    for (int w = 1; w < DK / 16; w++)
+      multiply<KEY>(s, x[w][0], x[w][1], x[w][2], x[w][3], matrix_descriptor(at.base) + (w / 4 * SLAB + w % 4 * 32) / 16);
+    if constexpr (SUMMED) multiply<KEY>(s, zero[0], zero[1], 0, 0, matrix_descriptor(at.base) + SUMS_AT / 16);
     commit_products();
     float norms[4] = {};
     if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
@@ -137,15 +138,11 @@ struct TeamSoftmax {
   // nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both are asked if `masked`.
   template <class Copies, class Valid, class Ours>
   DI void add(u32 slot, const TeamLane& at, int span, float scale, float softcap, bool masked, Copies copies, Valid valid, Ours ours) {
-    const u32 tile = slot + at.member * TILE_BYTES;
-    u32 weights, zeros;
+    const u32 odd = __shfl_sync(~0u, span & 1, 0);  // by a shuffle: uniform, as the compiler sees it
+    const u32 tile = slot + at.member * TILE_BYTES, weights = at.base + WEIGHTS_AT + odd * SLAB, zeros = at.base + ZEROS_AT + odd * (2 * SPAN);
     Weigh weigh;
     float s[TILES][4];
-    score(s, tile, span, at, scale, softcap, [&] {
-      const u32 odd = __shfl_sync(~0u, span & 1, 0);  // by a shuffle: uniform, as the compiler sees it
-      weights = at.base + WEIGHTS_AT + odd * SLAB, zeros = at.base + ZEROS_AT + odd * (2 * SPAN);
-      weigh.load(tile, at, zeros, masked, ours);
-    });
+    score(s, tile, span, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
     if (masked) {
 #pragma unroll
       for (int nt = 0; nt < TILES; nt++)
@@ -154,10 +151,11 @@ struct TeamSoftmax {
           if (!valid(i / 2, nt, i & 1)) s[nt][i] = minus_infinity();
     }
     const float v_top = fmaxf(weigh.scale[0], weigh.scale[1]);
-    float sums[TILES][2], biases[TILES][2];
-    for (bool again = false;; again = true) {  // once more where m has moved
+    float sums[TILES][2], biases[TILES][2], limit = 16.f;
+    bool unseen = seen != (1u << 2 * TILES) - 1;  // a column has not met a key yet
+    for (;;) {  // once more where m has moved
       const float u0 = weigh.scale[0] * v_norm, u1 = weigh.scale[1] * v_norm;
-      float top = 0.f;
+      float top = v_top * v_norm;
 #pragma unroll
       for (int nt = 0; nt < TILES; nt += 2) {
         u32 p[4];
@@ -168,18 +166,20 @@ struct TeamSoftmax {
           for (int i = 0; i < 4; i++) e[i] = pow2(s[k][i]);
 #pragma unroll
           for (int i = 0; i < 2; i++) {
-            sums[k][i] = e[i] + e[2 + i], top = fmaxf(top, sums[k][i]);
+            sums[k][i] = e[i] + e[2 + i];
             if constexpr (VALUE::BIASED) biases[k][i] = fmaf(e[i], weigh.bias[0] * v_norm, e[2 + i] * (weigh.bias[1] * v_norm));
           }
+          top = fmaxf(top, fmaxf(sums[k][0], sums[k][1]));
           p[2 * (k - nt)] = operand_pair<VALUE>(e[0] * u0, e[1] * u0), p[2 * (k - nt) + 1] = operand_pair<VALUE>(e[2] * u1, e[3] * u1);
         }
         const u32 to = weights + at.weights + nt * 8 * MATRIX_ROW;
         if (nt + 1 < TILES) store_transposed(to, p[0], p[1], p[2], p[3]); else store_transposed(to, p[0], p[1]);
       }
+      const bool must_move = unseen || top > limit;  // before the fence, which takes a while
       if (BY_WGMMA) stores_before_wgmma();
-      const bool all_seen = seen == (1u << 2 * TILES) - 1;
-      if (!meet_any(at.barrier, !again && (!all_seen || top > 16.f || v_top * v_norm > 16.f))) break;
+      if (!meet_any(at.barrier, must_move)) break;
       rescale(s, v_top, at);
+      limit = -minus_infinity(), unseen = false;
     }
     multiply_values(slot, weights, zeros, at);
     copies();  // no warp reads the span before any more
@@ -220,7 +220,7 @@ struct TeamSoftmax {
     for (int t = 0; t < TEAM; t++)
 #pragma unroll
       for (int i = 0; i < OWN_SLABS; i++)
-        multiply<VALUE>(o[i], x[t][i][0], x[t][i][1], x[t][i][2], x[t][i][3], matrix_descriptor(weights) + 2 * t, true);
+        multiply<VALUE>(o[i], x[t][i][0], x[t][i][1], x[t][i][2], x[t][i][3], matrix_descriptor(weights) + 2 * t);
     commit_products();
   }
 
@@ -259,7 +259,7 @@ struct TeamSoftmax {
           }
         }
         // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
-        factor[nt][e] = piece_factor(32.f / v_norm);
+        factor[nt][e] = piece_factor(32.f * inverse_power(v_norm));
         if (held && column < columns) {
           const u32* old = held + column * PIECE;
           const Joined all(old, lse[nt][e]);

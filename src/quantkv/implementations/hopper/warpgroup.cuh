@@ -30,7 +30,7 @@ DI bool meet_any(int id, bool p) {  // whether any of them says so
 }
 
 // ---- products of a warpgroup
-// d [64, 8 N] = a [64, 16] b [16, 8 N], or += where `add`, in float32. Warp w has rows 16 w and on of a and d, as in mma; b^T are 16 columns
+// d [64, 8 N] = a [64, 16] b [16, 8 N], or += where ADD, in float32. Warp w has rows 16 w and on of a and d, as in mma; b^T are 16 columns
 // and 8 N rows of a matrix in shared memory. They run on behind the program: none of what they read or add to may be touched from
 // begin_products() to wait_for_all_products_but().
 DI void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -43,17 +43,17 @@ template <int N> DI void keep_tiles(float (&d)[N][4]) {  // the compiler moves n
 
 template <int N, bool BFLOAT> struct Wgmma;
 #define TILE4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define WGMMA_OF(N, COLUMNS, ELEMENT, BFLOAT, D, A0, A1, A2, A3, B, ADD, ...) \
+#define WGMMA_OF(N, COLUMNS, ELEMENT, BFLOAT, D, A0, A1, A2, A3, B, SUM, ...) \
   template <> struct Wgmma<N, BFLOAT> { \
-    static DI void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) { \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #ADD ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT \
+    template <bool ADD> static DI void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #SUM ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT \
                    " {" D "},{%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "},%" #B ",p,1,1,0;}" \
-                   : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add) : "memory"); \
+                   : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD) : "memory"); \
     } \
   };
-#define WGMMA(N, COLUMNS, D, A0, A1, A2, A3, B, ADD, ...) \
-  WGMMA_OF(N, COLUMNS, "f16", false, D, A0, A1, A2, A3, B, ADD, __VA_ARGS__) \
-  WGMMA_OF(N, COLUMNS, "bf16", true, D, A0, A1, A2, A3, B, ADD, __VA_ARGS__)
+#define WGMMA(N, COLUMNS, D, A0, A1, A2, A3, B, SUM, ...) \
+  WGMMA_OF(N, COLUMNS, "f16", false, D, A0, A1, A2, A3, B, SUM, __VA_ARGS__) \
+  WGMMA_OF(N, COLUMNS, "bf16", true, D, A0, A1, A2, A3, B, SUM, __VA_ARGS__)
 #define D1 "%0,%1,%2,%3"
 #define D2 D1 ",%4,%5,%6,%7"
 #define D3 D2 ",%8,%9,%10,%11"
