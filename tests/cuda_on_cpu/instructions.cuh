@@ -196,6 +196,11 @@ DI float as_float(u32 x) { return __uint_as_float(x); }
 DI u32 as_bits(float x) { return __float_as_uint(x); }
 DI float minus_infinity() { return as_float(0xff800000u); }
 DI u32 prmt(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+DI u32 pick(u32 bytes, u32 four) {
+  if (four & 0xcccc) cpu_fail("no byte has this number", four);
+  return __byte_perm(bytes, 0, four);
+}
+DI u32 upper(u32 x) { return x >> 16; }
 inline float cpu_of_half(u16 bits) { _Float16 x; memcpy(&x, &bits, 2); return (float)x; }
 inline u16 cpu_half(double x) { const _Float16 h = (_Float16)x; u16 bits; memcpy(&bits, &h, 2); return bits; }
 inline float cpu_of_bfloat(u16 bits) { return as_float((u32)bits << 16); }

@@ -12,6 +12,7 @@ template <class Key> struct IntegerQuery : Query {
   float unit;  // of this lane's own column
   int sum;     // of its numbers, where keys have zero points
   static_assert(!BY_INTEGERS || !Key::BIASED && !Key::NORMALISED && !KEY_OFFSET, "scores are products of codes, less zero points");
+  DI float in_unit(float scale) const { return scale * unit; }
   DI float total(int) const { return 0.f; }  // what a bias would be multiplied by
 
   DI void step(int w, u32 (&x)[2]) const {

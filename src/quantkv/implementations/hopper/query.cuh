@@ -232,6 +232,7 @@ struct Query {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) add_up(sum[nt], b[nt]);
   }
+  DI float in_unit(float scale) const { return scale; }  // what products are multiplied by
   DI float total(int k) const { return sum[k / 2][k % 2]; }
   static DI void add_up(float (&sum)[2], const u32 (&b)[DK / 8]) {
     float total[2][4] = {};  // products depend on each other: two sums take half the time

@@ -121,7 +121,7 @@ struct Softmax {
                    const IntegerQuery<Key>& q, More more) const {
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      int y[2][4] = {};  // two sums, as above
+      int y[4] = {};  // one sum, exact in any order: a second would not be worth its additions
       each_part<K_PARTS>([&](auto part) {
         constexpr int PART = decltype(part)::value, STEPS = DK / 32 / K_PARTS;
         more(part, n, 1);
@@ -130,14 +130,14 @@ struct Softmax {
           u32 b[2];
           q.step(PART * STEPS + w, b);
           const auto a = [&](int r, int j) { return Key::key_bytes(keys[n][r], 2 * w + j); };
-          mma_integers(y[w % 2], a(0, 0), a(1, 0), a(0, 1), a(1, 1), b[0], b[1]);
+          mma_integers(y, a(0, 0), a(1, 0), a(0, 1), a(1, 1), b[0], b[1]);
         }
       });
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        int x = q.whole(y[0][2 * r] + y[1][2 * r], y[0][2 * r + 1] + y[1][2 * r + 1]);
+        int x = q.whole(y[2 * r], y[2 * r + 1]);
         if constexpr (Key::ZERO_POINTS) x -= (int)zero_code(metas[n][r]) * q.sum;
-        s[n][0][r] = (float)x * q.unit;
+        s[n][0][r] = (float)x;  // in the column's unit
       }
     }
   }
@@ -173,7 +173,7 @@ struct Softmax {
     for (int n = 0; n < N; n++) {
       float norms[4] = {};  // squared: of the row in 0 and 1, of the row 8 further in 2 and 3
       if constexpr (KEY::NORMALISED) mma(norms, squares[n][0], squares[n][1], 0, 0, ONES, 0);
-      const KeyScores key(metas[n], norms[0], norms[2], scale);
+      const KeyScores key(metas[n], norms[0], norms[2], q.in_unit(scale));
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
         u32 offset[2] = {};  // what is added to the scores of columns 2 nt and 2 nt + 1, of both rows

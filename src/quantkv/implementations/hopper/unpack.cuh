@@ -104,7 +104,7 @@ struct FourLevels : ReadBy<Table<256, 2, 256>> {
   static constexpr bool INTEGERS = true;
   static DI u32 key_bytes(const u32* w, int j) {  // codes pick bytes, four bits to each
     const u32 codes = (j & 1 ? w[j / 4] >> 2 : w[j / 4]) & 0x33333333u;
-    return prmt(0x0a03fdf6u, 0, j & 2 ? codes >> 16 : codes);
+    return pick(0x0a03fdf6u, j & 2 ? upper(codes) : codes);
   }
   // Field j of both halves. 20/3 code - 10 is -10, -3.33, 3.33, 10: the level, once rounded to an integer, and fp16 subnormals are
   // integers. So one multiply-add makes it.
