@@ -273,7 +273,7 @@ def choose(
 
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16), and so do two tiles a step,
     whose chains of products are independent; little work (capacity: tiles that may be read) is cut among fewer. Keys and values of
-    2 bits, which are limited by arithmetic, are 5 to 10 % faster with 16 warps, others 1 % slower. Of small tiles
+    2 bits, which are limited by arithmetic, are up to 9 % faster with 16 warps, 4 bits 1 % slower. Of small tiles
     more must be on their way, and of head sizes that are no powers of two more are 1 to 3 % faster. Up to 32 columns share what is
     unpacked, 16 of rows of more than 128 numbers; three tiles of 8 columns take less time than four.
     """

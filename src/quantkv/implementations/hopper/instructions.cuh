@@ -15,8 +15,8 @@ DI float as_float(u32 x) { return __uint_as_float(x); }
 DI u32 as_bits(float x) { return __float_as_uint(x); }
 DI float minus_infinity() { return as_float(0xff800000u); }
 DI u32 prmt(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-DI u32 pick(u32 bytes, u32 four) { u32 r; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(bytes), "r"(four)); return r; }  // by 4 bits each, below 4
-DI u32 upper(u32 x) { u32 r; asm("shr.u32 %0, %1, 16;" : "=r"(r) : "r"(x)); return r; }  // where the compiler would take masks apart
+DI u32 pick(u32 bytes, u32 four) { u32 r; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(bytes), "r"(four)); return r; }  // of four numbers of 4 bits, which prmt() would mask: all are below 4
+DI u32 upper(u32 x) { u32 r; asm("shr.u32 %0, %1, 16;" : "=r"(r) : "r"(x)); return r; }  // x >> 16; a mask before it stays one, where the compiler would mask each half behind the shift
 
 // Pairs of 16-bit floats in a register, the first in its low half.
 DI u32 add2(u32 a, u32 b) { u32 r; asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }

@@ -59,7 +59,7 @@ struct SpanLoader {
   DI SpanLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int span, int left)
       : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width), table_stride(a.table_stride),
         member(member), seq(seq), left(left), span(span), run_end(span), tiles(records, a.pages, head) {
-    keep(tiles.meta_from);
+    keep(tiles.meta_from);  // teams have a register for it
     load_ids();
   }
   DI int tile() const { return span * TEAM + member; }
