@@ -288,7 +288,7 @@ def test_what_is_refused(monkeypatch):
     assert "batch_invariant" in why(batch_invariant=True) and "qq_bias" in why(qq_bias=torch.zeros(40, 1))
     assert "chunks of 20 tokens, fewer than 32" in why(window=20, chunk_lookback=0) and why(window=4000, chunk_lookback=1) is None
     assert "key" in why(key_range=torch.tensor([[0, 40], [0, 64]])) and "key" in why(key_start=torch.tensor([0, 0]))
-    monkeypatch.setattr(dense, "choose", lambda *args, window, softcap, alike: None if softcap or window else "math")
+    monkeypatch.setattr(dense, "choose", lambda *args, window, softcap, alike, short: None if softcap or window else "math")
     assert why(window=4000, lengths=lengths) is None, "a window that all keys fit in is none"
     assert why(window=9).endswith("on cpu with window") and why(window=9, softcap=1.0).endswith("with window, softcap")
     few = make(queries=(40, 0, 31), keys=(40, 5, 64))
@@ -314,6 +314,7 @@ def test_who_is_chosen(monkeypatch):
     with dense_backends.installed(monkeypatch, "graph"):
         capability(9, 0)
         assert chosen(128, 128) == chosen(256, 192) == ["cudnn graph", "cudnn graph", None, None]
+        assert dense.choose(gpu, half, 128, 128, short=True) == "cudnn graph"
         assert dense.choose(gpu, half, 128, 128, alike=True) == "cudnn"  # torch's calls are faster where all lengths are the same
         assert dense.choose(gpu, half, 128, 128, alike=True, window=True) == dense.choose(gpu, half, 256, 256, alike=True) == "cudnn graph"
         capability(8, 0)
@@ -324,12 +325,42 @@ def test_who_is_chosen(monkeypatch):
     with dense_backends.installed(monkeypatch, "none"):
         capability(9, 0)
         assert chosen(128, 128) == ["cudnn", "flash", None, None]
+        assert dense.choose(gpu, half, 128, 128, short=True) == "flash" and dense.choose(gpu, half, 128, 64, short=True) == "cudnn"
         capability(7, 5)
         assert chosen(128, 128) == [None] * 4
     monkeypatch.setattr(dense_backends, "flash_attn_func", lambda q, k, v, softmax_scale=None, causal=False: None)
     with dense_backends.installed(monkeypatch, "package"):  # an old release
         capability(9, 0)
         assert chosen(128, 128) == ["flash3", "flash", None, None] and flash3.takes_many()
+
+
+@pytest.mark.parametrize(
+    "lengths, short",
+    [
+        ([(512, 512)] * 32, False),  # alike: one call for all of them
+        ([(512, 512)] * 31 + [(544, 544)], True),
+        ([(8192, 8192), (4096, 4096)], False),
+        ([(4096, 4096), (4095, 4095)], True),  # 8.4 million pairs each
+        ([(512, 8192 * 4), (0, 7), (512, 8192 * 2)], False),  # who has no queries does not count
+        ([(512, 8192), (0, 7), (512, 8192 * 2)], True),
+        ([(16384, 16384)] + [(512, 512)] * 8, False),  # in the mean
+        ([(16384, 16384)] + [(512, 512)] * 31, True),
+    ],
+)
+def test_short_sequences_share_a_call(lengths, short, monkeypatch):
+    """cuDNN as torch calls it takes sequences of several lengths one by one; where these are short the flash kernel takes all at once."""
+    asked = []
+    monkeypatch.setattr(dense, "choose", lambda *args, **needs: asked.append(needs) or "math")
+    monkeypatch.setattr(
+        dense, "WORTH_A_CALL", dense.WORTH_A_CALL * HEADS * GROUP * HEAD_SIZE // (32 * 128)
+    )  # the lengths are of 32 heads of 128
+    monkeypatch.setattr(prefill, "groups", lambda *args: [])
+    call = make(queries=(40,), keys=(40,)).call()
+    prefill.plan(call, lengths=lengths)
+    assert [needs["short"] for needs in asked] == [short]
+    monkeypatch.setattr(dense, "WORTH_A_CALL", 0)
+    prefill.plan(call, lengths=lengths)
+    assert asked[-1]["short"] is False
 
 
 @pytest.mark.parametrize("release,taken", [("1.12.3", False), ("1.13.0", True), ("2.0", True), ("main", False)])

@@ -91,10 +91,14 @@ def _reach(options: AttentionOptions, longest: int | None) -> Reach:
     return Reach(window, chunk, max(options.chunk_lookback, 0))
 
 
-def _choose(call: AttendCall, reach: Reach, alike: bool = False) -> str | None:
-    sizes = (call.q.shape[2], call.segments[0].head_size_v)
-    needs = {"window": bool(reach.window), "softcap": call.options.softcap > 0, "alike": alike}
-    return backends.choose(call.q.device, call.q.dtype, *sizes, **needs)
+def _choose(call: AttendCall, reach: Reach, lengths: Sequence[tuple[int, int]] = ()) -> str | None:
+    """The fastest backend. lengths: those of the sequences, where they are known."""
+    heads, size = call.q.shape[1:]
+    needs = {"window": bool(reach.window), "softcap": call.options.softcap > 0, "alike": len({*lengths}) == 1}
+    served = [(queries, keys) for queries, keys in lengths if queries]
+    pairs = sum(queries * (keys - queries // 2) for queries, keys in served)
+    short = not needs["alike"] and pairs * heads * size < backends.WORTH_A_CALL * len(served)
+    return backends.choose(call.q.device, call.q.dtype, size, call.segments[0].head_size_v, **needs, short=short)
 
 
 def run(call: AttendCall) -> None:
@@ -148,7 +152,7 @@ def plan(
     lengths = call.batch.host_lengths() if lengths is None else lengths
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
     reach = _reach(call.options, max((keys for _, keys in lengths), default=0))
-    backend = backend or _choose(call, reach, alike=len({*lengths}) == 1)
+    backend = backend or _choose(call, reach, lengths)
     if backend is None:
         raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
     free = not _capturing(q)

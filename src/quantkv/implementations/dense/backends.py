@@ -21,6 +21,10 @@ from .plan import ALL, CAUSAL, Limits, Mask, Round
 aten = torch.ops.aten
 
 
+# Queries times keys, heads and head size of a sequence, below which it is not called by itself. cuDNN as torch calls it takes sequences of
+# several lengths one by one: 32 of about 512 tokens took 8,300 us on an H200, 260 each, most of it the host's, and torch's flash kernel
+# 640 for all. 8,192 tokens of 32 heads of 128 take cuDNN 1,020 us and the flash kernel 1,840; half as many are about worth a call's 260.
+WORTH_A_CALL = 1 << 35
 PLANNED = 256  # cuDNN plans each new pair of lengths for 36 ms: it gets multiples of this, so that plans are soon all made
 GRAPH = True  # cuDNN's frontend is used where it is installed
 FRONT = True  # cuDNN: what the context has over joins the queries' own keys, behind queries that are dropped; else it is a slice of its own
@@ -70,9 +74,11 @@ def fitting(
     window: bool = False,
     softcap: bool = False,
     alike: bool = False,
+    short: bool = False,
 ) -> list[str]:
     """Names of the backends that are here and take these rows, the fastest first. window, softcap: whether the call has one. alike: whether
-    all its sequences have the same lengths, which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend."""
+    all its sequences have the same lengths, which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend. short:
+    whether its sequences, of several lengths, are not worth a call each, as of `WORTH_A_CALL`."""
     if device.type == "cpu":
         return ["math"]
     if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
@@ -84,8 +90,9 @@ def fitting(
     by_torch = max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available()
     there = {
         "flash3": capability[0] == 9 and same and flash3.takes(window=window, softcap=softcap),
-        **({"cudnn": by_torch} if alike else {}),  # its place is the first that it is given
+        **({"cudnn": by_torch} if alike else {}),  # the place of a name is the first that it is given
         "cudnn graph": GRAPH and max(head_size, head_size_v) <= (256 if capability[0] == 9 else 128) and cudnn_graph.package() is not None,
+        **({"flash": same} if short else {}),
         "cudnn": by_torch,
         "flash": same,
     }
