@@ -295,6 +295,16 @@ def test_findings_of_other_machines(monkeypatch):
     assert levels == {"torch 2.1.0": "cannot run", "no GPU": "slower", "transformers 9.0": "unsupported", "vllm 0.99": "unsupported"}
 
 
+def test_what_prompts_lack(monkeypatch):
+    def told(capability, *packages):
+        monkeypatch.setattr(machine, "version_of", lambda package: "1.13" if package in packages else None)
+        found = machine.findings(Torch(Cuda(capability=capability)), None, GPU)
+        return [(finding.level, finding.mend) for finding in found if finding.what.startswith("prompts")]
+
+    assert told((9, 0)) == told((8, 0), "flash_attn_3") == told((12, 0)) == [("ok", "pip install nvidia-cudnn-frontend")]
+    assert told((9, 0), "flash_attn_3") == told((8, 9), "nvidia-cudnn-frontend") == told((7, 5)) == []
+
+
 def test_doctor_of_a_model(doctor, model_dir, tmp_path):
     """Biases and outlier channels are read from the weights."""
     tensors = load_file(model_dir / "model.safetensors")

@@ -10,7 +10,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "transformers", "vllm", "flash_attn_3")
+FRONTEND = "nvidia-cudnn-frontend"
+PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "transformers", "vllm", "flash_attn_3", FRONTEND)
 OK, SLOWER, UNSUPPORTED, CANNOT = "ok", "slower", "unsupported", "cannot run"
 TORCH = "pip install 'torch>=2.8'"
 
@@ -120,6 +121,10 @@ def _of_gpus(torch: Any) -> list[Finding]:
         found.append(Finding(SLOWER, f"{reason}: the reference serves what Triton would", "pip install 'quantkv[triton]'"))
     if capability == (9, 0):
         found.append(_hopper())
+    faster = [FRONTEND] + ["flash_attn_3"] * (capability[0] == 9)
+    if capability >= (8, 0) and not torch.version.hip and not any(map(version_of, faster)):
+        what = "prompts are read by what torch brings; batches of several lengths are faster by cuDNN's frontend"
+        found.append(Finding(OK, what, f"pip install {FRONTEND}"))
     return found
 
 
