@@ -351,9 +351,8 @@ def test_short_sequences_share_a_call(lengths, short, monkeypatch):
     """cuDNN as torch calls it takes sequences of several lengths one by one; where these are short the flash kernel takes all at once."""
     asked = []
     monkeypatch.setattr(dense, "choose", lambda *args, **needs: asked.append(needs) or "math")
-    monkeypatch.setattr(
-        dense, "WORTH_A_CALL", dense.WORTH_A_CALL * HEADS * GROUP * HEAD_SIZE // (32 * 128)
-    )  # the lengths are of 32 heads of 128
+    # The lengths are of 32 heads of 128.
+    monkeypatch.setattr(dense, "WORTH_A_CALL", dense.WORTH_A_CALL * HEADS * GROUP * HEAD_SIZE // (32 * 128))
     monkeypatch.setattr(prefill, "groups", lambda *args: [])
     call = make(queries=(40,), keys=(40,)).call()
     prefill.plan(call, lengths=lengths)

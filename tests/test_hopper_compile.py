@@ -121,18 +121,16 @@ def test_other_shapes_compile(head_size, columns):
     build(config("int4", "int4", head_size, columns))
 
 
-@pytest.mark.parametrize("key", ["int4", "tq3", "levels4"])
+# What maps, and maps with a key offset, add to the instructions of a step, at most, by NVRTC 13.0 and 13.5.
+@pytest.mark.parametrize("key, with_maps, with_offset", [("int4", 0, 9), ("tq3", 2, 16), ("levels4", 0, 22)])
 @pytest.mark.parametrize("key_map, value_map, key_offset", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
-def test_maps_stay_out_of_the_loop(key, key_map, value_map, key_offset, tmp_path):
-    def instructions(**maps) -> int:
-        cubin = tmp_path / "decode.cubin"
-        cubin.write_bytes(build(config(key, "int4", columns=8, **maps)))  # more columns than integers serve
-        return len(step(cubin))
-
-    plain = instructions(key_offset=key_offset)
-    assert instructions(key_map=key_map, value_map=value_map, key_offset=key_offset) <= plain * 1.02
-    if key_offset:  # eight scores of a lane have one added each; the rest finds them, once a step of two tiles
-        assert plain <= instructions() + 8 + 16
+def test_maps_stay_out_of_the_loop(key, with_maps, with_offset, key_map, value_map, key_offset, tmp_path):
+    chosen = config(key, "int4", columns=8, key_map=key_map, value_map=value_map, key_offset=key_offset)  # more than integers serve
+    cubin = tmp_path / "decode.cubin"
+    cubin.write_bytes(build(chosen))
+    plain = tmp_path / "plain.cubin"
+    plain.write_bytes(build(config(key, "int4", columns=8)))
+    assert len(step(cubin)) <= len(step(plain)) + (with_offset if key_offset else with_maps)
 
 
 @pytest.mark.parametrize("columns", [8, 4])

@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 # Queries times keys, heads and head size of a sequence, below which it is not called by itself. cuDNN as torch calls it takes sequences of
-# several lengths one by one: 32 of about 512 tokens took 8,300 us on an H200, 260 each, most of it the host's, and torch's flash kernel
-# 640 for all. 8,192 tokens of 32 heads of 128 take cuDNN 1,020 us and the flash kernel 1,840; half as many are about worth a call's 260.
+# several lengths one by one: 32 of about 512 tokens took 8,300 us on an H200, 260 each, and torch's flash kernel 640 for all. 8,192 tokens
+# of 32 heads of 128 take cuDNN 1,020 us and the flash kernel 1,840 (results/h200-prefill.json); half as many save about what a call costs.
 WORTH_A_CALL = 1 << 35
 PLANNED = 256  # cuDNN plans each new pair of lengths for 36 ms: it gets multiples of this, so that plans are soon all made
 GRAPH = True  # cuDNN's frontend is used where it is installed
