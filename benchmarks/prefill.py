@@ -3,18 +3,19 @@
     python benchmarks/prefill.py [--peers DIR] [--format int4] [--cases NAME ...] [--seconds S] [--json FILE]
     python benchmarks/prefill.py --device cpu --divide 128
 
-For each case, microseconds of quantkv's dense path by every kernel that is here and takes the case (FlashAttention-3; cuDNN by its
-frontend's package; cuDNN as torch calls it; torch's flash kernel), each as it is cut now and, marked "before", with each sequence on its
-own, one stream and what a context has over as a call of its own, and marked "captured" the first kernel's call as a CUDA graph, which has
-no host work; and by Triton, which served the options before. Times are CUDA events around calls that are enqueued ahead, host work included
-where it is slower; the best of the rivals' own numbers is beside them. Every result is compared with float64 attention over what the cache
-holds, at queries at both ends, at edges of windows and by chance, before it is timed. Exit code 1 where one is wrong. No case begins after
---seconds.
+For each case, microseconds of quantkv's dense path by every kernel that is here and takes the case (quantkv's own for Hopper;
+FlashAttention-3; cuDNN by its frontend's package; cuDNN as torch calls it; torch's flash kernel), each as it is cut now and, marked
+"before", with each sequence on its own, one stream and what a context has over as a call of its own, and marked "captured" the first
+kernel's call as a CUDA graph, which has no host work; and by Triton, which served the options before. Times are CUDA events around calls
+that are enqueued ahead, in an order by chance, host work included where it is slower; the best of the rivals' own numbers is beside them.
+Every result is compared with float64 attention over what the cache holds, at queries at both ends, at edges of windows and by chance,
+before it is timed. Exit code 1 where one is wrong. No case begins after --seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -227,6 +228,7 @@ def cudnn(problem: Problem) -> Callable[[], None]:
 def of_case(name: str, case: Case, given, device: torch.device, wrong: list[str]) -> list[Row]:
     """Everything at one case; the rounds of all take turns."""
     problem, rows, times, errors, notes = Problem(case, given.format, device), [], {}, {}, {}
+    chance = random.Random(0)
     own = problem.out
     for what, (call, cache) in contestants(problem).items():
         problem.out.fill_(torch.nan)
@@ -243,8 +245,8 @@ def of_case(name: str, case: Case, given, device: torch.device, wrong: list[str]
             wrong.append(f"{name}: {what}: differs by {errors[what]:.1e} of the norm; {TOLERANCE:.0e} is allowed")
         else:
             times[what] = call, []
-    for _ in range(given.rounds):
-        for call, us in times.values():
+    for _ in range(given.rounds):  # in an order by chance: what comes behind others finds a warmer GPU
+        for call, us in chance.sample([*times.values()], len(times)):
             us.append(measure(call, device, graph=False)[0])
     for what in [*errors, *notes]:
         us = times[what][1] if what in times else []

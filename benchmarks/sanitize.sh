@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1
-OURS='(decode|many|combine|combine_one|write|attend|gather|fold)_kernel'
+OURS='(decode|many|combine|combine_one|write|prompt|attend|gather|fold)_kernel'
 log=${OUT:-$(mktemp -d)}/sanitize.log
 run() { python benchmarks/small_run.py --implementation hopper triton dense "$@"; }
 run "$@" >"$log.warm" 2>&1 || { tail -20 "$log.warm"; exit 1; } # compiles the kernels, which are kept

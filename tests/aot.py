@@ -64,14 +64,14 @@ def every_option(num_seqs, heads, queries):
     }
 
 
-def compile_steps(cache, rows):
-    """What prefill launches around a dense kernel: keys and values gathered, also mapped back, queries mapped, outputs merged and
-    mapped back."""
+def compile_steps(cache, rows, widest):
+    """What prefill launches around a dense kernel: keys and values gathered, also mapped back up to a head size, queries mapped, outputs
+    merged and mapped back."""
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
     alone, several = (
         Round((Read(0, 200, 0, 200, 0, room), *more), CAUSAL, 256) for room, more in ((256, ()), (240, (Read(1, 9, 0, 9, 240, 16),)))
     )
-    for back in (True, False) if rows.shape[2] <= 128 else (False,):
+    for back in (True, False) if rows.shape[2] <= widest else (False,):
         steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, back)
         steps.gather(torch.zeros(2, 16, dtype=torch.int32), alone, scratch)
         steps.gather(torch.zeros(2, 16, dtype=torch.int32), several, [t.view(256, 8, -1).transpose(0, 1) for t in scratch])
@@ -103,7 +103,7 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
             lse = torch.empty(q.shape[:2]) if options else None
             attend.run(AttendCall(q, (cache.segment(table),), batch, 1.0, chosen, None, lse))
         if not options:
-            compile_steps(cache, rows)
+            compile_steps(cache, rows, 256 if arch == "sm90" and dtype == torch.bfloat16 else 128)
     finally:
         for (module, kernel), function in stock.items():
             setattr(module, kernel, function)

@@ -12,6 +12,7 @@ import torch
 
 from quantkv.implementations.dense import backends, cudnn_graph, flash3
 from quantkv.implementations.dense.plan import Mask
+from quantkv.implementations.hopper import prompt
 
 # As the library that vLLM ships registers it.
 FLASH3 = """fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
@@ -162,6 +163,19 @@ def flash2_ragged(
     return *ragged(query, key, value, cum_seq_q, cum_seq_k, seqused_k, (max_q, max_k), scale, mask), *nothing(3)
 
 
+def hopper(q, k, v, scale, longest, mask, ends, softcap, out, sinks=None):
+    """Our own kernel for Hopper: `[M, HQ, D]`, and of keys and values `[HK, N, D]`; sinks are in the log-sum-exp too."""
+    queries, keys, used = ends
+    assert scale > 0 and longest == int(queries.diff().max())
+    calls.append(("hopper", tuple(q.shape), tuple(k.shape), tuple(mask)))
+    rows, lse = ragged(q, k.transpose(0, 1), v.transpose(0, 1), queries, keys, used, (longest, int(used.max())), scale, mask, softcap)
+    lse = lse.mT
+    if sinks is not None:
+        rows = rows * torch.sigmoid(lse - sinks.float())[..., None].to(rows.dtype)
+        lse = torch.logaddexp(lse, sinks.float())
+    return rows if out is None else out.copy_(rows), lse
+
+
 class Named:
     """A tensor of a graph of cuDNN's frontend: what is set of it."""
 
@@ -271,14 +285,15 @@ def checked(name, stand_in):
 
 @contextmanager
 def installed(monkeypatch, kind):
-    """Stand-ins in the place of a backend: "operator" and "package" of FlashAttention-3, "graph" of
-    cuDNN's frontend, "torch" for cuDNN's and the flash kernel that torch calls."""
+    """Stand-ins in the place of a backend: "operator" and "package" of FlashAttention-3, "graph" of cuDNN's frontend, "hopper" for our own,
+    "torch" for cuDNN's and the flash kernel that torch calls."""
     calls.clear()
     flash3._package.cache_clear()
     flash3._parameters.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setattr(flash3, "_operators", lambda: False)
     monkeypatch.setattr(cudnn_graph, "package", lambda: None)
+    monkeypatch.setattr(prompt, "takes", lambda *sizes: False)
     library = None
     if kind == "operator":
         if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
@@ -295,6 +310,9 @@ def installed(monkeypatch, kind):
         monkeypatch.setattr(cudnn_graph._Kept, "on_stream", lambda self, device: "handle")
         monkeypatch.setattr(cudnn_graph, "KINDS", {**cudnn_graph.KINDS, torch.float32: "FLOAT"})
         cudnn_graph._kept.cache_clear()
+    elif kind == "hopper":
+        monkeypatch.setattr(prompt, "takes", lambda *sizes: {*sizes} <= {*prompt.SIZES})
+        monkeypatch.setattr(prompt, "attend", hopper)
     elif kind == "torch":
         monkeypatch.setattr(backends, "aten", SimpleNamespace(**{name: checked(name, f) for name, f in TORCH.items()}))
     try:

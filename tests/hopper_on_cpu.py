@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from quantkv.calls import AttendCall, WriteCall
-from quantkv.implementations.hopper import attend, launch, nvrtc, round, search, write
+from quantkv.implementations.hopper import attend, launch, nvrtc, prompt, round, search, write
 from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
 
 AVAILABLE = shutil.which("g++") is not None
@@ -21,6 +22,7 @@ KERNELS = {
     "write.cu": ("Write", ["write_kernel"]),
     "round.cu": ("Round", ["round_kernel"]),
     "search.cu": ("Round", ["search_kernel"]),
+    "prompt.cu": ("Prompt", ["prompt_kernel"]),
 }
 
 
@@ -34,13 +36,14 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
             shutil.copy(path, sources)
         for path in HEADERS.glob("*.cuh"):
             shutil.copy(path, sources)
-    lines = [f"#define {name} {value}" for name, value in macros.items()] + ['#include "encode.cuh"']
-    lines += [f'#include "{path}"' for path in dict.fromkeys(snippets)]
+    lines, snippets = [f"#define {name} {value}" for name, value in macros.items()], dict.fromkeys(snippets)
+    lines += ['#include "encode.cuh"'] * bool(snippets) + [f'#include "{path}"' for path in snippets]
     lines.append((sources / source).read_text())
     for name in names:
         lines.append(f"static {arguments}Arguments given_{name};")
         lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, int cluster, {arguments}Arguments* a) {{')
-        lines.append(f"  given_{name} = *a, cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes, cluster);\n}}")
+        lines.append(f"  memcpy((void*)&given_{name}, (const void*)a, sizeof *a);")
+        lines.append(f"  cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes, cluster);\n}}")
     lines.append('extern "C" long early_copies() { return cpu_early; }')
     lines.append('extern "C" void set_unwritten(const u8** rows, int count) { cpu_unwritten.assign(rows, rows + count); }')
     file = folder / f"{len(list(folder.iterdir()))}.cpp"
@@ -49,6 +52,11 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
     done = subprocess.run(["g++", *flags, "-o", str(file.with_suffix(".so")), str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(file.with_suffix(".so")))
+
+
+def _tensor_map(address, bf16, shape, strides, rows):
+    """In place of the driver's description, as pipeline.cuh in cuda_on_cpu reads it."""
+    return struct.pack("7q72x", address, *shape, *strides, rows)
 
 
 class Launch:
@@ -73,7 +81,9 @@ class Device:
         monkeypatch.setattr(write, "_kernel", self._write_kernel)
         monkeypatch.setattr(round, "kernel", self._round_kernel)
         monkeypatch.setattr(search, "kernel", self._search_kernel)
-        for module in (attend, write):
+        monkeypatch.setattr(prompt, "kernel", self._prompt_kernel)
+        monkeypatch.setattr(prompt, "tensor_map", _tensor_map)
+        for module in (attend, write, prompt):
             monkeypatch.setattr(module, "Launch", Launch)
         monkeypatch.setattr(launch, "current_device", lambda: 0)
         monkeypatch.setattr(launch, "current_stream", lambda index: 0)
@@ -109,6 +119,12 @@ class Device:
     def _search_kernel(self, config, index):
         run = self._library("search.cu", config)["run_search_kernel"]
         return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
+
+    def _prompt_kernel(self, config, index):
+        if config not in self.compiled:
+            self.compiled[config] = compile_library(self.folder, "prompt.cu", config.macros(), ())
+        run = self.compiled[config]["run_prompt_kernel"]
+        return SimpleNamespace(run=run, threads=128 * (config.consumers + 1), shared_bytes=config.shared_bytes)
 
     def serve(self, call: AttendCall | WriteCall) -> None:
         module = attend if isinstance(call, AttendCall) else write

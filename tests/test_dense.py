@@ -19,6 +19,7 @@ from quantkv.implementations.dense import backends as dense
 from quantkv.implementations.dense import cudnn_graph, flash3
 from quantkv.implementations.dense import steps as dense_steps
 from quantkv.implementations.dense.plan import Read
+from quantkv.implementations.hopper import launch
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +116,7 @@ def test_a_block_table_in_columns(triton):
 
 
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is a GPU's kernels; tests/test_dense_rounds.py plays them on a CPU")
-BACKENDS = pytest.mark.parametrize("backend", ["cudnn", "cudnn graph", "flash", "flash3"])
+BACKENDS = pytest.mark.parametrize("backend", ["cudnn", "cudnn graph", "flash", "flash3", "hopper"])
 
 
 def skip_unless_here(backend):
@@ -124,6 +125,8 @@ def skip_unless_here(backend):
             rivals.load_flash3(Path(os.environ["QUANTKV_PEERS"]))
         if not flash3.takes():
             pytest.skip("FlashAttention-3 is not here")
+    if backend == "hopper" and launch.elsewhere(torch.device("cuda")):
+        pytest.skip("our kernel is for Hopper")
     if backend == "cudnn graph" and cudnn_graph.package() is None:
         pytest.skip("cuDNN's frontend is not here")
 
@@ -235,6 +238,16 @@ def test_head_sizes(head_size, head_size_v, back, triton, monkeypatch):
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
     cache, q, arguments = batch("int8/int4", head_size, head_size_v=head_size_v)
     compare(cache, q, arguments, 4 * FLOAT32, triton=triton, scratch_bytes=1)
+
+
+@pytest.mark.parametrize("triton", [False] + [True] * (DEVICE == "cpu" and len(TRITON) > 1))
+@pytest.mark.parametrize("lengths", [LENGTHS, ((40, 700),)])
+def test_a_program_of_several_blocks(lengths, triton, monkeypatch):
+    """What large rows are mapped back by is read once for many of them; the last blocks of a program may be none."""
+    monkeypatch.setattr(prefill, "MAPPED_BACK", 1000)
+    monkeypatch.setattr(prefill, "_cheap", lambda maps, q: True)
+    cache, q, arguments = batch("int4", 256, lengths=lengths)
+    compare(cache, q, arguments, 4 * FLOAT32, triton=triton)
 
 
 @pytest.mark.parametrize("triton", TRITON)

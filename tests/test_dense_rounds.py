@@ -37,12 +37,13 @@ OPTIONS = {
     "chunks and one before": {"window": 60, "chunk_lookback": 1},
     "all": {"window": 20, "softcap": 1.5, "sinks": SINKS},
 }
-TAKES = {"flash3 operator": OPTIONS, "flash3 package": OPTIONS, "math": OPTIONS}
+TAKES = {"flash3 operator": OPTIONS, "flash3 package": OPTIONS, "hopper": OPTIONS, "math": OPTIONS}
 TAKES["flash"] = TAKES["cudnn graph"] = [name for name, given in OPTIONS.items() if "softcap" not in given]
 TAKES["cudnn"] = ["plain", "window beyond all", "sinks", "chunks", "chunks and one before"]
 KIND = {
     "flash3 operator": "operator",
     "flash3 package": "package",
+    "hopper": "hopper",
     "flash": "torch",
     "cudnn": "torch",
     "cudnn graph": "graph",
@@ -102,6 +103,18 @@ def test_sinks_by_the_kernel(asked, rows, monkeypatch):
     assert max(testing.relative_error(c.out, expected) for c in (call, again)) < 1e-5
 
 
+@pytest.mark.parametrize("rows", [1 << 16, 64])
+def test_sinks_by_our_kernel(rows, monkeypatch):
+    """It takes them where no results are merged, whatever they are, and whether the log-sum-exp is asked for or not."""
+    b, given, attend = make(), [], dense.attend
+    call = b.call(sinks=SINKS, window=70)
+    monkeypatch.setattr(dense, "attend", lambda *args: given.append(args[9]) or attend(*args))
+    with dense_backends.installed(monkeypatch, "hopper"):
+        prefill.serve(call, backend="hopper", scratch_bytes=rows * ROW, overlap=False)
+    assert any(own is not None for own in given) and all(own is not None for own in given) == (rows > 64)
+    testing.check(b, (call.out, call.lse), sinks=SINKS, window=70)
+
+
 @pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("name,back,rows", [("int4", 0, 64), ("int4", 1000, 1 << 16), ("tq3", 0, 1 << 16), ("fp8", 0, 64)])
 @pytest.mark.parametrize("token_major", [False, True])
@@ -115,7 +128,7 @@ def test_steps_of_several_sequences(name, back, rows, token_major, triton, monke
     testing.check(b, (call.out, call.lse), **options)
 
 
-@pytest.mark.parametrize("backend", ["flash3 operator", "flash", "cudnn", "cudnn graph", "math"])
+@pytest.mark.parametrize("backend", ["flash3 operator", "hopper", "flash", "cudnn", "cudnn graph", "math"])
 def test_rows_of_any_strides(backend, monkeypatch):
     """Queries as a slice of a fused projection, and an output that is a slice too."""
     b, (hq, size) = make(queries=(40, 33), keys=(40, 100)), (HEADS * GROUP, HEAD_SIZE)
@@ -148,7 +161,7 @@ def test_a_chunked_prompt_is_the_whole():
         assert (call.lse - sums[first:stop]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("backend", ["flash3 operator", "flash", "cudnn", "cudnn graph", "math"])
+@pytest.mark.parametrize("backend", ["flash3 operator", "hopper", "flash", "cudnn", "cudnn graph", "math"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_not_finite_stays_with_its_sequence(backend, overlap, monkeypatch):
     """A tile reads on into the next sequence's rows, with probabilities of zero: there must be nothing there."""
@@ -288,7 +301,7 @@ def test_what_is_refused(monkeypatch):
     assert "batch_invariant" in why(batch_invariant=True) and "qq_bias" in why(qq_bias=torch.zeros(40, 1))
     assert "chunks of 20 tokens, fewer than 32" in why(window=20, chunk_lookback=0) and why(window=4000, chunk_lookback=1) is None
     assert "key" in why(key_range=torch.tensor([[0, 40], [0, 64]])) and "key" in why(key_start=torch.tensor([0, 0]))
-    monkeypatch.setattr(dense, "choose", lambda *args, window, softcap, alike, short: None if softcap or window else "math")
+    monkeypatch.setattr(dense, "choose", lambda *args, window, softcap, **needs: None if softcap or window else "math")
     assert why(window=4000, lengths=lengths) is None, "a window that all keys fit in is none"
     assert why(window=9).endswith("on cpu with window") and why(window=9, softcap=1.0).endswith("with window, softcap")
     few = make(queries=(40, 0, 31), keys=(40, 5, 64))
@@ -328,6 +341,15 @@ def test_who_is_chosen(monkeypatch):
         assert dense.choose(gpu, half, 128, 128, short=True) == "flash" and dense.choose(gpu, half, 128, 64, short=True) == "cudnn"
         capability(7, 5)
         assert chosen(128, 128) == [None] * 4
+    with dense_backends.installed(monkeypatch, "hopper"):
+        capability(9, 0)
+        assert chosen(128, 128) == chosen(192, 128) == ["hopper"] * 4 and chosen(72, 72) == ["cudnn", "flash", None, None]
+        assert dense.choose(gpu, half, 128, 128, alike=True) == dense.choose(gpu, half, 128, 128, short=True) == "hopper"
+        assert dense.choose(gpu, half, 128, 128, scale=-1.0) == dense.choose(gpu, half, 128, 128, scale=0.0) == "cudnn"
+        monkeypatch.setattr(flash3, "_operators", lambda: True)
+        assert chosen(128, 128) == ["hopper", "hopper", "flash3", "flash3"]
+        capability(10, 0)
+        assert chosen(128, 128) == ["cudnn", "flash", None, None]
     monkeypatch.setattr(dense_backends, "flash_attn_func", lambda q, k, v, softmax_scale=None, causal=False: None)
     with dense_backends.installed(monkeypatch, "package"):  # an old release
         capability(9, 0)

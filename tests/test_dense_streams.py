@@ -99,7 +99,7 @@ def recorded(monkeypatch, without=None):
     monkeypatch.setattr(dense, "attend", attended)
 
 
-@pytest.mark.parametrize("backend", ["math", "flash3 operator", "cudnn", "cudnn graph"])
+@pytest.mark.parametrize("backend", ["math", "flash3 operator", "hopper", "cudnn", "cudnn graph"])
 def test_the_order_of_events(backend, monkeypatch):
     """Two streams share no memory that an event does not order; the result is that of one."""
     b = make("int4", queries=(150, 33, 20), keys=(300, 100, 20))

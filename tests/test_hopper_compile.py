@@ -15,7 +15,7 @@ from cuda.core import ProgramOptions
 
 from quantkv import available_formats, get_format
 from quantkv.implementations.hopper import decode as hopper
-from quantkv.implementations.hopper import nvrtc, operands, write
+from quantkv.implementations.hopper import nvrtc, operands, prompt, write
 from quantkv.implementations.hopper.nvrtc import compile_cubin
 from quantkv.implementations.hopper.records import page_bytes
 from quantkv.implementations.hopper.sass import kernels, opcodes, step
@@ -58,6 +58,20 @@ def config(key, value, head_size=128, columns=4, head_size_v=None, block_size=16
 
 def build(chosen):
     return chosen.cubin()
+
+
+@pytest.mark.parametrize("sizes", [(size, size) for size in prompt.SIZES] + [(192, 128), (64, 256)])
+def test_prompts_compile(sizes, tmp_path):
+    """For what every head size, window and softcap asks for. Products run on behind the program: were they waited for one by one, there
+    would be more of what waits; a register or two may be spilled, but no tile."""
+    for left, narrow in ((False, False), (True, False), (True, True)):
+        for softcap in (False, True):
+            chosen = prompt.PromptConfig(*sizes, 4, True, left, narrow, softcap)
+            assert chosen.shared_bytes <= prompt.SHARED_BYTES
+            cubin = tmp_path / "cubin"
+            cubin.write_bytes(chosen.cubin())
+            found = opcodes(cubin)
+            assert found.count("WARPGROUP") == 8 and found.count("STL") <= 8, chosen
 
 
 @pytest.mark.parametrize("key, value, columns", BUDGET)

@@ -33,7 +33,7 @@ ALLOWED = {
     "calls": {"checks", "format", "maps", "options", "reads"},
     "reference": {"calls", "format", "maps", "packing", "reads"},
     "triton": {"calls", "format", "maps", "reads", "rounding"},
-    "dense": {"calls", "format", "maps", "reads", "reference", "triton"},
+    "dense": {"calls", "format", "maps", "reads", "reference", "triton", "hopper"},
     "hopper": {"calls", "format", "maps", "reads", "rounding"},
     "cpu": {"calls", "format", "maps", "packing", "reads", "reference"},
     "implementations": {"calls", "format", "reference", "triton", "dense", "hopper", "cpu"},

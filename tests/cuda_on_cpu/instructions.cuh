@@ -178,6 +178,7 @@ inline float __fadd_rd(float a, float b) { return cpu_round_down((double)a + b);
 inline float __fmaf_rd(float a, float b, float c) { return cpu_round_down((double)a * b + c); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline int __float2int_rz(float x) { return (int)x; }
+inline int atomicAdd(int* p, int n) { const int before = *p; *p += n; return before; }
 inline void __trap() { cpu_fail("trap", 0); }
 struct uint2 { u32 x, y; };
 struct float2 { float x, y; };

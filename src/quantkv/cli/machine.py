@@ -121,8 +121,7 @@ def _of_gpus(torch: Any) -> list[Finding]:
         found.append(Finding(SLOWER, f"{reason}: the reference serves what Triton would", "pip install 'quantkv[triton]'"))
     if capability == (9, 0):
         found.append(_hopper())
-    faster = [FRONTEND] + ["flash_attn_3"] * (capability[0] == 9)
-    if capability >= (8, 0) and not torch.version.hip and not any(map(version_of, faster)):
+    if capability >= (8, 0) and capability != (9, 0) and not torch.version.hip and version_of(FRONTEND) is None:
         what = "prompts are read by what torch brings; batches of several lengths are faster by cuDNN's frontend"
         found.append(Finding(OK, what, f"pip install {FRONTEND}"))
     return found

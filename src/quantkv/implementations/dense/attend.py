@@ -26,6 +26,7 @@ import torch
 from ...calls import AttendCall, AttentionOptions
 from ...maps import LayerMaps
 from ...reads import window_size
+from ..hopper import launch
 from . import backends, flash3
 from .plan import Group, Reach, Round, groups
 from .steps import Part, TorchSteps
@@ -98,7 +99,7 @@ def _choose(call: AttendCall, reach: Reach, lengths: Sequence[tuple[int, int]] =
     served = [(queries, keys) for queries, keys in lengths if queries]
     pairs = sum(queries * (keys - queries // 2) for queries, keys in served)
     short = not needs["alike"] and pairs * heads * size < backends.WORTH_A_CALL * len(served)
-    return backends.choose(call.q.device, call.q.dtype, size, call.segments[0].head_size_v, **needs, short=short)
+    return backends.choose(call.q.device, call.q.dtype, size, call.segments[0].head_size_v, **needs, short=short, scale=call.scale)
 
 
 def run(call: AttendCall) -> None:
@@ -159,7 +160,7 @@ def plan(
     overlap = (OVERLAP and q.is_cuda if overlap is None else overlap) and free
     together = (TOGETHER if together is None else together) and free and (backend != "flash3" or flash3.takes_many())
     few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
-    mapped = maps != LayerMaps() and not (few and _cheap(maps))
+    mapped = maps != LayerMaps() and not (few and _cheap(maps, q))
     row_bytes = query_row_bytes(q.shape[1], sizes, q.element_size(), mapped, backends.BACKENDS[backend].into)
     for lanes in (1, 2):
         most = max(scratch_bytes // lanes // (heads * sum(sizes) * q.element_size()) // backends.PLANNED, 1) * backends.PLANNED
@@ -200,7 +201,7 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
     q, out, (k, v, fmt, block_table, maps, *_) = call.q, call.out, call.segments[0]
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
     triton = q.is_cuda if triton is None else triton
-    steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps), plan.kept if KEPT else None)
+    steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps, q), plan.kept if KEPT else None)
     capturing = _capturing(q)
     lanes = Lanes(q.device, 1 if capturing else plan.lanes)  # a graph gets the order of one stream
     kept = plan.kept if KEPT and not capturing else None  # what is made in a graph is made when it runs
@@ -209,7 +210,7 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
     total, waiting, count, served = None, None, 0, backends.BACKENDS[plan.backend]
 
     sinks = call.options.sinks
-    inside = sinks is not None and call.lse is None and plan.backend == "flash3" and flash3.takes_sinks(sinks)
+    inside = sinks is not None and backends.takes_sinks(plan.backend, sinks, call.lse is not None)
 
     def settle(group: Group, index: int, part: Part, done) -> None:
         """Merge the result of a round into those before it, and finish the group after the last one: on the caller's stream."""
@@ -288,10 +289,12 @@ def _queries(steps: TorchSteps, q: torch.Tensor, group: Group) -> torch.Tensor:
     return rows if there else steps.map_query(rows, group.front, group.back)
 
 
-def _cheap(maps: LayerMaps) -> bool:
-    """Whether a product by every matrix is one 16-bit dot of a tile: entries 0 and +-f only, and no more than 128 of them a row."""
+def _cheap(maps: LayerMaps, q: torch.Tensor) -> bool:
+    """Whether a product by every matrix is one 16-bit dot of a tile: entries 0 and +-f only, and no more of them than shared memory holds:
+    128 in a row everywhere, 256 on Hopper, where rows are bf16 as the matrix is."""
     inverses = [map_.operands.output for map_ in (maps.k, maps.v) if map_ is not None]
-    return all(inverse.dtype == torch.bfloat16 and inverse.shape[-1] <= 128 for inverse in inverses)
+    wide = q.dtype == torch.bfloat16 and q.is_cuda and launch.is_hopper(launch.device_index(q.device))
+    return all(inverse.dtype == torch.bfloat16 and inverse.shape[-1] <= (256 if wide else 128) for inverse in inverses)
 
 
 def _steps(triton: bool) -> type[TorchSteps]:

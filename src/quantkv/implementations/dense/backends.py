@@ -1,10 +1,10 @@
 """Dense attention over 16-bit rows, by whatever is here: `(out, log-sum-exp)`, so that calls over disjoint keys merge.
 
-FlashAttention-3, where its package is installed or an engine loaded its operators, aligns its masks to the bottom right, so that a chunk
-sees its prefix and itself in one call, and takes windows, a softcap and sequences of any lengths: 4,096 queries of 32 heads of 128 over
-16,384 keys take 1,310 us on an H200, and 1,420 over pages of 16-bit rows. cuDNN's kernels, as torch calls them, align the causal mask to
-the top left: the prefix and the chunk are two calls and a merge, 1,470 us. cuDNN's frontend, where it is installed, aligns masks to the
-bottom right and has windows. The flash kernel that torch brings has windows too, and is slower than all of these.
+On a Hopper GPU our own kernel (`implementations/hopper/prompt.cu`) has all that calls need, and is the fastest but where there is a
+softcap. FlashAttention-3, where its package is installed or an engine loaded its operators, aligns its masks to the bottom right, so that
+a chunk sees its prefix and itself in one call, and takes windows, a softcap and sequences of any lengths. cuDNN's kernels, as torch calls
+them, align the causal mask to the top left: the prefix and the chunk are two calls and a merge. cuDNN's frontend, where it is installed,
+aligns masks to the bottom right and has windows. The flash kernel that torch brings has windows too, and is slower than all of these.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..hopper import prompt
 from . import cudnn_graph, flash3
 from .plan import ALL, CAUSAL, Limits, Mask, Round
 
@@ -53,6 +54,7 @@ class Backend:
 
 BACKENDS = {
     "flash3": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True),
+    "hopper": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True),
     "cudnn graph": Backend(True, "ragged", windows=True, softcap=False, into=True, token_major=True, ends=True),
     "cudnn": Backend(False, "equal", windows=False, softcap=False, planned=True),
     "flash": Backend(True, "ragged", windows=True, softcap=False),
@@ -75,10 +77,12 @@ def fitting(
     softcap: bool = False,
     alike: bool = False,
     short: bool = False,
+    scale: float = 1.0,
 ) -> list[str]:
     """Names of the backends that are here and take these rows, the fastest first. window, softcap: whether the call has one. alike: whether
     all its sequences have the same lengths, which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend. short:
-    whether its sequences, of several lengths, are not worth a call each, as of `WORTH_A_CALL`."""
+    whether its sequences, of several lengths, are not worth a call each, as of `WORTH_A_CALL`. scale: of scores; ours for Hopper looks for
+    the largest score before it is multiplied by a scale, which must not turn it around."""
     if device.type == "cpu":
         return ["math"]
     if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
@@ -88,9 +92,12 @@ def fitting(
         return []
     same = head_size == head_size_v <= 256
     by_torch = max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available()
+    own = capability == (9, 0) and scale > 0 and prompt.takes(head_size, head_size_v)
     there = {
+        **({} if softcap else {"hopper": own}),  # the place of a name is the first that it is given
         "flash3": capability[0] == 9 and same and flash3.takes(window=window, softcap=softcap),
-        **({"cudnn": by_torch} if alike else {}),  # the place of a name is the first that it is given
+        "hopper": own,
+        **({"cudnn": by_torch} if alike else {}),
         "cudnn graph": GRAPH and max(head_size, head_size_v) <= (256 if capability[0] == 9 else 128) and cudnn_graph.package() is not None,
         **({"flash": same} if short else {}),
         "cudnn": by_torch,
@@ -99,9 +106,14 @@ def fitting(
     return [n for n, here in there.items() if here and BACKENDS[n].windows >= window and BACKENDS[n].softcap >= softcap]
 
 
-def choose(device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int, **needs: bool) -> str | None:
+def choose(device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int, **needs) -> str | None:
     """The first of `fitting`, None where nothing takes these rows."""
     return next(iter(fitting(device, dtype, head_size, head_size_v, **needs)), None)
+
+
+def takes_sinks(backend: str, sinks: torch.Tensor, lse: bool) -> bool:
+    """Whether a backend adds sinks itself, where a call has one round. lse: whether log-sum-exps are asked for."""
+    return backend == "hopper" or (backend == "flash3" and not lse and flash3.takes_sinks(sinks))
 
 
 def attend(
@@ -124,12 +136,15 @@ def attend(
     HK, and nothing is copied for it. round.mask: M and N are those of each sequence. backend: of `BACKENDS`; the round is cut by its
     limits. ends: `round.ends()` on the device, int32; None: made here, of a single sequence without a copy to the device. softcap: 0 for
     none. out: `[M, HQ, D_V]`, where the rows may be put; those that are returned lie there or elsewhere. sinks:
-    of FlashAttention-3 alone, `flash3.takes_sinks`: the log-sum-exp is then not to be used. kept: numbers that a backend works out of a
+    where `takes_sinks`: of FlashAttention-3 the log-sum-exp is then not to be used. kept: numbers that a backend works out of a
     round's are kept here for the next call with the round; None: they are not.
     """
     if backend == "flash3":
         rows, lse = flash3.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, softcap, out, sinks)
         return rows, lse.mT
+    if backend == "hopper":
+        ends = flash3.bounds(round, q.device) if ends is None else ends
+        return prompt.attend(q, k, v, scale, round.longest[0], round.mask, ends, softcap, out, sinks)
     if backend == "cudnn graph":
         ends = flash3.bounds(round, q.device) if ends is None else ends
         return cudnn_graph.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, PLANNED, out, kept)

@@ -13,71 +13,92 @@ class PlacesView(NamedTuple):
 
     table: Any  # [S, pages], or of one sequence alone [pages]
     stride: Any  # of the table's sequences; 0 where there is one
-    blocks: Any = None  # of several sequences, for each program: sequence, first key, keys, first row, rows
+    blocks: Any = None  # of several sequences, for each block: sequence, first key, keys, first row, rows
+
+
+@triton.jit
+def place_of(places, index, first, count, room, BLOCK_N: tl.constexpr):
+    """Of a block: its sequence's table, first key, keys from there on, first row, rows from there on."""
+    if places.blocks is None:
+        at = index * BLOCK_N
+        return places.table, first + at, count - at, at, room - at
+    else:
+        block = places.blocks + index * 5
+        table = places.table + tl.load(block).to(tl.int64) * places.stride
+        return table, tl.load(block + 1), tl.load(block + 2), tl.load(block + 3), tl.load(block + 4)
 
 
 @triton.jit
 def gather_rows(
     pages,
     map,
-    table,
+    places,
     target,
     head,
     first,
     count,
-    row,
-    step,
-    rows_here,
+    room,
     factor,
     back_factor,
     PAGE: tl.constexpr,
     PLAN: tl.constexpr,
     BACK: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Decode keys first to first + BLOCK_N of one head, times factor, into rows_here rows of `target [rows, D]`, row, row + step and so on:
-    mapped as they are, or mapped back, times back_factor (BACK). What is beyond count reads as zero bits, which are finite. map.offset: of
-    rows that are mapped back; else mapped, and back_factor times it is added. Nothing is added to rows that were stored without it."""
+    """Decode the keys of one head, BLOCK_N of each of a program's blocks, times factor, into rows of `target`: mapped as they are, or
+    mapped back, times back_factor. What is beyond a sequence's keys reads as zero bits, which are finite. map.offset: of rows that are
+    mapped back; else mapped, and back_factor times it is added. Nothing is added to rows that were stored without it."""
+    REPEAT: tl.constexpr = max(BACK, 1)
+    MAPPED_BACK: tl.constexpr = BACK > 0 and PLAN.mapped
     FACTORS: tl.constexpr = PLAN.factors
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
-    index = tl.arange(0, BLOCK_N)
-    key = first + index
-    mask = index < count
-    page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
-    words, meta = load_cached(pages, page, key % PAGE, head, mask, PLAN)
-    planes, affine = decode(words, meta, pages.table, PLAN, False)
-    shifted = mask
-    if PLAN.signed:
-        shifted = mask & (affine[0] >= 0)
-    rows = ()
-    for p in tl.static_range(P):
-        x = planes[p].to(tl.float32) * FACTORS[p]
-        if len(affine) > 0:
-            x *= affine[0][:, None]
-        if len(affine) > 1:
-            x += affine[1][:, None]
-        x *= factor
-        if PLAN.offset and not BACK:
-            offset = offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
-            x += tl.where(shifted[:, None], offset * back_factor, 0.0)
-        rows = rows + (x.to(target.dtype.element_ty),)
     column = tl.arange(0, W * P)
-    if BACK:
-        if target.dtype.element_ty.primitive_bitwidth == 16:
-            operand = join_operand(rows)
-        else:
-            operand = join_planes(rows)
+    if MAPPED_BACK:
         matrix = load_matrix(map, head, column, 0, D, W * P)
-        joined = map_product(operand, matrix, tl.zeros([BLOCK_N, W * P], tl.float32), "ieee") * back_factor
-        if PLAN.offset:
-            joined += tl.where(shifted[:, None], offset_row(map, head, (key // 64)[:, None], column[None, :], D), 0.0)
-        joined = joined.to(target.dtype.element_ty)
-    else:
-        joined = join_planes(rows)
-    to = target + (row + index * step)[:, None] * D + column[None, :]
-    tl.store(to, joined, mask=(index < rows_here)[:, None] & (column < D)[None, :])
+    for i in range(REPEAT):
+        block = tl.program_id(0) * REPEAT + i
+        table, own_first, own_count, row, rows_here = place_of(places, block, first, count, room, BLOCK_N)
+        index = tl.arange(0, BLOCK_N)
+        key = own_first + index
+        mask = index < own_count
+        page = tl.load(table + key // PAGE, mask=mask, other=0).to(tl.int64)
+        words, meta = load_cached(pages, page, key % PAGE, head, mask, PLAN)
+        planes, affine = decode(words, meta, pages.table, PLAN, False)
+        shifted = mask
+        if PLAN.signed:
+            shifted = mask & (affine[0] >= 0)
+        rows = ()
+        for p in tl.static_range(P):
+            x = planes[p].to(tl.float32) * FACTORS[p]
+            if len(affine) > 0:
+                x *= affine[0][:, None]
+            if len(affine) > 1:
+                x += affine[1][:, None]
+            x *= factor
+            if PLAN.offset and not MAPPED_BACK:
+                offset = offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
+                x += tl.where(shifted[:, None], offset * back_factor, 0.0)
+            rows = rows + (x.to(target.dtype.element_ty),)
+        if MAPPED_BACK:
+            if target.dtype.element_ty.primitive_bitwidth == 16:
+                operand = join_operand(rows)
+            else:
+                operand = join_planes(rows)
+            joined = map_product(operand, matrix, tl.zeros([BLOCK_N, W * P], tl.float32), "ieee") * back_factor
+            if PLAN.offset:
+                joined += tl.where(shifted[:, None], offset_row(map, head, (key // 64)[:, None], column[None, :], D), 0.0)
+            joined = joined.to(target.dtype.element_ty)
+        else:
+            joined = join_planes(rows)
+        if TOKEN_MAJOR:
+            to = (row + index).to(tl.int64) * tl.num_programs(1) + head
+        else:
+            to = head * room + row + index
+        to = target + to[:, None] * D + column[None, :]
+        tl.store(to, joined, mask=(index < rows_here)[:, None] & (column < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "count", "room"])
@@ -103,37 +124,20 @@ def gather_kernel(
     BACK: tl.constexpr,
     TOKEN_MAJOR: tl.constexpr,
 ):
-    """Grid (blocks of rows, kv heads, 2: K and V). first, count: keys of the one sequence that there is, unless places.blocks has those of
-    each program. room: rows of keys and values. TOKEN_MAJOR: these are `[room, HK, D]`, else `[HK, room, D]`. BACK: mapped rows are mapped
-    back, by matrices of entries 0 and +-1."""
+    """Grid (programs, kv heads, 2: K and V). first, count: keys of the one sequence that there is, unless places.blocks has those of each
+    block. room: rows of keys and values. TOKEN_MAJOR: these are `[room, HK, D]`, else `[HK, room, D]`. BACK: blocks of a program, where
+    mapped rows are mapped back, by matrices of entries 0 and +-1; 0: they are not, and a program has one block."""
     head = tl.program_id(1).to(tl.int64)
-    table = places.table
-    if places.blocks is None:
-        at = tl.program_id(0) * BLOCK_N
-        first += at
-        count -= at
-        rows_here = room - at
-    else:
-        block = places.blocks + tl.program_id(0) * 5
-        table += tl.load(block).to(tl.int64) * places.stride
-        first = tl.load(block + 1)
-        count = tl.load(block + 2)
-        at = tl.load(block + 3)
-        rows_here = tl.load(block + 4)
-    if TOKEN_MAJOR:
-        step = tl.num_programs(1)
-        row = at.to(tl.int64) * step + head
-    else:
-        step = 1
-        row = head * room + at
     if tl.program_id(2) == 0:
         gather_rows(
-            k_pages, k_map, table, keys, head, first, count, row, step, rows_here, k_factor, k_back, PAGE, K, BACK and K.mapped, BLOCK_N
-        )
+            k_pages, k_map, places, keys, head, first, count, room, k_factor, k_back,
+            PAGE, K, BACK, TOKEN_MAJOR, BLOCK_N,
+        )  # fmt: skip
     else:
         gather_rows(
-            v_pages, v_map, table, values, head, first, count, row, step, rows_here, v_factor, v_back, PAGE, V, BACK and V.mapped, BLOCK_N
-        )
+            v_pages, v_map, places, values, head, first, count, room, v_factor, v_back,
+            PAGE, V, BACK, TOKEN_MAJOR, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit

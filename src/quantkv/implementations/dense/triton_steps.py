@@ -23,6 +23,7 @@ GATHER_PLACES = (
     "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.offset", "v_map.matrix",
     "places.table", "places.blocks", "keys", "values",
 )  # fmt: skip
+REPEAT = 8  # blocks of a program that maps rows of more than 128 dimensions back: the matrix is read once for all of them
 GATHER_NUMBERS = ("k_factor", "v_factor", "k_back", "v_back")
 FOLD_PLACES = ("a.ptr", "b.ptr", "a_lse.ptr", "b_lse.ptr", "out_lse.ptr", "out.ptr", "map.matrix", "sinks")
 FOLD_NUMBERS = ("factor",)
@@ -76,12 +77,12 @@ class TritonSteps(TorchSteps):
 
     @staticmethod
     def blocks(round: Round, sizes: tuple[int, int]) -> list[int]:
-        """For each program of `gather_kernel`: sequence, first key, keys, first row, rows."""
+        """For each block of `gather_kernel`: sequence, first key, keys, first row, rows."""
         found, block = [], _block(sizes)
         for read in round.reads:
             for done in range(0, read.room, block):
                 found += [read.sequence, read.first + done, read.count - done, read.at + done, min(block, read.room - done)]
-        return found
+        return found + [0] * (-len(found) % (5 * REPEAT))  # blocks of no rows: every program has as many
 
     def gather(self, table: torch.Tensor, round: Round, scratch: list[torch.Tensor], blocks: torch.Tensor | None = None) -> None:
         """Write the keys and values of a round into the scratch, as 16-bit rows."""
@@ -103,6 +104,8 @@ class TritonSteps(TorchSteps):
         _, _, _, _, k_matrix, k_offset, v_matrix, table, blocks, *scratch = tensors
         heads, room, _ = scratch[0].shape
         sizes, target, read = [t.shape[2] for t in scratch], Target.of(self.device), round.reads[0]
+        count = triton.cdiv(room, _block(sizes)) if blocks is None else len(blocks) // 5
+        repeat = REPEAT if self.back and max(sizes) > 128 else 1
         views = [launch.pages(*side) for side in zip(self.sides, self.codecs, sizes)]
         plans = [
             launch.row_plan(codec, size, map_, side.scale, view, target, exact=scratch[0].dtype == torch.float32)
@@ -124,11 +127,11 @@ class TritonSteps(TorchSteps):
             "BLOCK_N": _block(sizes),
             "K": plans[0],
             "V": plans[1],
-            "BACK": self.back,
+            "BACK": repeat * self.back,
             "TOKEN_MAJOR": heads > 1 and scratch[0].stride(0) == sizes[0],
         }
-        programs = triton.cdiv(room, _block(sizes)) if blocks is None else len(blocks) // 5
-        return Launch(gather_kernel, (programs, heads, 2), arguments, {}, GATHER_PLACES, GATHER_NUMBERS)
+        grid, options = (triton.cdiv(count, repeat), heads, 2), {"num_warps": 4 if max(sizes) <= 128 else 8}
+        return Launch(gather_kernel, grid, arguments, options, GATHER_PLACES, GATHER_NUMBERS)
 
     def _row_map(self, side: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What `gather_kernel` does to a side's rows after it decoded them: matrix, and offset."""
@@ -204,8 +207,8 @@ def _traits(side: Side, codec: Codec, map_: LinearMap | None) -> Hashable:
 
 
 def _block(sizes: list[int] | tuple[int, int]) -> int:
-    """Rows that a program of `gather_kernel` writes."""
-    return 64 if max(sizes) <= 128 else 32
+    """Rows that `gather_kernel` writes at a time."""
+    return 64 if max(sizes) <= 256 else 32
 
 
 def _rows(t: torch.Tensor | None) -> RowsView:

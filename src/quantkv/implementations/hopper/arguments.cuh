@@ -92,3 +92,45 @@ struct RoundArguments {
   i64 key_head;
   i64 value_head;
 };
+
+// A tensor of three axes, as the driver describes it to what loads boxes of it.
+struct __align__(64) TensorMap {
+  i64 low[8];
+  i64 high[8];
+};
+
+// Attention of prompts over 16-bit rows. Strides in elements.
+struct PromptArguments {
+  TensorMap keys;     // [kv heads, rows, D]
+  TensorMap values;   // [kv heads, rows, DV]
+  const u16* q;
+  u16* out;
+  float* lse;         // [tokens, query heads], natural
+  const int* queries; // [sequences + 1]: where those of each begin
+  const int* rows;    // [sequences + 1]: the same of keys and values
+  const int* used;    // [sequences]: keys and values
+  int* taken;         // of the work, beside what each block begins with; 0 before
+  i64 q_token;
+  i64 q_head;
+  i64 out_token;
+  i64 out_head;
+  int kv_heads;
+  int sequences;
+  int tiles;          // of the longest sequence
+  int together;       // sequences and kv heads that are worked on at a time
+  int left;           // keys that a query sees before its own, and behind; negative: all
+  int right;
+  float scale;        // of scores, base 2; over softcap / 2 where there is one
+  float softcap;      // base 2
+  const u8* sinks;    // [query heads]
+  int sinks_stride;
+  int sinks_type;
+  i64 padding[7];     // to a multiple of 64 bytes
+};
+
+template <class A> DI float sink_of(const A& a, int head) {  // base 2; none: minus infinity
+  if (!a.sinks) return minus_infinity();
+  const i64 at = (i64)head * a.sinks_stride;
+  const u16 x = a.sinks_type == FLOAT32 ? 0 : ((const u16*)a.sinks)[at];
+  return 1.4426950408889634f * (a.sinks_type == FLOAT32 ? ((const float*)a.sinks)[at] : a.sinks_type == BFLOAT16 ? as_float((u32)x << 16) : low(x));
+}

@@ -29,7 +29,6 @@ AFTER_WRITE = True  # a read that is launched right behind the write of its own 
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the kernel that merges attends to
 BY_COMBINE = True  # the kernel that merges attends to a few 16-bit rows; where not, they have a decode kernel
 LOG2E = math.log2(math.e)
-SINK_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in arguments.cuh
 
 
 def refusal(call: AttendCall) -> str | None:
@@ -324,7 +323,7 @@ class Prepared:
             main.plain_gain = next((s.v.scale for s in call.segments if s.maps.v is None), 1.0)
             main.out, main.lse = call.out.data_ptr(), None if lse is None else lse.data_ptr()
             if sinks is not None:
-                main.sinks, main.sinks_stride, main.sinks_type = sinks.data_ptr(), sinks.stride(0), SINK_TYPES[sinks.dtype]
+                main.sinks, main.sinks_stride, main.sinks_type = sinks.data_ptr(), sinks.stride(0), launch.SINK_TYPES[sinks.dtype]
             for place, i in enumerate(self.others):
                 other = self.reads[i].arguments
                 main.other_pieces[place] = other.pieces

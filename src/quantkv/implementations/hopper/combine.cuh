@@ -5,12 +5,6 @@
 #include "pieces.cuh"
 #include "query.cuh"
 
-DI float sink_of(const AttendArguments& a, int head) {
-  const i64 at = (i64)head * a.sinks_stride;
-  if (a.sinks_type == FLOAT32) return ((const float*)a.sinks)[at];
-  const u16 x = ((const u16*)a.sinks)[at];
-  return a.sinks_type == BFLOAT16 ? as_float((u32)x << 16) : low(x);
-}
 
 using ValueMatrix = MatrixRows<DV>;
 
@@ -162,7 +156,7 @@ DI float conclude(const AttendArguments& a, Merged& all, const Merged& plain, in
   float (&x)[E][1] = all.x;
   const float top = APART ? fmaxf(all.top, plain.top) : all.top;
   const bool none = top == minus_infinity();  // no key was seen
-  const float sink = a.sinks ? sink_of(a, query_head) * 1.4426950408889634f : minus_infinity(), most = fmaxf(top, sink);
+  const float sink = sink_of(a, query_head), most = fmaxf(top, sink);
   const float best = most == minus_infinity() ? 0.f : most;
   const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
   const float total = (APART ? fmaf(beside, plain.sum, times(weight, all.sum)) : times(weight, all.sum)) + pow2(sink - best);

@@ -14,6 +14,7 @@ import torch
 
 from .nvrtc import SOURCE
 
+SINK_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in arguments.cuh
 C_TYPES = {"int": ctypes.c_int, "u32": ctypes.c_uint, "i64": ctypes.c_longlong, "float": ctypes.c_float}
 
 # Held while a launch's arguments are filled in and its kernels, which share scratch, enter the stream.
@@ -23,7 +24,9 @@ LOCK = threading.Lock()
 @cache
 def arguments(name: str) -> type[ctypes.Structure]:
     """The struct of that name in arguments.cuh, where its fields are said once."""
-    body = re.search(rf"^struct {name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL).group(1)
+    body = re.search(
+        rf"^struct (?:__align__\(64\) )?{name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL
+    ).group(1)
     fields = re.findall(r"^  (.+?)(\*?) (\w+)(?:\[(\d)\])?;", body, re.MULTILINE)
     assert len(fields) == len(body.splitlines()), body
     types = [ctypes.c_void_p if star else C_TYPES.get(kind) or arguments(kind) for kind, star, _, _ in fields]

@@ -21,7 +21,7 @@ def compile_cubin(source: str, macros: dict[str, object], snippets: Iterable[Pat
     from cuda.core import Program, ProgramOptions
 
     main, snippets = SOURCE / source, list(dict.fromkeys(snippets))
-    files = [SOURCE / "encode.cuh", *snippets, main]
+    files = [SOURCE / "encode.cuh", *snippets, main] if snippets else [main]
     text = "".join(path.read_text() for file in files for path in _sources(file))
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     version = ".".join(str(n) for n in nvrtc.nvrtcVersion()[1:])
