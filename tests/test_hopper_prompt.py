@@ -63,6 +63,12 @@ def test_what_queries_see(mask):
     check([(50, 50), (30, 200), (1, 130), (3, 3)], mask)
 
 
+@pytest.mark.parametrize("lengths, mask", [((64, 900), Mask(300, 0)), ((96, 1100), Mask(600, 0)), ((200, 200), CAUSAL)])
+def test_tiles_of_which_some_is_seen(lengths, mask):
+    """The first that a window reaches, of which later queries see less; and the last, of which earlier ones see nothing."""
+    check([lengths], mask)
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(20, 0)])
 @pytest.mark.parametrize(
     "sizes", [(80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256), (64, 128), (128, 64)]
@@ -92,9 +98,10 @@ def test_maxima_that_grow_late():
         check([(40, 700)], ALL, dtype=dtype, make=growing, gain=30.0)
 
 
-def test_more_work_than_blocks():
-    """Blocks take what comes next, and give memory back to be filled again."""
-    check([(90, 90 + 40 * i) for i in range(5)], heads=(8, 2))
+@pytest.mark.parametrize("size", [64, 128])
+def test_more_work_than_blocks(size):
+    """Blocks take what comes next, and give memory back to be filled again: two tiles of queries, or one."""
+    check([(90, 90 + 40 * i) for i in range(5)], sizes=(size, size), heads=(8, 2))
 
 
 def test_strides():

@@ -350,7 +350,7 @@ template <int N> inline void wait_for_all_copies_but() {
   for (; groups.size() > N; groups.erase(groups.begin()))
     for (const Copy& copy : groups[0]) {
       if ((uintptr_t)copy.from % 16) cpu_fail("source of a copy", copy.to);
-      memset(cpu_at(copy.to, 16), 0, 16), memcpy(cpu_at(copy.to, 16), copy.from, copy.bytes);
+      memset(cpu_at(copy.to, 16), 0, 16), memcpy(cpu_at(copy.to, 16), copy.from, copy.bytes), cpu_stored(copy.to, 16);
     }
 }
 DI void wait_for_previous_kernel() { cpu_fiber->waited = true; }

@@ -150,12 +150,16 @@ def attend(
     `[HK, N, D_V]`. longest: queries of the longest sequence. mask: keys before and behind its own that a query sees, -1: all. ends: where
     the queries of each sequence begin, and the last ones end; the same of the rows of keys; how many of these are keys: int32, on the
     device. sinks: `[HQ]`, which log-sum-exps then have in them."""
+    index = launch.device_index(q.device)
+    if launch.current_device() != index:
+        with torch.cuda.device(index):
+            return attend(q, k, v, scale, longest, mask, ends, softcap, out, sinks)
     q = q if _in_chunks(q) else q.contiguous()
     out = out if out is not None and _in_chunks(out) else q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     heads, sequences, group = k.shape[0], len(ends[2]), q.shape[1] // k.shape[0]
     config = PromptConfig(q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, mask[0] >= 0, 0 <= mask[0] < NARROW, softcap > 0)
-    found = kernel(config, launch.device_index(q.device))
+    found = kernel(config, index)
     a = launch.arguments("PromptArguments")()
     for name, t in (("keys", k), ("values", v)):
         strides = (t.stride(0) * 2, t.stride(1) * 2)
@@ -173,7 +177,6 @@ def attend(
         a.sinks, a.sinks_stride, a.sinks_type = sinks.data_ptr(), sinks.stride(0), launch.SINK_TYPES[sinks.dtype]
     base2 = math.log2(math.e)
     a.scale, a.softcap = (2 * base2 * scale / softcap if softcap else base2 * scale), base2 * softcap
-    index = launch.device_index(q.device)
     blocks = min(launch.multiprocessors(index), a.tiles * heads * sequences)
     Launch(found, (blocks, 1, 1), a)(launch.current_stream(index))
     return out, lse
