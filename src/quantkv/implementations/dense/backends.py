@@ -1,10 +1,11 @@
 """Dense attention over 16-bit rows, by whatever is here: `(out, log-sum-exp)`, so that calls over disjoint keys merge.
 
-On a Hopper GPU our own kernel (`implementations/hopper/prompt.cu`) has all that calls need, and is the fastest but where there is a
-softcap. FlashAttention-3, where its package is installed or an engine loaded its operators, aligns its masks to the bottom right, so that
-a chunk sees its prefix and itself in one call, and takes windows, a softcap and sequences of any lengths. cuDNN's kernels, as torch calls
-them, align the causal mask to the top left: the prefix and the chunk are two calls and a merge. cuDNN's frontend, where it is installed,
-aligns masks to the bottom right and has windows. The flash kernel that torch brings has windows too, and is slower than all of these.
+On a Hopper GPU our own kernel (`implementations/hopper/prompt.cu`) has all that calls need; with a window it is the fastest.
+FlashAttention-3, where its package is installed or an engine loaded its operators, takes the same, and is up to 4 % faster without one,
+10 % with a softcap (results/h200-prefill.json). Both align masks to the bottom right, so that a chunk sees its prefix and itself in one
+call. cuDNN's kernels, as torch calls them, align the causal mask to the top left: the prefix and the chunk are two calls and a merge.
+cuDNN's frontend, where it is installed, aligns masks to the bottom right and has windows. The flash kernel that torch brings has windows
+too, and is slower than all of these.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def fitting(
     by_torch = max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available()
     own = capability == (9, 0) and scale > 0 and prompt.takes(head_size, head_size_v)
     there = {
-        **({} if softcap else {"hopper": own}),  # the place of a name is the first that it is given
+        **({"hopper": own} if window else {}),  # the place of a name is the first that it is given
         "flash3": capability[0] == 9 and same and flash3.takes(window=window, softcap=softcap),
         "hopper": own,
         **({"cudnn": by_torch} if alike else {}),
