@@ -17,14 +17,15 @@ inline Counter& cpu_counter(u32 at) {
   return found->second;
 }
 inline void cpu_end_phase(Counter& c) { if (c.left == 0 && c.bytes == 0) c.left = c.arrivals, c.phase++; }
-inline void open_phases(u32 at, int arrivals) { cpu_at(at, 8), cpu_counters[at] = {arrivals, arrivals, 0, 0, {}}; }
+inline void cpu_expect_box(u32 at, int bytes);
+inline void open_phases(u32 at, int arrivals) { cpu_at(at, 8), cpu_expected = cpu_expect_box, cpu_counters[at] = {arrivals, arrivals, 0, 0, {}}; }
 inline void phases_are_open() { for (Turn& turn : cpu_turns) turn = {}; }
 inline void arrive(u32 at) {
   Counter& c = cpu_counter(at);
   if (c.left == 0) cpu_fail("more threads come than a counter was opened for", at);
   c.left--, cpu_end_phase(c);
 }
-inline void announce(u32 at, int bytes) { cpu_counter(at).bytes += bytes, arrive(at); }
+inline void cpu_expect_box(u32 at, int bytes) { cpu_counter(at).bytes += bytes, arrive(at); }
 // Bytes of row r, column by column: bits 4 to 6 of an address by those of bits 7 to 9.
 inline u16* cpu_of_box(u32 to, int r, int column) {
   const u32 linear = to + 128 * r + 2 * column;

@@ -5,7 +5,6 @@ a few 16-bit rows, the kernel that merges attends to it by itself."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -28,7 +27,6 @@ WHOLE_PAIRS = True  # calls whose work is even without help need no kernel that 
 AFTER_WRITE = True  # a read that is launched right behind the write of its own tokens overlaps it
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the kernel that merges attends to
 BY_COMBINE = True  # the kernel that merges attends to a few 16-bit rows; where not, they have a decode kernel
-LOG2E = math.log2(math.e)
 
 
 def refusal(call: AttendCall) -> str | None:
@@ -53,7 +51,7 @@ def _unsupported(call: AttendCall) -> str | None:
     for segment in call.segments:
         if reason := geometry.unreadable_segment(segment, D, q.dtype):
             return reason
-    if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+    if not launch.in_chunks(q):
         return f"q strides {q.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
     if call.out.dtype != q.dtype or not call.out.is_contiguous():
         return f"out of {call.out.dtype}, strides {call.out.stride()}: contiguous, of q's dtype"
@@ -175,7 +173,7 @@ def _is_scaled(call: AttendCall) -> bool:
 
 def _scale(call: AttendCall) -> float:
     """Of scores, as the kernels take it: base 2, over half of softcap where there is one."""
-    return call.scale * LOG2E * (2 / call.options.softcap if call.options.softcap else 1.0)
+    return call.scale * launch.LOG2E * (2 / call.options.softcap if call.options.softcap else 1.0)
 
 
 @dataclass(frozen=True)
@@ -361,7 +359,7 @@ class Read:
             pair_blocks=part.pairs.blocks if part.pairs else 0,
             pair_warps=part.pairs.warps if part.pairs else 0,
             all_columns=columns,
-            softcap=options.softcap * LOG2E,
+            softcap=options.softcap * launch.LOG2E,
         )
         self.take_maps(segment)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import re
 import threading
 from collections.abc import Callable, Hashable
@@ -14,6 +15,7 @@ import torch
 
 from .nvrtc import SOURCE
 
+LOG2E = math.log2(math.e)
 SINK_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in arguments.cuh
 C_TYPES = {"int": ctypes.c_int, "u32": ctypes.c_uint, "i64": ctypes.c_longlong, "float": ctypes.c_float}
 
@@ -65,6 +67,11 @@ def current_device() -> int:
 def current_stream(index: int) -> int:
     """Address of torch's current stream of a device."""
     return torch._C._cuda_getCurrentRawStream(index)
+
+
+def in_chunks(rows: torch.Tensor) -> bool:
+    """Whether 16-bit rows `[tokens, heads, D]` are dense and each begins at a multiple of 16 bytes, as kernels load them."""
+    return rows.stride(2) == 1 and not (rows.stride(0) % 8 or rows.stride(1) % 8 or rows.data_ptr() % 16)
 
 
 def device_index(device: torch.device) -> int:

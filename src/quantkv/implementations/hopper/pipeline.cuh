@@ -2,14 +2,11 @@
 #pragma once
 #include "instructions.cuh"
 
-// A counter goes from phase to phase: `arrivals` threads have come and all bytes that were announced are there. Who waits for a phase's parity
-// goes on when that phase has ended.
+// A counter goes from phase to phase: `arrivals` threads have come, expect() among them, and all bytes that were expected are there. Who waits
+// for a phase's parity goes on when that phase has ended.
 DI void open_phases(u32 counter, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(counter), "r"(arrivals) : "memory"); }
 DI void phases_are_open() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DI void arrive(u32 counter) { asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(counter) : "memory"); }
-DI void announce(u32 counter, int bytes) {  // and arrive
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(bytes) : "memory");
-}
 DI void wait_for_phase(u32 counter, u32 parity) {
   asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::"r"(counter), "r"(parity) : "memory");
 }

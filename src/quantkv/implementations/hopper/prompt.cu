@@ -67,7 +67,7 @@ DI Work work_of(const PromptArguments& a, int i) {
 // One lane: boxes of keys and values.
 template <class RING> DI void fetch(RING& ring, const TensorMap& map, int slabs, int row, int head) {
   ring.wait_until_free();
-  announce(ring.there(), slabs * SLAB);
+  expect(ring.there(), slabs * SLAB);
 #pragma unroll
   for (int slab = 0; slab < slabs; slab++) load_box(ring.at() + slab * SLAB, &map, 64 * slab, row, head, ring.there());
   ring.next();

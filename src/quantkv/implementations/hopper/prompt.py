@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from ctypes import sizeof
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -11,11 +10,11 @@ from functools import cache, lru_cache
 import torch
 
 from . import launch
+from .decode import SHARED_BYTES
 from .launch import Kernel, Launch
 from .nvrtc import compile_cubin
 
 BOX = 64  # dimensions that lie together in shared memory: 128 bytes
-SHARED_BYTES = 227 << 10  # of a block, at most
 CACHED = 24 << 20  # bytes of keys and values that are read again and again, and should stay in the GPU's cache of 50 MB
 NARROW = 512  # keys that a query sees before its own
 SIZES = (64, 80, 96, 112, 128, 160, 192, 256)  # of heads: what products are as wide as
@@ -154,8 +153,8 @@ def attend(
     if launch.current_device() != index:
         with torch.cuda.device(index):
             return attend(q, k, v, scale, longest, mask, ends, softcap, out, sinks)
-    q = q if _in_chunks(q) else q.contiguous()
-    out = out if out is not None and _in_chunks(out) else q.new_empty(*q.shape[:2], v.shape[2])
+    q = q if launch.in_chunks(q) else q.contiguous()
+    out = out if out is not None and launch.in_chunks(out) else q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     heads, sequences, group = k.shape[0], len(ends[2]), q.shape[1] // k.shape[0]
     config = PromptConfig(q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, mask[0] >= 0, 0 <= mask[0] < NARROW, softcap > 0)
@@ -175,13 +174,7 @@ def attend(
     a.left, a.right = mask
     if sinks is not None:
         a.sinks, a.sinks_stride, a.sinks_type = sinks.data_ptr(), sinks.stride(0), launch.SINK_TYPES[sinks.dtype]
-    base2 = math.log2(math.e)
-    a.scale, a.softcap = (2 * base2 * scale / softcap if softcap else base2 * scale), base2 * softcap
+    a.scale, a.softcap = launch.LOG2E * scale * (2 / softcap if softcap else 1.0), launch.LOG2E * softcap
     blocks = min(launch.multiprocessors(index), a.tiles * heads * sequences)
     Launch(found, (blocks, 1, 1), a)(launch.current_stream(index))
     return out, lse
-
-
-def _in_chunks(t: torch.Tensor) -> bool:
-    """Whether rows are dense and each begins at a multiple of 16 bytes, as the kernel reads and writes them."""
-    return t.stride(-1) == 1 and not (t.data_ptr() % 16 or t.stride(0) % 8 or t.stride(1) % 8)

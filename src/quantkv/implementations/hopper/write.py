@@ -131,7 +131,7 @@ def _unsupported(call: WriteCall) -> str | None:
     if reason := geometry.unwritable(fmt, D, D_V, block_size, any(map(any, ways(call)))):
         return reason
     for name, rows in (("key", key), ("value", value)):
-        if rows.stride(2) != 1 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.data_ptr() % 16:
+        if not launch.in_chunks(rows):
             return f"{name} strides {rows.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
     for name, t in (("slot_mapping", call.slot_mapping), ("positions", call.positions)):
         if t is not None and not t.is_contiguous():
