@@ -124,8 +124,12 @@ def test_columns_that_meet_keys_late_on_a_cpu(monkeypatch, tmp_path):
 
 @emulated
 def test_more_spans_than_ids_are_held_on_a_cpu(monkeypatch, tmp_path):
-    """Runs of three teams: each loads page ids anew within a sequence, and the next sequence's."""
+    """Runs of three teams, as of more work: each loads page ids anew within a sequence, and the next sequence's."""
+    chosen = []
+    choose = many.choose
+    monkeypatch.setattr(many, "choose", lambda *shape, capacity: chosen.append(choose(*shape)) or chosen[-1])
     on_a_cpu(monkeypatch, tmp_path, "int4", (1, 1), (6600, 500), num_kv_heads=1, head_size=64)
+    assert {config.workers for config in chosen} == {3}
 
 
 @emulated

@@ -359,6 +359,25 @@ DI void wait_for_previous_kernel() { cpu_fiber->waited = true; }
 DI void launch_next_kernel() {}
 DI void forget_what_was_read() {}
 
+// ---- barriers that some of the threads of a block have
+struct Meeting { int threads = 0, group = -1, arrived = 0, phase = 0; bool any[2] = {}; };  // threads: that meet there, always as many; of one warpgroup: which
+static Meeting cpu_meetings[16];
+inline Meeting& cpu_come(int id, int threads, bool p = false) {
+  if (id < 1 || id > 15) cpu_fail("barrier", id);
+  Meeting& meeting = cpu_meetings[id];
+  const int group = threads == 128 ? cpu_fiber->thread / 128 : 0;
+  if (meeting.threads && (meeting.threads != threads || meeting.group != group)) cpu_fail("a barrier of other threads", id);
+  meeting.threads = threads, meeting.group = group, meeting.any[meeting.phase & 1] |= p;
+  if (++meeting.arrived == threads) meeting.arrived = 0, meeting.any[~meeting.phase & 1] = false, meeting.phase++;
+  return meeting;
+}
+inline bool cpu_meet(int id, int threads, bool p = false) {
+  const int phase = cpu_meetings[id & 15].phase;
+  Meeting& meeting = cpu_come(id, threads, p);
+  while (meeting.phase == phase) cpu_yield();
+  return meeting.any[phase & 1];
+}
+
 // ---- a launch: one cluster after the other
 static void (*cpu_kernel)();
 static void cpu_enter() {
@@ -373,6 +392,7 @@ static void cpu_begin(CpuBlock& block, int threads) {
   block.warps.assign((threads + 31) / 32, Warp());
   block.shared = (u8*)(((uintptr_t)block.memory.data() + 127) / 128 * 128), block.alive = threads, block.arrived = block.phase = 0;
   block.sent.clear(), block.counter = 0, block.expected = -1, block.counted = 0;
+  for (Meeting& meeting : cpu_meetings) meeting = {};
   memset(block.shared, 0xff, cpu_shared_size), block.unfenced.assign(cpu_shared_size / 4 + 1, 0);
   for (int t = 0; t < threads; t++) {
     Fiber& fiber = block.fibers[t];

@@ -7,9 +7,7 @@
 
 struct Box { u32 to; const i64* map; int x, y, z; };  // map: address, heads, rows, size, bytes of a head and a row, rows of a box
 struct Counter { int arrivals, left; i64 bytes; int phase; std::vector<Box> boxes; };
-struct Turn { int arrived = 0, phase = 0; };
 static std::map<u32, Counter> cpu_counters;
-static Turn cpu_turns[16];
 
 inline Counter& cpu_counter(u32 at) {
   const auto found = cpu_counters.find(at);
@@ -19,7 +17,7 @@ inline Counter& cpu_counter(u32 at) {
 inline void cpu_end_phase(Counter& c) { if (c.left == 0 && c.bytes == 0) c.left = c.arrivals, c.phase++; }
 inline void cpu_expect_box(u32 at, int bytes);
 inline void open_phases(u32 at, int arrivals) { cpu_at(at, 8), cpu_expected = cpu_expect_box, cpu_counters[at] = {arrivals, arrivals, 0, 0, {}}; }
-inline void phases_are_open() { for (Turn& turn : cpu_turns) turn = {}; }
+inline void phases_are_open() {}
 inline void arrive(u32 at) {
   Counter& c = cpu_counter(at);
   if (c.left == 0) cpu_fail("more threads come than a counter was opened for", at);
@@ -57,10 +55,5 @@ inline void wait_for_phase(u32 at, u32 parity) {
 
 template <int N> DI void take_registers() {}
 template <int N> DI void give_registers() {}
-inline void cpu_pass(Turn& turn) { if (++turn.arrived == 256) turn.arrived = 0, turn.phase++; }
-inline void wait_for_turn(int id) {
-  const int phase = cpu_turns[id].phase;
-  cpu_pass(cpu_turns[id]);
-  while (cpu_turns[id].phase == phase) cpu_yield();
-}
-inline void give_turn(int id) { cpu_pass(cpu_turns[id]); }
+inline void wait_for_turn(int id) { cpu_meet(id, 256); }
+inline void give_turn(int id) { cpu_come(id, 256); }

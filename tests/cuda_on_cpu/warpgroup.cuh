@@ -7,6 +7,7 @@
 constexpr int MATRIX_ROW = 128;
 DI u32 matrix_chunk(int row, int chunk) { return row * MATRIX_ROW + ((chunk ^ row % 8) << 4); }
 DI u64 matrix_descriptor(u32 address) { return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | 1 << 16 | address >> 4; }
+DI u64 rows_descriptor(u32 address, int slab) { return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | (u64)(slab / 16) << 16 | address >> 4; }
 
 inline void cpu_store_transposed(const Lanes& lanes, int matrices) {  // lane 8 m + r: the address of row r of matrix m, its column r
   const int m = cpu_lane() / 8, column = cpu_lane() % 8;
@@ -27,17 +28,7 @@ inline void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
 }
 inline void stores_before_wgmma() { cpu_forget_stores(); }
 
-struct Meeting { int arrived = 0, phase = 0; bool any[2] = {}; };
-static Meeting cpu_meetings[16];
-inline bool meet_any(int id, bool p) {
-  if (id < 1 || id > 15 || cpu_fiber->thread / 128 != id - 1) cpu_fail("barrier", id);
-  Meeting& meeting = cpu_meetings[id];
-  const int phase = meeting.phase;
-  meeting.any[phase & 1] |= p;
-  if (++meeting.arrived == 128) meeting.arrived = 0, meeting.any[~phase & 1] = false, meeting.phase++;
-  while (meeting.phase == phase) cpu_yield();
-  return meeting.any[phase & 1];
-}
+inline bool meet_any(int id, bool p) { return cpu_meet(id, 128, p); }
 inline void meet(int id) { meet_any(id, false); }
 
 // ---- products
@@ -116,6 +107,20 @@ template <int N, bool BFLOAT> struct Wgmma {
     Product p{d, N, BFLOAT, ADD, {}, b};
     for (int lane = 0; lane < 32; lane++)
       if (lanes(lane, 4) != b || lanes(lane, 5) != (u64)ADD) cpu_fail("lanes that multiply by different matrices", lane);
+    cpu_give_rows(p, lanes);
+    cpu_begin_product(p);
+  }
+  template <bool ADD> static void multiply(float (&d)[N][4], u64 a, u64 b) {
+    cpu_exchange(0);
+    Product p{d, N, BFLOAT, ADD, {}, b};
+    p.from = a;
+    cpu_begin_product(p);
+  }
+  static void add_rows(float (&d)[N][4], const u32 (&a)[4], u64 b) {
+    const u64 registers[] = {a[0], a[1], a[2], a[3], b};
+    const Lanes lanes = cpu_exchange(registers, 5);
+    Product p{d, N, BFLOAT, true, {}, b};
+    p.across = true;
     cpu_give_rows(p, lanes);
     cpu_begin_product(p);
   }

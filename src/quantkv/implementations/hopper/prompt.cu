@@ -8,7 +8,7 @@
 // TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
 #include "arguments.cuh"
 #include "pipeline.cuh"
-#include "wide_products.cuh"
+#include "warpgroup.cuh"
 
 static_assert(sizeof(PromptArguments) == ARGUMENT_BYTES, "arguments are laid out in another way in Python");
 constexpr int ROWS = 64 * CONSUMERS, TILES = KEYS / 8, VALUE_TILES = DV / 8;  // tiles: of eight columns
@@ -179,14 +179,14 @@ struct Rows {
   }
   DI void score(u32 queries, u32 keys) {
     const u64 q = matrix_descriptor(queries), k = matrix_descriptor(keys);
-    WideProducts<TILES, BF16>::scores<false>(s, q, k);
+    Wgmma<TILES, BF16>::multiply<false>(s, q, k);
 #pragma unroll
-    for (int w = 1; w < (D + 15) / 16; w++) WideProducts<TILES, BF16>::scores<true>(s, q + (w / 4 * QUERY_SLAB + w % 4 * 32) / 16, k + (w / 4 * SLAB + w % 4 * 32) / 16);
+    for (int w = 1; w < (D + 15) / 16; w++) Wgmma<TILES, BF16>::multiply<true>(s, q + (w / 4 * QUERY_SLAB + w % 4 * 32) / 16, k + (w / 4 * SLAB + w % 4 * 32) / 16);
   }
   DI void add_values(u32 values) {
     const u64 v = rows_descriptor(values, SLAB);
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) WideProducts<VALUE_TILES, BF16>::weigh(o, p[k], v + k * (16 * MATRIX_ROW / 16));
+    for (int k = 0; k < KEYS / 16; k++) Wgmma<VALUE_TILES, BF16>::add_rows(o, p[k], v + k * (16 * MATRIX_ROW / 16));
   }
   // To tokens and heads, and log-sum-exps.
   DI void write(const PromptArguments& a, const Work& w, int row) {
