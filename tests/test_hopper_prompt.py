@@ -82,11 +82,23 @@ def test_groups(heads):
     check(SHORT, heads=heads)
 
 
+def test_softcap_of_one_score():
+    """A query of one key has its capped score for log-sum-exp."""
+    scores = torch.linspace(-400, 400, 24, dtype=torch.float64, device=DEVICE)
+    round = round_of([(1, 1)] * len(scores), CAUSAL)
+    q = (scores / 8).half()[:, None, None].repeat(1, 2, 64)
+    k = q.new_ones(2, round.room, 64)
+    _, lse = prompt.attend(q, k, k, 1 / 8, 1, CAUSAL, bounds(round, DEVICE), 50.0, None)
+    want = 50 * torch.tanh(q[:, 0, 0].double() * 8 / 50)
+    assert ((lse.double() - want[:, None]).abs() <= 2e-5 + 3e-6 * want.abs()[:, None]).all()
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(25, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_softcap_and_sinks(dtype, mask):
     sinks = torch.linspace(-3, 9, 8, device=DEVICE)[::2].to(dtype)
     check(SHORT, mask, dtype=dtype, softcap=3.0, gain=4.0, sinks=sinks)
+    check(SHORT, mask, dtype=dtype, softcap=50.0, sinks=sinks)
     check(SHORT, mask, dtype=dtype, sinks=sinks.float())
 
 
