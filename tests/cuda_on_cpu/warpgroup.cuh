@@ -100,11 +100,12 @@ inline void cpu_begin_product(Product& p) {
   cpu_mine(cpu_products).push_back(p);
 }
 template <int N, bool BFLOAT> struct Wgmma {
-  template <bool ADD> static void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  template <bool ADD, bool ROWS = false> static void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     static_assert(N >= 1 && N <= 32);
     const u64 registers[] = {a0, a1, a2, a3, b, ADD};
     const Lanes lanes = cpu_exchange(registers, 6);
     Product p{d, N, BFLOAT, ADD, {}, b};
+    p.across = ROWS;
     for (int lane = 0; lane < 32; lane++)
       if (lanes(lane, 4) != b || lanes(lane, 5) != (u64)ADD) cpu_fail("lanes that multiply by different matrices", lane);
     cpu_give_rows(p, lanes);
@@ -114,14 +115,6 @@ template <int N, bool BFLOAT> struct Wgmma {
     cpu_exchange(0);
     Product p{d, N, BFLOAT, ADD, {}, b};
     p.from = a;
-    cpu_begin_product(p);
-  }
-  static void add_rows(float (&d)[N][4], const u32 (&a)[4], u64 b) {
-    const u64 registers[] = {a[0], a[1], a[2], a[3], b};
-    const Lanes lanes = cpu_exchange(registers, 5);
-    Product p{d, N, BFLOAT, true, {}, b};
-    p.across = true;
-    cpu_give_rows(p, lanes);
     cpu_begin_product(p);
   }
 };

@@ -186,7 +186,7 @@ struct Rows {
   DI void add_values(u32 values) {
     const u64 v = rows_descriptor(values, SLAB);
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) Wgmma<VALUE_TILES, BF16>::add_rows(o, p[k], v + k * (16 * MATRIX_ROW / 16));
+    for (int k = 0; k < KEYS / 16; k++) Wgmma<VALUE_TILES, BF16>::multiply<true, true>(o, p[k][0], p[k][1], p[k][2], p[k][3], v + k * (16 * MATRIX_ROW / 16));
   }
   // To tokens and heads, and log-sum-exps.
   DI void write(const PromptArguments& a, const Work& w, int row) {

@@ -33,7 +33,7 @@ DI bool meet_any(int id, bool p) {  // whether any of them says so
 
 // ---- products of a warpgroup
 // d [64, 8 N] = a [64, 16] b [16, 8 N], or += where ADD, in float32. Warp w has rows 16 w and on of a and d, as in mma; or a is 16 columns of a
-// matrix in shared memory. b^T are 16 columns and 8 N rows of a matrix there; in add_rows b is 16 rows of one. They run on behind the program: none of
+// matrix in shared memory. b^T are 16 columns and 8 N rows of a matrix there; where ROWS, b is 16 rows of one. They run on behind the program: none of
 // what they read or add to may be touched from begin_products() to wait_for_all_products_but().
 DI void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DI void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -71,38 +71,34 @@ template <int N, bool BFLOAT> struct Wgmma;
 #define TILES_24 TILES_20, TILE4(20), TILE4(21), TILE4(22), TILE4(23)
 #define NUMBERS_32 NUMBERS_24 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define TILES_32 TILES_24, TILE4(24), TILE4(25), TILE4(26), TILE4(27), TILE4(28), TILE4(29), TILE4(30), TILE4(31)
-// A to F: numbers of the operands behind the 4 N of d.
-#define WGMMA_OF(N, COLUMNS, ELEMENT, BFLOAT, A, B, C, D, E, F) \
+// A to G: numbers of the operands behind the 4 N of d.
+#define WGMMA_OF(N, COLUMNS, ELEMENT, BFLOAT, A, B, C, D, E, F, G) \
   template <> struct Wgmma<N, BFLOAT> { \
-    template <bool ADD> static DI void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #F ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},{%" #A ",%" #B ",%" #C ",%" #D "},%" #E ",p,1,1,0;}" \
-                   : TILES_##N : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD) : "memory"); \
+    template <bool ADD, bool ROWS = false> static DI void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #F ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},{%" #A ",%" #B ",%" #C ",%" #D "},%" #E ",p,1,1,%" #G ";}" \
+                   : TILES_##N : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD), "n"((int)ROWS) : "memory"); \
     } \
     template <bool ADD> static DI void multiply(float (&d)[N][4], u64 a, u64 b) { \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #C ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},%" #A ",%" #B ",p,1,1,0,0;}" \
                    : TILES_##N : "l"(a), "l"(b), "n"((int)ADD) : "memory"); \
     } \
-    static DI void add_rows(float (&d)[N][4], const u32 (&a)[4], u64 b) { \
-      asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},{%" #A ",%" #B ",%" #C ",%" #D "},%" #E ",p,1,1,1;}" \
-                   : TILES_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory"); \
-    } \
   };
-#define WGMMA(N, COLUMNS, A, B, C, D, E, F) \
-  WGMMA_OF(N, COLUMNS, "f16", false, A, B, C, D, E, F) \
-  WGMMA_OF(N, COLUMNS, "bf16", true, A, B, C, D, E, F)
-WGMMA(1, 8, 4, 5, 6, 7, 8, 9)
-WGMMA(2, 16, 8, 9, 10, 11, 12, 13)
-WGMMA(3, 24, 12, 13, 14, 15, 16, 17)
-WGMMA(4, 32, 16, 17, 18, 19, 20, 21)
-WGMMA(6, 48, 24, 25, 26, 27, 28, 29)
-WGMMA(8, 64, 32, 33, 34, 35, 36, 37)
-WGMMA(10, 80, 40, 41, 42, 43, 44, 45)
-WGMMA(12, 96, 48, 49, 50, 51, 52, 53)
-WGMMA(14, 112, 56, 57, 58, 59, 60, 61)
-WGMMA(16, 128, 64, 65, 66, 67, 68, 69)
-WGMMA(20, 160, 80, 81, 82, 83, 84, 85)
-WGMMA(24, 192, 96, 97, 98, 99, 100, 101)
-WGMMA(32, 256, 128, 129, 130, 131, 132, 133)
+#define WGMMA(N, COLUMNS, A, B, C, D, E, F, G) \
+  WGMMA_OF(N, COLUMNS, "f16", false, A, B, C, D, E, F, G) \
+  WGMMA_OF(N, COLUMNS, "bf16", true, A, B, C, D, E, F, G)
+WGMMA(1, 8, 4, 5, 6, 7, 8, 9, 10)
+WGMMA(2, 16, 8, 9, 10, 11, 12, 13, 14)
+WGMMA(3, 24, 12, 13, 14, 15, 16, 17, 18)
+WGMMA(4, 32, 16, 17, 18, 19, 20, 21, 22)
+WGMMA(6, 48, 24, 25, 26, 27, 28, 29, 30)
+WGMMA(8, 64, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(10, 80, 40, 41, 42, 43, 44, 45, 46)
+WGMMA(12, 96, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(14, 112, 56, 57, 58, 59, 60, 61, 62)
+WGMMA(16, 128, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(20, 160, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(24, 192, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(32, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
 #undef WGMMA_OF
 #undef TILE4
