@@ -1,11 +1,14 @@
 """The benchmark itself: what it refuses to time, what it counts, and what it writes."""
 
+import gc
 import importlib.util
 import json
 import lzma
 import math
 import sys
+import weakref
 import xml.etree.ElementTree as ElementTree
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,3 +326,41 @@ def test_documents_are_filled_from_the_figures():
     assert script.update(other, filled) == other
     with pytest.raises(ValueError, match="bench:nothing"):
         script.update("<!-- bench:nothing -->\n<!-- /bench -->", filled)
+
+
+class FakeCuda:
+    """As much of torch.cuda as a capture asks for, without a GPU."""
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    class CUDAGraph:
+        replays = 0
+
+        def replay(self):
+            self.replays += 1
+
+    stream = staticmethod(lambda stream: nullcontext())
+    graph = staticmethod(lambda graph, stream: nullcontext())
+    current_stream, synchronize = Stream, staticmethod(lambda: None)
+
+
+def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
+    """A graph reads the tensors of what it captured and holds none of them: in `benchmarks/offload.py` the call's own were freed."""
+    monkeypatch.setattr(torch, "cuda", FakeCuda)
+
+    def captured():
+        tensor = torch.zeros(3)
+        return weakref.ref(tensor), timing.capture(lambda: tensor.add_(1), 2)
+
+    tensor, graph = captured()
+    replay = graph.replay
+    graph.replay()
+    assert graph.graph.replays == 1
+    del graph
+    gc.collect()
+    assert tensor() is not None and tensor().tolist() == [3.0] * 3  # once before the capture, twice in it
+    del replay
+    gc.collect()
+    assert tensor() is None

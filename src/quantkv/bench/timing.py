@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -67,8 +68,20 @@ def _events(call: Call, repeats: int) -> list[float]:
     return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
 
-def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    """`calls` calls, one after the other, as a graph."""
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph of a call, and the call. A graph reads the addresses of its tensors and holds none of them: the call does."""
+
+    graph: torch.cuda.CUDAGraph
+    call: Call
+
+    def replay(self) -> None:
+        """Launch what was captured on the current stream."""
+        self.graph.replay()
+
+
+def capture(call: Call, calls: int) -> Captured:
+    """`calls` calls, one after the other, as a graph. What the call refers to lives as long as the result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -79,7 +92,7 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
             for _ in range(calls):
                 call()
     torch.cuda.current_stream().wait_stream(stream)
-    return graph
+    return Captured(graph, call)
 
 
 def read_ceiling_gbps(device: torch.device, size: int = 2 << 30) -> float:
