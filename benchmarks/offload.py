@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkv import PagedCache, PageStore, get_format, prepare_attend, prepare_write
 from quantkv.bench.timing import capture
+from quantkv.offload import StoredPages, Transfer
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128  # Llama-3-8B's
-ROUNDS = 7
+ROUNDS = 5
+COPIES = 12  # of all pages that move, each way, in a round
+STEPS = 48  # of a round in which nothing moves
+AHEAD = 3  # steps that wait on the GPU, so that it never waits for the host
 
 
 class Model:
@@ -58,20 +64,17 @@ class Model:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def step_ms(self, ended: Callable[[], bool], least: int = 1) -> tuple[float, int]:
-        """Milliseconds of a step while something has not ended, and how many steps that were. The host waits after every second one."""
-        self.synchronize_steps()
-        start, count = time.perf_counter(), 0
-        while count < least or not ended():
-            self.step()
-            self.step()
-            self.synchronize_steps()
-            count += 2
-        return (time.perf_counter() - start) / count * 1e3, count
+    def mark(self) -> Any:
+        """What the current stream was given so far, as an event; None on a CPU, where it has ended."""
+        return torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
 
-    def synchronize_steps(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+    def start(self, way: str, kept: StoredPages) -> Transfer:
+        """Begin to copy all pages that move, to the host ("out") or to the device ("in")."""
+        if way == "in":
+            return self.store.load(kept, self.moving[1])
+        stored = self.store.store(self.moving[0])
+        self.store.release(stored)  # their room is taken again by the next, whose copies come later on the same stream
+        return stored
 
 
 def check(model: Model) -> None:
@@ -96,30 +99,42 @@ def check(model: Model) -> None:
 
 
 def measure(model: Model, ways: tuple[str, ...], with_steps: bool) -> dict[str, float]:
-    """One direction or both: gigabytes a second each way, and milliseconds of a step beside them, where steps run until all has moved."""
+    """Gigabytes a second each way, and milliseconds of a step. Steps run until the last copy has ended, and two copies of each way wait at
+    any time, so that neither the GPU nor its bus waits for the host. Without `ways`: steps alone."""
     kept = model.store.store(model.moving[0])
     kept.synchronize()
-    repeats, found = 4, []
-    while len(found) < ROUNDS:
+    found = []
+    for _ in range(ROUNDS):
+        waiting = {way: deque() for way in ways}
+        left, ahead, steps = dict.fromkeys(ways, COPIES), deque(), 0
         model.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            under_way = []
-            if "out" in ways:
-                under_way.append(model.store.store(model.moving[0]))
-                model.store.release(under_way[0])
-            if "in" in ways:
-                under_way.append(model.store.load(kept, model.moving[1]))
-        result = {}
-        if with_steps:
-            result["step_ms"], count = model.step_ms(lambda under_way=under_way: all(transfer.done for transfer in under_way))
-            if count < 16 and model.device.type == "cuda":
-                repeats *= 2
-                continue
+        begun = time.perf_counter()
+        while any(left.values()) or any(waiting.values()) or (not ways and steps < STEPS):
+            for way, copies in waiting.items():
+                while copies and copies[0].done:
+                    copies.popleft()
+                while left[way] and len(copies) < 2:
+                    copies.append(model.start(way, kept))
+                    left[way] -= 1
+            if with_steps:
+                model.step()
+                steps += 1
+                ahead.append(model.mark())
+                if len(ahead) > AHEAD and (event := ahead.popleft()):
+                    event.synchronize()
         model.synchronize()
-        found.append({"gb_per_s": repeats * model.gigabytes / (time.perf_counter() - start), **result})
+        elapsed = time.perf_counter() - begun
+        found.append(
+            ({"gb_per_s": COPIES * model.gigabytes / elapsed} if ways else {}) | ({"step_ms": elapsed / steps * 1e3} if with_steps else {})
+        )
     model.store.release(kept)
     return {name: statistics.median(result[name] for result in found) for name in found[0]}
+
+
+def show(name: str, result: dict[str, float], alone: float = math.nan) -> None:
+    rate = f"{result['gb_per_s']:7.1f} GB/s" if "gb_per_s" in result else " " * 12
+    step = f"{result['step_ms']:8.3f} ms a step ({result['step_ms'] / alone:.3f}x)" if "step_ms" in result else ""
+    print(f"{name:32s} {rate} {step}", flush=True)
 
 
 def main() -> None:
@@ -135,16 +150,15 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model(args)
     check(model)
-    alone = statistics.median(model.step_ms(lambda: True, least=16)[0] for _ in range(ROUNDS))
-    found = {"decode alone": {"step_ms": alone}}
-    for name, ways in (("to the host", ("out",)), ("to the device", ("in",)), ("both ways, each", ("out", "in"))):
-        found[name] = measure(model, ways, False)
-        found[f"{name}, beside decode"] = measure(model, ways, True)
     print(f"{args.layers} layers of {args.format}, {args.batch} x {args.length} decode; {1e3 * model.gigabytes:.0f} MB at a time")
-    for name, result in found.items():
-        rate = f"{result['gb_per_s']:7.1f} GB/s" if "gb_per_s" in result else " " * 12
-        step = f"{result['step_ms']:8.3f} ms a step ({result['step_ms'] / alone:.3f}x)" if "step_ms" in result else ""
-        print(f"{name:32s} {rate} {step}")
+    found: dict[str, dict[str, float]] = {}
+    for name, ways in (("decode alone", ()), ("to the host", ("out",)), ("to the device", ("in",)), ("both ways, each", ("out", "in"))):
+        if ways:
+            found[name] = measure(model, ways, False)
+            show(name, found[name])
+            name = f"{name}, beside decode"
+        found[name] = measure(model, ways, True)
+        show(name, found[name], found["decode alone"]["step_ms"])
     if args.json:
         device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
         arguments = {name: value for name, value in vars(args).items() if name != "json"}
