@@ -1,5 +1,7 @@
 """A mixed batch, cut into runs: each has one kind of sequences, and together they are the whole."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,6 +61,29 @@ def test_a_run_of_another_layer():
     whole = call.with_tensors(other, torch.empty_like(out), None, call.segments)
     ops.attend(whole, "reference")
     assert relative_error(out, whole.out) < 1e-3
+
+
+def test_runs_read_what_their_tensors_hold_when_they_run():
+    """Of the pages, ranges and masks of a batch some runs have copies, for the sake of addresses."""
+    keys = tuple(zip(QUERIES, KEYS))
+    causal = torch.tensor([True] * 8, device=DEVICE)
+    ranges = torch.tensor([[0, n] for n in KEYS], dtype=torch.int32, device=DEVICE)
+    b = Batch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
+    table = b.block_table.clone()
+    call = replace(b, block_table=table).call(lengths=keys, causal=causal, key_range=ranges)
+    launches = [(run, ops.prepare(run.call, "reference")) for run in batches.pieces(call)]
+    assert any(run.copies for run, _ in launches)
+    for _ in range(2):
+        for run, launch in launches:
+            launch(run.of(call))
+        expected, _ = b.oracle(causal=causal.clone(), key_range=ranges.clone())
+        assert relative_error(call.out, expected) < 2e-3
+        # The same tokens in other pages, all of them seen, but for the first two.
+        moved = torch.arange(b.cache.num_blocks - 1, -1, -1, device=DEVICE)
+        b.cache.copy_pages(torch.arange(b.cache.num_blocks, device=DEVICE), moved)
+        table.copy_(torch.where(table >= 0, b.cache.num_blocks - 1 - table, table))
+        b = replace(b, block_table=table)
+        causal.fill_(False), ranges[:, 0].fill_(2)
 
 
 @pytest.mark.parametrize("lengths", [((1, 9), (2, 9)), ((LONG, LONG),) * 20])

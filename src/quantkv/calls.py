@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from .format import Format
 from .maps import LayerMaps
 from .options import AttentionOptions
 from .reads import key_intervals
+
+T = TypeVar("T")
 
 
 class Side(NamedTuple):
@@ -212,6 +214,11 @@ class AttendCall:
         call.__dict__.update(self.__dict__, q=q, out=out, lse=lse, segments=segments, options=options or self.options)
         return call
 
+    def numbers(self) -> list[torch.Tensor]:
+        """The tensors whose numbers say which keys are read: see `Kept`."""
+        own = [t for s in self.segments for t in (s.block_table, s.key_start, s.key_range) if t is not None]
+        return [self.batch.cu_seqlens_q, self.batch.seq_lens, *self.options.per_sequence().values(), *own]
+
     def check_values(self) -> None:
         """What reads tensors, on a CPU: lengths fit their promises, and every page that is read exists."""
         starts = self.batch.cu_seqlens_q.tolist()
@@ -304,6 +311,10 @@ class WriteCall:
         if device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_values()
 
+    def numbers(self) -> list[torch.Tensor]:
+        """The tensors whose numbers say where rows go: see `Kept`."""
+        return [t for t in (self.slot_mapping, self.positions) if t is not None]
+
     def check_values(self) -> None:
         """What reads tensors, on a CPU: the slots exist."""
         if not len(self.slot_mapping):
@@ -320,3 +331,23 @@ class WriteCall:
         call = object.__new__(WriteCall)
         call.__dict__.update(self.__dict__, key=key, value=value, k=k, v=v, maps=maps)
         return call
+
+
+class Kept(Generic[T]):
+    """What a prepared call works out of its tensors' numbers on the host: `work(call)`, kept for as long as they hold the same ones.
+
+    A prepared call may keep two things of the call that it was made with. The first is its shape: shapes, strides, dtypes, alignment,
+    scales and options that are no tensors, which `PreparedAttend` and `PreparedWrite` have in their keys. The second is what this class
+    keeps; `numbers` of the call says which tensors it is of. Everything else is read when the call runs."""
+
+    def __init__(self, work: Callable[[Any], T]) -> None:
+        self._work, self._numbers = work, None
+
+    def of(self, call: AttendCall | WriteCall) -> T:
+        """What is kept of this call. ValueError where its tensors hold other numbers than when it was checked, and illegal ones."""
+        numbers = call.numbers()
+        if self._numbers is None or not all(map(torch.equal, self._numbers, numbers)):
+            if self._numbers is not None:  # else the call was checked where it was made
+                call.check_values()
+            self._value, self._numbers = self._work(call), [t.clone() for t in numbers]
+        return self._value

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from . import implementations
+from .autocast import given_dtypes
 from .calls import AttendCall, Batch, WriteCall
 from .flat import flatten_cache, flatten_options, flatten_segments, unflatten_cache, unflatten_options, unflatten_segments
 from .format import get_format
@@ -74,11 +75,17 @@ def prepare(call: AttendCall | WriteCall, implementation: str = "auto") -> Launc
     return launch
 
 
+def start(launch: Launch, call: AttendCall | WriteCall) -> None:
+    """Serve `call` by `launch`, which `prepare` made or an implementation calls `run`: the same under `torch.autocast` as without."""
+    with given_dtypes(call.q if isinstance(call, AttendCall) else call.key):
+        launch(call)
+
+
 def _serve(call: AttendCall | WriteCall, implementation: str) -> None:
     parts = [run.call for run in batches.cut(call)] if isinstance(call, AttendCall) and implementation == "auto" else [call]
     for part in parts:
         name, _ = implementations.resolve(part, implementation)
-        implementations.module(name, implementations.kind(part)).run(part)
+        start(implementations.module(name, implementations.kind(part)).run, part)
 
 
 @torch.library.custom_op(

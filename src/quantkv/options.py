@@ -57,6 +57,11 @@ class AttentionOptions:
         values = ((f, getattr(self, f.name)) for f in fields(self))
         return [f.name for f, value in values if value is not f.default and (isinstance(value, torch.Tensor) or value != f.default)]
 
+    def per_sequence(self) -> dict[str, torch.Tensor]:
+        """The options that are tensors with an entry for each sequence, by name: they say which keys are read."""
+        names = (f.name for f in fields(self) if "S" in f.metadata.get("shape", ()))
+        return {name: t for name in names if isinstance(t := getattr(self, name), torch.Tensor)}
+
     def check(self, axes: dict[str, int], device: torch.device) -> None:
         """ValueError for what no implementation could honour. axes: sizes of S and HQ."""
         for f in fields(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class PreparedWrite:
     """A write into the same slots of one cache after the other: `write(cache, key, value)`.
 
     The first call for a kind of cache and of rows (shape, dtype, strides) is checked and prepared; later ones only launch. Slots and
-    positions are read when it runs, so their tensors may be filled anew for the next step.
+    positions are read when it runs, so their tensors may be filled anew for the next step. Threads may share it: each prepares for itself.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PreparedWrite:
         checks.instance("key", key, torch.Tensor, "a tensor")
         checks.instance("value", value, torch.Tensor, "a tensor")
         aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
-        shape = (cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
+        shape = (get_ident(), cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
         shape += (copies is None,)
         known = self._prepared.get(shape)
         if known is None:
@@ -63,7 +64,7 @@ class PreparedWrite:
             known = self._prepared[shape] = call, ops.prepare(call, self.implementation)
         else:
             call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
-        known[1](call)
+        ops.start(known[1], call)
         return getattr(known[1], "starts_next", False)
 
 
@@ -76,7 +77,7 @@ def _launch(launch: ops.Launch, call: AttendCall, cache: PagedCache | ShadowedCa
             write(cache, key, value)
         elif write._store(cache, key, value) and behind is not None:
             launch = behind
-    launch(call)
+    ops.start(launch, call)
 
 
 class PreparedAttend:
@@ -84,7 +85,11 @@ class PreparedAttend:
 
     Batch, block table and options are those it was made with. The first call for a kind of cache and of queries is checked, an
     implementation is chosen, its grid, scratch memory and arguments are worked out; a later one costs little more than its launches.
-    Block table and lengths are read when it runs, so their tensors may be filled anew for the next step.
+    Block table, lengths and options are read when it runs, so their tensors may be filled anew for the next step. Only the promises must
+    hold: `lengths`, where given, are those of every step.
+
+    Threads may share it: each prepares for itself, and has scratch memory of its own. On a GPU a thread uses it on one stream, or lets
+    the streams wait for each other.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class PreparedAttend:
             checks.refuse("new", type(new).__name__, "a tuple (write, key, value) is needed, write of prepare_write")
         given = tuple(name for name, t in options.items() if t is not None)
         target = None if out is None else (out.stride(), out.dtype)
-        shape = (cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
+        shape = (get_ident(), cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
         known = self._prepared.get(shape)
         if known is None:
             out, lse = self._first(shape, cache, q, out, return_lse, new, {name: options[name] for name in given})

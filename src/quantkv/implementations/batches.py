@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
-from ..calls import AttendCall, AttentionOptions, Batch
+from ..calls import AttendCall, Batch
 from . import NAMES, module
-
-PER_SEQUENCE = [f.name for f in fields(AttentionOptions) if "S" in f.metadata.get("shape", ())]
 
 
 @dataclass(frozen=True)
 class Run:
     """Neighbouring sequences of a call, as a call of their own.
 
-    tokens: their queries; None: the run is the whole call."""
+    tokens: their queries; None: the run is the whole call. copies: tensors of the run's call that are copies, with what they copy."""
 
     call: AttendCall
     tokens: slice | None = None
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     def of(self, call: AttendCall) -> AttendCall:
-        """The same run of another call of the same shape: of another layer."""
+        """The same run of another call of the same shape: of another layer, or of the same batch with other numbers in its tensors."""
         if self.tokens is None:
             return call
+        for own, given in self.copies:
+            own.copy_(given)
         segments = tuple(
             s._replace(block_table=own.block_table, key_start=own.key_start, key_range=own.key_range)
             for s, own in zip(call.segments, self.call.segments)
         )
-        shared = {name: getattr(self.call.options, name) for name in PER_SEQUENCE}
-        options = call.options if call.options is self.call.options else replace(call.options, **shared)
+        options = self.call.options.per_sequence()
+        options = call.options if call.options is self.call.options else replace(call.options, **options)
         return self.call.with_tensors(*_rows(call, self.tokens), segments, options)
 
 
@@ -59,7 +60,7 @@ def pieces(call: AttendCall) -> list[Run]:
         runs.append((seqs, tokens))
     if len(runs) < 2:
         return [Run(call)]
-    return [Run(_part(call, seqs, tokens), tokens) for seqs, tokens in runs if tokens.start < tokens.stop]
+    return [_part(call, seqs, tokens) for seqs, tokens in runs if tokens.start < tokens.stop]
 
 
 def _kind(queries: int, names: Sequence[str]) -> str:
@@ -71,22 +72,25 @@ def _rows(call: AttendCall, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, 
     return call.q[tokens], call.out[tokens], None if call.lse is None else call.lse[tokens]
 
 
-def _part(call: AttendCall, seqs: slice, tokens: slice) -> AttendCall:
-    batch = call.batch
+def _part(call: AttendCall, seqs: slice, tokens: slice) -> Run:
+    batch, copies = call.batch, []
     starts = batch.cu_seqlens_q[seqs.start : seqs.stop + 1] - batch.cu_seqlens_q[seqs.start]
 
     def sliced(t):
         if t is None:
             return None
-        own = t[seqs]
+        given = t[seqs]
+        if given.data_ptr() % 16 == 0:
+            return given
         # Kernels are compiled for addresses that are multiples of 16: another variant for every odd start would stall a server.
-        return own.clone() if own.data_ptr() % 16 else own
+        copies.append((given.clone(), given))
+        return copies[-1][0]
 
     part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs])
+    copies.clear()  # that of the lengths stays right: they are promised
     segments = tuple(
         s._replace(block_table=sliced(s.block_table), key_start=sliced(s.key_start), key_range=sliced(s.key_range)) for s in call.segments
     )
-    given = {name: getattr(call.options, name) for name in PER_SEQUENCE}
-    options = replace(call.options, **{name: sliced(t) for name, t in given.items() if isinstance(t, torch.Tensor)})
+    options = replace(call.options, **{name: sliced(t) for name, t in call.options.per_sequence().items()})
     q, out, lse = _rows(call, tokens)
-    return AttendCall(q, segments, part, call.scale, options, out, lse)
+    return Run(AttendCall(q, segments, part, call.scale, options, out, lse), tokens, tuple(copies))

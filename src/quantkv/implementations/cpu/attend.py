@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...calls import AttendCall, Batch, Segment
+from ...calls import AttendCall, Batch, Kept, Segment
 from ...maps import LinearMap
 from ...reads import window_size
 from ..reference.attend import merge
@@ -46,12 +46,10 @@ def run(call: AttendCall) -> None:
 
 
 def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
-    """What serves every call of the same batch and options: what is read is worked out once, and anew where the lengths or the block
-    tables hold other numbers."""
+    """What serves every call of the same batch and options: what is read is kept."""
     traits = [(sides.described(s.k, s.fmt.k), sides.described(s.v, s.fmt.v)) for s in call.segments]
     matrices: dict[Any, tuple[LinearMap | None, torch.Tensor | None]] = {}
-    known: list[bytes] = []
-    plans: list[Plan] = []
+    plans = Kept(lambda call: [Plan.of(call, segment) for segment in call.segments])
 
     def matrix(of: Callable, map_: LinearMap | None, planes: int, scale: float) -> torch.Tensor | None:
         key = of, id(map_), planes, scale
@@ -60,13 +58,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
         return matrices[key][1]
 
     def launch(call: AttendCall) -> None:
-        nonlocal known, plans
-        places = _places(call)
-        if known != places:
-            if plans:
-                call.check_values()
-            known, plans = places, [Plan.of(call, segment) for segment in call.segments]
-        results = [_attend_segment(call, *parts, matrix) for parts in zip(call.segments, plans, traits)]
+        results = [_attend_segment(call, *parts, matrix) for parts in zip(call.segments, plans.of(call), traits)]
         if call.options.sinks is not None:  # a value of zero that every query sees
             (out, lse), sinks = results[0], call.options.sinks.float()
             results.append((torch.zeros_like(out), sinks.expand_as(lse)))
@@ -78,13 +70,6 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
             call.lse.copy_(lse)
 
     return launch
-
-
-def _places(call: AttendCall) -> list[bytes]:
-    """The numbers that say which keys are read."""
-    own = [t for s in call.segments for t in (s.block_table, s.key_start, s.key_range)]
-    given = (call.batch.cu_seqlens_q, call.batch.seq_lens, call.options.causal, *own)
-    return [t.numpy().tobytes() for t in given if isinstance(t, torch.Tensor)]
 
 
 class Plan(NamedTuple):

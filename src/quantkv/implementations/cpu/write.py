@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...calls import Side, WriteCall
+from ...calls import Kept, Side, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
 from ..reference import write as reference
@@ -43,18 +43,11 @@ def run(call: WriteCall) -> None:
 
 
 def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
-    """What serves every call with the same slots: where rows go is worked out once, and anew where the slots are others."""
-    known, places = None, None
+    """What serves every call with the same slots: where rows go is kept."""
+    places = Kept(_places)
 
     def launch(call: WriteCall) -> None:
-        nonlocal known, places
-        slots = call.slot_mapping.numpy()
-        if known != slots.tobytes():
-            if places is not None:
-                call.check_values()
-            kept = np.flatnonzero(slots >= 0)
-            known, places = slots.tobytes(), (None if len(kept) == len(slots) else kept, np.divmod(slots[kept], call.k.codes.shape[1]))
-        (kept, at), given = places, [call.key.detach(), call.value.detach()]
+        (kept, at), given = places.of(call), [call.key.detach(), call.value.detach()]
         if kept is not None:
             given = [t[kept] for t in given]
         (k, codec, map_), (v, *others) = _sides(call)
@@ -72,6 +65,13 @@ def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
                 side.meta.numpy()[at] = meta
 
     return launch
+
+
+def _places(call: WriteCall) -> tuple[np.ndarray | None, tuple[np.ndarray, np.ndarray]]:
+    """Which tokens are stored (None: all), and their pages and places there."""
+    slots = call.slot_mapping.numpy()
+    kept = np.flatnonzero(slots >= 0)
+    return None if len(kept) == len(slots) else kept, np.divmod(slots[kept], call.k.codes.shape[1])
 
 
 def _bytes(t: torch.Tensor) -> np.ndarray:

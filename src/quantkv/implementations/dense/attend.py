@@ -109,9 +109,19 @@ def run(call: AttendCall) -> None:
 
 
 def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
-    """What serves every call of the same batch."""
-    planned = plan(call)
-    return lambda call: follow(call, planned)
+    """What serves every call of the same batch. Lengths that the host does not know are read when it runs, as by `run`."""
+    plans: dict[Sequence[tuple[int, int]], Plan] = {}
+
+    def launch(call: AttendCall) -> None:
+        if call.batch.lengths is None and _capturing(call.q):
+            raise ValueError("lengths=None: a captured graph cannot read them; prepare the call with the lengths of each sequence")
+        lengths = call.batch.host_lengths()
+        if lengths not in plans:
+            plans.clear()
+            plans[lengths] = plan(call, lengths=lengths)
+        follow(call, plans[lengths])
+
+    return launch
 
 
 def serve(call: AttendCall, *, triton: bool | None = None, **how) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from ...calls import AttendCall, AttentionOptions, Segment, Side
+from ...calls import AttendCall, AttentionOptions, Kept, Segment, Side
 from ...format import Codec
 from ...packing import interleave
 from .plan import Read, plan, positions
@@ -35,31 +35,17 @@ def run(call: AttendCall) -> None:
 
 
 def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
-    """What serves every call of the same batch and options: for decode, the tiles and the pages are worked out once, and anew where the
-    lengths or the block tables hold other numbers."""
-    scratch, decode = Scratch(), call.q.shape[0] == call.batch.num_seqs  # the masks of a prompt are too large to keep
-    known, kept = [t.clone() for t in _places(call)], None
+    """What serves every call of the same batch and options: for decode, the tiles and the pages are kept."""
+    decode = call.q.shape[0] == call.batch.num_seqs  # the masks of a prompt are too large to keep
+    scratch, kept = Scratch(), Kept(lambda call: [list(plan(call, segment)) for segment in call.segments] if decode else None)
 
     def launch(call: AttendCall) -> None:
-        nonlocal known, kept
-        places = _places(call)
-        if not all(map(torch.equal, known, places)):
-            call.check_values()
-            known, kept = [t.clone() for t in places], None
-        if decode and kept is None:
-            kept = [list(plan(call, segment)) for segment in call.segments]
-        out, lse = compute(call, reads=kept, scratch=scratch)
+        out, lse = compute(call, reads=kept.of(call), scratch=scratch)
         call.out.copy_(out)
         if call.lse is not None:
             call.lse.copy_(lse)
 
     return launch
-
-
-def _places(call: AttendCall) -> list[torch.Tensor]:
-    """The tensors that say which keys are read."""
-    own = [t for s in call.segments for t in (s.block_table, s.key_start, s.key_range) if t is not None]
-    return [call.batch.cu_seqlens_q, call.batch.seq_lens, *own]
 
 
 def compute(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...calls import Side, WriteCall
+from ...autocast import given_dtypes
+from ...calls import Kept, Side, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
 
@@ -26,17 +27,9 @@ def run(call: WriteCall) -> None:
 
 
 def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
-    """What serves every call with the same slots: where rows go is worked out once, and anew where the slots are others."""
-    known, places = call.slot_mapping.clone(), _places(call.slot_mapping, call.k.codes.shape[1])
-
-    def launch(call: WriteCall) -> None:
-        nonlocal known, places
-        if not torch.equal(known, call.slot_mapping):
-            call.check_values()
-            known, places = call.slot_mapping.clone(), _places(call.slot_mapping, call.k.codes.shape[1])
-        _write(call, places)
-
-    return launch
+    """What serves every call with the same slots: where rows go is kept."""
+    places = Kept(lambda call: _places(call.slot_mapping, call.k.codes.shape[1]))
+    return lambda call: _write(call, places.of(call))
 
 
 def _write(call: WriteCall, places: Places) -> None:
@@ -117,11 +110,12 @@ def dequantize(
     block_size = side.codes.shape[1]
     at = (slots // block_size, slots % block_size)
     codes = as_integers(side.codes)[at].view(side.codes.dtype)
-    rows = codec.dequantize(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
-    if map_ is not None:
-        rows = apply_map(map_.inverse, rows)
-        if map_.offset is not None:
-            rows = rows + stored_offset(side, codec, map_, slots, positions).to(dtype)
+    with given_dtypes(codes):
+        rows = codec.dequantize(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
+        if map_ is not None:
+            rows = apply_map(map_.inverse, rows)
+            if map_.offset is not None:
+                rows = rows + stored_offset(side, codec, map_, slots, positions).to(dtype)
     return rows
 
 
