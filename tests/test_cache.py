@@ -77,6 +77,18 @@ def test_negative_slots_are_skipped(format_name):
     assert changed.tolist() == [False, True, False, False, False, False]
 
 
+@pytest.mark.parametrize("source, target", [([0, 1, 2], [1, 2, 3]), ([1, 2, 3], [0, 1, 2]), ([0, 1, 4], [1, 0, 5])])
+def test_pages_that_are_copied_are_those_that_were_there(source, target):
+    """Also where pages are sources and targets: moved up, moved down, changed for each other."""
+    cache = cache_of()
+    cache.buffer[:] = torch.arange(6, dtype=torch.uint8)[:, None, None]
+    cache.copy_pages(torch.tensor(source), torch.tensor(target))
+    expected = list(range(6))
+    for new, page in zip(target, source):
+        expected[new] = page
+    assert cache.buffer[:, 1, -1].tolist() == expected and (cache.buffer == cache.buffer[:, :1, :1]).all()
+
+
 def test_what_nothing_wrote_does_not_show(format_name):
     clean, dirty = cache_of(format_name), cache_of(format_name)
     dirty.buffer.fill_(0xFF)

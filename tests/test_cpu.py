@@ -92,6 +92,18 @@ def test_maps_of_each_head_offsets_and_scales():
     assert (scaled.lse - expected_lse).abs().max() < LSE_BUDGET[torch.float32]
 
 
+@pytest.mark.parametrize("name", ["int4", "levels4"])
+def test_offsets_go_by_position_where_the_first_slot_is_another(name):
+    """Keys from 70 on, in slots from 0 on, have the offsets of their positions: three buckets, of which the first slots see none."""
+    generator = torch.Generator().manual_seed(0)
+    offset = 3 * torch.randn(4, 2, 64, generator=generator)
+    plain = LayerMaps.of(get_format(name), 64, 64)
+    maps = LayerMaps(replace(plain.k, offset=offset, operands=None), plain.v)
+    b = batch(name, (1, 2), (300, 90), maps=maps)
+    start = {"key_start": torch.tensor([70, 64])}
+    check(b, served(b, **start), **start)
+
+
 def test_segments_merge():
     """The first keys exact, the others in levels, with sinks: one V map and none."""
     b, exact = batch("levels4", (1, 2), (90, 40)), batch("fp32", (1, 2), (90, 40))

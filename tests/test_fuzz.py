@@ -124,6 +124,8 @@ def test_command_line(case):
         ("unified_attention", "q", Tensor((4, 4, 2), "float32")),
         ("prepare_attend", "window", Tensor((0,), "int8", 1)),  # a RuntimeError, of a tensor that is neither true nor false
         ("prepare_attend", "window", Tensor((4, 4, 4, 2), "int32", 2)),
+        ("attend", "window", 2**70),  # an OverflowError
+        ("attend", "sinks", Tensor((4,), "float32", float("inf"))),  # NaN by one implementation, numbers by another
     ],
 )
 def test_what_is_not_legal_is_refused_by_name(entry, argument, value):

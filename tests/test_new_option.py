@@ -1,13 +1,14 @@
 """The worked example of docs/extending.md: a new option for each head touches options.py and the implementation that honours it. Until one
 does, every implementation refuses it by name."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
 
 import new_option
-from quantkv import implementations, ops
+from quantkv import calls, implementations, ops, options
 from quantkv.testing import Batch, relative_error
 
 
@@ -20,6 +21,27 @@ def call(gain):
 def test_refused_by_name_until_it_is_honoured(implementation):
     with pytest.raises(ValueError, match="head_gain: not honoured; no other would"):
         ops.attend(call(torch.ones(4)), implementation)
+
+
+@pytest.mark.parametrize("implementation", implementations.NAMES)
+def test_refused_by_name_where_it_is_a_field_of_the_package(implementation, monkeypatch):
+    """As if options.py had it: each implementation's module is loaded anew, over options with one field more."""
+    for module in (options, calls):
+        monkeypatch.setattr(module, "AttentionOptions", new_option.Options)
+    try:
+        loaded = implementations.module(implementation, "attend")
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    spec = importlib.util.spec_from_file_location(loaded.__name__, loaded.__file__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    stock = implementations.module
+    monkeypatch.setattr(
+        implementations, "module", lambda name, kind: fresh if (name, kind) == (implementation, "attend") else stock(name, kind)
+    )
+    with pytest.raises(ValueError, match="head_gain: not honoured; no other would"):
+        ops.attend(call(torch.ones(4)), implementation)
+    assert fresh.HONOURED == stock(implementation, "attend").HONOURED
 
 
 def test_checked_like_every_other():

@@ -24,12 +24,13 @@ class PagedCache:
     token is stored elsewhere, so that pages can be copied, shared and saved by their bytes.
 
     buffer: memory to use instead of a new one, which an engine owns: uint8 `[num_blocks, HK, page_bytes]`, its last axis dense, its
-        strides and its address multiples of 16 bytes.
+        strides and its address multiples of 16 bytes. What was made in inference mode can be written to in that mode only.
     maps: linear maps of this layer in place of those that the format asks for.
     k_scale, v_scale: per-tensor scales; rows are divided by them before they are encoded.
     Errors: ValueError, before anything is written, naming the argument, its value and what is allowed.
     """
 
+    @torch.inference_mode(False)  # a buffer born in inference mode could not be written to outside of it
     def __init__(
         self,
         spec: CacheSpec,

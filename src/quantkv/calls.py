@@ -170,6 +170,7 @@ class AttendCall:
 
     def __post_init__(self) -> None:
         checks.tensor("q", self.q, (None, None, None), checks.ROW_DTYPES)
+        checks.no_gradient("q", self.q)
         if self.options is None:  # no default of the field: torch.compile follows none that is an object
             object.__setattr__(self, "options", AttentionOptions())
         if not isinstance(self.segments, tuple) or not self.segments:
@@ -236,6 +237,7 @@ class AttendCall:
             checks.refuse("lengths", list(self.batch.lengths), f"cu_seqlens_q and seq_lens say {list(zip(counts, lengths))}")
         if self.options.qq_bias is not None:
             self._check_bias(max(counts, default=0))
+        self.options.check_values()
         for segment in self.segments:
             size, num_pages, table = segment.k.codes.shape[1], segment.k.codes.shape[0], segment.block_table
             needed = key_intervals(self.options, counts, lengths, segment.key_range)
@@ -300,6 +302,8 @@ class WriteCall:
         sizes = self.fmt.k.head_size(self.k.codes), self.fmt.v.head_size(self.v.codes)
         checks.tensor("key", self.key, (None, heads, sizes[0]), checks.ROW_DTYPES, device)
         checks.tensor("value", self.value, (tokens, heads, sizes[1]), (self.key.dtype,), device)
+        for name in ("key", "value"):
+            checks.no_gradient(name, getattr(self, name))
         checks.tensor("slot_mapping", self.slot_mapping, (tokens,), checks.INDEX_DTYPES, device)
         for name, map_, head_size in (("k", self.maps.k, sizes[0]), ("v", self.maps.v, sizes[1])):
             if map_ is not None:

@@ -31,6 +31,12 @@ def tensor(
         refuse(f"{argument}.device", t.device, f"the cache is on {device}")
 
 
+def no_gradient(argument: str, t: torch.Tensor) -> None:
+    """Check that nobody asks for the gradient of `t`: kernels have none, and so none of the implementations gives one."""
+    if t.requires_grad and torch.is_grad_enabled():
+        refuse(f"{argument}.requires_grad", True, "a quantized cache has no gradients; torch.no_grad() or detach() is needed")
+
+
 def instance(argument: str, value: object, kind: type | tuple[type, ...], allowed: str) -> None:
     """Check the type of a value."""
     if not isinstance(value, kind):

@@ -260,6 +260,7 @@ def default_map(codec: Codec, head_size: int, device: torch.device | str = "cpu"
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # it serves calls outside of it, too
 def _default_map(kind: str, head_size: int, device: str) -> LinearMap | None:
     if kind == "none":
         return None

@@ -61,6 +61,7 @@ class PageStore:
     Errors: ValueError naming the argument, its value and what is allowed; nothing is copied then.
     """
 
+    @torch.inference_mode(False)  # memory born in inference mode could not be written to outside of it
     def __init__(self, caches: Sequence[PagedCache], num_pages: int, *, checksums: bool = False) -> None:
         checks.integer("num_pages", num_pages, 1, "room for at least one page")
         checks.instance("caches", caches, Sequence, "a sequence of caches")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from . import checks
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOOLS = (torch.bool,)
+WIDEST = 1 << 30  # a window: no position is as large, and their sum is an int32 of the kernels
 
 
 def option_tensor(*shape: str | int | None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Any:
@@ -24,11 +26,11 @@ class AttentionOptions:
     stands at position `L - n + i`. docs/attention.md has the exact meaning of each.
 
     causal: a bool, or bool `[S]`: key j <= position.
-    window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window.
+    window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window. At most 2^30.
     chunk_lookback: >= 0: instead of the window, `position // size - j // size <= chunk_lookback` with
         `size = window // (chunk_lookback + 1)`.
     softcap: > 0: `softcap * tanh(score / softcap)`.
-    sinks: float `[HQ]`: one more term `exp(sink)` in the denominator.
+    sinks: float `[HQ]`, less than infinity: one more term `exp(sink)` in the denominator; -inf: none.
     alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
     qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call; a row for every query.
     prefix_ranges: int `[S, R, 2]`, inclusive: query and key inside one range see each other, whatever the mask says;
@@ -69,9 +71,10 @@ class AttentionOptions:
             plain = isinstance(f.default, bool) and isinstance(value, bool)
             if "shape" in f.metadata and value is not f.default and not plain:
                 checks.tensor(f.name, value, [axes.get(n, n) for n in f.metadata["shape"]], f.metadata["dtypes"], device)
+                checks.no_gradient(f.name, value)
             elif isinstance(f.default, bool) and not isinstance(value, bool):
                 checks.refuse(f.name, value, "True or False is needed")
-        checks.integer("window", self.window, 0, "0 (none) or a number of tokens")
+        checks.integer("window", self.window, 0, f"0 (none) or a number of tokens up to {WIDEST:,}", WIDEST)
         checks.integer("chunk_lookback", self.chunk_lookback, -1, "-1 (none) or more")
         checks.number("softcap", self.softcap, 0, note="0 (none) or a positive number")
         if self.chunk_lookback >= 0 and self.window < self.chunk_lookback + 1:
@@ -81,6 +84,13 @@ class AttentionOptions:
             checks.refuse("alibi_sqrt", True, "alibi_slopes are needed with it")
         if self.output_scale is not None:
             checks.number("output_scale", self.output_scale, 0, above=True, note="a positive number")
+
+    def check_values(self) -> None:
+        """What reads tensors, on a CPU: no sink takes all of the weight."""
+        if self.sinks is not None:
+            for head, sink in enumerate(self.sinks.tolist()):
+                if not sink < math.inf:
+                    checks.refuse(f"sinks[{head}]", sink, "a number less than infinity is needed (-inf: no sink)")
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> AttentionOptions:

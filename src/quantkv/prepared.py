@@ -20,6 +20,7 @@ PER_LAYER = ("sinks", "alibi_slopes", "qq_bias")  # options that may differ from
 
 def _same(name: str, t: torch.Tensor, like: torch.Tensor) -> None:
     checks.tensor(name, t, like.shape, (like.dtype,), like.device)
+    checks.no_gradient(name, t)
 
 
 class PreparedWrite:
@@ -63,6 +64,7 @@ class PreparedWrite:
             call = WriteCall(key, value, cache.k, cache.v, cache.format, slots, cache.maps, positions)
             known = self._prepared[shape] = call, ops.prepare(call, self.implementation)
         else:
+            checks.no_gradient("key", key), checks.no_gradient("value", value)
             call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
         ops.start(known[1], call)
         return getattr(known[1], "starts_next", False)
@@ -135,13 +137,18 @@ class PreparedAttend:
             out, lse = self._first(shape, cache, q, out, return_lse, new, {name: options[name] for name in given})
         else:
             first, launch = known
+            checks.no_gradient("q", q)
             out = torch.empty_strided(first.out.shape, first.out.stride(), dtype=first.out.dtype, device=q.device) if out is None else out
             if out.shape != first.out.shape:
                 checks.refuse("out.shape", tuple(out.shape), f"{tuple(first.out.shape)} is needed")
             lse = torch.empty_like(first.lse) if return_lse else None
             for name in given:
                 _same(name, options[name], getattr(first.options, name))
-            layer = replace(first.options, **{name: options[name] for name in given}) if given else first.options
+            layer = first.options
+            if given:
+                layer = replace(layer, **{name: options[name] for name in given})
+                if not q.is_cuda:
+                    layer.check_values()
             _launch(launch, first.with_tensors(q, out, lse, self._segments(cache, layer), layer), cache, new)
         return (out, lse) if return_lse else out
 

@@ -18,7 +18,7 @@ def number(argument: str, value: float, low: float = -math.inf, above: bool = Fa
         refuse(argument, value, f"{note} is needed")
 
 
-def integer(argument: str, value: int, low: int, note: str) -> None:
-    """Check that an integer is at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+def integer(argument: str, value: int, low: int, note: str, high: float = math.inf) -> None:
+    """Check that an integer is at least `low`, and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         refuse(argument, value, f"{note} is needed")

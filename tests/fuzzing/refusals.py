@@ -80,10 +80,10 @@ ATTEND = dict(
 )
 OPTIONS = {
     "causal": a.either(a.boolean, a.tensor((3,), ["bool"])),
-    "window": a.integer(0),
+    "window": a.integer(0, 2**30),
     "chunk_lookback": a.integer(-1, 3),
     "softcap": a.number(0),
-    "sinks": a.tensor((4,), FLOATS, none=True),
+    "sinks": a.tensor((4,), FLOATS, none=True, high=3.5e38),  # infinity takes all of the weight
     "alibi_slopes": a.tensor((4,), FLOATS, none=True),
     "alibi_sqrt": a.boolean,
     "qq_bias": lambda v: v is None or (a.tensor((None, None), FLOATS)(v) and v.shape[0] >= 2),

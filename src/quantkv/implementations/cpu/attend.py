@@ -58,6 +58,8 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
         return matrices[key][1]
 
     def launch(call: AttendCall) -> None:
+        if call.q.shape[0] == 0:
+            return
         results = [_attend_segment(call, *parts, matrix) for parts in zip(call.segments, plans.of(call), traits)]
         if call.options.sinks is not None:  # a value of zero that every query sees
             (out, lse), sinks = results[0], call.options.sinks.float()

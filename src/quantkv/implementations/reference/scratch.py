@@ -19,5 +19,6 @@ class Scratch:
         size = math.prod(shape)
         held = self._held.get((dtype, device))
         if held is None or len(held) < size:
-            held = self._held[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # what was born in inference mode could not be written to outside of it
+                held = self._held[dtype, device] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(shape)

@@ -4,12 +4,12 @@ shapes and promises, and what a split reads from the lengths on the device, so t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ...calls import AttendCall, AttentionOptions, Segment
+from ...calls import AttendCall, Segment
 
 try:
     import triton
@@ -23,7 +23,10 @@ else:
     from .launch import Target
     from .tiling import Tiling, split_count
 
-HONOURED = frozenset(f.name for f in fields(AttentionOptions))
+HONOURED = frozenset((
+    "causal", "window", "chunk_lookback", "softcap", "sinks", "alibi_slopes", "alibi_sqrt", "qq_bias", "prefix_ranges",
+    "clamp_prefix_to_window", "output_scale", "batch_invariant",
+))  # fmt: skip
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
 ATTEND_PLACES = (
     "q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.offset",
