@@ -43,7 +43,7 @@ ALLOWED = {
     "exact": {"refusals"},
     "policy_file": {"exact", "refusals"},
     "shadow": {"calls", "cache", "checks", "exact", "formats"},
-    "prepared": {"calls", "cache", "checks", "ops", "options", "shadow"},
+    "prepared": {"autocast", "calls", "cache", "checks", "ops", "options", "shadow"},
     "page_table": set(),
     "whole_file": set(),
     "page_file": {"cache", "checks", "page_views", "whole_file"},

@@ -75,17 +75,12 @@ def prepare(call: AttendCall | WriteCall, implementation: str = "auto") -> Launc
     return launch
 
 
-def start(launch: Launch, call: AttendCall | WriteCall) -> None:
-    """Serve `call` by `launch`, which `prepare` made or an implementation calls `run`: the same under `torch.autocast` as without."""
-    with given_dtypes(call.q if isinstance(call, AttendCall) else call.key):
-        launch(call)
-
-
 def _serve(call: AttendCall | WriteCall, implementation: str) -> None:
     parts = [run.call for run in batches.cut(call)] if isinstance(call, AttendCall) and implementation == "auto" else [call]
     for part in parts:
         name, _ = implementations.resolve(part, implementation)
-        start(implementations.module(name, implementations.kind(part)).run, part)
+        serving = implementations.module(name, implementations.kind(part))
+        given_dtypes(part.q if isinstance(part, AttendCall) else part.key, serving.run, part)
 
 
 @torch.library.custom_op(

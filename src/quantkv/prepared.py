@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import checks, ops
+from .autocast import given_dtypes
 from .cache import PagedCache
 from .calls import AttendCall, Batch, Segment, WriteCall
 from .options import AttentionOptions
@@ -64,9 +65,10 @@ class PreparedWrite:
             call = WriteCall(key, value, cache.k, cache.v, cache.format, slots, cache.maps, positions)
             known = self._prepared[shape] = call, ops.prepare(call, self.implementation)
         else:
-            checks.no_gradient("key", key), checks.no_gradient("value", value)
+            if key.requires_grad or value.requires_grad:
+                checks.no_gradient("key", key), checks.no_gradient("value", value)
             call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
-        ops.start(known[1], call)
+        given_dtypes(key, known[1], call)
         return getattr(known[1], "starts_next", False)
 
 
@@ -79,7 +81,7 @@ def _launch(launch: ops.Launch, call: AttendCall, cache: PagedCache | ShadowedCa
             write(cache, key, value)
         elif write._store(cache, key, value) and behind is not None:
             launch = behind
-    ops.start(launch, call)
+    given_dtypes(call.q, launch, call)
 
 
 class PreparedAttend:
@@ -137,7 +139,8 @@ class PreparedAttend:
             out, lse = self._first(shape, cache, q, out, return_lse, new, {name: options[name] for name in given})
         else:
             first, launch = known
-            checks.no_gradient("q", q)
+            if q.requires_grad:
+                checks.no_gradient("q", q)
             out = torch.empty_strided(first.out.shape, first.out.stride(), dtype=first.out.dtype, device=q.device) if out is None else out
             if out.shape != first.out.shape:
                 checks.refuse("out.shape", tuple(out.shape), f"{tuple(first.out.shape)} is needed")

@@ -107,15 +107,18 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + offset`. positions: int `[T]`, for an offset."""
+    return given_dtypes(side.codes, _dequantize, side, codec, map_, slots, positions, dtype)
+
+
+def _dequantize(side, codec, map_, slots, positions, dtype) -> torch.Tensor:
     block_size = side.codes.shape[1]
     at = (slots // block_size, slots % block_size)
     codes = as_integers(side.codes)[at].view(side.codes.dtype)
-    with given_dtypes(codes):
-        rows = codec.dequantize(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
-        if map_ is not None:
-            rows = apply_map(map_.inverse, rows)
-            if map_.offset is not None:
-                rows = rows + stored_offset(side, codec, map_, slots, positions).to(dtype)
+    rows = codec.dequantize(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
+    if map_ is not None:
+        rows = apply_map(map_.inverse, rows)
+        if map_.offset is not None:
+            rows = rows + stored_offset(side, codec, map_, slots, positions).to(dtype)
     return rows
 
 
