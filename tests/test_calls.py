@@ -8,7 +8,7 @@ import torch
 
 from quantkv import LayerMaps, LinearMap, PagedCache, PageStore, get_format, implementations, prepare_attend, prepare_write
 from quantkv.calls import AttendCall
-from quantkv.testing import Batch, check
+from quantkv.testing import LSE_BUDGET, Batch, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READERS, WRITERS = implementations.NAMES, [name for name in implementations.NAMES if name not in implementations.READS_ONLY]
@@ -97,6 +97,21 @@ def test_the_widest_window_is_none(implementation, causal):
     b = batch("int8")
     served(implementation, b.call(causal=causal, window=1 << 30))
     check(b, b.attend(implementation=implementation, causal=causal, window=1 << 30), causal=causal)
+
+
+@pytest.mark.parametrize("softcap", [513, 1e4, 1e39])
+def test_a_softcap_is_at_most_what_kernels_compute(softcap):
+    with pytest.raises(ValueError, match=r"softcap=.* at most 512 "):
+        batch().attend(softcap=softcap)
+
+
+@pytest.mark.parametrize("implementation", READERS)
+def test_the_largest_softcap(implementation):
+    """Kernels compute tanh from an exponential, to 2^-23 of 1: a score is off by 512 times as much, 6e-5, where 1e-4 is allowed."""
+    b = batch("int8")
+    served(implementation, b.call(softcap=512.0))
+    (_, lse), (_, expected) = b.attend(implementation=implementation, softcap=512.0), b.oracle(softcap=512.0)
+    assert (lse.cpu().double() - expected).abs().max() < LSE_BUDGET[torch.float32]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU no tensor is read for a check")

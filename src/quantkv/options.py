@@ -12,6 +12,7 @@ from . import checks
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOOLS = (torch.bool,)
+LARGEST_SOFTCAP = 512  # kernels compute tanh from an exponential, to 2^-23 of 1: so large, scores are off by 6e-5
 WIDEST = 1 << 30  # a window: no position is as large, and their sum is an int32 of the kernels
 
 
@@ -29,7 +30,7 @@ class AttentionOptions:
     window: > 0: `position - j < window`, where not causal also `j - position < window`. 0: no window. At most 2^30.
     chunk_lookback: >= 0: instead of the window, `position // size - j // size <= chunk_lookback` with
         `size = window // (chunk_lookback + 1)`.
-    softcap: > 0: `softcap * tanh(score / softcap)`.
+    softcap: > 0: `softcap * tanh(score / softcap)`. At most 512.
     sinks: float `[HQ]`, less than infinity: one more term `exp(sink)` in the denominator; -inf: none.
     alibi_slopes: float `[HQ]`: `score += slope * (j - (L - n))`, with alibi_sqrt `slope * -sqrt(position - j)`.
     qq_bias: float `[Q, Q]`: `score += qq_bias[i, j - (L - n)]` between the queries of this call; a row for every query.
@@ -76,7 +77,8 @@ class AttentionOptions:
                 checks.refuse(f.name, value, "True or False is needed")
         checks.integer("window", self.window, 0, f"0 (none) or a number of tokens up to {WIDEST:,}", WIDEST)
         checks.integer("chunk_lookback", self.chunk_lookback, -1, "-1 (none) or more")
-        checks.number("softcap", self.softcap, 0, note="0 (none) or a positive number")
+        allowed = f"0 (none) or a positive number, at most {LARGEST_SOFTCAP}"
+        checks.number("softcap", self.softcap, 0, note=allowed, high=LARGEST_SOFTCAP)
         if self.chunk_lookback >= 0 and self.window < self.chunk_lookback + 1:
             allowed = f"chunk_lookback={self.chunk_lookback} needs a window of at least {self.chunk_lookback + 1} tokens"
             checks.refuse("window", self.window, allowed)

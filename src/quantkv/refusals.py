@@ -12,9 +12,12 @@ def refuse(argument: str, value: object, allowed: str) -> NoReturn:
     raise ValueError(f"{argument}={value}: {allowed}")
 
 
-def number(argument: str, value: float, low: float = -math.inf, above: bool = False, note: str = "a finite number") -> None:
-    """Check that a number is finite and at least `low` (`above`: larger)."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < low or (above and value == low):
+def number(
+    argument: str, value: float, low: float = -math.inf, above: bool = False, note: str = "a finite number", high: float = math.inf
+) -> None:
+    """Check that a number is finite, at least `low` (`above`: larger), and at most `high`."""
+    finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not finite or not low <= value <= high or (above and value == low):
         refuse(argument, value, f"{note} is needed")
 
 

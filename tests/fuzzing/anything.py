@@ -59,10 +59,10 @@ def integer(low: int, high: float = math.inf, none: bool = False) -> Legal:
     return lambda v: (none and v is None) or (isinstance(v, int) and not isinstance(v, bool) and low <= v <= high)
 
 
-def number(low: float = -math.inf, above: bool = False, none: bool = False) -> Legal:
+def number(low: float = -math.inf, above: bool = False, none: bool = False, high: float = math.inf) -> Legal:
     def legal(v: Any) -> bool:
         finite = isinstance(v, Real) and not isinstance(v, bool) and math.isfinite(v)
-        return (none and v is None) or (finite and (v > low if above else v >= low))
+        return (none and v is None) or (finite and (v > low if above else v >= low) and v <= high)
 
     return legal
 

@@ -135,7 +135,7 @@ def entries() -> dict[str, Entry]:
         "softmax_scale": a.number(),
         "causal": a.either(a.boolean, a.tensor((3,), ["bool", *INDEX])),
         "block_table": lambda v: a.tensor((3, None), INDEX, low=0, high=pages)(v) and v.shape[1] >= 2,
-        "softcap": a.number(0),
+        "softcap": a.number(0, high=512),
         "q_descale": lambda v: v is None,
         "alibi_slopes": a.tensor((4,), FLOATS, none=True),
         "sinks": a.tensor((4,), FLOATS, none=True),

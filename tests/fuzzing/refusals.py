@@ -82,7 +82,7 @@ OPTIONS = {
     "causal": a.either(a.boolean, a.tensor((3,), ["bool"])),
     "window": a.integer(0, 2**30),
     "chunk_lookback": a.integer(-1, 3),
-    "softcap": a.number(0),
+    "softcap": a.number(0, high=512),
     "sinks": a.tensor((4,), FLOATS, none=True, high=3.5e38),  # infinity takes all of the weight
     "alibi_slopes": a.tensor((4,), FLOATS, none=True),
     "alibi_sqrt": a.boolean,
