@@ -91,6 +91,12 @@ def test_a_window_is_at_most_what_kernels_add_to_a_position(window):
             batch().attend(window=window, **more)
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap", "output_scale"])
+def test_an_integer_beyond_floats_is_no_finite_number(name):
+    with pytest.raises(ValueError, match=f"{name}=1000"):
+        batch().attend(**{name: 10**400})
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("implementation", READERS)
 def test_the_widest_window_is_none(implementation, causal):

@@ -16,7 +16,10 @@ def number(
     argument: str, value: float, low: float = -math.inf, above: bool = False, note: str = "a finite number", high: float = math.inf
 ) -> None:
     """Check that a number is finite, at least `low` (`above`: larger), and at most `high`."""
-    finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond floats
+        finite = False
     if not finite or not low <= value <= high or (above and value == low):
         refuse(argument, value, f"{note} is needed")
 
