@@ -187,6 +187,9 @@ def test_a_policy_carries_it(tmp_path):
     own = LinearMap(2 * torch.eye(SIZE)[None], torch.eye(SIZE)[None] / 2)
     mixed = Policy("levels4", maps={1: LayerMaps(k=own)}, calibration=made).maps_of(1)
     assert mixed.k is own and mixed.v.metric is not None  # a side that is given goes before the calibration's
+    values = LinearMap(2 * torch.eye(SIZE_V)[None], torch.eye(SIZE_V)[None] / 2)
+    mixed = Policy("levels4", maps={1: LayerMaps(v=values)}, calibration=made).maps_of(1)
+    assert mixed.v is values and mixed.k.offset is not None
     with pytest.raises(ValueError, match=r"layer=2: the calibration holds"):
         policy.maps_of(2)
 

@@ -230,6 +230,20 @@ def test_other_maps_are_refused(path):
     refused(untouched(name="int8"), path, f"pages.safetensors: maps={theirs}: this cache needs {ours}")
 
 
+def test_keys_without_another_mean_are_refused(path):
+    """What was taken off the keys is part of what their bytes mean; what only guides a writer is none."""
+    eye, means = torch.eye(64)[None], torch.linspace(-1, 1, 2 * 64).view(2, 1, 64)
+    maps = {name: LayerMaps(LinearMap(eye, eye, *rest)) for name, rest in {"own": (means,), "other": (-means,), "none": ()}.items()}
+    maps["guided"] = LayerMaps(LinearMap(eye, eye, means, 2 * eye))
+    written = filled("int8", maps=maps["own"])
+    written.save(path)
+    for name in ("other", "none"):
+        refused(untouched(name="int8", maps=maps[name]), path, f"maps={maps['own'].fingerprint()}: this cache needs")
+    again = untouched(name="int8", maps=maps["guided"])
+    again.load(path)
+    assert torch.equal(again.buffer, written.buffer)
+
+
 @pytest.mark.parametrize("field", ["format", "version", "spec", "maps", "scales"])
 def test_a_header_without_a_field_is_refused(path, field):
     filled().save(path)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkv import LayerMaps, LinearMap
 from quantkv.calibration import Calibration, LayerMoments
+from quantkv.exact import ExactTokens
 from quantkv.policy import Policy
 
 
@@ -162,3 +163,27 @@ def test_a_policy_whose_save_fails_leaves_whole_files(tmp_path, monkeypatch, old
             if i < failing or older:
                 assert content(folder / name) == content((new if i < failing else old) / name), (failing, name)
         assert sorted(os.listdir(folder)) == sorted(names if older else names[:failing])
+
+
+def test_a_fingerprint_is_of_what_bytes_mean():
+    """Not of how that is said, nor of what only guides a writer; layers without keys and values have no part in it."""
+    eye = torch.eye(16)
+    own, turned = LinearMap(eye[None], eye[None]), LinearMap(2 * eye[None], eye[None] / 2)
+    offset = LinearMap(eye[None], eye[None], torch.ones(1, 1, 16))
+    policies = [
+        Policy("int4", {0: "int8"}),
+        Policy("int4", {1: "int8"}),
+        Policy("int4", {0: "none"}),
+        *(Policy("int4", {0: "int8"}, {1: maps}) for maps in map(LayerMaps, (own, turned, offset))),
+        Policy("int4", {0: "int8"}, {0: LayerMaps(own)}),
+        Policy("int4", {0: "int8"}, {1: LayerMaps(v=own)}),
+    ]
+    found = [policy.fingerprint(2) for policy in policies]
+    assert len(set(found)) == len(policies)
+    assert Policy("int8", {1: "int4", 5: "int2"}).fingerprint(2) == found[0]
+    guided = LinearMap(own.forward, own.inverse, metric=2 * eye[None])
+    assert Policy("int4", {0: "int8"}, {1: LayerMaps(guided)}, exact=ExactTokens(16, 24)).fingerprint(2) == found[3]
+    assert policies[2].fingerprint(2, torch.float32) != found[2]
+    moments = LayerMoments(torch.zeros(1, 1, 16).half(), eye[None], eye[None])
+    calibrated = [Policy("levels4", {0: name}, calibration=Calibration(2, {1: moments})).fingerprint(2) for name in ("int8", "levels4")]
+    assert calibrated[0] == calibrated[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -115,6 +116,18 @@ class Policy:
             return given
         made = self.calibration.maps(layer, self.of(layer))
         return LayerMaps(made.k if given.k is None else given.k, made.v if given.v is None else given.v, made.calibration)
+
+    def fingerprint(self, num_layers: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        """Hash of what the bytes of a model's pages mean: 64 hexadecimal digits, of each layer's format and maps. Policies with the same
+        one write comparable bytes, whatever else they say. dtype: what "none" stores.
+
+        Layers that a calibration does not hold keep no keys and values, and are left out.
+        """
+        digest = hashlib.sha256()
+        for number in range(num_layers):
+            if self.calibration is None or number in self.calibration.layers:
+                digest.update(f"{number} {self.of(number, dtype).name} {self.maps_of(number).fingerprint()}\n".encode())
+        return digest.hexdigest()
 
 
 def _is_number(key: Any) -> bool:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from itertools import permutations
 
-from ...format import available_formats
+from ...format import available_formats, get_format
 
 PREFIX = "quantkv_"  # of the names that --kv-cache-dtype takes: quantkv_int4, quantkv_k8v4, ..
 POLICY = PREFIX + "policy"  # formats by layer, from the file that --additional-config names
 POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
 BACKEND = f"{__name__}.backend.QuantKVBackend"
 TESTED = ("0.33.",)
+DIGEST_MARK = ":"  # between a type and the digest that connectors see beside it
 ANY_VERSION = "QUANTKV_VLLM_ANY_VERSION"  # =1 registers with a version of vLLM that was not tested
 
 served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
@@ -24,8 +26,29 @@ calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "m
 
 
 def names() -> dict[str, str]:
-    """What --kv-cache-dtype takes -> the format; "none" stores what the model computes in. Formats by layer are `POLICY`."""
-    return {PREFIX + name: name for name in (*available_formats(), "none")}
+    """What --kv-cache-dtype takes -> the format; "none" stores what the model computes in. Formats by layer are `POLICY`.
+
+    K/V pairs are those of formats that have one codec for both sides: vLLM knows only types that are registered ahead.
+    """
+    single = [*available_formats(), "none"]
+    halves = [name for name in single if (fmt := get_format(name)).k.name == fmt.v.name]
+    return {PREFIX + name: name for name in (*single, *(f"{k}/{v}" for k, v in permutations(halves, 2)))}
+
+
+def asked_type(kv_cache_dtype: str) -> str:
+    """The type that the user asked for, of its name as connectors see it."""
+    return kv_cache_dtype.partition(DIGEST_MARK)[0]
+
+
+def make_known(name: str) -> None:
+    """Let vLLM take `name` as a type of bytes that the backend alone understands. May be called again."""
+    import torch
+    from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    if not is_known_kv_cache_dtype(name):
+        traits = {"name": name, "torch_dtype": lambda self: torch.uint8, "quant_mode": lambda self: KVQuantMode.CUSTOM}
+        register_kv_cache_dtype(name)(type("QuantKVType", (), traits))
 
 
 def register() -> None:
@@ -42,17 +65,15 @@ def register() -> None:
             ANY_VERSION,
         )
         return
-    import torch
-    from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    from .connectors import name_page_types
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     for name in (*names(), POLICY):
-        if not is_known_kv_cache_dtype(name):
-            traits = {"name": name, "torch_dtype": lambda self: torch.uint8, "quant_mode": lambda self: KVQuantMode.CUSTOM}
-            register_kv_cache_dtype(name)(type("QuantKVType", (), traits))
+        make_known(name)
+    name_page_types()
     if current_platform.is_cpu():
         from .cpu import take_custom
 

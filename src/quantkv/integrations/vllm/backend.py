@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
-from . import POLICY, PREFIX
+from . import POLICY, PREFIX, asked_type
 
 UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
 BLOCK_SIZES = [16, 32, 64, 128]  # of those that the Hopper kernels read
@@ -22,7 +22,7 @@ BLOCK_SIZES = [16, 32, 64, 128]  # of those that the Hopper kernels read
 
 def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:
     """The format of a vLLM type name; dtype: what the model computes in. ValueError for one that is none."""
-    return get_format("none" if kv_cache_dtype in UNQUANTIZED else kv_cache_dtype.removeprefix(PREFIX), dtype)
+    return get_format("none" if kv_cache_dtype in UNQUANTIZED else asked_type(kv_cache_dtype).removeprefix(PREFIX), dtype)
 
 
 def token_bytes(spec: CacheSpec) -> int:
@@ -75,7 +75,7 @@ class QuantKVBackend(AttentionBackend):
         cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
     ) -> str | None:
         """Why a format cannot have this head size and block size, in words; None where it can."""
-        if kv_cache_dtype == POLICY:  # its formats are checked when the first layer is made
+        if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:  # its formats are checked when the first layer is made
             return None
         try:
             token_bytes(format_of(kv_cache_dtype or "auto", dtype).cache_spec(1, head_size, block_size=block_size or BLOCK_SIZES[0]))

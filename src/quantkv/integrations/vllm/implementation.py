@@ -23,32 +23,17 @@ from ...format import Format
 from ...geometry import Heads
 from ...implementations.dense.attend import QUERY_BYTES, SCRATCH_BYTES, query_row_bytes
 from ...maps import LayerMaps
-from ...policy import Policy
 from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages
 from ...warmup import warm_up
-from . import POLICY, POLICY_OPTION, calls
+from . import calls
+from .asked import policy_of
 from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_bytes
+from .connectors import check_connectors
 from .metadata import Metadata
 
 logger = init_logger("vllm.quantkv")
 LOAD_AHEAD = ("OffloadingConnector",)  # connectors of which a request waits for its blocks, before a step is made of it
 PROMPTS = (12, 24, 64, 512)  # queries of a sequence: one of each kind that another kernel serves
-
-
-@cache
-def read_policy(path: str) -> Policy:
-    """The policy of a file, read once in each process."""
-    return Policy.load(path)
-
-
-def policy_of(config: Any) -> Policy | None:
-    """The policy that a vLLM configuration asks for. ValueError where it names a file and another type, or this type and no file."""
-    given = config.additional_config if isinstance(config.additional_config, dict) else {}
-    path, asked = given.get(POLICY_OPTION), config.cache_config.cache_dtype == POLICY
-    if asked != (path is not None):
-        needed = f"--kv-cache-dtype {POLICY} and --additional-config '{{\"{POLICY_OPTION}\": FILE}}' need each other"
-        raise ValueError(f"kv_cache_dtype={config.cache_config.cache_dtype!r}, {POLICY_OPTION}={path!r}: {needed}")
-    return read_policy(path) if asked else None
 
 
 @cache
@@ -99,6 +84,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.config, self.dtype, self.head_size_v = get_current_vllm_config(), torch.get_default_dtype(), head_size
+        check_connectors(self.config)
         self.policy = policy_of(self.config)
         if self.policy is not None:
             self._check_policy()

@@ -1,0 +1,25 @@
+"""What a vLLM configuration asks for: a type, and the policy behind it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from ...policy import Policy
+from . import POLICY, POLICY_OPTION, asked_type
+
+
+@cache
+def read_policy(path: str) -> Policy:
+    """The policy of a file, read once in each process."""
+    return Policy.load(path)
+
+
+def policy_of(config: Any) -> Policy | None:
+    """The policy that a vLLM configuration asks for. ValueError where it names a file and another type, or this type and no file."""
+    given = config.additional_config if isinstance(config.additional_config, dict) else {}
+    path, asked = given.get(POLICY_OPTION), asked_type(config.cache_config.cache_dtype) == POLICY
+    if asked != (path is not None):
+        needed = f"--kv-cache-dtype {POLICY} and --additional-config '{{\"{POLICY_OPTION}\": FILE}}' need each other"
+        raise ValueError(f"kv_cache_dtype={config.cache_config.cache_dtype!r}, {POLICY_OPTION}={path!r}: {needed}")
+    return read_policy(path) if asked else None

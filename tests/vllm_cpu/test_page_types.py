@@ -1,0 +1,134 @@
+"""What connectors are told of a page's bytes, which connectors are refused, and K/V pairs as types."""
+
+import engine
+import pytest
+import tiny_models
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1 import kv_cache_interface as pages
+
+
+from quantkv.integrations.vllm.implementation import policy_of
+from quantkv.maps import LayerMaps, LinearMap, hadamard
+from quantkv.policy import Policy
+
+ARGUMENTS = {"skip_tokenizer_init": True, "max_model_len": 256}
+TURN = LinearMap((hadamard(64) / 8).float()[None], (hadamard(64) / 8).float()[None])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_models.write("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def seen(llama, tmp_path):
+    """What connectors see of an engine's pages: the NIXL hash after each side of a connector is made, and the name of the type."""
+
+    def configured(kv_cache_dtype, block_size=16, group=None, **given):
+        arguments = {"kv_cache_dtype": kv_cache_dtype, "attention_backend": "CUSTOM", "dtype": "float32", **ARGUMENTS, **given}
+        extra = {"shared_storage_path": str(tmp_path / "pages")}
+        connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+        config = EngineArgs(llama, **arguments, kv_transfer_config=connector).create_engine_config()
+        spec = pages.FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.uint8)
+        tensors = pages.KVCacheConfig(
+            num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[pages.KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)]
+        )
+        found = []
+        for role in KVConnectorRole:
+            KVConnectorFactory.create_connector(config, role, tensors)
+            found.append((compute_nixl_compatibility_hash(config, "CUSTOM"), config.cache_config.cache_dtype))
+        assert found[0] == found[1]
+        return config, *found[0]
+
+    return configured
+
+
+def saved(folder, made):
+    folder.mkdir()
+    made.save(folder / "policy.json")
+    return {"additional_config": {"quantkv_policy": str(folder / "policy.json")}}
+
+
+def test_policies_that_write_other_bytes_have_other_hashes(seen, tmp_path):
+    turned = {1: LayerMaps(TURN)}
+    offset = LinearMap(TURN.forward, TURN.inverse, torch.ones(1, 1, 64))
+    made = {
+        "one": Policy("int4", {0: "int8"}),
+        "another layer": Policy("int4", {1: "int8"}),
+        "another format": Policy("levels4", {0: "int8"}),
+        "a map": Policy("int4", {0: "int8"}, turned),
+        "an offset": Policy("int4", {0: "int8"}, {1: LayerMaps(offset)}),
+        "the values' map": Policy("int4", {0: "int8"}, {1: LayerMaps(v=TURN)}),
+        "all": Policy("int8"),
+    }
+    found = {name: seen("quantkv_policy", **saved(tmp_path / name, policy)) for name, policy in made.items()}
+    assert len({digest for _, digest, _ in found.values()}) == len(made)
+
+
+def test_a_policy_at_two_paths_has_one_hash(seen, tmp_path):
+    made = Policy("int4", {0: "int8", 1: "levels4"}, {1: LayerMaps(TURN)})
+    (config, first, name), (_, second, _) = (seen("quantkv_policy", **saved(tmp_path / n, made)) for n in ("here", "there"))
+    assert first == second
+    assert policy_of(config).layers == made.layers  # the type is asked for as before
+    assert pages.get_kv_quant_mode(name) == pages.KVQuantMode.CUSTOM
+    same = Policy("int8", {1: "levels4"}, {1: LayerMaps(TURN)})  # says of layers 0 and 1 what the first says
+    assert seen("quantkv_policy", **saved(tmp_path / "same", same))[1] == first
+
+
+def test_sizes_of_blocks_and_layers_at_16_bits_are_part_of_the_hash(seen):
+    plain, again, larger, skipped = (
+        seen("quantkv_int4", **more)[1] for more in ({}, {}, {"block_size": 32}, {"kv_cache_dtype_skip_layers": ["1"]})
+    )
+    assert plain == again and len({plain, larger, skipped}) == 3
+
+
+def test_a_type_of_vllms_own_keeps_its_name(seen):
+    assert seen("auto")[2] == "auto"
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+REFUSED = {
+    "a check that is off": ("int4", {**NIXL, "kv_connector_extra_config": {"enforce_handshake_compat": False}}, "enforce_handshake_compat"),
+    "tokens that are moved within blocks": ("int4", {**NIXL, "enable_permute_local_kv": True}, "enable_permute_local_kv"),
+    "bytes by head size": ("int4", {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, "LMCacheConnectorV1"),
+    "a type whose name says nothing": ("auto", NIXL, "quantkv_none"),
+    "one of several": (
+        "int4",
+        {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "connectors": [
+                    {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+                    {**NIXL, "kv_connector_extra_config": {"enforce_handshake_compat": False}},
+                ]
+            },
+        },
+        "enforce_handshake_compat",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_connectors_that_would_misread_blocks_are_refused(llama, case):
+    stored, connector, said = REFUSED[case]
+    name = stored if stored == "auto" else f"quantkv_{stored}"
+    report = engine.run(llama, name, **ARGUMENTS, kv_transfer_config=connector)
+    assert report.error.startswith(("ValueError", "NotImplementedError")) and said in report.error
+    assert "Loading weights took" not in report.log
+
+
+@pytest.mark.parametrize("pair", ["levels4/trellis2", "int8/none"])
+def test_pairs_are_types(llama, pair):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    asked = parser.parse_args(["--model", llama, "--kv-cache-dtype", f"quantkv_{pair}"])
+    assert EngineArgs.from_cli_args(asked).kv_cache_dtype == f"quantkv_{pair}"
+    report = engine.run(llama, f"quantkv_{pair}", [tiny_models.prompt(0, 40)], tokens=2, **ARGUMENTS)
+    assert report.error == ""
+    assert report.formats == [pair.replace("none", "fp32")] * 2
