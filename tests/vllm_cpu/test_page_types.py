@@ -12,7 +12,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1 import kv_cache_interface as pages
 
-
 from quantkv.integrations.vllm.implementation import policy_of
 from quantkv.maps import LayerMaps, LinearMap, hadamard
 from quantkv.policy import Policy

@@ -62,9 +62,10 @@ def check_connectors(config: Any) -> None:
     for name, extra in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):
         if name in BY_HEAD_SIZE:
             raise NotImplementedError(f"quantkv: kv_connector={name!r} takes a token's bytes for 2 x head_size numbers, which they are not")
-        if extra.get("enforce_handshake_compat", True) is not True:
+        enforced = extra.get("enforce_handshake_compat", True)
+        if enforced is not True:
             needed = "only True is allowed: blocks of another size, or of another policy, would be read as these"
-            raise NotImplementedError(f"quantkv: kv_connector={name!r}: enforce_handshake_compat={extra['enforce_handshake_compat']!r}; {needed}")
+            raise NotImplementedError(f"quantkv: kv_connector={name!r} with enforce_handshake_compat={enforced!r}; {needed}")
         if name in HANDSHAKES and config.cache_config.cache_dtype in UNQUANTIZED:
             needed = f"ask for {PREFIX}none, which stores the same numbers and says how"
             given = f"kv_cache_dtype={config.cache_config.cache_dtype!r}"
