@@ -30,6 +30,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi": ("Bloom", {"n_layer": 2, "n_head": 2}),
     "scales": ("Llama", {}),  # of its keys and values, as llm-compressor leaves them in a checkpoint
     "heads_of_80": ("Llama", {"head_dim": 80}),
+    "hybrid": (  # layers 1 and 3 keep keys and values; its states are larger than 128 tokens of them
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 64,
+            "mamba_dt_rank": 8,
+            "hidden_size": 256,  # its heads have 64 numbers
+        },
+    ),
 }
 
 

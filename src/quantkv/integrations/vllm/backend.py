@@ -11,13 +11,14 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from ... import vllm_pages
 from ...format import Format
 from ...formats import get_format
 from ...spec import CacheSpec
 from . import POLICY, PREFIX, asked_type
 
 UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
-BLOCK_SIZES = [16, 32, 64, 128]  # of those that the Hopper kernels read
+BLOCK_SIZES = list(vllm_pages.BLOCK_SIZES)  # of those that the Hopper kernels read
 
 
 def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:

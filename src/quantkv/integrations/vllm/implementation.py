@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,7 @@ from .asked import policy_of
 from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_bytes
 from .connectors import check_connectors
 from .metadata import Metadata
+from .mixed import check_hybrid, warn_of_padding
 
 logger = init_logger("vllm.quantkv")
 LOAD_AHEAD = ("OffloadingConnector",)  # connectors of which a request waits for its blocks, before a step is made of it
@@ -43,6 +45,11 @@ def load_flash_attention() -> None:
         import vllm.vllm_flash_attn  # noqa: F401
     except Exception as error:
         logger.debug("quantkv: no FlashAttention here: %s", error)
+
+
+def _layers(config: Any) -> Iterable[Any]:
+    """Layers of the model that exist so far."""
+    return config.compilation_config.static_forward_context.values()
 
 
 class QuantKVImpl(AttentionImpl[Metadata]):
@@ -88,6 +95,9 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.policy = policy_of(self.config)
         if self.policy is not None:
             self._check_policy()
+        if not any(isinstance(getattr(layer, "impl", None), QuantKVImpl) for layer in _layers(self.config)):  # once a model
+            check_hybrid(self.config, self.policy, self.head_size, self.dtype)
+            warn_of_padding(self.config, self.policy, self.dtype)
         self.format: Format | None = None
         self.maps, self.scales = LayerMaps(), (1.0, 1.0)
         self.sinks, self.slopes = sinks, None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")

@@ -1,0 +1,79 @@
+"""Layers of several formats in vLLM's one pool of blocks: which models cannot have them, and what they cost in the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from ... import geometry
+from ...capacity import Recipe, capacity
+from ...geometry import Model
+from ...policy import Policy
+from ...vllm_pages import pool
+from .backend import BLOCK_SIZES, format_of, token_bytes
+
+logger = init_logger("vllm.quantkv")
+WORTH_SAYING = 1.01  # times what the layers need
+
+
+def _model(config: Any) -> Model | None:
+    """What the layers of vLLM's model are; None for a family that `geometry` does not know."""
+    try:
+        return geometry.read(config.model_config.hf_config.to_dict())
+    except (ValueError, NotImplementedError):
+        return None
+
+
+def check_hybrid(config: Any, policy: Policy | None, head_size: int, dtype: torch.dtype) -> None:
+    """Refuse pages of several sizes beside the states of a recurrence, before weights are loaded: vLLM would pad pages that it has to
+    cut. NotImplementedError naming the layers."""
+    if not config.model_config.is_hybrid:
+        return
+
+    def nbytes(name: str) -> int:
+        return token_bytes(format_of(name, dtype).cache_spec(1, head_size, block_size=BLOCK_SIZES[0]))
+
+    asked, skipped = config.cache_config.cache_dtype, config.cache_config.kv_cache_dtype_skip_layers
+    if policy is None:
+        stored = {asked: nbytes(asked)}
+    else:
+        model = _model(config)
+        layers = range(config.model_config.get_total_num_hidden_layers()) if model is None else model.attention
+        stored = {name: nbytes(name) for name in map(policy.name_of, layers)}
+    sizes = {*stored.values(), *([nbytes("none")] if skipped else [])}
+    if len(sizes) == 1:
+        return
+    if skipped:
+        given, do = f"kv_cache_dtype_skip_layers={skipped!r}", "skip no layers"
+    else:
+        named = ", ".join(f"{name} ({size} bytes a token and kv head)" for name, size in stored.items())
+        given, do = f"policy with {named}", "give all attention layers one format, or formats of the same bytes"
+    reason = "this model keeps states of a recurrence (Mamba) beside keys and values, so pages of all layers need one size"
+    raise NotImplementedError(f"quantkv: {given}: {reason}: {do}")
+
+
+def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> None:
+    """Say, before weights are loaded, what a policy costs where vLLM pads the pages of some layers to those of others."""
+    if policy is None or config.cache_config.kv_cache_dtype_skip_layers or (model := _model(config)) is None:
+        return
+    try:
+        recipe = Recipe("policy", lambda layer: policy.of(layer, dtype).name)
+        ranks = config.parallel_config.tensor_parallel_size
+        found = pool(model, capacity(model, recipe, ranks, config.cache_config.block_size))
+    except (ValueError, NotImplementedError):  # what is wrong is said by whoever refuses it
+        return
+    if found is None or not found.padded:
+        return
+    length, in_flight = config.model_config.max_model_len, config.max_in_flight_tokens
+    held, needed = (count(length, in_flight) for count in (found.sequence_bytes, found.unpadded_bytes))
+    if held > WORTH_SAYING * needed:
+        logger.warning(
+            "quantkv: vLLM pads the pages of all layers of this model to the largest: with this policy %s tokens take %s bytes, %.2fx of "
+            "the %s that its layers' formats need. Formats of the same bytes a token waste nothing; `quantkv plan` counts the same",
+            f"{length:,}",
+            f"{held:,}",
+            held / needed,
+            f"{needed:,}",
+        )
