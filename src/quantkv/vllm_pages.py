@@ -15,6 +15,7 @@ from .geometry import Kind, Model
 
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens of a page that the plug-in reads
 IN_FLIGHT = 2 * 8192  # tokens that `vllm serve` schedules and has not settled: two steps of 8,192, its default on an H100 or H200
+WORTH_SAYING = 1.01  # of `Pool.padding`
 LESS_UNEVEN = 1.5  # buckets of layers whose lengths differ by less become groups of the longest
 
 
@@ -53,8 +54,12 @@ class Pool:
         return self.block_bytes * sum(group.blocks(tokens, in_flight) for group in self.groups)
 
     def unpadded_bytes(self, tokens: int, in_flight: int = IN_FLIGHT) -> int:
-        """The same if each layer had pages of its own size."""
+        """The same if the pages of each layer had their own size."""
         return sum(Group(1, kind, self.block_size).blocks(tokens, in_flight) * self.block_size * size for kind, size in self.own_bytes)
+
+    def padding(self, tokens: int, in_flight: int = IN_FLIGHT) -> float:
+        """The one over the other where pages are padded, else 1."""
+        return self.sequence_bytes(tokens, in_flight) / self.unpadded_bytes(tokens, in_flight) if self.padded else 1.0
 
     def tokens(self, nbytes: int, length: int, in_flight: int = IN_FLIGHT) -> int:
         """What vLLM's log calls the size of the cache, in `nbytes` bytes with `--max-model-len length`."""

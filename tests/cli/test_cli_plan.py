@@ -67,6 +67,32 @@ def test_plan_of_a_policy(planned, tmp_path):
     assert rows["int4"]["sequence_bytes"] == 8 * 32 * 136 * 1024
 
 
+def test_plan_of_a_policy_in_vllm(planned, run, tmp_path):
+    """vLLM pads the pages of full layers and of layers with windows to the largest; those of one kind it leaves as they are."""
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"policy_version": 1, "format": "int4", "layers": {"0": "int8"}}))
+    asked = ("--kv", f"int4,{file}", "--memory", "80GB", "--context", "32768")
+    made, rows = planned("gemma-3-4b", *asked)
+    int4, int8 = (4 * 16 * size for size in (264, 520))  # of a page of 4 kv heads of 256
+    full, sliding = 32768 // 16, (1023 + 2 * 8192) // 16 + 2  # blocks; of a window with what is in flight, begun within a block
+    blocks = {"int4": 6 * sliding + full, "mine": 29 * sliding + 5 * full}  # 5 layers a group, or one
+    for name, held, page in (("int4", blocks["int4"], 5 * int4), ("mine", blocks["mine"], int8)):
+        assert rows[name]["vllm_sequence_bytes"] == held * page
+        assert rows[name]["vllm_tokens"] == made["cache_bytes_per_rank"] // page * 32768 // held
+    needed = sliding * int8 + (28 * sliding + 5 * full) * int4
+    assert rows["int4"]["vllm_padding"] == 1 and rows["mine"]["vllm_padding"] == pytest.approx(blocks["mine"] * int8 / needed)
+    code, out, _ = run("plan", "gemma-3-4b", *asked)
+    said = [line for line in out.splitlines() if "vLLM" in line]
+    assert code == 0 and len(said) == 1 and said[0].startswith("mine: vLLM pads") and f"{rows['mine']['vllm_padding']:.2f}x" in said[0]
+    assert f"{rows['mine']['vllm_tokens']:,} tokens fit" in said[0]
+    _, rows = planned("llama-3-8b", *asked)
+    assert rows["mine"]["vllm_padding"] == 1 and rows["mine"]["vllm_sequence_bytes"] == rows["mine"]["sequence_bytes"]
+    assert rows["mine"]["vllm_tokens"] == pytest.approx(rows["mine"]["tokens"], abs=16)
+    for model in ("deepseek-v2-lite", "qwen3-next-80b-a3b"):
+        _, rows = planned(model, "--kv", "int4", "--weights", "1GB")
+        assert rows["int4"]["vllm_tokens"] is None
+
+
 def test_plan_of_windows_states_and_refusals(planned):
     _, rows = planned("gemma-3-4b", "--context", "8192", "--kv", "int8")
     pages = 5 * 8192 // 16 + 29 * (1024 // 16 + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,10 @@ MODEL_HELP = "A name such as llama-3-8b, a transformers directory, a config.json
 @dataclass(frozen=True)
 class Row:
     """One format or policy. refused: why the model's heads cannot be stored so; the rest is None then. What asks for memory is None
-    without it."""
+    without it.
+
+    vllm_sequence_bytes, vllm_padding, vllm_tokens: as of `Pool`, for a sequence of the plan's tokens; None where vLLM plans otherwise.
+    """
 
     name: str
     refused: str | None = None
@@ -35,6 +38,9 @@ class Row:
     tokens: int | None = None
     sequences: int | None = None
     speed: Speed | None = None
+    vllm_sequence_bytes: int | None = None
+    vllm_padding: float | None = None
+    vllm_tokens: int | None = None
 
 
 def add_to(commands: typer.Typer) -> None:
@@ -150,6 +156,7 @@ def _policy(argument: str, file: Path, model: Model) -> Recipe:
 def _row(model: Model, recipe: Recipe, tp: int, page: int, tokens: int, free: int | None, gpu: str) -> Row:
     from ..capacity import capacity
     from ..measured import speed
+    from ..vllm_pages import pool
 
     try:
         made: Capacity = capacity(model, recipe, tp, page)
@@ -158,7 +165,12 @@ def _row(model: Model, recipe: Recipe, tp: int, page: int, tokens: int, free: in
     sizes = {layer.heads.head_size for layer in model.attention.values() if layer.kind != "latent"}
     found = speed(gpu, recipe.name, sizes.pop()) if len(sizes) == 1 and recipe.exact is None else None
     fits = (None, None) if free is None else (made.longest(free), made.sequences(free, tokens))
-    return Row(recipe.name, None, made.bits_per_element, made.bytes_per_token, made.sequence_bytes(tokens), *fits, found)
+    row = Row(recipe.name, None, made.bits_per_element, made.bytes_per_token, made.sequence_bytes(tokens), *fits, found)
+    blocks = pool(model, made)
+    if blocks is None:
+        return row
+    held = None if free is None else blocks.tokens(free, tokens)
+    return replace(row, vllm_sequence_bytes=blocks.sequence_bytes(tokens), vllm_padding=blocks.padding(tokens), vllm_tokens=held)
 
 
 def _dict(row: Row) -> dict[str, Any]:
@@ -178,6 +190,7 @@ def _print(facts: dict[str, Any], rows: list[Row], layers: str, model: Model) ->
 
     from ..capacity import state_bytes
     from ..measured import gpus
+    from ..vllm_pages import WORTH_SAYING
     from .common import print_table
 
     console = Console(highlight=False)
@@ -211,6 +224,11 @@ def _print(facts: dict[str, Any], rows: list[Row], layers: str, model: Model) ->
     for row in rows:
         if row.refused is not None:
             say(f"{row.name}: not for this model: {row.refused}")
+    for row in rows:
+        if row.vllm_padding is not None and row.vllm_padding > WORTH_SAYING:
+            fits = "" if row.vllm_tokens is None else f"; {row.vllm_tokens:,} tokens fit"
+            taken = f"{_size(row.vllm_sequence_bytes)} for a sequence of {tokens:,}, {row.vllm_padding:.2f}x of what its formats need{fits}"
+            say(f"{row.name}: vLLM pads the pages of all layers of this model to the largest: {taken}")
     measured = gpus().get(facts["gpu"])
     if measured is None:
         say(f"decode: nothing was measured on {facts['gpu']!r}; recorded: {', '.join(gpus())}")

@@ -11,11 +11,10 @@ from ... import geometry
 from ...capacity import Recipe, capacity
 from ...geometry import Model
 from ...policy import Policy
-from ...vllm_pages import pool
+from ...vllm_pages import WORTH_SAYING, pool
 from .backend import BLOCK_SIZES, format_of, token_bytes
 
 logger = init_logger("vllm.quantkv")
-WORTH_SAYING = 1.01  # times what the layers need
 
 
 def _model(config: Any) -> Model | None:
@@ -64,16 +63,13 @@ def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> N
         found = pool(model, capacity(model, recipe, ranks, config.cache_config.block_size))
     except (ValueError, NotImplementedError):  # what is wrong is said by whoever refuses it
         return
-    if found is None or not found.padded:
-        return
-    length, in_flight = config.model_config.max_model_len, config.max_in_flight_tokens
-    held, needed = (count(length, in_flight) for count in (found.sequence_bytes, found.unpadded_bytes))
-    if held > WORTH_SAYING * needed:
+    asked = config.model_config.max_model_len, config.max_in_flight_tokens
+    if found is not None and found.padding(*asked) > WORTH_SAYING:
         logger.warning(
             "quantkv: vLLM pads the pages of all layers of this model to the largest: with this policy %s tokens take %s bytes, %.2fx of "
             "the %s that its layers' formats need. Formats of the same bytes a token waste nothing; `quantkv plan` counts the same",
-            f"{length:,}",
-            f"{held:,}",
-            held / needed,
-            f"{needed:,}",
+            f"{asked[0]:,}",
+            f"{found.sequence_bytes(*asked):,}",
+            found.padding(*asked),
+            f"{found.unpadded_bytes(*asked):,}",
         )
