@@ -91,6 +91,18 @@ def test_a_type_of_vllms_own_keeps_its_name(seen):
     assert seen("auto")[2] == "auto"
 
 
+def test_an_engine_with_a_connector_runs_under_the_longer_name(llama, tmp_path):
+    """Its pages go to files and come back in another engine."""
+    made = saved(tmp_path / "mine", Policy("int4", {0: "int8"}, {1: LayerMaps(TURN)}))
+    extra = {"shared_storage_path": str(tmp_path / "pages")}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    asked = {"tokens": 4, "kv_transfer_config": connector, **ARGUMENTS, **made}
+    first, second = (engine.run(llama, "quantkv_policy", [tiny_models.prompt(0, 40)], seed=seed, **asked) for seed in (0, 1))
+    for hits, report in enumerate((first, second)):
+        assert (report.error, report.formats, "External Cache Hit!" in report.log) == ("", ["int8", "int4"], hits == 1)
+    assert first.answers[0].tokens == second.answers[0].tokens
+
+
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 REFUSED = {
     "a check that is off": ("int4", {**NIXL, "kv_connector_extra_config": {"enforce_handshake_compat": False}}, "enforce_handshake_compat"),
