@@ -12,12 +12,19 @@ from vllm.v1.worker.utils import customize_attention_spec
 
 from quantkv import geometry, get_format
 from quantkv.capacity import Recipe, capacity
+from quantkv.geometry import Heads, Layer, Model
 from quantkv.integrations.vllm.backend import backend_of
 from quantkv.known_models import config_of
 from quantkv.vllm_pages import pool
 
 FREE = 8 << 30
-MODELS = ("llama-3-8b", "gemma-3-4b", "gpt-oss-20b", "mistral-7b-v0.1")
+SMALL, LARGE = Heads(4, 256, 256), Heads(2, 512, 512)
+MODELS = {
+    **{name: geometry.read(config_of(name)).layers for name in ("llama-3-8b", "gemma-3-4b", "gpt-oss-20b", "mistral-7b-v0.1")},
+    "chunks": (*[Layer("chunked", 2048, SMALL)] * 3, Layer("full", 0, SMALL)) * 4,
+    "heads of two sizes": (*[Layer("sliding", 1024, SMALL)] * 5, Layer("full", 0, LARGE)) * 3,
+    "nearly as many of each kind": (*[Layer("sliding", 128, SMALL), Layer("full", 0, SMALL)] * 6, Layer("full", 0, SMALL)),
+}
 FORMATS = {
     "uniform": lambda layer: "int4",
     "one int8 layer": lambda layer: "int8" if layer == 0 else "int4",
@@ -35,7 +42,11 @@ def planned(model, recipe, length, in_flight):
         backend, heads = backend_of(get_format(recipe.format_of(number))), layer.heads
         common = {"num_kv_heads": heads.num_kv_heads, "head_size": heads.head_size, "head_size_v": heads.head_size_v}
         common |= {"dtype": torch.uint8, "block_size": 16, "kv_quant_mode": pages.KVQuantMode.CUSTOM}
-        kinds = {"full": (pages.FullAttentionSpec, {}), "sliding": (pages.SlidingWindowSpec, {"sliding_window": layer.window})}
+        kinds = {
+            "full": (pages.FullAttentionSpec, {}),
+            "sliding": (pages.SlidingWindowSpec, {"sliding_window": layer.window}),
+            "chunked": (pages.ChunkedLocalAttentionSpec, {"attention_chunk_size": layer.window}),
+        }
         kind, more = kinds[layer.kind]
         specs[f"model.layers.{number}.self_attn.attn"] = customize_attention_spec(backend, kind(**common, **more))
     cache_config = CacheConfig(block_size=16)
@@ -60,7 +71,7 @@ def planned(model, recipe, length, in_flight):
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_that_vllm_plans(name, stored):
-    model, recipe = geometry.read(config_of(name)), Recipe(stored, FORMATS[stored])
+    model, recipe = Model("made", MODELS[name], 8, None, {}), Recipe(stored, FORMATS[stored])
     made = pool(model, capacity(model, recipe))
-    for length, in_flight in ((4096, 16384), (8192, 1024), (100, 2048)):
+    for length, in_flight in ((4096, 16384), (8192, 1024), (1000, 100)):
         assert made.tokens(FREE, length, in_flight) == pytest.approx(planned(model, recipe, length, in_flight), abs=1)
