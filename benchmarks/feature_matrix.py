@@ -1,6 +1,7 @@
 """Every format with every feature at every head size, against float64 over the dequantized cache: docs/features.md and its JSON.
 
     python benchmarks/feature_matrix.py [--implementation triton] [--device cuda] [--workers 12] [--requests "decode,verify of 4"]
+    python benchmarks/feature_matrix.py --page    # docs/features.md from the recorded runs (`RECORDED`); nothing is run
 
 Each case is one ragged call with a decode, a whole prefill, a chunk and a verification of four queries in it, or with the requests that are
 named; each has an error and a budget. The budget is twice the error of the same attention done eagerly in bfloat16: rows, probabilities and
@@ -13,6 +14,7 @@ import argparse
 import datetime
 import json
 import platform
+import re
 import sys
 import time
 from dataclasses import replace
@@ -27,6 +29,14 @@ from quantkv.implementations.reference.attend import compute
 from quantkv.maps import LayerMaps, LinearMap
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+RECORDED = {"Triton": ["features.json"], "Hopper": ["features-hopper-4.json", "features-hopper-8.json"]}  # what the page is made of
+FULL, PART, NONE = "●", "○", "–"
+SAID = {
+    "plain": "none: causal",
+    "qq bias": "query-query bias",
+    "map and offset": "any rotation and key means, with softcap and sinks",
+}  # features of the page that are called otherwise in the runs
 PAIRS = ["bf16/int4", "fp8_token/int4", "int2/tq4", "int4/tq3", "tq3/int2", "tq4/int8"]
 HEAD_SIZES = [(128, 128), (64, 64), (256, 256), (80, 80), (96, 96), (192, 128)]
 REQUESTS = {"decode": (1, 150), "prefill": (40, 40), "chunk": (21, 97), "verify of 4": (4, 130), "verify of 8": (8, 230)}  # queries, keys
@@ -141,39 +151,93 @@ def passed(entry: dict) -> bool:
     return "refused" in entry or all(error <= entry["budget"][r] for r, error in entry["error"].items())
 
 
-def render(entries: list[dict], header: str) -> str:
-    """One table a head size: the largest error / budget of a request in each cell, or a number that points to the refusal."""
-    lines = [
-        "# Every feature with every format",
-        "",
-        header,
-        "",
-        __doc__.split("\n\n")[2].replace("\n", " "),
-        "",
-        "A cell is the largest error of a request, in parts of its budget. `-`: refused, with the reason below the table.",
-        "",
-    ]
-    for sizes in HEAD_SIZES:
-        rows = [e for e in entries if tuple(e["sizes"]) == sizes]
-        lines += [
-            f"## Head size {sizes[0]}" + (f", values {sizes[1]}" if sizes[0] != sizes[1] else ""),
+# ---- docs/features.md
+
+
+def page() -> str:
+    """docs/features.md, from the recorded runs of Triton's kernels and of Hopper's."""
+    runs = {name: [json.loads((RESULTS / file).read_text()) for file in files] for name, files in RECORDED.items()}
+    entries = {name: [entry for run in of for entry in run["entries"]] for name, of in runs.items()}
+    ran = [entry for of in entries.values() for entry in of if "refused" not in entry]
+    worst = max(error / entry["budget"][request] for entry in ran for request, error in entry["error"].items())
+    notes: list[str] = []
+    return "\n".join(
+        [
+            "# Every feature with every format",
             "",
-            "| format | " + " | ".join(FEATURES) + " |",
-            "|---" * (len(FEATURES) + 1) + "|",
+            "Every cell was run and is right, or is refused by name. `benchmarks/feature_matrix.py` writes this page from recorded runs on an H200.",
+            "",
+            f"{FULL}: Triton's kernels and Hopper's. {PART}: Triton's, on any GPU. {NONE}: refused by name. Numbers are notes below.",
+            "",
+            *format_matrix(entries, notes),
+            "",
+            f"A format's mark holds under every option that its implementation serves. {FULL}: served. {NONE}: refused by name.",
+            "",
+            *option_table(entries, notes),
+            "",
+            *(f"{at}. {note}" for at, note in enumerate(notes, 1)),
+            "",
+            "## How it was found",
+            "",
+            "- Triton's cases are one ragged call each: a decode, a whole prefill, a chunk, and a verification of four queries.",
+            "- Hopper's cases are a decode beside a verification, of four and of eight queries.",
+            "- An error is that to float64 attention over the dequantized cache. Its budget is twice the error of eager attention in bfloat16.",
+            f"- The largest error of {len(ran):,} cells is {worst:.2f} of its budget. {sum(not passed(entry) for entry in ran)} cells fail.",
+            "- [Who serves a call](kernels.md#what-serves-a-call) says what prefill kernels and CPUs serve.",
+            "",
+            *(f"- {name}: {run['header']}" for name, of in runs.items() for run in of),
+            "",
         ]
-        reasons = []
-        for name in dict.fromkeys(e["format"] for e in rows):
-            cells = []
-            for feature in FEATURES:
-                entry = next(e for e in rows if e["format"] == name and e["feature"] == feature)
-                if "refused" in entry:
-                    reasons.append(entry["refused"])
-                    cells.append("-")
-                else:
-                    cells.append(f"{max(error / entry['budget'][r] for r, error in entry['error'].items()):.2f}")
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        lines += ["", *(f"- {reason}" for reason in dict.fromkeys(reasons)), ""]
-    return "\n".join(lines).rstrip() + "\n"
+    )
+
+
+def format_matrix(entries: dict[str, list[dict]], notes: list[str]) -> list[str]:
+    """A line for each format, a column for each head size. notes: grows by what the marks refer to."""
+    sizes = [tuple(size) for size in sorted(HEAD_SIZES, key=lambda size: (size[0] != size[1], size))]
+    lines = ["| format, by head size | " + " | ".join(map(size_name, sizes)) + " |", "| --- |" + " :-: |" * len(sizes)]
+    missing = {name: refused_everywhere(of) for name, of in entries.items()}
+    for fmt in dict.fromkeys(entry["format"] for of in entries.values() for entry in of):
+        cells = []
+        for size in sizes:
+            states = []
+            for name, of in entries.items():
+                cell = [e for e in of if (e["format"], tuple(e["sizes"])) == (fmt, size) and e["feature"] not in missing[name]]
+                states.append((all("refused" not in e and passed(e) for e in cell), [e["refused"] for e in cell if "refused" in e]))
+            (triton, triton_why), (hopper, hopper_why) = states
+            mark = NONE if not triton else FULL if hopper else PART
+            cells.append(mark + references(triton_why or hopper_why, notes))
+        lines.append(f"| `{fmt}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def option_table(entries: dict[str, list[dict]], notes: list[str]) -> list[str]:
+    """A line for each feature, a column for each implementation."""
+    lines = ["| option | " + " | ".join(entries) + " |", "| --- |" + " :-: |" * len(entries)]
+    for feature in FEATURES:
+        cells = []
+        for of in entries.values():
+            refused = feature in refused_everywhere(of)
+            cells.append(NONE if refused else FULL)
+        lines.append(f"| {SAID.get(feature, feature)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def refused_everywhere(entries: list[dict]) -> set[str]:
+    """The features that an implementation refuses with every format and head size."""
+    return {feature for feature in FEATURES if all("refused" in entry for entry in entries if entry["feature"] == feature)}
+
+
+def references(reasons: list[str], notes: list[str]) -> str:
+    """Numbers of the notes that say these reasons, each without what differs by head size."""
+    plain = (re.sub(r"head_size(_v)?[= ]\d+: ", "", reason) for reason in reasons)
+    shown = dict.fromkeys(re.sub(r"^implementation='(\w+)'", lambda found: found[1].capitalize(), reason) for reason in plain)
+    notes += [reason for reason in shown if reason not in notes]
+    numbers = ", ".join(str(notes.index(reason) + 1) for reason in shown)
+    return f" <sup>{numbers}</sup>" if numbers else ""
+
+
+def size_name(sizes: tuple[int, int]) -> str:
+    return str(sizes[0]) if sizes[0] == sizes[1] else f"{sizes[0]}, V {sizes[1]}"
 
 
 def main() -> int:
@@ -185,8 +249,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="give up what is not done by then; it is listed and missing in the tables")
     parser.add_argument("--formats", default=",".join([*available_formats(), *PAIRS]))
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "features.md")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "features.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "features.json")
+    parser.add_argument("--page", action="store_true", help="write the page from the recorded runs; run nothing")
     args = parser.parse_args()
+    if args.page:
+        args.markdown.write_text(page())
+        return 0
     requests = args.requests.split(",")
     if unknown := [request for request in requests if request not in REQUESTS]:
         parser.error(f"--requests: {unknown} are none of {list(REQUESTS)}")
@@ -203,7 +271,7 @@ def main() -> int:
     what = f"implementation {args.implementation}; requests: {', '.join(requests)}"
     header = f"Measured on {where}, torch {torch.__version__}, {datetime.date.today()}, {what}."
     args.json.write_text(json.dumps(dict(header=header, entries=entries)) + "\n")
-    args.markdown.write_text(render(entries, header))
+    args.markdown.write_text(page())
     failures = [e for e in entries if not passed(e)]
     for e in failures:
         print("FAILED", e["format"], e["sizes"], e["feature"], {r: f"{error:.1e}/{e['budget'][r]:.1e}" for r, error in e["error"].items()})

@@ -2,8 +2,8 @@
 
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
 of decode and verify, without quantkv's Triton kernels), full (a table for each shape), targets (what was aimed at and what was reached),
-of a file of `measure.py`; geometries (those of models, by name), of a file of `geometries.py` whose name ends in -geometries; end_to_end
-(tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`; transformers (a token and a prompt), of a file of
+of a file of `measure.py`; geometries (those of models, by name) and geometry_targets (acceptance thresholds, for notebook/), of a file of
+`geometries.py` whose name ends in -geometries; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`; transformers (a token and a prompt), of a file of
 `transformers_step.py`. Blocks of which no file tells stay as they are.
 Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
@@ -14,9 +14,10 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from quantkv.bench import plot, tables
@@ -182,43 +183,61 @@ def targets(result: Result) -> str:
     return "\n".join(lines)
 
 
-def geometries(result: Result) -> str:
-    """A line for each geometry that benchmarks/geometries.py names and the run has; columns of XQA where it was timed."""
+def named_rows(result: Result) -> Iterator[tuple[str, Row]]:
+    """The name of each geometry that benchmarks/geometries.py has and the run measured, with our fastest row of each format."""
+    formats = dict.fromkeys(row.stores for row in result.rows if row.ours)
+    for name, shape in geometry_script().GEOMETRIES.items():
+        for stores in formats:
+            if (row := best(result, shape, stores)) is not None:
+                yield name, row
+
+
+def geometry_script() -> ModuleType:
+    """benchmarks/geometries.py, which is no package's module."""
     spec = importlib.util.spec_from_file_location("geometries", Path(__file__).with_name("geometries.py"))
     named = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(named)
-    xqa = named.xqa_times(result)
-    times = ["FlashAttention-3 bf16, us", *(f"XQA {stores}, us" for stores in xqa)]
-    lines = [f"| geometry | shape | {' | '.join(times)} | format | us | of the read ceiling | times as fast | must | aim | |"]
-    lines.append(f"| --- | --- |{' --: |' * len(times)} --- | --: | --: | --: | --: | --: | --- |")
-    formats = dict.fromkeys(row.stores for row in result.rows if row.ours)
-    for name, shape in named.GEOMETRIES.items():
-        for stores in formats:
-            if (row := best(result, shape, stores)) is not None:
-                shown, flash3, *cells = geometry(result, name, row)
-                others = ["" if (us := of.get(row.shape)) is None else tables.microseconds(us) for of in xqa.values()]
-                lines.append("| " + " | ".join([name, shown, flash3, *others, *cells]) + " |")
+    return named
+
+
+def geometries(result: Result) -> str:
+    """A line for each geometry and format; a column for XQA where it was timed, with a time for each type of cache that it was timed over."""
+    xqa = geometry_script().xqa_times(result)
+    rivals = ["FlashAttention-3 bf16, us", *([f"XQA {' / '.join(xqa)}, us"] if xqa else [])]
+    ours = ["us (share of read ceiling)", "speedup over FlashAttention-3"]
+    lines = [f"| geometry (time: lower is better) | shape | {' | '.join(rivals)} | format | {' | '.join(ours)} |"]
+    lines.append(f"| --- | --- |{' --: |' * len(rivals)} --- |{' --: |' * len(ours)}")
+    for name, row in named_rows(result):
+        faster = reached(result, Target(row.shape, (row.stores,), "faster", 0, 0), row.stores)
+        flash3, speedup = ("", "") if faster is None else (tables.microseconds(row.us * faster), show(faster, "faster"))
+        times = ["-" if (us := of.get(row.shape)) is None else tables.microseconds(us) for of in xqa.values()]
+        others = [] if not xqa else ["" if set(times) == {"-"} else " / ".join(times)]
+        share = "" if row.share is None else f" ({row.share:.0%})"
+        cells = [name, row.shape, flash3, *others, f"`{row.stores}`", tables.microseconds(row.us) + share, speedup]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", f"{tables.subtitle(result)}."])
 
 
-def geometry(result: Result, name: str, row: Row) -> list[str]:
-    """What is said of a geometry and format, beside its name."""
-    values = {unit: reached(result, Target(row.shape, (row.stores,), unit, 0, 0), row.stores) for unit in ("share", "faster", "us")}
-    rival = "" if values["faster"] is None else tables.microseconds(row.us * values["faster"])
-    times = "" if values["faster"] is None else show(values["faster"], "faster")
-    cells = [row.shape, rival, row.stores, tables.microseconds(row.us), show(row.share, "share"), times]
-    if (name, row.stores) not in GEOMETRY_TARGETS:
-        return [*cells, "", "", ""]
-    unit, must, aim = GEOMETRY_TARGETS[name, row.stores]
-    target = Target(row.shape, (row.stores,), unit, must, aim)
-    return [*cells, show(must, unit), show(aim, unit), verdict(result, target, row.stores, values[unit])]
+def geometry_targets(result: Result) -> str:
+    """The acceptance thresholds of geometries, with what was reached."""
+    what = {"share": "of the read ceiling", "faster": "times FlashAttention-3 bf16's speed", "us": "time"}
+    lines = ["| geometry | format | what | must | aim | reached | |", "| --- | --- | --- | --: | --: | --: | --- |"]
+    for name, row in named_rows(result):
+        if (name, row.stores) in GEOMETRY_TARGETS:
+            unit, must, aim = GEOMETRY_TARGETS[name, row.stores]
+            target = Target(row.shape, (row.stores,), unit, must, aim)
+            value = reached(result, target, row.stores)
+            numbers = (show(must, unit), show(aim, unit), show(value, unit), verdict(result, target, row.stores, value))
+            lines.append("| " + " | ".join((name, f"`{row.stores}`", what[unit], *numbers)) + " |")
+    return "\n".join(lines)
 
 
 def summary(result: Result) -> str:
     measured = {r.shape for r in result.rows}
     chosen = [s for s in SUMMARY if canonical(s) in measured]
     result = replace(result, rows=[r for r in result.rows if not (r.ours and "triton" in r.name)])
-    return f"{tables.summary(result, chosen)}\n\nMicroseconds (share of the read ceiling). {tables.subtitle(result)}."
+    table = tables.summary(result, chosen).replace("|  |", "| microseconds (share of the read ceiling) |", 1)
+    return f"{table}\n\n{tables.subtitle(result)}."
 
 
 def end_to_end(figures: dict[str, Any]) -> str:
@@ -300,7 +319,8 @@ OF_END_TO_END: dict[str, Callable[[dict], str]] = {"end_to_end": end_to_end, "mo
 def blocks(figures: dict[str, Any], stem: str = "") -> dict[str, str]:
     """The blocks that a file of figures of this name fills."""
     if stem.endswith("-geometries"):
-        return {"geometries": geometries(Result.from_dict(figures))}
+        result = Result.from_dict(figures)
+        return {"geometries": geometries(result), "geometry_targets": geometry_targets(result)}
     if "results" in figures:
         return {"transformers": transformers(figures)}
     if "end_to_end" in figures:
@@ -313,7 +333,7 @@ def update(text: str, filled: dict[str, str]) -> str:
     """The document with its blocks filled. ValueError for a block of an unknown name."""
 
     def fill(match: re.Match) -> str:
-        known = (*OF_RESULT, *OF_END_TO_END, "transformers", "geometries")
+        known = (*OF_RESULT, *OF_END_TO_END, "transformers", "geometries", "geometry_targets")
         if match[2] not in known:
             raise ValueError(f"bench:{match[2]}: one of {', '.join(known)}")
         return f"{match[1]}{filled[match[2]].rstrip()}\n{match[3]}" if match[2] in filled else match[0]

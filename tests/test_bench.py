@@ -269,8 +269,8 @@ def script_of(name):
 
 
 def test_geometries_show_the_fastest_way_of_xqa():
-    """A column for 16 and one for 8 bits, of the fastest way each; no column where there is no XQA. quantkv's ratio stays that to
-    FlashAttention-3."""
+    """A time for 16 and one for 8 bits, of the fastest way each; no column where there is no XQA. quantkv's ratio stays that to
+    FlashAttention-3. The document's table has seven columns."""
     names, shape, other = ["Llama-3 8B", "one sequence of 4096"], "B8xL32768", "L4096"
     figures = {"gbps": 3500.0, "share": 0.8, "vs_16bit": 0.5}
     of = lambda shape, name, stores, us: Row("decode", shape, name, stores, name.startswith("quantkv"), "ok", us=us, **figures)
@@ -281,13 +281,26 @@ def test_geometries_show_the_fastest_way_of_xqa():
         assert "XQA" not in text
     result.rows += [of(shape, "XQA", "fp8", 20.0), of(shape, "XQA page 64", "fp8", 19.0), of(shape, "XQA", "bf16", 31.0)]
     result.rows += [of(shape, "XQA Hopper", "bf16", 30.0), of(shape, "XQA Hopper page 64", "bf16", None)]
-    for text, row in (
-        (script.table(names, result), "| Llama-3 8B | B8xL32768 | 35.0 | 30.0 | 19.0 | hopper int4 | 10.0 | 80% | 3.50 |  |"),
-        (writer.geometries(result), "| Llama-3 8B | B8xL32768 | 35.0 | 30.0 | 19.0 | int4 | 10.0 | 80% | 3.50x |  |  |  |"),
+    for text, head, row, other_row in (
+        (
+            script.table(names, result),
+            "bf16, us | XQA bf16, us | XQA fp8, us |",
+            "| Llama-3 8B | B8xL32768 | 35.0 | 30.0 | 19.0 | hopper int4 | 10.0 | 80% | 3.50 |  |",
+            "| one sequence of 4096 | L4096 | 35.0 |  |  |",
+        ),
+        (
+            writer.geometries(result),
+            "bf16, us | XQA bf16 / fp8, us |",
+            "| Llama-3 8B | B8xL32768 | 35.0 | 30.0 / 19.0 | `int4` | 10.0 (80%) | 3.50x |",
+            "| one sequence of 4096 | L4096 | 35.0 |  | `int4` |",
+        ),
     ):
         lines = [line for line in text.splitlines() if line.startswith("|")]
-        assert "bf16, us | XQA bf16, us | XQA fp8, us |" in lines[0] and len({line.count("|") for line in lines}) == 1
-        assert row in lines and "| one sequence of 4096 | L4096 | 35.0 |  |  |" in text
+        assert head in lines[0] and len({line.count("|") for line in lines}) == 1
+        assert row in lines and other_row in text
+    assert lines[0].count("|") == 8
+    aimed = "| one sequence of 4096 | `int4` | times FlashAttention-3 bf16's speed | 1.90x | 2.30x | 3.50x | aim |"
+    assert writer.geometry_targets(result).splitlines()[2:] == [aimed]
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,33 @@ def test_site_builds(tmp_path):
     assert [path for path in tmp_path.rglob("*.html") if "&lt;!-- " in path.read_text()] == []
 
 
+def script_of(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
 def test_tables_are_those_of_the_results():
-    spec = importlib.util.spec_from_file_location("site_tables", ROOT / "benchmarks" / "site_tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = script_of("site_tables")
     for page in tables.PAGES:
         text = (ROOT / page).read_text()
         assert tables.BLOCK.search(text), page
         assert tables.update(text) == text, f"{page}: run benchmarks/site_tables.py"
+
+
+def test_matrix_of_features_is_that_of_the_results():
+    """docs/features.md says of each format and head size what the recorded runs found, cell by cell."""
+    matrix = script_of("feature_matrix")
+    text = (ROOT / "docs" / "features.md").read_text()
+    assert text == matrix.page(), "run benchmarks/feature_matrix.py --page"
+    lines = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line.startswith("|")}
+    sizes = lines["format, by head size"]
+    for fmt, marks in {
+        "`int4`": {"64": "●", "80": "●", "192, V 128": "●"},
+        "`trellis2`": {"64": "●", "80": "○"},  # Hopper has it in multiples of 64
+        "`int2`": {"128": "●", "80": "–", "192, V 128": "–"},  # its rotation takes powers of two
+        "`fp32`": {"128": "○"},
+    }.items():
+        assert {size: lines[fmt][sizes.index(size)][0] for size in marks} == marks, fmt
+    assert lines["ALiBi"] == ["●", "–"] and lines["sinks"] == ["●", "●"]
