@@ -160,12 +160,13 @@ def page() -> str:
     entries = {name: [entry for run in of for entry in run["entries"]] for name, of in runs.items()}
     ran = [entry for of in entries.values() for entry in of if "refused" not in entry]
     worst = max(error / entry["budget"][request] for entry in ran for request, error in entry["error"].items())
+    failed = sum(not passed(entry) for entry in ran)
     notes: list[str] = []
     return "\n".join(
         [
             "# Every feature with every format",
             "",
-            "Every cell was run and is right, or is refused by name. `benchmarks/feature_matrix.py` writes this page from recorded runs on an H200.",
+            "Every cell was run on an H200 and is right, or is refused by name. `benchmarks/feature_matrix.py` writes this page.",
             "",
             f"{FULL}: Triton's kernels and Hopper's. {PART}: Triton's, on any GPU. {NONE}: refused by name. Numbers are notes below.",
             "",
@@ -181,8 +182,9 @@ def page() -> str:
             "",
             "- Triton's cases are one ragged call each: a decode, a whole prefill, a chunk, and a verification of four queries.",
             "- Hopper's cases are a decode beside a verification, of four and of eight queries.",
-            "- An error is that to float64 attention over the dequantized cache. Its budget is twice the error of eager attention in bfloat16.",
-            f"- The largest error of {len(ran):,} cells is {worst:.2f} of its budget. {sum(not passed(entry) for entry in ran)} cells fail.",
+            "- Errors are those to float64 attention over the dequantized cache.",
+            "- The budget of an error is twice that of eager attention in bfloat16.",
+            f"- The largest error of {len(ran):,} cells is {worst:.2f} of its budget. {failed} cells fail.",
             "- [Who serves a call](kernels.md#what-serves-a-call) says what prefill kernels and CPUs serve.",
             "",
             *(f"- {name}: {run['header']}" for name, of in runs.items() for run in of),

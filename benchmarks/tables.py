@@ -3,8 +3,8 @@
 A document says where: the lines between `<!-- bench:NAME -->` and `<!-- /bench -->` are replaced. NAME: summary (microseconds
 of decode and verify, without quantkv's Triton kernels), full (a table for each shape), targets (what was aimed at and what was reached),
 of a file of `measure.py`; geometries (those of models, by name) and geometry_targets (acceptance thresholds, for notebook/), of a file of
-`geometries.py` whose name ends in -geometries; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of `end_to_end.py`; transformers (a token and a prompt), of a file of
-`transformers_step.py`. Blocks of which no file tells stay as they are.
+`geometries.py` whose name ends in -geometries; end_to_end (tokens a second, memory) and model (that in a sentence), of a file of
+`end_to_end.py`; transformers (a token and a prompt), of a file of `transformers_step.py`. Blocks of which no file tells stay as they are.
 Beside a file of `measure.py` goes its plot; one whose name ends in -growth is that of growth, and fills no block.
 """
 
@@ -201,7 +201,7 @@ def geometry_script() -> ModuleType:
 
 
 def geometries(result: Result) -> str:
-    """A line for each geometry and format; a column for XQA where it was timed, with a time for each type of cache that it was timed over."""
+    """A line for each geometry and format; a column for XQA where it was timed, with a time for each type of cache."""
     xqa = geometry_script().xqa_times(result)
     rivals = ["FlashAttention-3 bf16, us", *([f"XQA {' / '.join(xqa)}, us"] if xqa else [])]
     ours = ["us (share of read ceiling)", "speedup over FlashAttention-3"]

@@ -56,7 +56,8 @@ def test_matrix_of_features_is_that_of_the_results():
     matrix = script_of("feature_matrix")
     text = (ROOT / "docs" / "features.md").read_text()
     assert text == matrix.page(), "run benchmarks/feature_matrix.py --page"
-    lines = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line.startswith("|")}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    lines = {name: marks for name, *marks in cells}
     sizes = lines["format, by head size"]
     for fmt, marks in {
         "`int4`": {"64": "●", "80": "●", "192, V 128": "●"},
