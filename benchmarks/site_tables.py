@@ -1,6 +1,6 @@
-"""Write the tables of docs/choose.md and docs/performance-by-model.md from the recorded results: `python benchmarks/site_tables.py`.
+"""Write the tables of `PAGES` from the recorded results: `python benchmarks/site_tables.py`.
 
-The lines between `<!-- site:NAME -->` and `<!-- /site -->` are replaced. A test holds both pages to what this writes.
+The lines between `<!-- site:NAME -->` and `<!-- /site -->` are replaced. A test holds the pages to what this writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quantkv.cli.report import with_error
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("docs/choose.md", "docs/performance-by-model.md")
+PAGES = ("docs/choose.md", "docs/performance-by-model.md", "docs/engine.md", "docs/quality.md")
 BLOCK = re.compile(r"(<!-- site:(\w+) -->\n).*?(<!-- /site -->)", re.DOTALL)
 SHAPE = "B64xL8192"  # the batch that times are of
 NOT_MEASURED = "not measured"
@@ -32,6 +32,14 @@ RECIPES = (
     ("2 bits, decode on Hopper", "trellis2 +16,24"),
     ("2 bits as they are: not advised", "int2"),
 )
+# Formats whose expected error an engine is told; models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and
+# what of its recipes is shown.
+EXPECTED = (
+    *("int8", "fp8_token", "levels8", "fp8", "k8v4", "levels6", "levels5"),
+    *("int4", "tq4", "levels4", "tq3", "levels3", "int2", "trellis2"),
+)
+MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
+BY_MODEL = ("int4", "levels4 +16,24", "tuned 80 +16,24", "tuned 52 +16,24", "tuned 48 +16,24", "trellis2 +16,24")
 
 
 def read(name: str) -> Any:
@@ -46,13 +54,18 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], words: int) ->
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
+def digits(kl: float, small: float = 0.002) -> int:
+    """Digits behind the point with which a KL is shown."""
+    return 5 if kl < small else 4
+
+
 # ---- docs/choose.md
 
 
 def choose() -> str:
     """Every recipe with what it needs, takes and loses."""
-    base = ("16 bits", "`none`", "", "256", "1.00x", "0", "", "")
-    head = ("you want", "take", "first", "bytes", "smaller", "KL", "perplexity", "found, %")
+    base = ("16 bits", "`none`", "", "256", "0", "", "")
+    head = ("you want", "take", "first", "bytes (compression)", "KL, nats a token", "perplexity", "copy accuracy, %")
     return table(head, [base, *(recipe_row(*recipe) for recipe in RECIPES)], 3)
 
 
@@ -63,7 +76,7 @@ def times() -> str:
     rows = sorted((row for row in rows if row[1] != NOT_MEASURED), key=lambda row: float(row[1]))
     base = ("16 bits, FlashAttention-3", microseconds("FlashAttention-3", "bf16"), "")
     return table(
-        ("format", "Hopper's kernels, us", "Triton's, us"),
+        ("time of attention (lower is better)", "Hopper's kernels, us", "Triton's, us"),
         [base, ("16 bits in pages", "", microseconds("quantkv triton", "bf16")), *rows],
         1,
     )
@@ -83,9 +96,8 @@ def recipe_row(wanted: str, name: str) -> tuple[str, ...]:
         wanted,
         f"`{name}`",
         first,
-        f"{16 * row['bits_per_element']:.0f}",
-        f"{row['compression']:.2f}x",
-        with_error(row["kl"], row.get("kl_error"), 5 if row["kl"] < 0.0005 else 4),
+        f"{16 * row['bits_per_element']:.0f} ({row['compression']:.2f}x)",
+        with_error(row["kl"], row.get("kl_error"), digits(row["kl"], 0.0005)),
         f"{row['perplexity_change']:+.2f} %",
         "" if copied is None else with_error(copied["share"], copied["error"]),
     )
@@ -100,13 +112,47 @@ def microseconds(reader: str, stores: str) -> str:
     return NOT_MEASURED
 
 
+# ---- docs/engine.md
+
+
+def errors() -> str:
+    """What an engine finds that stores a format as it is: by how much rows, attention and predictions differ."""
+    short = {row["stores"]: row for row in read("h200-end-to-end.json")["end_to_end"] if row["reader"] == "quantkv"}
+    head = ("format", "bits a number (D = 64)", "error of rows, %", "error of attention, %", "KL, nats a token", "same top-1, %")
+    rows = []
+    for row in read("eval-smollm2-135m.json")["runs"][0]["formats"]:
+        name = row["format"]
+        if name in EXPECTED:
+            ran = short.get(name)
+            percent = ("", "") if ran is None else (f"{100 * ran[of]:.1f}" for of in ("row_error", "attention_error"))
+            kl = with_error(row["kl"], row["kl_error"], digits(row["kl"]))
+            rows.append((f"`{name}`", f"{row['bits_per_element']:.2f}", *percent, kl, f"{row['same_top1']:.1f}"))
+    return table(head, rows, 1)
+
+
+# ---- docs/quality.md
+
+
+def by_model() -> str:
+    """The KL of a few recipes on each model of the benchmark of quality."""
+    runs = {run["model"]: run for run in read("quality.json")["runs"] if run["part"] == "kl" and run["text"] == "news"}
+    head = ("model", "cache", "bytes (16 bits: 100 %)", "KL, nats a token (lower is better)")
+    rows = []
+    for model, (said, exact) in MODELS.items():
+        for row in sorted(runs[model]["formats"], key=lambda row: -row["bytes_per_head"]):
+            if row["format"] in BY_MODEL:
+                share = f"{row['bytes_per_head']:.0f} ({row['bytes_per_head'] / exact:.0%})"
+                rows.append((said, f"`{row['format']}`", share, with_error(row["kl"], row["kl_error"], digits(row["kl"]))))
+    return table(head, rows, 2)
+
+
 # ---- docs/performance-by-model.md
 
 
 def models() -> str:
     """What whole models do with 16 bits and with ours."""
-    head = ("model", "by", "what", "exact", "8 bits", "4 bits", "2 bits", "4 bits are better by")
-    return table(head, (*engine_rows(), *loop_rows(), *generate_rows(), *cpu_rows()), 3)
+    head = ("model, engine", "what", "exact", "8 bits", "4 bits", "2 bits", "gain at 4 bits")
+    return table(head, (*engine_rows(), *loop_rows(), *generate_rows(), *cpu_rows()), 2)
 
 
 def line(model: str, by: str, what: str, figures: dict[str, float | None], more_is_better: bool = True) -> tuple[str, ...]:
@@ -115,7 +161,7 @@ def line(model: str, by: str, what: str, figures: dict[str, float | None], more_
     ratio = four / base if more_is_better else base / four
     digits = 0 if base >= 100 else 1
     shown = ("" if figures.get(bits) is None else f"{figures[bits]:,.{digits}f}" for bits in ("16", "8", "4", "2"))
-    return (model, by, what, *shown, f"{ratio:.2f}x")
+    return (f"{model}; {by}", what, *shown, f"{ratio:.2f}x")
 
 
 def engine_rows() -> Iterator[tuple[str, ...]]:
@@ -176,7 +222,7 @@ def cpu_rows() -> Iterator[tuple[str, ...]]:
         yield line("SmolLM2-135M", by, f"ms a token: one sequence of {run['context']:,}, float32", figures, False)
 
 
-BLOCKS = {"choose": choose, "times": times, "models": models}
+BLOCKS = {"choose": choose, "times": times, "models": models, "errors": errors, "by_model": by_model}
 
 
 def update(text: str) -> str:
