@@ -17,9 +17,7 @@ MARKS = (
     ("<!-- refused, from scripts/models_table.py -->", "<!-- end of models that are refused -->"),
 )
 HEADS = (
-    "| model | layers in pages | transformers' own | greedy | beams | assisted | lookup | chunked | chat | int8 | int4 |\n"
-    + "|---" * 11
-    + "|",
+    "| model | layers in pages | transformers' own layers | same tokens | errors of int8, int4 |\n" + "|---" * 5 + "|",
     "| model | why it is refused |\n|---|---|",
 )
 

@@ -21,6 +21,7 @@ BOUNDS = {"int8": 0.02, "int4": 0.35}  # median over tokens of the norm of the l
 RATIO = 10, 25  # so many times is int4's error that of int8: its steps are 255 / 15 = 17 times as wide
 NEW = 8  # tokens to generate
 EQUAL, OTHER, ABSENT = "equal", "DIFFERENT", "-"
+MODES = ("greedy", "beams", "assisted", "lookup", "chunked", "chat")
 
 
 class Row(NamedTuple):
@@ -42,7 +43,13 @@ class Row(NamedTuple):
     @property
     def line(self) -> str:
         """Of the table of models that work, or of those that are refused."""
-        return f"| {self.name} | {self.refused} |" if self.refused else f"| {' | '.join(self[:-1])} |"
+        if self.refused:
+            return f"| {self.name} | {self.refused} |"
+        seen = {mode: getattr(self, mode) for mode in MODES}
+        other, absent = ([mode for mode in MODES if seen[mode] == word] for word in (OTHER, ABSENT))
+        same = f"{OTHER}: {', '.join(other)}" if other else f"all but {', '.join(absent)}" if absent else "all"
+        bounds = self.int8 if self.int8 == self.int4 else f"int8 {self.int8}, int4 {self.int4}"
+        return f"| {self.name} | {self.pages} | {self.passed} | {same} | {bounds} |"
 
 
 def prompts() -> dict[str, torch.Tensor]:
