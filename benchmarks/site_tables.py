@@ -176,7 +176,7 @@ def engine_rows() -> Iterator[tuple[str, ...]]:
         ("decode", 64, "decode, 64 sequences of 8,192"),
         ("decode", 8, "decode, 8 sequences of 32,768"),
         ("fit", None, "decode, as many sequences of 8,192 as fit"),
-        ("prefill", 8, "prompts, 8 of 8,192"),
+        ("prefill", 8, "prefill, 8 of 8,192"),
     ):
         yield line(llama, vllm, f"tokens/s: {what}", {bits: speed(engine, scenario, sequences) for bits, engine in main.items()})
     drafts = {bits: speed(engine, "verify", 64) for bits, engine in of("verify").items()}

@@ -1,5 +1,5 @@
 """Write src/quantkv/format_table.json, the bytes of every registered format, for what must not load torch:
-`python scripts/format_table.py`. tests/test_format_table.py compares it with the registry."""
+`python scripts/format_table.py`. tests/test_capacity.py compares it with the registry."""
 
 import json
 import sys

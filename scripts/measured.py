@@ -2,7 +2,7 @@
 `python scripts/measured.py`.
 
 Of each format the fastest implementation that was found right, beside FlashAttention-3 over bf16 pages in the same run; of a format that
-two files have, the first file's. tests/test_measured.py compares it with the results.
+two files have, the first file's. tests/test_capacity.py compares it with the results.
 """
 
 import json

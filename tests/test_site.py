@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -36,8 +37,8 @@ def test_site_builds(tmp_path):
     assert [path for path in tmp_path.rglob("*.html") if "&lt;!-- " in path.read_text()] == []
 
 
-def script_of(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+def script_of(name, folder="benchmarks"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script
@@ -67,3 +68,17 @@ def test_matrix_of_features_is_that_of_the_results():
     }.items():
         assert {size: lines[fmt][sizes.index(size)][0] for size in marks} == marks, fmt
     assert lines["ALiBi"] == ["●", "–"] and lines["sinks"] == ["●", "●"]
+
+
+def test_figures_are_those_of_the_results():
+    """The files that the script draws, and what a figure says of quantization: the rotation keeps a row's length."""
+    figures = script_of("figures", "scripts")
+    assert {path.name for path in figures.FOLDER.iterdir()} == set(figures.FIGURES)
+    for name, draw in figures.FIGURES.items():
+        assert (figures.FOLDER / name).read_text() == draw(), f"{name}: run scripts/figures.py"
+        ElementTree.fromstring(draw())
+    turned = figures.rotated(figures.ROW)
+    assert sum(x * x for x in turned) == pytest.approx(sum(x * x for x in figures.ROW))
+    assert [round(100 * figures.error(row)) for row in (figures.ROW, turned)] == [9, 5]  # percent, as the figure says
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("how-it-works.md", "four-bits.md"))
+    assert all(f"(figures/{name})" in pages for name in figures.FIGURES)
