@@ -235,7 +235,7 @@ def references(reasons: list[str], notes: list[str]) -> str:
     shown = dict.fromkeys(re.sub(r"^implementation='(\w+)'", lambda found: found[1].capitalize(), reason) for reason in plain)
     notes += [reason for reason in shown if reason not in notes]
     numbers = ", ".join(str(notes.index(reason) + 1) for reason in shown)
-    return f" <sup>{numbers}</sup>" if numbers else ""
+    return f"<sup>{numbers}</sup>" if numbers else ""
 
 
 def size_name(sizes: tuple[int, int]) -> str:
