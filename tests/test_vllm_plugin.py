@@ -13,10 +13,16 @@ if not torch.cuda.is_available():
 vllm = pytest.importorskip("vllm")
 
 from vllm.config.cache import get_kv_cache_dtype_handler  # noqa: E402
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend  # noqa: E402
+from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend  # noqa: E402
+from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend  # noqa: E402
+from vllm.model_executor.layers.attention.static_sink_attention import create_static_sink_attention_backend  # noqa: E402
+from vllm.model_executor.models.whisper_causal import create_whisper_attention_backend_with_block_pooling  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1 import kv_cache_interface as pages  # noqa: E402
 from vllm.v1.attention import backend as contract  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
@@ -27,6 +33,7 @@ from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVB
 from quantkv.integrations.vllm.exact import ExactGroup  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
+from quantkv.maps import LayerMaps  # noqa: E402
 
 PAIRS = [
     (QuantKVBackend, contract.AttentionBackend),
@@ -56,7 +63,7 @@ def test_methods_are_called_as_vllm_defines_them(ours, theirs):
     for name, method in vars(ours).items():
         known = inspect.getattr_static(theirs, name, None)
         if not isinstance(known, staticmethod | classmethod) and not inspect.isfunction(known):
-            assert not callable(known) or name == "__orig_bases__", name
+            assert not callable(known) or name in ("__orig_bases__", "__init_subclass__"), name
             continue
         wanted, taken = (list(inspect.signature(getattr(c, name)).parameters) for c in (theirs, ours))
         assert type(method) is type(known), name
@@ -175,6 +182,64 @@ USUAL = {
 def test_refused_by_name(change, said):
     assert QuantKVBackend.validate_configuration(device_capability=None, **USUAL) == []
     assert said in "; ".join(QuantKVBackend.validate_configuration(device_capability=None, **USUAL | change))
+
+
+WRAPPERS = {
+    "StaticSink": lambda: create_static_sink_attention_backend(QuantKVBackend, sink_len=16),
+    "EncoderOnlyAttention": lambda: create_encoder_only_attention_backend(QuantKVBackend),
+    "CrossAttention": lambda: create_cross_attention_backend(QuantKVBackend),
+    "WhisperCausalAttentionWithBlockPooling": lambda: create_whisper_attention_backend_with_block_pooling(QuantKVBackend, 2, 64),
+    "FastPrefill": lambda: create_fast_prefill_custom_backend("FastPrefill", backend_of(get_format("int4"))),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_attention_that_vllm_derives_from_the_backend_is_refused_by_name(name):
+    """A layer derives it before weights are loaded. Of Whisper's vLLM itself says that it takes no backend but its own."""
+    with pytest.raises(NotImplementedError, match="QuantKVBackend" if name.startswith("Whisper") else f"quantkv.*{name}"):
+        WRAPPERS[name]()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["quantkv_int4", "auto"])
+@pytest.mark.parametrize("size", [32, None])
+def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
+    """Whatever the layer stores, its backend makes no virtual batches any more."""
+    wrapped = QuantKVBackend if size is None else create_chunked_local_attention_backend(QuantKVBackend, size)
+    assert wrapped.get_name() == "CUSTOM" and (size is None or wrapped.get_builder_cls() is not QuantKVBuilder)
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.kv_sharing_target_layer_name = impl.policy = impl.sinks = impl.slopes = None
+    impl.kv_cache_dtype, impl.dtype, impl.options, impl.maps = kv_cache_dtype, torch.bfloat16, AttentionOptions(), LayerMaps()
+    impl.num_heads, impl.num_kv_heads, impl.head_size = 2 * HEADS, HEADS, 64
+    layer = SimpleNamespace(impl=impl, layer_name="model.layers.0.attn", head_size_v=64, attn_backend=wrapped, attention_chunk_size=size)
+    impl.config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={layer.layer_name: layer}))
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert layer.attn_backend is (QuantKVBackend if kv_cache_dtype == "auto" else backend_of(get_format("int4")))
+    assert layer.attn_backend.get_builder_cls() is QuantKVBuilder
+    assert impl.options == (AttentionOptions() if size is None else AttentionOptions(window=32, chunk_lookback=0))
+    assert impl.options in impl.kind
+    impl.process_weights_after_loading(torch.bfloat16)  # as weights that are loaded again
+    assert impl.options.window == (size or 0)
+
+
+def test_chunks_and_a_window_are_refused():
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.options = AttentionOptions(window=8)
+    with pytest.raises(NotImplementedError, match="chunks of 32 tokens and a window of 8"):
+        impl._take_chunks(32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "given"),
+    [(None, None, "CUSTOM"), (None, "auto", None), ("FLASH_ATTN", None, "FLASH_ATTN"), (None, "quantkv_int8", "CUSTOM")],
+)
+def test_drafts_get_the_backend_that_reads_their_pages(asked, own, given):
+    """asked, own: the backend and the type of the cache in the speculative configuration."""
+    drafts = SimpleNamespace(attention_backend=asked and AttentionBackendEnum[asked], kv_cache_dtype=own)
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    cache = SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="quantkv_int4")
+    impl.config = SimpleNamespace(cache_config=cache, speculative_config=drafts)
+    impl._check_configuration()
+    assert drafts.attention_backend == (given and AttentionBackendEnum[given])
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's platform here is not its CPU")

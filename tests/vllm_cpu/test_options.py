@@ -76,11 +76,21 @@ def test_drafted_tokens_are_verified(smollm2):
     assert found.calls["mixed"] == plain.calls["mixed"] == LAYERS  # the prompts' step: verification is served as decode is
 
 
+def test_a_model_that_drafts_reads_pages_too(tmp_path):
+    """The engine only starts here: vLLM's wheel has no operators for a CPU that draft."""
+    folder = tiny_models.write("llama", tmp_path)
+    drafts = {"model": folder, "method": "draft_model", "num_speculative_tokens": 3}
+    report = engine.run(folder, "quantkv_fp32", skip_tokenizer_init=True, max_model_len=256, speculative_config=drafts)
+    assert report.error == ""
+    assert report.formats == ["fp32"] * 4  # two layers of each model
+
+
 REFUSED = {
     "a head size that the format cannot take": ("heads_of_80", "quantkv_int2", {}, "head_size=80"),
     "a type that is no format": ("llama", "quantkv_int5", {}, "quantkv_int5"),
     "pages that are no multiple of 16 tokens": ("llama", "quantkv_int4", {"block_size": 24}, "block_size"),
     "a policy without a file": ("llama", "quantkv_policy", {}, "quantkv_policy"),
+    "prompts that skip layers which share pages": ("llama", "quantkv_int4", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
 }
 
 

@@ -25,7 +25,7 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["at_once", "chunked"])
-@pytest.mark.parametrize("family", ["llama", "window", "softcap", "sinks", "alibi"])
+@pytest.mark.parametrize("family", ["llama", "window", "softcap", "sinks", "alibi", "chunks"])
 def test_a_family_has_the_probabilities_of_transformers(folder_of, family, chunked):
     folder = folder_of(family)
     report = engine.run(folder, "quantkv_fp32", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS, **(CHUNKED if chunked else {}))

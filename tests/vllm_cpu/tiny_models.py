@@ -22,6 +22,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 WINDOW = 20
+CHUNK = 32  # tokens that see each other and nothing before them, in some layers of Llama 4
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "window": ("Mistral", {"sliding_window": WINDOW}),
@@ -43,7 +44,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 256,  # its heads have 64 numbers
         },
     ),
+    "chunks": (
+        "Llama4",
+        {
+            "attention_chunk_size": CHUNK,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 128,
+            "interleave_moe_layer_step": 4,  # no layer has experts
+            "attn_temperature_tuning": False,
+        },
+    ),
 }
+CONFIGURATIONS = {"Llama4": "Llama4TextConfig"}  # where they are not called as the model is
 
 
 SCALES = {"k_scale": 0.25, "v_scale": 0.125}
@@ -56,7 +69,7 @@ def write(family: str, folder: Path) -> str:
 
     name, changes = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    config = getattr(transformers, CONFIGURATIONS.get(name, f"{name}Config"))(**{**SIZES, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

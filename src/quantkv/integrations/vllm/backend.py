@@ -19,6 +19,7 @@ from . import POLICY, PREFIX, asked_type
 
 UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
 BLOCK_SIZES = list(vllm_pages.BLOCK_SIZES)  # of those that the Hopper kernels read
+CHUNKS = "ChunkedLocalAttention_"  # how vLLM names the class that it derives from a backend for layers that attend within chunks
 
 
 def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:
@@ -41,6 +42,14 @@ class QuantKVBackend(AttentionBackend):
     forward_includes_kv_cache_update = False  # vLLM calls do_kv_cache_update before forward
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
     format: ClassVar[Format | None] = None  # of a layer's own backend, see `backend_of`
+
+    def __init_subclass__(cls, **arguments) -> None:
+        """NotImplementedError for a class that vLLM derives for another kind of attention. vLLM derives it with the layer, before the
+        weights are loaded. Chunks are the one kind that a layer serves itself (`QuantKVImpl`), of the whole batch."""
+        super().__init_subclass__(**arguments)
+        if "format" not in vars(cls) and not cls.__name__.startswith(CHUNKS):
+            kind = cls.__name__.replace(QuantKVBackend.__name__, "").strip("_")
+            raise NotImplementedError(f"quantkv: attention backend {kind!r}, derived from CUSTOM, is not supported; allowed: {CHUNKS}N")
 
     @staticmethod
     def get_name() -> str:

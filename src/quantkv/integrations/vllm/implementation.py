@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ...cache import PagedCache
 from ...calls import AttentionOptions
@@ -26,9 +28,9 @@ from ...implementations.dense.attend import QUERY_BYTES, SCRATCH_BYTES, query_ro
 from ...maps import LayerMaps
 from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages
 from ...warmup import warm_up
-from . import calls
+from . import PREFIX, calls
 from .asked import policy_of
-from .backend import BLOCK_SIZES, UNQUANTIZED, backend_of, format_of, token_bytes
+from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
 from .connectors import check_connectors
 from .metadata import Metadata
 from .mixed import check_hybrid, warn_of_padding
@@ -92,6 +94,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.config, self.dtype, self.head_size_v = get_current_vllm_config(), torch.get_default_dtype(), head_size
         check_connectors(self.config)
+        self._check_configuration()
         self.policy = policy_of(self.config)
         if self.policy is not None:
             self._check_policy()
@@ -107,6 +110,15 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self._per_layer: dict[str, Any] = {}  # sinks and slopes, on the device
         self._cache: tuple[Any, PagedCache | ShadowedCache | None] = (lambda: None, None)
         load_flash_attention()
+
+    def _check_configuration(self) -> None:
+        """Refuse what vLLM would do to a step's metadata, and give drafts the backend that reads their pages: vLLM's first model runner
+        lets a model that drafts take the type of the cache from the other model, and not the backend."""
+        cache, drafts = self.config.cache_config, self.config.speculative_config
+        if cache.kv_sharing_fast_prefill:
+            raise NotImplementedError("quantkv: kv_sharing_fast_prefill=True; False is needed")
+        if drafts is not None and drafts.attention_backend is None and (drafts.kv_cache_dtype or cache.cache_dtype).startswith(PREFIX):
+            drafts.attention_backend = AttentionBackendEnum.CUSTOM
 
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
@@ -139,6 +151,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         owner = self.kv_sharing_target_layer_name or layer.layer_name
         self.head_size_v = layer.head_size_v
         self.clamp_images = bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
+        if layer.attn_backend.__name__.startswith(CHUNKS):
+            self._take_chunks(layer.attention_chunk_size)
         if self.policy is None or self.kv_cache_dtype in UNQUANTIZED:
             self.format = format_of(self.kv_cache_dtype, self.dtype)
         else:
@@ -150,11 +164,17 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.kind = (self.format.name, self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v, self.options)
         self.kind += tuple(None if map_ is None else map_.traits for map_ in (self.maps.k, self.maps.v))
         self.kind += (self.sinks is None, self.slopes is None)
-        if self.kv_cache_dtype not in UNQUANTIZED:
-            layer.attn_backend = backend_of(self.format)
+        layer.attn_backend = QuantKVBackend if self.kv_cache_dtype in UNQUANTIZED else backend_of(self.format)
         self.owner = None if layers[owner].impl is self else layers[owner].impl
         if self.policy is not None and self.policy.exact is not None and self.format is not format_of("none", self.dtype):
             self._keep_exact(self.policy.exact)
+
+    def _take_chunks(self, size: int) -> None:
+        """Attend within chunks of `size` tokens by an option of every call, in place of vLLM's virtual batches: keys keep their
+        positions, and CUDA graphs hold steps of decode."""
+        if self.options.window:
+            raise NotImplementedError(f"quantkv: attention within chunks of {size} tokens and a window of {self.options.window}")
+        self.options = replace(self.options, window=int(size), chunk_lookback=0)
 
     def _keep_exact(self, tokens: ExactTokens) -> None:
         """Take the memory of the 16-bit copies now, so that vLLM gives the rest of the GPU to pages and no more."""
