@@ -1,8 +1,13 @@
 """Warming up compiles and names who serves what, and leaves the cache as it was."""
 
+import random
+from itertools import accumulate
+
+import pytest
 import torch
 
 from quantkv import PagedCache, get_format, warm_up
+from quantkv.warmup import mixed_batches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,3 +21,58 @@ def test_warm_up():
     assert list(served) == ["write of 2 tokens", *(f"attend of {s} x {n} queries" for n in (1, 5) for s in (1, 3))]
     assert DEVICE != "cpu" or set(served.values()) <= {"cpu", "reference"}
     assert seen[-1][:2] == (5, 5) and seen[0][2].startswith("write of 2 tokens: ")
+
+
+GEOMETRIES = {  # query heads, kv heads, head size, options, tokens of a page, positions, format
+    "llama": (32, 8, 128, {}, 16, 4096, "int4"),
+    "gemma 3": (8, 4, 256, {"window": 1024}, 64, 2600, "int8"),
+    "gpt-oss": (64, 8, 64, {"window": 128, "sinks": torch.zeros(64)}, 64, 3000, "none"),
+    "a head for each": (16, 16, 128, {"softcap": 30.0}, 128, 300_000, "tq4"),
+}
+SEQS, TOKENS, VERIFIED = 48, 2048, 4  # of a step, at most; queries of a sequence that verifies
+
+
+def steps(rng, num_heads, num_kv_heads, head_size, block_size, longest, count):
+    """Batches as an engine hands them over: rows of one projection, a table of more sequences than there are. Lengths are known where
+    kinds are mixed."""
+    rows = torch.empty(TOKENS, (num_heads + 2 * num_kv_heads) * head_size, dtype=torch.bfloat16)
+    table = torch.zeros(SEQS, -(-longest // 128) * 128 // block_size, dtype=torch.int32)
+    out = torch.empty(TOKENS, num_heads, head_size, dtype=torch.bfloat16)
+    for _ in range(count):
+        lengths, alike = [], rng.choice((None, None, 1, VERIFIED))
+        kinds = rng.sample(((1, 1), (2, 8), (9, 127), (128, 900)), rng.randint(1, 4)) if alike is None else [(alike, alike)]
+        for low, high in kinds:
+            for _ in range(rng.choice((1, 1, 2, 5, 20))):
+                queries = min(rng.randint(low, high), TOKENS - sum(n for n, _ in lengths))
+                if queries and len(lengths) < SEQS:
+                    lengths.append((queries, rng.choice((queries, queries, rng.randint(queries, longest)))))
+        starts = torch.tensor([0, *accumulate(n for n, _ in lengths)], dtype=torch.int32)
+        keys, tokens = torch.tensor([n for _, n in lengths], dtype=torch.int32), int(starts[-1])
+        promised = rng.choice((None, max(n for _, n in lengths)))
+        known = {"lengths": tuple(lengths)} if alike is None else {"max_query_len": alike, "max_seq_len": promised}
+        q = rows[:tokens, : num_heads * head_size].view(tokens, num_heads, head_size)
+        yield q, out[:tokens], {"block_table": table[: len(lengths)], "seq_lens": keys, "cu_seqlens_q": starts, **known}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")
+@pytest.mark.parametrize("target", ["H100", "A100"])
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_an_engine_compiles_nothing_after_its_warm_up(model, target, monkeypatch):
+    """Random steps of decode, verification, short and long prompts, whole and in part: all that they would compile was compiled."""
+    heads, kv_heads, size, options, block_size, longest, name = GEOMETRIES[model]
+    from compiled import Gpu
+
+    gpu, spec = Gpu(monkeypatch, target), get_format(name, torch.bfloat16).cache_spec(kv_heads, size, block_size=block_size)
+    cache = PagedCache(spec, 1)
+    width = -(-longest // 128) * 128 // block_size
+    mixed = mixed_batches(heads, SEQS, TOKENS, longest)
+    sizes = {"query_lens": (1, VERIFIED), "batch_sizes": (1, SEQS), "write_sizes": (1, SEQS, TOKENS), "max_seq_len": longest}
+    warm_up(cache, heads, **sizes, mixed=mixed, table_width=width, **options)
+    compiled, found = gpu.found.copy(), []
+    for q, out, batch in steps(random.Random(0), heads, kv_heads, size, block_size, longest, 40):
+        gpu.found.clear()
+        cache.attend(q, out=out, **batch, **options)
+        key, value = torch.empty(2, len(q), kv_heads, size, dtype=torch.bfloat16)
+        cache.write(key, value, torch.full((len(q),), -1))
+        found.append(gpu.found - compiled)
+    assert len(found) == 40 and found == [set()] * 40

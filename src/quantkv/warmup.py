@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
 from . import implementations
 from .cache import PagedCache
-from .calls import AttendCall, WriteCall
+from .calls import AttendCall, Batch, WriteCall
 from .exact import ExactTokens
-from .implementations import Call
+from .implementations import Call, batches
 from .prepared import prepare_attend
 from .shadow import FEW_QUERIES, ExactPages, ExactStep, ShadowedCache, as_segments, goes_by_position, shadow_pages
+
+QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
+FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
+ROWS = 16 * 160  # queries times heads from which on kernels are cut as for many: more than of any GPU's multiprocessors
 
 
 def warm_up(
@@ -26,6 +33,8 @@ def warm_up(
     batch_sizes: Iterable[int] = (1, 64),
     write_sizes: Iterable[int] = (1, 64, 8192),
     max_seq_len: int = 8192,
+    mixed: Iterable[Sequence[tuple[int, int]]] = (),
+    table_width: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     exact: ExactTokens | None = None,
     **options: object,
@@ -34,17 +43,22 @@ def warm_up(
 
     num_heads: query heads. dtype: of queries, keys and values. query_lens: queries of a sequence: 1 for decode, as many as are verified,
     hundreds for a prompt. batch_sizes: sequences of a call. write_sizes: tokens of a write. max_seq_len: positions that a block table has
-    room for. progress: called with (done, all, what) after each. exact: tokens that are read from 16-bit copies, which are then written
-    as well. options: of `PagedCache.attend`, as requests will have them.
+    room for. mixed: batches whose lengths the host knows, (queries, keys) of each sequence, see `mixed_batches`. table_width: pages of a
+    row of the block tables; None: those of max_seq_len. progress: called with (done, all, what) after each. exact: tokens that are read
+    from 16-bit copies, which are then written as well. options: of `PagedCache.attend`, as requests will have them.
     What can be compiled without a launch is, by as many threads as there are cores.
     """
-    calls = dict(_calls(cache, num_heads, dtype, query_lens, batch_sizes, write_sizes, max_seq_len, exact, options))
+    batch_sizes, mixed = list(batch_sizes), list(mixed)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, exact, options)
+    calls = dict(given.calls(query_lens, batch_sizes, write_sizes, mixed))
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
+    apart: dict[Hashable, None] = {}
+    for call in (*calls.values(), *(given.others(batch_sizes) if mixed else ())):
+        serving = implementations.module(implementations.resolve(call)[0], implementations.kind(call))
+        apart |= dict.fromkeys(serving.compiled_for(call) if hasattr(serving, "compiled_for") else ())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, call in calls.items():
-            compiled = getattr(implementations.module(served[name], implementations.kind(call)), "compile_for", None)
-            if compiled is not None:
-                pool.submit(compiled, call)
+        for kernel in apart:
+            pool.submit(kernel.cubin)
     for done, (name, call) in enumerate(calls.items(), 1):
         implementations.module(served[name], implementations.kind(call)).run(call)
         if progress is not None:
@@ -63,40 +77,120 @@ def who_serves(
     batch_sizes: Iterable[int] = (1, 64),
     write_sizes: Iterable[int] = (1, 64, 8192),
     max_seq_len: int = 8192,
+    mixed: Iterable[Sequence[tuple[int, int]]] = (),
+    table_width: int | None = None,
     **options: object,
 ) -> dict[str, tuple[str, dict[str, str]]]:
     """What `warm_up` would run, without running or compiling it: {what it is: the implementation that serves it, and why each one that goes
     before it does not}."""
-    calls = _calls(cache, num_heads, dtype, query_lens, batch_sizes, write_sizes, max_seq_len, None, options)
-    return {name: implementations.resolve(call) for name, call in calls}
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, options)
+    return {name: implementations.resolve(call) for name, call in given.calls(query_lens, batch_sizes, write_sizes, mixed)}
 
 
-def _calls(cache, num_heads, dtype, query_lens, batch_sizes, write_sizes, max_seq_len, exact, options) -> Iterable[tuple[str, Call]]:
-    spec, device = cache.spec, cache.device
-    read = cache
-    if exact is not None:
-        read = ShadowedCache(cache, shadow_pages(cache, 1, dtype), ExactPages(exact, spec.block_size, 1, device=device))
-    for count in write_sizes:
-        key = torch.zeros(count, spec.num_kv_heads, spec.head_size, dtype=dtype, device=device)
-        value = torch.zeros(count, spec.num_kv_heads, spec.head_size_v, dtype=dtype, device=device)
+def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: int) -> list[list[tuple[int, int]]]:
+    """Batches of `warm_up` that between them need all that is compiled for batches of several kinds of sequences.
+
+    num_heads: query heads. max_seqs, max_tokens: sequences and queries of a batch, at most. What is compiled depends on powers of two of
+    the queries of the longest sequence; on whether there are several sequences; on the queries in all; and on whether keys are few."""
+    found: dict[tuple[tuple[int, int], ...], None] = {}
+    for queries in QUERIES:
+        room = min(max_seqs, max_tokens // queries)
+        longest = [max_seq_len >> i for i in range(8 if queries == QUERIES[-1] else 1)]  # long prompts: merged of none, two, or more parts
+        for count in sorted({min(n, room) for n in (1, 2, -(-ROWS // (queries * num_heads)))} - {0}):
+            found |= dict.fromkeys(((queries, keys),) * count for keys in (queries, *longest) if queries <= keys)
+    return [list(batch) for batch in found]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the calls of a cache have in common. held: tensors that they share, by what they are."""
+
+    cache: PagedCache
+    num_heads: int
+    dtype: torch.dtype
+    max_seq_len: int
+    table_width: int | None
+    exact: ExactTokens | None
+    options: dict[str, object]
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def calls(self, query_lens, batch_sizes, write_sizes, mixed) -> Iterable[tuple[str, Call]]:
+        for count in write_sizes:
+            yield from self.writes(count)
+        for queries in query_lens:
+            for sequences in batch_sizes:
+                batch = Batch(*self.starts([(queries, queries)] * sequences), queries, self.max_seq_len)
+                yield f"attend of {sequences} x {queries} queries", self.attend(batch)
+        for lengths in mixed:
+            call = self.attend(Batch(*self.starts(lengths), lengths=tuple(lengths)))
+            for run in batches.cut(call):
+                yield f"attend of {_described(run.call.batch)}", run.call
+
+    def others(self, batch_sizes: Iterable[int]) -> Iterable[Call]:
+        """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels."""
+        most, lengths = max(batch_sizes, default=0), [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
+        for queries in FEW:
+            for sequences in [most >> i for i in range(most.bit_length())]:
+                for longest in lengths if queries <= self.max_seq_len else ():
+                    tensors = self.starts([(queries, longest)] * sequences)
+                    yield self.attend(Batch(*tensors, queries, longest))
+                    yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences))
+
+    def writes(self, count: int) -> Iterable[tuple[str, WriteCall]]:
+        cache, spec, device = self.cache, self.cache.spec, self.cache.device
+        key = torch.zeros(count, spec.num_kv_heads, spec.head_size, dtype=self.dtype, device=device)
+        value = torch.zeros(count, spec.num_kv_heads, spec.head_size_v, dtype=self.dtype, device=device)
         nowhere = torch.full((count,), -1, dtype=torch.int64, device=device)
-        positions = torch.zeros_like(nowhere)
+        positions = torch.zeros_like(nowhere) if cache.maps.by_position else None  # as those who write give them
         yield f"write of {count} tokens", WriteCall(key, value, cache.k, cache.v, cache.format, nowhere, cache.maps, positions)
-        if exact is not None:
-            copies, shadow = nowhere.int(), read.shadow
+        if self.exact is not None:
+            copies, shadow = nowhere.int(), self.read.shadow
             yield f"copies of {count} tokens", WriteCall(key, value, shadow.k, shadow.v, shadow.format, copies, shadow.maps)
-    for queries in query_lens:
-        for sequences in batch_sizes:
-            q = torch.zeros(queries * sequences, num_heads, spec.head_size, dtype=dtype, device=device)
-            attend = prepare_attend(
-                block_table=torch.zeros(sequences, spec.num_blocks(max_seq_len), dtype=torch.int32, device=device),
-                seq_lens=torch.full((sequences,), queries, dtype=torch.int32, device=device),
-                cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=device) * queries,
-                max_query_len=queries,
-                max_seq_len=max_seq_len,
-                **options,
-            )
-            step = None if exact is None else ExactStep(exact, spec.block_size, sequences, 0, device, queries <= FEW_QUERIES)
-            segments = as_segments(read, attend.block_table, (), step, goes_by_position(attend.options))
-            call = AttendCall(q, segments, attend.batch, attend.scale, attend.options)
-            yield f"attend of {sequences} x {queries} queries", call
+
+    @cached_property
+    def read(self) -> PagedCache | ShadowedCache:
+        """The cache, with a shadow of a page where some tokens are exact."""
+        cache = self.cache
+        if self.exact is None:
+            return cache
+        return ShadowedCache(
+            cache, shadow_pages(cache, 1, self.dtype), ExactPages(self.exact, cache.spec.block_size, 1, device=cache.device)
+        )
+
+    def starts(self, lengths: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each sequence's queries start, and its keys, on the device."""
+        starts = torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32, device=self.cache.device)
+        return starts, torch.tensor([keys for _, keys in lengths], dtype=torch.int32, device=self.cache.device)
+
+    def attend(self, batch: Batch) -> AttendCall:
+        spec, device, sequences = self.cache.spec, self.cache.device, batch.num_seqs
+        tokens = sum(n for n, _ in batch.lengths) if batch.lengths else sequences * batch.max_query_len
+        q = self.zeros("q", tokens, self.num_heads, spec.head_size, dtype=self.dtype)
+        out = self.zeros("out", tokens, self.num_heads, spec.head_size_v, dtype=self.dtype)
+        table = self.zeros("table", sequences, self.table_width or spec.num_blocks(self.max_seq_len), dtype=torch.int32)
+        prepared = prepare_attend(
+            block_table=table,
+            seq_lens=batch.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            lengths=batch.lengths,
+            **self.options,
+        )
+        step = None
+        if self.exact is not None:
+            step = ExactStep(self.exact, spec.block_size, sequences, 0, device, batch.max_query_len <= FEW_QUERIES)
+        segments = as_segments(self.read, table, (), step, goes_by_position(prepared.options))
+        return AttendCall(q, segments, prepared.batch, prepared.scale, prepared.options, out)
+
+    def zeros(self, name: str, rows: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first rows of a tensor that all calls share."""
+        if name not in self.held or len(self.held[name]) < rows:
+            self.held[name] = torch.zeros(rows, *shape, dtype=dtype, device=self.cache.device)
+        return self.held[name][:rows]
+
+
+def _described(batch: Batch) -> str:
+    """A batch of sequences of one length."""
+    queries, keys = batch.lengths[0]
+    return f"{batch.num_seqs} x {queries} queries of {keys} keys"

@@ -80,10 +80,9 @@ def scratch_bytes(call: AttendCall) -> int:
     return max(plan.scratch_bytes for plan in _plans(call))
 
 
-def compile_for(call: AttendCall) -> None:
-    """Compile what `call` needs, and launch nothing. May run in several threads at once."""
-    for config in {part.config for plan in _plans(call) for part in plan.parts.values()}:
-        config.cubin()
+def compiled_for(call: AttendCall) -> set[DecodeConfig]:
+    """What is compiled for `call`: `cubin` of each does so, and may run in several threads at once."""
+    return {part.config for plan in _plans(call) for part in plan.parts.values()}
 
 
 def _plans(call: AttendCall) -> list[Plan]:

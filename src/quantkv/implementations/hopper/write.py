@@ -160,10 +160,9 @@ def prepare(call: WriteCall) -> Prepared:
     return Prepared(call)
 
 
-def compile_for(call: WriteCall) -> None:
-    """Compile what `call` needs, and launch nothing. May run in several threads at once."""
-    for config in configurations(call):
-        config.cubin()
+def compiled_for(call: WriteCall) -> set[Config]:
+    """What is compiled for `call`: `cubin` of each does so, and may run in several threads at once."""
+    return {*configurations(call)}
 
 
 def configurations(call: WriteCall) -> list[Config]:

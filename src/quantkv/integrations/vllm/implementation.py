@@ -27,7 +27,7 @@ from ...geometry import Heads
 from ...implementations.dense.attend import QUERY_BYTES, SCRATCH_BYTES, query_row_bytes
 from ...maps import LayerMaps
 from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages
-from ...warmup import warm_up
+from ...warmup import mixed_batches, warm_up, who_serves
 from . import PREFIX, calls
 from .asked import policy_of
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
@@ -37,7 +37,6 @@ from .mixed import check_hybrid, warn_of_padding
 
 logger = init_logger("vllm.quantkv")
 LOAD_AHEAD = ("OffloadingConnector",)  # connectors of which a request waits for its blocks, before a step is made of it
-PROMPTS = (12, 24, 64, 512)  # queries of a sequence: one of each kind that another kernel serves
 
 
 @cache
@@ -228,24 +227,31 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         spec = self._page_spec(block_size)
         return self._over(torch.zeros(1, spec.num_kv_heads, spec.page_bytes, dtype=torch.uint8, device=device), block_size)
 
-    def warm_up(self, device: torch.device, block_size: int, verified: int) -> dict[str, str]:
-        """Compile what this layer's calls need, and say who serves them. verified: queries of a sequence that verifies."""
-        if device.type != "cuda":
-            return {"all": "reference"}
-        cache = self._sample(device, next(size for size in BLOCK_SIZES if block_size % size == 0))
+    def who_serves(self, device: torch.device, block_size: int, verified: int, table_width: int) -> dict[str, str]:
+        """Which implementation serves what, of this layer's calls. block_size: of the kernels. verified: queries of a sequence that
+        verifies. table_width: pages of a row of vLLM's block tables."""
+        found = who_serves(self._sample(device, block_size), self.num_heads, **self._calls(device, verified, table_width))
+        return {what: name for what, (name, _) in found.items()}
+
+    def warm_up(self, kv_cache: torch.Tensor, verified: int, table_width: int) -> dict[str, str]:
+        """Compile what this layer's calls need over vLLM's tensor, which is left as it was; what is compiled depends on how that lies."""
+        pages, calls = self._over(kv_cache, kv_cache.shape[2]), self._calls(kv_cache.device, verified, table_width)
+        mixed = mixed_batches(self.num_heads, calls["batch_sizes"][-1], calls["write_sizes"][-1], calls["max_seq_len"])
+        return warm_up(pages, self.num_heads, mixed=mixed, exact=self.exact, **calls)
+
+    def _calls(self, device: torch.device, verified: int, table_width: int) -> dict[str, Any]:
+        """What `quantkv.warm_up` takes."""
         scheduler = self.config.scheduler_config
-        common = {
-            "dtype": self.dtype,
-            "max_seq_len": self.config.model_config.max_model_len,
-            "window": self.options.window,
-            "exact": self.exact,
-        }
-        common |= {name: getattr(self.options, name) for name in ("softcap", "alibi_sqrt", "batch_invariant")} | self._tensors(device)
-        tokens = (1, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        steps = sorted({1, verified})
+        options = {name: getattr(self.options, name) for name in ("window", "chunk_lookback", "softcap", "alibi_sqrt", "batch_invariant")}
         return {
-            **warm_up(cache, self.num_heads, query_lens=steps, batch_sizes=(1, scheduler.max_num_seqs), write_sizes=tokens, **common),
-            **warm_up(cache, self.num_heads, query_lens=PROMPTS, batch_sizes=(1,), write_sizes=(), **common),
+            "dtype": self.dtype,
+            "query_lens": sorted({1, verified}),
+            "batch_sizes": sorted({1, scheduler.max_num_seqs}),
+            "write_sizes": sorted({1, scheduler.max_num_seqs, scheduler.max_num_batched_tokens}),
+            "max_seq_len": self.config.model_config.max_model_len,
+            "table_width": table_width,
+            **options,
+            **self._tensors(device),
         }
 
     def _tensors(self, device: torch.device) -> dict[str, torch.Tensor]:

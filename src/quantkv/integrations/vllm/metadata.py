@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,21 +61,51 @@ class Metadata:
         return self._writes[key]
 
 
+def summary(who: dict[str, str]) -> str:
+    """Who serves what, in a line: of batches of several kinds one of each number of queries."""
+    short = {re.sub(r"^attend of \d+ x (\d+) queries of .*", r"\1 queries among others", what): name for what, name in who.items()}
+    return "; ".join(f"{what} by {name}" for what, name in short.items())
+
+
 class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
     """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    requires_block_table_width = True  # kernels are compiled for its alignment
     exact: ExactGroup | None = None  # where its layers have exact tokens
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        layers, self.exact = list(named.values()), ExactGroup.of(named, vllm_config, device)
-        for number, impl in enumerate(dict((layer.impl.kind, layer.impl) for layer in layers).values()):
-            served[impl.format.name] = who = impl.warm_up(device, kv_cache_spec.block_size, self.reorder_batch_threshold)
-            if number == 0:
-                logger.info("quantkv: %d layers of %s: %s", len(layers), impl.format.name, "; ".join(f"{k} by {v}" for k, v in who.items()))
+        self.exact = ExactGroup.of(named, vllm_config, device)
+        self.table_width, self.layers, self._seen = block_table_width, list(named.values()), set()
+        for layer in self.layers:
+            if device.type == "cuda":
+                layer.bind_kv_cache = partial(self._bind, layer)
+            else:
+                self._tell(layer.impl, (), lambda impl: impl.who_serves(device, kv_cache_spec.block_size, *self._steps))
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        """Queries of a sequence that verifies, pages of a row of the block table."""
+        return self.reorder_batch_threshold, self.table_width
+
+    def _bind(self, layer, kv_cache: torch.Tensor) -> None:
+        """vLLM gives a layer its pages: what calls over pages that lie so need is compiled now, before the first request."""
+        type(layer).bind_kv_cache(layer, kv_cache)
+        if kv_cache.numel():
+            lie = kv_cache.shape[1:], kv_cache.stride()
+            self._tell(layer.impl, lie, lambda impl: impl.warm_up(kv_cache, *self._steps))
+
+    def _tell(self, impl: Any, lie: tuple, ask: Callable[[Any], dict[str, str]]) -> None:
+        """Ask who serves the layers of this kind, once, and say so in the log."""
+        if (impl.kind, lie) in self._seen:
+            return
+        self._seen.add((impl.kind, lie))
+        served[impl.format.name] = who = ask(impl)
+        if len(self._seen) == 1:
+            logger.info("quantkv: %d layers of %s: %s", len(self.layers), impl.format.name, summary(who))
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec):

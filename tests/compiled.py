@@ -1,0 +1,76 @@
+"""What calls would compile on a GPU that need not be there: nothing is compiled, and nothing runs."""
+
+import inspect
+
+import torch
+import triton.language as tl
+
+from quantkv import implementations
+from quantkv.implementations import batches
+from quantkv.implementations.dense import attend as dense
+from quantkv.implementations.dense import backends
+from quantkv.implementations.dense.triton_steps import TritonSteps
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper import decode, many, prompt
+from quantkv.implementations.hopper import launch as hopper_launch
+from quantkv.implementations.hopper import write as hopper_write
+from quantkv.implementations.triton import launch
+
+TARGETS = {"H100": launch.Target(90, "tf32x3", 132, 228 << 10), "A100": launch.Target(80, "tf32x3", 108, 164 << 10)}
+
+
+def specialized(value):
+    """What Triton compiles for, of an argument that is no constant: of a tensor its dtype and whether its address is a multiple of 16,
+    of an integer whether it is 1, or a multiple of 16."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(specialized, value))
+    if isinstance(value, int):
+        return 1 if value == 1 else (value % 16 == 0, value >= 1 << 31)
+    return value if value is None else type(value)
+
+
+class Gpu:
+    """Stands in for a GPU while a test runs, for all calls. found: what they compiled, (kernel, what it is compiled for)."""
+
+    def __init__(self, monkeypatch, name):
+        self.found, self.hopper, target = set(), name == "H100", TARGETS[name]
+        patches = [
+            (implementations, "resolve", self._resolve),
+            (batches, "cut", lambda call: [batches.Run(call)] if call.batch.lengths is None else batches.pieces(call)),
+            (launch.Target, "of", classmethod(lambda cls, device: target)),
+            (launch.Launch, "__call__", lambda made: self._launched(made)),
+            (launch.Launch, "again", lambda made, *given: False),
+            (dense, "_steps", lambda triton: TritonSteps),
+            (backends, "fitting", lambda *rows, **needs: ["hopper" if self.hopper else "flash"]),
+            (backends, "attend", self._attended),
+            (hopper_launch, "elsewhere", lambda device: None),
+            (hopper_launch, "multiprocessors", lambda index: target.processors),
+            (hopper_launch, "device_index", lambda device: 0),
+        ]
+        patches += [(module, "run", lambda call, m=module: self.found.update(m.compiled_for(call))) for module in (hopper, hopper_write)]
+        patches += [
+            (c, "cubin", lambda config: self.found.add(config)) for c in (decode.DecodeConfig, many.ManyConfig, hopper_write.WriteConfig)
+        ]
+        for owner, what, value in patches:
+            monkeypatch.setattr(owner, what, value)
+
+    def _resolve(self, call, implementation="auto"):
+        names = implementations.NAMES[not self.hopper : 3]
+        return next(name for name in names if implementations.refusal(name, call) is None), {}
+
+    def _launched(self, made):
+        kernel, parameters = made.kernel, inspect.signature(made.kernel.fn).parameters
+        key = [tuple(made.options.items())]
+        for name, value in made.arguments.items():
+            plain = type if name in (kernel.kwargs.get("do_not_specialize") or ()) else specialized
+            key.append(value if parameters[name].annotation is tl.constexpr else plain(value))
+        self.found.add((kernel.fn.__name__, tuple(key)))
+
+    def _attended(self, backend, q, k, v, scale, round, ends, softcap, out, sinks, kept):
+        group, left = q.shape[1] // k.shape[0], round.mask[0]
+        of = (q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, left >= 0, 0 <= left < prompt.NARROW, softcap > 0)
+        self.found.add(("prompt", of))
+        rows = out if out is not None else q.new_empty(*q.shape[:2], v.shape[2])
+        return rows, q.new_empty(q.shape[:2], dtype=torch.float32)
