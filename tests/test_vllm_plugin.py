@@ -26,13 +26,14 @@ from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend 
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
-from quantkv import PagedCache, get_format  # noqa: E402
-from quantkv.calls import AttentionOptions  # noqa: E402
+from quantkv import PagedCache, get_format, implementations  # noqa: E402
+from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
 from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.integrations.vllm import metadata  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
 from quantkv.integrations.vllm.exact import ExactGroup  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
-from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
+from quantkv.integrations.vllm.metadata import QuantKVBuilder, summary  # noqa: E402
 from quantkv.maps import LayerMaps  # noqa: E402
 
 PAIRS = [
@@ -41,6 +42,82 @@ PAIRS = [
     (QuantKVBuilder, contract.AttentionMetadataBuilder),
 ]
 HEADS = 3
+
+
+class Layer:
+    """A layer whose pages vLLM has not bound yet."""
+
+    kv_cache = torch.empty(0)
+
+    def __init__(self, kind, name="int4"):
+        self.asked = []
+        told = {
+            "attend of 1 x 1 queries": "hopper",
+            "attend of 2 x 9 queries of 9 keys": "triton",
+            "attend of 1 x 9 queries of 64 keys": "triton",
+        }
+        self.impl = SimpleNamespace(kind=kind, format=get_format(name), exact=None, owner=None)
+        self.impl.warm_up = lambda *given: self.asked.append(given) or told
+        self.impl.who_serves = lambda *given: self.asked.append(given) or told
+
+    def bind_kv_cache(self, kv_cache):
+        self.kv_cache = kv_cache
+
+
+def builder_of(layers, device, width=24):
+    names = {str(number): layer for number, layer in enumerate(layers)}
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=names),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
+    return QuantKVBuilder(SimpleNamespace(block_size=64), list(names), config, torch.device(device), block_table_width=width)
+
+
+def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
+    """For the pages and tables that vLLM has, once for layers that the same kernels serve; pages that lie otherwise are another kind."""
+    monkeypatch.setattr(metadata, "served", {})
+    layers = [Layer("a"), Layer("a"), Layer("b")]
+    builder_of(layers, "cuda")
+    assert [layer.asked for layer in layers] == [[], [], []]
+    pages = torch.empty(5, HEADS, 64, 40, dtype=torch.uint8)
+    for layer in layers:
+        layer.bind_kv_cache(pages[:0])
+        layer.bind_kv_cache(pages)
+        assert layer.kv_cache is pages
+    assert [[given[1:] for given in layer.asked] for layer in layers] == [[(1, 24)], [], [(1, 24)]]
+    assert layers[0].asked[0][0] is pages
+    layers[1].bind_kv_cache(pages[::2])
+    assert len(layers[1].asked) == 1
+
+
+def test_on_a_cpu_who_serves_is_asked(monkeypatch):
+    monkeypatch.setattr(metadata, "served", {})
+    layers = [Layer("a"), Layer("a")]
+    builder_of(layers, "cpu")
+    assert [layer.asked for layer in layers] == [[(torch.device("cpu"), 64, 1, 24)], []]
+
+
+def test_who_serves_a_layer_on_a_cpu_is_what_its_calls_choose(monkeypatch):
+    """The kinds of calls that the engine makes, each resolved: here by a rule that no implementation has."""
+    chosen = lambda call: ("cpu" if isinstance(call, AttendCall) else "reference", {})
+    monkeypatch.setattr(implementations, "resolve", chosen)
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.format, impl.num_heads, impl.num_kv_heads, impl.head_size, impl.head_size_v = get_format("int4"), 2 * HEADS, HEADS, 64, 64
+    impl.maps, impl.scales, impl.dtype = PagedCache(impl.format.cache_spec(HEADS, 64), 1).maps, (1.0, 1.0), torch.float32
+    impl.options, impl.sinks, impl.slopes = AttentionOptions(), None, None
+    scheduler = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
+    impl.config = SimpleNamespace(scheduler_config=scheduler, model_config=SimpleNamespace(max_model_len=256))
+    told = impl.who_serves(torch.device("cpu"), 32, 3, 8)
+    writes = {f"write of {n} tokens": "reference" for n in (1, 8, 64)}
+    assert told == writes | {f"attend of {s} x {n} queries": "cpu" for n in (1, 3) for s in (1, 8)}
+
+
+def test_a_line_of_the_log_names_each_number_of_queries_once():
+    who = Layer("a").impl.who_serves()
+    assert summary(who) == "attend of 1 x 1 queries by hopper; 9 queries among others by triton"
+
+
 BATCHES = {  # queries and keys of each sequence, padding sequences, the kind, tokens
     "decode": ([1, 1, 1], [5, 6, 7], 0, "decode", 3),
     "padded decode": ([1, 1], [5, 6], 2, "decode", 2),

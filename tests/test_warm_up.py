@@ -27,7 +27,7 @@ GEOMETRIES = {  # query heads, kv heads, head size, options, tokens of a page, p
     "llama": (32, 8, 128, {}, 16, 4096, "int4"),
     "gemma 3": (8, 4, 256, {"window": 1024}, 64, 2600, "int8"),
     "gpt-oss": (64, 8, 64, {"window": 128, "sinks": torch.zeros(64)}, 64, 3000, "none"),
-    "a head for each": (16, 16, 128, {"softcap": 30.0}, 128, 300_000, "tq4"),
+    "a head for each": (16, 16, 128, {"softcap": 30.0}, 128, 299_900, "tq4"),
 }
 SEQS, TOKENS, VERIFIED = 48, 2048, 4  # of a step, at most; queries of a sequence that verifies
 

@@ -6,6 +6,9 @@ import references
 import tiny_models
 import torch
 
+from quantkv import PagedCache, get_format
+from quantkv.warmup import who_serves
+
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in enumerate((5, 33, 90, 150))]
 TOKENS = 12
 ARGUMENTS = {"skip_tokenizer_init": True, "max_model_len": 256}
@@ -61,3 +64,12 @@ def test_scales_of_a_checkpoint(folder_of):
     plain, unscaled, scaled = (reports[key][0] for key in (("llama", "fp32"), ("llama", "fp8"), ("scales", "fp8")))
     lost = (unscaled - plain).abs().mean()
     assert 0 < (scaled - unscaled).abs().mean() < lost / 4
+
+
+def test_the_log_says_who_serves(folder_of):
+    """What attention and writes of the same shapes choose in a process that has vLLM loaded, as this one has."""
+    report = engine.run(folder_of("llama"), "quantkv_int8", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS)
+    cache = PagedCache(get_format("int8").cache_spec(2, 64, block_size=16), 1)
+    wanted = {what: name for what, (name, _) in who_serves(cache, 4, dtype=torch.float32, batch_sizes=(1, 8), write_sizes=(1, 8)).items()}
+    assert len(wanted) == 4 and wanted.items() <= report.served["int8"].items()
+    assert f"2 layers of int8: write of 1 tokens by {wanted['write of 1 tokens']}; " in report.log

@@ -90,7 +90,6 @@ class TritonSteps(TorchSteps):
         table = table if table.stride(1) == 1 else table.contiguous()  # kernels take neighbouring pages of a sequence
         if alone:
             blocks, table = None, table[read.sequence]
-            table = table.clone() if table.data_ptr() % 16 else table  # kernels are compiled for multiples of 16
         elif blocks is None:
             blocks = torch.tensor(self.blocks(round, sizes), dtype=torch.int32, device=table.device)
         (k, v), (k_map, v_map) = self.sides, (self._row_map(i) for i in range(2))
