@@ -74,7 +74,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
     requires_block_table_width = True  # kernels are compiled for its alignment
     exact: ExactGroup | None = None  # where its layers have exact tokens
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
