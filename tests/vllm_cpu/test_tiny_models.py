@@ -8,6 +8,7 @@ import torch
 
 from quantkv import PagedCache, get_format
 from quantkv.warmup import who_serves
+from test_options import policy
 
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in enumerate((5, 33, 90, 150))]
 TOKENS = 12
@@ -73,3 +74,20 @@ def test_the_log_says_who_serves(folder_of):
     wanted = {what: name for what, (name, _) in who_serves(cache, 4, dtype=torch.float32, batch_sizes=(1, 8), write_sizes=(1, 8)).items()}
     assert len(wanted) == 4 and wanted.items() <= report.served["int8"].items()
     assert f"2 layers of int8: write of 1 tokens by {wanted['write of 1 tokens']}; " in report.log
+
+
+def test_exact_tokens_within_chunks(folder_of, tmp_path):
+    """Pages of 2 bits, all of whose tokens are exact: what 32 bits give, in layers with chunks and without."""
+    asked = {
+        "tokens": TOKENS,
+        "scored": True,
+        **policy(tmp_path, format="int2", exact={"first": 16, "latest": 200}),
+        **ARGUMENTS,
+        **CHUNKED,
+    }
+    report = engine.run(folder_of("chunks"), "quantkv_policy", PROMPTS, **asked)
+    assert report.error == "" and set(report.formats) == {"int2"}
+    found = report.answers[0]
+    for prompt, tokens, scores, prompt_scores in zip(PROMPTS, found.tokens, found.logprobs, found.prompt_logprobs):
+        wanted = references.scored(folder_of("chunks"), prompt + tokens)
+        torch.testing.assert_close(torch.tensor(prompt_scores + scores), wanted, rtol=0, atol=2e-4)
