@@ -376,5 +376,8 @@ def test_the_readers_agree(model_dir):
 
     from quantkv.integrations.transformers.config import geometry_of
 
-    made, theirs = read(json.loads((model_dir / "config.json").read_text())), geometry_of(AutoConfig.from_pretrained(model_dir))
+    made, theirs = (
+        read(json.loads((model_dir / "config.json").read_text())),
+        geometry_of(AutoConfig.from_pretrained(model_dir, trust_remote_code=False)),
+    )
     assert {number: layer.heads for number, layer in made.attention.items()} == dict(theirs.heads)

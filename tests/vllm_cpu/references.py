@@ -10,7 +10,8 @@ import torch
 def model(folder: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    found = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
     for module in found.modules():
         if type(module).__name__ == "BloomGelu":  # a tanh, where vLLM has the error function: 5e-4 apart
             module.forward = torch.nn.functional.gelu

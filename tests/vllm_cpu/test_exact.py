@@ -17,7 +17,7 @@ PREFIX = {"enable_prefix_caching": True}
 def asked(smollm2):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, trust_remote_code=False)
     return [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts.PROMPTS]
 
 

@@ -23,7 +23,7 @@ BOUNDS = {"int8": 0.017, "k8v4": 0.035, "tq4": 0.131, "int4": 0.143}
 def tokenize(smollm2):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, trust_remote_code=False)
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

