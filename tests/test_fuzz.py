@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from fuzzing import attention, command, elsewhere, files, names, refusals, rows, tables
+from fuzzing import attention, command, configurations, elsewhere, files, names, refusals, rows, tables
 from fuzzing.anything import Tensor
 from quantkv import PagedCache, get_format
 from quantkv.page_table import PageTable
@@ -57,6 +57,12 @@ def test_page_table(case):
 @given(files.cases())
 def test_files(case):
     files.check(case)
+
+
+@times(200)
+@given(configurations.cases())
+def test_configurations(case):
+    configurations.check(case)
 
 
 @times(20)

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from .layer_types import REMAPPED, types_of
+from .refusals import refuse
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
@@ -48,6 +49,8 @@ ENCODERS = (
     *("longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer", "rembert", "roberta", "roformer"),
     *("squeezebert", "xlm-roberta", "xlm-roberta-xl", "xmod", "clip", "siglip", "vit"),
 )
+MOST_LAYERS = 10_000  # of a model, and MOST of anything else: what goes beyond is damage, or would take a planner's time and memory
+MOST = 1 << 40
 STRETCHED_ROPES = ("linear", "dynamic", "yarn")  # configs of the other types count the stretched positions
 TEXTS = ("text_config", "decoder", "generator")  # what configurations call that of their decoder
 # What is read of a configuration: what its layers are, and how many parameters it has.
@@ -59,11 +62,14 @@ SHAPE = (
     *("kv_lora_rank", "qk_rope_head_dim", "num_kv_shared_layers", "attention_k_eq_v", "multi_query", "max_position_embeddings"),
     *("is_encoder_decoder", "use_bidirectional_attention", "use_long_context"),
 )
+LINEAR = (  # of the states of gated delta nets
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+)
 SIZES = (
     *("vocab_size", "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts"),
     *("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "tie_word_embeddings", "attention_bias"),
-    *("mlp_bias", "decoder_sparse_step", "mlp_only_layers", "q_lora_rank", "qk_nope_head_dim", "linear_conv_kernel_dim"),
-    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("mlp_bias", "decoder_sparse_step", "mlp_only_layers", "q_lora_rank", "qk_nope_head_dim"),
+    *LINEAR,
 )
 FIELDS = frozenset((*SHAPE, *SIZES))
 
@@ -157,13 +163,17 @@ def read(config: Mapping[str, Any]) -> Model:
     for given in types:
         if given not in (*ATTENTION_TYPES, *HYBRID_TYPES, *STATE_TYPES, *EMPTY_TYPES):
             raise NotImplementedError(unknown_type(given, f"model_type {model_type}"))
-    shared = fields.get("num_kv_shared_layers") or 0
+    shared = _number(fields, "num_kv_shared_layers") if fields.get("num_kv_shared_layers") else 0
     layers = [_layer(fields, number, given) for number, given in enumerate(types)]
     layers = [layer if number < len(layers) - shared else Layer("shared") for number, layer in enumerate(layers)]
     if all(layer.heads is None for layer in layers):
         raise NotImplementedError(
             f"config: model_type {model_type} has no attention layers, so no keys and values to quantize (layer_types)"
         )
+    if any(layer.states for layer in layers):
+        for name in LINEAR:
+            if fields.get(name) is not None:
+                _number(fields, name)
     positions = stretched(fields.get("max_position_embeddings"), fields.get("rope_parameters"))
     return Model(model_type, tuple(layers), fields["num_attention_heads"], positions, fields)
 
@@ -180,6 +190,8 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise ValueError(f"config: {type(config).__name__} is no object with a model_type")
     outer = config.get("model_type")
+    if not isinstance(outer, (str, type(None))):
+        refuse("config.model_type", repr(outer), "a name such as llama is needed")
     if config.get("is_encoder_decoder"):
         raise NotImplementedError(f"config: model_type {outer} is an encoder-decoder; decoders only")
     nested = [config[name] for name in TEXTS if isinstance(config.get(name), Mapping)]
@@ -190,7 +202,7 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         given["model_type"] = texts[outer] if flat or not given.get("model_type") else given["model_type"]
     model_type = given.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ValueError(f"config.model_type={model_type!r}: a name such as llama is needed")
+        refuse("config.model_type", repr(model_type), "a name such as llama is needed")
     for reasons in (MODELS, REFUSED):
         if model_type in reasons:
             raise NotImplementedError(f"config: model_type {model_type}: {reasons[model_type]}")
@@ -227,11 +239,14 @@ def _completed(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
     if fields.get("use_sliding_window") is False:
         fields["sliding_window"] = None
     if model_type == "mimo_v2_flash" and given.get("sliding_window_size") is not None:
-        fields["sliding_window"] = given["sliding_window_size"] + 1
+        fields["sliding_window"] = _number(given, "sliding_window_size") + 1
     if fields.get("use_long_context"):
         fields["max_position_embeddings"] = 16384
     rope = given.get("rope_scaling") or fields.get("rope_parameters") or {}
     fields["rope_parameters"] = {**rope, "rope_type": rope.get("rope_type", rope.get("type"))} if isinstance(rope, Mapping) else {}
+    own = fields.get("per_layer_config")
+    if own is not None and not (isinstance(own, Mapping) and all(str(k).isdecimal() and isinstance(v, Mapping) for k, v in own.items())):
+        refuse("config.per_layer_config", repr(own), 'an object such as {"0": {"head_dim": 64}} is needed')
     _number(fields, "num_key_value_heads")
     if fields["num_attention_heads"] % fields["num_key_value_heads"]:
         heads = f"num_key_value_heads={fields['num_key_value_heads']}"
@@ -240,15 +255,20 @@ def _completed(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def _number(fields: Mapping[str, Any], name: str) -> int:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.{name}={value!r}: a positive integer is needed")
+    """A positive integer that a model can have."""
+    value, most = fields.get(name), MOST_LAYERS if name == "num_hidden_layers" else MOST
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        refuse(f"config.{name}", repr(value), f"a positive integer is needed, of at most {most:,}")
     return value
 
 
 def _layer_types(fields: Mapping[str, Any]) -> list[str]:
     """Type of each layer, as transformers names them."""
-    types, window = types_of(fields), "full_attention"
+    try:
+        types, window = types_of(fields), "full_attention"
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of fields that have another form than the family's
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"config.layer_types: of which type each layer is cannot be worked out ({reason})") from error
     if types is None:
         if fields.get("sliding_window") is not None:
             window = "sliding_attention"
@@ -286,15 +306,16 @@ def heads_of(fields: Mapping[str, Any], attention: str) -> Heads:
     model_type = fields["model_type"]
     computed = fields["hidden_size"] // fields["num_attention_heads"]
     if not names_kv_heads(model_type):  # nor another size of heads, whatever a config.json says
+        _number({"head_dim": computed}, "head_dim")
         return Heads(1 if fields.get("multi_query") else fields["num_attention_heads"], computed, computed)
     if model_type in ("zamba", "zamba2"):  # heads of a row and the embedding, side by side
         size = 2 * computed if model_type == "zamba2" else fields.get("attention_head_dim") or 2 * computed
     else:
         size = fields.get("head_dim") or computed
-    heads = _number(fields, "num_key_value_heads")
+    heads, size = _number(fields, "num_key_value_heads"), _number({"head_dim": size}, "head_dim")
     if model_type == "mimo_v2_flash":
         return Heads(2 * heads if attention == "sliding_attention" else heads, size, _number(fields, "v_head_dim"))
-    return Heads(heads, _number({"head_dim": size}, "head_dim"), size)
+    return Heads(heads, size, size)
 
 
 def names_kv_heads(model_type: str) -> bool:
@@ -305,8 +326,8 @@ def names_kv_heads(model_type: str) -> bool:
 def _own_fields(fields: Mapping[str, Any], number: int, attention: str) -> Mapping[str, Any]:
     """Fields of one layer, where a config has some for each."""
     per_layer = fields.get("per_layer_config")
-    if isinstance(per_layer, Mapping):
-        return {**fields, **next((own for key, own in per_layer.items() if int(key) == number), {})}
+    if per_layer is not None:
+        return {**fields, **per_layer.get(str(number), {})}
     if fields["model_type"] == "gemma4_text" and attention == "full_attention":
         heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
         return {**fields, "head_dim": fields.get("global_head_dim", 512), "num_key_value_heads": heads or fields["num_key_value_heads"]}
@@ -316,9 +337,16 @@ def _own_fields(fields: Mapping[str, Any], number: int, attention: str) -> Mappi
 def stretched(known: int | None, rope: Mapping[str, Any] | None) -> int | None:
     """How many tokens a model has positions for; None if its config sets no bound.
 
-    known: max_position_embeddings. rope: its rope_parameters.
+    known: max_position_embeddings. rope: its rope_parameters. ValueError for what are no numbers of positions.
     """
+    if not known:
+        return None
+    _number({"max_position_embeddings": known}, "max_position_embeddings")
     rope = rope or {}
-    if known and rope.get("rope_type") in STRETCHED_ROPES:
-        known = max(known, int((rope.get("original_max_position_embeddings") or known) * rope.get("factor", 1)))
-    return known
+    if rope.get("rope_type") not in STRETCHED_ROPES:
+        return known
+    first, factor = rope.get("original_max_position_embeddings") or known, rope.get("factor", 1)
+    for name, value in (("original_max_position_embeddings", first), ("factor", factor)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST:
+            refuse(f"config.rope_parameters.{name}", repr(value), f"a positive number is needed, of at most {MOST:,}")
+    return max(known, int(first * factor))

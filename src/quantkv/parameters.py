@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import whole_file
+from .geometry import MOST, SIZES
+from .refusals import refuse
+
 ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 SIXTEEN_BITS = 16
 MXFP4_BITS = 4.25  # of a weight: 4, and an 8-bit exponent for each 32
+MOST_BYTES = 1 << 60
 LARGEST_HEADER = 100 << 20  # bytes, as the safetensors library allows
+LEAST_BITS = 4  # of an element in a safetensors file
 LLAMA_LIKE = ("llama", "mistral", "ministral3", "mixtral", "smollm3", "granite", "gemma", "gemma2", "gemma3_text", "phi3")
 COUNTED = (*LLAMA_LIKE, "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
@@ -34,9 +40,12 @@ def of_files(folder: Path) -> Weights | None:
         try:
             held = json.loads(index.read_text(encoding="utf-8"))
             total, names = int(held["metadata"]["total_size"]), sorted(set(held["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not 0 < total <= MOST_BYTES:
+                refuse("total_size", total, f"a number of bytes is needed, of at most {MOST_BYTES:,}")
+            there = all((folder / name).is_file() for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{index}: no index of safetensors files ({error or type(error).__name__})") from error
-        if not all((folder / name).is_file() for name in names):
+        if not there:
             return Weights(None, total, index.name)
         files = [folder / name for name in names]
     if not files:
@@ -48,13 +57,13 @@ def of_files(folder: Path) -> Weights | None:
 def _header(file: Path) -> tuple[int, int]:
     """Elements and bytes of the tensors in a file."""
     try:
-        with file.open("rb") as opened:
+        with whole_file.reading(file) as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > LARGEST_HEADER:
                 raise ValueError(f"a header of {length:,} bytes")
             tensors = {name: given for name, given in json.loads(opened.read(length)).items() if name != "__metadata__"}
-        counts = [(math.prod(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0]) for t in tensors.values()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        counts = [_extent(name, t["shape"], *t["data_offsets"]) for name, t in tensors.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ValueError(f"{file}: cut short or damaged; allowed: a complete safetensors file ({error})") from error
     size = sum(count for _, count in counts)
     if file.stat().st_size != 8 + length + size:
@@ -62,15 +71,29 @@ def _header(file: Path) -> tuple[int, int]:
     return sum(count for count, _ in counts), size
 
 
+def _extent(name: str, shape: list[int], start: int, end: int) -> tuple[int, int]:
+    """Elements and bytes of a tensor. ValueError for a shape that its bytes cannot hold."""
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)) or math.prod(shape) * LEAST_BITS > 8 * (end - start):
+        raise ValueError(f"{name}: {end - start} bytes are none of shape {shape}")
+    return math.prod(shape), end - start
+
+
 def of_config(fields: Mapping[str, Any]) -> Weights | None:
     """From completed fields of `geometry.text_fields`, for the families in `COUNTED`; at 16 bits, but for experts that are stored as mxfp4.
     None for other families, and for other quantized weights."""
     if fields["model_type"] not in COUNTED:
         return None
-    method = (fields.get("quantization_config") or {}).get("quant_method")
+    method = fields.get("quantization_config") or {}
+    if not isinstance(method, Mapping):
+        refuse("config.quantization_config", repr(method), "an object with a quant_method is needed")
+    method = method.get("quant_method")
+    for name in SIZES:
+        value = fields.get(name)
+        if isinstance(value, (int, float)) and not 0 <= value <= MOST:
+            refuse(f"config.{name}", repr(value), f"a number is needed, of at most {MOST:,}")
     try:
         total, experts = _count(fields)
-    except (KeyError, TypeError):  # a field that the family has, which this file gives another form
+    except (ArithmeticError, LookupError, TypeError):  # a field that the family has, which this file gives another form
         return None
     if method == "mxfp4":
         bits, source = experts * MXFP4_BITS + (total - experts) * SIXTEEN_BITS, "its config: experts at 4.25 bits (mxfp4), all else at 16"

@@ -1,4 +1,5 @@
-"""Files that appear whole, in one step, or not at all. Pure Python. Page files, policies, their maps and calibrations are written so.
+"""Files that appear whole, in one step, or not at all, and files that are read as files only. Pure Python. Page files, policies, their
+maps and calibrations are written and read so.
 
 The bytes of a file are on the disk before it gets its name, and the name is before a writer returns. Where the system lets a file be
 without a name until then (Linux), a process that is killed leaves nothing behind. Elsewhere, and for the moment in which an older file
@@ -15,8 +16,9 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
+KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
 TEMPORARY = re.compile(r"\.quantkv-[0-9a-f]{16}\.tmp")
 NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)  # what file systems without O_TMPFILE answer
 
@@ -71,6 +73,24 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Any]:
                 os.unlink(temporary)
 
 
+def reading(path: str | os.PathLike[str]) -> BinaryIO:
+    """A binary file to read. OSError for what is no regular file: a pipe without a writer would be waited for, a device never ends."""
+    descriptor = _opened(os.fspath(path))
+    try:
+        if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+            kind = next((name for name, of in KINDS.items() if of(mode)), "a device")
+            raise OSError(errno.EINVAL, f"{kind}; a regular file is needed", os.fspath(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _opened(path: str, flags: int = 0) -> int:
+    """Descriptor of a file for reading, whatever it is, without waiting for the writer of a pipe."""
+    return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | flags)
+
+
 def _is_stream(path: str | os.PathLike[str]) -> bool:
     """Whether something is there that cannot be replaced by a file: a pipe, a terminal, a folder."""
     try:
@@ -122,9 +142,9 @@ def _remove_abandoned(folder: str) -> None:
     for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
         temporary = os.path.join(folder, name)
         with contextlib.suppress(OSError):
-            descriptor = os.open(temporary, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            descriptor = _opened(temporary, getattr(os, "O_NOFOLLOW", 0))
             try:
-                if _lock(descriptor, wait=False):
+                if stat.S_ISREG(os.fstat(descriptor).st_mode) and _lock(descriptor, wait=False):
                     os.unlink(temporary)
             finally:
                 os.close(descriptor)

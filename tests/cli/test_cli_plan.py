@@ -193,6 +193,77 @@ def test_plan_refuses_in_one_line(run, tmp_path, args, message):
     assert (isinstance(given, str) and not given.startswith(("{", "["))) or "config.json" in err
 
 
+def rope(factor):
+    """The text of a configuration with this factor, which need not be JSON of Python's."""
+    given = {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": "F"}}
+    return json.dumps(given).replace('"F"', factor)
+
+
+HOSTILE = {
+    "nested": ("[" * 100_000, "no JSON, or cut short"),
+    **{
+        f"factor {value[:9]}": (rope(value), "config.rope_parameters.factor=")
+        for value in ("[]", "{}", "null", "Infinity", "-1", "9" * 400)
+    },
+    "factor of nothing": (rope('""'), "config.rope_parameters.factor=''"),
+    "positions of letters": ({**LLAMA, "max_position_embeddings": "abc"}, "config.max_position_embeddings='abc': a positive integer"),
+    "positions below 0": ({**LLAMA, "max_position_embeddings": -1}, "config.max_position_embeddings=-1: a positive integer"),
+    "a list of types": ({**LLAMA, "model_type": ["llama"]}, "config.model_type=['llama']: a name such as llama is needed"),
+    "a layer's own letters": ({**LLAMA, "per_layer_config": {"0": "x"}}, "config.per_layer_config={'0': 'x'}: an object such as"),
+    "own fields of no layer": ({**LLAMA, "per_layer_config": {"x": {}}}, "config.per_layer_config={'x': {}}: an object such as"),
+    "10^400 layers": ({**LLAMA, "num_hidden_layers": 10**400}, "config.num_hidden_layers=1000"),
+    "10^8 layers": ({**LLAMA, "num_hidden_layers": 10**8}, "config.num_hidden_layers=100000000: a positive integer is needed, of at most"),
+    "10^8 layers by a rule": ({**config_of("gemma-2-9b"), "num_hidden_layers": 10**8}, "config.num_hidden_layers=100000000"),
+    "a list of shared layers": ({**LLAMA, "num_kv_shared_layers": [1]}, "config.num_kv_shared_layers=[1]: a positive integer"),
+    "weights of letters": ({**LLAMA, "quantization_config": "abc"}, "config.quantization_config='abc': an object"),
+    "wide": ({**LLAMA, "intermediate_size": 10**400}, "config.intermediate_size=1000"),
+    "states of letters": (
+        {**config_of("qwen3-next-80b-a3b"), "linear_num_value_heads": "abc"},
+        "config.linear_num_value_heads='abc': a positive integer",
+    ),
+    "windows from letters on": (
+        {**config_of("qwen3-0.6b"), "use_sliding_window": True, "sliding_window": 64, "max_window_layers": "abc"},
+        "config.layer_types: of which type each layer is cannot be worked out (TypeError",
+    ),
+    "heads of nothing": ({"model_type": "gpt2", "n_embd": 4, "n_head": 8}, "config.head_dim=0: a positive integer"),
+}
+
+
+@pytest.mark.parametrize("given, message", HOSTILE.values(), ids=HOSTILE)
+def test_plan_refuses_fields_that_are_anything(run, tmp_path, given, message):
+    code, out, err = run("plan", _config(tmp_path, given))
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert message in err and "config.json" in err and len(err) < 2100
+
+
+def test_plan_of_too_many_layers(run):
+    code, _, err = run("plan", "layers=1e8,kv_heads=8,head_size=128")
+    assert code == 2 and "'layers=1e8'; allowed: positive whole numbers" in err and "at most 10,000" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "shape, offsets", [([10**30], [0, 4]), ([1, -1], [0, 4]), ([2.0], [0, 4]), (["x"], [0, 4]), ([1], [4, 8]), ("x", [0, 4])]
+)
+def test_plan_refuses_tensors_that_their_bytes_cannot_hold(run, tmp_path, shape, offsets):
+    _config(tmp_path, LLAMA)
+    header = json.dumps(
+        {"t": {"dtype": "F32", "shape": shape, "data_offsets": offsets}, "u": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    )
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    code, _, err = run("plan", tmp_path)
+    assert (code == 0) == (shape == [1]) and err.count("\n") == (code and 1)
+    assert code == 0 or "model.safetensors: cut short or damaged" in err
+
+
+@pytest.mark.parametrize("total", [10**400, -1, "x", None, "[" * 50_000])
+def test_plan_refuses_indices_that_are_anything(run, tmp_path, total):
+    _config(tmp_path, LLAMA)
+    text = json.dumps({"metadata": {"total_size": "T"}, "weight_map": {"a": "absent.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(text.replace('"T"', total if str(total)[0] == "[" else json.dumps(total)))
+    code, _, err = run("plan", tmp_path)
+    assert code == 2 and "model.safetensors.index.json: no index" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("policy,message", [({"format": "int5"}, "int5"), ({"format": "int4", "layers": {"40": "int8"}}, "layers 0 to 31")])
 def test_plan_refuses_policies(run, tmp_path, policy, message):
     (tmp_path / "p.json").write_text(json.dumps({"policy_version": 1, **policy}))

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import attention, command, files, names, refusals, rows, tables
+from . import attention, command, configurations, files, names, refusals, rows, tables
 
 TARGETS = {
     "attention": attention,
@@ -17,6 +17,7 @@ TARGETS = {
     "vllm names": names,
     "page table": tables,
     "files": files,
+    "configurations": configurations,
     "command line": command,
 }
 

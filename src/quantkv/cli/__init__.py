@@ -12,6 +12,7 @@ from . import interrupt
 __all__ = ["app"]
 
 BAD_INPUT = 2
+LONGEST_LINE = 2000  # characters
 
 
 def app(args: Sequence[str] | None = None) -> NoReturn:
@@ -70,6 +71,7 @@ def _missing(error: ImportError) -> str:
 def _fail(message: str, code: int = BAD_INPUT) -> NoReturn:
     """One line on stderr, red where a terminal shows it; without rich, which may be what is missing, a plain one."""
     line = " ".join(message.split())
+    line = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ..."  # a value of a damaged file may be as long as the file
     try:
         from rich.console import Console
         from rich.text import Text

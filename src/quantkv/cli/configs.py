@@ -60,15 +60,17 @@ def describe(source: str) -> Described:
         raise ValueError(f"MODEL {source}: {what}; allowed: {_allowed()}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"MODEL {file}: no JSON, or cut short; allowed: a complete config.json ({error})") from error
     try:
         model = geometry.read(config)
-    except (ValueError, NotImplementedError) as error:
-        raise type(error)(f"MODEL {file}: {error}") from error
-    folder = file.resolve().parent
-    weights = parameters.of_files(folder) or parameters.of_config(model.fields)
-    if weights is not None and weights.source.startswith("its config") and model.model_type != config["model_type"]:
+        folder = file.resolve().parent
+        weights = parameters.of_files(folder) or parameters.of_config(model.fields)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"MODEL {file}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"MODEL {file}: {error}") from error
+    if weights is not None and weights.source.startswith("its config") and model.model_type != config.get("model_type"):
         weights = weights._replace(source=f"{weights.source}; of its decoder alone")
     return Described(folder.name, model, weights, folder)
 
@@ -87,8 +89,10 @@ def _of_numbers(source: str) -> Described:
             number = float(value.replace("_", ""))
         except ValueError:
             number = 0.0
-        if name not in NUMBERS or name in given or not 1 <= number < 2**60 or number != int(number):
-            raise ValueError(f"MODEL {source}: {part.strip()!r}; allowed: positive whole numbers as NAME=NUMBER of {', '.join(NUMBERS)}")
+        most = geometry.MOST_LAYERS if name in ("layers", "windowed") else geometry.MOST
+        if name not in NUMBERS or name in given or not 1 <= number <= most or number != int(number):
+            allowed = f"positive whole numbers as NAME=NUMBER of {', '.join(NUMBERS)}, here of at most {most:,}"
+            raise ValueError(f"MODEL {source}: {part.strip()!r}; allowed: {allowed}")
         given[name] = int(number)
     missing = [name for name in NEEDED if name not in given]
     windowed = given.get("windowed", given.get("layers", 0)) if "window" in given else 0
