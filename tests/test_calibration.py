@@ -93,6 +93,64 @@ def test_wrong_files_are_refused(metadata, tensors, message, tmp_path):
         Calibration.load(path)
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+EYE = torch.eye(SIZE).repeat(HEADS, 1, 1)
+HOSTILE = {
+    **{f"{value} layers": ({"num_layers": value}, {}, "num_layers=") for value in (2.5, 1e18, 10**18, True, "3", None, 0, -1)},
+    **{f"{value} layers": (f'{{"num_layers": {value}}}', {}, "is no number of JSON") for value in ("Infinity", "-Infinity", "NaN")},
+    "1e400 layers": ('{"num_layers": 1e400}', {}, "num_layers=inf"),
+    "10^5000 layers": (f'{{"num_layers": 1{"0" * 5000}}}', {}, "damaged, or no calibration"),
+    "nested": (DEEP, {}, "nested too deeply"),
+    "layers twice": ('{"num_layers": 4, "num_layers": 4}', {}, "the key 'num_layers' stands twice"),
+    "no dimension": ({"num_layers": 4}, {"layers.1.v.metric": torch.zeros(())}, r"layers.1.v.metric=\(\): three dimensions"),
+    "one dimension": ({"num_layers": 4}, {"layers.1.v.metric": torch.zeros(3)}, r"layers.1.v.metric=\(3,\): three dimensions"),
+    "no heads": (
+        {"num_layers": 4},
+        {f"layers.1.{part}": torch.zeros(0, 4, 4) for part in ("k.metric", "v.metric")},
+        r"layers.1.k.metric=\(0, 4, 4\): three dimensions",
+    ),
+    "a layer by another name": ({"num_layers": 4}, {"layers.01.k.metric": EYE, "layers.01.v.metric": EYE}, "tensor=layers.01.k.metric"),
+    "a layer of a sign": ({"num_layers": 4}, {"layers.+2.k.metric": EYE, "layers.+2.v.metric": EYE}, r"tensor=layers.\+2"),
+    "a layer of 5,000 digits": ({"num_layers": 4}, {f"layers.{'9' * 5000}.k.metric": EYE}, "tensor=layers.999"),
+}
+
+
+@pytest.mark.parametrize("geometry, tensors, message", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_files_are_refused_by_name(geometry, tensors, message, tmp_path):
+    """Each with the digest that its numbers have, as whoever writes such a file can work out too."""
+    from quantkv.checks import digest_of
+
+    path, made = tmp_path / "toy.safetensors", calibration()
+    text = geometry if isinstance(geometry, str) else json.dumps({**json.loads(made._geometry_text()), **geometry}, sort_keys=True)
+    all_of_it = {**made._tensors(), **tensors}
+    metadata = {"format": "quantkv-calibration", "version": "1", "geometry": text, "digest": digest_of(all_of_it, text)}
+    save_file({name: t.clone() for name, t in all_of_it.items()}, path, metadata)
+    with pytest.raises(ValueError, match=message) as refused:
+        Calibration.load(path)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("made_of", ["null", "3", "[]", DEEP, '{"loss": NaN}', '{"a": 1, "a": 2}'], ids=lambda text: text[:12])
+def test_what_it_was_made_of_is_an_object(made_of, tmp_path):
+    from safetensors import safe_open
+
+    calibration().save(path := tmp_path / "toy.safetensors")
+    with safe_open(path, "pt") as file:
+        before = file.metadata()
+    save_file(load_file(path), path, {**before, "made_of": made_of})
+    with pytest.raises(ValueError, match=r"calibration='.*toy.safetensors': damaged, or no calibration"):
+        Calibration.load(path)
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    made = Calibration(4, {1: moments(1)}, {"loss": float("nan")})
+    with pytest.raises(ValueError):
+        made.save(tmp_path / "toy.safetensors")
+    with pytest.raises(ValueError, match=r"num_layers=2\.5"):
+        Calibration(2.5, {1: moments(1)})
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_geometry_is_refused():
     made, heads = calibration(), Heads(HEADS, SIZE, SIZE_V)
     made.check(Geometry(4, {1: heads, 3: heads}))

@@ -187,3 +187,59 @@ def test_a_fingerprint_is_of_what_bytes_mean():
     moments = LayerMoments(torch.zeros(1, 1, 16).half(), eye[None], eye[None])
     calibrated = [Policy("levels4", {0: name}, calibration=Calibration(2, {1: moments})).fingerprint(2) for name in ("int8", "levels4")]
     assert calibrated[0] == calibrated[1]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('"format": "int4", "format": "int8"', "the key 'format' stands twice"),
+        ('"format": "int4", "layers": {"0": "int8", "0": "int4"}', "the key '0' stands twice"),
+        ('"format": "int4", "exact": {"first": 1, "first": 2}', "the key 'first' stands twice"),
+        ('"format": "int4", "exact": {"first": 1000000000000}', "exact.first=1000000000000: at most 1,048,576 tokens"),
+        ('"format": "int4", "exact": {"latest": 1048577}', "exact.latest=1048577: at most"),
+        ('"format": "int4", "exact": {"first": NaN}', "NaN is no number"),
+    ],
+)
+def test_a_policy_says_each_thing_once_and_what_can_be_kept(tmp_path, text, message):
+    (tmp_path / "p.json").write_text(f'{{"policy_version": 1, {text}}}')
+    with pytest.raises(ValueError, match=message):
+        Policy.load(tmp_path / "p.json")
+
+
+OUTSIDE = (
+    "../kept.safetensors",
+    "a/../../kept.safetensors",
+    "/kept.safetensors",
+    "..",
+    ".",
+    "",
+    "C:\\kept",
+    "C:kept",
+    "a\\..\\kept",
+    "\\kept",
+)
+
+
+@pytest.mark.parametrize("part", ["maps", "calibration"])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_files_of_a_policy_lie_in_its_folder(tmp_path, part, name):
+    with pytest.raises(ValueError, match=rf"policy.{part}=.*: the name of a file in the policy's folder is needed"):
+        Policy.load(write(tmp_path, **{part: name}))
+    with pytest.raises(ValueError, match=rf"{part}='"):  # asked for: then it is not there
+        Policy.load(write(tmp_path, **{part: name}), elsewhere=True)
+    if part == "calibration":
+        with pytest.raises(ValueError, match=r"calibration=.*: the name of a file in the policy's folder is needed"):
+            with_files(2.0).save(tmp_path / "new.json", calibration=name)
+        assert not list(tmp_path.glob("new*"))
+
+
+def test_files_of_a_policy_may_lie_elsewhere_if_asked(tmp_path):
+    with_files(2.0).save(tmp_path / "kept.json")
+    (tmp_path / "below").mkdir()
+    given = {"maps": "../kept.maps.safetensors", "calibration": str(tmp_path / "kept.calibration.safetensors")}
+    found = Policy.load(write(tmp_path / "below", **given), elsewhere=True)
+    assert found.maps.keys() and found.calibration.digest == with_files(2.0).calibration.digest
+    os.link(tmp_path / "kept.maps.safetensors", tmp_path / "below" / "here.safetensors")
+    assert Policy.load(write(tmp_path, maps="below/here.safetensors")).maps.keys() == found.maps.keys()
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "below" / "here.safetensors")  # whoever may write to the folder made it
+    assert Policy.load(write(tmp_path, maps="link.safetensors")).maps.keys() == found.maps.keys()

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from . import whole_file
-from .checks import digest_of, refuse
+from . import plain_json, tensor_file, whole_file
+from .checks import digest_of, instance, integer, refuse
 from .format import Codec, Format
-from .geometry import Geometry, Heads
+from .geometry import MOST_LAYERS, Geometry, Heads
 from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
 
 MIN_TOKENS = 256  # fewer say too little of a model
+NUMBERS = frozenset(map(str, range(MOST_LAYERS)))  # of layers, as a file spells them
 FILE_FORMAT, FILE_VERSION = "quantkv-calibration", "1"
 PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric"}  # name of a tensor: field of `LayerMoments`
 
@@ -54,8 +54,14 @@ class LayerMoments:
 
     def check(self, layer: int) -> None:
         """ValueError unless shapes, dtypes and numbers are what they have to be."""
+        for part, name in PARTS.items():
+            t = getattr(self, name)
+            if name != "key_offset" or t is not None:
+                instance(f"layers.{layer}.{part}", t, torch.Tensor, "a tensor")
+                if t.ndim != 3 or not t.numel():
+                    refuse(f"layers.{layer}.{part}", tuple(t.shape), "three dimensions are needed, none of them 0")
         (heads, size, size_v), offset = self.heads, self.key_offset
-        buckets = 1 if offset is None or not offset.ndim else max(offset.shape[0], 1)
+        buckets = 1 if offset is None else offset.shape[0]
         needed = {"k.offset": ((buckets, heads, size), torch.float16)}
         needed |= {"k.metric": ((heads, size, size), torch.float32), "v.metric": ((heads, size_v, size_v), torch.float32)}
         for part, t in self.tensors().items():
@@ -79,6 +85,9 @@ class Calibration:
     made_of: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        integer("num_layers", self.num_layers, 1, "a number of layers")
+        if self.num_layers > MOST_LAYERS:
+            refuse("num_layers", self.num_layers, f"a model has at most {MOST_LAYERS:,}")
         beyond = sorted(number for number in self.layers if not 0 <= number < self.num_layers)
         if beyond or not self.layers:
             refuse("calibration.layers", beyond, f"layers of 0 to {self.num_layers - 1} are needed")
@@ -103,21 +112,17 @@ class Calibration:
         return digest_of(self._tensors(), self._geometry_text())
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, which appears whole or not at all. OSError where that cannot be written."""
+        """Write it to a file, which appears whole or not at all. OSError where that cannot be written. ValueError or TypeError where
+        `made_of` is no JSON."""
         metadata = {"format": FILE_FORMAT, "version": FILE_VERSION, "geometry": self._geometry_text()}
-        metadata |= {"made_of": json.dumps(dict(self.made_of), sort_keys=True), "digest": self.digest}
+        metadata |= {"made_of": json.dumps(dict(self.made_of), sort_keys=True, allow_nan=False), "digest": self.digest}
         own = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in self._tensors().items()}  # of no shared memory
         whole_file.write(path, save(own, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a file. ValueError naming it and the cause where it is absent, cut, damaged, or no calibration of this version."""
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"calibration={str(path)!r}: {error}") from error
+        metadata, tensors = tensor_file.read("calibration", path)
         for name, needed in (("format", FILE_FORMAT), ("version", FILE_VERSION)):
             if metadata.get(name) != needed:
                 refuse(f"calibration={str(path)!r}: {name}", metadata.get(name), f"{needed!r} is needed")
@@ -196,11 +201,14 @@ class Calibration:
 
 def _parse(metadata: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> tuple[int, dict[int, LayerMoments], dict[str, Any]]:
     """Number of layers, moments and made_of from what a file holds. ValueError, KeyError or TypeError where something is missing."""
-    num_layers, made_of = json.loads(metadata["geometry"])["num_layers"], json.loads(metadata.get("made_of", "{}"))
+    geometry, made_of = (plain_json.parse(text) for text in (metadata["geometry"], metadata.get("made_of", "{}")))
+    for name, given in (("geometry", geometry), ("made_of", made_of)):
+        instance(name, given, dict, "an object")
+    num_layers = geometry["num_layers"]
     parts: dict[int, dict[str, torch.Tensor]] = {}
     for name, t in tensors.items():
-        prefix, number, part = name.split(".", 2)
-        if prefix != "layers" or part not in PARTS:
+        prefix, number, part = (*name.split(".", 2), "", "")[:3]
+        if prefix != "layers" or part not in PARTS or number not in NUMBERS:
             refuse("tensor", name, f"they are named layers.NUMBER and one of {', '.join(PARTS)}")
         parts.setdefault(int(number), {})[PARTS[part]] = t
     return num_layers, {number: LayerMoments(**{"key_offset": None, **given}) for number, given in sorted(parts.items())}, made_of

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     import torch
 
 
+MOST_EXACT = 1 << 20  # tokens of a sequence: their copies are allocated whole, for every sequence
+
+
 @dataclass(frozen=True)
 class ExactTokens:
     """Tokens with 16-bit copies. first: the first so many. latest: at least the latest so many. By whole pages.
 
-    ValueError unless both are numbers of tokens, not both 0.
+    ValueError unless both are numbers of tokens, of at most 2^20, not both 0.
     """
 
     first: int = 0
@@ -24,6 +27,8 @@ class ExactTokens:
     def __post_init__(self) -> None:
         for name in ("first", "latest"):
             integer(f"exact.{name}", getattr(self, name), 0, "a number of tokens")
+            if getattr(self, name) > MOST_EXACT:
+                refuse(f"exact.{name}", getattr(self, name), f"at most {MOST_EXACT:,} tokens can have 16-bit copies")
         if not self.first and not self.latest:
             refuse("exact", self, "first or latest is at least 1")
 

@@ -56,7 +56,7 @@ def load(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequ
     """
     if not hasattr(file, "read"):
         _check_path(file)
-        with open(file, "rb") as opened:
+        with whole_file.reading(file) as opened:
             return _load(cache, opened, os.fspath(file), os.fstat(opened.fileno()).st_size, pages)
     return _load(cache, file, str(getattr(file, "name", type(file).__name__)), None, pages)
 

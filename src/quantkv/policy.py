@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from . import policy_file, whole_file
+from . import policy_file, tensor_file, whole_file
 from .calibration import Calibration
 from .checks import digest_of, instance, refuse
 from .exact import ExactTokens
@@ -54,7 +53,7 @@ class Policy:
             instance(name, getattr(self, name), (kind, type(None)), f"{kind.__name__} or None")
 
     @classmethod
-    def load(cls, path: str | Path) -> Policy:
+    def load(cls, path: str | Path, *, elsewhere: bool = False) -> Policy:
         """Read a JSON file: `{"policy_version": 1, "format": "int4", "layers": {"0": "int8", "2-5": "k8v4"}, "maps": "maps.safetensors",
         "calibration": "model.safetensors", "exact": {"first": 16, "latest": 24}}`.
 
@@ -62,9 +61,10 @@ class Policy:
         [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
         D]`, float32; the digest in its metadata, which `save` writes, is checked where there is one. calibration: a file of
         `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`.
+        elsewhere: whether the names of these files may lead out of the policy's folder, by `..` or from the root.
         ValueError naming what is wrong.
         """
-        path, given = Path(path), policy_file.read(path)
+        path, given = Path(path), policy_file.read(path, elsewhere=elsewhere)
         maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
         calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
         return cls(given.format, given.layers, maps, calibration, given.exact)
@@ -73,10 +73,12 @@ class Policy:
         """Write it to a JSON file, and what it names to files beside that: `NAME.maps.safetensors`, `NAME.calibration.safetensors`. Each
         file appears whole or not at all, the JSON file last.
 
-        calibration: the name of a file there that holds its calibration already; none is written then.
-        ValueError where that file holds another one. OSError where a file cannot be written.
+        calibration: the name of a file in the folder, or below it, that holds its calibration already; none is written then.
+        ValueError for another name, and where that file holds another one. OSError where a file cannot be written.
         """
         path = Path(path)
+        if calibration is not None:
+            policy_file.check_name("calibration", calibration)
         given: dict[str, Any] = {"policy_version": policy_file.VERSION, "format": self.format}
         if self.layers:
             given["layers"] = dict(_ranges(self.layers))
@@ -154,12 +156,7 @@ def _map_tensors(maps: dict[int, LayerMaps]) -> Iterator[tuple[str, torch.Tensor
 def _read_maps(path: Path) -> dict[int, LayerMaps]:
     """Maps of a file by layer. ValueError naming the file and the cause where it is absent, cut, damaged, or holds something else."""
     where = f"policy.maps={str(path)!r}"
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{where}: {error}") from error
+    metadata, tensors = tensor_file.read("policy.maps", path)
     if "digest" in metadata or metadata.get("format") == MAPS_FORMAT:  # a file that other tools wrote has neither
         needed = {"format": MAPS_FORMAT, "version": MAPS_VERSION, "digest": digest_of(tensors)}
         for name, value in needed.items():

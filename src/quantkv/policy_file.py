@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from . import plain_json, whole_file
 from .exact import ExactTokens
 from .refusals import integer, refuse
 
@@ -35,11 +35,12 @@ class PolicyFile:
         return self.layers.get(layer, self.format)
 
 
-def read(path: str | Path) -> PolicyFile:
-    """Read a file; `Policy.load` says what stands in it. ValueError naming what is wrong."""
+def read(path: str | Path, elsewhere: bool = False) -> PolicyFile:
+    """Read a file; `Policy.load` says what stands in it, and what `elsewhere` allows. ValueError naming what is wrong."""
     try:
-        given = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        with whole_file.reading(path) as file:
+            given = plain_json.parse(file.read().decode())
+    except (OSError, ValueError) as error:
         raise ValueError(f"policy={str(path)!r}: {error}") from error
     if not isinstance(given, dict) or given.keys() - set(FIELDS) or "format" not in given:
         refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
@@ -48,8 +49,18 @@ def read(path: str | Path) -> PolicyFile:
     for name in ("maps", "calibration"):
         if not isinstance(given.get(name, ""), str):
             refuse(f"policy.{name}", given[name], "the name of a file beside the policy is needed")
+        if name in given and not elsewhere:
+            check_name(f"policy.{name}", given[name])
     layers, exact = _layers(given.get("layers", {})), _exact(given.get("exact"))
     return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), exact)
+
+
+def check_name(argument: str, name: str) -> None:
+    """ValueError unless a name, whichever system reads it, is of a file in the policy's folder or below it."""
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.anchor or ".." in path.parts or not path.name:
+            allowed = "the name of a file in the policy's folder is needed, or Policy.load(.., elsewhere=True)"
+            refuse(argument, repr(name), allowed)
 
 
 def check_layers(num_layers: int, **named: Iterable[int]) -> None:

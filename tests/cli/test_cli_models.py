@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 import time
 
@@ -66,6 +67,19 @@ def test_concurrent_first_runs_convert_once(tmp_path, gguf):
 def test_another_file_of_the_same_name_is_another_model(gguf):
     first = models.converted(gguf, convert=write_model)
     gguf.write_bytes(b"GGUF" + bytes(99) + b"x")
+    assert models.converted(gguf, convert=write_model) != first
+
+
+@pytest.mark.parametrize("place", [4, (1 << 20) + 4, 2 << 20, -1])
+def test_a_byte_that_is_changed_anywhere_makes_another_model(gguf, place):
+    """Also between the first and the last MiB, with size and time of the file as they were."""
+    whole = bytearray(b"GGUF" + bytes(4 << 20))
+    gguf.write_bytes(whole)
+    told = gguf.stat()
+    first = models.converted(gguf, convert=write_model)
+    whole[place] ^= 1
+    gguf.write_bytes(whole)
+    os.utime(gguf, ns=(told.st_atime_ns, told.st_mtime_ns))
     assert models.converted(gguf, convert=write_model) != first
 
 

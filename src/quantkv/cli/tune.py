@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import Counter
@@ -178,5 +179,9 @@ def figures(lost: Sensitivities, chosen: dict[tuple[int, str], Choice]) -> dict[
 
 
 def _save(policy: Policy, out: Path, calibration: Path | None) -> None:
-    """With the calibration's file named as it lies from there."""
-    policy.save(out, None if calibration is None else os.path.relpath(calibration, out.absolute().parent))
+    """The calibration's file is named where it lies in the policy's folder or below; from elsewhere it is written beside the policy."""
+    name = None
+    if calibration is not None:
+        with contextlib.suppress(ValueError):
+            name = Path(os.path.abspath(calibration)).relative_to(os.path.abspath(out.parent)).as_posix()
+    policy.save(out, name)
