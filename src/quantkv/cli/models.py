@@ -132,7 +132,8 @@ def converted(gguf: Path, convert: Callable[[Path, Path], None] | None = None, a
             return final
         unfinished = f"{final.name}.partial-"
         for stale in root.glob(f"{unfinished}*"):
-            shutil.rmtree(stale, ignore_errors=True)  # in a shared folder it may be anything, of anyone
+            if stale.is_dir():  # a pipe would be waited for
+                shutil.rmtree(stale, ignore_errors=True)  # in a shared folder it may be of anyone
         with _writable(root):
             work = Path(tempfile.mkdtemp(prefix=unfinished, dir=root))
         try:
