@@ -8,8 +8,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from direct import attend_segments  # noqa: E402
+from exact_engine import Engine  # noqa: E402
 from quantkv import PagedCache, get_format  # noqa: E402
 from quantkv.calls import AttentionOptions  # noqa: E402
+from quantkv.cli.recipes import exact_share  # noqa: E402
 from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.integrations.passes import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
@@ -127,6 +129,29 @@ def test_models_are_judged_as_they_decode(name, exact):
             once = model(ids, use_cache=False).logits
         scale = plain.norm() if fmt == "none" else (stepped - plain).norm()
         assert (once - stepped).norm() <= bound * scale, fmt
+
+
+@pytest.mark.parametrize("exact", [ExactTokens(10, 8), ExactTokens(17)], ids=str)
+def test_first_tokens_are_whole_pages_as_in_a_cache(exact):
+    """One layer, so that no rounding is carried on: what is left is the order of float32 sums."""
+    model = use_quantkv_attention(tiny("llama", num_hidden_layers=1))
+    ids, mask = prompts([40])
+    policy = Policy("int2", exact=exact)
+    stepped = logits(model, QuantizedCache(model.config, policy), ids, mask, list(range(40)))
+    with judged(model, policy), torch.no_grad():
+        once = model(ids, use_cache=False).logits
+    assert (once - stepped).norm() <= 1e-5 * stepped.norm()
+
+
+@pytest.mark.parametrize("exact", [ExactTokens(10, 8), ExactTokens(17), ExactTokens(0, 24), ExactTokens(16, 1)], ids=str)
+def test_the_share_of_exact_tokens_is_that_of_a_cache(exact):
+    """Tokens that a cache reads exactly, counted at each length over which the latest page can end."""
+    engine = Engine(first=exact.first, latest=exact.latest, seqs=1)
+    engine.step([99])
+    counts = [len(engine.step([1])[0]) for _ in range(16)]  # of 100 to 115 tokens
+    assert exact_share(exact, 100) == pytest.approx(sum(counts) / len(counts) / 100)
+    assert exact_share(exact, 12) == 1.0  # whole pages, and no more than there are
+    assert exact_share(exact, 100, sliding=True) == pytest.approx(exact_share(exact, 100) - -(-exact.first // 16) * 16 / 100)
 
 
 def test_exact_tokens_of_a_model():

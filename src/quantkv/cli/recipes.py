@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..exact import BLOCK_SIZE, ExactTokens
 from .common import caches_of, formats_of
 
 if TYPE_CHECKING:
     from ..calibration import Calibration
-    from ..exact import ExactTokens
     from ..geometry import Geometry
     from ..policy import Policy
     from ..spec import CacheSpec
-
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,15 @@ class Size:
 
 def exact_share(exact: ExactTokens | None, context: int, sliding: bool = False) -> float:
     """Tokens with a 16-bit copy, of those of a context, on average over where the latest page ends."""
-    if exact is None:
-        return 0.0
-    latest = exact.latest + (BLOCK_SIZE - 1) / 2 if exact.latest else 0
-    return min((0 if sliding else exact.first) + latest, context) / context
+    if exact is not None and sliding:
+        exact = exact.without_first()
+    return 0.0 if exact is None else exact.share(context, BLOCK_SIZE)
 
 
 def exact_of(given: str | None) -> ExactTokens | None:
     """`--exact first,latest`. ValueError for anything but two numbers of tokens."""
     if given is None:
         return None
-    from ..exact import ExactTokens
-
     words = given.split(",")
     if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
         raise ValueError(f"--exact {given}: two numbers of tokens are needed, the first and the latest, such as 16,24")

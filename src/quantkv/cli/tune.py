@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..exact import BLOCK_SIZE
 from . import completion, options, output, recipes
 from .allocation import Choice, allocate, limits
 from .common import formats_of
@@ -131,7 +132,7 @@ class Room:
             share = recipes.exact_share(policy.exact, context, bool(plans[layer].kind.window))
             self.exact += 2 * heads.num_kv_heads * (heads.head_size + heads.head_size_v) * share
             for name in names:
-                spec = get_format(name).cache_spec(*heads, recipes.BLOCK_SIZE)
+                spec = get_format(name).cache_spec(*heads, BLOCK_SIZE)
                 k_codes, v_codes, k_meta, v_meta = (size for _, size in spec.sections)
                 for side, size in zip(SIDES, (k_codes + k_meta, v_codes + v_meta)):
                     self.sizes[layer, side, name] = size * spec.num_kv_heads / spec.block_size

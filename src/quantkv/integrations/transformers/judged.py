@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ...calls import Side
 from ...checks import refuse
-from ...exact import ExactTokens
+from ...exact import BLOCK_SIZE, ExactTokens
 from ...format import Codec, Format
 from ...implementations.reference.write import dequantize, encode
 from ...maps import LayerMaps, LinearMap
@@ -31,7 +31,6 @@ from .attention import decoder_of
 from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 
 JUDGED = "quantkv_judged"
-BLOCK_SIZE = 16  # tokens of a page, by which exact tokens are counted
 QUERIES_AT_ONCE = 256
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Any], torch.Tensor]  # as `Judge` is called
 
@@ -132,9 +131,9 @@ def attend(
     groups = query.shape[1]
     key, value = key.float(), value.float()
     stored_key, stored_value = stored
-    latest = 0 if exact is None else exact.latest
-    if exact is not None and exact.first:
-        head, tail = slice(None, exact.first), slice(exact.first, None)
+    latest, first = (0, 0) if exact is None else (exact.latest, exact.first_tokens(BLOCK_SIZE))
+    if first:
+        head, tail = slice(None, first), slice(first, None)
         stored_key = torch.cat([key[:, head], stored_key[:, tail]], 1)
         stored_value = torch.cat([value[:, head], stored_value[:, tail]], 1)
     out = query.new_empty(count, heads * groups, value.shape[-1])
