@@ -233,7 +233,11 @@ def test_any_k_with_any_v():
     assert get_format(mixed.name) == mixed
 
 
-@pytest.mark.parametrize("typed,near", [("int5", "int"), ("turboquant_4bit", "turboquant_4bit_nc"), ("fp8e4m3", "fp8_e4m3")])
+NEAR = [("int5", "int"), ("turboquant_4bit", "turboquant_4bit_nc"), ("fp8e4m3", "fp8_e4m3")]
+NEAR += [("INT4", "int4'"), ("quantkv_int4", "int4'"), ("quantkv_FP8", "fp8'"), ("NONE", "none'")]  # the case, and vLLM's prefix
+
+
+@pytest.mark.parametrize("typed,near", NEAR)
 def test_unknown_format_names_the_nearest(typed, near):
     with pytest.raises(ValueError, match=f"format='{typed}' is unknown: did you mean '{near}"):
         get_format(typed)

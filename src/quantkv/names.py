@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping
 
 PLAIN = ("none", "auto")  # keys and values as given
+PREFIX = "quantkv_"  # of the types that vLLM knows
 
 
 def pair(name: str) -> list[str]:
@@ -20,8 +21,9 @@ def canonical(name: str, formats: Collection[str], aliases: Mapping[str, str]) -
     """The name that a format is registered by. ValueError, with the nearest name, for an unknown one."""
     name = aliases.get(name, name)
     if name not in formats:
-        near = difflib.get_close_matches(name, [*formats, *aliases, *PLAIN], n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = {given.lower(): given for given in (*formats, *aliases, *PLAIN)}
+        near = difflib.get_close_matches(name.lower().removeprefix(PREFIX), known, n=1, cutoff=0.4)
+        hint = f"did you mean {known[near[0]]!r}? " if near else ""
         raise ValueError(f"format={name!r} is unknown: {hint}allowed: {', '.join(formats)}, none, or K/V such as int8/int4")
     return name
 

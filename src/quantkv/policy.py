@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -68,6 +69,27 @@ class Policy:
         maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
         calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
         return cls(given.format, given.layers, maps, calibration, given.exact)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Policy:
+        """A policy from what a JSON file holds: see `load`. The version may be left out, and layers may be numbers. ValueError naming what
+        is wrong: a dict names no files."""
+        parsed = policy_file.parse({"policy_version": policy_file.VERSION, **given})
+        for name in ("maps", "calibration"):
+            file = getattr(parsed, name)
+            if file is not None:
+                refuse(f"policy.{name}", repr(file), f"a dict has no folder to look in: write Policy(..., {name}=...) or a policy's path")
+        return cls(parsed.format, parsed.layers, exact=parsed.exact)
+
+    @classmethod
+    def given(cls, value: Any) -> Policy | None:
+        """The policy that a value is or names: one, the path of its JSON file, or what that holds as a dict. None for anything else, such
+        as the name of a format. ValueError as of `load`."""
+        if isinstance(value, os.PathLike) or (isinstance(value, str) and policy_file.is_name(value)):
+            return cls.load(value)
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        return value if isinstance(value, cls) else None
 
     def save(self, path: str | Path, calibration: str | None = None) -> None:
         """Write it to a JSON file, and what it names to files beside that: `NAME.maps.safetensors`, `NAME.calibration.safetensors`. Each

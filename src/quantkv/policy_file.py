@@ -42,6 +42,16 @@ def read(path: str | Path, elsewhere: bool = False) -> PolicyFile:
             given = plain_json.parse(file.read().decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"policy={str(path)!r}: {error}") from error
+    return parse(given)
+
+
+def is_name(text: str) -> bool:
+    """Whether a text names a policy's file, where names of formats are taken too."""
+    return text.endswith(".json")
+
+
+def parse(given: Any) -> PolicyFile:
+    """What the object of a file says. ValueError naming what is wrong."""
     if not isinstance(given, dict) or given.keys() - set(FIELDS) or "format" not in given:
         refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
     if given.get("policy_version") != VERSION:
@@ -73,12 +83,12 @@ def check_layers(num_layers: int, **named: Iterable[int]) -> None:
 
 
 def _layers(given: Any) -> dict[int, str]:
-    """ "3" and "2-5" as numbers of layers."""
+    """ "3", 3 and "2-5" as numbers of layers."""
     if not isinstance(given, dict):
         refuse("policy.layers", given, 'an object such as {"0": "int8", "2-5": "k8v4"} is needed')
     layers: dict[int, str] = {}
     for key, name in given.items():
-        first, dash, last = key.partition("-")
+        first, dash, last = str(key).partition("-")
         last = last if dash else first
         if not all(n.isdecimal() and len(n) <= DIGITS for n in (first, last)) or int(last) < int(first):
             allowed = f'a number of a layer such as "3", or a range such as "2-5", of at most {DIGITS} digits, is needed'

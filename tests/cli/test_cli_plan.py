@@ -168,6 +168,7 @@ LLAMA = config_of("llama-3-8b")
         (["llama-3-8b", "--tp", "3"], "--tp 3: a divisor of the model's 32 query heads"),
         (["llama-3-8b", "--tp", "0"], "--tp 0: a positive number"),
         (["llama-3-8b", "--kv", "int5"], "--kv: format='int5' is unknown: did you mean 'int"),
+        (["llama-3-8b", "--kv", "quantkv_INT4"], "--kv: format='quantkv_INT4' is unknown: did you mean 'int4'"),
         (["llama-3-8b", "--kv", ","], "at least one name is needed"),
         (["llama-3-8b", "--page", "12"], "--page 12: a multiple of 8"),
         (["layers=4,kv_heads=2"], "layers, kv_heads, head_size are needed"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import policy_file
+
 
 def caches_of(kv: str) -> tuple[list[str], list[str]]:
     """The names of formats and the files of policies in `--kv A,B,FILE.json`."""
     words = [word.strip() for word in kv.split(",") if word.strip()]
-    return [word for word in words if not word.endswith(".json")], [word for word in words if word.endswith(".json")]
+    return [word for word in words if not policy_file.is_name(word)], [word for word in words if policy_file.is_name(word)]
 
 
 def formats_of(names: str, single: bool = False) -> list[str]:

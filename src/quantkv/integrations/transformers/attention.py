@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -117,15 +117,21 @@ def quantkv_mask(
     allow_is_causal_skip: bool | None = None,
     use_vmap: bool = False,
     local_size: int | None = None,
+    config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """transformers' mask function. For a layer in pages: the padding mask, bool `[S, 1, 1, q_offset + q_length]`, in `padding` without
     the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `passes.brief` of it, for which nothing is
     read on the host. What else a mask could say is refused, and causality and windows the cache knows. For any other: sdpa's mask.
+
+    config: of the model that asks. ValueError where its layers are not those that the cache was made for.
     """
     if not isinstance(kv_length, PagedLength):
         options = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "attention_mask": attention_mask}
-        return sdpa_mask(**options, local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs)
+        options |= {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip, "use_vmap": use_vmap, "config": config}
+        return sdpa_mask(**options, **kwargs)
+    if kv_length.made_for is not None and config is not None:
+        kv_length.made_for.check(config)
     if use_vmap or not (allow_is_causal_skip or q_length == 1):
         raise NotImplementedError("mask: only causal attention with padding; no bidirectional, packed, blockwise or custom masks")
     kv_length.windows.add(local_size)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ...policy import Policy
 from ...spec import CacheSpec
 from ..progress import Progress
 from ..sequences import Sequences
-from .config import LayerPlan, geometry_of, plan_layers, shares_keys
+from .config import LayerPlan, MadeFor, geometry_of, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .states import HybridLayer, LatentLayer
 
@@ -32,7 +33,8 @@ class QuantizedCache(Cache):
     config: the model's; its layer types say what each layer is. Pages of layers with a sliding window or chunks that no query sees any
         more are given back.
     format: name of a format, or one for each layer, None for those without keys and values; "none" keeps rows as they are. Of a latent
-        the K half counts. Or a `Policy`: formats by layer, with what guides their writers, and tokens that are exact.
+        the K half counts. Or a `Policy`, the path of its JSON file, or what that holds as a dict: formats by layer, with what guides their
+        writers, and tokens that are exact.
     block_size: tokens of a page.
     dtype: what "none" stores; the model's dtype if None.
     fresh_prefill: False: a prompt attends to what was stored, so that the answer does not depend on how the prompt was cut into
@@ -41,21 +43,24 @@ class QuantizedCache(Cache):
     num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
         of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
         on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. With more tokens than that they are not captured any more.
-    Errors: ValueError for a policy or a calibration of another model; ValueError or NotImplementedError naming what is not supported:
+    Errors: ValueError for a policy or a calibration of another model, and for a pass of a model whose layers keep something else than
+        those of config; ValueError or NotImplementedError naming what is not supported:
         encoder-decoders, models without attention, attention that chooses keys by an index or compresses them, custom masks, gradients.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        format: str | Format | Policy | Sequence[str | Format | None] = "int4",
+        format: str | Format | Policy | os.PathLike[str] | Mapping[str, Any] | Sequence[str | Format | None] = "int4",
         *,
         block_size: int = 16,
         dtype: torch.dtype | None = None,
         fresh_prefill: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        plans, policy = plan_layers(config), format if isinstance(format, Policy) else None
+        if not isinstance(config, PreTrainedConfig):
+            refuse("config", type(config).__name__, "a model's configuration is needed: QuantizedCache(model.config, ...)")
+        plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
         if policy is not None:
             _check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
@@ -70,8 +75,9 @@ class QuantizedCache(Cache):
         options = dtype, fresh_prefill, num_tokens
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
-        if policy is not None:
-            for number, layer in self.quantized_layers.items():
+        for number, layer in self.quantized_layers.items():
+            layer.made_for = made_for
+            if policy is not None:
                 layer.maps = policy.maps_of(number)
 
     def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:
@@ -239,6 +245,12 @@ def _formats(
     """The format of each layer of the cache, None where it `keeps` no keys and values."""
     if isinstance(format, str | Format):
         formats = [format if kept else None for kept in keeps]
+    elif not isinstance(format, Sequence) or isinstance(format, bytes):
+        shown = repr(format)
+        if "\n" in shown or len(shown) > 60:
+            shown = type(format).__name__
+        allowed = "a name such as 'int4', 'K/V' such as 'int8/int4', one for each layer, or a policy: its path, a dict, a Policy"
+        refuse("format", shown, f"{allowed} is needed")
     else:
         formats, keeps = list(format), keeps + [False] * (config.num_hidden_layers - len(keeps))
         if len(formats) != len(keeps):

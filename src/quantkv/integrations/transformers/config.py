@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from ...checks import refuse
 from ...geometry import (
     ATTENTION_TYPES,
     EMPTY_TYPES,
@@ -114,6 +115,38 @@ def _heads(config: PreTrainedConfig, plan: LayerPlan) -> Heads | None:
         return Heads(config.num_key_value_heads, size, size) if isinstance(config.num_key_value_heads, int) else None
     attention = "sliding_attention" if plan.kind.window and not plan.kind.chunked else "full_attention"
     return heads_of({"model_type": config.model_type, **{name: getattr(config, name, None) for name in SHAPE}}, attention)
+
+
+class MadeFor:
+    """The model that a cache was made for, by what its layers keep.
+
+    name: of its configuration's class. layers: what each of them keeps, and its heads.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.name, self.layers = type(config).__name__, _kept(config)
+        self._known: Any = config.get_text_config(decoder=True)  # the last configuration that was found right
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": None}
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """ValueError unless the layers of a model with this configuration keep the same."""
+        if config is self._known:
+            return
+        name = type(config).__name__
+        if _kept(config) != self.layers:
+            refuse(
+                "past_key_values",
+                f"QuantizedCache of a {self.name}",
+                f"the layers of this model, a {name}, keep something else; a cache of its own is needed: QuantizedCache(model.config, ...)",
+            )
+        self._known = config
+
+
+def _kept(config: PreTrainedConfig) -> list[tuple[Any, ...]]:
+    plans, heads = plan_layers(config), geometry_of(config).heads
+    return [(plan.kind, plan.latent, plan.states, heads.get(number)) for number, plan in enumerate(plans)]
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

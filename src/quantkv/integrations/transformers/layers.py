@@ -18,6 +18,7 @@ from ...spec import CacheSpec
 from ..passes import Decoding, alone, brief, sent
 from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
+from .config import MadeFor
 from .pending import PagedLength, PendingStates
 
 UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
@@ -40,6 +41,7 @@ class QuantizedLayer(CacheLayerMixin):
         sequences.fixed = sequences.num_tokens > 0
         self.pages: PagedCache | None = None
         self.maps: LayerMaps | None = None  # in place of those that the format asks for
+        self.made_for: MadeFor | None = None
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
         self.updates, self.turn = 0, 0  # passes that it went through
@@ -340,7 +342,7 @@ class QuantizedLayer(CacheLayerMixin):
         """Length and offset of the keys of a mask."""
         if self.sequences.progress.remote or torch.compiler.is_compiling():
             return self.unknown, 0
-        return PagedLength.of(self.seen + query_length, self.sequences.windows), 0
+        return PagedLength.of(self.seen + query_length, self.sequences.windows, self.made_for), 0
 
     def get_max_length(self) -> int:
         """Tokens that it has room for; -1: it grows."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from .config import MadeFor
     from .layers import QuantizedLayer
 
 ATTENTION = "quantkv"
@@ -16,15 +17,17 @@ class PagedLength(int):
     """A number of keys that are in pages: tells the mask function that a `QuantizedLayer` asks, which knows causality and windows.
 
     windows: those that its model asked masks for; the mask function adds to them.
+    made_for: the model that its cache was made for; None: it is not known.
     """
 
     windows: set[int | None]
+    made_for: MadeFor | None
 
     @classmethod
-    def of(cls, length: int, windows: set[int | None]) -> PagedLength:
+    def of(cls, length: int, windows: set[int | None], made_for: MadeFor | None = None) -> PagedLength:
         """A length, with the windows that masks may have."""
         paged = cls(length)
-        paged.windows = windows
+        paged.windows, paged.made_for = windows, made_for
         return paged
 
 

@@ -1,0 +1,139 @@
+"""What a `QuantizedCache` is given: formats and policies in any form are taken, anything else is refused in one line that says what to
+write; and a cache is for the model that it was made for."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
+from quantkv.policy import Policy  # noqa: E402
+from test_transformers import logits, prompts, tiny  # noqa: E402
+
+GIVEN = {"policy_version": 1, "format": "int4", "layers": {"0": "int8"}, "exact": {"first": 16, "latest": 8}}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return use_quantkv_attention(tiny("llama"))
+
+
+def formats(cache):
+    return [layer.requested for layer in cache.quantized_layers.values()]
+
+
+def one_line(error, *words):
+    """Whatever the value was, the message is a line that people read."""
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 500, text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("form", ["path", "text", "dict", "numbers", "no version"])
+def test_a_policy_is_taken_as_a_file_and_as_a_dict(form, tmp_path, llama):
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(GIVEN))
+    numbers = {**GIVEN, "layers": {0: "int8"}}
+    unversioned = {name: value for name, value in GIVEN.items() if name != "policy_version"}
+    given = {"path": file, "text": str(file), "dict": GIVEN, "numbers": numbers, "no version": unversioned}[form]
+    cache = QuantizedCache(llama.config, given)
+    assert formats(cache) == ["int8", "int4"]
+    assert [sequences.exact for sequences in cache.sequences.values()] == [ExactTokens(16, 8)]
+
+
+def test_a_file_brings_what_it_names(tmp_path, llama):
+    """The calibration beside it: what the cache reads is what it reads by the loaded policy."""
+    from quantkv.integrations.transformers import calibrate
+
+    ids, mask = prompts([256])
+    policy = Policy("levels4", calibration=calibrate(llama, ids))
+    policy.save(tmp_path / "policy.json")
+    ids, mask = ids[:, :30], mask[:, :30]
+    by_policy, by_path = (logits(llama, QuantizedCache(llama.config, p), ids, mask, [0]) for p in (policy, tmp_path / "policy.json"))
+    assert torch.equal(by_policy, by_path)
+    assert not torch.equal(by_path, logits(llama, QuantizedCache(llama.config, "levels4"), ids, mask, [0]))
+
+
+@pytest.mark.parametrize("name", ["maps", "calibration"])
+def test_a_dict_names_no_files(name, llama):
+    with pytest.raises(ValueError, match=f"policy.{name}=") as error:
+        QuantizedCache(llama.config, {**GIVEN, name: "a.safetensors"})
+    one_line(error, "path")
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (None, ["format=None", "'int4'"]),
+        (4, ["format=4", "'int4'"]),
+        (4.0, ["format=4.0", "'int4'"]),
+        (b"int4", ["format=b'int4'", "'int4'"]),
+        (torch.int8, ["format=torch.int8", "'int4'"]),
+        ("quantkv_int4", ["format='quantkv_int4'", "did you mean 'int4'"]),
+        ("INT4", ["format='INT4'", "did you mean 'int4'"]),
+        ("int8/INT4", ["format='INT4'", "did you mean 'int4'"]),
+        (["int8", 4], ["format=4"]),
+        ("nowhere/policy.json", ["policy='nowhere/policy.json'", "No such file"]),
+        ({"formats": "int4"}, ["policy=", "format"]),
+    ],
+    ids=repr,
+)
+def test_anything_else_is_refused_in_a_line_that_says_what_to_write(given, words, llama):
+    with pytest.raises(ValueError) as error:
+        QuantizedCache(llama.config, given)
+    one_line(error, *words)
+
+
+def test_a_module_as_a_format_is_named_by_its_class(llama):
+    with pytest.raises(ValueError, match="format=LlamaForCausalLM: ") as error:
+        QuantizedCache(llama.config, llama)
+    one_line(error, "'int4'")
+
+
+def test_what_is_no_configuration_is_refused(llama):
+    for given, name in ((llama, "LlamaForCausalLM"), ("int4", "str"), (llama.config.to_dict(), "dict")):
+        with pytest.raises(ValueError, match=f"config={name}: ") as error:
+            QuantizedCache(given, "int4")
+        one_line(error, "QuantizedCache(model.config, ")
+
+
+OTHERS = {
+    "more layers": ("llama", {"num_hidden_layers": 3}),
+    "fewer layers": ("llama", {"num_hidden_layers": 1}),
+    "kv heads": ("llama", {"num_key_value_heads": 4}),
+    "head size": ("llama", {"head_dim": 32}),
+    "windows": ("mistral", {}),
+    "windows in some layers": ("gemma2", {}),
+    "chunks": ("llama4", {}),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_cache_of_another_model_is_refused_before_anything_is_stored(other, llama):
+    """Windows and chunks go by the cache's configuration: the answer would be another model's."""
+    name, changes = OTHERS[other]
+    ids, mask = prompts([30])
+    cache = QuantizedCache(tiny(name, **changes).config, "int4")
+    with pytest.raises(ValueError, match="past_key_values=") as error:
+        llama.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+    one_line(error, "LlamaConfig", "QuantizedCache(model.config, ")
+    assert cache.get_seq_length() == 0 and not cache.is_initialized
+
+
+def test_a_cache_serves_every_model_of_its_layers(llama):
+    """Another class whose layers keep the same; an equal configuration; a copy of the cache, which has a configuration of its own."""
+    ids, mask = prompts([20])
+    expected = logits(llama, QuantizedCache(llama.config, "int4"), ids, mask, [0, 10])
+    same = transformers.LlamaConfig(**llama.config.to_dict())
+    for cache in (QuantizedCache(tiny("qwen2").config, "int4"), QuantizedCache(same, "int4")):
+        assert torch.equal(logits(llama, cache, ids, mask, [0, 10]), expected)
+    for copied in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
+        cache = QuantizedCache(llama.config, "int4")
+        logits(llama, cache, ids[:, :10], mask[:, :10], [0])
+        assert torch.equal(logits(llama, copied(cache), ids, mask, [10]), expected[:, 10:])
