@@ -5,16 +5,16 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 download="3.1 GB" # of Linux x86_64, Python 3.12; scripts/check_resolution.sh holds it to the sizes of the wheels
 log=.venv/setup.log
+. scripts/installing.sh
 
 fail() {
     printf 'scripts/setup.sh: %s\n' "$*" >&2
     exit 1
 }
 
-# Shows which large files are fetched, and after a failure all that pip says of it; the rest goes to the log.
+# After a failure all that pip says of it.
 install() {
-    if ! .venv/bin/pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 | tee -a "$log" |
-        { grep --line-buffered -E 'Downloading .*\([0-9]{2,}(\.[0-9]+)? [MG]B\)' || :; }; then
+    if ! installing .venv/bin/pip "$log" "$@"; then
         sed -n '/^ERROR/,$p' "$log" >&2
         fail "pip failed; all of its output is in $log"
     fi

@@ -1,6 +1,7 @@
 """A tiny random Llama with a byte-level tokenizer, in a transformers directory: all that the commands need."""
 
 import importlib.metadata
+import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -11,10 +12,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import quantkv
-from quantkv.cli import app, generate, readers
+from quantkv.cli import app, generate, readers, waiting
 from quantkv.cli import eval as eval_module
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+@pytest.fixture(autouse=True)
+def no_lines_by_the_clock(monkeypatch):
+    """On a slow machine a command would say how far it is."""
+    monkeypatch.setattr(waiting, "EVERY", math.inf)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ scripts/check_resolution.sh resolves them for every Python.
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -56,19 +57,28 @@ def test_one_pin_each_that_everything_installed_admits(python):
     assert seen >= {("quantkv", name) for name in PINNED}
 
 
+def scripts(folder, *files):
+    """The scripts that set up an environment, and more files of the repository, in a folder of the test's own."""
+    for name in ("scripts/setup.sh", "scripts/vllm_cpu.sh", "scripts/installing.sh", *files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder / "scripts"
+
+
+def executable(file, body):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+
+
 @pytest.fixture
 def setup(tmp_path):
     """Run setup.sh beside a .venv whose pip and python are shell scripts: (exit code, stdout, stderr)."""
 
     def setup(pip, python):
-        (tmp_path / "scripts").mkdir()
-        (tmp_path / ".venv" / "bin").mkdir(parents=True)
-        shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
         for name, body in (("pip", pip), ("python", python)):
-            file = tmp_path / ".venv" / "bin" / name
-            file.write_text(f"#!/bin/sh\n{body}\n")
-            file.chmod(0o755)
-        found = subprocess.run([tmp_path / "scripts" / "setup.sh"], capture_output=True, text=True, env=os.environ)
+            executable(tmp_path / ".venv" / "bin" / name, body)
+        found = subprocess.run([scripts(tmp_path) / "setup.sh"], capture_output=True, text=True, env=os.environ)
         return found.returncode, found.stdout, found.stderr
 
     return setup
@@ -92,12 +102,25 @@ def test_shows_why_pip_failed(setup):
     assert err.startswith("ERROR: Cannot install\n\nThe conflict is caused by:\n") and ".venv/setup.log" in err
 
 
+@pytest.mark.parametrize("script, environment", [("setup.sh", ".venv"), ("vllm_cpu.sh", ".vllm")])
+def test_says_how_long_pip_has_been_at_work(tmp_path, script, environment):
+    """A line for every ten seconds that pass, here as fast as `sleep` says that they do: pip goes on when the first line is out."""
+    folder = scripts(tmp_path, "pyproject.toml", "constraints.txt", "scripts/vllm_cpu/requirements.txt", "scripts/vllm_cpu/pyproject.toml")
+    slept, told = tmp_path / "slept", tmp_path / "told"
+    heard = f"while ! grep -qs wheel {tmp_path / environment / 'setup.log'}; do /bin/sleep 0.01; done"
+    executable(tmp_path / "bin" / "sleep", f"[ -e {slept} ] && : > {told} && exec /bin/sleep 600\n{heard}; : > {slept}")
+    executable(tmp_path / environment / "bin" / "pip", f"echo Building wheel for a; while [ ! -e {told} ]; do /bin/sleep 0.01; done")
+    executable(tmp_path / environment / "bin" / "python", "exit 1")
+    own = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    env = {name: value for name, value in os.environ.items() if name != "QUANTKV_VLLM_ENV"} | own
+    found = subprocess.run([folder / script], capture_output=True, text=True, env=env, timeout=300)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert re.search(r"^pip, \d+ s so far: Building wheel for a$", found.stdout, re.MULTILINE)
+
+
 def test_refuses_a_python_that_is_too_old(tmp_path):
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
-    old = tmp_path / "python"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18 && exit 0\nexit 1\n')
-    old.chmod(0o755)
-    found = subprocess.run([tmp_path / "scripts" / "setup.sh"], capture_output=True, text=True, env={**os.environ, "PYTHON": str(old)})
+    folder, old = scripts(tmp_path), tmp_path / "python"
+    executable(old, '[ "$1" = --version ] && echo Python 3.9.18 && exit 0\nexit 1')
+    found = subprocess.run([folder / "setup.sh"], capture_output=True, text=True, env={**os.environ, "PYTHON": str(old)})
     assert found.returncode == 1 and "Python 3.10 or later is needed" in found.stderr and "3.9.18" in found.stderr
     assert not (tmp_path / ".venv").exists()

@@ -15,6 +15,7 @@ import typer
 from . import completion, options, output
 from .options import Device
 from .output import Json
+from .waiting import progress
 
 if TYPE_CHECKING:
     from ..bench.contestants import Contestant
@@ -106,7 +107,7 @@ def bench_command(
     result, complete = empty(where), True
     total = sum(shape.kind in contestant.kinds for shape in chosen for contestant in contestants)
     try:
-        with options.progress(errors, total) as on_step:
+        with progress(errors, total) as on_step:
             done = itertools.count(1)
 
             def on_row(row: Row) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from . import options, output
 from .options import Device, Dtype, Model, ModelArgument
+from .waiting import progress
 
 
 def add_to(commands: typer.Typer) -> None:
@@ -59,7 +60,7 @@ def calibrate_command(
     loaded = options.load(found, device, dtype, errors)
     from quantkv.integrations.transformers import calibrate
 
-    with options.progress(errors, len(contexts)) as on_step:
+    with progress(errors, len(contexts)) as on_step:
         told = {"model": loaded.name, "text": chosen.name}
         made = calibrate(loaded.model, contexts, limit=positions, made_of=told, on_step=lambda done, total: on_step("contexts", done))
     made.save(out)

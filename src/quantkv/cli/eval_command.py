@@ -12,6 +12,7 @@ from .common import print_table
 from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, ExactOption
 from .output import Json
+from .waiting import progress, waiting
 
 if TYPE_CHECKING:
     from .eval import Reader
@@ -212,12 +213,14 @@ def _run(
     console: Any,
 ) -> None:
     """One model over each text; each is printed and added to `runs` when it is through, or interrupted."""
+    from . import costs, report
     from . import eval as evaluation
-    from . import report
 
     loaded = options.load(found, device, dtype, console)
+    with waiting(console, "trying the formats"):
+        beyond = costs.beyond(loaded.model, usable)
     for text, trials in tried:
-        with options.progress(console, len(trials) * (len(usable) + 1)) as on_step:
+        with progress(console, costs.steps_of(trials, usable), beyond) as on_step:
             result = evaluation.evaluate(loaded.model, trials, usable, read=read, on_step=on_step, context=plan.context)
         asked = {"contexts": result.trials, "contexts_asked": len(trials), "formats_asked": len(usable)}
         runs.append({"model": found.name, "text": text.name, "read": read.name, **result.to_dict(), **asked})

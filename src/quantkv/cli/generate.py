@@ -117,12 +117,17 @@ class Writer:
         """Tokens in the cache."""
         return int(self.cache.get_seq_length())
 
-    def answer(self, ids: Sequence[int], max_new_tokens: int, steps: list[Step] | None = None) -> list[Step]:
-        """Read tokens and write what follows them. steps: takes the tokens as they come, those before a Ctrl-C too."""
+    def answer(
+        self, ids: Sequence[int], max_new_tokens: int, steps: list[Step] | None = None, begins: Callable[[], None] = lambda: None
+    ) -> list[Step]:
+        """Read tokens and write what follows them. steps: takes the tokens as they come, those before a Ctrl-C too. begins: called before
+        the first is written."""
         steps, streamer = [] if steps is None else steps, Streamer(self.tokenizer, self.write)
         ids, self.unread = [*self.unread, *ids], []
         with self.attention(self.model):
             for step in greedy(self.model, torch.tensor(ids, device="cpu"), self.cache, max_new_tokens, self.ends):
+                if not steps:
+                    begins()
                 steps.append(step)
                 streamer.put(step.token)
         streamer.end()

@@ -11,6 +11,7 @@ import typer
 from . import completion, options, recipes
 from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, ExactOption, Model
+from .waiting import waiting
 
 if TYPE_CHECKING:
     from .decoding import Step
@@ -121,7 +122,8 @@ def _answer(writer: Writer, ids: Sequence[int], max_new_tokens: int, errors: Any
     steps: list[Step] = []
     read = len(writer.unread) + len(ids)
     try:
-        writer.answer(ids, max_new_tokens, steps)
+        with waiting(options.stderr(), f"reading {read:,} tokens") as now:
+            writer.answer(ids, max_new_tokens, steps, lambda: now(None))
     except KeyboardInterrupt:
         if not steps:
             raise

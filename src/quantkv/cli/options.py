@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..format_table import available
-from .common import duration
+from .waiting import waiting
 
 if TYPE_CHECKING:
     from .models import Found, Loaded
@@ -64,47 +61,23 @@ def find(model: str | None, device: str | None, dtype: str, console: Any) -> Fou
     """The model without its weights; bad values of the options are refused first."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: allowed: {', '.join(DTYPES)}")
-    with console.status("loading the model") as status:
+    with waiting(console, "loading the model") as now:
         from . import devices, models
 
         devices.named(device)
 
         def announce(line: str) -> None:
             say(console, line)
-            status.update("converting the model")
+            now("converting the model")
 
         return models.find(model, announce)
 
 
 def load(found: Found, device: str | None, dtype: str, console: Any) -> Loaded:
     """Its weights."""
-    with console.status("loading the model"):
+    with waiting(console, "loading the model"):
         import torch
 
         from . import devices
 
         return found.load(devices.named(device), getattr(torch, dtype))
-
-
-@contextmanager
-def progress(console: Any, total: int, every: float = 30.0) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr with the time that is left, or a line every so many seconds where that is no terminal: called with a description and
-    the steps that are done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    words = TextColumn("[bold]{task.description:12}"), TextColumn("{task.fields[left]}", style="dim")
-    columns = SpinnerColumn(), words[0], BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), words[1]
-    begun = told = time.monotonic()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total, left="")
-
-        def on_step(name: str, step: int) -> None:
-            nonlocal told
-            now = time.monotonic()
-            left = f"about {duration((now - begun) / step * (total - step))} left" if 0 < step < total else ""
-            bar.update(task, description=name, completed=step, left=left)
-            if not console.is_terminal and left and now - told >= every:
-                say(console, f"{step:,} of {total:,} steps, {left}")
-                told = now
-
-        yield on_step

@@ -17,6 +17,7 @@ from .allocation import Choice, allocate, limits
 from .common import formats_of
 from .options import CalibrationFile, Device, Dtype, ExactOption, Model, ModelArgument
 from .output import Json
+from .waiting import Step, progress
 
 if TYPE_CHECKING:
     from ..integrations.transformers.sensitivity import Sensitivities
@@ -92,7 +93,8 @@ def tune_command(
     loaded = options.load(found, device, dtype, console)
     from ..integrations.transformers.sensitivity import sensitivities
 
-    with options.progress(console, len(contexts) * len(room.layers)) as on_step:
+    steps = [Step("gradients"), *[Step("layer")] * len(room.layers)] * len(contexts)
+    with progress(console, steps) as on_step:
         lost = sensitivities(loaded.model, contexts, names, tried[0].policy, on_step)
     try:
         chosen = allocate(room.choices(lost), room.left(budget), kl)

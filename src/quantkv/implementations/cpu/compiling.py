@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from ...under_way import compiling
+
 
 def missing() -> str | None:
     """Why nothing can be compiled here, in words; None where numba is there."""
@@ -32,9 +34,10 @@ def compiled(signature: Any, **options: Any) -> Callable[[Callable], Callable]:
     from numba import njit
 
     def compile(function: Callable) -> Callable:
-        try:
-            return njit(signature, cache=True, **options)(function)
-        except (RuntimeError, OSError):  # no folder can be written, or the disk is full
-            return njit(signature, **options)(function)
+        with compiling(f"{function.__name__} by numba"):
+            try:
+                return njit(signature, cache=True, **options)(function)
+            except (RuntimeError, OSError):  # no folder can be written, or the disk is full
+                return njit(signature, **options)(function)
 
     return compile

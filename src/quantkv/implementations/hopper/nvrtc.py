@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...under_way import compiling
+
 SOURCE = Path(__file__).parent
 
 
@@ -31,7 +33,8 @@ def compile_cubin(source: str, macros: dict[str, object], snippets: Iterable[Pat
     folders = dict.fromkeys(str(path.parent) for path in [main, *snippets])
     options = ProgramOptions(std="c++17", arch=arch, include_path=list(folders), device_as_default_execution_space=True)
     includes = "".join(f'#include "{path}"\n' for path in files[:-1])
-    code = bytes(Program(f'{defines}{includes}#line 1 "{source}"\n{main.read_text()}', "c++", options).compile("cubin").code)
+    with compiling(f"{source} by NVRTC"):
+        code = bytes(Program(f'{defines}{includes}#line 1 "{source}"\n{main.read_text()}', "c++", options).compile("cubin").code)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
         part.write(code)

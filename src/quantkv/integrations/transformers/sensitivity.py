@@ -61,7 +61,7 @@ def sensitivities(
     """KL in nats a token by layer, side ("k" or "v") and format, of that layer's side alone.
 
     contexts: tokens `[N, T]` int64. policy: its calibration and exact tokens, which formats are tried with; its formats do not matter.
-    on_step: called with what is done and the number of layers that are through, of N * layers.
+    on_step: called with what is done and the number of steps that are through, of N * (1 + layers): a context's gradients, then its layers.
     The sum over layers predicts the KL of all together within a factor of two. ValueError for contexts of at most 64 tokens.
     """
     if contexts.shape[1] <= SKIPPED:
@@ -71,6 +71,7 @@ def sensitivities(
     for index, ids in enumerate(contexts):
         on_step("gradients", step)
         seen = _backward(model, ids.to(model.device), judge, index)
+        step += 1
         for layer, one in sorted(seen.items()):
             on_step(f"layer {layer}", step)
             for (side, name), value in _losses(layer, one, judges).items():

@@ -1,0 +1,67 @@
+"""What the steps of an evaluation cost, before the first of them is through: for the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .eval import EXACT
+from .trials import Greedy, Trial
+from .waiting import Step
+
+if TYPE_CHECKING:
+    from ..geometry import Heads
+    from ..integrations.transformers.judged import Judge
+    from .recipes import Recipe
+
+TOKENS = 64  # that each format is tried with
+CONTINUED = f"{EXACT}, continued"
+
+
+def steps_of(trials: Iterable[Trial], recipes: Sequence[Recipe]) -> list[Step]:
+    """The steps of `evaluate` over these, in its order; a unit of cost is a token."""
+    return [
+        Step(name, len(trial.ids))
+        for trial in trials
+        for name in (CONTINUED if isinstance(trial, Greedy) else EXACT, *(recipe.name for recipe in recipes))
+    ]
+
+
+@torch.inference_mode()
+def beyond(model: Any, recipes: Iterable[Recipe]) -> dict[str, float]:
+    """Seconds for a token that a pass takes longer with each recipe: storing and reading rows back in every layer, tried on a few."""
+    from ..integrations.transformers.config import geometry_of
+    from ..integrations.transformers.judged import Judge
+
+    heads, known = {layer: of for layer, of in geometry_of(model.config).heads.items() if of is not None}, {}
+    found = {CONTINUED: 0.0}
+    for recipe in recipes:
+        policy = recipe.policy
+        own = id(policy) if policy.maps or policy.calibration is not None else None
+        try:
+            judge = Judge(model.config, policy, model.dtype)
+        except NotImplementedError:  # what a real cache alone can judge
+            found[recipe.name] = 0.0
+            continue
+        for layer, of in heads.items():
+            key = policy.name_of(layer), of, own
+            if key not in known:
+                known[key] = _seconds(judge, layer, of, model.device)
+            found[recipe.name] = found.get(recipe.name, 0.0) + known[key] / TOKENS
+    return found
+
+
+def _seconds(judge: Judge, layer: int, heads: Heads, device: torch.device) -> float:
+    """Of `TOKENS` random rows of a layer; the first time, in which tables are made, is left out."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = heads.head_size, heads.head_size_v
+    rows = [torch.randn(heads.num_kv_heads, TOKENS, size, generator=generator, device="cpu").to(device) for size in sizes]
+    for _ in range(2):
+        begun = time.perf_counter()
+        judge.rows(layer, *rows)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter() - begun
