@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkv.bench import contestants, plot, rivals, shapes, tables, timing, xqa
+from quantkv.bench import contestants, cpu_rivals, plot, rivals, shapes, tables, timing, xqa
 from quantkv.bench.contestants import Contestant, quantkv
 from quantkv.bench.problem import Problem, Unavailable
 from quantkv.bench.run import Result, Row, run
@@ -190,6 +190,35 @@ def test_pages_are_in_random_order():
 def test_rivals_need_a_gpu(tmp_path):
     found = run([DECODE], rivals.rivals() + rivals.rivals(tmp_path) + rivals.xqa_ways(tmp_path), CPU).rows
     assert len(found) > 10 and {r.status for r in found} == {"unavailable"}
+
+
+def test_on_a_cpu_its_kernels_take_part_where_they_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(contestants, "missing", lambda: "the package numba is missing")
+    assert contestants.implementations(CPU) == ["reference"]
+    monkeypatch.setattr(contestants, "missing", lambda: None)
+    assert contestants.implementations(CPU) == ["reference", "cpu"]
+
+
+@pytest.mark.parametrize("shape", [DECODE, VERIFY, STEP, WRITE, PREFILL], ids=str)
+def test_on_a_cpu_every_kind_has_a_16_bit_rival(shape):
+    """quantkv's kernels serve all but prompts, and are compared with PyTorch over 16-bit rows."""
+    ours = [quantkv(name, "int8" if shape is STEP else "int4") for name in ("cpu", "reference")]  # the reference writes a step's int8
+    rows = run([shape], ours + cpu_rivals.rivals(), CPU).rows
+    assert {row.status for row in rows} == {"ok"}, [row.reason for row in rows]
+    names = [row.name for row in rows]
+    assert names[:-1] == (["quantkv reference"] if shape is PREFILL else ["quantkv cpu", "quantkv reference"])
+    assert all(row.vs_16bit == pytest.approx(rows[-1].us / row.us) and row.best_16bit == names[-1] for row in rows)
+
+
+def test_what_a_16_bit_rival_writes_is_checked():
+    """A rival that leaves rows out is wrong, in a write and in a step."""
+    for shape in (WRITE, STEP):
+        problem = Problem(shape, CPU)
+        (rival,) = [c for c in cpu_rivals.rivals() if shape.kind in c.kinds]
+        problem.key[problem.new[-1]] = 0  # what it writes of the last token
+        entry = rival.prepare(problem)
+        (row,) = run([shape], [replace(rival, prepare=lambda _, entry=entry: entry)], CPU).rows
+        assert row.status == "wrong", shape
 
 
 def a_result():

@@ -81,7 +81,7 @@ ALLOWED = {
         "dense",
         "reference",
     },
-    "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", ""},
+    "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", "cpu", ""},
     "cli": {
         "geometry",
         "whole_file",
@@ -106,6 +106,7 @@ ALLOWED = {
         "policy",
         "spec",
         "bench",
+        "cpu",
         "under_way",
         "",
     },

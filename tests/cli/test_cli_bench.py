@@ -9,14 +9,17 @@ def test_bench(run, tmp_path):
     files = tmp_path / "out.json", tmp_path / "out.svg"
     code, out, err = run("bench", "--device", "cpu", "--shape", SHAPES, "--kv", "int4,int8", "--json", files[0], "--plot", files[1])
     assert code == 0, err
-    assert "Decode" in out and "Write" in out and out.count("quantkv reference") == 4 and "no GPU" in err
+    assert "Decode" in out and "Write" in out and out.count("quantkv reference") == 4 and out.count("quantkv cpu") == 3
+    assert "no GPU: " in err and "by quantkv's kernels for CPUs" in err
     rows = json.loads(files[0].read_text())["rows"]
-    assert [(r["kind"], r["stores"], r["status"]) for r in rows] == [
-        ("decode", "int4", "ok"),
-        ("decode", "int8", "ok"),
-        ("write", "int4", "ok"),
-        ("write", "int8", "ok"),
+    assert [(r["kind"], r["name"], r["stores"]) for r in rows] == [
+        (kind, name, stores)
+        for kind, rival in (("decode", "SDPA"), ("write", "index_copy_"))
+        for name, stores in (*((f"quantkv {i}", f) for f in ("int4", "int8") for i in ("reference", "cpu")), (rival, "bf16"))
     ]
+    (unavailable,) = [r for r in rows if r["status"] != "ok"]
+    assert unavailable["kind"] == "write" and unavailable["stores"] == "int8" and "nothing to gain" in unavailable["reason"]
+    assert all(r["vs_16bit"] > 0 for r in rows if r is not unavailable)
     assert files[1].read_text().startswith("<?xml")
 
 
@@ -24,7 +27,20 @@ def test_a_models_geometry(run, tmp_path):
     """A shape for each kind of its layers; what a shape names goes before."""
     config = {"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 24, "sliding_window_pattern": 3, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}))
-    args = ("bench", "--device", "cpu", "--model", tmp_path, "--kv", "int8", "--json", "--shape")
+    args = (
+        "bench",
+        "--device",
+        "cpu",
+        "--model",
+        tmp_path,
+        "--kv",
+        "int8",
+        "--implementations",
+        "reference",
+        "--no-rivals",
+        "--json",
+        "--shape",
+    )
     code, out, err = run(*args, "L40,B2xL16xHK4")
     assert code == 0, err
     shapes = [row["shape"] for row in json.loads(out)["rows"]]

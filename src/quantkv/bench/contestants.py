@@ -12,6 +12,7 @@ from ..cache import PagedCache
 from ..calls import AttendCall
 from ..formats import get_format
 from ..implementations import refusal
+from ..implementations.cpu.compiling import missing
 from ..implementations.dense import backends
 from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
 from ..prepared import prepare_attend, prepare_write
@@ -49,7 +50,8 @@ class Contestant:
 def quantkv(implementation: str, format_name: str) -> Contestant:
     """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for. format_name: with
     "+maps" the format under maps and a table of key offsets of the layer's own, as calibration gives them: `layer_maps`."""
-    kinds = {"dense": ("prefill",), "hopper": ("decode", "verify", "write", "step")}.get(implementation, KINDS)
+    few = ("decode", "verify", "write", "step")
+    kinds = {"dense": ("prefill",), "hopper": few, "cpu": few}.get(implementation, KINDS)
     prepare = lambda problem: _prepare(problem, implementation, format_name)
     return Contestant(f"quantkv {implementation}", format_name, prepare, ours=True, kinds=kinds)
 
@@ -64,8 +66,8 @@ def _prepare(problem: Problem, implementation: str, format_name: str) -> Entry:
         cache, rows = problem.kept(format_name, lambda: filled(problem, format_name))
     key, value, slots, positions = (t[problem.new] for t in (problem.key, problem.value, problem.slots, problem.positions))
     written_bytes = len(slots) * (s.HK * (s.D + s.head_size_v) * key.element_size() + int(cache.spec.bytes_per_token))
-    # In a step, maps may be what Triton alone writes.
-    writer = "auto" if implementation == "hopper" and s.kind == "step" else implementation
+    # In a step, maps and formats may be what these do not write.
+    writer = "auto" if implementation in ("hopper", "cpu") and s.kind == "step" else implementation
     prepared = prepare_write(slots, positions, implementation=writer)
     write = lambda: prepared(cache, key, value)
     if s.kind == "write":
@@ -135,6 +137,8 @@ def rightly_written(problem: Problem, stores: str):
 def implementations(device: torch.device) -> list[str]:
     """What of quantkv's can run on the device."""
     found = ["reference"]
+    if device.type == "cpu" and missing() is None:
+        found.append("cpu")
     if device.type == "cuda":
         if importlib.util.find_spec("quantkv.ops"):
             found += ["triton", "hopper"] if torch.cuda.get_device_capability(device)[0] == 9 else ["triton"]

@@ -113,10 +113,16 @@ class Problem:
         """What a cache of that dtype holds of the tokens, whatever its pages are."""
         if dtype in self._plain:
             return self._plain[dtype]
-        token = torch.full((self.num_blocks * self.shape.P,), -1, device=self.device)
-        token[self.slots] = torch.arange(len(self.slots), device=self.device)
+        token = self.token_of
         self._plain[dtype] = lambda slots: tuple(rows[token[slots]].to(dtype).double() for rows in (self.key, self.value))
         return self._plain[dtype]
+
+    @cached_property
+    def token_of(self) -> torch.Tensor:
+        """int64 `[slots of all pages]`: which token lies in each; -1: none."""
+        token = torch.full((self.num_blocks * self.shape.P,), -1, device=self.device)
+        token[self.slots] = torch.arange(len(self.slots), device=self.device)
+        return token
 
     def plain_bytes(self, item_bytes: int) -> int:
         """Bytes that attention over a cache without metadata must read."""

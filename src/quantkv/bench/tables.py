@@ -55,7 +55,7 @@ def number(x: float) -> str:
 
 def subtitle(result: Result) -> str:
     """What a run was made on: device, its read ceiling, versions, date."""
-    ceiling = f", reads at most {result.ceiling_gbps:,.0f} GB/s" if result.ceiling_gbps else ": the reference, small shapes"
+    ceiling = f", reads at most {result.ceiling_gbps:,.0f} GB/s" if result.ceiling_gbps else ", small shapes"
     return f"{result.device}{ceiling}; " + ", ".join(f"{k} {v}" for k, v in result.versions.items()) + f"; {result.date}"
 
 

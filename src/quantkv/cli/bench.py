@@ -96,11 +96,15 @@ def bench_command(
         from ..bench.rivals import rivals as all_rivals
 
         contestants += all_rivals(peers)
+    elif rivals:
+        from ..bench import cpu_rivals
+
+        contestants += cpu_rivals.rivals()
     from rich.console import Console
 
     errors = options.stderr()
     if where.type == "cpu":
-        options.say(errors, "no GPU: this times the PyTorch reference, which is made to be right, not fast", "yellow")
+        options.say(errors, _on_cpu({contestant.name for contestant in contestants if contestant.ours}), "yellow")
     from ..bench import tables
     from ..bench.run import empty, run
 
@@ -134,6 +138,16 @@ def bench_command(
     wrong = [row for row in result.rows if row.status == "wrong" and row.ours]
     if wrong:
         raise ValueError(f"{wrong[0].name} {wrong[0].stores} at {wrong[0].shape}: {wrong[0].reason}")
+
+
+def _on_cpu(names: set[str]) -> str:
+    """What is timed where there is no GPU. names: of quantkv's contestants."""
+    from ..implementations.cpu.compiling import missing
+
+    reference = "the PyTorch reference, which is made to be right, not fast"
+    if "quantkv cpu" not in names:
+        return f"no GPU: this times {reference}" + (f" ({reason})" if (reason := missing()) else "")
+    return f"no GPU: decode, verification and most writes by quantkv's kernels for CPUs; prompts by {reference}"
 
 
 def heads_of(model: str) -> list[dict[str, int]]:
