@@ -229,6 +229,14 @@ def test_positions_that_a_rotation_stretches(kind: str, positions: int):
     assert geometry.read({**config_of("qwen2.5-7b"), "rope_parameters": rope}).max_positions == positions
 
 
+@pytest.mark.parametrize("kind", geometry.STRETCHED_ROPES)
+def test_a_stretch_that_is_counted_already_takes_no_positions_away(kind: str):
+    """Configurations whose max_position_embeddings are those after it, or more."""
+    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 8192}
+    assert geometry.stretched(32768, rope) == 32768
+    assert geometry.read({**config_of("qwen2.5-7b"), "rope_parameters": rope}).max_positions == 32768
+
+
 def test_a_known_model_is_found_by_its_nearest_name():
     with pytest.raises(ValueError, match="did you mean llama-3-8b"):
         config_of("llama3-8b")

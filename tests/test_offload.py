@@ -63,6 +63,20 @@ def test_what_is_larger_than_the_scratch_goes_in_parts(monkeypatch, chunk_pages)
     assert torch.equal(cache.buffer[:6], before[[11, 10, 9, 8, 7, 4]]) and not cache.buffer[6:].any()
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 24])
+def test_one_page_of_the_largest_layer_always_fits(monkeypatch, chunk_bytes):
+    """A store of one page, and scratch memory that holds less: the layers' pages are 1 to 8 times as large as the smallest's."""
+    monkeypatch.setattr(offload, "CHUNK_BYTES", chunk_bytes)
+    caches = [cache_of("int2", seed=1), cache_of("fp32", seed=2), cache_of("int4", heads=1, seed=3)]
+    sizes = [cache.spec.block_bytes for cache in caches]
+    assert sizes[1] == max(sizes) > 4 * min(sizes)
+    before, store = [cache.buffer.clone() for cache in caches], PageStore(caches, 1)
+    store.load(store.store([7]), [2]).synchronize()
+    for cache, held in zip(caches, before):
+        held[2] = held[7]
+        assert torch.equal(cache.buffer, held)
+
+
 def test_attention_and_page_files_of_what_is_stored(tmp_path):
     """The host's copy is a cache as any other: it is attended to and saved where it lies."""
     cache = PagedCache(get_format("int4").cache_spec(2, 32), PAGES, DEVICE, k_scale=1.0)

@@ -220,6 +220,19 @@ def test_crop_and_continue_equals_a_fresh_run(name, fmt):
     assert torch.equal(again, fresh)
 
 
+def test_a_crop_lets_go_of_the_rows_of_a_call_that_was_refused(llama):
+    """The first layer had taken its new keys; nobody reads them any more, and they are the memory of a pass."""
+    ids, mask = prompts([12])
+    cache = QuantizedCache(llama.config, "int8")
+    logits(llama, cache, ids, mask, [0])
+    with pytest.raises(NotImplementedError, match="gradients"):
+        llama(ids[:, :5], past_key_values=cache)
+    assert cache.layers[0]._new is not None
+    cache.crop(0)
+    assert [layer._new for layer in cache.layers] == [None, None]
+    assert cache.get_seq_length() == 12
+
+
 def test_crop_into_padding_and_to_nothing(llama):
     ids, mask = prompts([12, 3])
     cache = QuantizedCache(llama.config, "int8")

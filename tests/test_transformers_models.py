@@ -13,6 +13,7 @@ from transformers import DynamicCache  # noqa: E402
 from architectures import ARCHITECTURES  # noqa: E402
 from families import generate, logits, prompts  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.states import LatentLayer  # noqa: E402
 
 
 def build(name):
@@ -162,6 +163,28 @@ def test_a_latent_is_stored_in_the_k_half(fmt, name):
     spec = cache.spec
     assert (spec.format, spec.num_kv_heads, spec.head_size, spec.head_size_v) == (name, 1, 32, 16)
     assert copy.deepcopy(cache).spec == pickle.loads(pickle.dumps(cache)).spec == spec
+
+
+@torch.no_grad()
+def test_latents_that_were_not_stored_leave_an_error_until_a_reset(monkeypatch):
+    """It fails in the first layer, which alone has taken the tokens: the same call again would go on with the pass that failed."""
+    model = use_quantkv_attention(build("DeepSeek V3"))
+    cache = QuantizedCache(model.config, "int4")
+    expected = logits(model, cache)
+    cache.reset()
+
+    def store(self, key, value):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentLayer, "store", store)
+        with pytest.raises(MemoryError):
+            logits(model, cache)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must be reset"):
+            logits(model, cache)
+    cache.reset()
+    assert torch.equal(logits(model, cache), expected)
 
 
 def test_fresh_prefill_of_shared_layers_is_refused():
