@@ -35,7 +35,7 @@ ALLOWED = {
     "reads": {"options"},
     "calls": {"checks", "format", "maps", "options", "reads"},
     "reference": {"autocast", "calls", "format", "maps", "packing", "reads"},
-    "triton": {"calls", "format", "maps", "reads", "rounding"},
+    "triton": {"calls", "format", "maps", "reads", "rounding", "under_way"},
     "dense": {"calls", "format", "maps", "reads", "reference", "triton", "hopper"},
     "hopper": {"calls", "format", "maps", "reads", "rounding", "under_way"},
     "cpu": {"calls", "format", "maps", "packing", "reads", "reference", "under_way"},

@@ -194,6 +194,20 @@ def test_compilers_say_what_they_compile(monkeypatch):
     assert seen == ["test_compilers_say_what_they_compile by numba"] and under_way.compiled_now() is None
 
 
+def test_a_kernels_first_launch_says_that_it_compiles():
+    launch = pytest.importorskip("quantkv.implementations.triton.launch")
+    seen = []
+
+    class Kernel:
+        __name__ = "attend_kernel"
+
+        def __getitem__(self, grid):
+            return lambda: seen.append((grid, under_way.compiled_now()))
+
+    launch.Launch(Kernel(), (2,), {}, {}, ())()
+    assert seen == [((2, 1, 1), "attend_kernel by Triton")] and under_way.compiled_now() is None
+
+
 def test_the_wait_for_an_answer_ends_before_its_first_word(loaded):
     seen = []
     writer = generate.Writer(loaded.model, loaded.tokenizer, None, lambda text: seen.append("text"))

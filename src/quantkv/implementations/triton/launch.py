@@ -17,6 +17,7 @@ from ...calls import Side
 from ...format import Codec
 from ...maps import LinearMap
 from ...rounding import Rounding
+from ...under_way import compiling
 from .kernels.views import MapView, PagesView, RowPlan, RowsView, TritonCodec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -228,7 +229,8 @@ class Launch:
 
     def __call__(self) -> None:
         """The first launch, on the current device."""
-        compiled = self.kernel[self.grid](**self.arguments, **self.options)
+        with compiling(f"{getattr(self.kernel, '__name__', 'a kernel')} by Triton"):
+            compiled = self.kernel[self.grid](**self.arguments, **self.options)
         if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
             self.direct = compiled.run
             self.fixed = compiled.function, compiled.packed_metadata, None
