@@ -42,7 +42,7 @@ def read(path: str | Path, elsewhere: bool = False) -> PolicyFile:
             given = plain_json.parse(file.read().decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"policy={str(path)!r}: {error}") from error
-    return parse(given)
+    return parse(given, elsewhere)
 
 
 def is_name(text: str) -> bool:
@@ -50,8 +50,8 @@ def is_name(text: str) -> bool:
     return text.endswith(".json")
 
 
-def parse(given: Any) -> PolicyFile:
-    """What the object of a file says. ValueError naming what is wrong."""
+def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
+    """What the object of a file says; elsewhere: as of `read`. ValueError naming what is wrong."""
     if not isinstance(given, dict) or given.keys() - set(FIELDS) or "format" not in given:
         refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
     if given.get("policy_version") != VERSION:
