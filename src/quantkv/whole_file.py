@@ -79,7 +79,7 @@ def reading(path: str | os.PathLike[str]) -> BinaryIO:
     try:
         if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
             kind = next((name for name, of in KINDS.items() if of(mode)), "a device")
-            raise OSError(errno.EINVAL, f"{kind}; a regular file is needed", os.fspath(path))
+            raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"{kind}; a regular file is needed", os.fspath(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
