@@ -45,6 +45,12 @@ def test_pages_go_and_return_to_other_places():
     assert store.room == 5
 
 
+def test_runs_are_neighbours_among_places():
+    assert offload.runs([]) == []
+    assert offload.runs([4]) == [(0, 1)]
+    assert offload.runs([0, 1, 2, 5, 6, 9, 8]) == [(0, 3), (3, 5), (5, 6), (6, 7)]
+
+
 @pytest.mark.parametrize("chunk_pages", [1, 2, 3, 100])
 def test_what_is_larger_than_the_scratch_goes_in_parts(monkeypatch, chunk_pages):
     """The host's places are no run: two of five were given back in between."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -149,28 +150,35 @@ class PageStore:
         return [checksums_of(host.buffer[places]) for host in self.host]
 
     def _copy_out(self, numbers: list[int], places: list[int]) -> None:
-        index = self._lanes.index(numbers)
+        index, stretches = self._lanes.index(numbers), runs(places)
         for cache, host in zip(self.caches, self.host):
-            for begin, end, place, scratch in self._chunks(places, "store", cache):
+            for begin, end, place, scratch in self._chunks(stretches, places, "store", cache):
                 torch.index_select(cache.buffer, 0, index[begin:end], out=scratch)
                 host.buffer[place : place + end - begin].copy_(scratch, non_blocking=True)
 
     def _copy_in(self, places: list[int], numbers: list[int]) -> None:
-        index = self._lanes.index(numbers)
+        index, stretches = self._lanes.index(numbers), runs(places)
         for cache, host in zip(self.caches, self.host):
-            for begin, end, place, scratch in self._chunks(places, "load", cache):
+            for begin, end, place, scratch in self._chunks(stretches, places, "load", cache):
                 scratch.copy_(host.buffer[place : place + end - begin], non_blocking=True)
                 cache.buffer.index_copy_(0, index[begin:end], scratch)
 
-    def _chunks(self, places: list[int], lane: str, cache: PagedCache) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """Runs of neighbours among `places`, each no longer than the scratch memory: first and last + 1, first place, scratch."""
-        size, scratch, begin = cache.spec.block_bytes, self._scratch[lane], 0
-        while begin < len(places):
-            end = begin + 1
-            while end < len(places) and places[end] == places[end - 1] + 1 and (end + 1 - begin) * size <= len(scratch):
-                end += 1
-            yield begin, end, places[begin], scratch[: (end - begin) * size].view(end - begin, *cache.buffer.shape[1:])
-            begin = end
+    def _chunks(
+        self, stretches: list[tuple[int, int]], places: list[int], lane: str, cache: PagedCache
+    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """The `runs` of places, cut into what the scratch memory holds: first and last + 1, first place, scratch."""
+        size, scratch = cache.spec.block_bytes, self._scratch[lane]
+        most = scratch.numel() // size
+        for first, last in stretches:
+            for begin in range(first, last, most):
+                end = min(begin + most, last)
+                yield begin, end, places[begin], scratch[: (end - begin) * size].view(end - begin, *cache.buffer.shape[1:])
+
+
+def runs(places: list[int]) -> list[tuple[int, int]]:
+    """Neighbours among places that follow each other: index of the first and of the last + 1."""
+    ends = [index for index, (place, after) in enumerate(pairwise(places), 1) if after != place + 1]
+    return list(zip([0, *ends], [*ends, len(places)])) if places else []
 
 
 class _HostLanes:
