@@ -1,7 +1,9 @@
-"""Mutation testing of the specification: one-line faults are planted in it one at a time, and the tests that know the module must fail.
+"""Mutation testing: one-line faults are planted in a module one at a time, and the tests that know the module must fail.
 
     python scripts/mutate.py --sample 40 --seed 1            # of every module, a sample of its mutants; a score by module
     python scripts/mutate.py reads packing --sample 0        # all mutants of two modules
+    python scripts/mutate.py implementations/cpu             # every module of a folder
+    .vllm/bin/python scripts/mutate.py integrations/vllm     # modules that import vLLM: in the environment of scripts/vllm_cpu.sh
 
 A mutant that no test fails for has survived: a fault that would go unseen. Those that compute the same as the original are in
 `EQUIVALENT`, with the reason. A mutant that a test does not end for, within three times what the tests take, is killed too.
@@ -33,6 +35,10 @@ LINE = 100  # characters of a line that are shown
 ROWS, ATTENTION, FACTS = (f"tests/{name}" for name in ("test_fuzz.py::test_rows", "test_fuzz.py::test_attention", "test_specification.py"))
 WHOLE = f"{ATTENTION} tests/test_reference.py tests/test_properties.py"
 GOLDEN = f"tests/test_golden.py {FACTS} {ROWS}"
+CPU = "tests/test_cpu.py --deselect tests/test_cpu.py::test_without_numba_auto_is_the_reference_and_an_explicit_choice_says_what_to_install"
+EXACT = "tests/test_exact.py --deselect tests/test_exact.py::test_triton_reads_the_same"
+HUGGING = "tests/test_transformers.py tests/test_transformers_models.py"
+VLLM = "tests/test_vllm_plugin.py"
 
 TESTS = {  # module: the tests that know it best, those that fail soonest first
     "implementations/reference/attend": f"{FACTS} {WHOLE}",
@@ -52,6 +58,31 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "formats/trellis/__init__": f"{FACTS} {ROWS} tests/test_trellis.py",
     "formats/trellis/search": "tests/test_trellis.py",
     "rounding": f"tests/test_rounding.py {FACTS}",
+    **{f"implementations/cpu/{name}": CPU for name in ("attend", "kernels", "rows", "sides", "threads", "write")},
+    "prepared": f"tests/test_cache.py {FACTS} {EXACT}",
+    "policy": "tests/test_policy.py --deselect tests/test_policy.py::test_a_maps_file_in_which_any_bit_is_flipped_is_refused",
+    "shadow": EXACT,
+    "page_table": "tests/test_page_table.py",
+    "offload": "tests/test_offload.py",
+    "integrations/transformers/attention": HUGGING,
+    "integrations/transformers/cache": HUGGING,
+    "integrations/transformers/calibrate": "tests/test_calibrate.py",
+    "integrations/transformers/captured": "tests/test_transformers_static.py",
+    "integrations/transformers/compiled": "tests/test_transformers_static.py",
+    "integrations/transformers/config": HUGGING,
+    "integrations/transformers/judged": "tests/test_judged.py",
+    "integrations/transformers/layers": HUGGING,
+    "integrations/transformers/pending": HUGGING,
+    "integrations/transformers/rotation": "tests/test_calibrate.py",
+    "integrations/transformers/sensitivity": "tests/test_sensitivity.py",
+    "integrations/transformers/states": HUGGING,
+    **{f"integrations/vllm/{name}": VLLM for name in ("__init__", "backend", "cpu", "exact", "implementation", "metadata")},
+}
+PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
+MORE = {  # modules whose names begin so: what is imported as well, once, before a test runs
+    "implementations/cpu/": ("numba",),
+    "integrations/transformers/": ("transformers.models.llama.modeling_llama", "transformers.generation", "torch._dynamo"),
+    "integrations/vllm/": ("vllm.entrypoints.llm", "vllm.model_executor.models.utils", "vllm.v1.attention.selector"),
 }
 KERNELS = (
     "half_of",
@@ -309,21 +340,32 @@ def survives(tests: str, module: str, source: str | None, limit_s: float) -> boo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as reads or formats/int4/__init__; all if none is named")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as reads or formats/int4/__init__, or a folder; all if none is named")
     parser.add_argument("--sample", type=int, default=30, help="mutants of each module; 0: all")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--json", metavar="FILE", help="write what survived, and the scores, there")
     given = parser.parse_args()
-    unknown = set(given.modules) - TESTS.keys()
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: one of {', '.join(TESTS)}")
+    modules = [] if given.modules else list(TESTS)
+    for asked in given.modules:
+        named = [module for module in TESTS if module == asked or module.startswith(f"{asked.rstrip('/')}/")]
+        if not named:
+            parser.error(f"{asked}: one of {', '.join(TESTS)}, or a folder of them")
+        modules += named
     os.chdir(ROOT)
     os.environ |= {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-    for package in ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton"):
+    for package in PACKAGES:
         importlib.import_module(package)
+    for begins, packages in MORE.items():
+        asked = [module for module in modules if module.startswith(begins)]
+        if asked and not importlib.util.find_spec(packages[0].split(".")[0]):
+            print(f"{begins}: left out, {packages[0].split('.')[0]} is not in this environment", file=sys.stderr)
+            modules = [module for module in modules if module not in asked]
+        elif asked:
+            for package in packages:
+                importlib.import_module(package)
     rows, survivors = [], []
-    for module in given.modules or TESTS:
+    for module in modules:
         began = time.monotonic()
         if not survives(TESTS[module], module, None, 600):
             print(f"{module}: its tests fail without a mutant: {TESTS[module]}", file=sys.stderr)
