@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,23 @@ if not torch.cuda.is_available():  # before anything imports Triton
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+
+
+@pytest.fixture(scope="session")
+def of_the_run(tmp_path_factory) -> Path:
+    """A folder that all processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(of_the_run):
+    """What the compilers of several tests and processes make of the same source is made once."""
+    try:
+        import hopper_on_cpu
+    except ImportError:  # of what the Hopper kernels need
+        return
+    hopper_on_cpu.COMPILED = of_the_run / "libraries"
 
 
 @pytest.fixture

@@ -1,10 +1,15 @@
 """Runs the Hopper kernels on a CPU: the CUDA sources compiled by g++, over the headers in cuda_on_cpu in place of the package's."""
 
 import ctypes
+import hashlib
+import os
+import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +21,9 @@ from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
 
 AVAILABLE = shutil.which("g++") is not None
 HEADERS = Path(__file__).parent / "cuda_on_cpu"
+COMPILED: Path | None = None  # where compiled libraries are kept for the other tests of a run, in all of its processes (conftest.py)
+FLAGS = ("-std=c++17", "-w", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique")
+OPTIMIZED = {"prompt.cu": "-O1"}  # what runs for longer than it takes to compile
 KERNELS = {
     "decode.cu": ("Attend", ["decode_kernel", "combine_kernel", "combine_one_kernel"]),
     "many.cu": ("Attend", ["many_kernel", "combine_kernel", "combine_one_kernel"]),
@@ -27,18 +35,13 @@ KERNELS = {
 
 
 def compile_library(folder: Path, source: str, macros: dict[str, object], snippets: Iterable[Path]) -> ctypes.CDLL:
-    """The kernels of `source` as functions `run_NAME(grid, threads, shared bytes, arguments)`."""
+    """The kernels of `source` as functions `run_NAME(grid, threads, shared bytes, arguments)`. Each call loads a copy: what the kernels
+    keep in static memory is of one test."""
     arguments, names = KERNELS[source]
-    sources = folder / "sources"
-    if not sources.exists():
-        sources.mkdir(parents=True)
-        for path in nvrtc.SOURCE.glob("*.cu*"):
-            shutil.copy(path, sources)
-        for path in HEADERS.glob("*.cuh"):
-            shutil.copy(path, sources)
-    lines, snippets = [f"#define {name} {value}" for name, value in macros.items()], dict.fromkeys(snippets)
+    snippets = dict.fromkeys(snippets)
+    lines = [f"#define {name} {value}" for name, value in macros.items()]
     lines += ['#include "encode.cuh"'] * bool(snippets) + [f'#include "{path}"' for path in snippets]
-    lines.append((sources / source).read_text())
+    lines.append((nvrtc.SOURCE / source).read_text())
     for name in names:
         lines.append(f"static {arguments}Arguments given_{name};")
         lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, int cluster, {arguments}Arguments* a) {{')
@@ -46,12 +49,37 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
         lines.append(f"  cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes, cluster);\n}}")
     lines.append('extern "C" long early_copies() { return cpu_early; }')
     lines.append('extern "C" void set_unwritten(const u8** rows, int count) { cpu_unwritten.assign(rows, rows + count); }')
-    file = folder / f"{len(list(folder.iterdir()))}.cpp"
-    file.write_text("\n".join(lines))
-    flags = ["-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-gnu-unique", f"-I{sources}"]
-    done = subprocess.run(["g++", *flags, "-o", str(file.with_suffix(".so")), str(file)], capture_output=True, text=True, check=False)
+    text, kept = "\n".join(lines), COMPILED or folder
+    known = "".join([text, *(path.read_text() for path in snippets)]).encode()
+    library = kept / f"{hashlib.sha256(known).hexdigest()[:32]}.so"
+    if not library.exists():
+        _compile(text, library, OPTIMIZED.get(source, "-O0"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as own:
+        own.write(library.read_bytes())
+    return ctypes.CDLL(own.name)
+
+
+def _compile(text: str, library: Path, level: str) -> None:
+    """Whole or not at all, also where several processes compile."""
+    sources, part = _headers(library.parent, level), library.with_suffix(f".{os.getpid()}")
+    command = ["g++", *FLAGS, level, "-shared", f"-I{sources}", "-include", str(sources / "standard.h"), "-x", "c++", "-", "-o", str(part)]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(file.with_suffix(".so")))
+    part.replace(library)
+
+
+@cache
+def _headers(folder: Path, level: str) -> Path:
+    """The headers that the kernels include, those of `cuda_on_cpu` before the package's, and standard ones as the compiler has read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = Path(tempfile.mkdtemp(dir=folder))
+    for path in [*nvrtc.SOURCE.glob("*.cuh"), *HEADERS.glob("*.cuh")]:
+        shutil.copy(path, sources)
+    standard = sorted({line for path in HEADERS.glob("*.cuh") for line in re.findall(r"^#include <.+>$", path.read_text(), re.MULTILINE)})
+    (sources / "standard.h").write_text("\n".join(standard))
+    subprocess.run(["g++", *FLAGS, level, "-x", "c++-header", str(sources / "standard.h")], check=True)
+    return sources
 
 
 def _tensor_map(address, bf16, shape, strides, rows):

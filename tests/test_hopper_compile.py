@@ -40,9 +40,9 @@ BUDGET = {
 
 
 @pytest.fixture(autouse=True)
-def cubins(tmp_path_factory, monkeypatch):
-    """One cache for all tests: what several of them look at is compiled once."""
-    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path_factory.getbasetemp() / "cubins"))
+def cubins(of_the_run, monkeypatch):
+    """One cache for all tests and processes: what several of them look at is compiled once."""
+    monkeypatch.setenv("QUANTKV_CACHE", str(of_the_run / "cubins"))
 
 
 @pytest.fixture
