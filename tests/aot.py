@@ -81,9 +81,9 @@ def compile_steps(cache, rows, widest):
     steps.finish(None, part, out, torch.empty(rows.shape[:2]), torch.zeros(rows.shape[1]))
 
 
-def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False, dtype=torch.bfloat16):
-    """Compile write, attend for decode and for a long prompt, combine, and the steps around a dense kernel. Returns (kernel, bytes of
-    shared memory) of each. options: with all of them at once, and an output in 8-bit floats."""
+def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False, steps=True, dtype=torch.bfloat16):
+    """Compile write, attend for decode and for a long prompt, combine, and with `steps` those around a dense kernel. Returns (kernel, bytes
+    of shared memory) of each. options: with all of them at once, and an output in 8-bit floats."""
     triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
     compiled, stock = [], {(module, kernel): getattr(module, kernel) for module, kernels in KERNELS.items() for kernel in kernels}
     for (module, kernel), function in stock.items():
@@ -102,7 +102,7 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
             chosen = AttentionOptions(**(every_option(4, 32, length) if options else {}))
             lse = torch.empty(q.shape[:2]) if options else None
             attend.run(AttendCall(q, (cache.segment(table),), batch, 1.0, chosen, None, lse))
-        if not options:
+        if steps:
             compile_steps(cache, rows, 256 if arch == "sm90" and dtype == torch.bfloat16 else 128)
     finally:
         for (module, kernel), function in stock.items():

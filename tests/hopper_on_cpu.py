@@ -19,7 +19,13 @@ from quantkv.calls import AttendCall, WriteCall
 from quantkv.implementations.hopper import attend, launch, nvrtc, prompt, round, search, write
 from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
 
-AVAILABLE = shutil.which("g++") is not None
+
+def available() -> bool:
+    """Whether the tests that need g++ run. In continuous integration they do without it too, and fail: there none is skipped unseen."""
+    return shutil.which("g++") is not None or os.environ.get("CI", "false").lower() not in ("", "0", "false")
+
+
+AVAILABLE = available()
 HEADERS = Path(__file__).parent / "cuda_on_cpu"
 COMPILED: Path | None = None  # where compiled libraries are kept for the other tests of a run, in all of its processes (conftest.py)
 FLAGS = ("-std=c++17", "-w", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique")
@@ -71,7 +77,7 @@ def _compile(text: str, library: Path, level: str) -> None:
 
 @cache
 def _headers(folder: Path, level: str) -> Path:
-    """The headers that the kernels include, those of `cuda_on_cpu` before the package's, and standard ones as the compiler has read them."""
+    """The headers that the kernels include, those of `cuda_on_cpu` in place of the package's, and the standard ones, precompiled."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = Path(tempfile.mkdtemp(dir=folder))
     for path in [*nvrtc.SOURCE.glob("*.cuh"), *HEADERS.glob("*.cuh")]:

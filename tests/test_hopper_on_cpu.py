@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hopper_on_cpu import AVAILABLE, Device
+from hopper_on_cpu import AVAILABLE, Device, available
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calls import WriteCall
 from quantkv.implementations.hopper import attend as hopper
@@ -27,6 +27,18 @@ def attend(monkeypatch, folder, name, queries=DECODE, lens=LENS, multiprocessors
 LEVELS = ["levels2", "levels3", "levels4", "levels5", "levels6", "levels8", "levels3/int4", "int2/levels2", "levels5/levels2"]
 READ = ["int8/int2", "int4", "int2/tq4", "tq_k8v4", "tq4", "tq3", "fp8_token", "five_bits", "five_bits/int8", *LEVELS]
 READ += ["trellis2", "int8/trellis2", "tq3/trellis2", "trellis2/int4"]
+
+
+@pytest.mark.parametrize("ci, expected", [(None, False), ("false", False), ("true", True)])
+def test_without_a_compiler_none_is_skipped_in_continuous_integration(ci, expected, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    assert available() is expected
+    if expected:
+        with pytest.raises(FileNotFoundError, match=r"g\+\+"):
+            attend(monkeypatch, tmp_path, "int4", group=5, num_kv_heads=1, head_size=48)  # compiled by no other test
 
 
 @pytest.mark.parametrize("name", READ)
