@@ -96,8 +96,17 @@ KERNELS = (
     "_levels",
     "words",
 )  # a codec's halves for a GPU, not specified
+TUNED = "a size that the speed depends on and nothing else"
 REFERENCE, LEVELS = "implementations/reference", "formats/levels/__init__"
 EQUIVALENT = {  # (module, how the line begins, what is changed): why it computes the same
+    **{("offload", "CHUNK_BYTES = 1 <<", change): TUNED for change in ("1 -> 2", "24 -> 23", "24 -> 25", "LShift -> RShift")},
+    **{("offload", "scratch_bytes = max", change): TUNED for change in ("Mult -> Div", "min -> max")},
+    ("offload", "self._worker = ThreadPoolExecutor(1", "1 -> 2"): "on a GPU alone, and checksums may be taken in any order",
+    ("offload", "host = torch.tensor(numbers", "True -> False"): "on a GPU alone, where what is not pinned is copied more slowly",
+    **{
+        ("implementations/cpu/attend", "SMALLEST_PART = 1 <<", change): TUNED
+        for change in ("1 -> 2", "17 -> 16", "17 -> 18", "LShift -> RShift")
+    },
     (
         f"{REFERENCE}/attend",
         "scratch, decode = Scratch()",

@@ -51,6 +51,12 @@ def test_runs_are_neighbours_among_places():
     assert offload.runs([0, 1, 2, 5, 6, 9, 8]) == [(0, 3), (3, 5), (5, 6), (6, 7)]
 
 
+@pytest.mark.parametrize("caches", [None, 3, [None], [torch.zeros(4, 2, 64)]], ids=["none", "number", "no cache", "tensor"])
+def test_what_is_no_cache_is_refused(caches):
+    with pytest.raises(ValueError, match="caches="):
+        PageStore(caches, 1)
+
+
 @pytest.mark.parametrize("chunk_pages", [1, 2, 3, 100])
 def test_what_is_larger_than_the_scratch_goes_in_parts(monkeypatch, chunk_pages):
     """The host's places are no run: two of five were given back in between."""

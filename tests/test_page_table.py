@@ -76,6 +76,31 @@ def test_holds_is_exact_to_the_position():
         assert table.used_pages == 4 - position // 16
 
 
+def test_lengths_are_settled_within_the_pages_that_are_held():
+    table = table_of()
+    before = state(table)
+    for lengths, match in (([33, 0, 64], r"lengths=33: values lie in 0\.\.32"), ([20, 0, 31], "the page of token 31 was given back")):
+        with pytest.raises(ValueError, match=match):
+            table.settle(lengths)
+        assert vars(table) == before
+    table.settle([32, 0, 32])
+    assert table.lengths == [32, 0, 32]
+
+
+def test_pages_are_made_once_and_shared_until_a_sequence_grows():
+    table = PageTable(16, 2)
+    table.append([20, 5])
+    assert (table.num_pages, table.used_pages) == (3, 3)
+    table.select([1])
+    table.append([32])  # into those of the sequence that is gone
+    assert (table.num_pages, table.used_pages) == (3, 3)
+    table.select([0, 0])
+    assert table.reserve([37, 37]) == [] and table.num_pages == 3
+    shared = table.rows[0][2]
+    assert table.reserve([38, 37]) == [(shared, 3)] and table.num_pages == 4
+    assert (table.rows[0][2], table.rows[1][2]) == (3, shared)
+
+
 def test_a_part_of_a_page_that_was_given_back_is_not_written_to():
     table = table_of()
     table.truncate([20, 0, 32])  # a whole number of pages: the next token takes a new one

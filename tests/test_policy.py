@@ -58,6 +58,55 @@ def test_files_that_are_no_policy(text, tmp_path):
         Policy.load(tmp_path / "absent.json")
 
 
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"layers": ["int8"]}, "layers=.*: a dict of str"),
+        ({"layers": {"0": "int8"}}, "layers=.*: a dict of str"),
+        ({"layers": {True: "int8"}}, "layers=.*: a dict of str"),
+        ({"layers": {-1: "int8"}}, "layers=.*: a dict of str"),
+        ({"layers": {0: None}}, "layers=.*: a dict of str"),
+        ({"layers": {0: "int8", 1: None}}, "layers=.*: a dict of str"),
+        ({"maps": {0: "maps.safetensors"}}, "maps=.*: a dict of LayerMaps"),
+        ({"layers": {0: "int5"}}, "format='int5' is unknown"),
+        ({"calibration": "model.safetensors"}, "calibration=.*: Calibration or None"),
+        ({"exact": 16}, "exact=.*: ExactTokens or None"),
+    ],
+    ids=str,
+)
+def test_what_is_no_part_of_a_policy_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Policy("int4", **given)
+
+
+@pytest.mark.parametrize(
+    "layers, written",
+    [
+        ({}, None),
+        ({0: "int8"}, {"0": "int8"}),
+        ({7: "int2", 3: "int8", 0: "int8", 2: "int8", 4: "tq4", 8: "int2"}, {"0": "int8", "2-3": "int8", "4": "tq4", "7-8": "int2"}),
+    ],
+    ids=str,
+)
+def test_neighbours_of_one_format_are_written_as_a_range(layers, written, tmp_path):
+    Policy("int4", layers).save(tmp_path / "policy.json")
+    assert json.loads((tmp_path / "policy.json").read_text()) == {"policy_version": 1, "format": "int4"} | (
+        {"layers": written} if written else {}
+    )
+    assert Policy.load(tmp_path / "policy.json").layers == layers
+
+
+def test_a_calibration_that_lies_there_already_is_named_and_compared(tmp_path):
+    with_files(2.0).save(tmp_path / "kept.json")
+    (tmp_path / "kept.calibration.safetensors").rename(tmp_path / "model.safetensors")
+    with_files(2.0).save(tmp_path / "kept.json", calibration="model.safetensors")
+    assert json.loads((tmp_path / "kept.json").read_text())["calibration"] == "model.safetensors"
+    assert not (tmp_path / "kept.calibration.safetensors").exists()
+    with pytest.raises(ValueError, match="calibration=.*another calibration than the policy"):
+        with_files(4.0).save(tmp_path / "other.json", calibration="model.safetensors")
+    assert not (tmp_path / "other.json").exists()
+
+
 def test_maps(tmp_path):
     eye, tables = 2 * torch.eye(8).repeat(4, 1, 1), torch.randn(3, 4, 8)
     tensors = {"layers.2.k.forward": eye, "layers.2.k.inverse": eye / 4, "layers.2.k.offset": tables}
