@@ -104,6 +104,15 @@ def test_offsets_go_by_position_where_the_first_slot_is_another(name):
     check(b, served(b, **start), **start)
 
 
+def test_outputs_for_8_bit_floats_stay_in_their_range():
+    b = batch("int4")
+    plain, _ = served(b)
+    scale = float(plain.abs().max()) / 600
+    out, _ = served(b, output_scale=scale)
+    assert out.abs().max() == 448
+    torch.testing.assert_close(out, (plain / scale).clamp(-448, 448), rtol=1e-6, atol=0)
+
+
 def test_segments_merge():
     """The first keys exact, the others in levels, with sinks: one V map and none."""
     b, exact = batch("levels4", (1, 2), (90, 40)), batch("fp32", (1, 2), (90, 40))
@@ -238,7 +247,8 @@ def test_a_prepared_write_follows_the_slots():
 
 def test_auto_takes_the_kernels_and_leaves_the_rest_to_the_reference():
     assert implementations.resolve(batch("int4").call()) == ("cpu", {})
-    prompt = batch("int4", (17,), (40,))
+    assert implementations.resolve(batch("int4", (1, 16), (40, 40)).call()) == ("cpu", {})
+    prompt = batch("int4", (1, 17), (40, 40))
     name, reasons = implementations.resolve(prompt.call())
     assert name == "reference" and reasons == {"cpu": "a sequence has 17 queries: at most 16"}
     with pytest.raises(ValueError, match=r"implementation='cpu'.*17 queries"):

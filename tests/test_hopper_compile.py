@@ -62,16 +62,16 @@ def build(chosen):
 
 @pytest.mark.parametrize("sizes", [(size, size) for size in prompt.SIZES] + [(192, 128), (64, 256)])
 def test_prompts_compile(sizes, tmp_path):
-    """For what every head size, window and softcap asks for. Products run on behind the program: were they waited for one by one, there
-    would be more of what waits; a register or two may be spilled, but no tile."""
-    for left, narrow in ((False, False), (True, False), (True, True)):
-        for softcap in (False, True):
-            chosen = prompt.PromptConfig(*sizes, 4, True, left, narrow, softcap)
-            assert chosen.shared_bytes <= prompt.SHARED_BYTES
-            cubin = tmp_path / "cubin"
-            cubin.write_bytes(chosen.cubin())
-            found = opcodes(cubin)
-            assert found.count("WARPGROUP") == 8 and found.count("STL") <= 8, chosen
+    """For what every head size, window and softcap asks for: at one size every combination, at the others three. Products run on behind
+    the program: were they waited for one by one, there would be more of what waits; a register or two may be spilled, but no tile."""
+    cases = itertools.product(((False, False), (True, False), (True, True)), (False, True))
+    for (left, narrow), softcap in cases if sizes == (128, 128) else [((False, False), False), ((True, False), True), ((True, True), True)]:
+        chosen = prompt.PromptConfig(*sizes, 4, True, left, narrow, softcap)
+        assert chosen.shared_bytes <= prompt.SHARED_BYTES
+        cubin = tmp_path / "cubin"
+        cubin.write_bytes(chosen.cubin())
+        found = opcodes(cubin)
+        assert found.count("WARPGROUP") == 8 and found.count("STL") <= 8, chosen
 
 
 @pytest.mark.parametrize("key, value, columns", BUDGET)

@@ -102,7 +102,7 @@ def test_a_calibration_that_lies_there_already_is_named_and_compared(tmp_path):
     with_files(2.0).save(tmp_path / "kept.json", calibration="model.safetensors")
     assert json.loads((tmp_path / "kept.json").read_text())["calibration"] == "model.safetensors"
     assert not (tmp_path / "kept.calibration.safetensors").exists()
-    with pytest.raises(ValueError, match="calibration=.*another calibration than the policy"):
+    with pytest.raises(ValueError, match=r"calibration=.*another calibration than the policy"):
         with_files(4.0).save(tmp_path / "other.json", calibration="model.safetensors")
     assert not (tmp_path / "other.json").exists()
 
