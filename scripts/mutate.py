@@ -76,9 +76,12 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/layers": HUGGING,
     "integrations/transformers/pending": HUGGING,
     "integrations/transformers/rotation": "tests/test_calibrate.py",
-    "integrations/transformers/sensitivity": "tests/test_sensitivity.py",
+    "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
     "integrations/transformers/states": HUGGING,
-    **{f"integrations/vllm/{name}": VLLM for name in ("__init__", "backend", "cpu", "exact", "implementation", "metadata")},
+    **{
+        f"integrations/vllm/{name}": VLLM
+        for name in ("__init__", "asked", "backend", "connectors", "cpu", "exact", "implementation", "metadata", "mixed")
+    },
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
 MORE = {  # modules whose names begin so: what is imported as well, once, before a test runs
