@@ -37,7 +37,7 @@ ALLOWED = {
     "reference": {"autocast", "calls", "format", "maps", "packing", "reads"},
     "triton": {"calls", "format", "maps", "reads", "rounding", "under_way"},
     "dense": {"calls", "format", "maps", "reads", "reference", "triton", "hopper"},
-    "hopper": {"calls", "format", "maps", "reads", "rounding", "under_way"},
+    "hopper": {"calls", "format", "maps", "reads", "rounding", "under_way", "whole_file"},
     "cpu": {"calls", "format", "maps", "packing", "reads", "reference", "under_way"},
     "implementations": {"calls", "format", "reference", "triton", "dense", "hopper", "cpu"},
     "flat": {"calls", "format", "maps"},

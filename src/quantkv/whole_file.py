@@ -1,5 +1,5 @@
 """Files that appear whole, in one step, or not at all, and files that are read as files only. Pure Python. Page files, policies, their
-maps and calibrations are written and read so.
+maps, calibrations and compiled kernels are written and read so.
 
 The bytes of a file are on the disk before it gets its name, and the name is before a writer returns. Where the system lets a file be
 without a name until then (Linux), a process that is killed leaves nothing behind. Elsewhere, and for the moment in which an older file
