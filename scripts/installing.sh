@@ -8,7 +8,7 @@ installing() {
     (
         trap 'kill "$!"; exit' TERM
         while :; do
-            sleep 10 &
+            sleep 10 >/dev/null 2>&1 & # one that outlives this holds nobody up
             wait "$!"
             echo "pip, $((SECONDS - begun)) s so far: $(tail -n 1 "$log" | cut -c 1-120)"
         done

@@ -258,9 +258,12 @@ def test_memory_is_bounded(backend, overlap, rows, monkeypatch):
 def test_a_graph_that_is_captured_gets_one_stream_and_no_copies(monkeypatch):
     """Each sequence has its own calls then; numbers that are on the device already, from a call that was prepared before, are used."""
     b = make()
-    call = b.call()
+    call, told = b.call(), b.call(lengths=tuple(zip(QUERIES, KEYS)))
     with dense_backends.installed(monkeypatch, "operator") as calls:
-        prepared = prefill.prepare(call)
+        prepared = prefill.prepare(told)
+        prepared(told)
+        told.out.zero_()
+        calls.clear()
         monkeypatch.setattr(prefill, "_capturing", lambda q: True)
         monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: pytest.fail("a copy to the device"))
         prefill.serve(call, backend="flash3", overlap=True, scratch_bytes=96 * ROW)
@@ -269,9 +272,11 @@ def test_a_graph_that_is_captured_gets_one_stream_and_no_copies(monkeypatch):
         assert len(calls) - before == len(QUERIES) - 1, "a call for each that has queries"
         assert prefill.plan(call, backend="flash3", overlap=True, scratch_bytes=96 * ROW).lanes == 1
         assert len(calls) > len(QUERIES) - 1
-    prepared(call)
+        prepared(told)
+        with pytest.raises(ValueError, match="lengths=None: a captured graph cannot read them"):
+            prefill.prepare(call)(call)
     monkeypatch.undo()
-    testing.check(b, (call.out, call.lse))
+    testing.check(b, (told.out, told.lse))
 
 
 def test_layers_share_what_is_prepared(monkeypatch):
