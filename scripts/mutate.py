@@ -61,7 +61,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "formats/trellis/search": "tests/test_trellis.py",
     "rounding": f"tests/test_rounding.py {FACTS}",
     **{f"implementations/cpu/{name}": CPU for name in ("attend", "kernels", "rows", "sides", "threads", "write")},
-    "prepared": f"tests/test_cache.py {FACTS} {EXACT}",
+    "prepared": f"tests/test_prepared.py tests/test_calls.py tests/test_cache.py {FACTS} {EXACT}",
     "policy": "tests/test_policy.py --deselect tests/test_policy.py::test_a_maps_file_in_which_any_bit_is_flipped_is_refused",
     "shadow": EXACT,
     "page_table": "tests/test_page_table.py",
