@@ -24,18 +24,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_DEEP_GEMM": "0",
-}
+from offline import set_environment
+
 LENGTH, TOKENS, SEQS = 2500, 1024, 16  # positions; tokens and sequences of a step, at most
 OWN = ("attend_kernel", "combine_kernel", "write_kernel", "gather_kernel", "fold_kernel")
 BASE = {
@@ -247,7 +237,7 @@ def main() -> int:
     parser.add_argument("--raise", dest="stop", action="store_true", help="let the monitor raise at the first kernel")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
+    set_environment(VLLM_USE_DEEP_GEMM="0")
     began = time.perf_counter()
     import vllm.entrypoints.llm
     import vllm.v1.engine.core

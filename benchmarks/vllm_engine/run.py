@@ -27,18 +27,8 @@ import time
 import traceback
 from pathlib import Path
 
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: its scheduler is looked at
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the workers
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
+from offline import set_environment
+
 LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 LLAMA_70B = {"num_hidden_layers": 20, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
 SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
@@ -206,8 +196,7 @@ def main() -> None:
     parser.add_argument("--extra", default="{}", help="JSON with more arguments of vLLM's LLM")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, value in OFFLINE.items():
-        os.environ.setdefault(name, value)
+    set_environment(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions are sent to the workers
     start = time.perf_counter()
     import vllm.model_executor.models.llama
     import vllm.v1.worker.gpu_worker  # imported once, before the engines are forked

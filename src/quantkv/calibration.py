@@ -85,9 +85,7 @@ class Calibration:
     made_of: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        integer("num_layers", self.num_layers, 1, "a number of layers")
-        if self.num_layers > MOST_LAYERS:
-            refuse("num_layers", self.num_layers, f"a model has at most {MOST_LAYERS:,}")
+        integer("num_layers", self.num_layers, 1, f"a number of layers, of at most {MOST_LAYERS:,},", MOST_LAYERS)
         beyond = sorted(number for number in self.layers if not 0 <= number < self.num_layers)
         if beyond or not self.layers:
             refuse("calibration.layers", beyond, f"layers of 0 to {self.num_layers - 1} are needed")
