@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import torch
 
 from . import checks, ops, page_file
-from .calls import AttendCall, AttentionOptions, Batch, Segment, Side, WriteCall
+from .calls import AttendCall, AttentionOptions, Batch, OwnRows, Segment, Side, WriteCall
 from .format import Codec
 from .formats import get_format
 from .implementations.reference.write import dequantize
@@ -150,6 +150,7 @@ class PagedCache:
         lengths: Sequence[tuple[int, int]] | None = None,
         key_start: torch.Tensor | None = None,
         key_range: torch.Tensor | None = None,
+        own: tuple[torch.Tensor, torch.Tensor] | None = None,
         implementation: str = "auto",
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -159,13 +160,15 @@ class PagedCache:
         cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
         scale: of the scores, `D ** -0.5` if None. out: put there instead of into a new tensor. return_lse: also the log-sum-exp
         `[T, HQ]` float32. max_query_len, max_seq_len, lengths: promises, see `Batch`. key_start, key_range: see `Segment`.
+        own: `(key, value)`, the rows `[T, HK, D]`, `[T, HK, D_V]` of the tokens of q as given, see `OwnRows`: sequences with several
+        queries read them in place of what their pages hold of these tokens. None: all is read from the pages.
         implementation: see `ops.attend`. options: fields of `AttentionOptions`.
         """
         checks.instance("q", q, torch.Tensor, "a tensor")
         batch = Batch.of(q, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         segments = (self.segment(block_table, key_start, key_range),)
-        call = AttendCall(q, segments, batch, scale, AttentionOptions.of(options), out, lse)
+        call = AttendCall(q, segments, batch, scale, AttentionOptions.of(options), out, lse, OwnRows.given(own))
         ops.attend(call, implementation)
         return (call.out, lse) if return_lse else call.out
 

@@ -14,6 +14,7 @@ from . import checks
 from .format import Format
 from .maps import LayerMaps
 from .options import AttentionOptions
+from .own import OwnRows, stored_before
 from .reads import key_intervals
 
 T = TypeVar("T")
@@ -157,6 +158,7 @@ class AttendCall:
     batch, options: see there; None: plain causal attention. scale: of the scores; `D ** -0.5` if None.
     out: `[T, HQ, D_V]` of q's dtype, float8_e4m3fn with an output scale, its last axis dense; made if None.
     lse: `[T, HQ]` float32, filled with the natural log-sum-exp, sinks included, -inf where a query has no key; None: it is not asked for.
+    own: rows that are read as they were given; None: all are read from the segments. It is None where no sequence has several queries.
     ValueError, before anything runs, naming the argument, its value and what is allowed.
     """
 
@@ -167,6 +169,7 @@ class AttendCall:
     options: AttentionOptions | None = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    own: OwnRows | None = None
 
     def __post_init__(self) -> None:
         checks.tensor("q", self.q, (None, None, None), checks.ROW_DTYPES)
@@ -185,6 +188,10 @@ class AttendCall:
         for segment in self.segments:
             _check_segment(segment, heads, (head_size, head_size_v), num_seqs, device)
         _check_shared(self.segments)
+        if self.own is not None:
+            self.own.check(tokens, heads, (head_size, head_size_v), device)
+            if self.batch.max_query_len in (0, 1):
+                object.__setattr__(self, "own", None)
         if self.scale is None:
             object.__setattr__(self, "scale", head_size**-0.5)
         checks.number("scale", self.scale)
@@ -209,10 +216,18 @@ class AttendCall:
         lse: torch.Tensor | None,
         segments: tuple[Segment, ...],
         options: AttentionOptions | None = None,
+        own: OwnRows | None = None,
     ) -> AttendCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
         call = object.__new__(AttendCall)
-        call.__dict__.update(self.__dict__, q=q, out=out, lse=lse, segments=segments, options=options or self.options)
+        own = None if self.own is None else own or self.own
+        call.__dict__.update(self.__dict__, q=q, out=out, lse=lse, segments=segments, options=options or self.options, own=own)
+        return call
+
+    def over(self, segments: tuple[Segment, ...]) -> AttendCall:
+        """The same call over segments that hold all that is read."""
+        call = object.__new__(AttendCall)
+        call.__dict__.update(self.__dict__, segments=segments, own=None)
         return call
 
     def numbers(self) -> list[torch.Tensor]:
@@ -240,7 +255,8 @@ class AttendCall:
         self.options.check_values()
         for segment in self.segments:
             size, num_pages, table = segment.k.codes.shape[1], segment.k.codes.shape[0], segment.block_table
-            needed = key_intervals(self.options, counts, lengths, segment.key_range)
+            ranges = segment.key_range if self.own is None else stored_before(self.batch.cu_seqlens_q, self.batch.seq_lens, segment.key_range)
+            needed = key_intervals(self.options, counts, lengths, ranges)
             begins = [0] * len(lengths) if segment.key_start is None else segment.key_start.tolist()
             for row, intervals, begin in zip(table, needed, begins):
                 for low, high in intervals:

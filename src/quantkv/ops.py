@@ -11,7 +11,7 @@ import torch
 
 from . import implementations
 from .autocast import given_dtypes
-from .calls import AttendCall, Batch, WriteCall
+from .calls import AttendCall, Batch, OwnRows, WriteCall
 from .flat import flatten_cache, flatten_options, flatten_segments, unflatten_cache, unflatten_options, unflatten_segments
 from .format import get_format
 from .implementations import batches
@@ -47,7 +47,7 @@ def attend(call: AttendCall, implementation: str = "auto") -> tuple[torch.Tensor
         promises = [-1 if n is None else n for n in (batch.max_query_len, batch.max_seq_len)]
         tensors = (call.out, call.lse, call.q, batch.cu_seqlens_q, batch.seq_lens)
         arguments = (*flatten_segments(call.segments), *flatten_options(call.options))
-        _attend_op(*tensors, *arguments, float(call.scale), promises, implementation)
+        _attend_op(*tensors, *arguments, float(call.scale), promises, list(call.own or ()), implementation)
     else:
         _serve(call, implementation)
     return call.out, call.lse
@@ -59,12 +59,12 @@ def prepare(call: AttendCall | WriteCall, implementation: str = "auto") -> Launc
     cache, its maps and the options' tensors lie; of batch and slot_mapping they have the same tensors."""
     if isinstance(call, WriteCall):
         name, _ = implementations.resolve(call, implementation)
-        return implementations.module(name, "write").prepare(call)
+        return implementations.prepare(name, call)
     runs = batches.cut(call) if implementation == "auto" else [batches.Run(call)]
     launches = []
     for run in runs:
         name, _ = implementations.resolve(run.call, implementation)
-        launches.append((run, implementations.module(name, "attend").prepare(run.call)))
+        launches.append((run, implementations.prepare(name, run.call)))
     if len(launches) == 1:
         return launches[0][1]
 
@@ -79,8 +79,7 @@ def _serve(call: AttendCall | WriteCall, implementation: str) -> None:
     parts = [run.call for run in batches.cut(call)] if isinstance(call, AttendCall) and implementation == "auto" else [call]
     for part in parts:
         name, _ = implementations.resolve(part, implementation)
-        serving = implementations.module(name, implementations.kind(part))
-        given_dtypes(part.q if isinstance(part, AttendCall) else part.key, serving.run, part)
+        given_dtypes(part.q if isinstance(part, AttendCall) else part.key, implementations.run, name, part)
 
 
 @torch.library.custom_op(
@@ -105,7 +104,7 @@ def _(*args):
     mutates_args=("out", "lse"),
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor[] caches, int[] layouts, "
     "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, str options, float scale, "
-    "int[] promises, str implementation) -> ()",
+    "int[] promises, Tensor?[] own, str implementation) -> ()",
 )
 def _attend_op(
     out,
@@ -123,11 +122,13 @@ def _attend_op(
     options,
     scale,
     promises,
+    own,
     implementation,
 ):
     segments = unflatten_segments(caches, layouts, tables, maps, factors, formats)
     batch = Batch(cu_seqlens_q, seq_lens, *(None if n < 0 else n for n in promises))
-    _serve(AttendCall(q, segments, batch, scale, unflatten_options(option_tensors, options), out, lse), implementation)
+    rows = OwnRows(*own) if own else None
+    _serve(AttendCall(q, segments, batch, scale, unflatten_options(option_tensors, options), out, lse, rows), implementation)
 
 
 @_attend_op.register_fake

@@ -12,7 +12,7 @@ import torch
 from . import checks, ops
 from .autocast import given_dtypes
 from .cache import PagedCache
-from .calls import AttendCall, Batch, Segment, WriteCall
+from .calls import AttendCall, Batch, OwnRows, Segment, WriteCall
 from .options import AttentionOptions
 from .shadow import ExactStep, ShadowedCache, as_segments, goes_by_position
 
@@ -121,26 +121,33 @@ class PreparedAttend:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         new: tuple[PreparedWrite, torch.Tensor, torch.Tensor] | None = None,
+        own: tuple[torch.Tensor, torch.Tensor] | None = None,
         **options: torch.Tensor | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of `q [T, HQ, D]`, any strides, over the pages of `cache` -> `[T, HQ, D_V]` of q's dtype, put into out where it is
         given; with return_lse also the log-sum-exp `[T, HQ]` float32. options: this layer's sinks, alibi_slopes or qq_bias.
 
         new: `(write, key, value)`: `write(cache, key, value)` is called first, for the tokens of q and no others; on a Hopper GPU only what
-        reads their rows then waits for it."""
+        reads their rows then waits for it.
+
+        own: `(key, value)`, the rows of the tokens of q as given, which sequences with several queries read: see `PagedCache.attend`."""
         checks.instance("q", q, torch.Tensor, "a tensor")
         if new is not None and not (isinstance(new, tuple) and len(new) == 3 and isinstance(new[0], PreparedWrite)):
             checks.refuse("new", type(new).__name__, "a tuple (write, key, value) is needed, write of prepare_write")
+        rows = OwnRows.given(own)
         given = tuple(name for name, t in options.items() if t is not None)
         target = None if out is None else (out.stride(), out.dtype)
         shape = (get_ident(), cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
+        shape += (None if rows is None else rows.traits,)
         known = self._prepared.get(shape)
         if known is None:
-            out, lse = self._first(shape, cache, q, out, return_lse, new, {name: options[name] for name in given})
+            out, lse = self._first(shape, cache, q, out, return_lse, new, rows, {name: options[name] for name in given})
         else:
             first, launch = known
             if q.requires_grad:
                 checks.no_gradient("q", q)
+            for name, t in () if rows is None else rows._asdict().items():
+                checks.no_gradient(f"own.{name}", t)
             out = torch.empty_strided(first.out.shape, first.out.stride(), dtype=first.out.dtype, device=q.device) if out is None else out
             if out.shape != first.out.shape:
                 checks.refuse("out.shape", tuple(out.shape), f"{tuple(first.out.shape)} is needed")
@@ -152,19 +159,20 @@ class PreparedAttend:
                 layer = replace(layer, **{name: options[name] for name in given})
                 if not q.is_cuda:
                     layer.check_values()
-            _launch(launch, first.with_tensors(q, out, lse, self._segments(cache, layer), layer), cache, new)
+            _launch(launch, first.with_tensors(q, out, lse, self._segments(cache, layer, rows), layer, rows), cache, new)
         return (out, lse) if return_lse else out
 
-    def _segments(self, cache: PagedCache | ShadowedCache, options: AttentionOptions) -> tuple[Segment, ...]:
-        return as_segments(cache, self.block_table, self.ranges, self.exact, goes_by_position(options))
+    def _segments(self, cache: PagedCache | ShadowedCache, options: AttentionOptions, rows: OwnRows | None) -> tuple[Segment, ...]:
+        apart = goes_by_position(options) or (rows is not None and self.batch.max_query_len != 1)  # what own rows replace goes by position
+        return as_segments(cache, self.block_table, self.ranges, self.exact, apart)
 
-    def _first(self, shape, cache: PagedCache | ShadowedCache, q, out, return_lse: bool, new, given: dict[str, torch.Tensor]):
+    def _first(self, shape, cache: PagedCache | ShadowedCache, q, out, return_lse: bool, new, rows, given: dict[str, torch.Tensor]):
         unknown = given.keys() - set(PER_LAYER)
         if unknown:
             checks.refuse("options", sorted(unknown), f"those of a layer are {', '.join(PER_LAYER)}")
         options = replace(self.options, **given) if given else self.options
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        call = AttendCall(q, self._segments(cache, options), self.batch, self.scale, options, out, lse)
+        call = AttendCall(q, self._segments(cache, options, rows), self.batch, self.scale, options, out, lse, rows)
         launch = ops.prepare(call, self.implementation)
         self._prepared[shape] = call, launch
         _launch(launch, call, cache, new)

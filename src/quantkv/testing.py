@@ -13,6 +13,7 @@ from . import calls
 from .cache import PagedCache
 from .calls import AttendCall, AttentionOptions, Segment, Side
 from .formats import get_format
+from .implementations.own import Lowered
 from .implementations.reference.attend import compute
 from .maps import LayerMaps
 
@@ -110,17 +111,20 @@ class Batch:
             sides = (Side(*s[:3]) for s in sides)
         maps = c.maps if device is None else LayerMaps(*(m if m is None else m.to(device) for m in (c.maps.k, c.maps.v)))
         ranges = [arguments.pop(name, None) for name in ("key_start", "key_range")]
+        own = arguments.pop("own", None)
+        own = None if own is None else calls.OwnRows(*map(move, own))
         promises = {name: arguments.pop(name) for name in ("max_query_len", "max_seq_len", "lengths") if name in arguments}
         segment = Segment(*sides, c.format, move(self.block_table), maps, *ranges)
         batch = calls.Batch(move(self.cu_seqlens_q), move(self.seq_lens), **promises)
         q = move(self.q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        return AttendCall(q, (segment,), batch, None, AttentionOptions(**arguments), None, lse)
+        return AttendCall(q, (segment,), batch, None, AttentionOptions(**arguments), None, lse, own)
 
     def oracle(self, dtype: torch.dtype = torch.float64, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the *dequantized* cache in `dtype`, on the CPU: out and log-sum-exp. So no quantization error can hide
         a kernel's."""
-        return compute(self.call("cpu", **arguments), dtype)
+        call = self.call("cpu", **arguments)
+        return compute(call if call.own is None else Lowered(call).of(call), dtype)
 
 
 # Kernels multiply in 16 bits (8 bits of mantissa in a bfloat16 cache, 11 elsewhere) and add in float32. Relative error of the

@@ -54,13 +54,14 @@ def warm_up(
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
     apart: dict[Hashable, None] = {}
     for call in (*calls.values(), *(given.others(batch_sizes) if mixed else ())):
-        serving = implementations.module(implementations.resolve(call)[0], implementations.kind(call))
-        apart |= dict.fromkeys(serving.compiled_for(call) if hasattr(serving, "compiled_for") else ())
+        name = implementations.resolve(call)[0]
+        serving = implementations.module(name, implementations.kind(call))
+        apart |= dict.fromkeys(serving.compiled_for(implementations.plain(name, call)) if hasattr(serving, "compiled_for") else ())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for kernel in apart:
             pool.submit(kernel.cubin)
     for done, (name, call) in enumerate(calls.items(), 1):
-        implementations.module(served[name], implementations.kind(call)).run(call)
+        implementations.run(served[name], call)
         if progress is not None:
             progress(done, len(calls), f"{name}: {served[name]}")
     if cache.device.type == "cuda":

@@ -6,15 +6,19 @@ Each is a folder with a module for reads, `attend`, and one for writes, `write` 
     refusal(call) -> str | None why it cannot serve the call, in words; it reads no tensor of an accelerator
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
+    OWN_ROWS                    READ where it takes a call's own rows (reads only); COPIED where these must lie in pages. Without it they
+                                are one more segment, read where they lie
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 from ..calls import AttendCall, WriteCall
 from ..format import Format
+from .own import Lowered
 
 NAMES = ("hopper", "dense", "triton", "cpu", "reference")  # the order in which "auto" tries them
 ON_CPU = ("cpu", "reference")
@@ -47,7 +51,39 @@ def refusal(name: str, call: Call) -> str | None:
         if missing:
             willing = [n for n in NAMES if n != name and _honours(n, missing)]
             return f"{', '.join(missing)}: not honoured; {', '.join(willing) or 'no other'} would"
-    return serving.refusal(call)
+    return serving.refusal(plain(name, call))
+
+
+def _lowered(name: str, call: Call) -> Lowered | None:
+    """The call over segments alone, for an implementation that knows nothing else; None where it takes the call as it is."""
+    if isinstance(call, WriteCall) or call.own is None:
+        return None
+    how = getattr(module(name, "attend"), "OWN_ROWS", None)
+    return None if how == "READ" else Lowered(call, how == "COPIED")
+
+
+def plain(name: str, call: Call) -> Call:
+    """The call as an implementation is asked about it, of which the numbers of own rows are not worked out."""
+    lowered = _lowered(name, call)
+    return call if lowered is None else call.over(lowered.segments(call))
+
+
+def prepare(name: str, call: Call) -> Callable[[Call], None]:
+    """What serves every call of the shape of `call`, by an implementation that does not refuse it."""
+    serving, lowered = module(name, kind(call)), _lowered(name, call)
+    if lowered is None:
+        return serving.prepare(call)
+    lowered.store(call.own, lambda write: prepare(resolve(write)[0], write))
+    launch = serving.prepare(call.over(lowered.segments(call)))
+    return lambda call: launch(lowered.of(call))
+
+
+def run(name: str, call: Call) -> None:
+    """Serve `call` by an implementation that does not refuse it."""
+    if isinstance(call, AttendCall) and call.own is not None:
+        prepare(name, call)(call)
+    else:
+        module(name, kind(call)).run(call)
 
 
 def _honours(name: str, options: list[str]) -> bool:

@@ -34,7 +34,7 @@ class Run:
         )
         options = self.call.options.per_sequence()
         options = call.options if call.options is self.call.options else replace(call.options, **options)
-        return self.call.with_tensors(*_rows(call, self.tokens), segments, options)
+        return self.call.with_tensors(*_rows(call, self.tokens), segments, options, call.own and call.own.of(self.tokens))
 
 
 def cut(call: AttendCall) -> list[Run]:
@@ -50,7 +50,7 @@ def pieces(call: AttendCall) -> list[Run]:
     lengths, names = call.batch.lengths, NAMES
     if call.options.batch_invariant:  # who serves a sequence must not depend on the others
         names = [name for name in NAMES if "batch_invariant" in module(name, "attend").HONOURED]
-    kinds = [_kind(queries, names) for queries, _ in lengths]
+    kinds = [(_kind(queries, names), None if call.own is None else _reads(queries, keys)) for queries, keys in lengths]
     ends, runs = 0, []
     for _, group in groupby(range(len(lengths)), key=kinds.__getitem__):
         members = list(group)
@@ -66,6 +66,11 @@ def pieces(call: AttendCall) -> list[Run]:
 def _kind(queries: int, names: Sequence[str]) -> str:
     """The implementation, one of these, that is made for sequences of so many queries."""
     return next(name for name in names if queries in getattr(module(name, "attend"), "QUERIES", range(1 << 62)))
+
+
+def _reads(queries: int, keys: int) -> str:
+    """What a sequence reads in a call with own rows: a run whose sequences all read pages alone, or no pages, is served as such."""
+    return "pages" if queries < 2 else "own rows" if queries == keys else "both"
 
 
 def _rows(call: AttendCall, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -93,4 +98,5 @@ def _part(call: AttendCall, seqs: slice, tokens: slice) -> Run:
     )
     options = replace(call.options, **{name: sliced(t) for name, t in call.options.per_sequence().items()})
     q, out, lse = _rows(call, tokens)
-    return Run(AttendCall(q, segments, part, call.scale, options, out, lse), tokens, tuple(copies))
+    own = None if call.own is None else call.own.of(tokens)
+    return Run(AttendCall(q, segments, part, call.scale, options, out, lse, own), tokens, tuple(copies))

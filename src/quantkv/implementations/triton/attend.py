@@ -187,9 +187,10 @@ def _tensors(call: AttendCall, plan: Plan) -> list[tuple[torch.Tensor | None, ..
 def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Launch]:
     """The launches of a call, made once."""
     *attends, (out, lse, matrix, sinks) = _tensors(call, plan)
-    launches, first_split = [], 0
+    launches, first_split, plain_scale = [], 0, call.segments[plan.order[-1]].v.scale
     for i, count, tensors in zip(plan.order, plan.splits, attends):
-        launches.append(_attend_launch(call, plan, part, call.segments[i], tensors, first_split, count))
+        v_factor = 1.0 if call.segments[i].maps.v is not None else call.segments[i].v.scale / plain_scale
+        launches.append(_attend_launch(call, plan, part, call.segments[i], tensors, first_split, count, v_factor))
         first_split += count
     segments = [call.segments[i] for i in plan.order]
     mapped_splits = sum(count for s, count in zip(segments, plan.splits) if s.maps.v is not None)
@@ -204,7 +205,9 @@ def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Laun
     return launches
 
 
-def _attend_launch(call: AttendCall, plan: Plan, part: Partials, s: Segment, tensors, first_split: int, count: int) -> launch.Launch:
+def _attend_launch(
+    call: AttendCall, plan: Plan, part: Partials, s: Segment, tensors, first_split: int, count: int, v_factor: float
+) -> launch.Launch:
     q, *_, matrix, offset, query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors
     tiling, sizes = plan.tiling, (call.q.shape[2], s.head_size_v)
     views = [launch.pages(side, codec, size) for side, codec, size in zip((s.k, s.v), (s.fmt.k, s.fmt.v), sizes)]
@@ -229,6 +232,7 @@ def _attend_launch(call: AttendCall, plan: Plan, part: Partials, s: Segment, ten
             0 if ranges is None else ranges.shape[1],
             key_start,
             key_range,
+            v_factor,
         ),
         "num_seqs": call.batch.num_seqs,
         "first_split": first_split,

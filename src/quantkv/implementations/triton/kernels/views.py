@@ -57,7 +57,7 @@ class BatchView(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Tensors of options; None where `Features` says that there is none."""
+    """Tensors of options, None where `Features` says that there is none; and what a segment's values are multiplied by."""
 
     causal: Any = None  # [S] uint8
     alibi_slopes: Any = None  # [HQ]
@@ -69,6 +69,7 @@ class Extras(NamedTuple):
     num_ranges: Any = 0
     key_start: Any = None  # [S]
     key_range: Any = None  # [S, 2]
+    v_factor: Any = 1.0
 
 
 class _Constant:

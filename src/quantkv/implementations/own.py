@@ -1,0 +1,94 @@
+"""Calls with own rows as calls over segments alone, for every implementation but those that read the rows themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..calls import AttendCall, OwnRows, Segment, Side, WriteCall, stored_before
+from ..format import Format, get_format
+from ..maps import LayerMaps
+
+PAGE = 16  # tokens of a page of copies
+
+
+class Lowered:
+    """Memory for calls of one shape, and these calls over segments alone.
+
+    Each sequence's own rows are one more segment, which begins where its queries do; the others end there. The rows are read where they
+    lie, as pages of one token; or, copied, from pages of `PAGE` tokens: then `store` makes what serves the write, before the first call.
+    """
+
+    def __init__(self, call: AttendCall, copied: bool = False) -> None:
+        tokens, batch, rows = call.q.shape[0], call.batch, call.own
+        self.size, count = PAGE if copied else 1, batch.num_seqs
+        longest = tokens if batch.max_query_len is None else min(batch.max_query_len, tokens)
+        shapes = (count, max(-(-longest // self.size), 1)), (count,), (1 + len(call.segments), count, 2), (tokens if copied else 0,)
+        with torch.inference_mode(False):
+            self.table, self.start, self.ranges, self.slots = (torch.zeros(s, dtype=torch.int32, device=call.q.device) for s in shapes)
+        self.fmt = get_format("none", rows.key.dtype)
+        # Where no sequence has a context, nothing else is read.
+        self.fresh = batch.lengths is not None and all(queries == keys and queries != 1 for queries, keys in batch.lengths)
+        self.pages: tuple[Side, Side] | None = None
+        if copied:
+            scales = {s.v.scale for s in call.segments if s.maps.v is None}  # segments without a map share it
+            self.pages = _pages(rows, tokens // PAGE + count, self.fmt, min(scales, default=1.0))
+        self.write: tuple[WriteCall, Callable[[WriteCall], None]] | None = None
+
+    def store(self, rows: OwnRows, prepare: Callable[[WriteCall], Callable[[WriteCall], None]]) -> None:
+        """Prepare the write of copies, if there are any."""
+        if self.pages is not None:
+            call = WriteCall(*rows, *self.pages, self.fmt, self.slots, LayerMaps())
+            self.write = call, prepare(call)
+
+    def segments(self, call: AttendCall) -> tuple[Segment, ...]:
+        """What a call of the shape reads, by the numbers that `fill` worked out."""
+        sides = self.pages or tuple(_in_place(t) for t in call.own)
+        own = Segment(*sides, self.fmt, self.table, LayerMaps(), self.start, self.ranges[-1])
+        others = () if self.fresh else (s._replace(key_range=r) for s, r in zip(call.segments, self.ranges))
+        return (*others, own)
+
+    def of(self, call: AttendCall) -> AttendCall:
+        """A call of the shape over segments alone, by what its tensors hold now."""
+        self.fill(call)
+        if self.write is not None:
+            first, launch = self.write
+            launch(first.with_tensors(*call.own, *self.pages, first.maps))
+        return call.over(self.segments(call))
+
+    def fill(self, call: AttendCall) -> None:
+        """Work out where sequences begin and what is read of each segment."""
+        batch, place = call.batch, self.table.device
+        starts, counts = batch.cu_seqlens_q[:-1].long(), batch.cu_seqlens_q.diff()
+        context = batch.seq_lens - counts
+        first = starts if self.pages is None else starts // self.size + torch.arange(len(starts), device=place)
+        pages = first[:, None] + torch.arange(self.table.shape[1], device=place)
+        self.table.copy_(pages.clamp_max((call.own.key.shape[0] if self.pages is None else self.pages[0].codes.shape[0]) - 1))
+        self.start.copy_(context)
+        for target, s in zip(self.ranges, call.segments):
+            target.copy_(stored_before(batch.cu_seqlens_q, batch.seq_lens, s.key_range))
+        several = counts > 1
+        self.ranges[-1].copy_(torch.stack([torch.where(several, context, 0), torch.where(several, batch.seq_lens, 0)], 1))
+        if self.slots is not None and len(self.slots):
+            token = torch.arange(len(self.slots), device=place)
+            sequence = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), token.to(batch.cu_seqlens_q.dtype), right=True)
+            self.slots.copy_(first[sequence] * self.size + token - starts[sequence])
+
+
+def _in_place(rows: torch.Tensor) -> Side:
+    """Rows `[T, heads, D]` as pages of one token: a view, unless the numbers of a row do not lie one after the other."""
+    return Side((rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous())[:, None])
+
+
+def _pages(rows: OwnRows, count: int, fmt: Format, v_scale: float) -> tuple[Side, Side]:
+    """K and V of `count` pages for copies of rows."""
+    heads, head_size = rows.key.shape[1:]
+    spec = fmt.cache_spec(heads, head_size, rows.value.shape[2], PAGE)
+    with torch.inference_mode(False):
+        buffer = torch.zeros(count, heads, spec.page_bytes, dtype=torch.uint8, device=rows.key.device)
+    found = []
+    for codec, (offset, size), scale in zip((fmt.k, fmt.v), spec.sections, (1.0, v_scale)):
+        codes = buffer[:, :, offset : offset + size].view(codec.code_dtype).unflatten(2, (PAGE, -1)).transpose(1, 2)
+        found.append(Side(codes, None, scale).in_storage_of(buffer))
+    return tuple(found)
