@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from oracle import attention
-from quantkv import PagedCache, get_format, implementations
+from quantkv import implementations
+from quantkv.implementations.dense import attend as prefill
+from quantkv.implementations.dense import backends
+from quantkv.implementations.triton import launch
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, Batch, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,8 +74,8 @@ def expected(b, own, **options):
                 given["causal"] = tensors["causal"] if isinstance(tensors["causal"], bool) else bool(tensors["causal"][s])
             if tensors["prefix_ranges"] is not None:
                 given["prefix_ranges"] = tensors["prefix_ranges"][s].tolist()
-            q = b.q[queries, h].double().cpu()
-            of_head.append(attention(q, k[:, h // GROUP], v[:, h // GROUP], context=length - count, scale=q.shape[1] ** -0.5, **given, **options))
+            given |= {"context": length - count, "scale": b.q.shape[2] ** -0.5, **options}
+            of_head.append(attention(b.q[queries, h].double().cpu(), k[:, h // GROUP], v[:, h // GROUP], **given))
         outs.append(torch.stack([out for out, _ in of_head], 1)), sums.append(torch.stack([lse for _, lse in of_head], 1))
     return torch.cat(outs), torch.cat(sums)
 
@@ -113,6 +116,34 @@ def test_own_rows_and_pages_before_them(implementation, name):
     own = own_of(b)
     wanted = expected(b, own, **options)
     check(serve(hide(b), implementation, own, **options), wanted, torch.float32)
+
+
+TRITON = [False, True] if launch.INTERPRETED or DEVICE == "cuda" else [False]
+FLOAT32 = 100 * 2.0**-24  # a row, a mapped query, a part and the result are each rounded to float32, by sums of up to 100 terms
+FRESH = (9, 4, 5), (9, 4, 5)  # prompts that no token precedes
+CUTS = {
+    "whole": {},
+    "slices": {"scratch_bytes": 1},
+    "sequence by sequence": {"together": False},
+    "two streams": {"overlap": True, "scratch_bytes": 1},
+}
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("shape", [(QUERIES, KEYS), FRESH, ((7,), (7,)), ((6,), (19,))], ids=["mixed", "fresh", "prompt", "chunk"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", ["int2", "tq4", "levels2"])
+def test_prefill_has_own_rows_beside_pages_in_one_scratch(name, cut, shape, triton, monkeypatch):
+    """Mapped and not, of several sequences in a round and of one; with planned lengths too, as of a kernel whose mask is aligned to the top
+    left."""
+    monkeypatch.setattr(backends, "PLANNED", 8)
+    monkeypatch.setattr(prefill, "MAPPED_BACK", 0)
+    b = batch(name, *shape)
+    own = own_of(b)
+    wanted = expected(b, own)
+    call = hide(b).call(own=own, lengths=tuple(zip(*shape)))
+    prefill.serve(call, triton=triton, backend="math", **CUTS[cut])
+    check((call.out, call.lse), wanted, torch.float32, FLOAT32)
 
 
 @pytest.mark.parametrize("name", ["int8", "tq4", "fp8", "levels2", "k8v4", "bf16"])

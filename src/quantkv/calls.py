@@ -253,9 +253,10 @@ class AttendCall:
         if self.options.qq_bias is not None:
             self._check_bias(max(counts, default=0))
         self.options.check_values()
+        batch = self.batch.cu_seqlens_q, self.batch.seq_lens
         for segment in self.segments:
             size, num_pages, table = segment.k.codes.shape[1], segment.k.codes.shape[0], segment.block_table
-            ranges = segment.key_range if self.own is None else stored_before(self.batch.cu_seqlens_q, self.batch.seq_lens, segment.key_range)
+            ranges = segment.key_range if self.own is None else stored_before(*batch, segment.key_range)
             needed = key_intervals(self.options, counts, lengths, ranges)
             begins = [0] * len(lengths) if segment.key_start is None else segment.key_start.tolist()
             for row, intervals, begin in zip(table, needed, begins):

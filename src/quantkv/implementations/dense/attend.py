@@ -3,7 +3,7 @@
 With hundreds of queries attention is bound by arithmetic, and writing the rows out costs a few percent of it: 2 ns a key on
 an H200, where 4,096 queries of 32 heads cost 100 ns. So the pages are dequantized slice by slice, the best dense kernel there
 is (`backends.py`) runs on each slice, and log-sum-exps merge the results (`plan.py` cuts the batch). New tokens are read back like all
-others: the result is attention over the cache, whatever ran.
+others, unless the call has own rows: these lie beside the others in the scratch, or are read where they lie (`own.py`).
 
 A sink is one more term of the denominator, which follows from the log-sum-exp: the output is multiplied by `sigmoid(lse - sink)`. So every
 backend has sinks. Windows and the softcap are the backend's own.
@@ -27,7 +27,7 @@ from ...calls import AttendCall, AttentionOptions
 from ...maps import LayerMaps
 from ...reads import window_size
 from ..hopper import launch
-from . import backends, flash3
+from . import backends, flash3, own
 from .plan import Group, Reach, Round, groups
 from .steps import Part, TorchSteps
 from .streams import Lanes
@@ -134,7 +134,8 @@ def serve(call: AttendCall, *, triton: bool | None = None, **how) -> None:
 class Plan:
     """What calls of one batch share. lanes: scratches, and streams. rows: of each scratch. few: keys, for so many queries, that they are
     mapped back. placed: what the launches of a round want on the device, `Round.ends` and `TorchSteps.blocks`; of one sequence only where
-    the backend asks for it. kept: by calls for the next ones: launches of the steps, by what they are for, and numbers of the backend."""
+    the backend asks for it. sources: of each round, in a call with own rows. fresh: no page is read. kept: by calls for the next ones:
+    launches of the steps, by what they are for, and numbers of the backend."""
 
     lengths: Sequence[tuple[int, int]]
     backend: str
@@ -143,6 +144,8 @@ class Plan:
     rows: int
     few: bool
     placed: dict[Round, list[torch.Tensor]]
+    sources: dict[Round, own.Sources] = field(default_factory=dict)
+    fresh: bool = False
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -162,6 +165,7 @@ def plan(
     graph neither, as nothing is copied to the device there."""
     q, (k, _, _, _, maps, *_) = call.q, call.segments[0]
     lengths = call.batch.host_lengths() if lengths is None else lengths
+    fresh = call.own is not None and own.is_fresh(lengths)
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
     reach = _reach(call.options, max((keys for _, keys in lengths), default=0))
     backend = backend or _choose(call, reach, lengths)
@@ -171,7 +175,7 @@ def plan(
     overlap = (OVERLAP and q.is_cuda if overlap is None else overlap) and free
     together = (TOGETHER if together is None else together) and free and (backend != "flash3" or flash3.takes_many())
     few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
-    mapped = maps != LayerMaps() and not (few and _cheap(maps, q))
+    mapped = maps != LayerMaps() and not fresh and not (few and _cheap(maps, q))
     row_bytes = query_row_bytes(q.shape[1], sizes, q.element_size(), mapped, backends.BACKENDS[backend].into)
     for lanes in (1, 2):
         most = max(scratch_bytes // lanes // (heads * sum(sizes) * q.element_size()) // backends.PLANNED, 1) * backends.PLANNED
@@ -181,8 +185,9 @@ def plan(
         if not overlap or len(rounds) < 2:
             break
     asked = free and KEPT and backends.BACKENDS[backend].ends
-    placed = _place([round for round in rounds if asked or len(round.reads) > 1], sizes, q.device)
-    return Plan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed)
+    sources = {} if call.own is None else own.split(found, lengths)
+    placed = _place([round for round in rounds if asked or len(round.reads) > 1], sources, sizes, q.device)
+    return Plan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed, sources, fresh)
 
 
 def query_row_bytes(num_heads: int, sizes: tuple[int, int], itemsize: int, mapped: bool = True, into: bool = False) -> tuple[int, int]:
@@ -194,17 +199,23 @@ def query_row_bytes(num_heads: int, sizes: tuple[int, int], itemsize: int, mappe
     return num_heads * (itemsize * alone + 4), num_heads * (itemsize * (size + 3 * size_v) + 4 * size_v + 16)
 
 
-def _place(rounds: list[Round], sizes: tuple[int, int], device: torch.device) -> dict[Round, list[torch.Tensor]]:
-    """Numbers of the rounds on the device, by one copy that nothing waits for; each list at an address that is a multiple of 16."""
-    steps, flat, spans = _steps(device.type == "cuda"), [], []
-    for round in rounds:
-        for numbers in (*round.ends(), steps.blocks(round, sizes) if len(round.reads) > 1 else []):
-            spans.append(slice(len(flat), len(flat) + len(numbers)))
+def _place(
+    rounds: list[Round], sources: dict[Round, own.Sources], sizes: tuple[int, int], device: torch.device
+) -> dict[Round, list[torch.Tensor]]:
+    """Numbers of the rounds, and of the sources of such of several sequences, on the device, by one copy that nothing waits for; each list
+    at an address that is a multiple of 16."""
+    steps, flat, spans = _steps(device.type == "cuda"), [], {}
+    several = [round for round in rounds if len(round.reads) > 1]
+    parts = [part for round in several for part in sources.get(round, (round,)) if part is not None]
+    for round in dict.fromkeys((*rounds, *parts)):
+        spans[round] = []
+        for numbers in (*(round.ends() if round in rounds else ([],) * 3), steps.blocks(round, sizes) if round in parts else []):
+            spans[round].append(slice(len(flat), len(flat) + len(numbers)))
             flat += numbers + [0] * (-len(numbers) % 4)
     if not flat:
         return {}
     there = torch.tensor(flat, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    return {round: [there[span] for span in spans[4 * i : 4 * i + 4]] for i, round in enumerate(rounds)}
+    return {round: [there[span] for span in of_round] for round, of_round in spans.items()}
 
 
 def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
@@ -212,6 +223,7 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
     q, out, (k, v, fmt, block_table, maps, *_) = call.q, call.out, call.segments[0]
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
     triton = q.is_cuda if triton is None else triton
+    maps = LayerMaps() if plan.fresh else maps
     steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps, q), plan.kept if KEPT else None)
     capturing = _capturing(q)
     lanes = Lanes(q.device, 1 if capturing else plan.lanes)  # a graph gets the order of one stream
@@ -240,13 +252,19 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
         ready = served.into and len(group.rounds) == 1 and steps.maps[1] is None
         for index, round in enumerate(group.rounds):
             lane, count = count % lanes.count, count + 1
-            ends, blocks = _placed(plan, round, triton, capturing)
+            ends = _ends(plan, round, capturing)
             with lanes.on(lane):
-                sliced = [_rows_of(scratch[lane], at, heads, round.room, n, served.token_major) for at, n in zip((0, keys), sizes)]
-                steps.gather(block_table, round, sliced, blocks)
-                for other in call.segments[1:]:
-                    for read in round.reads:
-                        steps.patch(other, read, plan.lengths[read.sequence][1], sliced)
+                sources = plan.sources.get(round, own.Sources(round, None))
+                sliced = own.in_place(steps, call.own, sources, q.dtype) if served.anywhere and sources.stored is None else None
+                if sliced is None:
+                    sliced = [_rows_of(scratch[lane], at, heads, round.room, n, served.token_major) for at, n in zip((0, keys), sizes)]
+                    if sources.stored is not None:
+                        steps.gather(block_table, sources.stored, sliced, _blocks(plan, sources.stored, triton))
+                        for other in call.segments[1:]:
+                            for read in sources.stored.reads:
+                                steps.patch(other, read, plan.lengths[read.sequence][1], sliced)
+                    if sources.own is not None:
+                        own.lay(steps, call.own, sources, sliced, _blocks(plan, sources.own, triton))
                 if rows is None:
                     rows = _queries(steps, q, group)
                     made = lanes.mark(lane)
@@ -254,8 +272,8 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
                     lanes.wait(lane, made)
                     lanes.lend(rows, lane)
                 target = _of(out, group.tokens) if ready else None
-                own = sinks if inside and len(group.rounds) == 1 else None
-                found = backends.attend(plan.backend, rows, *sliced, call.scale, round, ends, call.options.softcap, target, own, kept)
+                added = sinks if inside and len(group.rounds) == 1 else None
+                found = backends.attend(plan.backend, rows, *sliced, call.scale, round, ends, call.options.softcap, target, added, kept)
                 for t in found:
                     lanes.lend(t, 0)
                 if group.front or group.back:
@@ -282,12 +300,17 @@ def _rows_of(scratch: torch.Tensor, first: int, heads: int, rows: int, size: int
     return scratch.as_strided((heads, rows, size), (size, heads * size, 1) if token_major else (rows * size, size, 1), first)
 
 
-def _placed(plan: Plan, round: Round, triton: bool, capturing: bool):
-    """`Round.ends` and `TorchSteps.blocks`. A graph makes those of one sequence itself, and needs no plan that lives as long as it."""
+def _ends(plan: Plan, round: Round, capturing: bool) -> list[torch.Tensor] | None:
+    """`Round.ends`. A graph makes those of one sequence itself, and needs no plan that lives as long as it."""
     if round not in plan.placed or (capturing and len(round.reads) == 1):
-        return None, None
-    *ends, blocks = plan.placed[round]
-    return ends, blocks if triton and blocks.shape[0] else None
+        return None
+    return plan.placed[round][:3]
+
+
+def _blocks(plan: Plan, round: Round, triton: bool) -> torch.Tensor | None:
+    """`TorchSteps.blocks`."""
+    blocks = plan.placed[round][3] if triton and round in plan.placed else None
+    return None if blocks is None or not blocks.shape[0] else blocks
 
 
 def _queries(steps: TorchSteps, q: torch.Tensor, group: Group) -> torch.Tensor:

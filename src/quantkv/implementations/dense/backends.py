@@ -36,7 +36,8 @@ FRONT = True  # cuDNN: what the context has over joins the queries' own keys, be
 class Backend:
     """What a dense kernel takes. bottom_right, together: as in `plan.Limits`. windows, softcap: whether it has them. planned: whether
     lengths should be multiples of `PLANNED`. into: whether it puts its rows where it is told. token_major: whether the heads of a token
-    lie together in the scratch, else the tokens of a head. ends: whether it wants `Round.ends` of a single sequence too."""
+    lie together in the scratch, else the tokens of a head. ends: whether it wants `Round.ends` of a single sequence too. anywhere: whether
+    rows of 16-byte chunks may have any strides."""
 
     bottom_right: bool
     together: str
@@ -46,6 +47,7 @@ class Backend:
     into: bool = False
     token_major: bool = False
     ends: bool = False
+    anywhere: bool = False
 
     def limits(self, most: int, single: int, several: int, together: bool = True) -> Limits:
         """How its calls are cut; arguments as of `plan.Limits`. together: whether sequences may share a round at all."""
@@ -54,12 +56,12 @@ class Backend:
 
 
 BACKENDS = {
-    "flash3": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True),
-    "hopper": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True),
+    "flash3": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True, anywhere=True),
+    "hopper": Backend(True, "ragged", windows=True, softcap=True, into=True, ends=True, anywhere=True),
     "cudnn graph": Backend(True, "ragged", windows=True, softcap=False, into=True, token_major=True, ends=True),
     "cudnn": Backend(False, "equal", windows=False, softcap=False, planned=True),
     "flash": Backend(True, "ragged", windows=True, softcap=False),
-    "math": Backend(True, "ragged", windows=True, softcap=True),
+    "math": Backend(True, "ragged", windows=True, softcap=True, anywhere=True),
 }
 
 

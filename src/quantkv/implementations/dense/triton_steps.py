@@ -86,7 +86,8 @@ class TritonSteps(TorchSteps):
 
     def gather(self, table: torch.Tensor, round: Round, scratch: list[torch.Tensor], blocks: torch.Tensor | None = None) -> None:
         """Write the keys and values of a round into the scratch, as 16-bit rows."""
-        sizes, read, alone = [t.shape[2] for t in scratch], round.reads[0], len(round.reads) == 1
+        sizes, read = [t.shape[2] for t in scratch], round.reads[0]
+        alone = len(round.reads) == 1 and (read.at, read.room) == (0, round.room)
         table = table if table.stride(1) == 1 else table.contiguous()  # kernels take neighbouring pages of a sequence
         if alone:
             blocks, table = None, table[read.sequence]
