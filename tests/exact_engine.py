@@ -47,12 +47,13 @@ class Pool:
 
 
 class Engine:
-    """Sequences over layers with shadows; what the last layer reads is checked. room: sequences that the pool has room for. how: of
-    `prepare_attend`."""
+    """Sequences over layers with shadows; what the last layer reads is checked. room: sequences that the pool has room for. own: whether
+    steps read their own rows as given. how: of `prepare_attend`."""
 
     def __init__(
         self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, few=True, seed=0, layers=1, device="cpu", **how
     ):
+        self.own = how.pop("own", False)
         self.tokens, self.generator, self.how = ExactTokens(first, latest), torch.Generator().manual_seed(seed), how
         self.device, self.exact = torch.device(device), ExactPages(self.tokens, SIZE, room or seqs, num_blocks, device)
         self.caches = []
@@ -166,7 +167,9 @@ class Engine:
         out = self.serve(*given, max(counts), options).cpu()
         found = []
         for i, (seq, count) in enumerate(zip(self.seqs, counts)):
-            exact = self.exact_set(seq, len(seq), count, self.few and not options)
+            exact = self.exact_set(seq, len(seq), count, self.few and not options and not (self.own and max(counts) > 1))
+            if self.own and count > 1:
+                exact |= set(range(len(seq) - count, len(seq)))
             found.append(exact)
             self._compare(seq, count, exact, q[starts[i] : starts[i + 1]], out[starts[i] : starts[i + 1]], options)
         return found
@@ -183,7 +186,7 @@ class Engine:
         self.exact.advance(table, seq_lens, starts, slots, step)
         for cache in self.caches:
             write(cache, key, value)
-        return attend(self.caches[-1], q)
+        return attend(self.caches[-1], q, own=(key, value) if self.own else None)
 
     def _compare(self, seq, count, exact, q, out, options):
         slots = torch.tensor([seq.pages[j // SIZE] * SIZE + j % SIZE for j in range(len(seq))], dtype=torch.int64)

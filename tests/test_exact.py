@@ -32,14 +32,14 @@ OPTIONS = {"plain": {}, "window": {"window": 21}, "alibi": {"alibi_slopes": torc
 @pytest.mark.parametrize("seed", range(12))
 def test_random_steps(seed, few, options):
     """Prompts in chunks beside sequences that decode; sequences end, begin with pages of others, or anew; the pool has room for all, or
-    for less than half."""
+    for less than half. Every other time steps read their own rows as given."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low, high):
         return int(torch.randint(low, high, (), generator=generator))
 
     first, latest = (16, 0, 32, 5)[seed % 4], (24, 40, 3)[seed % 3]
-    engine = Engine(first=first, latest=latest, few=few, seqs=3, room=1 + 2 * (seed % 2), seed=seed, layers=2)
+    engine = Engine(first=first, latest=latest, few=few, seqs=3, room=1 + 2 * (seed % 2), seed=seed, layers=2, own=seed % 4 > 1)
     for _ in range(40):
         i = integer(0, 3)
         if integer(0, 6) == 0 or len(engine.seqs[i]) > 180:

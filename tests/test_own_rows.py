@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from oracle import attention
-from quantkv import implementations
+from quantkv import PagedCache, implementations, ops, prepare_attend
+from quantkv.implementations import batches
 from quantkv.implementations.dense import attend as prefill
 from quantkv.implementations.dense import backends
+from quantkv.implementations.own import Lowered
 from quantkv.implementations.triton import launch
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, Batch, relative_error
 
@@ -156,3 +158,140 @@ def test_formats_and_dtypes(implementation, dtype, name):
     own = own_of(b)
     wanted = expected(b, own)
     check(serve(hide(b), implementation, own), wanted, dtype)
+
+
+def scaled(name, k_scale, v_scale, **arguments):
+    """A batch whose cache has per-tensor scales."""
+    b = batch(name, **arguments)
+    cache = PagedCache(b.cache.spec, b.cache.num_blocks, DEVICE, k_scale=k_scale, v_scale=v_scale)
+    cache.write(b.key, b.value, b.slots, b.positions, implementation="reference")
+    return replace(b, cache=cache)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8/tq4", "tq4/fp8"])
+@pytest.mark.parametrize("implementation", READERS)
+def test_pages_with_per_tensor_scales(implementation, name):
+    """Own rows have none: values of both meet in one sum."""
+    b = scaled(name, 0.75, 3.0)
+    own = own_of(b)
+    wanted = expected(b, own)
+    check(serve(hide(b), implementation, own), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("queries", [(4, 1, 8, 0), (3, 2, 5, 16), (33, 1, 2, 17)])
+@pytest.mark.parametrize("name", ["int4", "tq4", "fp8"])
+def test_copies_in_pages(name, queries):
+    """What kernels get that read nothing but pages; values of segments without a map share their scale."""
+    keys = tuple(n + more for n, more in zip(queries, (20, 9, 0, 5)))
+    b = scaled(name, 0.5, 2.0, queries=queries, keys=keys)
+    own = own_of(b)
+    wanted = expected(b, own)
+    call = hide(b).call(own=own, max_query_len=max(queries))
+    lowered = Lowered(call, copied=True)
+    lowered.pages[0].base.fill_(POISON)
+    lowered.store(call.own, lambda write: ops.prepare(write, "reference"))
+    plain = lowered.of(call)
+    assert plain.own is None and all(s.k.codes.shape[1] % 8 == 0 for s in plain.segments)
+    ops.attend(plain, "reference")
+    check((plain.out, plain.lse), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("implementation", READERS)
+def test_a_prepared_call_reads_what_its_tensors_hold_when_it_runs(implementation):
+    """Lengths, pages and own rows of another step, and of other layers."""
+    b = batch("int4", (4, 1, 2), (20, 18, 30))
+    if reason := implementations.refusal(implementation, b.call(own=own_of(b))):
+        pytest.skip(reason)
+    table, starts, lens = b.block_table.clone(), b.cu_seqlens_q.clone(), b.seq_lens.clone()
+    held = {"block_table": table, "seq_lens": lens, "cu_seqlens_q": starts, "max_query_len": 5}
+    attend = prepare_attend(**held, implementation=implementation)
+    for queries, seed in (((4, 1, 2), 1), ((1, 5, 1), 2), ((2, 2, 3), 3)):
+        now = batch("int4", queries, (20, 18, 30), seed=seed)
+        table.copy_(now.block_table), starts.copy_(now.cu_seqlens_q), lens.copy_(now.seq_lens)
+        own = own_of(now)
+        wanted = expected(now, own)
+        check(attend(hide(now).cache, now.q, own=own, return_lse=True), wanted, torch.float32)
+        assert len(attend._prepared) == 1
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "tq4"])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("implementation", READERS)
+def test_a_sequence_with_one_query_gets_what_it_gets_without_own_rows(implementation, invariant, name):
+    """To the bit where the call asks for it: in a batch with chunks, and alone."""
+    b = batch(name, queries=(1, 9, 1, 3), keys=(30, 26, 1, 3))
+    out, lse = serve(b, implementation, own_of(b), batch_invariant=invariant)
+    before, sums = b.attend(implementation=implementation, batch_invariant=invariant)
+    rows = [0, 10]
+    for found, wanted in ((out[rows], before[rows]), (lse[rows], sums[rows])):
+        assert torch.equal(found, wanted) if invariant else relative_error(found, wanted) < 1e-6
+    alone = {"block_table": b.block_table[:1], "seq_lens": b.seq_lens[:1], "implementation": implementation, "batch_invariant": invariant}
+    found = b.cache.attend(b.q[:1], own=tuple(t[:1] for t in own_of(b)), **alone)
+    assert torch.equal(found, b.cache.attend(b.q[:1], **alone))
+    assert torch.equal(found, out[:1]) if invariant and implementation != "reference" else relative_error(found, out[:1]) < 1e-6
+
+
+def test_runs_of_a_batch_are_what_sequences_read():
+    """One query, a prompt from its beginning, a chunk: each run is served as such, and together they are the whole."""
+    long = prefill.MIN_QUERIES
+    queries, keys = (1, 3, 1, long, long, long, 1), (20, 9, 1, long, long, long + 5, 40)
+    b = batch("int8", queries, keys, head_size=16)
+    own = own_of(b)
+    call = hide(b).call(own=own, lengths=tuple(zip(queries, keys)))
+    runs = batches.pieces(call)
+    assert [run.call.batch.num_seqs for run in runs] == [1, 1, 1, 2, 1, 1]
+    assert [run.call.own is None for run in runs] == [True, False, True, False, False, True]
+    assert implementations.refusal("dense", runs[3].call) is None and prefill.plan(runs[3].call).fresh
+    for run in runs:
+        ops.prepare(run.call, "reference")(run.of(call))
+    wanted = b.oracle(own=own)
+    check((call.out, call.lse), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton", "dense"])
+def test_a_prompt_from_its_beginning_reads_no_page(implementation):
+    """There need not be one."""
+    count = prefill.MIN_QUERIES
+    b = batch("int4", (count,), (count,), head_size=16)
+    own = own_of(b)
+    wanted = b.oracle(own=own)
+    nowhere = torch.full((1, 0), 0, dtype=torch.int32, device=DEVICE)
+    b.cache.buffer.fill_(POISON)
+    if implementation == "dense" and DEVICE == "cuda":
+        pytest.skip("no dense kernel of a GPU takes float32")
+    for lengths in (((count, count),), None):
+        check(replace(b, block_table=nowhere).attend(own=own, implementation=implementation, lengths=lengths), wanted, torch.float32)
+
+
+def test_under_torch_compile():
+    b = batch("int4")
+    own = own_of(b)
+
+    def step(key, value):
+        return b.attend(own=(key * 2, value), implementation="reference")
+
+    out, lse = torch.compile(step, fullgraph=True, backend="aot_eager")(*own)
+    expected_out, expected_lse = step(*own)
+    assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse)
+
+
+REFUSED = {
+    "a tensor": (lambda key, value: key, r"own=Tensor: a tuple \(key, value\)"),
+    "fewer rows": (lambda key, value: (key[1:], value), r"own\.key\.shape=\(17, 2, 32\)"),
+    "other heads": (lambda key, value: (key, value[:, :1]), r"own\.value\.shape=\(18, 1, 32\)"),
+    "other types": (lambda key, value: (key, value.half()), r"own\.value\.dtype=torch\.float16"),
+    "integers": (lambda key, value: (key.int(), value), r"own\.key\.dtype=torch\.int32"),
+    "gradients": (lambda key, value: (key.requires_grad_(), value), r"own\.key\.requires_grad=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("queries", [QUERIES, (1, 1, 1, 1, 1)])
+def test_refusals(name, queries):
+    """Also where no row would be read."""
+    b = batch(queries=queries, keys=(21, 18, 3, 26, 7))
+    change, said = REFUSED[name]
+    if queries == (1, 1, 1, 1, 1):
+        said = said.replace("17", "4").replace("18", "5")
+    with pytest.raises(ValueError, match=said):
+        b.attend(own=change(*(t.clone() for t in own_of(b))), max_query_len=max(queries))
