@@ -17,7 +17,7 @@ from quantkv.implementations.dense import triton_steps as prefill
 from quantkv.implementations.dense.plan import CAUSAL, Read, Round
 from quantkv.implementations.dense.steps import Part
 from quantkv.implementations.hopper.sass import step
-from quantkv.implementations.triton import attend, launch, write
+from quantkv.implementations.triton import attend, launch, own, write
 
 TARGETS = {
     "sm80": (GPUTarget("cuda", 80, 32), launch.Target(80, "tf32x3", 108, 164 << 10)),
@@ -29,6 +29,7 @@ TARGETS = {
     "gfx950": (GPUTarget("hip", "gfx950", 64), launch.Target(0, "ieee", 256)),
 }
 KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
+KERNELS |= {own: ("own_rows_kernel",)}
 
 
 class Compiler:
@@ -102,6 +103,10 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
             chosen = AttentionOptions(**(every_option(4, 32, length) if options else {}))
             lse = torch.empty(q.shape[:2]) if options else None
             attend.run(AttendCall(q, (cache.segment(table),), batch, 1.0, chosen, None, lse))
+        if options:
+            for size, ranges in ((1, (None,)), (16, (None, torch.zeros(4, 2, dtype=torch.int32), None))):
+                filled = (torch.zeros(4, 70), torch.zeros(4), torch.zeros(len(ranges) + 1, 4, 2), torch.zeros(64))
+                own.Places(*(t.int() for t in filled), size, 63).fill(batch.cu_seqlens_q, batch.seq_lens, ranges)
         if steps:
             compile_steps(cache, rows, 256 if arch == "sm90" and dtype == torch.bfloat16 else 128)
     finally:

@@ -106,6 +106,7 @@ def test_compiles(results, case):
     assert not isinstance(compiled, str), compiled
     steps = {"gather_kernel", "fold_kernel"} if case[5:] != (False,) else set()
     written = set() if case[0] == "trellis2" else {"write_kernel"}  # rows that the reference searches
-    assert {kernel for kernel, _ in compiled} == {"attend_kernel", "combine_kernel"} | written | steps
+    own = {"own_rows_kernel"} if case[4:5] == (True,) else set()
+    assert {kernel for kernel, _ in compiled} == {"attend_kernel", "combine_kernel"} | written | steps | own
     for kernel, shared in compiled:
         assert shared <= SHARED_MEMORY[case[1]] * 1024, (kernel, shared)

@@ -231,6 +231,24 @@ def test_a_sequence_with_one_query_gets_what_it_gets_without_own_rows(implementa
     assert torch.equal(found, out[:1]) if invariant and implementation != "reference" else relative_error(found, out[:1]) < 1e-6
 
 
+@pytest.mark.skipif(not TRITON[-1], reason="no Triton")
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("ranges", [(None,), (None, [[0, 9], [2, 20], [0, 0], [1, 30], [0, 7]], None)])
+def test_one_launch_works_out_what_torch_does(ranges, copied):
+    b = batch(queries=(5, 1, 70, 9, 0), keys=(21, 18, 70, 26, 7))
+    call = b.call(own=own_of(b))
+    given = [None if r is None else torch.tensor(r, dtype=torch.int32, device=DEVICE) for r in ranges]
+    call = call.with_tensors(call.q, call.out, call.lse, tuple(call.segments[0]._replace(key_range=r) for r in given))
+    found = [Lowered(call, copied) for _ in range(2)]
+    for lowered, triton in zip(found, (False, True)):
+        for _ in range(2):
+            for t in (lowered.table, lowered.start, lowered.ranges, lowered.slots):
+                t.fill_(-7)
+            lowered.fill(call, triton)
+    for name in ("table", "start", "ranges", "slots"):
+        assert torch.equal(*(getattr(lowered, name) for lowered in found)), name
+
+
 def test_runs_of_a_batch_are_what_sequences_read():
     """One query, a prompt from its beginning, a chunk: each run is served as such, and together they are the whole."""
     long = prefill.MIN_QUERIES

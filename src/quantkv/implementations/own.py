@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -34,6 +37,8 @@ class Lowered:
         if copied:
             scales = {s.v.scale for s in call.segments if s.maps.v is None}  # segments without a map share it
             self.pages = _pages(rows, tokens // PAGE + count, self.fmt, min(scales, default=1.0))
+        self.triton = self.table.is_cuda and len(call.segments) < 4 and find_spec("triton") is not None
+        self.places: Any = None  # what a launch fills
         self.write: tuple[WriteCall, Callable[[WriteCall], None]] | None = None
 
     def store(self, rows: OwnRows, prepare: Callable[[WriteCall], Callable[[WriteCall], None]]) -> None:
@@ -57,20 +62,30 @@ class Lowered:
             launch(first.with_tensors(*call.own, *self.pages, first.maps))
         return call.over(self.segments(call))
 
-    def fill(self, call: AttendCall) -> None:
-        """Work out where sequences begin and what is read of each segment."""
+    def fill(self, call: AttendCall, triton: bool | None = None) -> None:
+        """Work out where sequences begin and what is read of each segment. triton: whether by a launch; None: on a GPU that has Triton."""
+        ranges = [s.key_range for s in call.segments]
+        last = (call.own.key.shape[0] if self.pages is None else self.pages[0].codes.shape[0]) - 1
+        if self.triton if triton is None else triton:
+            if self.places is None:
+                self.places = importlib.import_module(f"{__package__}.triton.own").Places(
+                    self.table, self.start, self.ranges, self.slots, self.size, last
+                )
+            self.places.fill(call.batch.cu_seqlens_q, call.batch.seq_lens, ranges)
+        else:
+            self._fill(call, ranges, last)
+
+    def _fill(self, call: AttendCall, ranges: Sequence[torch.Tensor | None], last: int) -> None:
         batch, place = call.batch, self.table.device
         starts, counts = batch.cu_seqlens_q[:-1].long(), batch.cu_seqlens_q.diff()
-        context = batch.seq_lens - counts
+        context, several = batch.seq_lens - counts, counts > 1
         first = starts if self.pages is None else starts // self.size + torch.arange(len(starts), device=place)
-        pages = first[:, None] + torch.arange(self.table.shape[1], device=place)
-        self.table.copy_(pages.clamp_max((call.own.key.shape[0] if self.pages is None else self.pages[0].codes.shape[0]) - 1))
+        self.table.copy_((first[:, None] + torch.arange(self.table.shape[1], device=place)).clamp_max(last))
         self.start.copy_(context)
-        for target, s in zip(self.ranges, call.segments):
-            target.copy_(stored_before(batch.cu_seqlens_q, batch.seq_lens, s.key_range))
-        several = counts > 1
+        for target, given in zip(self.ranges, ranges):
+            target.copy_(stored_before(batch.cu_seqlens_q, batch.seq_lens, given))
         self.ranges[-1].copy_(torch.stack([torch.where(several, context, 0), torch.where(several, batch.seq_lens, 0)], 1))
-        if self.slots is not None and len(self.slots):
+        if len(self.slots):
             token = torch.arange(len(self.slots), device=place)
             sequence = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), token.to(batch.cu_seqlens_q.dtype), right=True)
             self.slots.copy_(first[sequence] * self.size + token - starts[sequence])
