@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from quantkv import implementations
-from quantkv.implementations import batches
+from quantkv.implementations import batches, own
 from quantkv.implementations.dense import attend as dense
 from quantkv.implementations.dense import backends
 from quantkv.implementations.dense.triton_steps import TritonSteps
@@ -42,6 +42,7 @@ class Gpu:
             (launch.Target, "of", classmethod(lambda cls, device: target)),
             (launch.Launch, "__call__", lambda made: self._launched(made)),
             (launch.Launch, "again", lambda made, *given: False),
+            (own, "has_launches", lambda device: True),
             (dense, "_steps", lambda triton: TritonSteps),
             (backends, "fitting", lambda *rows, **needs: ["hopper" if self.hopper else "flash"]),
             (backends, "attend", self._attended),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import hopper_on_cpu
 from oracle import attention
 from quantkv import PagedCache, implementations, ops, prepare_attend
 from quantkv.implementations import batches
@@ -313,3 +314,20 @@ def test_refusals(name, queries):
         said = said.replace("17", "4").replace("18", "5")
     with pytest.raises(ValueError, match=said):
         b.attend(own=change(*(t.clone() for t in own_of(b))), max_query_len=max(queries))
+
+
+@pytest.mark.skipif(not hopper_on_cpu.AVAILABLE, reason="needs g++")
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_hopper_kernels_verify_over_copies(name, monkeypatch, tmp_path):
+    """The sources, run on a CPU: drafts beside a sequence that decodes and a short prompt."""
+    queries, keys = (4, 1, 3, 4), (70, 33, 3, 20)
+    b = batch(name, queries, keys, dtype=torch.bfloat16, head_size=64, block_size=16)
+    own = own_of(b)
+    wanted = b.oracle(own=own)
+    call = hide(b).call(own=own, max_query_len=4, max_seq_len=70)
+    lowered = Lowered(call, copied=True)
+    lowered.pages[0].base.fill_(POISON)
+    lowered.store(call.own, lambda write: ops.prepare(write, "reference"))
+    plain = lowered.of(call)
+    hopper_on_cpu.Device(monkeypatch, tmp_path).serve(plain)
+    check((plain.out, plain.lse), wanted, torch.bfloat16)

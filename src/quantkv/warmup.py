@@ -13,7 +13,7 @@ import torch
 
 from . import implementations
 from .cache import PagedCache
-from .calls import AttendCall, Batch, WriteCall
+from .calls import AttendCall, Batch, OwnRows, WriteCall
 from .exact import ExactTokens
 from .implementations import Call, batches
 from .prepared import prepare_attend
@@ -37,6 +37,7 @@ def warm_up(
     table_width: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     exact: ExactTokens | None = None,
+    own: bool = False,
     **options: object,
 ) -> dict[str, str]:
     """Serve one call of each kind over `cache`, which is left as it was: {what it is: the implementation that serves it}.
@@ -45,11 +46,12 @@ def warm_up(
     hundreds for a prompt. batch_sizes: sequences of a call. write_sizes: tokens of a write. max_seq_len: positions that a block table has
     room for. mixed: batches whose lengths the host knows, (queries, keys) of each sequence, see `mixed_batches`. table_width: pages of a
     row of the block tables; None: those of max_seq_len. progress: called with (done, all, what) after each. exact: tokens that are read
-    from 16-bit copies, which are then written as well. options: of `PagedCache.attend`, as requests will have them.
+    from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
+    `PagedCache.attend`. options: of `PagedCache.attend`, as requests will have them.
     What can be compiled without a launch is, by as many threads as there are cores.
     """
     batch_sizes, mixed = list(batch_sizes), list(mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, exact, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, exact, own, options)
     calls = dict(given.calls(query_lens, batch_sizes, write_sizes, mixed))
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
     apart: dict[Hashable, None] = {}
@@ -80,25 +82,28 @@ def who_serves(
     max_seq_len: int = 8192,
     mixed: Iterable[Sequence[tuple[int, int]]] = (),
     table_width: int | None = None,
+    own: bool = False,
     **options: object,
 ) -> dict[str, tuple[str, dict[str, str]]]:
     """What `warm_up` would run, without running or compiling it: {what it is: the implementation that serves it, and why each one that goes
     before it does not}."""
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, own, options)
     return {name: implementations.resolve(call) for name, call in given.calls(query_lens, batch_sizes, write_sizes, mixed)}
 
 
-def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: int) -> list[list[tuple[int, int]]]:
+def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: int, own: bool = False) -> list[list[tuple[int, int]]]:
     """Batches of `warm_up` that between them need all that is compiled for batches of several kinds of sequences.
 
     num_heads: query heads. max_seqs, max_tokens: sequences and queries of a batch, at most. What is compiled depends on powers of two of
-    the queries of the longest sequence; on whether there are several sequences; on the queries in all; and on whether keys are few."""
+    the queries of the longest sequence; on whether there are several sequences; on the queries in all; and on whether keys are few. own:
+    as of `warm_up`: where a prompt reads no page, chunks with a few keys before them are other calls."""
     found: dict[tuple[tuple[int, int], ...], None] = {}
     for queries in QUERIES:
         room = min(max_seqs, max_tokens // queries)
         longest = [max_seq_len >> i for i in range(8 if queries == QUERIES[-1] else 1)]  # long prompts: merged of none, two, or more parts
         for count in sorted({min(n, room) for n in (1, 2, -(-ROWS // (queries * num_heads)))} - {0}):
-            found |= dict.fromkeys(((queries, keys),) * count for keys in (queries, *longest) if queries <= keys)
+            lengths = (queries, *[queries + 1] * own, *longest)
+            found |= dict.fromkeys(((queries, keys),) * count for keys in lengths if queries <= keys <= max_seq_len)
     return [list(batch) for batch in found]
 
 
@@ -112,6 +117,7 @@ class _Given:
     max_seq_len: int
     table_width: int | None
     exact: ExactTokens | None
+    own: bool
     options: dict[str, object]
     held: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -181,8 +187,12 @@ class _Given:
         step = None
         if self.exact is not None:
             step = ExactStep(self.exact, spec.block_size, sequences, 0, device, batch.max_query_len <= FEW_QUERIES)
-        segments = as_segments(self.read, table, (), step, goes_by_position(prepared.options))
-        return AttendCall(q, segments, prepared.batch, prepared.scale, prepared.options, out)
+        rows = None
+        if self.own and batch.max_query_len > 1:
+            sizes = (("key", spec.head_size), ("value", spec.head_size_v))
+            rows = OwnRows(*(self.zeros(name, tokens, spec.num_kv_heads, size, dtype=self.dtype) for name, size in sizes))
+        segments = as_segments(self.read, table, (None, None), step, goes_by_position(prepared.options) or rows is not None)
+        return AttendCall(q, segments, prepared.batch, prepared.scale, prepared.options, out, None, rows)
 
     def zeros(self, name: str, rows: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """The first rows of a tensor that all calls share."""

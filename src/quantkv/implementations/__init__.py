@@ -6,14 +6,15 @@ Each is a folder with a module for reads, `attend`, and one for writes, `write` 
     refusal(call) -> str | None why it cannot serve the call, in words; it reads no tensor of an accelerator
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
-    OWN_ROWS                    READ where it takes a call's own rows (reads only); COPIED where these must lie in pages. Without it they
-                                are one more segment, read where they lie
+    OWN_ROWS                    of reads: "read" where it takes a call's own rows. Else they are one more segment: "copied" into pages,
+                                "dense" (one after the other) or, without it, read where they lie
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 from ..calls import AttendCall, WriteCall
@@ -59,7 +60,7 @@ def _lowered(name: str, call: Call) -> Lowered | None:
     if isinstance(call, WriteCall) or call.own is None:
         return None
     how = getattr(module(name, "attend"), "OWN_ROWS", None)
-    return None if how == "READ" else Lowered(call, how == "COPIED")
+    return None if how == "read" else Lowered(call, how == "copied", how == "dense")
 
 
 def plain(name: str, call: Call) -> Call:
@@ -80,10 +81,11 @@ def prepare(name: str, call: Call) -> Callable[[Call], None]:
 
 def run(name: str, call: Call) -> None:
     """Serve `call` by an implementation that does not refuse it."""
-    if isinstance(call, AttendCall) and call.own is not None:
-        prepare(name, call)(call)
-    else:
-        module(name, kind(call)).run(call)
+    lowered = _lowered(name, call)
+    if lowered is not None:
+        lowered.store(call.own, lambda write: partial(run, resolve(write)[0]))
+        call = lowered.of(call)
+    module(name, kind(call)).run(call)
 
 
 def _honours(name: str, options: list[str]) -> bool:

@@ -21,13 +21,16 @@ class Lowered:
 
     Each sequence's own rows are one more segment, which begins where its queries do; the others end there. The rows are read where they
     lie, as pages of one token; or, copied, from pages of `PAGE` tokens: then `store` makes what serves the write, before the first call.
+    dense: rows are read by kernels that are compiled for their strides: they get one row after the other.
     """
 
-    def __init__(self, call: AttendCall, copied: bool = False) -> None:
+    def __init__(self, call: AttendCall, copied: bool = False, dense: bool = False) -> None:
         tokens, batch, rows = call.q.shape[0], call.batch, call.own
-        self.size, count = PAGE if copied else 1, batch.num_seqs
+        self.size, self.dense, count = PAGE if copied else 1, dense, batch.num_seqs
         longest = tokens if batch.max_query_len is None else min(batch.max_query_len, tokens)
-        shapes = (count, max(-(-longest // self.size), 1)), (count,), (1 + len(call.segments), count, 2), (tokens if copied else 0,)
+        width = max(-(-longest // self.size), 1)
+        width = -(-width // 16) * 16 if dense else width  # for which nothing is compiled then
+        shapes = (count, width), (count,), (1 + len(call.segments), count, 2), (tokens if copied else 0,)
         with torch.inference_mode(False):
             self.table, self.start, self.ranges, self.slots = (torch.zeros(s, dtype=torch.int32, device=call.q.device) for s in shapes)
         self.fmt = get_format("none", rows.key.dtype)
@@ -37,7 +40,7 @@ class Lowered:
         if copied:
             scales = {s.v.scale for s in call.segments if s.maps.v is None}  # segments without a map share it
             self.pages = _pages(rows, tokens // PAGE + count, self.fmt, min(scales, default=1.0))
-        self.triton = self.table.is_cuda and len(call.segments) < 4 and find_spec("triton") is not None
+        self.triton = has_launches(call.q.device) and len(call.segments) < 4
         self.places: Any = None  # what a launch fills
         self.write: tuple[WriteCall, Callable[[WriteCall], None]] | None = None
 
@@ -49,7 +52,7 @@ class Lowered:
 
     def segments(self, call: AttendCall) -> tuple[Segment, ...]:
         """What a call of the shape reads, by the numbers that `fill` worked out."""
-        sides = self.pages or tuple(_in_place(t) for t in call.own)
+        sides = self.pages or tuple(_in_place(t, self.dense) for t in call.own)
         own = Segment(*sides, self.fmt, self.table, LayerMaps(), self.start, self.ranges[-1])
         others = () if self.fresh else (s._replace(key_range=r) for s, r in zip(call.segments, self.ranges))
         return (*others, own)
@@ -91,9 +94,14 @@ class Lowered:
             self.slots.copy_(first[sequence] * self.size + token - starts[sequence])
 
 
-def _in_place(rows: torch.Tensor) -> Side:
-    """Rows `[T, heads, D]` as pages of one token: a view, unless the numbers of a row do not lie one after the other."""
-    return Side((rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous())[:, None])
+def has_launches(device: torch.device) -> bool:
+    """Whether Triton's launches run on a device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _in_place(rows: torch.Tensor, dense: bool) -> Side:
+    """Rows `[T, heads, D]` as pages of one token: a view, unless the numbers of a row, or all, do not lie one after the other."""
+    return Side((rows.contiguous() if dense or (rows.stride(2) != 1 and rows.shape[2] > 1) else rows)[:, None])
 
 
 def _pages(rows: OwnRows, count: int, fmt: Format, v_scale: float) -> tuple[Side, Side]:

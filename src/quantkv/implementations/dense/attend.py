@@ -49,7 +49,7 @@ KEPT = True  # what calls of one plan share is kept for its next one: launches, 
 
 HONOURED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks"))
 QUERIES = range(MIN_QUERIES, 1 << 62)  # of a sequence, that this is made for
-OWN_ROWS = "READ"
+OWN_ROWS = "read"
 
 
 def refusal(call: AttendCall) -> str | None:

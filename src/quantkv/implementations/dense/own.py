@@ -82,8 +82,8 @@ def lay(steps: TorchSteps, rows: OwnRows, sources: Sources, scratch: list[torch.
             if room > count:
                 target[:, at + count : at + room].zero_()
         return
-    sides = tuple(Side((t if t.stride(2) == 1 else t.contiguous())[:, None]) for t in own)
-    table = torch.arange(len(rows.key), dtype=torch.int32, device=rows.key.device)[None]
+    sides = tuple(Side(t.contiguous()[:, None]) for t in own)  # kernels are compiled for strides
+    table = torch.arange(len(rows.key), dtype=torch.int32, device=rows.key.device).as_strided((1, len(rows.key)), (0, 1))
     plain = type(steps)(sides, get_format("none", own[0].dtype), LayerMaps(), steps.heads, launches=steps.launches)
     plain.gather(table, sources.own, scratch, blocks)
 

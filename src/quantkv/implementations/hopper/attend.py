@@ -21,7 +21,7 @@ from .whole_pairs import WholePairs, longest_of_shape, rounded_tiles
 
 HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
-OWN_ROWS = "COPIED"  # into pages: only those are read
+OWN_ROWS = "copied"  # into pages: only those are read
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
 WHOLE_PAIRS = True  # calls whose work is even without help need no kernel that merges

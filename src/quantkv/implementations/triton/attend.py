@@ -27,6 +27,7 @@ HONOURED = frozenset((
     "causal", "window", "chunk_lookback", "softcap", "sinks", "alibi_slopes", "alibi_sqrt", "qq_bias", "prefix_ranges",
     "clamp_prefix_to_window", "output_scale", "batch_invariant",
 ))  # fmt: skip
+OWN_ROWS = "dense"
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
 ATTEND_PLACES = (
     "q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.offset",

@@ -247,9 +247,8 @@ def attend_kernel(
 ):
     """Grid (tiles of queries x kv heads, splits of the keys). A tile: BLOCK_M // GROUP queries by the GROUP heads of a kv head.
 
-    Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from
-    first_split on; a split without keys writes lse -inf and no part. k_scale multiplies what was encoded, not the offset; extras.v_factor
-    the values."""
+    Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from first_split
+    on; a split without keys writes lse -inf and no part. k_scale multiplies what was encoded, not the offset; extras.v_factor values."""
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
     V_CODEC: tl.constexpr = V.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
