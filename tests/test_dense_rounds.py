@@ -79,6 +79,33 @@ def test_options(backend, name, rows, query_bytes, overlap, monkeypatch):
     testing.check(b, (call.out, call.lse), **options)
 
 
+@pytest.mark.parametrize("rows,overlap", [(1 << 16, False), (64, True)])
+@pytest.mark.parametrize("backend,name", [(backend, name) for backend in TAKES for name in ("plain", "all") if name in TAKES[backend]])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_own_rows(fresh, backend, name, rows, overlap, monkeypatch):
+    """Whole, in slices, and in planned lengths: rows as given, of a fused projection, beside those of pages or alone. Pages hold no
+    number where own rows stand."""
+    b, options = make(keys=QUERIES) if fresh else make(), OPTIONS[name]
+    counts, ends = b.cu_seqlens_q.diff(), b.seq_lens.cumsum(0)
+    index = torch.cat([torch.arange(end - n, end) for n, end in zip(counts.tolist(), ends.tolist())])
+    fused = torch.zeros(len(index), HEADS, 3 * HEAD_SIZE)
+    key, value = fused[..., HEAD_SIZE : 2 * HEAD_SIZE], fused[..., 2 * HEAD_SIZE :]
+    key.copy_(b.key[index]), value.copy_(b.value[index])
+    expected = b.oracle(own=(key, value), **options)
+    replaced = b.slots[index[counts.repeat_interleave(counts) > 1]]
+    for side in (b.cache.k, b.cache.v):
+        side.meta[replaced // 16, replaced % 16] = torch.nan
+    call = b.call(own=(key, value), lengths=tuple(zip(counts.tolist(), b.seq_lens.tolist())), **options)
+    call.out.fill_(torch.nan)
+    with dense_backends.installed(monkeypatch, KIND[backend]):
+        plan = prefill.plan(call, backend=NAME.get(backend, backend), scratch_bytes=rows * ROW * (1 + overlap), overlap=overlap)
+        for triton in (False, True) if backend in ("hopper", "cudnn", "cudnn graph") and TRITON[-1] else (False,):
+            prefill.follow(call, plan, triton)
+    assert testing.relative_error(call.out, expected[0]) < 1e-5
+    finite = expected[1].isfinite()
+    assert torch.equal(finite, call.lse.isfinite()) and (call.lse - expected[1])[finite].abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("rows", [1 << 16, 64])
 @pytest.mark.parametrize("asked", ["out", "out and lse", "float32"])
 def test_sinks_by_the_kernel(asked, rows, monkeypatch):
