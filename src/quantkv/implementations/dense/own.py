@@ -11,9 +11,8 @@ import torch
 from ...calls import OwnRows, Side
 from ...format import get_format
 from ...maps import LayerMaps
-from ..reference.write import apply_map
 from .plan import Group, Read, Round
-from .steps import TorchSteps, gain
+from .steps import TorchSteps
 
 CHUNK_BYTES = 16  # addresses and strides of rows that a kernel reads where they lie are multiples of it
 
@@ -74,19 +73,15 @@ def in_place(steps: TorchSteps, rows: OwnRows, sources: Sources, dtype: torch.dt
 def lay(steps: TorchSteps, rows: OwnRows, sources: Sources, scratch: list[torch.Tensor], blocks: torch.Tensor | None) -> None:
     """Copy a round's own rows to their places in the scratch, mapped where those of pages are. Behind the rows of a sequence there are
     zeros then. blocks: as of `TorchSteps.gather`."""
-    own = [_mapped(t, map_, scratch[0].dtype) for t, map_ in zip(rows, steps.maps)]
-    if len(sources.own.reads) == 1:
-        ((_, _, first, count, at, room),) = sources.own.reads
-        for t, target in zip(own, scratch):
-            target[:, at : at + count].copy_(t[first : first + count].transpose(0, 1))
-            if room > count:
-                target[:, at + count : at + room].zero_()
+    reads = sources.own.reads
+    if len(reads) == 1 or steps.maps != (None, None):
+        for _, _, first, count, at, room in reads:
+            for side, (t, target) in enumerate(zip(rows, scratch)):
+                steps.map_rows(side, t[first : first + count], target[:, at : at + count].transpose(0, 1))
+                if room > count:
+                    target[:, at + count : at + room].zero_()
         return
-    sides = tuple(Side(t.contiguous()[:, None]) for t in own)  # kernels are compiled for strides
+    sides = tuple(Side(t.contiguous()[:, None]) for t in rows)  # kernels are compiled for strides
     table = torch.arange(len(rows.key), dtype=torch.int32, device=rows.key.device).as_strided((1, len(rows.key)), (0, 1))
-    plain = type(steps)(sides, get_format("none", own[0].dtype), LayerMaps(), steps.heads, launches=steps.launches)
+    plain = type(steps)(sides, get_format("none", rows.key.dtype), LayerMaps(), steps.heads, launches=steps.launches)
     plain.gather(table, sources.own, scratch, blocks)
-
-
-def _mapped(rows: torch.Tensor, map_, dtype: torch.dtype) -> torch.Tensor:
-    return rows if map_ is None else (apply_map(map_.forward, rows.float()) / gain(map_)).to(dtype)

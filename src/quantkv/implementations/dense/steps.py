@@ -56,6 +56,11 @@ class TorchSteps:
         rows = q if self.maps[0] is None else self._map(self.maps[0].inverse.mT * gain(self.maps[0]), q).to(q.dtype)
         return torch.nn.functional.pad(rows, (0, 0, 0, 0, front, back)) if front or back else rows
 
+    def map_rows(self, side: int, rows: torch.Tensor, target: torch.Tensor) -> None:
+        """Rows `[T, HK, D]` as given, of K (0) or V (1), into target of the same shape, as `gather` writes those of pages."""
+        map_ = self.maps[side]
+        target.copy_(rows if map_ is None else apply_map(map_.forward, rows.float()) / gain(map_))
+
     @staticmethod
     def blocks(round: Round, sizes: tuple[int, int]) -> list[int]:
         """What `gather` wants to have on the device of a round of several sequences, int32. sizes: of a key and a value."""

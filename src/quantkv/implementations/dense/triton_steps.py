@@ -75,6 +75,15 @@ class TritonSteps(TorchSteps):
         self._fold(Part(q), None, Part(rows), operands.query, operands.inverse_factor * self.gains[0])
         return out
 
+    def map_rows(self, side: int, rows: torch.Tensor, target: torch.Tensor) -> None:
+        """Rows as given, into target, mapped where those of pages are."""
+        if self.maps[side] is None:
+            super().map_rows(side, rows, target)
+        else:
+            operands = self.maps[side].operands
+            rows = rows if rows.stride(2) == 1 else rows.contiguous()
+            self._fold(Part(rows), None, Part(target), operands.forward, operands.forward_factor / self.gains[side])
+
     @staticmethod
     def blocks(round: Round, sizes: tuple[int, int]) -> list[int]:
         """For each block of `gather_kernel`: sequence, first key, keys, first row, rows."""
