@@ -10,6 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ... import weights
+from ...calibration import Calibration
 from ...checks import refuse
 from ..passes import brief
 from .compiled import HANDED
@@ -40,6 +42,15 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
             "AttentionInterface), so it cannot read quantized pages"
         )
     return parts[0]
+
+
+def check_weights(model: PreTrainedModel, calibration: Calibration | None) -> None:
+    """ValueError where a calibration was made of another model: of one with other key projections."""
+    if calibration is not None:
+        modules = {
+            part.layer_idx: part for part in reversed([*decoder_of(model).modules()]) if isinstance(getattr(part, "layer_idx", None), int)
+        }
+        calibration.check_weights({number: weights.of_module(part) for number, part in modules.items()})
 
 
 def quantkv_attention(
@@ -88,6 +99,9 @@ def quantkv_attention(
     if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if layer.weights is not None and not compiling and (found := weights.of_module(module)) is not None:
+        weights.check({layer.index: layer.weights}, {layer.index: found})
+        layer.weights = None
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None
     return layer.attend(query, attention_mask, key.update, **options), None

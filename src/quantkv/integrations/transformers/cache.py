@@ -79,6 +79,7 @@ class QuantizedCache(Cache):
             layer.made_for = made_for
             if policy is not None:
                 layer.maps = policy.maps_of(number)
+                layer.weights = None if policy.calibration is None else policy.calibration.layers[number].weights
 
     def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:
         if plan.kind is None:

@@ -27,7 +27,7 @@ from ...maps import LayerMaps, LinearMap
 from ...policy import Policy
 from ...spec import CacheSpec
 from ..passes import Kind
-from .attention import decoder_of
+from .attention import check_weights, decoder_of
 from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 
 JUDGED = "quantkv_judged"
@@ -194,6 +194,7 @@ def judged(model: PreTrainedModel, policy: Policy) -> Iterator[Judge]:
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
     over a cache by `policy`."""
     judge = Judge(model.config, policy, model.dtype)
+    check_weights(model, policy.calibration)
     with attending(model, judge):
         yield judge
 

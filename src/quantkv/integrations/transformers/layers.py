@@ -42,6 +42,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.pages: PagedCache | None = None
         self.maps: LayerMaps | None = None  # in place of those that the format asks for
         self.made_for: MadeFor | None = None
+        self.weights: torch.Tensor | None = None  # of the key projection that its calibration was made with, until it was compared
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
         self.updates, self.turn = 0, 0  # passes that it went through

@@ -29,7 +29,7 @@ from ...maps import LayerMaps
 from ...shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages
 from ...warmup import mixed_batches, warm_up, who_serves
 from . import PREFIX, calls
-from .asked import policy_of
+from .asked import check_weights, policy_of
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
 from .connectors import check_connectors
 from .metadata import Metadata
@@ -98,6 +98,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         if self.policy is not None:
             self._check_policy()
         if not any(isinstance(getattr(layer, "impl", None), QuantKVImpl) for layer in _layers(self.config)):  # once a model
+            check_weights(self.config.model_config, self.policy)
             check_hybrid(self.config, self.policy, self.head_size, self.dtype)
             warn_of_padding(self.config, self.policy, self.dtype)
         self.format: Format | None = None
