@@ -80,5 +80,7 @@ def test_figures_are_those_of_the_results():
     turned = figures.rotated(figures.ROW)
     assert sum(x * x for x in turned) == pytest.approx(sum(x * x for x in figures.ROW))
     assert [round(100 * figures.error(row)) for row in (figures.ROW, turned)] == [9, 5]  # percent, as the figure says
-    pages = "".join((ROOT / "docs" / page).read_text() for page in ("how-it-works.md", "four-bits.md"))
-    assert all(f"(figures/{name})" in pages for name in figures.FIGURES)
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "docs/how-it-works.md", "docs/four-bits.md"))
+    assert all(f"figures/{name})" in pages for name in figures.FIGURES)
+    speeds = {kind: figures.point(kind, *of)[0] for kind, *of in figures.POINTS}  # each of a run and of an evaluation that is recorded
+    assert {kind: speeds[kind] for kind in ("auto", "fp8", "quantkv_int4")} == {"auto": 2993.6, "fp8": 3652.8, "quantkv_int4": 6585.2}
