@@ -38,12 +38,7 @@ FRONT = (  # what the front page advises: what for, the configuration, its type 
     ("4 bits as vLLM stores them, nothing to set up", "int4", "quantkv_int4", "h200-vllm.jsonl"),
     ("the most tokens: formats by layer", "tuned 48 +16,8", None, None),
 )
-# Formats whose expected error an engine is told; models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and
-# what of its recipes is shown.
-EXPECTED = (
-    *("int8", "fp8_token", "levels8", "fp8", "k8v4", "levels6", "levels5"),
-    *("int4", "tq4", "levels4", "tq3", "levels3", "int2", "trellis2"),
-)
+# Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its recipes is shown.
 MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
 BY_MODEL = ("int4", "levels4 +16,24", "tuned 80 +16,24", "tuned 52 +16,24", "tuned 48 +16,24", "trellis2 +16,24")
 
@@ -135,14 +130,13 @@ def microseconds(reader: str, stores: str) -> str:
 
 def errors() -> str:
     """What an engine finds that stores a format as it is: by how much rows, attention and predictions differ."""
-    short = {row["stores"]: row for row in read("h200-end-to-end.json")["end_to_end"] if row["reader"] == "quantkv"}
+    ran = {row["format"]: row for row in read("expected-errors.json")["formats"]}
     head = ("format", "bits a number (D = 64)", "error of rows, %", "error of attention, %", "KL, nats a token", "same top-1, %")
     rows = []
     for row in read("eval-smollm2-135m.json")["runs"][0]["formats"]:
         name = row["format"]
-        if name in EXPECTED:
-            ran = short.get(name)
-            percent = ("", "") if ran is None else (f"{100 * ran[of]:.1f}" for of in ("row_error", "attention_error"))
+        if name in ran:
+            percent = (f"{100 * ran[name][of]:.1f}" for of in ("row_error", "attention_error"))
             kl = with_error(row["kl"], row["kl_error"], digits(row["kl"]))
             rows.append((f"`{name}`", f"{row['bits_per_element']:.2f}", *percent, kl, f"{row['same_top1']:.1f}"))
     return table(head, rows, 1)
