@@ -74,10 +74,10 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/config": HUGGING,
     "integrations/transformers/judged": "tests/test_judged.py",
     "integrations/transformers/layers": HUGGING,
-    "integrations/transformers/pending": HUGGING,
+    "integrations/transformers/lazy_kv": HUGGING,
     "integrations/transformers/rotation": "tests/test_calibrate.py",
     "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
-    "integrations/transformers/states": HUGGING,
+    "integrations/transformers/recurrent_and_latent": HUGGING,
     **{
         f"integrations/vllm/{name}": VLLM
         for name in ("__init__", "asked", "backend", "connectors", "cpu", "exact", "implementation", "metadata", "mixed")

@@ -58,6 +58,7 @@ ALLOWED = {
     "weights": {"checks"},
     "calibration": {"weights", "checks", "format", "geometry", "maps", "plain_json", "tensor_file", "whole_file"},
     "policy": {"policy_file", "calibration", "checks", "exact", "format", "formats", "maps", "tensor_file", "whole_file"},
+    "engine": {"cache", "checks", "exact", "geometry", "page_table", "prepared", "shadow"},
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing", "page_views"},
     "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
     "integrations": {
@@ -66,8 +67,8 @@ ALLOWED = {
         "capacity",
         "vllm_pages",
         "calls",
+        "engine",
         "geometry",
-        "page_table",
         "cache",
         "exact",
         "formats",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkv import PagedCache, get_format
-from quantkv.integrations.passes import Kind
+from quantkv.geometry import Kind
 from quantkv.page_table import PageTable
 
 

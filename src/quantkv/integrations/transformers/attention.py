@@ -13,9 +13,9 @@ from transformers.masking_utils import sdpa_mask
 from ... import weights
 from ...calibration import Calibration
 from ...checks import refuse
-from ..passes import brief
+from ...engine.decode_metadata import mask_summary
 from .compiled import HANDED
-from .pending import ATTENTION, PagedLength
+from .lazy_kv import ATTENTION, PagedLength
 
 
 def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -135,7 +135,7 @@ def quantkv_mask(
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """transformers' mask function. For a layer in pages: the padding mask, bool `[S, 1, 1, q_offset + q_length]`, in `padding` without
-    the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `passes.brief` of it, for which nothing is
+    the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `mask_summary` of it, for which nothing is
     read on the host. What else a mask could say is refused, and causality and windows the cache knows. For any other: sdpa's mask.
 
     config: of the model that asks. ValueError where its layers are not those that the cache was made for.
@@ -155,7 +155,7 @@ def quantkv_mask(
     if not isinstance(q_offset, torch.Tensor):
         padding = padding[:, : q_offset + q_length]
     if q_length == 1:
-        return brief(padding)
+        return mask_summary(padding)
     mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
     if torch.compiler.is_compiling():
         return mask

@@ -22,11 +22,11 @@ from ...calls import Side
 from ...checks import refuse
 from ...exact import BLOCK_SIZE, ExactTokens
 from ...format import Codec, Format
+from ...geometry import Kind
 from ...implementations.reference.write import dequantize, encode
 from ...maps import LayerMaps, LinearMap
 from ...policy import Policy
 from ...spec import CacheSpec
-from ..passes import Kind
 from .attention import check_weights, decoder_of
 from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 

@@ -10,16 +10,17 @@ from transformers.cache_utils import CacheLayerMixin
 from ...cache import PagedCache
 from ...calls import AttentionOptions
 from ...checks import ROW_DTYPES, number, refuse, tensor
+from ...engine.decode_metadata import DecodeMetadata, mask_summary
+from ...engine.forward_metadata import is_capturing, to_device
+from ...engine.sequences import Sequences
 from ...format import Format
 from ...formats import get_format
 from ...maps import LayerMaps
 from ...shadow import ShadowedCache, shadow_pages
 from ...spec import CacheSpec
-from ..passes import Decoding, alone, brief, sent
-from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
 from .config import MadeFor
-from .pending import PagedLength, PendingStates
+from .lazy_kv import LazyKV, PagedLength
 
 UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
 UNKNOWN = -1  # tokens, where the device alone knows how many: an attention that takes it for a length fails at once
@@ -35,8 +36,8 @@ class QuantizedLayer(CacheLayerMixin):
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
         super().__init__()
         self.requested, self.stored_dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
-        self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
-        sequences.progress.num_layers += 1
+        self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.cache_positions.num_layers
+        sequences.cache_positions.num_layers += 1
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
         sequences.fixed = sequences.num_tokens > 0
         self.pages: PagedCache | None = None
@@ -68,12 +69,12 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def seen(self) -> int:
         """Tokens that it holds, padding included, as far as the host knows."""
-        progress = self.sequences.progress
-        return progress.seen + (progress.count if self.turn > progress.turn else 0)
+        cache_positions = self.sequences.cache_positions
+        return cache_positions.seen + (cache_positions.count if self.turn > cache_positions.turn else 0)
 
     def forget_pass(self) -> None:
         """Be as far as all layers are: what it took for a pass under way is gone."""
-        self.turn, self._new = self.sequences.progress.turn, None
+        self.turn, self._new = self.sequences.cache_positions.turn, None
 
     @property
     def home(self) -> torch.device | None:
@@ -100,7 +101,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """What a pass of one token writes to, beside its `Decoding`."""
+        """What a pass of one token writes to, beside its `DecodeMetadata`."""
         cache, pool = self.cache, self.sequences.pools.get(self.home)
         return [self.pages.buffer] + ([cache.shadow.buffer, pool.state, pool.copies] if isinstance(cache, ShadowedCache) else [])
 
@@ -116,15 +117,15 @@ class QuantizedLayer(CacheLayerMixin):
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first of the layers that share its `Decoding`."""
+        """Whether it is the first of the layers that share its `DecodeMetadata`."""
         return next(layer for layer in self.sequences.layers if layer.home == self.home) is self
 
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile passes of one token: pages for them are there, and no sequence outgrew them. `generate` asks
         before each, which is when to see that one would."""
-        if not self.index and not alone():
-            self.sequences.progress.watch()
+        if not self.index and not is_capturing():
+            self.sequences.cache_positions.watch()
         return self.sequences.static
 
     @property
@@ -158,7 +159,7 @@ class QuantizedLayer(CacheLayerMixin):
             HANDED.give(self)
             return key_states, value_states
         self.take(key_states, value_states)
-        return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
+        return LazyKV.of(key_states, self), LazyKV.of(value_states, self)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """`update`, for an attention call that follows at once."""
@@ -180,13 +181,13 @@ class QuantizedLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """`attend`, of rows that `update` was given, while torch.compile follows."""
         sequences = self.sequences
-        if not (sequences.progress.ready and query.shape[2] == 1):
+        if not (sequences.cache_positions.ready and query.shape[2] == 1):
             return pass_layer(query, key, value, mask, self.token, sinks, scale, softcap, self.index)
         decoding = sequences.decodings[query.device]
         if query.shape[0] != decoding.batch_size:
             refuse("batch size", query.shape[0], f"the cache holds {decoding.batch_size} sequences; reset it or take another")
-        sequences.progress.follow(self.index)
-        if mask is None and sequences.progress.padded:
+        sequences.cache_positions.follow(self.index)
+        if mask is None and sequences.cache_positions.padded:
             refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
         return decode_layer(query, key, value, mask, [decoding.place, *self.places], sinks, scale, softcap, self.index)
 
@@ -198,16 +199,16 @@ class QuantizedLayer(CacheLayerMixin):
         A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
         """
         if self.is_shared(update):  # Gemma 4 drops tokens whose output is not asked for before these layers: the last ones stay
-            left_out = self.sequences.progress.count - query.shape[2]
+            left_out = self.sequences.cache_positions.count - query.shape[2]
             return self._attend(torch.nn.functional.pad(query, (0, 0, left_out, 0)), **options)[:, left_out:]
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
-        progress = self.sequences.progress
-        if query.shape[2] == 1 and alone() and progress.ready:
+        cache_positions = self.sequences.cache_positions
+        if query.shape[2] == 1 and is_capturing() and cache_positions.ready:
             new, self._new = self._new, None
-            progress.follow(self.index)
+            cache_positions.follow(self.index)
             return self.decode(query, new, mask, self.leads, **options)
-        progress.catch_up()
+        cache_positions.catch_up()
         (key, value), self._new = self._new, None
         pages = self._new_pages(key, value) if self.pages is None else self.pages
         call = tuple((t.shape, t.dtype, t.device) for t in (query, key, value))
@@ -215,16 +216,16 @@ class QuantizedLayer(CacheLayerMixin):
         if call != self._checked:
             self._check(pages, query, key, value, **options)
             self._checked = call
-        progress.enter(self.seen, query.shape[0], query.shape[2], mask)
+        cache_positions.enter(self.seen, query.shape[0], query.shape[2], mask)
         self.pages, self.is_initialized = pages if self.pages is None else self.pages, True  # `enter` may have made them more
         self._like = query.shape, query.dtype, options
         try:
             self.make_room(self.sequences.table.num_pages, [])
             out = self._attend(query, (key, value), mask, **options)
-            self.turn = progress.turn + 1
-            progress.leave()
+            self.turn = cache_positions.turn + 1
+            cache_positions.leave()
         except BaseException:
-            progress.failed = True
+            cache_positions.failed = True
             raise
         return out
 
@@ -246,9 +247,9 @@ class QuantizedLayer(CacheLayerMixin):
         out = step.attend(pages, _tokens(query, step.rows), max_query_len=count, **options)
         if step.rows is not None:
             out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
-        if step.late is not None:
-            late = step.late.attend(pages, _tokens(query, step.late.rows), max_query_len=1, **options)
-            out = out.index_copy_(0, step.late.rows, late)
+        if step.right_padding is not None:
+            padding = step.right_padding.attend(pages, _tokens(query, step.right_padding.rows), max_query_len=1, **options)
+            out = out.index_copy_(0, step.right_padding.rows, padding)
         return out.unflatten(0, (batch_size, count))
 
     def decode(
@@ -260,20 +261,20 @@ class QuantizedLayer(CacheLayerMixin):
         **options: Any,
     ) -> torch.Tensor:
         """A pass of one token a sequence; nothing here depends on what a tensor holds. leads: whether this layer is the first of those
-        that share a `Decoding`, and advances it; None: whichever comes first."""
+        that share a `DecodeMetadata`, and advances it; None: whichever comes first."""
         decoding = self.sequences.decodings[query.device]
         if leads is None:
             leads = new is not None and self._leads_now(decoding)
         if leads:
-            decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask, self.sequences.pools.get(query.device))
+            decoding.advance(mask_summary(mask) if mask is not None and mask.ndim == 2 else mask, self.sequences.pools.get(query.device))
         if new is not None:
             decoding.write(self.cache, *(_last(t) for t in new))
         out = decoding.attend(self.cache, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
         return (decoding.poison(out) if leads else out)[:, None]
 
-    def _leads_now(self, decoding: Decoding) -> bool:
+    def _leads_now(self, decoding: DecodeMetadata) -> bool:
         """Whether it is the first in this pass of the layers that share `decoding`."""
-        turn = self.sequences.progress.turn
+        turn = self.sequences.cache_positions.turn
         first, decoding.turn = decoding.turn != turn, turn
         return first
 
@@ -287,7 +288,7 @@ class QuantizedLayer(CacheLayerMixin):
             decoding.advance(None)
         decoding.write(self.pages, _last(key), _last(value))
 
-    def loaded(self, decoding: Decoding) -> None:
+    def loaded(self, decoding: DecodeMetadata) -> None:
         """The next pass may run without the host, over `decoding` and the pages as they are."""
         known_by(decoding.place, self)
         written = self.written
@@ -330,18 +331,18 @@ class QuantizedLayer(CacheLayerMixin):
             self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device, old.maps)
             self.pages.buffer[: old.num_blocks] = old.buffer
         if copies:
-            self.pages.copy_pages(*sent(torch.tensor(copies, device="cpu").T.contiguous(), self.pages.device))
+            self.pages.copy_pages(*to_device(torch.tensor(copies, device="cpu").T.contiguous(), self.pages.device))
         if self._shadowed is not None:
             _ = self.cache  # as many shadows as the pool has now
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens that were seen, padding included."""
-        progress = self.sequences.progress
-        return progress.counter if progress.remote else self.seen
+        cache_positions = self.sequences.cache_positions
+        return cache_positions.counter if cache_positions.remote else self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys of a mask."""
-        if self.sequences.progress.remote or torch.compiler.is_compiling():
+        if self.sequences.cache_positions.remote or torch.compiler.is_compiling():
             return self.unknown, 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows, self.made_for), 0
 
