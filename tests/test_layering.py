@@ -58,7 +58,7 @@ ALLOWED = {
     "weights": {"checks"},
     "calibration": {"weights", "checks", "format", "geometry", "maps", "plain_json", "tensor_file", "whole_file"},
     "policy": {"policy_file", "calibration", "checks", "exact", "format", "formats", "maps", "tensor_file", "whole_file"},
-    "engine": {"cache", "checks", "exact", "geometry", "page_table", "prepared", "shadow"},
+    "engine": {"cache", "calls", "checks", "exact", "formats", "options", "geometry", "page_table", "prepared", "shadow"},
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing", "page_views"},
     "testing": {"calls", "format", "formats", "maps", "cache", "spec", "reference", ""},
     "integrations": {

@@ -8,7 +8,8 @@ import torch
 
 from ..checks import refuse
 from .decode_metadata import mask_summary
-from .forward_metadata import RightPadding, is_capturing
+from .forward_metadata import is_capturing
+from .padded_metadata import RightPadding
 
 if TYPE_CHECKING:
     from .sequences import Sequences

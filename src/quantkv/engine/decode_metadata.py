@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from ..calls import Batch
 from ..exact import ExactTokens
 from ..geometry import Kind
 from ..shadow import ExactPages, ExactStep
@@ -33,7 +34,8 @@ class DecodeMetadata(ForwardMetadata):
             self.place = self.state[:4]
             self.valid = torch.ones(batch_size, dtype=torch.bool, device=device)
             ends = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
-            super().__init__(slots, table, seq_lens, ends, positions=positions)
+            super().__init__(Batch(ends, seq_lens, 1), table, slots, positions)
+        self.seq_lens = seq_lens
         if tokens is not None:
             self.exact = ExactStep(tokens, block_size, batch_size, batch_size, device, few=True)
         self.kind, self.block_size, self.device = kind, block_size, device
@@ -72,7 +74,7 @@ class DecodeMetadata(ForwardMetadata):
         lengths += stored
         torch.clamp(lengths, min=1, out=self.seq_lens)
         if pool is not None:
-            pool.advance(self.block_table, self.seq_lens, self.cu_seqlens_q, self.slots, self.exact)
+            self.advance_exact(pool)
 
     def poison(self, out: torch.Tensor) -> torch.Tensor:
         """Rows `[S, HQ, D]` of sequences that are not valid become not a number."""

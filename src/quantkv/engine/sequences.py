@@ -10,10 +10,11 @@ import torch
 from ..exact import ExactTokens
 from ..geometry import Kind
 from ..page_table import PageTable
-from ..shadow import FEW_QUERIES, ExactPages, ExactStep
+from ..shadow import ExactPages
 from .cache_positions import CachePositions
 from .decode_metadata import DecodeMetadata, pooled
-from .forward_metadata import PaddedMetadata, RightPadding, to_device
+from .forward_metadata import to_device
+from .padded_metadata import PaddedMetadata, RightPadding
 
 SPARE = 1.25  # a table that is full grows by this factor
 
@@ -111,9 +112,10 @@ class Sequences:
         sequence = torch.arange(len(counts), device="cpu").repeat_interleave(ends.diff())
         position = torch.arange(total, device="cpu") + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
-        pairs, after = list(zip(counts, table.lengths)), None if right_padding is None else right_padding.step(self._block_table)
-        tensors = rows, slots.int(), self._block_table, lengths, ends
-        self._steps = {torch.device("cpu"): PaddedMetadata(*tensors, lengths=pairs, positions=position.int(), right_padding=after)}
+        pairs, after = tuple(zip(counts, table.lengths)), None if right_padding is None else right_padding.metadata(self._block_table)
+        tensors = rows, slots.int(), self._block_table, lengths, ends, position.int()
+        first = PaddedMetadata(*tensors, lengths=pairs, right_padding=after, num_pages=table.num_pages)
+        self._steps = {torch.device("cpu"): first}
 
     def step(self, device: torch.device) -> PaddedMetadata:
         """The forward pass under way, with tensors on `device`."""
@@ -121,9 +123,7 @@ class Sequences:
             self._steps[device] = self._steps[torch.device("cpu")].to(device)
         step = self._steps[device]
         if self.exact is not None and step.exact is None:
-            few = max((queries for queries, _ in step.lengths), default=0) <= FEW_QUERIES
-            step.exact = ExactStep(self.exact, self.block_size, len(step.lengths), len(step.slots), device, few)
-            self.pool(device).advance(step.block_table, step.seq_lens, step.cu_seqlens_q, step.slots, step.exact)
+            step.advance_exact(self.pool(device))
         return step
 
     def pool(self, device: torch.device) -> ExactPages | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...engine.forward_metadata import is_capturing, to_device
 from ...engine.sequences import Sequences
 from ...format import Format
 from ...formats import get_format
+from ...geometry import Kind
 from ...maps import LayerMaps
 from ...shadow import ShadowedCache, shadow_pages
 from ...spec import CacheSpec
@@ -230,27 +232,25 @@ class QuantizedLayer(CacheLayerMixin):
         return out
 
     def _attend(
-        self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, mask: torch.Tensor | None = None, **options: Any
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mask: torch.Tensor | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.sequences.loaded:
-            return self.decode(query, new, mask, **options)
-        batch_size, _, count, _ = query.shape
-        step, pages = self.sequences.step(query.device), self.cache
+            return self.decode(query, new, mask, scale=scale, softcap=softcap, sinks=sinks)
+        step, cache, rows = self.sequences.step(query.device), self.cache, (None, None)
         if new is not None:
-            key, value = (_tokens(t, step.rows) for t in new)
-            step.write(pages, key, value)
-            if self.seen == 0 and self.fresh_prefill:
-                plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], self.sequences.block_size)
-                pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
-                step.write(pages, key, value)
-        options = {**self.sequences.kind.options, **options}
-        out = step.attend(pages, _tokens(query, step.rows), max_query_len=count, **options)
-        if step.rows is not None:
-            out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
-        if step.right_padding is not None:
-            padding = step.right_padding.attend(pages, _tokens(query, step.right_padding.rows), max_query_len=1, **options)
-            out = out.index_copy_(0, step.right_padding.rows, padding)
-        return out.unflatten(0, (batch_size, count))
+            rows = tuple(_tokens(t) for t in new)
+            step.write(cache, *rows)
+        fresh = new is not None and self.seen == 0 and self.fresh_prefill
+        shared = shared_options(self.sequences.kind, softcap)
+        out = step.attend(cache, _tokens(query), scale, shared, key=rows[0], value=rows[1], fresh=fresh, sinks=sinks)
+        return out.unflatten(0, (query.shape[0], query.shape[2]))
 
     def decode(
         self,
@@ -258,7 +258,10 @@ class QuantizedLayer(CacheLayerMixin):
         new: tuple[torch.Tensor, torch.Tensor] | None,
         mask: torch.Tensor | None,
         leads: bool | None = None,
-        **options: Any,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A pass of one token a sequence; nothing here depends on what a tensor holds. leads: whether this layer is the first of those
         that share a `DecodeMetadata`, and advances it; None: whichever comes first."""
@@ -267,9 +270,12 @@ class QuantizedLayer(CacheLayerMixin):
             leads = new is not None and self._leads_now(decoding)
         if leads:
             decoding.advance(mask_summary(mask) if mask is not None and mask.ndim == 2 else mask, self.sequences.pools.get(query.device))
+        key = value = None
         if new is not None:
-            decoding.write(self.cache, *(_last(t) for t in new))
-        out = decoding.attend(self.cache, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
+            key, value = (_last(t) for t in new)
+            decoding.write(self.cache, key, value)
+        shared = shared_options(self.sequences.kind, softcap)
+        out = decoding.attend(self.cache, _last(query), scale, shared, key=key, value=value, sinks=sinks)
         return (decoding.poison(out) if leads else out)[:, None]
 
     def _leads_now(self, decoding: DecodeMetadata) -> bool:
@@ -281,7 +287,7 @@ class QuantizedLayer(CacheLayerMixin):
     def store(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the new rows `[S, HK, N, D]` of the pass under way, of which none is padding."""
         if not self.sequences.loaded:
-            self.sequences.step(key.device).write(self.pages, *(_tokens(t, None) for t in (key, value)))
+            self.sequences.step(key.device).write(self.pages, _tokens(key), _tokens(value))
             return
         decoding = self.sequences.decodings[key.device]
         if self._leads_now(decoding):
@@ -356,10 +362,15 @@ def _pages(spec: CacheSpec, num_blocks: int, device: torch.device, maps: LayerMa
         return PagedCache(spec, num_blocks, device, maps=maps)
 
 
-def _tokens(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """`[S, H, N, D]` -> `[T, H, D]`, padding left out."""
-    tokens = states.transpose(1, 2).flatten(0, 1)
-    return tokens if rows is None else tokens[rows]
+@cache
+def shared_options(kind: Kind, softcap: float) -> AttentionOptions:
+    """The options of attention that layers of a kind share."""
+    return AttentionOptions(**kind.options, softcap=softcap)
+
+
+def _tokens(states: torch.Tensor) -> torch.Tensor:
+    """`[S, H, N, D]` -> `[S * N, H, D]`."""
+    return states.transpose(1, 2).flatten(0, 1)
 
 
 def _last(states: torch.Tensor) -> torch.Tensor:
