@@ -66,6 +66,9 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "shadow": EXACT,
     "page_table": "tests/test_page_table.py",
     "offload": "tests/test_offload.py",
+    **{f"engine/{name}": HUGGING for name in ("cache_positions", "forward_metadata", "padded_metadata", "sequences")},
+    **{f"engine/{name}": f"{EXACT} {VLLM}" for name in ("exact_group", "layer", "layer_config", "warm_up")},
+    "engine/decode_metadata": "tests/test_transformers_static.py",
     "integrations/transformers/attention": HUGGING,
     "integrations/transformers/cache": HUGGING,
     "integrations/transformers/calibrate": "tests/test_calibrate.py",
@@ -80,7 +83,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/recurrent_and_latent": HUGGING,
     **{
         f"integrations/vllm/{name}": VLLM
-        for name in ("__init__", "asked", "backend", "connectors", "cpu", "exact", "implementation", "metadata", "mixed")
+        for name in ("__init__", "asked", "backend", "connectors", "cpu", "implementation", "metadata", "mixed")
     },
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
