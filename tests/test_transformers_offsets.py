@@ -2,6 +2,7 @@
 positions here, offsets larger than keys, and 16-bit formats stand for all: a wrong position is a wrong answer."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_bytes_do_not_depend_on_the_cuts(name, kind):
     given = LayerMaps(k=LinearMap(made.forward, made.inverse, made.offset, metric=factor @ factor.mT))
     for cuts in ([0], [0, 5, 16, 17, 40, 41, 42]):
         layer = QuantizedLayer(name, Sequences(kind, 16, CachePositions()), None, fresh_prefill=False, num_tokens=48)
-        layer.maps = given
+        layer.config = replace(layer.config, maps=given)
         layer.activate_past_recording()
         for a, b in zip(cuts, [*cuts[1:], 48]):
             pending = layer.update(key[:, :, a:b], value[:, :, a:b])

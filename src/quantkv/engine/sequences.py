@@ -14,6 +14,7 @@ from ..shadow import ExactPages
 from .cache_positions import CachePositions
 from .decode_metadata import DecodeMetadata, pooled
 from .forward_metadata import to_device
+from .layer_config import exact_tokens
 from .padded_metadata import PaddedMetadata, RightPadding
 
 SPARE = 1.25  # a table that is full grows by this factor
@@ -54,9 +55,7 @@ class Sequences:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
         self.fixed = False  # num_tokens > 0: torch.compile must not look at the number
         self.windows: set[int | None] = set()
-        if exact is not None and kind.window:
-            exact = exact.without_first()
-        self.exact, self.pools = exact, {}
+        self.exact, self.pools = exact_tokens(exact, kind.window > 0), {}
         self.cache_positions = CachePositions() if cache_positions is None else cache_positions
         self.cache_positions.kinds.append(self)
         self._layers: list[weakref.ref[Layer]] = []

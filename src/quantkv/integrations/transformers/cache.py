@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, Line
 
 from ...checks import integer, refuse
 from ...engine.cache_positions import CachePositions
+from ...engine.layer_config import LayerConfig
 from ...engine.sequences import Sequences
 from ...format import Format
 from ...formats import get_format
@@ -80,7 +81,7 @@ class QuantizedCache(Cache):
         for number, layer in self.quantized_layers.items():
             layer.made_for = made_for
             if policy is not None:
-                layer.maps = policy.maps_of(number)
+                layer.config = LayerConfig.of(policy, number, dtype or torch.bfloat16)
                 layer.weights = None if policy.calibration is None else policy.calibration.layers[number].weights
 
     def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:

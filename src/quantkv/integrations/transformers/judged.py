@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ...calls import Side
 from ...checks import refuse
+from ...engine.layer_config import exact_tokens
 from ...exact import BLOCK_SIZE, ExactTokens
 from ...format import Codec, Format
 from ...geometry import Kind
@@ -55,8 +56,7 @@ class Judge:
 
     def exact(self, layer: int) -> ExactTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
-        exact = self.policy.exact
-        return exact if exact is None or not self.plans[layer].kind.window else exact.without_first()
+        return exact_tokens(self.policy.exact, self.plans[layer].kind.window > 0)
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""

@@ -13,18 +13,17 @@ from ...calls import AttentionOptions
 from ...checks import ROW_DTYPES, number, refuse, tensor
 from ...engine.decode_metadata import DecodeMetadata, mask_summary
 from ...engine.forward_metadata import is_capturing, to_device
+from ...engine.layer import PagedLayer
+from ...engine.layer_config import LayerConfig
 from ...engine.sequences import Sequences
 from ...format import Format
 from ...formats import get_format
-from ...geometry import Kind
-from ...maps import LayerMaps
-from ...shadow import ShadowedCache, shadow_pages
-from ...spec import CacheSpec
+from ...geometry import Heads, Kind
+from ...shadow import ShadowedCache
 from .compiled import HANDED, decode_layer, known_by, pass_layer
 from .config import MadeFor
 from .lazy_kv import LazyKV, PagedLength
 
-UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
 UNKNOWN = -1  # tokens, where the device alone knows how many: an attention that takes it for a length fails at once
 GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
@@ -42,16 +41,17 @@ class QuantizedLayer(CacheLayerMixin):
         sequences.cache_positions.num_layers += 1
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
         sequences.fixed = sequences.num_tokens > 0
+        self.config = LayerConfig(get_format(fmt, dtype or torch.bfloat16))  # as far as it is known before the first rows
+        self.paged: PagedLayer | None = None
         self.pages: PagedCache | None = None
-        self.maps: LayerMaps | None = None  # in place of those that the format asks for
         self.made_for: MadeFor | None = None
         self.weights: torch.Tensor | None = None  # of the key projection that its calibration was made with, until it was compared
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
+        self._shadowed: PagedCache | ShadowedCache | None = None  # its cache, where some of its pages have 16-bit copies
         self.updates, self.turn = 0, 0  # passes that it went through
         self._checked: tuple[Any, ...] | None = None  # shapes, types and options of the last call, which were found right
         self.places: list[torch.Tensor] = []  # where what is `written` begins: of the same sizes however many pages there are
-        self._shadowed: ShadowedCache | None = None
         self._enter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,19 +87,14 @@ class QuantizedLayer(CacheLayerMixin):
     def cache(self) -> PagedCache | ShadowedCache:
         """Its pages, with the 16-bit copies in front of them where tokens are exact."""
         pages, pool = self.pages, self.sequences.pool(self.pages.device)
-        if pool is None or pages.spec.format in UNQUANTIZED:
-            return pages
-        held = self._shadowed
-        if held is None or held.pages is not pages or held.exact is not pool or held.shadow.num_blocks < pool.num_shadows:
-            with torch.inference_mode(False):
-                shadow = shadow_pages(pages, pool.num_shadows, self.rows_dtype)
-                if held is not None:
-                    shadow.buffer[: held.shadow.num_blocks] = held.shadow.buffer
-            self._shadowed = ShadowedCache(pages, shadow, pool)
+        self.paged.pool = pool
+        cache = self.paged.cache(pages)
+        if cache is not pages and cache is not self._shadowed:
+            self._shadowed = cache
             layers = [layer for layer in self.sequences.layers if layer.home == pages.device and layer._shadowed is not None]
             if layers[-1] is self:
                 pool.watch(pages)
-        return self._shadowed
+        return cache
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -110,7 +105,7 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def exact_nbytes(self) -> int:
         """Bytes of its 16-bit copies of exact tokens."""
-        return 0 if self._shadowed is None else self._shadowed.shadow.nbytes
+        return 0 if self.paged is None else self.paged.copies_nbytes
 
     @property
     def geometry(self) -> Any:
@@ -150,10 +145,11 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
         """Pages for rows such as key and value, `[S, HK, N, D]`."""
-        self.rows_dtype = self.stored_dtype or key.dtype
-        fmt = get_format(self.requested, self.rows_dtype)
-        spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
-        return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device, self.maps)
+        dtype, heads = self.stored_dtype or key.dtype, Heads(key.shape[1], key.shape[3], value.shape[3])
+        self.config = self.config.with_format(get_format(self.requested, dtype), self.sequences.exact)
+        self.paged = PagedLayer(self.config, heads, dtype)
+        blocks = self.paged.spec(self.sequences.block_size).num_blocks(self.num_tokens) * key.shape[0]
+        return self.paged.allocate(max(blocks, 1), self.sequences.block_size, key.device)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
@@ -271,11 +267,11 @@ class QuantizedLayer(CacheLayerMixin):
         if leads:
             decoding.advance(mask_summary(mask) if mask is not None and mask.ndim == 2 else mask, self.sequences.pools.get(query.device))
         key = value = None
+        cache, shared = self.cache, shared_options(self.sequences.kind, softcap)
         if new is not None:
             key, value = (_last(t) for t in new)
-            decoding.write(self.cache, key, value)
-        shared = shared_options(self.sequences.kind, softcap)
-        out = decoding.attend(self.cache, _last(query), scale, shared, key=key, value=value, sinks=sinks)
+            decoding.write(cache, key, value)
+        out = decoding.attend(cache, _last(query), scale, shared, key=key, value=value, sinks=sinks)
         return (decoding.poison(out) if leads else out)[:, None]
 
     def _leads_now(self, decoding: DecodeMetadata) -> bool:
@@ -334,12 +330,12 @@ class QuantizedLayer(CacheLayerMixin):
             return
         if num_pages > self.pages.num_blocks:
             old = self.pages
-            self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device, old.maps)
+            self.pages = self.paged.allocate(max(num_pages, int(old.num_blocks * GROWTH)), old.spec.block_size, old.device)
             self.pages.buffer[: old.num_blocks] = old.buffer
         if copies:
             self.pages.copy_pages(*to_device(torch.tensor(copies, device="cpu").T.contiguous(), self.pages.device))
         if self._shadowed is not None:
-            _ = self.cache  # as many shadows as the pool has now
+            _ = self.cache  # as many copies as the pool has now
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens that were seen, padding included."""
@@ -355,11 +351,6 @@ class QuantizedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Tokens that it has room for; -1: it grows."""
         return self.num_tokens if self.is_compileable else -1
-
-
-def _pages(spec: CacheSpec, num_blocks: int, device: torch.device, maps: LayerMaps | None) -> PagedCache:
-    with torch.inference_mode(False):  # a buffer born in inference mode could not be written to outside it
-        return PagedCache(spec, num_blocks, device, maps=maps)
 
 
 @cache
