@@ -162,6 +162,13 @@ def test_imports_run_downward(path):
     assert imported_rooms(path) <= ALLOWED[room(path)]
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "integrations" / "vllm").glob("*.py")), ids=lambda p: p.name)
+def test_an_adapter_knows_no_implementation(path):
+    """Kernels, prepared calls and what compiles them are behind `engine`."""
+    behind = {p.name for p in (ROOT / "implementations").iterdir()} | {"implementations", "prepared", "warmup", "maps"}
+    assert imported_rooms(path).isdisjoint(behind)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) <= 400

@@ -24,18 +24,18 @@ class Shard:
     rank: int = 0
     size: int = 1
 
-    def maps(self, maps: LayerMaps, heads: Heads) -> LayerMaps:
-        """The maps of the kv heads that this rank holds, of those of all ranks. heads: of this rank.
+    def maps(self, maps: LayerMaps, heads: Heads, num_kv_heads: int) -> LayerMaps:
+        """The maps of the kv heads that this rank holds, of those of the layer. heads: of the layer. num_kv_heads: of this rank.
 
         ValueError where a map is of other heads."""
         sides = {}
         for side, head_size in (("k", heads.head_size), ("v", heads.head_size_v)):
             map_ = getattr(maps, side)
             if map_ is not None:
+                map_.check(head_size, heads.num_kv_heads, side)
                 total = map_.num_heads
                 start = self.rank * total // self.size  # fewer heads than ranks: several hold the same
-                map_ = map_.heads(start, start + heads.num_kv_heads) if total > 1 else map_
-                map_.check(head_size, heads.num_kv_heads, side)
+                map_ = map_.heads(start, start + num_kv_heads) if total > 1 else map_
             sides[side] = map_
         return replace(maps, **sides)
 
@@ -69,10 +69,12 @@ class LayerConfig:
         ranks; None: those of heads. by_position: see `exact_tokens`.
         ValueError where its calibration or its maps are of other heads.
         """
-        if heads is not None and policy.calibration is not None:
-            policy.calibration.check_layer(number, heads._replace(num_kv_heads=total_kv_heads or heads.num_kv_heads))
+        whole = heads and heads._replace(num_kv_heads=total_kv_heads or heads.num_kv_heads)
+        if whole is not None and policy.calibration is not None:
+            policy.calibration.check_layer(number, whole)
         fmt, maps = policy.of(number, dtype), policy.maps_of(number)
-        return cls(fmt, maps if heads is None else shard.maps(maps, heads), exact_tokens(policy.exact, by_position, fmt))
+        maps = maps if whole is None else shard.maps(maps, whole, heads.num_kv_heads)
+        return cls(fmt, maps, exact_tokens(policy.exact, by_position, fmt))
 
     def with_format(self, fmt: Format, tokens: ExactTokens | None) -> LayerConfig:
         """The same in another format, where the layer's kind keeps `tokens` at full precision."""
