@@ -66,7 +66,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "shadow": EXACT,
     "page_table": "tests/test_page_table.py",
     "offload": "tests/test_offload.py",
-    **{f"engine/{name}": HUGGING for name in ("cache_positions", "forward_metadata", "padded_metadata", "sequences")},
+    **{f"engine/{name}": HUGGING for name in ("batch_layer", "cache_positions", "forward_metadata", "padded_metadata", "sequences")},
     **{f"engine/{name}": "tests/test_engine.py" for name in ("exact_group", "layer", "layer_config", "warm_up")},
     "engine/decode_metadata": "tests/test_transformers_static.py",
     "integrations/transformers/attention": HUGGING,
