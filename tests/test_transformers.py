@@ -578,7 +578,7 @@ def failing(pages):
 
 @pytest.mark.parametrize("place", ["between", 0, 1])
 def test_after_a_pass_that_failed_everything_is_refused_until_reset(gemma2, monkeypatch, place):
-    """The layers are of two kinds, which do not hear of each other but by their progress."""
+    """The layers are of two kinds, which do not hear of each other but by their cache positions."""
     ids, mask = prompts([30, 22])
     cache = QuantizedCache(gemma2.config, "int8")
     logits(gemma2, cache, ids[:, :20], mask[:, :20], [0])
