@@ -99,7 +99,7 @@ def store(layer: QuantizedLayer, key: torch.Tensor, value: torch.Tensor) -> None
     layer.make_room(layer.sequences.table.num_pages, [])
     layer.store(key, value)
     layer.turn = cache_positions.turn + 1
-    progress.leave()
+    cache_positions.leave()
 
 
 @torch.inference_mode()
