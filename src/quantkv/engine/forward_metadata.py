@@ -103,8 +103,8 @@ class ForwardMetadata:
     ) -> PagedCache | ShadowedCache:
         """What a layer's queries read: the one place where an engine's pass decides that.
 
-        key, value: the pass's own rows `[T, HK, D]` and `[T, HK, D_V]`, as the model computed them, in 16 or 32 bits; None: they are not
-        there, as for a layer that reads the pages of another. fresh: read them in place of the pages, which hold nothing else.
+        key, value: the pass's own rows, as `write` takes them and the model computed them, in 16 or 32 bits; None: they are not there, as
+        in a layer that reads the pages of another. fresh: read them in place of the pages, which hold nothing else.
         """
         if not fresh:
             return cache
