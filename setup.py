@@ -6,7 +6,8 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
+PICTURE = r"!\[[^\]]*\]\([^)]*\)"
+LINK = re.compile(rf"(!?)\[((?:{PICTURE}|[^\[\]])*)\]\((?!\w+:|#)([^)\s]+)\)")  # its text may be a picture: a badge
 
 
 def long_description(readme: str, source: str | None) -> str:
@@ -14,7 +15,7 @@ def long_description(readme: str, source: str | None) -> str:
     are left out."""
 
     def absolute(match: re.Match[str]) -> str:
-        picture, text, path = match.groups()
+        picture, text, path = match[1], LINK.sub(absolute, match[2]), match[3]
         if source is None:
             return "" if picture else text
         return f"{picture}[{text}]({source.rstrip('/')}/{'raw' if picture else 'blob'}/main/{path})"

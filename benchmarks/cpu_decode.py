@@ -93,13 +93,13 @@ def fill(cache: Cache, config: Any, context: int) -> None:
 
 def store(layer: QuantizedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
     """What `QuantizedLayer.attend` does with a pass's rows, without queries."""
-    progress = layer.sequences.progress
+    cache_positions = layer.sequences.cache_positions
     layer.lazy_initialization(key, value)
-    progress.enter(layer.seen, key.shape[0], key.shape[2], None)
+    cache_positions.enter(layer.seen, key.shape[0], key.shape[2], None)
     layer.make_room(layer.sequences.table.num_pages, [])
     layer.store(key, value)
-    layer.turn = progress.turn + 1
-    progress.leave()
+    layer.turn = cache_positions.turn + 1
+    cache_positions.leave()
 
 
 @torch.inference_mode()

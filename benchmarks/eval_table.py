@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-HEADERS = ("format", "bits a value", "x smaller", "perplexity", "change", "KL", "same top-1")
+HEADERS = ("format", "bits a value", "compression", "perplexity", "change", "KL", "same top-1")
 
 
 def table(values: dict) -> str:

@@ -249,7 +249,7 @@ def summary(runs: list[dict[str, Any]]) -> list[str]:
     first = {part: next((r for r in runs if r["part"] == part), {"formats": []}) for part in ("kl", "copy")}
     kl, copied = ({found["format"]: found for found in run["formats"]} for run in first.values())
     told = "reference" in first["copy"]
-    rows = [("cache", "bytes", "KL", "perplexity", "found again"), ("---", "--:", "--:", "--:", "--:")]
+    rows = [("cache", "bytes", "KL", "perplexity", "copy accuracy"), ("---", "--:", "--:", "--:", "--:")]
     if told:
         rows.append(("16 bits", "256", "", "", f"{first['copy']['reference']['copy']['share']:.1f} %"))
     for name in SUMMARY:

@@ -15,7 +15,7 @@ from quantkv.cli.report import with_error
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("docs/choose.md", "docs/performance-by-model.md", "docs/engine.md", "docs/quality.md")
+PAGES = ("README.md", "docs/choose.md", "docs/performance-by-model.md", "docs/engine.md", "docs/quality.md")
 BLOCK = re.compile(r"(<!-- site:(\w+) -->\n).*?(<!-- /site -->)", re.DOTALL)
 SHAPE = "B64xL8192"  # the batch that times are of
 NOT_MEASURED = "not measured"
@@ -32,12 +32,13 @@ RECIPES = (
     ("2 bits, decode on Hopper", "trellis2 +16,24"),
     ("2 bits as they are: not advised", "int2"),
 )
-# Formats whose expected error an engine is told; models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and
-# what of its recipes is shown.
-EXPECTED = (
-    *("int8", "fp8_token", "levels8", "fp8", "k8v4", "levels6", "levels5"),
-    *("int4", "tq4", "levels4", "tq3", "levels3", "int2", "trellis2"),
+FRONT = (  # what the front page advises: what for, the configuration, its type in vLLM and the file of its speed, if that was measured
+    ("nothing to change, nothing to set up", "int8", "quantkv_int8", "h200-vllm.jsonl"),
+    ("4 bits, next to nothing lost", "levels4 +16,24", "quantkv_policy:levels4", "h200-vllm-levels.jsonl"),
+    ("4 bits as vLLM stores them, nothing to set up", "int4", "quantkv_int4", "h200-vllm.jsonl"),
+    ("the most tokens: formats by layer", "tuned 48 +16,8", None, None),
 )
+# Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its recipes is shown.
 MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
 BY_MODEL = ("int4", "levels4 +16,24", "tuned 80 +16,24", "tuned 52 +16,24", "tuned 48 +16,24", "trellis2 +16,24")
 
@@ -67,6 +68,18 @@ def choose() -> str:
     base = ("16 bits", "`none`", "", "256", "0", "", "")
     head = ("you want", "take", "first", "bytes (compression)", "KL, nats a token", "perplexity", "copy accuracy, %")
     return table(head, [base, *(recipe_row(*recipe) for recipe in RECIPES)], 3)
+
+
+def front() -> str:
+    """What the front page advises, with loss and speed of the same configuration."""
+    fast = lambda kind, file: speed(next(e for e in read(file) if (e["job"], e["type"]) == ("main", kind)), "decode", 64)
+    base, rows = fast("auto", "h200-vllm.jsonl"), []
+    for wanted, name, kind, file in FRONT:
+        _, take, first, size, kl, *_ = recipe_row(wanted, name)
+        found = NOT_MEASURED if kind is None else f"{fast(kind, file):,.0f} ({fast(kind, file) / base:.2f}x)"
+        rows.append((wanted, take, first, size, kl, found))
+    loss, gain = "KL, nats a token (lower is better)", f"tokens/s in vLLM (16 bits: {base:,.0f})"
+    return table(("you want", "take", "first", "bytes (16 bits: 256)", loss, gain), rows, 3)
 
 
 def times() -> str:
@@ -117,14 +130,13 @@ def microseconds(reader: str, stores: str) -> str:
 
 def errors() -> str:
     """What an engine finds that stores a format as it is: by how much rows, attention and predictions differ."""
-    short = {row["stores"]: row for row in read("h200-end-to-end.json")["end_to_end"] if row["reader"] == "quantkv"}
+    ran = {row["format"]: row for row in read("expected-errors.json")["formats"]}
     head = ("format", "bits a number (D = 64)", "error of rows, %", "error of attention, %", "KL, nats a token", "same top-1, %")
     rows = []
     for row in read("eval-smollm2-135m.json")["runs"][0]["formats"]:
         name = row["format"]
-        if name in EXPECTED:
-            ran = short.get(name)
-            percent = ("", "") if ran is None else (f"{100 * ran[of]:.1f}" for of in ("row_error", "attention_error"))
+        if name in ran:
+            percent = (f"{100 * ran[name][of]:.1f}" for of in ("row_error", "attention_error"))
             kl = with_error(row["kl"], row["kl_error"], digits(row["kl"]))
             rows.append((f"`{name}`", f"{row['bits_per_element']:.2f}", *percent, kl, f"{row['same_top1']:.1f}"))
     return table(head, rows, 1)
@@ -222,7 +234,7 @@ def cpu_rows() -> Iterator[tuple[str, ...]]:
         yield line("SmolLM2-135M", by, f"ms a token: one sequence of {run['context']:,}, float32", figures, False)
 
 
-BLOCKS = {"choose": choose, "times": times, "models": models, "errors": errors, "by_model": by_model}
+BLOCKS = {"front": front, "choose": choose, "times": times, "models": models, "errors": errors, "by_model": by_model}
 
 
 def update(text: str) -> str:

@@ -74,7 +74,7 @@ class Engine:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.spec = get_format(kv, model.dtype).cache_spec(config.num_key_value_heads, head_size)
         self.caches = [PagedCache(self.spec, num_pages, model.device) for _ in range(config.num_hidden_layers)]
-        self.table = PageTable(self.spec.block_size, max_sequences)
+        self.table = PageTable(self.spec.block_size, max_sequences, num_pages)
         self.tokens = [[] for _ in range(max_sequences)]  # of the sequence in each place; the cache holds the first table.lengths[i]
         self.limits = {}  # of the places at work: the length at which each ends
         self.idle = list(range(max_sequences))  # the others, those idle for longest first
@@ -90,7 +90,7 @@ class Engine:
     def generate(self, prompts, new_tokens):
         """The greedy answer to prompt i, `new_tokens[i]` tokens."""
         for i, (prompt, count) in enumerate(zip(prompts, new_tokens)):
-            most = min(self.max_length, self.caches[0].num_blocks * self.spec.block_size)
+            most = min(self.max_length, self.table.num_pages * self.spec.block_size)
             if not prompt or len(prompt) + count > most:
                 raise ValueError(f"prompts[{i}]: {len(prompt)} tokens and {count} new ones; 1 to {most} in all are allowed")
         waiting, answers, at = list(range(len(prompts))), {}, {}  # at: the request in each place
@@ -111,7 +111,7 @@ class Engine:
 
     def admit(self, prompt, limit):
         """Give a sequence a place, with the pages of whoever begins as it does -> the place; None: it has to wait."""
-        num_pages, needed = self.caches[0].num_blocks, self.spec.num_blocks(limit)
+        num_pages, needed = self.table.num_pages, self.spec.num_blocks(limit)
         if not self.idle or needed + sum(map(self.pages, self.limits)) > num_pages:
             return None
         alike = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], tokens))) for tokens in self.tokens]
@@ -255,7 +255,7 @@ def main(arguments=None):
     made, seconds, same = engine(options.kv)
     times = exact.spec.bytes_per_token / made.spec.bytes_per_token
     print(f"cache of {options.kv}: {same} of {total}; {times:.2f} times smaller than {exact.spec.format}")
-    print(f"{made.reused:,} tokens of the prompts were found in the cache; {made.table.num_pages} pages")
+    print(f"{made.reused:,} tokens of the prompts were found in the cache; {made.table.used_pages} pages in use")
     print(f"tokens a second: {total / seconds:.1f} by this engine, {total / plain_s:.1f} by transformers' generate")
     print("served by: " + ", ".join(sorted(set(made.served.values()))))
     return 0 if right else 1

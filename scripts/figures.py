@@ -1,4 +1,4 @@
-"""Write the figures of docs/how-it-works.md and of docs/four-bits.md: `python scripts/figures.py`, into docs/figures/.
+"""Write the figures and badges of README.md, docs/how-it-works.md and docs/four-bits.md: `python scripts/figures.py`, into docs/figures/.
 
 Plain SVG, wide as a column of text, on a ground of their own, so that they are legible in the site's dark scheme and on a telephone. What
 they show of measurements comes from benchmarks/results; a test holds the files to what this writes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from html import escape
@@ -42,10 +43,11 @@ def dot(x: float, y: float, color: str, radius: float = 4) -> str:
 
 
 def picture(title: str, height: int, *shapes: str) -> str:
-    """An SVG with a title that a screen reader says."""
+    """An SVG with a title that a screen reader says. Where a page does not say its size, it is WIDTH pixels wide."""
     tip = f'<path d="M0 0L8 4L0 8z" fill="{INK}"/>'
     arrow = f'<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">{tip}</marker>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif" role="img">'
+    size = f'width="{WIDTH}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {size} font-family="system-ui, sans-serif" role="img">'
     ground = f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>'
     return "\n".join([head, f"<title>{escape(title)}</title>", f"<defs>{arrow}</defs>", ground, *shapes, "</svg>", ""])
 
@@ -202,6 +204,12 @@ def read(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
+def kept_at_16_bits() -> dict:
+    """The evaluation of configurations with a calibration and full-precision tokens: SmolLM2 on news."""
+    (run,) = [run for run in read("quality.json")["runs"] if (run["part"], run["model"], run["text"]) == ("kl", "smollm2", "news")]
+    return run
+
+
 def times() -> str:
     """Microseconds of one attention by format, with the floor of its bytes: results/h200-geometries.json."""
     result, shape = read("h200-geometries.json"), "B8xL32768"
@@ -232,8 +240,7 @@ def times() -> str:
 def losses() -> str:
     """KL against bytes, formats as they are and with a calibration and full-precision tokens: SmolLM2 on news."""
     plain = {row["format"]: row for row in read("eval-smollm2-135m.json")["runs"][0]["formats"]}
-    (run,) = [run for run in read("quality.json")["runs"] if (run["part"], run["model"], run["text"]) == ("kl", "smollm2", "news")]
-    kept = {row["format"]: row for row in run["formats"]}
+    kept = {row["format"]: row for row in kept_at_16_bits()["formats"]}
     left, right, top, bottom = 92, WIDTH - MARGIN, 56, 330
     x = lambda size: left + (right - left) * (size - 30) / (145 - 30)
     y = lambda kl: top + (bottom - top) * (math.log10(2) - math.log10(kl)) / (math.log10(2) - math.log10(5e-4))
@@ -265,7 +272,129 @@ def losses() -> str:
     return picture("Loss against bytes", bottom + 108, *shapes)
 
 
+# ---- README.md
+
+DECODE = {"scenario": "decode", "sequences": 64, "context": 8192}
+# Configurations of which speed, bytes and loss were recorded: type in vLLM, file of its speed, name in the file of its loss.
+POINTS = (
+    ("auto", "h200-vllm.jsonl", None),
+    ("fp8", "h200-vllm.jsonl", "fp8"),
+    ("quantkv_int8", "h200-vllm.jsonl", "int8"),
+    ("quantkv_int4", "h200-vllm.jsonl", "int4"),
+    ("quantkv_int2", "h200-vllm.jsonl", "int2"),
+    ("quantkv_levels4", "h200-vllm-levels.jsonl", "levels4"),
+    ("quantkv_policy:levels4", "h200-vllm-levels.jsonl", "levels4 +16,24"),
+)
+
+
+def point(kind: str, file: str, name: str | None) -> tuple[float, int, float]:
+    """Tokens a second, tokens that fit, and KL of a configuration. StopIteration where one of them was not recorded."""
+    engines = [json.loads(row) for row in (RESULTS / file).read_text().splitlines()]
+    engine = next(engine for engine in engines if (engine["job"], engine["type"]) == ("main", kind))
+    run = next(run for run in engine["found"] if DECODE.items() <= run.items())
+    if name is None:
+        return run["tokens_per_s"], engine["kv_tokens"], 0.0
+    lost = read("eval-smollm2-135m.json")["runs"][0]["formats"] if "+" not in name else kept_at_16_bits()["formats"]
+    return run["tokens_per_s"], engine["kv_tokens"], next(row for row in lost if row["format"] == name)["kl"]
+
+
+def front() -> str:
+    """Loss against tokens a second in vLLM: a point is one configuration."""
+    left, right, top, bottom, zero = 76, WIDTH - MARGIN, 78, 348, 378
+    x = lambda speed: left + (right - left) * (speed - 2000) / (8900 - 2000)
+    y = lambda kl: zero if kl == 0 else top + (bottom - top) * (math.log10(2) - math.log10(kl)) / (math.log10(2) - math.log10(5e-4))
+    shapes = [
+        text(MARGIN, 34, "Loss against speed: one configuration a point", bold=True),
+        text(MARGIN, 58, "KL, nats a token (lower is better)", 14),
+        text(right, 58, "better: down and to the right", 14, WARM, "end"),
+    ]
+    for tick in (1, 0.1, 0.01, 0.001, 0):
+        shapes += [line(left, y(tick), right, y(tick), PALE), text(left - 8, y(tick) + 5, f"{tick:g}", 14, INK, "end")]
+    for speed in range(2000, 9000, 1000):
+        shapes.append(text(x(speed), zero + 24, f"{speed:,}", 14, INK, "middle"))
+    shapes.append(text((left + right) / 2, zero + 46, "tokens a second (higher is better)", 14, INK, "middle"))
+    found = {kind: point(kind, *of) for kind, *of in POINTS}
+    _, base, _ = found["auto"]
+    for kind, said, anchor, aside, down in (
+        ("auto", "16 bits", "start", 11, 5),
+        ("fp8", "vLLM's fp8", "middle", 0, -12),
+        ("quantkv_int8", "int8", "end", -11, 5),
+        ("quantkv_int4", "int4", "start", 10, 4),
+        ("quantkv_int2", "int2", "end", -11, 5),
+        ("quantkv_levels4", "levels4", "end", -11, 5),
+        ("quantkv_policy:levels4", "levels4, calibrated", "start", -6, -12),
+    ):
+        speed, tokens, kl = found[kind]
+        color = OURS if kind.startswith("quantkv") else OTHERS
+        more = "" if kind == "auto" else f": {tokens / base:.1f}x tokens"
+        shapes += [dot(x(speed), y(kl), color, 6), text(x(speed) + aside, y(kl) + down, said + more, anchor=anchor)]
+    shapes += [
+        dot(MARGIN + 6, zero + 73, OURS, 6),
+        text(MARGIN + 20, zero + 78, "quantkv"),
+        dot(MARGIN + 116, zero + 73, OTHERS, 6),
+        text(MARGIN + 130, zero + 78, "vLLM's own. 1.9x tokens: as many fit, beside 16 bits"),
+    ]
+    return picture("Loss against tokens a second", zero + 96, *shapes)
+
+
+def overview() -> str:
+    """What is stored of a sequence, what a page holds, and how attention reads it."""
+    full, wide = WIDTH - 2 * MARGIN, (WIDTH - 2 * MARGIN) / 12
+    shapes = [text(MARGIN, 32, "1  Every token is quantized into a page of 16 tokens", bold=True)]
+    for i in range(12):
+        shapes.append(box(MARGIN + i * wide, 64, wide - 3, 26, "#3d8fb3" if i == 9 else PALE))
+    shapes += [
+        box(MARGIN, 46, wide - 3, 14, WARM),
+        box(MARGIN + 10 * wide, 46, 2 * wide - 3, 14, WARM),
+        text(MARGIN + wide + 4, 58, "first 16", 13, WARM),
+        text(MARGIN + 10 * wide - 8, 58, "latest 24 to 39: 16-bit copies, too", 13, WARM, "end"),
+        line(MARGIN + 9.5 * wide - 2, 92, MARGIN + 9.5 * wide - 2, 128, arrow=True),
+        text(MARGIN, 120, "2  A page holds all that belongs to its tokens", bold=True),
+    ]
+    at = MARGIN
+    for said, share, fill in (
+        ("K codes, 2 to 8 bits", 0.36, OURS),
+        ("V codes", 0.36, "#3d8fb3"),
+        ("K scales", 0.14, WARM),
+        ("V scales", 0.14, "#d8854f"),
+    ):
+        shapes += [box(at, 132, share * full - 3, 34, fill), text(at + share * full / 2, 154, said, 14, "#ffffff", "middle")]
+        at += share * full
+    shapes.append(text(MARGIN, 200, "3  Attention reads pages as they lie, and 16-bit copies as they are", bold=True))
+    for i, (said, fill) in enumerate((("pages", OURS), ("pages", OURS), ("pages", OURS), ("copies", WARM))):
+        left = MARGIN + i * (full / 4)
+        shapes += [
+            box(left, 212, full / 4 - 12, 30, fill),
+            text(left + full / 8 - 6, 232, said, 14, "#ffffff", "middle"),
+            line(left + full / 8 - 6, 244, left + full / 8 - 6, 262, arrow=True),
+            text(left + full / 8 - 6, 280, "partial output", 13, INK, "middle"),
+            line(left + full / 8 - 6, 286, WIDTH / 2 + (i - 1.5) * 40, 310, OTHERS),
+        ]
+    shapes += [box(WIDTH / 2 - 150, 310, 300, 32, PALE), text(WIDTH / 2, 331, "combine by log-sum-exp: the output", 14, INK, "middle")]
+    return picture("Pages, scales, 16-bit copies, and attention over them", 358, *shapes)
+
+
+def badge(name: str, value: str) -> str:
+    """A name and a value side by side, as front pages have them; nothing is fetched."""
+    widths = [round(6.6 * len(said)) + 12 for said in (name, value)]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths)}" height="20" font-family="system-ui, sans-serif" role="img">'
+    ground = f'<rect width="{sum(widths)}" height="20" rx="3" fill="{OURS}"/><rect width="{widths[0]}" height="20" rx="3" fill="{INK}"/>'
+    said = text(widths[0] / 2, 14, name, 11, "#ffffff", "middle"), text(widths[0] + widths[1] / 2, 14, value, 11, "#ffffff", "middle")
+    return "\n".join([head, f"<title>{escape(name)}: {escape(value)}</title>", ground, *said, "</svg>", ""])
+
+
+def declared(pattern: str, file: str = "pyproject.toml") -> str:
+    """What a file of the project says of itself."""
+    return re.search(pattern, (ROOT / file).read_text(), re.MULTILINE)[1]
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "front.svg": front,
+    "overview.svg": overview,
+    "badge-ci.svg": lambda: badge("CI", "lint, tests, wheel, vLLM on a CPU"),
+    "badge-python.svg": lambda: badge("Python", declared(r'^requires-python = ">=([^"]+)"') + " or later"),
+    "badge-licence.svg": lambda: badge("licence", declared(r'^license = "([^"]+)"')),
+    "badge-version.svg": lambda: badge("version", declared(r'^__version__ = "([^"]+)"', "src/quantkv/__init__.py")),
     "page.svg": page,
     "scale.svg": scale,
     "window.svg": window,

@@ -69,6 +69,9 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "shadow": EXACT,
     "page_table": "tests/test_page_table.py",
     "offload": "tests/test_offload.py",
+    **{f"engine/{name}": HUGGING for name in ("batch_layer", "cache_positions", "forward_metadata", "padded_metadata", "sequences")},
+    **{f"engine/{name}": "tests/test_engine.py" for name in ("exact_group", "layer", "layer_config", "warm_up")},
+    "engine/decode_metadata": "tests/test_transformers_static.py",
     "integrations/transformers/attention": HUGGING,
     "integrations/transformers/cache": HUGGING,
     "integrations/transformers/calibrate": "tests/test_calibrate.py",
@@ -77,13 +80,13 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/config": HUGGING,
     "integrations/transformers/judged": "tests/test_judged.py",
     "integrations/transformers/layers": HUGGING,
-    "integrations/transformers/pending": HUGGING,
+    "integrations/transformers/lazy_kv": HUGGING,
     "integrations/transformers/rotation": "tests/test_calibrate.py",
     "integrations/transformers/sensitivity": "tests/cli/test_cli_tune.py",
-    "integrations/transformers/states": HUGGING,
+    "integrations/transformers/recurrent_and_latent": HUGGING,
     **{
         f"integrations/vllm/{name}": VLLM
-        for name in ("__init__", "asked", "backend", "connectors", "cpu", "exact", "implementation", "metadata", "mixed")
+        for name in ("__init__", "asked", "backend", "connectors", "cpu", "implementation", "metadata", "mixed")
     },
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")

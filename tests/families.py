@@ -15,7 +15,7 @@ from architectures import VOCABULARY, Architecture
 from quantkv import geometry
 from quantkv.geometry import Heads
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, use_quantkv_attention
-from quantkv.integrations.transformers.states import LatentLayer
+from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer
 
 BOUNDS = {"int8": 0.02, "int4": 0.35}  # median over tokens of the norm of the logits' error over that of the logits of format none
 RATIO = 10, 25  # so many times is int4's error that of int8: its steps are 255 / 15 = 17 times as wide

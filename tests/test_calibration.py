@@ -67,7 +67,7 @@ def test_damage_is_named(damage, tmp_path):
 
 WRONG = {
     "another format": ({"format": "quantkv-pages"}, {}, "format=quantkv-pages: 'quantkv-calibration' is needed"),
-    "another version": ({"version": "2"}, {}, "version=2: '1' is needed"),
+    "another version": ({"version": "3"}, {}, "version=3: '1' or '2' is needed"),
     "another digest": ({"digest": "0" * 64}, {}, "damaged: its numbers have the digest .*the file says 0000"),
     "another number of layers": ({"geometry": json.dumps({"num_layers": 5})}, {}, "damaged"),
     "no geometry": ({"geometry": "[]"}, {}, "damaged, or no calibration"),

@@ -19,7 +19,7 @@ from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.format import aliases_of, available_formats, get_format  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.states import LatentLayer  # noqa: E402
+from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer  # noqa: E402
 from quantkv.known_models import config_of  # noqa: E402
 from quantkv.page_table import PageTable  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402

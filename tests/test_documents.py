@@ -25,7 +25,7 @@ from quantkv.integrations import vllm as plugin
 from quantkv.policy import Policy
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-NO_CHECK = ("cd", "curl", "export", "git", "tar")  # of a command of these nothing is ours
+NO_CHECK = ("cd", "curl", "export", "git", "kill", "tar")  # of a command of these nothing is ours
 PRINTED = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 
 

@@ -10,9 +10,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from quantkv.engine.sequences import Sequences  # noqa: E402
 from quantkv.exact import ExactTokens  # noqa: E402
-from quantkv.integrations.passes import Kind  # noqa: E402
-from quantkv.integrations.sequences import Sequences  # noqa: E402
+from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, use_cuda_graphs, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import MODELS, Attention, logits, prompts, tiny  # noqa: E402
@@ -83,8 +83,8 @@ def test_chunks_equal_one_shot(llama):
         cache = QuantizedCache(llama.config, Policy("int4", exact=SOME))
         logits(llama, cache, ids[:, :1], mask[:, :1], [0])  # the layers below see the same rows, whatever the cuts
         layer, generator = cache.layers[0], torch.Generator().manual_seed(0)
-        layer.sequences.progress.reset()
-        layer.sequences.progress.num_layers = 1
+        layer.sequences.cache_positions.reset()
+        layer.sequences.cache_positions.num_layers = 1
         query, key, value = (torch.randn(2, heads, 91, 64, generator=generator) for heads in (4, 2, 2))
         ends = [*cuts[1:], 90]
         for a, b in [*zip(cuts, ends), (90, 91)]:

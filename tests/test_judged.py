@@ -13,7 +13,7 @@ from quantkv import PagedCache, get_format  # noqa: E402
 from quantkv.calls import AttentionOptions  # noqa: E402
 from quantkv.cli.recipes import exact_share  # noqa: E402
 from quantkv.exact import ExactTokens  # noqa: E402
-from quantkv.integrations.passes import Kind  # noqa: E402
+from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
 from quantkv.integrations.transformers.judged import Judge, attend, exact_from, judged, reread  # noqa: E402
 from quantkv.maps import LayerMaps, LinearMap  # noqa: E402

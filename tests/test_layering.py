@@ -56,31 +56,49 @@ ALLOWED = {
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "prepared", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
     "warmup": {"cache", "calls", "exact", "implementations", "prepared", "shadow"},
-    "calibration": {"checks", "format", "geometry", "maps", "plain_json", "tensor_file", "whole_file"},
+    "weights": {"checks"},
+    "calibration": {"weights", "checks", "format", "geometry", "maps", "plain_json", "tensor_file", "whole_file"},
     "policy": {"policy_file", "calibration", "checks", "exact", "format", "formats", "maps", "tensor_file", "whole_file"},
+    "engine": {
+        "cache",
+        "calls",
+        "checks",
+        "exact",
+        "format",
+        "formats",
+        "geometry",
+        "implementations",
+        "maps",
+        "options",
+        "page_table",
+        "policy",
+        "prepared",
+        "shadow",
+        "spec",
+        "warmup",
+    },
     "vllm_api": {"calls", "checks", "format", "formats", "maps", "ops", "packing", "page_views"},
     "testing": {"calls", "format", "formats", "implementations", "maps", "cache", "spec", "reference", ""},
     "integrations": {
-        "names",
-        "capacity",
-        "vllm_pages",
-        "calls",
-        "geometry",
-        "page_table",
         "cache",
+        "calibration",
+        "calls",
+        "capacity",
+        "checks",
+        "engine",
         "exact",
-        "formats",
         "format",
+        "formats",
+        "geometry",
+        "maps",
+        "names",
+        "options",
+        "policy",
+        "reference",
         "shadow",
         "spec",
-        "maps",
-        "checks",
-        "prepared",
-        "calibration",
-        "policy",
-        "warmup",
-        "dense",
-        "reference",
+        "vllm_pages",
+        "weights",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", "cpu", ""},
     "cli": {
@@ -143,6 +161,13 @@ def imported_rooms(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", [p for p in FILES if room(p) != "__init__"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_run_downward(path):
     assert imported_rooms(path) <= ALLOWED[room(path)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "integrations" / "vllm").glob("*.py")), ids=lambda p: p.name)
+def test_an_adapter_knows_no_implementation(path):
+    """Kernels, prepared calls and what compiles them are behind `engine`."""
+    behind = {p.name for p in (ROOT / "implementations").iterdir()} | {"implementations", "prepared", "warmup", "maps"}
+    assert imported_rooms(path).isdisjoint(behind)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

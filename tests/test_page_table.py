@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkv import PagedCache, get_format
-from quantkv.integrations.passes import Kind
+from quantkv.geometry import Kind
 from quantkv.page_table import PageTable
 
 
@@ -60,7 +60,13 @@ def test_a_refusal_changes_nothing(method, arguments, match):
 
 
 def test_constructor_refuses():
-    for arguments, match in (((0,), "block_size=0: 1 or more"), ((16.0,), r"block_size=16\.0"), ((16, -1), "num_sequences=-1")):
+    for arguments, match in (
+        ((0,), "block_size=0: 1 or more"),
+        ((16.0,), r"block_size=16\.0"),
+        ((16, -1), "num_sequences=-1"),
+        ((16, 1, -1), "num_pages=-1: 0 or more"),
+        ((16, 1, 64.0), r"num_pages=64\.0: an integer"),
+    ):
         with pytest.raises(ValueError, match=match):
             PageTable(*arguments)
 
@@ -106,6 +112,53 @@ def test_a_part_of_a_page_that_was_given_back_is_not_written_to():
     table.truncate([20, 0, 32])  # a whole number of pages: the next token takes a new one
     table.append([0, 0, 1])
     assert table.rows[2][:2] == [table.RELEASED] * 2 and table.rows[2][2] >= 0 and table.holds(2, 32)
+
+
+@pytest.mark.parametrize(
+    "method, given, match",
+    [
+        ("append", [100000, 0, 0], r"counts=\[100000, 0, 0\]: 6250 more pages are needed, 59 of num_pages=64 are free"),
+        ("append", [13, 0, 59 * 16], r"60 more pages are needed, 59 of num_pages=64 are free"),
+        ("reserve", [100000, 0, 0], r"lengths=\[100000, 0, 0\]: 6248 more pages"),
+        ("reserve", [0, 60 * 16, 0], r"60 more pages"),
+    ],
+)
+def test_more_pages_than_the_caches_have_are_refused(method, given, match):
+    """Before anything changes. Sequences of 20, 0 and 40 tokens hold 2 and 3 of 64 pages."""
+    table = PageTable(16, 3, num_pages=64)
+    table.append([20, 0, 40])
+    assert (table.num_pages, table.free_pages) == (64, 59)
+    before = state(table)
+    with pytest.raises(ValueError, match=match):
+        getattr(table, method)(given)
+    assert vars(table) == before
+    table.append([12, 59 * 16, 8])  # all of them
+    assert (table.num_pages, table.free_pages, table.used_pages) == (64, 0, 64)
+
+
+@pytest.mark.parametrize("counts, copies", [([1, 0, 0], 1), ([1, 1, 0], 2), ([1, 1, 1], 2)])
+def test_copies_count_as_pages(counts, copies):
+    """Three sequences share the page that they write to next; the last of them that writes keeps it."""
+    for bound in (1 + copies, copies):
+        table = PageTable(16, 1, num_pages=bound)
+        table.append([5])
+        table.select([0, 0, 0])
+        if bound == copies:
+            with pytest.raises(ValueError, match=rf"{copies} more pages are needed, {copies - 1} of num_pages={bound} are free"):
+                table.append(counts)
+        else:
+            assert len(table.append(counts)) == copies and table.free_pages == 0
+
+
+@pytest.mark.parametrize("method, given, free", [("truncate", [0, 16], 3), ("select", [1, 1], 3), ("release", [32, 0], 2)])
+def test_pages_that_are_given_back_can_be_had_again(method, given, free):
+    table = PageTable(16, 2, num_pages=4)
+    table.append([40, 16])
+    getattr(table, method)(given)
+    assert table.free_pages == free
+    table.append([16, 16])
+    assert max(page for row in table.rows for page in row) < table.num_pages == 4
+    assert PageTable(16).free_pages is None
 
 
 class Model:

@@ -35,6 +35,13 @@ def test_without_a_repository_links_are_text(script):
     assert script.long_description(TEXT, None) == " page [site](https://example.org/d) [below](#e)"
 
 
+def test_badges_are_links_with_a_picture(script):
+    badge = "[![CI](docs/a.svg)](CONTRIBUTING.md)"
+    shown = script.long_description(badge, "https://example.org/q")
+    assert shown == "[![CI](https://example.org/q/raw/main/docs/a.svg)](https://example.org/q/blob/main/CONTRIBUTING.md)"
+    assert script.long_description(badge, None) == ""
+
+
 def test_source_url(script):
     assert script.source_url('[project.urls]\nSource = "https://example.org/q"\n') == "https://example.org/q"
     assert script.source_url("[project]\n") is None
@@ -60,5 +67,7 @@ def test_metadata_has_the_readme(tmp_path):
 
 
 def test_every_relative_link_of_the_readme_exists(script):
-    for _, _, path in script.LINK.findall((ROOT / "README.md").read_text()):
+    text = (ROOT / "README.md").read_text()
+    pictures = re.findall(script.PICTURE, text)
+    for _, _, path in (*script.LINK.findall(text), *script.LINK.findall(" ".join(pictures))):
         assert (ROOT / path.partition("#")[0]).exists(), path

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -52,6 +53,17 @@ def test_tables_are_those_of_the_results():
         assert tables.update(text) == text, f"{page}: run benchmarks/site_tables.py"
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_expected_errors_are_found_again(name, monkeypatch):
+    """What docs/engine.md tells an engine to expect, over fewer rows: a mean of 128 tokens of 8 heads lies within a tenth."""
+    script = script_of("expected_errors")
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "expected-errors.json").read_text())
+    (row,) = [row for row in recorded["formats"] if row["format"] == name]
+    monkeypatch.setattr(script, "SEQUENCES", 1)
+    monkeypatch.setattr(script, "LENGTH", 128)
+    assert script.errors(name) == {"format": name} | {key: pytest.approx(row[key], rel=0.1) for key in ("row_error", "attention_error")}
+
+
 def test_matrix_of_features_is_that_of_the_results():
     """docs/features.md says of each format and head size what the recorded runs found, cell by cell."""
     matrix = script_of("feature_matrix")
@@ -80,5 +92,7 @@ def test_figures_are_those_of_the_results():
     turned = figures.rotated(figures.ROW)
     assert sum(x * x for x in turned) == pytest.approx(sum(x * x for x in figures.ROW))
     assert [round(100 * figures.error(row)) for row in (figures.ROW, turned)] == [9, 5]  # percent, as the figure says
-    pages = "".join((ROOT / "docs" / page).read_text() for page in ("how-it-works.md", "four-bits.md"))
-    assert all(f"(figures/{name})" in pages for name in figures.FIGURES)
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "docs/how-it-works.md", "docs/four-bits.md"))
+    assert all(f"figures/{name})" in pages for name in figures.FIGURES)
+    speeds = {kind: figures.point(kind, *of)[0] for kind, *of in figures.POINTS}  # each of a run and of an evaluation that is recorded
+    assert {kind: speeds[kind] for kind in ("auto", "fp8", "quantkv_int4")} == {"auto": 2993.6, "fp8": 3652.8, "quantkv_int4": 6585.2}

@@ -11,11 +11,12 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from quantkv import available_formats, get_format  # noqa: E402
-from quantkv.integrations.passes import Kind, Pass  # noqa: E402
-from quantkv.integrations.progress import Progress  # noqa: E402
-from quantkv.integrations.sequences import Sequences  # noqa: E402
+from quantkv.engine.cache_positions import CachePositions  # noqa: E402
+from quantkv.engine.forward_metadata import ForwardMetadata  # noqa: E402
+from quantkv.engine.sequences import Sequences  # noqa: E402
+from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.pending import PagedLength  # noqa: E402
+from quantkv.integrations.transformers.lazy_kv import PagedLength  # noqa: E402
 
 VOCABULARY = 128
 SIZES = {
@@ -423,10 +424,10 @@ def test_a_pass_that_failed_leaves_an_error_not_a_wrong_answer(llama):
 
 def state(cache):
     """Everything that a call could change, but for bytes of pages that no sequence holds."""
-    progress = cache.progress
-    tables = [copy.deepcopy(None if s.table is None else vars(s.table)) for s in progress.kinds]
+    cache_positions = cache.cache_positions
+    tables = [copy.deepcopy(None if s.table is None else vars(s.table)) for s in cache_positions.kinds]
     layers = [(layer.seen, layer.is_initialized, stored(layer).tolist() if layer.is_initialized else None) for layer in cache.layers]
-    return progress.seen, progress.padding, progress.holes, progress.failed, tables, layers, cache.batch_size
+    return cache_positions.seen, cache_positions.padding, cache_positions.holes, cache_positions.failed, tables, layers, cache.batch_size
 
 
 def holes_in(ids):
@@ -500,8 +501,8 @@ def test_a_refused_first_call_fixes_nothing(llama):
 
 
 def test_layers_of_one_pass_have_one_mask():
-    progress = Progress()
-    kinds = Sequences(Kind(), 16, progress), Sequences(Kind(20), 16, progress)
+    cache_positions = CachePositions()
+    kinds = Sequences(Kind(), 16, cache_positions), Sequences(Kind(20), 16, cache_positions)
     layers = [QuantizedLayer("int8", kind, None, False, 0) for kind in kinds]
     rows, mask = torch.zeros(2, 2, 9, 64), prompts([9, 4])[1].bool()
     layers[0].update(rows, rows)
@@ -515,7 +516,7 @@ def test_layers_of_one_pass_have_one_mask():
         layers[1].attend(rows[:, :, :3], mask[:, :3], scale=None)
     layers[1].update(rows, rows)
     layers[1].attend(rows, mask.clone(), scale=None)
-    assert progress.seen == 9 and [kind.table.lengths for kind in kinds] == [[9, 4], [9, 4]]
+    assert cache_positions.seen == 9 and [kind.table.lengths for kind in kinds] == [[9, 4], [9, 4]]
 
 
 def test_a_crop_that_one_kind_of_layers_refuses_cuts_none(gemma2):
@@ -560,12 +561,12 @@ def fail_in(place, model, cache, monkeypatch, **inputs):
         if place == "between":
             patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
         else:
-            patch.setattr(Pass, "attend", failing(cache.layers[place].pages))
+            patch.setattr(ForwardMetadata, "attend", failing(cache.layers[place].pages))
         refused((ZeroDivisionError, KeyboardInterrupt), None, model, past_key_values=cache, **inputs)
 
 
 def failing(pages):
-    attend = Pass.attend
+    attend = ForwardMetadata.attend
 
     def call(step, cache, *args, **kwargs):
         if cache is pages:
@@ -577,7 +578,7 @@ def failing(pages):
 
 @pytest.mark.parametrize("place", ["between", 0, 1])
 def test_after_a_pass_that_failed_everything_is_refused_until_reset(gemma2, monkeypatch, place):
-    """The layers are of two kinds, which do not hear of each other but by their progress."""
+    """The layers are of two kinds, which do not hear of each other but by their cache positions."""
     ids, mask = prompts([30, 22])
     cache = QuantizedCache(gemma2.config, "int8")
     logits(gemma2, cache, ids[:, :20], mask[:, :20], [0])
@@ -594,7 +595,7 @@ def test_after_a_pass_that_failed_everything_is_refused_until_reset(gemma2, monk
         with pytest.raises(RuntimeError, match="reset"):
             call()
     again = pickle.loads(pickle.dumps(cache))
-    assert again.progress.failed
+    assert again.cache_positions.failed
     refused(RuntimeError, "reset", gemma2, ids[:, 20:21], attention_mask=mask[:, :21], past_key_values=again)
     cache.reset()
     expected = logits(gemma2, QuantizedCache(gemma2.config, "int8"), ids, mask, [0, 25])

@@ -13,7 +13,7 @@ from transformers import DynamicCache  # noqa: E402
 from architectures import ARCHITECTURES  # noqa: E402
 from families import generate, logits, prompts  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.states import LatentLayer  # noqa: E402
+from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer  # noqa: E402
 
 
 def build(name):

@@ -2,6 +2,7 @@
 positions here, offsets larger than keys, and 16-bit formats stand for all: a wrong position is a wrong answer."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from transformers import DynamicCache  # noqa: E402
 
 from architectures import ARCHITECTURES  # noqa: E402
 from quantkv import LayerMaps, LinearMap, maps  # noqa: E402
-from quantkv.integrations.progress import Progress  # noqa: E402
-from quantkv.integrations.sequences import Kind, Sequences  # noqa: E402
+from quantkv.engine.cache_positions import CachePositions  # noqa: E402
+from quantkv.engine.sequences import Sequences  # noqa: E402
+from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, use_cuda_graphs, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import Attention, logits, prompts, stored, tiny  # noqa: E402
@@ -131,8 +133,8 @@ def test_bytes_do_not_depend_on_the_cuts(name, kind):
     made, mask, results = offset_map(), prompts([48, 31])[1].bool(), []
     given = LayerMaps(k=LinearMap(made.forward, made.inverse, made.offset, metric=factor @ factor.mT))
     for cuts in ([0], [0, 5, 16, 17, 40, 41, 42]):
-        layer = QuantizedLayer(name, Sequences(kind, 16, Progress()), None, fresh_prefill=False, num_tokens=48)
-        layer.maps = given
+        layer = QuantizedLayer(name, Sequences(kind, 16, CachePositions()), None, fresh_prefill=False, num_tokens=48)
+        layer.config = replace(layer.config, maps=given)
         layer.activate_past_recording()
         for a, b in zip(cuts, [*cuts[1:], 48]):
             pending = layer.update(key[:, :, a:b], value[:, :, a:b])

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import CompileConfig, DynamicCache  # noqa: E402
 
-from quantkv.integrations import passes, progress  # noqa: E402
+from quantkv.engine import cache_positions, decode_metadata  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, captured, layers, use_cuda_graphs, use_quantkv_attention  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
 
@@ -60,7 +60,7 @@ def test_generate_compiles_once_into_one_graph(name, lengths, stats):
         assert stats["unique_graphs"] == 1
         assert int(cache.get_seq_length()) == 24 + NEW - 1
         cache.crop(0)  # learns from the device what passed it by
-        assert cache.progress.padding == [24 - n for n in lengths] and cache.get_seq_length() == 24 + NEW - 1
+        assert cache.cache_positions.padding == [24 - n for n in lengths] and cache.get_seq_length() == 24 + NEW - 1
         del cache
         gc.collect()
 
@@ -114,18 +114,18 @@ def graphs(monkeypatch):
             counter.copy_(value)
         return graph, graph.output
 
-    decodings, counted = passes._MADE, []
-    original = progress.Progress._load
+    decodings, counted = decode_metadata._MADE, []
+    original = cache_positions.CachePositions._load
 
     def load(self):
         original(self)
         if self.counter is not None and not any(self.counter is c for c in counted):
             counted.append(self.counter)
 
-    monkeypatch.setattr(progress.Progress, "_load", load)
+    monkeypatch.setattr(cache_positions.CachePositions, "_load", load)
     monkeypatch.setattr(captured, "captured", stand_in)
-    for module in (progress, layers):
-        monkeypatch.setattr(module, "alone", lambda: Replay.capturing or torch.compiler.is_compiling())
+    for module in (cache_positions, layers):
+        monkeypatch.setattr(module, "is_capturing", lambda: Replay.capturing or torch.compiler.is_compiling())
     return made
 
 

@@ -28,13 +28,15 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 import quantkv.integrations.vllm as plug_in  # noqa: E402
 from quantkv import PagedCache, get_format, implementations  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
+from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
+from quantkv.engine.layer_config import LayerConfig  # noqa: E402
+from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.vllm import metadata  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
-from quantkv.integrations.vllm.exact import ExactGroup  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
-from quantkv.integrations.vllm.metadata import QuantKVBuilder, summary  # noqa: E402
-from quantkv.maps import LayerMaps  # noqa: E402
+from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
 
 PAIRS = [
     (QuantKVBackend, contract.AttentionBackend),
@@ -103,9 +105,8 @@ def test_who_serves_a_layer_on_a_cpu_is_what_its_calls_choose(monkeypatch):
     chosen = lambda call: ("cpu" if isinstance(call, AttendCall) else "reference", {})
     monkeypatch.setattr(implementations, "resolve", chosen)
     impl = QuantKVImpl.__new__(QuantKVImpl)
-    impl.format, impl.num_heads, impl.num_kv_heads, impl.head_size, impl.head_size_v = get_format("int4"), 2 * HEADS, HEADS, 64, 64
-    impl.maps, impl.scales, impl.dtype = PagedCache(impl.format.cache_spec(HEADS, 64), 1).maps, (1.0, 1.0), torch.float32
-    impl.options, impl.sinks, impl.slopes = AttentionOptions(), None, None
+    impl.paged = PagedLayer(LayerConfig(get_format("int4")), Heads(HEADS, 64, 64), torch.float32)
+    impl.attention = LayerAttention(2 * HEADS)
     scheduler = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
     impl.config = SimpleNamespace(scheduler_config=scheduler, model_config=SimpleNamespace(max_model_len=256))
     told = impl.who_serves(torch.device("cpu"), 32, 3, 8)
@@ -212,9 +213,9 @@ def test_pages_lie_where_vllm_puts_them(stored, layout):
     tensor = pages.KVCacheTensor(size=memory.numel(), layers=["a", "b", "c"], layer_stride=stride[0], block_stride=stride[1])
     views = pages.create_kv_cache_views(memory, spec, blocks, layout, tensor, 16)
     layer = QuantKVImpl.__new__(QuantKVImpl)
-    layer.format, layer.num_kv_heads, layer.head_size, layer.head_size_v = fmt, HEADS, 64, 64
-    layer.maps, layer.scales = PagedCache(fmt.cache_spec(HEADS, 64), 1).maps, (1.0, 1.0)
-    wrapped = [layer._wrap(view) for view in views]
+    layer.paged, layer.attention = PagedLayer(LayerConfig(fmt), Heads(HEADS, 64, 64), torch.bfloat16), LayerAttention(2 * HEADS)
+    layer._pages = lambda: None, None
+    wrapped = [layer.cache_of(view) for view in views]
     own = PagedCache(fmt.cache_spec(HEADS, 64), blocks)
     k, v = torch.randn(2, 40, HEADS, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     slots = torch.randperm(blocks * 16, generator=torch.Generator().manual_seed(1))[:40]
@@ -284,23 +285,28 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
     wrapped = QuantKVBackend if size is None else create_chunked_local_attention_backend(QuantKVBackend, size)
     assert wrapped.get_name() == "CUSTOM" and (size is None or wrapped.get_builder_cls() is not QuantKVBuilder)
     impl = QuantKVImpl.__new__(QuantKVImpl)
-    impl.kv_sharing_target_layer_name = impl.policy = impl.sinks = impl.slopes = None
-    impl.kv_cache_dtype, impl.dtype, impl.options, impl.maps = kv_cache_dtype, torch.bfloat16, AttentionOptions(), LayerMaps()
-    impl.num_heads, impl.num_kv_heads, impl.head_size = 2 * HEADS, HEADS, 64
+    impl.kv_sharing_target_layer_name = impl.policy = None
+    impl.kv_cache_dtype, impl.dtype, impl.attention = kv_cache_dtype, torch.bfloat16, LayerAttention(2 * HEADS)
+    impl.num_kv_heads, impl.head_size = HEADS, 64
     layer = SimpleNamespace(impl=impl, layer_name="model.layers.0.attn", head_size_v=64, attn_backend=wrapped, attention_chunk_size=size)
-    impl.config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={layer.layer_name: layer}))
+    impl.config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={layer.layer_name: layer}),
+        cache_config=SimpleNamespace(block_size=16),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+    )
     impl.process_weights_after_loading(torch.bfloat16)
     assert layer.attn_backend is (QuantKVBackend if kv_cache_dtype == "auto" else backend_of(get_format("int4")))
     assert layer.attn_backend.get_builder_cls() is QuantKVBuilder
-    assert impl.options == (AttentionOptions() if size is None else AttentionOptions(window=32, chunk_lookback=0))
-    assert impl.options in impl.kind
+    assert impl.attention.options == (AttentionOptions() if size is None else AttentionOptions(window=32, chunk_lookback=0))
+    assert impl.attention.options in impl.kind
+    paged = impl.paged
     impl.process_weights_after_loading(torch.bfloat16)  # as weights that are loaded again
-    assert impl.options.window == (size or 0)
+    assert impl.attention.options.window == (size or 0) and impl.paged is paged
 
 
 def test_chunks_and_a_window_are_refused():
     impl = QuantKVImpl.__new__(QuantKVImpl)
-    impl.options = AttentionOptions(window=8)
+    impl.attention = LayerAttention(2 * HEADS, options=AttentionOptions(window=8))
     with pytest.raises(NotImplementedError, match="chunks of 32 tokens and a window of 8"):
         impl._take_chunks(32)
 
@@ -394,36 +400,33 @@ def test_exact_tokens_of_a_step(builder):
     fmt = get_format("int4")
     spec = fmt.cache_spec(HEADS, 64)
     layer = QuantKVImpl.__new__(QuantKVImpl)
-    layer.format, layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.dtype = fmt, HEADS, 64, 64, torch.bfloat16
-    layer.maps, layer.scales = PagedCache(spec, 1).maps, (1.0, 1.0)
-    layer.exact, layer.sinks, layer.slopes, layer._cache = ExactTokens(16, 24), None, None, (lambda: None, None)
+    layer.paged = PagedLayer(LayerConfig(fmt, exact=ExactTokens(16, 24)), Heads(HEADS, 64, 64), torch.bfloat16)
+    layer.attention, layer._pages = LayerAttention(2 * HEADS), (lambda: None, None)
     memory = torch.zeros(16, HEADS, 16, spec.page_bytes // 16, dtype=torch.uint8)
     scheduler = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=128)
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]), scheduler_config=scheduler)
-    layers = {"model.layers.0.attn": SimpleNamespace(impl=layer, kv_cache=memory)}
-    builder.exact = ExactGroup.of(layers, config, torch.device("cpu"))
+    builder.last = SimpleNamespace(impl=layer, kv_cache=memory)
+    builder.exact = metadata.exact_group([builder.last], config, torch.device("cpu"))
 
     def step(queries, keys, build):
         given = common(queries, keys)
         places = [s * 128 + p for s, (n, m) in enumerate(zip(queries, keys)) for p in range(m - n, m)]
-        found = build(replace(given, slot_mapping=torch.tensor(places)))
-        return found, found.write(torch.tensor(places), False), found.attend(0.125, AttentionOptions(), False)
+        return build(replace(given, slot_mapping=torch.tensor(places)))
 
-    first, *_ = step([1, 1], [4, 4], builder.build_for_cudagraph_capture)
-    assert int(builder.exact.pages.now) == 0 and int(builder.exact.pages.owner.max()) == -1
+    first = step([1, 1], [4, 4], builder.build_for_cudagraph_capture)
+    assert int(builder.exact.pool.now) == 0 and int(builder.exact.pool.owner.max()) == -1
     cache = layer.cache_of(memory)
     k, v = torch.randn(2, 90, HEADS, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = torch.randn(2, 2 * HEADS, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    _, write, _ = step([40, 50], [40, 50], lambda m: builder.build(0, m))
-    write(cache, k, v)
-    found, write, attend = step([1, 1], [41, 51], lambda m: builder.build(0, m))
-    write(cache, k[:2], v[:2])
+    step([40, 50], [40, 50], lambda m: builder.build(0, m)).write(cache, k, v)
+    found = step([1, 1], [41, 51], lambda m: builder.build(0, m))
+    found.write(cache, k[:2], v[:2])
     assert [t.data_ptr() for t in found.exact.joined] == [t.data_ptr() for t in first.exact.joined]
     assert found.exact.joined[2].tolist() == [[16, 16], [16, 16]] and found.exact.joined[1].tolist() == [0, 0]
     own = PagedCache(get_format("bf16").cache_spec(HEADS, 64), 16)
     own.write(torch.cat([k, k[:2]]), torch.cat([v, v[:2]]), torch.cat([torch.arange(40), 128 + torch.arange(50), torch.tensor([40, 178])]))
     expected = own.attend(q, block_table=found.block_table, seq_lens=found.batch.seq_lens, scale=0.125)
-    assert torch.equal(attend(cache, q), expected)
+    assert torch.equal(found.attend(cache, q, 0.125), expected)
 
 
 @pytest.mark.parametrize("clamp", [False, True])
@@ -434,9 +437,9 @@ def test_tokens_of_an_image_see_each_other(clamp, builder):
     generator = torch.Generator().manual_seed(0)
     k, v, q = torch.randn(3, 80, 1, 16, generator=generator)
     cache.write(k, v, torch.cat([torch.arange(20), 128 + torch.arange(60)]))
-    options = AttentionOptions(window=8)
+    options = AttentionOptions(window=8, clamp_prefix_to_window=clamp)
     plain, images = (builder.build(0, common(queries, queries, 1, **more)) for more in ({}, {"mm_req_doc_ranges": {1: [(3, 40)]}}))
-    before, after = (step.attend(0.25, options, clamp)(cache, q)[:, 0] for step in (plain, images))
+    before, after = (step.attend(cache, q, 0.25, options)[:, 0] for step in (plain, images))
     changed = (before != after).any(1).nonzero()[:, 0].tolist()
     assert changed == [20 + i for i in range(3, 40 + (not clamp))]  # clamped, the last token sees no more than causally
     first = 33 if clamp else 3  # of what position 40 sees

@@ -95,6 +95,14 @@ def test_sentences_are_short(page):
 
 
 @pytest.mark.parametrize("page", USER_PAGES)
+def test_few_sentences_are_long(page):
+    """Over 25 words have three sentences of a page, or one in twenty: those that a formula or a list of names makes long."""
+    found = sentences((ROOT / page).read_text())
+    long = [sentence for sentence in found if len(sentence.split()) > 25]
+    assert len(long) <= max(3, len(found) / 20), long
+
+
+@pytest.mark.parametrize("page", USER_PAGES)
 def test_tables_have_at_most_seven_columns(page):
     for line in re.findall(r"^\|[ :|-]+\|$", (ROOT / page).read_text(), re.MULTILINE):
         assert line.count("|") <= 8, line

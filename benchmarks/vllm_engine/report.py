@@ -53,7 +53,7 @@ def main() -> None:
                 x for e in rivals for x in e.get("found", []) if x["scenario"] == scenario and x.get("context") == found.get("context")
             ]
             table.setdefault(title, {})[engine["type"]] = cell(scenario, found, alike[0] if alike else {})
-    print(f"| tokens a second (x 16 bits) | {' | '.join('16 bits' if t == BASE else t for t in types)} |")
+    print(f"| tokens a second (speedup over 16 bits) | {' | '.join('16 bits' if t == BASE else t for t in types)} |")
     print(f"|---|{'---|' * len(types)}")
     for title, cells in table.items():
         print(f"| {title} | {' | '.join(cells.get(t, '') for t in types)} |")

@@ -1,8 +1,9 @@
 """What is measured of a model once, so that its cache loses less in the same bytes. docs/calibration.md says what it is good for.
 
 A calibration file is a safetensors file with, for each layer N that keeps keys and values, `layers.N.k.offset` float16
-`[buckets, HK, D]`, `layers.N.k.metric` float32 `[HK, D, D]` and `layers.N.v.metric` float32 `[HK, D_V, D_V]`. Its metadata: format,
-version, geometry (JSON), made_of (JSON, for people) and digest, a SHA-256 over the tensors and the geometry.
+`[buckets, HK, D]`, `layers.N.k.metric` float32 `[HK, D, D]`, `layers.N.v.metric` float32 `[HK, D_V, D_V]` and, since version 2,
+`layers.N.weights` float16 `[64]`. Its metadata: format, version, geometry (JSON), made_of (JSON, for people) and digest, a SHA-256 over the
+tensors and the geometry.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from . import plain_json, tensor_file, whole_file
+from . import plain_json, tensor_file, weights, whole_file
 from .checks import digest_of, instance, integer, refuse
 from .format import Codec, Format
 from .geometry import MOST_LAYERS, Geometry, Heads
@@ -25,8 +26,9 @@ from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
 
 MIN_TOKENS = 256  # fewer say too little of a model
 NUMBERS = frozenset(map(str, range(MOST_LAYERS)))  # of layers, as a file spells them
-FILE_FORMAT, FILE_VERSION = "quantkv-calibration", "1"
-PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric"}  # name of a tensor: field of `LayerMoments`
+FILE_FORMAT, FILE_VERSION, VERSIONS = "quantkv-calibration", "2", ("1", "2")  # version 1 has no weights
+PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric", "weights": "weights"}  # tensor: field
+OPTIONAL = ("key_offset", "weights")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +39,13 @@ class LayerMoments:
         understood.
     key_metric: float32 `[HK, D, D]`: what an error e of a key costs, `e^T key_metric e`: second moments of the queries.
     value_metric: float32 `[HK, D_V, D_V]`: the same of values: of the output projection's columns.
+    weights: float16 `[64]`: the sample of the layer's key projection (`weights.sample`), by which another model is told; None: not known.
     """
 
     key_offset: torch.Tensor | None
     key_metric: torch.Tensor
     value_metric: torch.Tensor
+    weights: torch.Tensor | None = None
 
     @property
     def heads(self) -> Heads:
@@ -56,14 +60,15 @@ class LayerMoments:
         """ValueError unless shapes, dtypes and numbers are what they have to be."""
         for part, name in PARTS.items():
             t = getattr(self, name)
-            if name != "key_offset" or t is not None:
+            if name not in OPTIONAL or t is not None:
                 instance(f"layers.{layer}.{part}", t, torch.Tensor, "a tensor")
-                if t.ndim != 3 or not t.numel():
+                if name != "weights" and (t.ndim != 3 or not t.numel()):
                     refuse(f"layers.{layer}.{part}", tuple(t.shape), "three dimensions are needed, none of them 0")
         (heads, size, size_v), offset = self.heads, self.key_offset
         buckets = 1 if offset is None else offset.shape[0]
         needed = {"k.offset": ((buckets, heads, size), torch.float16)}
         needed |= {"k.metric": ((heads, size, size), torch.float32), "v.metric": ((heads, size_v, size_v), torch.float32)}
+        needed |= {"weights": ((weights.SAMPLE,), torch.float16)}
         for part, t in self.tensors().items():
             shape, dtype = needed[part]
             if tuple(t.shape) != shape or t.dtype != dtype:
@@ -121,9 +126,9 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """Read a file. ValueError naming it and the cause where it is absent, cut, damaged, or no calibration of this version."""
         metadata, tensors = tensor_file.read("calibration", path)
-        for name, needed in (("format", FILE_FORMAT), ("version", FILE_VERSION)):
-            if metadata.get(name) != needed:
-                refuse(f"calibration={str(path)!r}: {name}", metadata.get(name), f"{needed!r} is needed")
+        for name, needed in (("format", (FILE_FORMAT,)), ("version", VERSIONS)):
+            if metadata.get(name) not in needed:
+                refuse(f"calibration={str(path)!r}: {name}", metadata.get(name), f"{' or '.join(map(repr, needed))} is needed")
         try:
             made = cls(*_parse(metadata, tensors))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -163,6 +168,10 @@ class Calibration:
         if found != heads:
             names = "{} kv heads of {} (values {})".format
             refuse("calibration", f"made for {names(*found)} in layer {number}", f"the model has {names(*heads)}")
+
+    def check_weights(self, found: Mapping[int, torch.Tensor | None]) -> None:
+        """ValueError where it was made of another model than samples of weights, by layer, were found in (`weights.check`)."""
+        weights.check({number: layer.weights for number, layer in self.layers.items()}, found)
 
     def maps(self, layer: int, fmt: Format, offset: bool | None = None) -> LayerMaps:
         """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the offset of the keys and with the

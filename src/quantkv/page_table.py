@@ -13,19 +13,30 @@ class PageTable:
 
     rows: for each sequence, its pages in order; `RELEASED` where one was given back (behind a sliding window).
     lengths: tokens of each sequence, which may hold pages for more.
-    num_pages: pages that a cache must have so far, used or free.
+    num_pages: pages that the caches have, and more are refused; None: the caches grow, to `num_pages` pages so far, used or free.
     Errors: ValueError naming the argument, its value and what is allowed, before anything changes.
     """
 
     RELEASED = -1
 
-    def __init__(self, block_size: int, num_sequences: int = 0) -> None:
+    def __init__(self, block_size: int, num_sequences: int = 0, num_pages: int | None = None) -> None:
         self.block_size, num_sequences = _integer("block_size", block_size, 1), _integer("num_sequences", num_sequences)
+        self._bound = None if num_pages is None else _integer("num_pages", num_pages)
         self.rows: list[list[int]] = [[] for _ in range(num_sequences)]
         self.lengths = [0] * num_sequences
-        self.num_pages = 0
+        self._taken = 0  # pages that were ever taken: 0.._taken - 1
         self._references: Counter[int] = Counter()
         self._free: list[int] = []
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that a cache must have: the bound, or without one as many as were ever taken."""
+        return self._taken if self._bound is None else self._bound
+
+    @property
+    def free_pages(self) -> int | None:
+        """Pages that are still to be had; None without a bound."""
+        return None if self._bound is None else self._bound - self._taken + len(self._free)
 
     @property
     def used_pages(self) -> int:
@@ -36,23 +47,15 @@ class PageTable:
         """Lengthen sequence i by `counts[i]` tokens -> pages `(source, target)` to copy before anything is written."""
         counts = self._each("counts", counts)
         lengths = [length + count for length, count in zip(self.lengths, counts)]
-        copies = self.reserve(lengths)
+        copies = self._grow("counts", counts, lengths)
         self.lengths = lengths
         return copies
 
     def reserve(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Pages of its own for sequence i to grow to `lengths[i]` tokens; it keeps its length -> pages `(source, target)` to copy before
         anything is written."""
-        copies = []
-        for row, held, length in zip(self.rows, self.lengths, self._each("lengths", lengths)):
-            column, within = divmod(held, self.block_size)
-            if length > held and within and self._references[row[column]] > 1:
-                source, row[column] = row[column], self._take()
-                self._drop((source,))
-                copies.append((source, row[column]))
-            while len(row) * self.block_size < length:
-                row.append(self._take())
-        return copies
+        lengths = self._each("lengths", lengths)
+        return self._grow("lengths", lengths, lengths)
 
     def settle(self, lengths: Sequence[int]) -> None:
         """Sequence i holds `lengths[i]` tokens, in the pages that it has. The page of its next token must not have been given back."""
@@ -107,11 +110,38 @@ class PageTable:
             _refuse(argument, values, f"one for each of the {len(self.rows)} sequences is needed")
         return [_integer(argument, value, 0, high) for value, high in zip(values, most or [None] * len(values))]
 
+    def _grow(self, argument: str, given: list[int], lengths: list[int]) -> list[tuple[int, int]]:
+        """`reserve`, called with `argument=given`."""
+        needed = self._needed(lengths)
+        if self._bound is not None and needed > self.free_pages:
+            _refuse(argument, given, f"{needed} more pages are needed, {self.free_pages} of num_pages={self._bound} are free")
+        copies = []
+        for row, held, length in zip(self.rows, self.lengths, lengths):
+            column = self._shared(row, held, length)
+            if column is not None:
+                source, row[column] = row[column], self._take()
+                self._drop((source,))
+                copies.append((source, row[column]))
+            row += [self._take() for _ in range(-(-length // self.block_size) - len(row))]
+        return copies
+
+    def _needed(self, lengths: list[int]) -> int:
+        """Pages that `_grow` takes: those behind the rows, and copies; the last of the sequences that share a page keeps it."""
+        grows = list(zip(self.rows, self.lengths, lengths))
+        written = Counter(row[column] for row, *now in grows if (column := self._shared(row, *now)) is not None)
+        copies = sum(min(count, self._references[page] - 1) for page, count in written.items())
+        return copies + sum(max(-(-length // self.block_size) - len(row), 0) for row, _, length in grows)
+
+    def _shared(self, row: list[int], held: int, length: int) -> int | None:
+        """Where in its row a sequence that grows has begun a page that others hold, too; None: nowhere."""
+        column, within = divmod(held, self.block_size)
+        return column if length > held and within and self._references[row[column]] > 1 else None
+
     def _take(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
-            page, self.num_pages = self.num_pages, self.num_pages + 1
+            page, self._taken = self._taken, self._taken + 1
         self._references[page] = 1
         return page
 

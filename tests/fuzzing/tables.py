@@ -16,29 +16,31 @@ METHODS = ("append", "reserve", "settle", "select", "truncate", "release")
 
 @dataclass(frozen=True)
 class Case:
-    """steps: a method and integers, of which each sequence takes the next; so every operation is one for each of them, legal or not."""
+    """steps: a method and integers, of which each sequence takes the next; so every operation is one for each of them, legal or not.
+    num_pages: the bound of the table."""
 
     block_size: int
     sequences: int
     steps: tuple[tuple[str, tuple[int, ...]], ...]
+    num_pages: int | None = None
 
 
 @st.composite
 def cases(draw) -> Case:
     numbers = st.lists(st.integers(-1, 12), min_size=1, max_size=5).map(tuple)
     steps = st.lists(st.tuples(st.sampled_from(METHODS), numbers), min_size=1, max_size=12).map(tuple)
-    return Case(draw(st.integers(1, 4)), draw(st.integers(0, 3)), draw(steps))
+    return Case(draw(st.integers(1, 4)), draw(st.integers(0, 3)), draw(steps), draw(st.none() | st.integers(0, 12)))
 
 
 class Model:
     """Each sequence's tokens, and what lies in each slot of each page, in dictionaries."""
 
     def __init__(self, case: Case) -> None:
-        self.size, self.table = case.block_size, PageTable(case.block_size, case.sequences)
+        self.size, self.table = case.block_size, PageTable(case.block_size, case.sequences, case.num_pages)
         self.tokens: list[list[int]] = [[] for _ in range(case.sequences)]
         self.released = [0] * case.sequences  # positions before it may be gone
         self.slots: dict[tuple[int, int], int] = {}
-        self.next = 0
+        self.next, self.num_pages = 0, case.num_pages
 
     def arguments(self, method: str, numbers: tuple[int, ...]) -> list[int]:
         if method == "select":
@@ -55,11 +57,20 @@ class Model:
         most = {"truncate": map(len, self.tokens), "release": map(len, self.tokens), "settle": room}.get(method, [1 << 60] * len(given))
         if not all(0 <= n <= m for n, m in zip(given, most)):
             return False
+        if method in ("append", "reserve"):
+            return self.num_pages is None or self.pages(method, given) <= self.num_pages
         gone = [r // self.size * self.size for r in self.released]
         if method == "settle":  # what follows would go to a page that was given back
             return all(n >= r for n, r in zip(given, gone))
         cut_inside = method == "truncate" and any(n % self.size and n < r for n, r in zip(given, gone))
         return not cut_inside
+
+    def pages(self, method: str, given: list[int]) -> int:
+        """Pages that are held after an append or a reserve: by a table without a bound that does the same."""
+        table = copy.deepcopy(self.table)
+        table._bound = None
+        getattr(table, method)(given)
+        return len({page for row in table.rows for page in row if page != PageTable.RELEASED})
 
     def write(self, i: int) -> None:
         """The next token of a sequence, where the table says."""

@@ -8,6 +8,7 @@ import pytest
 import tiny_models
 import torch
 
+from quantkv import weights
 from quantkv.calibration import Calibration, LayerMoments
 
 LAYERS = 30
@@ -124,6 +125,21 @@ def test_a_wrong_calibration_is_refused_before_the_weights_are_loaded(tmp_path, 
     folder = tiny_models.write("llama", tmp_path / "model")
     report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, **asked)
     assert said in report.error
+    assert "Loading weights took" not in report.log
+
+
+def test_a_calibration_of_other_weights_is_refused_before_these_are_loaded(tmp_path):
+    folder, eye = tiny_models.write("llama", tmp_path / "model"), torch.eye(64).repeat(2, 1, 1)
+    samples = weights.of_checkpoint(folder)
+    assert list(samples) == [0, 1]
+    for sign, said in ((1, ""), (-1, "calibration=made of other weights: those of layer 1 are 2.00 apart")):
+        layers = {0: LayerMoments(None, eye, eye, samples[0]), 1: LayerMoments(None, eye, eye, sign * samples[1])}
+        own = tmp_path / f"sign {sign}"  # an engine that was asked the same before is not asked again
+        own.mkdir()
+        Calibration(2, layers).save(own / "made.safetensors")
+        asked = policy(own, format="levels4", calibration="made.safetensors")
+        report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, **asked)
+        assert (said in report.error) if said else report.error == ""
     assert "Loading weights took" not in report.log
 
 

@@ -113,6 +113,11 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
     raise ValueError(f"implementation={implementation!r}: {'; '.join(refusals.values())}")
 
 
+def scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], itemsize: int) -> int:
+    """Most bytes that attention of `num_tokens` queries takes on a GPU beside its tensors. sizes: of a key and a value."""
+    return module("dense", "attend").most_scratch_bytes(num_tokens, num_heads, sizes, itemsize)
+
+
 def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
     """Whether an implementation has code that reads ("attend") or writes ("write") a format, on the right device and at head sizes that it
     takes. None where that cannot be told without a package that is missing."""

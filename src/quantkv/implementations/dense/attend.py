@@ -199,6 +199,11 @@ def query_row_bytes(num_heads: int, sizes: tuple[int, int], itemsize: int, mappe
     return num_heads * (itemsize * alone + 4), num_heads * (itemsize * (size + 3 * size_v) + 4 * size_v + 16)
 
 
+def most_scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], itemsize: int) -> int:
+    """Most bytes that a call takes beside its tensors, whatever its lengths are. sizes: of a key and a value."""
+    return SCRATCH_BYTES + min(num_tokens * max(query_row_bytes(num_heads, sizes, itemsize)), QUERY_BYTES)
+
+
 def _place(
     rounds: list[Round], sources: dict[Round, own.Sources], sizes: tuple[int, int], device: torch.device
 ) -> dict[Round, list[torch.Tensor]]:

@@ -10,10 +10,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ... import weights
+from ...calibration import Calibration
 from ...checks import refuse
-from ..passes import brief
+from ...engine.decode_metadata import mask_summary
 from .compiled import HANDED
-from .pending import ATTENTION, PagedLength
+from .lazy_kv import ATTENTION, PagedLength
 
 
 def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -40,6 +42,15 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
             "AttentionInterface), so it cannot read quantized pages"
         )
     return parts[0]
+
+
+def check_weights(model: PreTrainedModel, calibration: Calibration | None) -> None:
+    """ValueError where a calibration was made of another model: of one with other key projections."""
+    if calibration is not None:
+        modules = {
+            part.layer_idx: part for part in reversed([*decoder_of(model).modules()]) if isinstance(getattr(part, "layer_idx", None), int)
+        }
+        calibration.check_weights({number: weights.of_module(part) for number, part in modules.items()})
 
 
 def quantkv_attention(
@@ -88,6 +99,9 @@ def quantkv_attention(
     if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if layer.weights is not None and not compiling and (found := weights.of_module(module)) is not None:
+        weights.check({layer.index: layer.weights}, {layer.index: found})
+        layer.weights = None
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None
     return layer.attend(query, attention_mask, key.update, **options), None
@@ -121,7 +135,7 @@ def quantkv_mask(
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """transformers' mask function. For a layer in pages: the padding mask, bool `[S, 1, 1, q_offset + q_length]`, in `padding` without
-    the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `passes.brief` of it, for which nothing is
+    the dimensions of 1, or None where nothing is padded; in a pass of one token a sequence `mask_summary` of it, for which nothing is
     read on the host. What else a mask could say is refused, and causality and windows the cache knows. For any other: sdpa's mask.
 
     config: of the model that asks. ValueError where its layers are not those that the cache was made for.
@@ -141,7 +155,7 @@ def quantkv_mask(
     if not isinstance(q_offset, torch.Tensor):
         padding = padding[:, : q_offset + q_length]
     if q_length == 1:
-        return brief(padding)
+        return mask_summary(padding)
     mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
     if torch.compiler.is_compiling():
         return mask

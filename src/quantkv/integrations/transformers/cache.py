@@ -12,15 +12,16 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...checks import integer, refuse
+from ...engine.cache_positions import CachePositions
+from ...engine.layer_config import LayerConfig
+from ...engine.sequences import Sequences
 from ...format import Format
 from ...formats import get_format
 from ...policy import Policy
 from ...spec import CacheSpec
-from ..progress import Progress
-from ..sequences import Sequences
 from .config import LayerPlan, MadeFor, geometry_of, plan_layers, shares_keys
 from .layers import QuantizedLayer
-from .states import HybridLayer, LatentLayer
+from .recurrent_and_latent import HybridLayer, LatentLayer
 
 
 class QuantizedCache(Cache):
@@ -67,18 +68,21 @@ class QuantizedCache(Cache):
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
         if fresh_prefill and shares_keys(config):
             raise NotImplementedError("fresh_prefill=True: layers share keys and values, and read them from the pages")
-        self.progress = Progress()
-        self.progress.shared = shares_keys(config)
-        self.progress.capturable = not self.progress.shared and not any(plan.kind is None or plan.latent or plan.own for plan in plans)
+        self.cache_positions = CachePositions()
+        self.cache_positions.shared = shares_keys(config)
+        self.cache_positions.capturable = not self.cache_positions.shared and not any(
+            plan.kind is None or plan.latent or plan.own for plan in plans
+        )
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
-        self.sequences = {kind: Sequences(kind, block_size, self.progress, policy and policy.exact) for kind in kinds}
+        self.sequences = {kind: Sequences(kind, block_size, self.cache_positions, policy and policy.exact) for kind in kinds}
         options = dtype, fresh_prefill, num_tokens
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
         for number, layer in self.quantized_layers.items():
             layer.made_for = made_for
             if policy is not None:
-                layer.maps = policy.maps_of(number)
+                layer.config = LayerConfig.of(policy, number, dtype or torch.bfloat16)
+                layer.weights = None if policy.calibration is None else policy.calibration.layers[number].weights
 
     def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:
         if plan.kind is None:
@@ -92,7 +96,7 @@ class QuantizedCache(Cache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand a layer's new keys and values `[batch, HK, tokens, D]` to the attention function, which stores them and reads the pages."""
-        if self.progress.shared and torch.compiler.is_compiling():
+        if self.cache_positions.shared and torch.compiler.is_compiling():
             _refuse_to_compile()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -116,7 +120,7 @@ class QuantizedCache(Cache):
     def is_compileable(self) -> bool:
         """Whether `generate` may compile passes of one token."""
         # not by super(), which torch.compile of torch 2.11 does not follow here
-        return all(layer.is_compileable for layer in self.layers) and not self.progress.shared
+        return all(layer.is_compileable for layer in self.layers) and not self.cache_positions.shared
 
     @property
     def is_linear(self) -> list[bool]:
@@ -163,11 +167,11 @@ class QuantizedCache(Cache):
     @property
     def batch_size(self) -> int:
         """Sequences in the cache, -1 before the first forward pass."""
-        return self.progress.batch_size
+        return self.cache_positions.batch_size
 
     def reset(self) -> None:
         """Empty the cache in place; its memory is kept."""
-        self.progress.reset()
+        self.cache_positions.reset()
         for layer in self._states:
             LinearAttentionLayer.reset(layer)
         self._sync()
@@ -186,7 +190,7 @@ class QuantizedCache(Cache):
                 f"crop: {count} tokens back, the states of recurrent layers are not kept; nor are those of convolutions, unless "
                 "cache.activate_past_recording() is called before the forward passes"
             )
-        self.progress.crop(count)
+        self.cache_positions.crop(count)
         for layer in states:
             if layer.is_croppable and layer.record_past:
                 LinearAttentionLayer.crop(layer, -count)
@@ -211,7 +215,7 @@ class QuantizedCache(Cache):
         self._select(chosen)
 
     def _select(self, indices: list[int]) -> None:
-        self.progress.select(indices)
+        self.cache_positions.select(indices)
         for layer in self._states:
             if layer.device is not None:
                 LinearAttentionLayer.reorder_cache(layer, torch.tensor(indices, device=layer.device))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
+from ... import weights
 from ...calibration import MIN_TOKENS, Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
 from ...maps import OFFSET_BUCKET
@@ -113,6 +114,7 @@ class LayerSums:
         self.rotary: Rotary | None = None
         self.layout: Layout | None = None
         self.understood = True
+        self.weights: torch.Tensor | None = None  # the sample of its key projection
         self.value_moments: dict[torch.nn.Module, torch.Tensor] = {}  # by the module whose output projection it is
 
 
@@ -177,6 +179,7 @@ class Observer:
         number, _ = self._cache.keys[key.data_ptr()]
         layer = self.layers.setdefault(number, LayerSums())
         if module not in layer.value_moments:
+            layer.weights = weights.of_module(module) if layer.weights is None else layer.weights
             layer.value_moments[module] = _value_moments(module, query.shape[1], value)
         turn = self._turn(module, layer, query, key)
         self._calls.clear()  # they hold hidden states
@@ -285,7 +288,7 @@ class Observer:
                 averages[key] = Average.of(tables, layer.layout, mean.shape[-1], OFFSET_BUCKET)
             offset, queries = averages[key].turned_mean(mean), averages[key].turned_moments(queries)
         offset = None if offset is None else offset.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
-        return LayerMoments(offset, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu())
+        return LayerMoments(offset, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu(), layer.weights)
 
 
 WATCHING: list[Observer] = []

@@ -49,7 +49,7 @@ class CapturedModel:
 
     def __call__(self, past_key_values: QuantizedCache, **inputs: Any) -> Any:
         """The model's output; its tensors are overwritten by the next call."""
-        model, cache, progress = self.model(), past_key_values, past_key_values.progress
+        model, cache, cache_positions = self.model(), past_key_values, past_key_values.cache_positions
         key = self._key(cache, inputs)
         if key is None or key != self.key:  # this call compiles, and allocates what lasts
             self.forget()
@@ -60,19 +60,19 @@ class CapturedModel:
         for name, t in _tensors(inputs):
             self.inputs[name].copy_(t)
         self.graph.replay()
-        progress.stale = progress.behind = True
+        cache_positions.stale = cache_positions.behind = True
         self.output["past_key_values"] = cache
         output, self.output = self.output, type(self.output)(**{**self.output, "past_key_values": None})  # keeps no cache alive
         return output
 
     def _key(self, cache: QuantizedCache, inputs: dict[str, Any]) -> Any:
         """Equal for calls that one graph serves; None where it can be none."""
-        progress, tensors = cache.progress, _tensors(inputs)
-        if not progress.ready or inputs["input_ids"].shape[1] != 1:
+        cache_positions, tensors = cache.cache_positions, _tensors(inputs)
+        if not cache_positions.ready or inputs["input_ids"].shape[1] != 1:
             return None
         shapes = tuple((name, t.shape, t.dtype, t.device) for name, t in tensors)
         others = tuple((name, value) for name, value in inputs.items() if not isinstance(value, torch.Tensor | dict))
-        return weakref.ref(cache, self.forget), progress.addresses, progress.padded, shapes, others
+        return weakref.ref(cache, self.forget), cache_positions.addresses, cache_positions.padded, shapes, others
 
     def _capture(self, model: PreTrainedModel, cache: QuantizedCache, inputs: dict[str, Any]) -> None:
         self.inputs = {name: t.clone() for name, t in _tensors(inputs)}
@@ -80,11 +80,11 @@ class CapturedModel:
         for name, value in inputs.items():
             if isinstance(value, dict):  # a mask for each type of layers
                 given[name] = {inner: self.inputs.get(f"{name}.{inner}", v) for inner, v in value.items()}
-        before = cache.progress.stale, cache.progress.behind
+        before = cache.cache_positions.stale, cache.cache_positions.behind
         try:
             self.graph, self.output = captured(lambda: model(past_key_values=cache, **given))
         finally:
-            cache.progress.stale, cache.progress.behind, cache.progress.traced = *before, 0  # nothing ran
+            cache.cache_positions.stale, cache.cache_positions.behind, cache.cache_positions.traced = *before, 0  # nothing ran
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -65,7 +65,7 @@ def _layer(tensor: torch.Tensor, index: int) -> QuantizedLayer:
 def decode_layer(query, key, value, mask, places, sinks, scale, softcap, index):
     """`QuantizedLayer.decode`.
 
-    places: where what it writes to begins, that of its `Decoding` first: a graph that was captured over them is valid for no others.
+    places: where what it writes to begins, that of its `DecodeMetadata` first: a graph that was captured over them is valid for no others.
     They are not declared as written to: nothing else in a compiled graph reads them, and none may copy them."""
     layer = _layer(places[0], index)
     return layer.decode(query, (key, value), mask, layer.leads, scale=scale, softcap=softcap, sinks=sinks)

@@ -18,12 +18,12 @@ from ...geometry import (
     STATE_TYPES,
     Geometry,
     Heads,
+    Kind,
     heads_of,
     model_types,
     stretched,
     unknown_type,
 )
-from ..passes import Kind
 
 UNEVEN = ("global_head_dim", "num_global_key_value_heads", "v_head_dim", "attention_head_dim")  # other sizes in some layers, or of values
 

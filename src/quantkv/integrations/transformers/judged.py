@@ -20,14 +20,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ...calls import Side
 from ...checks import refuse
+from ...engine.layer_config import exact_tokens
 from ...exact import BLOCK_SIZE, ExactTokens
 from ...format import Codec, Format
+from ...geometry import Kind
 from ...implementations.reference.write import dequantize, encode
 from ...maps import LayerMaps, LinearMap
 from ...policy import Policy
 from ...spec import CacheSpec
-from ..passes import Kind
-from .attention import decoder_of
+from .attention import check_weights, decoder_of
 from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 
 JUDGED = "quantkv_judged"
@@ -55,8 +56,7 @@ class Judge:
 
     def exact(self, layer: int) -> ExactTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
-        exact = self.policy.exact
-        return exact if exact is None or not self.plans[layer].kind.window else exact.without_first()
+        return exact_tokens(self.policy.exact, self.plans[layer].kind.window > 0)
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""
@@ -194,6 +194,7 @@ def judged(model: PreTrainedModel, policy: Policy) -> Iterator[Judge]:
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
     over a cache by `policy`."""
     judge = Judge(model.config, policy, model.dtype)
+    check_weights(model, policy.calibration)
     with attending(model, judge):
         yield judge
 

@@ -1,4 +1,4 @@
-"""One layer of a quantized cache: what a forward pass stores in its pages, and the attention that reads them."""
+"""One layer of a quantized cache, as transformers asks for it."""
 
 from __future__ import annotations
 
@@ -7,47 +7,34 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ...cache import PagedCache
-from ...calls import AttentionOptions
-from ...checks import ROW_DTYPES, number, refuse, tensor
+from ...checks import refuse
+from ...engine.batch_layer import BatchLayer
+from ...engine.decode_metadata import DecodeMetadata
+from ...engine.forward_metadata import is_capturing
+from ...engine.sequences import Sequences
 from ...format import Format
-from ...formats import get_format
-from ...maps import LayerMaps
-from ...shadow import ShadowedCache, shadow_pages
-from ...spec import CacheSpec
-from ..passes import Decoding, alone, brief, sent
-from ..sequences import Sequences
 from .compiled import HANDED, decode_layer, known_by, pass_layer
 from .config import MadeFor
-from .pending import PagedLength, PendingStates
+from .lazy_kv import LazyKV, PagedLength
 
-UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)
 UNKNOWN = -1  # tokens, where the device alone knows how many: an attention that takes it for a length fails at once
-GROWTH = 1.25  # a pool that is full grows by this factor: what is allocated stays close to what is used
 
 
-class QuantizedLayer(CacheLayerMixin):
+class QuantizedLayer(BatchLayer, CacheLayerMixin):
     """One layer of a `QuantizedCache`; its pages are those of `sequences`, which it shares with the layers of its kind."""
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
-        super().__init__()
-        self.requested, self.stored_dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
-        self.sequences, self.is_sliding, self.index = sequences, sequences.kind.window > 0, sequences.progress.num_layers
-        sequences.progress.num_layers += 1
-        sequences.num_tokens = max(sequences.num_tokens, num_tokens)
-        sequences.fixed = sequences.num_tokens > 0
-        self.pages: PagedCache | None = None
-        self.maps: LayerMaps | None = None  # in place of those that the format asks for
+        CacheLayerMixin.__init__(self)
+        BatchLayer.__init__(self, fmt, sequences, dtype, fresh_prefill, num_tokens)
+        self.is_sliding = sequences.kind.window > 0
         self.made_for: MadeFor | None = None
+        self.weights: torch.Tensor | None = None  # of the key projection that its calibration was made with, until it was compared
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
-        self.updates, self.turn = 0, 0  # passes that it went through
-        self._checked: tuple[Any, ...] | None = None  # shapes, types and options of the last call, which were found right
+        self.updates = 0
         self.places: list[torch.Tensor] = []  # where what is `written` begins: of the same sizes however many pages there are
-        self._shadowed: ShadowedCache | None = None
         self._enter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,66 +51,16 @@ class QuantizedLayer(CacheLayerMixin):
         self.token = torch.empty(16, dtype=torch.uint8, device="cpu")
         known_by(self.token, self)
 
-    @property
-    def seen(self) -> int:
-        """Tokens that it holds, padding included, as far as the host knows."""
-        progress = self.sequences.progress
-        return progress.seen + (progress.count if self.turn > progress.turn else 0)
-
     def forget_pass(self) -> None:
         """Be as far as all layers are: what it took for a pass under way is gone."""
-        self.turn, self._new = self.sequences.progress.turn, None
-
-    @property
-    def home(self) -> torch.device | None:
-        """The device of its pages; None before the first pass."""
-        return None if self.pages is None else self.pages.device
-
-    @property
-    def cache(self) -> PagedCache | ShadowedCache:
-        """Its pages, with the 16-bit copies in front of them where tokens are exact."""
-        pages, pool = self.pages, self.sequences.pool(self.pages.device)
-        if pool is None or pages.spec.format in UNQUANTIZED:
-            return pages
-        held = self._shadowed
-        if held is None or held.pages is not pages or held.exact is not pool or held.shadow.num_blocks < pool.num_shadows:
-            with torch.inference_mode(False):
-                shadow = shadow_pages(pages, pool.num_shadows, self.rows_dtype)
-                if held is not None:
-                    shadow.buffer[: held.shadow.num_blocks] = held.shadow.buffer
-            self._shadowed = ShadowedCache(pages, shadow, pool)
-            layers = [layer for layer in self.sequences.layers if layer.home == pages.device and layer._shadowed is not None]
-            if layers[-1] is self:
-                pool.watch(pages)
-        return self._shadowed
-
-    @property
-    def written(self) -> list[torch.Tensor]:
-        """What a pass of one token writes to, beside its `Decoding`."""
-        cache, pool = self.cache, self.sequences.pools.get(self.home)
-        return [self.pages.buffer] + ([cache.shadow.buffer, pool.state, pool.copies] if isinstance(cache, ShadowedCache) else [])
-
-    @property
-    def exact_nbytes(self) -> int:
-        """Bytes of its 16-bit copies of exact tokens."""
-        return 0 if self._shadowed is None else self._shadowed.shadow.nbytes
-
-    @property
-    def geometry(self) -> Any:
-        """Equal for layers whose prepared calls are the same."""
-        return self.cache.kind, None if self._like is None else (self._like[0][1], self._like[1])
-
-    @property
-    def leads(self) -> bool:
-        """Whether it is the first of the layers that share its `Decoding`."""
-        return next(layer for layer in self.sequences.layers if layer.home == self.home) is self
+        self.turn, self._new = self.sequences.cache_positions.turn, None
 
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile passes of one token: pages for them are there, and no sequence outgrew them. `generate` asks
         before each, which is when to see that one would."""
-        if not self.index and not alone():
-            self.sequences.progress.watch()
+        if not self.index and not is_capturing():
+            self.sequences.cache_positions.watch()
         return self.sequences.static
 
     @property
@@ -144,20 +81,13 @@ class QuantizedLayer(CacheLayerMixin):
         self.pages = self._new_pages(key_states, value_states)
         self.is_initialized = True
 
-    def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
-        """Pages for rows such as key and value, `[S, HK, N, D]`."""
-        self.rows_dtype = self.stored_dtype or key.dtype
-        fmt = get_format(self.requested, self.rows_dtype)
-        spec = fmt.cache_spec(key.shape[1], key.shape[3], value.shape[3], self.sequences.block_size)
-        return _pages(spec, max(spec.num_blocks(self.num_tokens) * key.shape[0], 1), key.device, self.maps)
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take `[S, HK, N, D]` keys and values; they are stored when the attention function gets what this returns."""
         if torch.compiler.is_compiling():
             HANDED.give(self)
             return key_states, value_states
         self.take(key_states, value_states)
-        return PendingStates.of(key_states, self), PendingStates.of(value_states, self)
+        return LazyKV.of(key_states, self), LazyKV.of(value_states, self)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """`update`, for an attention call that follows at once."""
@@ -179,13 +109,13 @@ class QuantizedLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """`attend`, of rows that `update` was given, while torch.compile follows."""
         sequences = self.sequences
-        if not (sequences.progress.ready and query.shape[2] == 1):
+        if not (sequences.cache_positions.ready and query.shape[2] == 1):
             return pass_layer(query, key, value, mask, self.token, sinks, scale, softcap, self.index)
         decoding = sequences.decodings[query.device]
         if query.shape[0] != decoding.batch_size:
             refuse("batch size", query.shape[0], f"the cache holds {decoding.batch_size} sequences; reset it or take another")
-        sequences.progress.follow(self.index)
-        if mask is None and sequences.progress.padded:
+        sequences.cache_positions.follow(self.index)
+        if mask is None and sequences.cache_positions.padded:
             refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
         return decode_layer(query, key, value, mask, [decoding.place, *self.places], sinks, scale, softcap, self.index)
 
@@ -197,96 +127,20 @@ class QuantizedLayer(CacheLayerMixin):
         A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
         """
         if self.is_shared(update):  # Gemma 4 drops tokens whose output is not asked for before these layers: the last ones stay
-            left_out = self.sequences.progress.count - query.shape[2]
+            left_out = self.sequences.cache_positions.count - query.shape[2]
             return self._attend(torch.nn.functional.pad(query, (0, 0, left_out, 0)), **options)[:, left_out:]
         if self._new is None or self._new[0].shape[2] != query.shape[2]:
             raise RuntimeError("keys: each cache update is followed by one attention call over the same tokens")
-        progress = self.sequences.progress
-        if query.shape[2] == 1 and alone() and progress.ready:
+        cache_positions = self.sequences.cache_positions
+        if query.shape[2] == 1 and is_capturing() and cache_positions.ready:
             new, self._new = self._new, None
-            progress.follow(self.index)
+            cache_positions.follow(self.index)
             return self.decode(query, new, mask, self.leads, **options)
-        progress.catch_up()
+        cache_positions.catch_up()
         (key, value), self._new = self._new, None
-        pages = self._new_pages(key, value) if self.pages is None else self.pages
-        call = tuple((t.shape, t.dtype, t.device) for t in (query, key, value))
-        call += tuple(id(v) if isinstance(v, torch.Tensor) else v for v in options.values())  # `_like` keeps them alive
-        if call != self._checked:
-            self._check(pages, query, key, value, **options)
-            self._checked = call
-        progress.enter(self.seen, query.shape[0], query.shape[2], mask)
-        self.pages, self.is_initialized = pages if self.pages is None else self.pages, True  # `enter` may have made them more
-        self._like = query.shape, query.dtype, options
-        try:
-            self.make_room(self.sequences.table.num_pages, [])
-            out = self._attend(query, (key, value), mask, **options)
-            self.turn = progress.turn + 1
-            progress.leave()
-        except BaseException:
-            progress.failed = True
-            raise
-        return out
+        return self.run(query, key, value, mask, **options)
 
-    def _attend(
-        self, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, mask: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
-        if self.sequences.loaded:
-            return self.decode(query, new, mask, **options)
-        batch_size, _, count, _ = query.shape
-        step, pages = self.sequences.step(query.device), self.cache
-        if new is not None:
-            key, value = (_tokens(t, step.rows) for t in new)
-            step.write(pages, key, value)
-            if self.seen == 0 and self.fresh_prefill:
-                plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], self.sequences.block_size)
-                pages = PagedCache(plain, self.sequences.table.num_pages, query.device)
-                step.write(pages, key, value)
-        options = {**self.sequences.kind.options, **options}
-        out = step.attend(pages, _tokens(query, step.rows), max_query_len=count, **options)
-        if step.rows is not None:
-            out = out.new_zeros(batch_size * count, *out.shape[1:]).index_copy_(0, step.rows, out)
-        if step.late is not None:
-            late = step.late.attend(pages, _tokens(query, step.late.rows), max_query_len=1, **options)
-            out = out.index_copy_(0, step.late.rows, late)
-        return out.unflatten(0, (batch_size, count))
-
-    def decode(
-        self,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor] | None,
-        mask: torch.Tensor | None,
-        leads: bool | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        """A pass of one token a sequence; nothing here depends on what a tensor holds. leads: whether this layer is the first of those
-        that share a `Decoding`, and advances it; None: whichever comes first."""
-        decoding = self.sequences.decodings[query.device]
-        if leads is None:
-            leads = new is not None and self._leads_now(decoding)
-        if leads:
-            decoding.advance(brief(mask) if mask is not None and mask.ndim == 2 else mask, self.sequences.pools.get(query.device))
-        if new is not None:
-            decoding.write(self.cache, *(_last(t) for t in new))
-        out = decoding.attend(self.cache, _last(query), max_query_len=1, **self.sequences.kind.options, **options)
-        return (decoding.poison(out) if leads else out)[:, None]
-
-    def _leads_now(self, decoding: Decoding) -> bool:
-        """Whether it is the first in this pass of the layers that share `decoding`."""
-        turn = self.sequences.progress.turn
-        first, decoding.turn = decoding.turn != turn, turn
-        return first
-
-    def store(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new rows `[S, HK, N, D]` of the pass under way, of which none is padding."""
-        if not self.sequences.loaded:
-            self.sequences.step(key.device).write(self.pages, *(_tokens(t, None) for t in (key, value)))
-            return
-        decoding = self.sequences.decodings[key.device]
-        if self._leads_now(decoding):
-            decoding.advance(None)
-        decoding.write(self.pages, _last(key), _last(value))
-
-    def loaded(self, decoding: Decoding) -> None:
+    def loaded(self, decoding: DecodeMetadata) -> None:
         """The next pass may run without the host, over `decoding` and the pages as they are."""
         known_by(decoding.place, self)
         written = self.written
@@ -296,70 +150,17 @@ class QuantizedLayer(CacheLayerMixin):
             for place in self.places:
                 torch._dynamo.mark_static_address(place, guard=False)
 
-    def warm_up(self) -> None:
-        """Run what `decode` runs, for a token that is not stored."""
-        if self._like is None:  # a copy of a cache
-            return
-        (_, heads, _, head_size), dtype, options = self._like
-        batch_size, spec = self.sequences.decodings[self.home].batch_size, self.pages.spec
-        query = torch.zeros(batch_size, heads, 1, head_size, dtype=dtype, device=self.home)
-        new = (query.new_zeros(batch_size, spec.num_kv_heads, 1, size) for size in (spec.head_size, spec.head_size_v))
-        self.decode(query, tuple(new), None, False, **options)
-
-    def _check(
-        self, pages: PagedCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, **options: Any
-    ) -> None:
-        """Refuse what write and attend would, before anything advances."""
-        spec, batch_size, count = pages.spec, query.shape[0], query.shape[2]
-        tensor("key", key, (batch_size, spec.num_kv_heads, count, spec.head_size), ROW_DTYPES, pages.device)
-        tensor("value", value, (batch_size, spec.num_kv_heads, count, spec.head_size_v), (key.dtype,), pages.device)
-        tensor("query", query, (None, None, None, spec.head_size), ROW_DTYPES, pages.device)
-        if query.shape[1] % spec.num_kv_heads:
-            refuse("query.shape[1]", query.shape[1], f"a multiple of the {spec.num_kv_heads} kv heads is needed")
-        AttentionOptions(**self.sequences.kind.options, **options).check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
-        if scale is not None:
-            number("scaling", scale)
-
-    def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None:
-        """At least `num_pages` pages, and copies of those that are shared no longer."""
-        if self.pages is None:
-            return
-        if num_pages > self.pages.num_blocks:
-            old = self.pages
-            self.pages = _pages(old.spec, max(num_pages, int(old.num_blocks * GROWTH)), old.device, old.maps)
-            self.pages.buffer[: old.num_blocks] = old.buffer
-        if copies:
-            self.pages.copy_pages(*sent(torch.tensor(copies, device="cpu").T.contiguous(), self.pages.device))
-        if self._shadowed is not None:
-            _ = self.cache  # as many shadows as the pool has now
-
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens that were seen, padding included."""
-        progress = self.sequences.progress
-        return progress.counter if progress.remote else self.seen
+        cache_positions = self.sequences.cache_positions
+        return cache_positions.counter if cache_positions.remote else self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys of a mask."""
-        if self.sequences.progress.remote or torch.compiler.is_compiling():
+        if self.sequences.cache_positions.remote or torch.compiler.is_compiling():
             return self.unknown, 0
         return PagedLength.of(self.seen + query_length, self.sequences.windows, self.made_for), 0
 
     def get_max_length(self) -> int:
         """Tokens that it has room for; -1: it grows."""
         return self.num_tokens if self.is_compileable else -1
-
-
-def _pages(spec: CacheSpec, num_blocks: int, device: torch.device, maps: LayerMaps | None) -> PagedCache:
-    with torch.inference_mode(False):  # a buffer born in inference mode could not be written to outside it
-        return PagedCache(spec, num_blocks, device, maps=maps)
-
-
-def _tokens(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """`[S, H, N, D]` -> `[T, H, D]`, padding left out."""
-    tokens = states.transpose(1, 2).flatten(0, 1)
-    return tokens if rows is None else tokens[rows]
-
-
-def _last(states: torch.Tensor) -> torch.Tensor:
-    """`[S, H, 1, D]` -> `[S, H, D]`, dense: of the same strides in every pass."""
-    return states[:, :, -1].contiguous()

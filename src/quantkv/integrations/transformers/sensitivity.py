@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...checks import refuse
 from ...policy import Policy
+from .attention import check_weights
 from .judged import Judge, attend, attending
 
 SKIPPED = 64  # queries at the beginning of a context, which see little of a cache
@@ -66,6 +67,7 @@ def sensitivities(
     """
     if contexts.shape[1] <= SKIPPED:
         refuse("contexts.shape[1]", contexts.shape[1], f"more than {SKIPPED} tokens are needed")
+    check_weights(model, policy.calibration)
     judges = {name: Judge(model.config, Policy(name, calibration=policy.calibration, exact=policy.exact), model.dtype) for name in formats}
     judge, sums, step = next(iter(judges.values())), {}, 0
     for index, ids in enumerate(contexts):

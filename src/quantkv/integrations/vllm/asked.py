@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
+from ... import weights
 from ...policy import Policy
 from . import POLICY, POLICY_OPTION, asked_type
 
@@ -23,3 +27,16 @@ def policy_of(config: Any) -> Policy | None:
         needed = f"--kv-cache-dtype {POLICY} and --additional-config '{{\"{POLICY_OPTION}\": FILE}}' need each other"
         raise ValueError(f"kv_cache_dtype={config.cache_config.cache_dtype!r}, {POLICY_OPTION}={path!r}: {needed}")
     return read_policy(path) if asked else None
+
+
+def check_weights(model_config: Any, policy: Policy | None) -> None:
+    """ValueError where the policy's calibration was made of another model than the checkpoint is of. Only files on this machine are read:
+    a folder, or what the hub's cache holds of a name."""
+    if policy is not None and policy.calibration is not None:
+        folder = model_config.model
+        if not os.path.isdir(folder):
+            try:
+                folder = snapshot_download(folder, revision=model_config.revision, local_files_only=True)
+            except (OSError, ValueError):  # it is not there yet
+                return
+        policy.calibration.check_weights(weights.of_checkpoint(folder))

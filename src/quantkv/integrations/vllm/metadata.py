@@ -2,69 +2,48 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, max_decode_query_len
 from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 
-from ...calls import AttentionOptions, Batch
-from ...prepared import PreparedAttend, PreparedWrite
-from ...shadow import ExactStep
+from ...calls import Batch
+from ...engine.exact_group import ExactGroup
+from ...engine.forward_metadata import ForwardMetadata
+from ...engine.warm_up import summary
 from . import served
-from .exact import ExactGroup
 
 logger = init_logger("vllm.quantkv")
 
 
-@dataclass
-class Metadata:
-    """One step. batch, block_table, positions: slices of vLLM's own tensors, which a graph replays with other numbers in them.
+class Metadata(ForwardMetadata):
+    """One step, over slices of vLLM's own tensors, which a graph replays with other numbers in them.
 
     kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
-    num_tokens: rows of the query that are no padding.
-    image_ranges: int32 `[S, R, 2]`, positions of images whose tokens see each other, inclusive; None: there are none.
-    exact: what it reads exactly; None: nothing.
     """
 
-    kind: str
-    num_tokens: int
-    batch: Batch
-    block_table: torch.Tensor
-    positions: torch.Tensor | None
-    image_ranges: torch.Tensor | None = None
-    exact: ExactStep | None = None
-    _attends: dict[Any, PreparedAttend] = field(default_factory=dict)
-    _writes: dict[int, PreparedWrite] = field(default_factory=dict)
-
-    def attend(self, scale: float, options: AttentionOptions, clamp: bool) -> PreparedAttend:
-        """What serves the layers that have this scale and these options. clamp: images reach no further back than the window."""
-        key = scale, options, clamp
-        if key not in self._attends:
-            if self.image_ranges is not None:
-                options = replace(options, prefix_ranges=self.image_ranges, clamp_prefix_to_window=clamp)
-            self._attends[key] = PreparedAttend(self.batch, self.block_table, scale, options, exact=self.exact)
-        return self._attends[key]
-
-    def write(self, slot_mapping: torch.Tensor, by_position: bool) -> PreparedWrite:
-        """What stores the rows of the layers of one page table. by_position: see `LayerMaps`."""
-        key = id(slot_mapping), by_position
-        if key not in self._writes:
-            positions = self.positions[: len(slot_mapping)] if by_position else None
-            self._writes[key] = PreparedWrite(slot_mapping, positions, exact=self.exact)
-        return self._writes[key]
+    def __init__(self, kind: str, *of_step: Any, **named: Any) -> None:
+        super().__init__(*of_step, **named)
+        self.kind = kind
 
 
-def summary(who: dict[str, str]) -> str:
-    """Who serves what, in a line: of batches of several kinds one of each number of queries."""
-    short = {re.sub(r"^attend of \d+ x (\d+) queries of .*", r"\1 queries among others", what): name for what, name in who.items()}
-    return "; ".join(f"{what} by {name}" for what, name in short.items())
+def exact_layers(layers: dict[str, Any]) -> dict[str, Any]:
+    """Those with full-precision tokens and pages of their own, the last one last."""
+    kept = [name for name, layer in layers.items() if layer.impl.exact is not None and layer.impl.owner is None]
+    return {name: layers[name] for name in sorted(kept, key=extract_layer_index)}
+
+
+def exact_group(layers: list[Any], config: Any, device: torch.device) -> ExactGroup:
+    """What these layers of vLLM's share where tokens are at full precision."""
+    scheduler, sizes = config.scheduler_config, config.compilation_config.cudagraph_capture_sizes or [0]
+    largest = max(scheduler.max_num_seqs, *sizes), max(scheduler.max_num_batched_tokens, *sizes)
+    return ExactGroup([layer.impl.paged for layer in layers], *largest, scheduler.max_num_seqs, device)
 
 
 class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
@@ -72,13 +51,15 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     requires_block_table_width = True  # kernels are compiled for its alignment
-    exact: ExactGroup | None = None  # where its layers have exact tokens
+    exact: ExactGroup | None = None  # where some of its layers have full-precision tokens
+    last: Any = None  # of those layers
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        self.exact = ExactGroup.of(named, vllm_config, device)
+        if kept := list(exact_layers(named).values()):
+            self.exact, self.last = exact_group(kept, vllm_config, device), kept[-1]
         self.table_width, self.layers, self._seen = block_table_width, list(named.values()), set()
         for layer in self.layers:
             if device.type == "cuda":
@@ -146,8 +127,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         ranges = compute_mm_prefix_range_tensor(m.mm_req_doc_ranges, count, self.device)
         if m.max_query_len <= self.reorder_batch_threshold:
             batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, max_seq_len)
-            exact = self.exact and self.exact.step(m, count, advance)
-            return Metadata("decode", m.num_actual_tokens, batch, m.block_table_tensor[:count], m.positions, ranges, exact)
+            return self._metadata("decode", m, batch, m.num_actual_tokens, ranges, advance)
         starts = m.query_start_loc_cpu[: count + 1].tolist()
         while starts[count - 1] == starts[count]:  # padding
             count -= 1
@@ -158,6 +138,12 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
             # Exact for prompts, which is where it matters; of sequences that decode it is a bound, and no more is asked of it.
             lengths = tuple((end - start, n) for start, end, n in zip(starts, starts[1:], bound[:count].tolist()))
         batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
-        ranges = None if ranges is None else ranges[:count]
-        exact = self.exact and self.exact.step(m, count, advance)
-        return Metadata("mixed", starts[count], batch, m.block_table_tensor[:count], m.positions, ranges, exact)
+        return self._metadata("mixed", m, batch, starts[count], None if ranges is None else ranges[:count], advance)
+
+    def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Metadata:
+        """Of what vLLM says in `m`, what concerns the sequences of `batch`."""
+        tensors = m.block_table_tensor[: batch.num_seqs], m.slot_mapping, m.positions
+        metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
+        if self.exact is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
+            self.exact.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
+        return metadata

@@ -49,16 +49,16 @@ class LatentLayer(QuantizedLayer):
         new, batch_size, first = (key_states, value_states), key_states.shape[0], self.seen == 0
         if self.pages is None:
             self.requested = self._format(self.stored_dtype or key_states.dtype)
-        pages, progress = self._new_pages(*new) if self.pages is None else self.pages, self.sequences.progress
-        progress.enter(self.seen, batch_size, key_states.shape[2], None)
+        pages, cache_positions = self._new_pages(*new) if self.pages is None else self.pages, self.sequences.cache_positions
+        cache_positions.enter(self.seen, batch_size, key_states.shape[2], None)
         self.pages, self.is_initialized = pages if self.pages is None else self.pages, True
         try:
             self.make_room(self.sequences.table.num_pages, [])
             self.store(key_states, value_states)
-            self.turn = progress.turn + 1
-            progress.leave()
+            self.turn = cache_positions.turn + 1
+            cache_positions.leave()
         except BaseException:
-            progress.failed = True
+            cache_positions.failed = True
             raise
         if first and self.fresh_prefill:
             return new

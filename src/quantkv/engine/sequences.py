@@ -8,10 +8,14 @@ from typing import Any, Protocol
 import torch
 
 from ..exact import ExactTokens
+from ..geometry import Kind
 from ..page_table import PageTable
-from ..shadow import FEW_QUERIES, ExactPages, ExactStep
-from .passes import Decoding, Kind, Late, Step, lasting, sent
-from .progress import Progress
+from ..shadow import ExactPages
+from .cache_positions import CachePositions
+from .decode_metadata import DecodeMetadata, pooled
+from .forward_metadata import to_device
+from .layer_config import exact_tokens
+from .padded_metadata import PaddedMetadata, RightPadding
 
 SPARE = 1.25  # a table that is full grows by this factor
 
@@ -26,7 +30,7 @@ class Layer(Protocol):
     def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None:
         """Hold `num_pages` pages, and copy these pages (from, to) to part sequences that shared them."""
 
-    def loaded(self, decoding: Decoding) -> None:
+    def loaded(self, decoding: DecodeMetadata) -> None:
         """The step on the device changed: let what was prepared for it read the new one."""
 
     def warm_up(self) -> None:
@@ -36,7 +40,7 @@ class Layer(Protocol):
 class Sequences:
     """The batch as the layers of one kind see it: which pages they hold, and the tensors of the forward pass under way.
 
-    progress: what these layers share with those of other kinds; one of its own if None.
+    cache_positions: what these layers share with those of other kinds; one of its own if None.
     exact: which tokens are read exactly; None: none. With a window no first ones are, as no query sees them for long.
     pools: which pages have a 16-bit copy, on each device.
     layers: those of this kind, which join by themselves.
@@ -45,21 +49,21 @@ class Sequences:
     windows: those that the model asked masks for, None for a mask without one.
     """
 
-    def __init__(self, kind: Kind, block_size: int, progress: Progress | None = None, exact: ExactTokens | None = None) -> None:
+    def __init__(
+        self, kind: Kind, block_size: int, cache_positions: CachePositions | None = None, exact: ExactTokens | None = None
+    ) -> None:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
         self.fixed = False  # num_tokens > 0: torch.compile must not look at the number
         self.windows: set[int | None] = set()
-        if exact is not None and kind.window:
-            exact = exact.without_first()
-        self.exact, self.pools = exact, {}
-        self.progress = Progress() if progress is None else progress
-        self.progress.kinds.append(self)
+        self.exact, self.pools = exact_tokens(exact, kind.window > 0), {}
+        self.cache_positions = CachePositions() if cache_positions is None else cache_positions
+        self.cache_positions.kinds.append(self)
         self._layers: list[weakref.ref[Layer]] = []
-        self._owned: dict[Any, Decoding] = {}
+        self._owned: dict[Any, DecodeMetadata] = {}
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.progress.settle()
+        self.cache_positions.settle()
         return {**vars(self), "_layers": [], "_steps": {}, "_owned": {}, "decodings": {}, "loaded": False}  # prepared calls are made anew
 
     @property
@@ -74,7 +78,7 @@ class Sequences:
     def reset(self) -> None:
         """No sequences, and no pages in use."""
         self.table: PageTable | None = None
-        self._steps: dict[torch.device, Step] = {}
+        self._steps: dict[torch.device, PaddedMetadata] = {}
         self._block_table = torch.empty(0, 0, dtype=torch.int32, device="cpu")
         for pool in self.pools.values():
             pool.clear()
@@ -82,16 +86,16 @@ class Sequences:
 
     def unload(self) -> None:
         """The tensors on devices say no longer what the host does."""
-        self.decodings: dict[torch.device, Decoding] = {}
+        self.decodings: dict[torch.device, DecodeMetadata] = {}
         self.loaded = False
 
     @property
     def static(self) -> bool:
         """Whether a pass of one token needs nothing of the host."""
-        return self.progress.static and self.fixed
+        return self.cache_positions.static and self.fixed
 
-    def begin(self, counts: list[int], rows: torch.Tensor | None, late: Late | None = None) -> None:
-        """Make room for `counts[i]` new tokens of sequence i; rows: see `Step`."""
+    def begin(self, counts: list[int], rows: torch.Tensor | None, right_padding: RightPadding | None = None) -> None:
+        """Make room for `counts[i]` new tokens of sequence i; rows: see `PaddedMetadata`."""
         if self.table is None:
             self.table = PageTable(self.block_size, len(counts))
         self.unload()
@@ -107,19 +111,18 @@ class Sequences:
         sequence = torch.arange(len(counts), device="cpu").repeat_interleave(ends.diff())
         position = torch.arange(total, device="cpu") + (lengths - ends[1:])[sequence]
         slots = self._block_table[sequence, position // self.block_size] * self.block_size + position % self.block_size
-        pairs, after = list(zip(counts, table.lengths)), None if late is None else late.step(self._block_table)
-        tensors = rows, slots.int(), self._block_table, lengths, ends
-        self._steps = {torch.device("cpu"): Step(*tensors, lengths=pairs, positions=position.int(), late=after)}
+        pairs, after = tuple(zip(counts, table.lengths)), None if right_padding is None else right_padding.metadata(self._block_table)
+        tensors = rows, slots.int(), self._block_table, lengths, ends, position.int()
+        first = PaddedMetadata(*tensors, lengths=pairs, right_padding=after, num_pages=table.num_pages)
+        self._steps = {torch.device("cpu"): first}
 
-    def step(self, device: torch.device) -> Step:
+    def step(self, device: torch.device) -> PaddedMetadata:
         """The forward pass under way, with tensors on `device`."""
         if device not in self._steps:
             self._steps[device] = self._steps[torch.device("cpu")].to(device)
         step = self._steps[device]
         if self.exact is not None and step.exact is None:
-            few = max((queries for queries, _ in step.lengths), default=0) <= FEW_QUERIES
-            step.exact = ExactStep(self.exact, self.block_size, len(step.lengths), len(step.slots), device, few)
-            self.pool(device).advance(step.block_table, step.seq_lens, step.cu_seqlens_q, step.slots, step.exact)
+            step.advance_exact(self.pool(device))
         return step
 
     def pool(self, device: torch.device) -> ExactPages | None:
@@ -162,17 +165,17 @@ class Sequences:
                 self.decodings[device] = new
             new.load(self.table.rows, None)
 
-    def _decoding(self, device: torch.device) -> Decoding:
+    def _decoding(self, device: torch.device) -> DecodeMetadata:
         batch_size, width = len(self.table.rows), max(max(map(len, self.table.rows), default=0), 1)
         if not self.static:
             if device not in self._owned or not self._owned[device].fits(batch_size, width):
-                self._owned[device] = Decoding(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device, self.exact)
+                self._owned[device] = DecodeMetadata(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device, self.exact)
             return self._owned[device]
         layers = [layer for layer in self.layers if layer.home == device]
         geometry = tuple(layer.geometry for layer in layers)
         key = (device, batch_size, width, geometry)
         if key not in self._owned:
-            self._owned[key] = lasting(layers[0], geometry, self.kind, self.block_size, batch_size, width, device, self.exact)
+            self._owned[key] = pooled(layers[0], geometry, self.kind, self.block_size, batch_size, width, device, self.exact)
         return self._owned[key]
 
     @property
@@ -214,7 +217,7 @@ class Sequences:
         for device, pool in self.pools.items():
             pool.make_room(len(self.table.rows), self.table.num_pages)
             if copies:
-                pool.forget(sent(torch.tensor([target for _, target in copies], device="cpu"), device))
+                pool.forget(to_device(torch.tensor([target for _, target in copies], device="cpu"), device))
         for layer in self.layers:
             layer.make_room(self.table.num_pages, copies)
 

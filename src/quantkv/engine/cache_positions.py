@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..checks import refuse
-from .passes import Late, alone, brief
+from .decode_metadata import mask_summary
+from .forward_metadata import is_capturing
+from .padded_metadata import RightPadding
 
 if TYPE_CHECKING:
     from .sequences import Sequences
 
 
-class Progress:
+class CachePositions:
     """How far the layers of a cache are: each goes through every forward pass once, and what its mask says is read once.
 
     A call that is refused changes nothing. A pass that fails once a layer has stored rows, or that leaves layers out, is an error in
@@ -98,7 +100,7 @@ class Progress:
     @property
     def remote(self) -> bool:
         """Whether a pass that begins now has to take the number of tokens from the device."""
-        return self.static and self.counter is not None and (alone() or self.behind)
+        return self.static and self.counter is not None and (is_capturing() or self.behind)
 
     @property
     def ready(self) -> bool:
@@ -216,14 +218,14 @@ class Progress:
         self.settle()
         padding = [0] * batch_size if self.padding is None else self.padding
         if mask is not None:
-            counts, rows, holes, late = self._read(mask[:, 0, 0, 1:] if mask.ndim == 4 else mask, padding, count)
+            counts, rows, holes, right_padding = self._read(mask[:, 0, 0, 1:] if mask.ndim == 4 else mask, padding, count)
         elif any(padding):
             self._refuse_no_mask()
         else:
-            counts, rows, holes, late = [count] * batch_size, None, False, None
+            counts, rows, holes, right_padding = [count] * batch_size, None, False, None
         self.failed = True  # should memory end half-way
         for sequences in self.kinds:
-            sequences.begin(counts, rows, late)
+            sequences.begin(counts, rows, right_padding)
         self.padding, self.holes = [p + count - n for p, n in zip(padding, counts)], holes
         self.count, self._left, self._masks, self.failed = count, self.num_layers, [mask], False
 
@@ -253,7 +255,7 @@ class Progress:
 
     def _read_last(self, mask: torch.Tensor, windows: bool) -> tuple[list[int], bool]:
         """Which of the new tokens are real, and whether there are holes then."""
-        total, new = (brief(mask) if mask.ndim == 2 else mask)[:, 0, 0].T.tolist()
+        total, new = (mask_summary(mask) if mask.ndim == 2 else mask)[:, 0, 0].T.tolist()
         if [self.seen - n + m for n, m in zip(total, new)] != self.padding:
             refuse("attention_mask", "changed", "tokens stored earlier are masked now, or padding became tokens")
         holes = self.holes or any(not m and p < self.seen for p, m in zip(self.padding, new))
@@ -264,7 +266,7 @@ class Progress:
     def _refuse_no_mask(self) -> NoReturn:
         refuse("attention_mask", None, "this cache holds padded sequences: the mask must say where, in every call")
 
-    def _read(self, mask: torch.Tensor, padding: list[int], count: int) -> tuple[list[int], torch.Tensor | None, bool, Late | None]:
+    def _read(self, mask: torch.Tensor, padding: list[int], count: int) -> tuple[list[int], torch.Tensor | None, bool, RightPadding | None]:
         """How many of the new tokens of each sequence are real, where they stand (None: all are), whether there are holes, and which
         of the new tokens are in holes."""
         shape = (len(padding), self.seen + count)
@@ -281,13 +283,13 @@ class Progress:
             new.sum(1).tolist(),
             None if bool(new.all()) else new.flatten().nonzero().squeeze(1),
             holes,
-            self._late(real) if holes else None,
+            self._right_padding(real) if holes else None,
         )
 
-    def _late(self, real: torch.Tensor) -> Late | None:
+    def _right_padding(self, real: torch.Tensor) -> RightPadding | None:
         before = real.cumsum(1)[:, self.seen :].flatten()
         rows = (~real[:, self.seen :].flatten() & (before > 0)).nonzero().squeeze(1)
-        return Late(rows, rows // (real.shape[1] - self.seen), before[rows]) if len(rows) else None
+        return RightPadding(rows, rows // (real.shape[1] - self.seen), before[rows]) if len(rows) else None
 
 
 def _whole(mask: torch.Tensor | None, batch_size: int, count: int) -> torch.Tensor:

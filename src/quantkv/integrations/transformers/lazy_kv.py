@@ -31,7 +31,7 @@ class PagedLength(int):
         return paged
 
 
-class PendingStates(torch.Tensor):
+class LazyKV(torch.Tensor):
     """New keys or values between `Cache.update` and the attention function: any use by another attention is an error.
 
     layer: where they are to be stored. update: which of its updates brought them.
@@ -41,7 +41,7 @@ class PendingStates(torch.Tensor):
     update: int
 
     @classmethod
-    def of(cls, states: torch.Tensor, layer: QuantizedLayer) -> PendingStates:
+    def of(cls, states: torch.Tensor, layer: QuantizedLayer) -> LazyKV:
         """Rows as they are, with the layer that they are for."""
         pending = states.as_subclass(cls)
         pending.layer, pending.update = layer, layer.updates

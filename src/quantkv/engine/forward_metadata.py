@@ -1,0 +1,130 @@
+"""Forward metadata: what the layers of one forward pass have in common, as prepared calls that each layer only launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..cache import PagedCache
+from ..calls import Batch
+from ..formats import get_format
+from ..options import AttentionOptions
+from ..prepared import PreparedAttend, PreparedWrite
+from ..shadow import FEW_QUERIES, ExactPages, ExactStep, ShadowedCache
+
+
+class ForwardMetadata:
+    """A forward pass of S sequences, the same for all layers that share page tables.
+
+    batch: the queries and keys of each sequence. block_table: int32 `[S, pages]`.
+    slots: int `[T]`, where the new rows go; a negative one skips its row. None: each write says.
+    positions: int `[T]`, where the new tokens stand in their sequences; None for a pass that stores no keys with a mean by position.
+    num_tokens: rows of queries and outputs that are no padding; None: all.
+    prefix_ranges: int32 `[S, R, 2]`, positions of images whose tokens see each other, inclusive; None: there are none.
+    num_pages: pages that the block table may name; 0: as many as the cache has.
+    exact: what the pass reads at full precision; None: nothing. See `advance_exact`.
+    Tensors are read when a layer runs, so they may be filled anew for another pass of the same shape.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        block_table: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        num_tokens: int | None = None,
+        prefix_ranges: torch.Tensor | None = None,
+        num_pages: int = 0,
+        exact: ExactStep | None = None,
+    ) -> None:
+        self.batch, self.block_table, self.slots, self.positions = batch, block_table, slots, positions
+        self.num_tokens, self.prefix_ranges, self.num_pages, self.exact = num_tokens, prefix_ranges, num_pages, exact
+        self._writes: dict[Any, PreparedWrite] = {}
+        self._attends: dict[Any, PreparedAttend] = {}
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether each sequence has so few queries that one table of 16-bit copies serves it."""
+        return (self.batch.max_query_len or 0) <= FEW_QUERIES
+
+    def advance_exact(self, pool: ExactPages) -> None:
+        """Before the first layer: which pages have a 16-bit copy in this pass, into `exact`, which is made where there is none."""
+        if self.exact is None:
+            size = self.batch.num_seqs, len(self.slots)
+            self.exact = ExactStep(pool.tokens, pool.block_size, *size, pool.device, self.few_queries)
+        pool.advance(self.block_table, self.batch.seq_lens, self.batch.cu_seqlens_q, self.slots, self.exact)
+
+    def write(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+        """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`; rows beyond the slots are padding.
+
+        slots: of the layers that share this page table; None: those of the pass."""
+        slots = self.slots if slots is None else slots
+        count, by_position = len(slots), cache.maps.by_position
+        kind = id(slots), by_position
+        if kind not in self._writes:
+            self._writes[kind] = PreparedWrite(slots, self.positions[:count] if by_position else None, exact=self.exact)
+        if count != key.shape[0]:
+            key, value = key[:count], value[:count]
+        self._writes[kind](cache, key, value)
+
+    def attend(
+        self,
+        cache: PagedCache | ShadowedCache,
+        q: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions = AttentionOptions(),
+        *,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        fresh: bool = False,
+        out: torch.Tensor | None = None,
+        **per_layer: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of a layer's `q [T, HQ, D]` -> `[T, HQ, D_V]`, after `write`.
+
+        scale, options: of the layer. Layers with the same ones share what is prepared. `clamp_prefix_to_window` counts where there are
+        images. per_layer: its sinks and alibi_slopes. key, value, fresh: see `kv_source`. out: put there instead of into a new tensor.
+        """
+        prepared = self._attends.get((scale, options))
+        if prepared is None:
+            prepared = self._attends[scale, options] = PreparedAttend(
+                self.batch, self.block_table, scale, self._with_images(options), exact=self.exact
+            )
+        count = self.num_tokens
+        if count is not None:
+            q, out = q[:count], None if out is None else out[:count]
+        return prepared(self.kv_source(cache, key, value, fresh), q, out=out, **per_layer)
+
+    def kv_source(
+        self, cache: PagedCache | ShadowedCache, key: torch.Tensor | None, value: torch.Tensor | None, fresh: bool
+    ) -> PagedCache | ShadowedCache:
+        """What a layer's queries read: the one place where an engine's pass decides that.
+
+        key, value: the pass's own rows, as `write` takes them and the model computed them, in 16 or 32 bits; None: they are not there, as
+        in a layer that reads the pages of another. fresh: read them in place of the pages, which hold nothing else.
+        """
+        if not fresh:
+            return cache
+        pages = cache.pages if isinstance(cache, ShadowedCache) else cache
+        plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
+        own = PagedCache(plain, self.num_pages or pages.num_blocks, key.device)
+        self.write(own, key, value)
+        return own
+
+    def _with_images(self, options: AttentionOptions) -> AttentionOptions:
+        if self.prefix_ranges is None:
+            return replace(options, clamp_prefix_to_window=False) if options.clamp_prefix_to_window else options
+        return replace(options, prefix_ranges=self.prefix_ranges)
+
+
+def is_capturing() -> bool:
+    """Whether what is called now will run again without the host: it is being compiled, or captured."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`; the host does not wait."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)

@@ -1,0 +1,92 @@
+"""How one layer of a model is stored on one rank: the one place where that is worked out of a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..checks import ROW_DTYPES
+from ..exact import ExactTokens
+from ..format import Format
+from ..formats import get_format
+from ..geometry import Heads
+from ..maps import LayerMaps
+from ..policy import Policy
+
+UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)  # formats that keep rows as they are
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank of a tensor-parallel group. rank: its number. size: ranks of the group."""
+
+    rank: int = 0
+    size: int = 1
+
+    def maps(self, maps: LayerMaps, heads: Heads, num_kv_heads: int) -> LayerMaps:
+        """The maps of the kv heads that this rank holds, of those of the layer. heads: of the layer. num_kv_heads: of this rank.
+
+        ValueError where a map is of other heads."""
+        sides = {}
+        for side, head_size in (("k", heads.head_size), ("v", heads.head_size_v)):
+            map_ = getattr(maps, side)
+            if map_ is not None:
+                map_.check(head_size, heads.num_kv_heads, side)
+                total = map_.num_heads
+                start = self.rank * total // self.size  # fewer heads than ranks: several hold the same
+                map_ = map_.heads(start, start + num_kv_heads) if total > 1 else map_
+            sides[side] = map_
+        return replace(maps, **sides)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """How one layer's rows are stored on one rank.
+
+    format: of its pages. maps: for the kv heads of this rank; a side that is None is as the format asks. exact: tokens with 16-bit
+    copies; None: it has none. A layer's may be replaced until it stores its first row.
+    """
+
+    format: Format
+    maps: LayerMaps = LayerMaps()
+    exact: ExactTokens | None = None
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        number: int,
+        dtype: torch.dtype,
+        heads: Heads | None = None,
+        total_kv_heads: int | None = None,
+        shard: Shard = Shard(),
+        by_position: bool = False,
+    ) -> LayerConfig:
+        """What a policy says of layer `number`.
+
+        dtype: what format "none" stores. heads: of this rank; None: they are not known yet, and the rank holds all. total_kv_heads: of all
+        ranks; None: those of heads. by_position: see `exact_tokens`.
+        ValueError where its calibration or its maps are of other heads.
+        """
+        whole = heads and heads._replace(num_kv_heads=total_kv_heads or heads.num_kv_heads)
+        if whole is not None and policy.calibration is not None:
+            policy.calibration.check_layer(number, whole)
+        fmt, maps = policy.of(number, dtype), policy.maps_of(number)
+        maps = maps if whole is None else shard.maps(maps, whole, heads.num_kv_heads)
+        return cls(fmt, maps, exact_tokens(policy.exact, by_position, fmt))
+
+    def with_format(self, fmt: Format, tokens: ExactTokens | None) -> LayerConfig:
+        """The same in another format, where the layer's kind keeps `tokens` at full precision."""
+        return replace(self, format=fmt, exact=exact_tokens(tokens, fmt=fmt))
+
+
+def exact_tokens(tokens: ExactTokens | None, by_position: bool = False, fmt: Format | None = None) -> ExactTokens | None:
+    """The tokens of a policy that a layer keeps at full precision; None: none.
+
+    by_position: whether its window moves on or its keys stand where they stand: then it keeps no first tokens. fmt: of its pages; rows
+    that are kept as they are need no copies.
+    """
+    if tokens is None or (fmt is not None and fmt.name in UNQUANTIZED):
+        return None
+    return tokens.without_first() if by_position else tokens

@@ -1,0 +1,73 @@
+"""Before the first request: which implementation serves a layer's calls, what they compile, and what scratch memory they take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import implementations, warmup
+from ..cache import PagedCache
+from .layer import LayerAttention, PagedLayer
+
+COMPILED_FOR = ("window", "chunk_lookback", "softcap", "alibi_sqrt", "batch_invariant")  # options that are in every call of a layer
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest steps that an engine makes.
+
+    num_seqs: sequences. num_tokens: new tokens. max_seq_len: keys of a sequence. verified: queries of a sequence that verifies drafts; 1:
+    none does. table_width: pages of a row of the block tables.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    max_seq_len: int
+    verified: int = 1
+    table_width: int | None = None
+
+
+def who_serves(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, device: torch.device, block_size: int) -> dict[str, str]:
+    """Which implementation serves what, of a layer's calls, without compiling it. block_size: of the kernels."""
+    calls = _calls(layer, attention, limits, device)
+    found = warmup.who_serves(layer.allocate(1, block_size, device), attention.num_heads, **calls)
+    return {what: name for what, (name, _) in found.items()}
+
+
+def warm_up(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, pages: PagedCache) -> dict[str, str]:
+    """Compile what a layer's calls need over `pages`, which are left as they were; what is compiled depends on how these lie."""
+    calls = _calls(layer, attention, limits, pages.device)
+    mixed = warmup.mixed_batches(attention.num_heads, calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len)
+    return warmup.warm_up(pages, attention.num_heads, mixed=mixed, exact=layer.config.exact, **calls)
+
+
+def _calls(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, device: torch.device) -> dict[str, Any]:
+    """What `quantkv.warm_up` takes."""
+    return {
+        "dtype": layer.dtype,
+        "query_lens": sorted({1, limits.verified}),
+        "batch_sizes": sorted({1, limits.num_seqs}),
+        "write_sizes": sorted({1, limits.num_seqs, limits.num_tokens}),
+        "max_seq_len": limits.max_seq_len,
+        "table_width": limits.table_width,
+        **{name: getattr(attention.options, name) for name in COMPILED_FOR},
+        **attention.tensors(device),
+    }
+
+
+def summary(who: dict[str, str]) -> str:
+    """Who serves what, in a line: of batches of several kinds one of each number of queries."""
+    short = {re.sub(r"^attend of \d+ x (\d+) queries of .*", r"\1 queries among others", what): name for what, name in who.items()}
+    return "; ".join(f"{what} by {name}" for what, name in short.items())
+
+
+def claim_scratch(query: torch.Tensor) -> None:
+    """Allocate, and free, the scratch memory that attention of `query [T, HQ, D]` will take on a GPU, so that an engine that measures
+    what a step takes leaves it free."""
+    if query.is_cuda:
+        sizes = (query.shape[2],) * 2
+        nbytes = implementations.scratch_bytes(query.shape[0], query.shape[1], sizes, query.element_size())
+        torch.empty(nbytes, dtype=torch.uint8, device=query.device)

@@ -1,0 +1,209 @@
+"""quantkv.engine, without an engine: what adapters have in common."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantkv import PagedCache, get_format, implementations
+from quantkv.calls import AttentionOptions, Batch
+from quantkv.engine.exact_group import ExactGroup
+from quantkv.engine.forward_metadata import ForwardMetadata
+from quantkv.engine.layer import LayerAttention, PagedLayer
+from quantkv.engine.layer_config import LayerConfig, Shard, exact_tokens
+from quantkv.engine.padded_metadata import PaddedMetadata
+from quantkv.engine.warm_up import StepLimits, claim_scratch, who_serves
+from quantkv.exact import ExactTokens
+from quantkv.geometry import Heads
+from quantkv.maps import LayerMaps, LinearMap
+from quantkv.policy import Policy
+from quantkv.shadow import ShadowedCache
+
+SIZE, BLOCK = 16, 16
+CPU = torch.device("cpu")
+
+
+def rows(count, heads, seed=0):
+    return torch.randn(2, count, heads, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def rotations(heads):
+    """A rotation for each kv head."""
+    whole = torch.randn(heads, SIZE, SIZE, generator=torch.Generator().manual_seed(7))
+    q = torch.linalg.qr(whole)[0].contiguous()
+    return LinearMap(q, q.mT.contiguous())
+
+
+def layer_of(fmt, heads=2, **config):
+    return PagedLayer(LayerConfig(get_format(fmt), **config), Heads(heads, SIZE, SIZE), torch.float32)
+
+
+def step(queries, keys, pages=4, **more):
+    """Metadata of sequences with these queries and keys; page i * pages + j is page j of sequence i."""
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    table = torch.arange(len(queries) * pages, dtype=torch.int32).view(-1, pages)
+    slots = torch.cat([torch.arange(n - count, n) + i * pages * BLOCK for i, (count, n) in enumerate(zip(queries, keys))])
+    batch = Batch(starts, torch.tensor(keys, dtype=torch.int32), max(queries))
+    return ForwardMetadata(batch, table, slots, **more)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_each_rank_stores_its_heads_of_the_layer(ranks):
+    """With fewer heads than ranks several store the same."""
+    policy = Policy("int4", maps={3: LayerMaps(rotations(4), rotations(4))})
+    whole = LayerConfig.of(policy, 3, torch.float32, Heads(4, SIZE, SIZE), 4)
+    k, v = rows(20, 4)
+    cache = PagedLayer(whole, Heads(4, SIZE, SIZE), torch.float32).allocate(2, BLOCK, CPU)
+    cache.write(k, v, torch.arange(20))
+    own = Heads(max(4 // ranks, 1), SIZE, SIZE)
+    for rank in range(ranks):
+        config = LayerConfig.of(policy, 3, torch.float32, own, 4, Shard(rank, ranks))
+        part = PagedLayer(config, own, torch.float32).allocate(2, BLOCK, CPU)
+        start = rank * 4 // ranks
+        held = slice(start, start + own.num_kv_heads)
+        part.write(k[:, held], v[:, held], torch.arange(20))
+        assert torch.equal(part.buffer, cache.buffer[:, held])
+
+
+def test_maps_of_other_heads_are_refused():
+    policy = Policy("int4", maps={0: LayerMaps(rotations(3))})
+    for heads, total, shard in ((2, 2, Shard()), (1, 2, Shard(1, 2))):
+        with pytest.raises(ValueError, match=r"k.*3"):
+            LayerConfig.of(policy, 0, torch.float32, Heads(heads, SIZE, SIZE), total, shard)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "by_position", "kept"),
+    [("int4", False, (16, 24)), ("int4", True, (0, 24)), ("none", False, None), ("fp32", False, None), ("int8/none", False, (16, 24))],
+)
+def test_which_tokens_a_layer_keeps_at_full_precision(fmt, by_position, kept):
+    policy = Policy("int8", {1: fmt}, exact=ExactTokens(16, 24))
+    found = LayerConfig.of(policy, 1, torch.bfloat16, by_position=by_position).exact
+    assert found == (None if kept is None else ExactTokens(*kept))
+    assert exact_tokens(ExactTokens(16, 0), by_position=True) is None
+
+
+def test_a_pass_writes_and_reads_what_the_cache_does():
+    """Rows beyond the slots are padding, and so are queries beyond num_tokens."""
+    (k, v), q = rows(25, 2), rows(25, 4, 1)[0]
+    layer, own = layer_of("int8"), PagedCache(get_format("int8").cache_spec(2, SIZE), 8)
+    cache = layer.cache(layer.allocate(8, BLOCK, CPU))
+    first = step([20, 3], [20, 3], num_tokens=23)
+    first.write(cache, k, v)
+    own.write(k[:23], v[:23], first.slots)
+    assert torch.equal(cache.buffer, own.buffer)
+    batch = {"seq_lens": first.batch.seq_lens, "cu_seqlens_q": first.batch.cu_seqlens_q}
+    options = AttentionOptions(window=9, clamp_prefix_to_window=True)  # there are no images
+    out = torch.full((25, 4, SIZE), 7.0)
+    first.attend(cache, q, 0.25, options, out=out)
+    expected = own.attend(q[:23], block_table=first.block_table, **batch, scale=0.25, window=9)
+    assert torch.equal(out[:23], expected) and bool((out[23:] == 7).all())
+    assert [attend.options for attend in first._attends.values()] == [AttentionOptions(window=9)]  # nothing to honour beside it
+
+
+def test_layers_of_one_page_table_share_what_is_prepared():
+    (k, v), other = rows(4, 2), torch.arange(4) + 32
+    layer, found = layer_of("int8"), step([4], [4])
+    cache = layer.allocate(4, BLOCK, CPU)
+    for slots in (None, None, other, other):
+        found.write(cache, k, v, slots)
+    for scale in (0.25, 0.25, 0.5):
+        found.attend(cache, k, scale)
+    assert len(found._writes) == 2 and len(found._attends) == 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_fresh_pass_reads_its_own_rows(padded):
+    """In place of what int4 made of them, which is stored all the same."""
+    (k, v), q = rows(20, 2), rows(20, 4, 1)[0]
+    layer = layer_of("int4")
+    cache, plain = layer.allocate(8, BLOCK, CPU), PagedCache(get_format("fp32").cache_spec(2, SIZE), 8)
+    found = step([13], [13], pages=2)
+    if padded:  # the same tokens behind 7 of padding
+        real = torch.arange(7, 20)
+        batch = found.batch
+        found = PaddedMetadata(real, found.slots, found.block_table, batch.seq_lens, batch.cu_seqlens_q, lengths=((13, 13),), num_pages=1)
+    else:
+        (k, v), q = (k[7:], v[7:]), q[7:]
+    found.write(cache, k, v)
+    out = found.attend(cache, q, key=k, value=v, fresh=True)
+    plain.write(k[-13:], v[-13:], found.slots)
+    batch = {"seq_lens": found.batch.seq_lens, "cu_seqlens_q": found.batch.cu_seqlens_q}
+    assert torch.equal(out[-13:], plain.attend(q[-13:], block_table=found.block_table, **batch))
+    assert not torch.equal(found.attend(cache, q, key=k, value=v)[-13:], out[-13:])
+    if padded:
+        assert not out[:7].any()
+
+
+def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
+    layer, reader = layer_of("int4", exact=ExactTokens(16, 0)), layer_of("int4", exact=ExactTokens(16, 0))
+    reader.owner = layer
+    pages = layer.allocate(8, BLOCK, CPU)
+    assert layer.cache(pages) is pages and reader.cache(pages) is pages  # nothing says which pages have a copy
+    group = ExactGroup([layer], num_seqs=2, num_tokens=64, pool_seqs=1, device=CPU)
+    (k, v), q = rows(20, 2), rows(1, 4, 1)[0]
+    first = step([20], [20])
+    group.attach(first, pages)
+    first.write(layer.cache(pages), k, v)
+    held = layer.copies
+    group.pool.make_room(num_seqs=3, num_blocks=8)
+    cache = layer.cache(pages)
+    assert layer.copies.num_blocks == 3 * held.num_blocks == group.pool.num_shadows
+    assert torch.equal(layer.copies.buffer[: held.num_blocks], held.buffer) and held.buffer.any()
+    other = reader.cache(pages)
+    assert isinstance(other, ShadowedCache) and other.shadow is cache.shadow and reader.copies is None
+    assert layer.cache(pages) is cache and reader.cache(pages) is other
+    second = step([1], [20])
+    second.slots = torch.full((1,), -1)
+    group.attach(second, pages)
+    mixed = torch.cat([k[:16], pages.dequantize(torch.arange(16, 20))[0]]), torch.cat([v[:16], pages.dequantize(torch.arange(16, 20))[1]])
+    plain = PagedCache(get_format("fp32").cache_spec(2, SIZE), 4)
+    plain.write(*mixed, torch.arange(20))
+    expected = plain.attend(q, block_table=second.block_table, seq_lens=second.batch.seq_lens)
+    assert torch.allclose(second.attend(other, q), expected, atol=1e-5)
+
+
+def test_a_captured_step_moves_no_state():
+    layer = layer_of("int4", exact=ExactTokens(16, 24))
+    group = ExactGroup([layer], num_seqs=4, num_tokens=64, pool_seqs=2, device=CPU)
+    pages, found = layer.allocate(8, BLOCK, CPU), [step([1, 1], [4, 4]) for _ in range(2)]
+    group.attach(found[0], pages, advance=False)
+    assert int(group.pool.now) == 0 and layer.pool is group.pool and group.pool.watched is pages
+    group.attach(found[1], pages)
+    assert int(group.pool.now) == 1
+    assert [t.data_ptr() for t in found[0].exact.joined] == [t.data_ptr() for t in found[1].exact.joined]
+
+
+def test_a_group_keeps_the_most_that_a_layer_keeps():
+    given = [ExactTokens(16, 0), ExactTokens(0, 40)]
+    group = ExactGroup([layer_of("int4", exact=tokens) for tokens in given], 1, 1, 1, CPU)
+    assert group.tokens == ExactTokens(16, 40)
+
+
+def test_who_serves_a_layer_is_what_its_calls_choose(monkeypatch):
+    """The kinds of calls that the engine makes, each resolved: here by a rule that no implementation has."""
+    monkeypatch.setattr(implementations, "resolve", lambda call: ("cpu" if hasattr(call, "q") else "reference", {}))
+    limits = StepLimits(num_seqs=8, num_tokens=64, max_seq_len=256, verified=3, table_width=8)
+    told = who_serves(layer_of("int4"), LayerAttention(4), limits, CPU, 32)
+    writes = {f"write of {n} tokens": "reference" for n in (1, 8, 64)}
+    assert told == writes | {f"attend of {s} x {n} queries": "cpu" for n in (1, 3) for s in (1, 8)}
+
+
+def test_layers_that_the_same_kernels_serve_are_of_one_kind():
+    layer, attention = layer_of("int4"), LayerAttention(4, 0.25)
+    assert layer.kind(attention) == layer_of("int4").kind(LayerAttention(4, 0.5))
+    sinks = replace(attention, sinks=torch.zeros(4))
+    window = replace(attention, options=AttentionOptions(window=8))
+    mapped = layer_of("int4", maps=LayerMaps(rotations(2)))
+    kinds = [layer.kind(attention), layer.kind(sinks), layer.kind(window), mapped.kind(attention), layer_of("int8").kind(attention)]
+    assert len(set(kinds)) == len(kinds)
+    slopes = replace(attention, alibi_slopes=torch.zeros(4))
+    assert [a.by_position for a in (attention, sinks, window, slopes)] == [False, False, True, True]
+
+
+def test_scratch_memory_of_a_step():
+    """256 MiB of keys and values; for each query its three results in 16 bits, itself, the merged one in float32; at most 512 MiB."""
+    row = 32 * (2 * (128 + 3 * 128) + 4 * 128 + 16)
+    assert implementations.scratch_bytes(1, 32, (128, 128), 2) == (256 << 20) + row
+    assert implementations.scratch_bytes(1 << 20, 32, (128, 128), 2) == (256 << 20) + (512 << 20)
+    claim_scratch(torch.zeros(1, 2, SIZE))  # on a CPU there is none to claim
