@@ -35,6 +35,8 @@ class Policy:
     maps: maps of a layer by its number, for all of its kv heads; a side that they name goes before the calibration's.
     calibration: of the model: offsets of keys and metrics for the writers of all layers.
     exact: tokens with 16-bit copies; None: there are none.
+    prompt: "own": a sequence with several new tokens reads the rows of these as the model computed them; "stored": it reads pages alone,
+        so that its answer does not depend on how a prompt was cut.
     """
 
     format: str
@@ -42,6 +44,7 @@ class Policy:
     maps: dict[int, LayerMaps] = field(default_factory=dict)
     calibration: Calibration | None = None
     exact: ExactTokens | None = None
+    prompt: str = policy_file.PROMPTS[0]
 
     def __post_init__(self) -> None:
         get_format(self.format)
@@ -52,6 +55,7 @@ class Policy:
             get_format(name)
         for name, kind in (("calibration", Calibration), ("exact", ExactTokens)):
             instance(name, getattr(self, name), (kind, type(None)), f"{kind.__name__} or None")
+        policy_file.check_prompt("prompt", self.prompt)
 
     @classmethod
     def load(cls, path: str | Path, *, elsewhere: bool = False) -> Policy:
@@ -61,14 +65,14 @@ class Policy:
         All but the version and format may be left out. maps: a file beside this one, with tensors such as `layers.3.k.forward
         [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
         D]`, float32; the digest in its metadata, which `save` writes, is checked where there is one. calibration: a file of
-        `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`.
+        `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`. prompt: "own" or "stored".
         elsewhere: whether the names of these files may lead out of the policy's folder, by `..` or from the root.
         ValueError naming what is wrong.
         """
         path, given = Path(path), policy_file.read(path, elsewhere=elsewhere)
         maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
         calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
-        return cls(given.format, given.layers, maps, calibration, given.exact)
+        return cls(given.format, given.layers, maps, calibration, given.exact, given.prompt)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Policy:
@@ -79,7 +83,7 @@ class Policy:
             file = getattr(parsed, name)
             if file is not None:
                 refuse(f"policy.{name}", repr(file), f"a dict has no folder to look in: write Policy(..., {name}=...) or a policy's path")
-        return cls(parsed.format, parsed.layers, exact=parsed.exact)
+        return cls(parsed.format, parsed.layers, exact=parsed.exact, prompt=parsed.prompt)
 
     @classmethod
     def given(cls, value: Any) -> Policy | None:
@@ -118,6 +122,8 @@ class Policy:
                 refuse("calibration", str(file), "it holds another calibration than the policy")
         if self.exact is not None:
             given["exact"] = {"first": self.exact.first, "latest": self.exact.latest}
+        if self.prompt != policy_file.PROMPTS[0]:
+            given["prompt"] = self.prompt
         whole_file.write(path, (json.dumps(given, indent=2) + "\n").encode())  # last: it names the others
 
     def check(self, num_layers: int) -> None:

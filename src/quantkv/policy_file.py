@@ -13,7 +13,8 @@ from .refusals import integer, refuse
 
 VERSION = 1
 DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range of so many layers would take all memory
-FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact")
+FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact", "prompt")
+PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class PolicyFile:
     """What a file says.
 
     format: of the layers that `layers` does not name. layers: format of a layer by its number. maps, calibration: names of files beside
-    it; None: it names none. exact: tokens with 16-bit copies; None: there are none.
+    it; None: it names none. exact: tokens with 16-bit copies; None: there are none. prompt: one of `PROMPTS`.
     """
 
     format: str
@@ -29,6 +30,7 @@ class PolicyFile:
     maps: str | None = None
     calibration: str | None = None
     exact: ExactTokens | None = None
+    prompt: str = PROMPTS[0]
 
     def name_of(self, layer: int) -> str:
         """Name of a layer's format."""
@@ -62,7 +64,15 @@ def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
         if name in given and not elsewhere:
             check_name(f"policy.{name}", given[name])
     layers, exact = _layers(given.get("layers", {})), _exact(given.get("exact"))
-    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), exact)
+    prompt = check_prompt("policy.prompt", given.get("prompt", PROMPTS[0]))
+    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), exact, prompt)
+
+
+def check_prompt(argument: str, given: Any) -> str:
+    """One of `PROMPTS` as it is. ValueError for anything else."""
+    if given not in PROMPTS:
+        refuse(argument, repr(given), f"one of {', '.join(PROMPTS)} is needed")
+    return given
 
 
 def check_name(argument: str, name: str) -> None:

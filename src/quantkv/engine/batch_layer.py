@@ -28,14 +28,14 @@ class BatchLayer:
 
     requested: its format, by name or as one. sequences: the pages of the batch, which it shares with the layers of its kind.
     stored_dtype: what format "none" stores; None: what the model computes.
-    fresh_prefill: whether the first pass reads its own rows in place of the pages.
+    prompt: "own": sequences with several new tokens read the rows of these as given; "stored": all is read from the pages.
     num_tokens: tokens a sequence to allocate pages for at once.
     index: its number in a pass. turn: passes that it went through.
     config: how its rows are stored, as far as that is known; it may be replaced until the first rows. pages: None before these.
     """
 
-    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
-        self.requested, self.stored_dtype, self.fresh_prefill, self.num_tokens = fmt, dtype, fresh_prefill, num_tokens
+    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, prompt: str, num_tokens: int) -> None:
+        self.requested, self.stored_dtype, self.prompt, self.num_tokens = fmt, dtype, prompt, num_tokens
         self.sequences, self.index, self.turn = sequences, sequences.cache_positions.num_layers, 0
         sequences.cache_positions.num_layers += 1
         sequences.num_tokens = max(sequences.num_tokens, num_tokens)
@@ -46,6 +46,7 @@ class BatchLayer:
         self.is_initialized = False
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
         self._shadowed: PagedCache | ShadowedCache | None = None  # its cache, where some of its pages have 16-bit copies
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # of the pass under way, where other layers read them too
         self._checked: tuple[Any, ...] | None = None  # shapes, types and options of the last call, which were found right
 
     @property
@@ -139,13 +140,16 @@ class BatchLayer:
     ) -> torch.Tensor:
         if self.sequences.loaded:
             return self.decode(query, new, mask, scale=scale, softcap=softcap, sinks=sinks)
-        step, cache, rows = self.sequences.step(query.device), self.cache, (None, None)
+        step, cache = self.sequences.step(query.device), self.cache
         if new is not None:
             rows = tuple(_tokens(t) for t in new)
             step.write(cache, *rows)
-        fresh = new is not None and self.seen == 0 and self.fresh_prefill
+            self._rows = rows if self.sequences.cache_positions.shared else None
+        else:  # of a layer that reads what this one stored
+            rows = self._rows
+        key, value = rows if self.prompt == "own" and rows is not None else (None, None)
         shared = shared_options(self.sequences.kind, softcap)
-        out = step.attend(cache, _tokens(query), scale, shared, key=rows[0], value=rows[1], fresh=fresh, sinks=sinks)
+        out = step.attend(cache, _tokens(query), scale, shared, key=key, value=value, sinks=sinks)
         return out.unflatten(0, (query.shape[0], query.shape[2]))
 
     def decode(
@@ -166,12 +170,10 @@ class BatchLayer:
             leads = new is not None and self._leads_now(decoding)
         if leads:
             decoding.advance(mask_summary(mask) if mask is not None and mask.ndim == 2 else mask, self.sequences.pools.get(query.device))
-        key = value = None
         cache, shared = self.cache, shared_options(self.sequences.kind, softcap)
         if new is not None:
-            key, value = (_last(t) for t in new)
-            decoding.write(cache, key, value)
-        out = decoding.attend(cache, _last(query), scale, shared, key=key, value=value, sinks=sinks)
+            decoding.write(cache, *(_last(t) for t in new))
+        out = decoding.attend(cache, _last(query), scale, shared, sinks=sinks)
         return (decoding.poison(out) if leads else out)[:, None]
 
     def _leads_now(self, decoding: DecodeMetadata) -> bool:

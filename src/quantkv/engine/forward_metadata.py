@@ -79,35 +79,28 @@ class ForwardMetadata:
         *,
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
-        fresh: bool = False,
         out: torch.Tensor | None = None,
         **per_layer: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of a layer's `q [T, HQ, D]` -> `[T, HQ, D_V]`, after `write`.
 
         scale, options: of the layer. Layers with the same ones share what is prepared. `clamp_prefix_to_window` counts where there are
-        images. per_layer: its sinks and alibi_slopes. key, value, fresh: see `kv_source`. out: put there instead of into a new tensor.
+        images. per_layer: its sinks and alibi_slopes. out: put there instead of into a new tensor.
+        key, value: the pass's own rows as `write` takes them, which sequences with several queries read as given, in place of what the
+        pages hold of them; those of another layer where its pages are read. None: everything is read from the pages.
         """
         prepared = self._attends.get((scale, options))
         if prepared is None:
             prepared = self._attends[scale, options] = PreparedAttend(
                 self.batch, self.block_table, scale, self._with_images(options), exact=self.exact
             )
-        count = self.num_tokens
+        count, own = self.num_tokens, None if key is None or self.batch.max_query_len == 1 else (key, value)
         if count is not None:
-            q, out = q[:count], None if out is None else out[:count]
-        return prepared(self.kv_source(cache, key, value, fresh), q, out=out, **per_layer)
+            q, out, own = q[:count], None if out is None else out[:count], own and (key[:count], value[:count])
+        return prepared(cache, q, out=out, own=own, **per_layer)
 
-    def kv_source(
-        self, cache: PagedCache | ShadowedCache, key: torch.Tensor | None, value: torch.Tensor | None, fresh: bool
-    ) -> PagedCache | ShadowedCache:
-        """What a layer's queries read: the one place where an engine's pass decides that.
-
-        key, value: the pass's own rows, as `write` takes them and the model computed them, in 16 or 32 bits; None: they are not there, as
-        in a layer that reads the pages of another. fresh: read them in place of the pages, which hold nothing else.
-        """
-        if not fresh:
-            return cache
+    def as_given(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
+        """New pages that hold the pass's own rows as given, and nothing else; key and value as `write` takes them."""
         pages = cache.pages if isinstance(cache, ShadowedCache) else cache
         plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
         own = PagedCache(plain, self.num_pages or pages.num_blocks, key.device)

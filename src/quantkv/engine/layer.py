@@ -21,6 +21,7 @@ class LayerAttention:
 
     num_heads: query heads of this rank. scale: of the scores; None: `D ** -0.5`. options: those that are no tensors.
     sinks, alibi_slopes: float `[HQ]`, on any device; None: it has none.
+    own_rows: whether sequences with several queries read their own rows as given, see `PagedCache.attend`.
     """
 
     num_heads: int
@@ -28,6 +29,7 @@ class LayerAttention:
     options: AttentionOptions = AttentionOptions()
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    own_rows: bool = False
 
     @property
     def by_position(self) -> bool:
@@ -58,7 +60,7 @@ class PagedLayer:
     def kind(self, attention: LayerAttention) -> Hashable:
         """Equal for layers that the same kernels serve."""
         traits = tuple(None if map_ is None else map_.traits for map_ in (self.config.maps.k, self.config.maps.v))
-        given = attention.sinks is None, attention.alibi_slopes is None
+        given = attention.sinks is None, attention.alibi_slopes is None, attention.own_rows
         return self.config.format.name, attention.num_heads, self.heads, attention.options, traits, given
 
     def spec(self, block_size: int) -> CacheSpec:

@@ -58,16 +58,17 @@ class PaddedMetadata(ForwardMetadata):
         *,
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
-        fresh: bool = False,
         **per_layer: Any,
     ) -> torch.Tensor:
         """Attention of `q [S * N, HQ, D]` -> `[S * N, HQ, D_V]`; 0 for padding on the left."""
-        source = self.kv_source(cache, key, value, fresh)
-        out = super().attend(source, self._tokens(q), scale, options, **per_layer)
+        own = {} if key is None else {"key": self._tokens(key), "value": self._tokens(value)}
+        out = super().attend(cache, self._tokens(q), scale, options, **own, **per_layer)
         if self.rows is not None:
             out = out.new_zeros(len(q), *out.shape[1:]).index_copy_(0, self.rows, out)
         padding = self.right_padding
         if padding is not None:
+            whole = own and all(queries == keys for queries, keys in self.batch.lengths)  # padding reads what the last token reads
+            source = self.as_given(cache, key, value) if whole else cache
             after = ForwardMetadata.attend(padding, source, padding._tokens(q), scale, options, **per_layer)
             out = out.index_copy_(0, padding.rows, after)
         return out

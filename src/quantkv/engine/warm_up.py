@@ -40,7 +40,8 @@ def who_serves(layer: PagedLayer, attention: LayerAttention, limits: StepLimits,
 def warm_up(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, pages: PagedCache) -> dict[str, str]:
     """Compile what a layer's calls need over `pages`, which are left as they were; what is compiled depends on how these lie."""
     calls = _calls(layer, attention, limits, pages.device)
-    mixed = warmup.mixed_batches(attention.num_heads, calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len)
+    largest = calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len
+    mixed = warmup.mixed_batches(attention.num_heads, *largest, attention.own_rows)
     return warmup.warm_up(pages, attention.num_heads, mixed=mixed, exact=layer.config.exact, **calls)
 
 
@@ -53,6 +54,7 @@ def _calls(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, dev
         "write_sizes": sorted({1, limits.num_seqs, limits.num_tokens}),
         "max_seq_len": limits.max_seq_len,
         "table_width": limits.table_width,
+        "own": attention.own_rows,
         **{name: getattr(attention.options, name) for name in COMPILED_FOR},
         **attention.tensors(device),
     }

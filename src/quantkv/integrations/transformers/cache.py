@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from ... import policy_file
 from ...checks import integer, refuse
 from ...engine.cache_positions import CachePositions
 from ...engine.layer_config import LayerConfig
@@ -38,9 +40,10 @@ class QuantizedCache(Cache):
         writers, and tokens that are exact.
     block_size: tokens of a page.
     dtype: what "none" stores; the model's dtype if None.
-    fresh_prefill: False: a prompt attends to what was stored, so that the answer does not depend on how the prompt was cut into
-        chunks. True: the first forward pass attends to its own exact keys and values, as engines commonly do: closer to the
-        16-bit answer where the prompt comes whole, another answer where it comes in chunks.
+    prompt: "own": a pass of several tokens attends to their own keys and values as the model computed them, and to pages only before
+        them; they are quantized into pages beside it. "stored": it attends to pages alone, so that the answer does not depend on how the
+        prompt was cut into passes. None: what the policy says, "own" without one.
+    fresh_prefill: deprecated: True is prompt="own", False prompt="stored".
     num_tokens: tokens a sequence to allocate pages for at once; pages beyond are added as they are needed. Where all layers are attention
         of their own keys and values, passes of one token can then be compiled, or captured in a CUDA graph: `generate` does so by itself
         on a GPU (unless disable_compile=True), and see `use_cuda_graphs`. With more tokens than that they are not captured any more.
@@ -56,7 +59,8 @@ class QuantizedCache(Cache):
         *,
         block_size: int = 16,
         dtype: torch.dtype | None = None,
-        fresh_prefill: bool = False,
+        prompt: str | None = None,
+        fresh_prefill: bool | None = None,
         num_tokens: int = 0,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -66,8 +70,7 @@ class QuantizedCache(Cache):
             _check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
-        if fresh_prefill and shares_keys(config):
-            raise NotImplementedError("fresh_prefill=True: layers share keys and values, and read them from the pages")
+        prompt = _prompt(prompt, fresh_prefill, policy)
         self.cache_positions = CachePositions()
         self.cache_positions.shared = shares_keys(config)
         self.cache_positions.capturable = not self.cache_positions.shared and not any(
@@ -75,7 +78,7 @@ class QuantizedCache(Cache):
         )
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
         self.sequences = {kind: Sequences(kind, block_size, self.cache_positions, policy and policy.exact) for kind in kinds}
-        options = dtype, fresh_prefill, num_tokens
+        options = dtype, prompt, num_tokens
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
         for number, layer in self.quantized_layers.items():
@@ -229,6 +232,18 @@ class QuantizedCache(Cache):
 def _refuse_to_compile() -> None:
     """Outside of what is compiled, where an error stays the one that it is."""
     raise NotImplementedError("torch.compile: layers of this model share keys and values, which it cannot follow; leave it out")
+
+
+def _prompt(prompt: str | None, fresh_prefill: bool | None, policy: Policy | None) -> str:
+    """What passes of several tokens read, of what a caller says."""
+    if fresh_prefill is not None:
+        warnings.warn("fresh_prefill is deprecated: write prompt='own' or prompt='stored'", DeprecationWarning, stacklevel=3)
+        if prompt is not None:
+            refuse("fresh_prefill", fresh_prefill, f"prompt={prompt!r} says it")
+        return "own" if fresh_prefill else "stored"
+    if prompt is None:
+        return "own" if policy is None else policy.prompt
+    return policy_file.check_prompt("prompt", prompt)
 
 
 def _check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[LayerPlan]) -> None:

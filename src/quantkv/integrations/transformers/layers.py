@@ -26,9 +26,9 @@ class QuantizedLayer(BatchLayer, CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, fresh_prefill: bool, num_tokens: int) -> None:
+    def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, prompt: str, num_tokens: int) -> None:
         CacheLayerMixin.__init__(self)
-        BatchLayer.__init__(self, fmt, sequences, dtype, fresh_prefill, num_tokens)
+        BatchLayer.__init__(self, fmt, sequences, dtype, prompt, num_tokens)
         self.is_sliding = sequences.kind.window > 0
         self.made_for: MadeFor | None = None
         self.weights: torch.Tensor | None = None  # of the key projection that its calibration was made with, until it was compared
@@ -38,7 +38,7 @@ class QuantizedLayer(BatchLayer, CacheLayerMixin):
         self._enter()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "token": None, "unknown": None, "places": [], "_like": None, "_checked": None}
+        return {**vars(self), "token": None, "unknown": None, "places": [], "_like": None, "_rows": None, "_checked": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -46,7 +46,7 @@ class LatentLayer(QuantizedLayer):
         """Store latents `[S, 1, N, latent]` and rotated dimensions `[S, 1, N, R]`; returns those of all tokens, read back."""
         if key_states.shape[1] != 1 or key_states.shape[3] != self.latent:
             refuse("key_states.shape", tuple(key_states.shape), f"one head of config.kv_lora_rank={self.latent} is needed")
-        new, batch_size, first = (key_states, value_states), key_states.shape[0], self.seen == 0
+        new, batch_size, before = (key_states, value_states), key_states.shape[0], self.seen
         if self.pages is None:
             self.requested = self._format(self.stored_dtype or key_states.dtype)
         pages, cache_positions = self._new_pages(*new) if self.pages is None else self.pages, self.sequences.cache_positions
@@ -60,11 +60,13 @@ class LatentLayer(QuantizedLayer):
         except BaseException:
             cache_positions.failed = True
             raise
-        if first and self.fresh_prefill:
+        own = self.prompt == "own" and key_states.shape[2] > 1
+        if own and not before:
             return new
         positions = torch.arange(self.seen, device=key_states.device).repeat(batch_size)
         rows = self.pages.dequantize(self._slots(key_states.device), positions, dtype=key_states.dtype)
-        return tuple(states.unflatten(0, (batch_size, self.seen)).transpose(1, 2) for states in rows)
+        read = tuple(states.unflatten(0, (batch_size, self.seen)).transpose(1, 2) for states in rows)
+        return tuple(torch.cat([t[:, :, :before], given], 2) for t, given in zip(read, new)) if own else read
 
     def _format(self, dtype: torch.dtype) -> Format:
         fmt, plain = get_format(self.requested, dtype), get_format("none", dtype)

@@ -16,6 +16,7 @@ from ...format import available_formats, get_format
 PREFIX = "quantkv_"  # of the names that --kv-cache-dtype takes: quantkv_int4, quantkv_k8v4, ..
 POLICY = PREFIX + "policy"  # formats by layer, from the file that --additional-config names
 POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
+PROMPT_OPTION = "quantkv_prompt"  # --additional-config '{"quantkv_prompt": "stored"}'
 BACKEND = f"{__name__}.backend.QuantKVBackend"
 TESTED = ("0.33.",)
 DIGEST_MARK = ":"  # between a type and the digest that connectors see beside it

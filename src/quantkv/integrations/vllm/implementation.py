@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ...cache import PagedCache
 from ...engine.layer import LayerAttention, PagedLayer
+from ...engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ...engine.layer_config import LayerConfig, Shard
 from ...engine.warm_up import StepLimits, claim_scratch, warm_up, who_serves
 from ...exact import ExactTokens
@@ -29,7 +30,7 @@ from ...geometry import Heads
 from ...options import AttentionOptions
 from ...shadow import ShadowedCache
 from . import PREFIX, calls
-from .asked import check_weights, policy_of
+from .asked import check_weights, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
 from .connectors import check_connectors
 from .metadata import Metadata
@@ -62,6 +63,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     attention: LayerAttention
     paged: PagedLayer | None = None
     owner: QuantKVImpl | None = None
+    lends: bool = False  # whether other layers read its pages, and its rows
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         options = AttentionOptions(
             window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
         )
-        self.attention = LayerAttention(num_heads, self.scale, options, sinks, slopes)
+        own_rows = reads_own_rows(self.config, options.batch_invariant)
+        self.attention = LayerAttention(num_heads, self.scale, options, sinks, slopes, own_rows)
         self._per_layer: dict[str, Any] = {}  # sinks and slopes, on the device
         self._pages: tuple[Any, PagedCache | None] = (lambda: None, None)
         load_flash_attention()
@@ -161,6 +164,10 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         else:  # weights that are loaded again
             self.paged.config, self.paged.scales = stored, scales
         self.owner = None if layers[owner].impl is self else layers[owner].impl
+        if self.owner is not None:
+            self.owner.lends = True
+        if stored.format.name in AS_GIVEN:  # pages hold the same numbers
+            self.attention = replace(self.attention, own_rows=False)
         if self.owner is None:
             block_size, num_seqs = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
             self.paged.reserve_copies(block_size, num_seqs, torch.device(current_platform.device_type))
@@ -247,8 +254,19 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             return output.fill_(0)
         if output_scale is not None:
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")
-        rows = {"key": key, "value": value} if self.owner is None else {}  # another's pages do not hold these
         calls[attn_metadata.kind] += 1
         cache, shared = self.cache_of(kv_cache), (self.scale, self.attention.options)
+        rows = self._own_rows(attn_metadata, key, value)
         attn_metadata.attend(cache, query, *shared, out=output, **rows, **self._per_layer)
         return output
+
+    def _own_rows(self, step: Metadata, key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows that a step brings to the layer's pages, where it reads them as given: another's, where the pages are another's."""
+        if not self.attention.own_rows or step.batch.max_query_len == 1:
+            return {}
+        if self.owner is not None:
+            return step.lent.get(id(self.owner), {})
+        rows = {"key": key, "value": value}
+        if self.lends:  # what comes later in a graph may take their memory
+            rows = step.lent[id(self)] = {name: t.clone() for name, t in rows.items()}
+        return rows
