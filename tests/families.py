@@ -141,7 +141,7 @@ def logit_errors(architecture: Architecture) -> dict[str, float]:
     """Of each format in BOUNDS."""
     model = use_quantkv_attention(architecture.build())
     exact = logits(model, QuantizedCache(model.config, "none"))
-    found = {name: logits(model, QuantizedCache(model.config, name)) for name in BOUNDS}
+    found = {name: logits(model, QuantizedCache(model.config, name, prompt="stored")) for name in BOUNDS}
     return {name: float(((got - exact).norm(dim=-1) / exact.norm(dim=-1)).median()) for name, got in found.items()}
 
 

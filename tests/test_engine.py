@@ -112,25 +112,29 @@ def test_layers_of_one_page_table_share_what_is_prepared():
     assert len(found._writes) == 2 and len(found._attends) == 2
 
 
+@pytest.mark.parametrize("context", [0, 6])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_fresh_pass_reads_its_own_rows(padded):
-    """In place of what int4 made of them, which is stored all the same."""
+def test_a_pass_reads_its_own_rows_as_given(padded, context):
+    """In place of what int4 made of them, which is stored all the same; before them it reads pages."""
     (k, v), q = rows(20, 2), rows(20, 4, 1)[0]
-    layer = layer_of("int4")
+    layer, before = layer_of("int4"), rows(context, 2, 2)
     cache, plain = layer.allocate(8, BLOCK, CPU), PagedCache(get_format("fp32").cache_spec(2, SIZE), 8)
-    found = step([13], [13], pages=2)
+    found = step([13], [13 + context], pages=2)
+    if context:
+        earlier = found.block_table[0, torch.arange(context) // BLOCK].long() * BLOCK + torch.arange(context) % BLOCK
+        cache.write(*before, earlier)
+        plain.write(*cache.dequantize(earlier), earlier)
     if padded:  # the same tokens behind 7 of padding
-        real = torch.arange(7, 20)
-        batch = found.batch
-        found = PaddedMetadata(real, found.slots, found.block_table, batch.seq_lens, batch.cu_seqlens_q, lengths=((13, 13),), num_pages=1)
+        real, batch, pairs = torch.arange(7, 20), found.batch, ((13, 13 + context),)
+        found = PaddedMetadata(real, found.slots, found.block_table, batch.seq_lens, batch.cu_seqlens_q, lengths=pairs, num_pages=1)
     else:
         (k, v), q = (k[7:], v[7:]), q[7:]
     found.write(cache, k, v)
-    out = found.attend(cache, q, key=k, value=v, fresh=True)
+    out = found.attend(cache, q, key=k, value=v)
     plain.write(k[-13:], v[-13:], found.slots)
     batch = {"seq_lens": found.batch.seq_lens, "cu_seqlens_q": found.batch.cu_seqlens_q}
-    assert torch.equal(out[-13:], plain.attend(q[-13:], block_table=found.block_table, **batch))
-    assert not torch.equal(found.attend(cache, q, key=k, value=v)[-13:], out[-13:])
+    torch.testing.assert_close(out[-13:], plain.attend(q[-13:], block_table=found.block_table, **batch), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found.attend(cache, q)[-13:], out[-13:], rtol=0.01)
     if padded:
         assert not out[:7].any()
 

@@ -54,7 +54,7 @@ def test_a_layer_reads_what_the_rule_says(fmt, kind):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 110, 64, generator=generator) for heads in (4, 2, 2))
     mask = prompts([110, 83])[1].bool()
-    layer = QuantizedLayer(fmt, Sequences(kind, 16, exact=SOME), None, fresh_prefill=False, num_tokens=0)
+    layer = QuantizedLayer(fmt, Sequences(kind, 16, exact=SOME), None, prompt="stored", num_tokens=0)
     layer.activate_past_recording()
     tokens = SOME if not kind.window else ExactTokens(0, SOME.latest)
     for a, b in zip([0, 30, 50, *range(51, 110)], [30, 50, *range(51, 111)]):
@@ -98,8 +98,8 @@ def test_chunks_equal_one_shot(llama):
 def test_lost_copies_leave_the_plain_format(llama):
     """As after a preemption that keeps the pages: the very numbers of the format, until new pages begin."""
     ids, mask = prompts([60, 43])
-    plain = QuantizedCache(llama.config, "int4", fresh_prefill=True)
-    exact = QuantizedCache(llama.config, Policy("int4", exact=SOME), fresh_prefill=True)
+    plain = QuantizedCache(llama.config, "int4")
+    exact = QuantizedCache(llama.config, Policy("int4", exact=SOME))
     for cache in (plain, exact):
         logits(llama, cache, ids[:, :50], mask[:, :50], [0])
     kept = copy.deepcopy(exact)

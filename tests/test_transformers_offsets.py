@@ -52,11 +52,11 @@ def test_a_padded_batch_in_pieces(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["greedy", "beams", "chunked"])
-@pytest.mark.parametrize("fresh", [False, True])
-def test_generate(options, fresh):
+@pytest.mark.parametrize("prompt", ["own", "stored"])
+def test_generate(options, prompt):
     model = tiny("llama")
     tokens = expected(model, [24, 17, 9, 3], **options)
-    cache = QuantizedCache(model.config, policy(), fresh_prefill=fresh)
+    cache = QuantizedCache(model.config, policy(), prompt=prompt)
     assert torch.equal(generate(model, [24, 17, 9, 3], cache, **options), tokens)
     assert cache.layers[0].pages.maps.k.offset is not None and cache.layers[0].pages.num_blocks > 4  # grown, with its maps
 
@@ -133,7 +133,7 @@ def test_bytes_do_not_depend_on_the_cuts(name, kind):
     made, mask, results = offset_map(), prompts([48, 31])[1].bool(), []
     given = LayerMaps(k=LinearMap(made.forward, made.inverse, made.offset, metric=factor @ factor.mT))
     for cuts in ([0], [0, 5, 16, 17, 40, 41, 42]):
-        layer = QuantizedLayer(name, Sequences(kind, 16, CachePositions()), None, fresh_prefill=False, num_tokens=48)
+        layer = QuantizedLayer(name, Sequences(kind, 16, CachePositions()), None, prompt="stored", num_tokens=48)
         layer.config = replace(layer.config, maps=given)
         layer.activate_past_recording()
         for a, b in zip(cuts, [*cuts[1:], 48]):
