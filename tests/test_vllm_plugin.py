@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend 
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
-from quantkv import PagedCache, get_format, implementations  # noqa: E402
+from quantkv import PagedCache, calls, get_format, implementations  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
@@ -34,9 +34,11 @@ from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.vllm import metadata  # noqa: E402
+from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
+from quantkv.policy import Policy  # noqa: E402
 
 PAIRS = [
     (QuantKVBackend, contract.AttentionBackend),
@@ -112,6 +114,56 @@ def test_who_serves_a_layer_on_a_cpu_is_what_its_calls_choose(monkeypatch):
     told = impl.who_serves(torch.device("cpu"), 32, 3, 8)
     writes = {f"write of {n} tokens": "reference" for n in (1, 8, 64)}
     assert told == writes | {f"attend of {s} x {n} queries": "cpu" for n in (1, 3) for s in (1, 8)}
+
+
+@pytest.mark.parametrize("own_rows", [True, False])
+def test_layers_read_the_rows_of_their_step(own_rows):
+    """Rows beyond the tokens are padding. A layer whose pages are another's reads that one's rows too, whatever took their memory since."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, other = (torch.randn(9, heads, 64, generator=generator) for heads in (4, 2, 2, 2))
+    cache = PagedCache(get_format("int2").cache_spec(2, 64), 4)
+    before, tokens, table = torch.randn(2, 5, 2, 64, generator=generator), 7, torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    cache.write(*before, torch.arange(5) + 32)
+    slots = torch.tensor([37, 38, 39, 40, 16, 17, 18])
+    starts, lens = torch.tensor([0, 4, 7], dtype=torch.int32), torch.tensor([9, 3], dtype=torch.int32)
+    step = metadata.Metadata("mixed", calls.Batch(starts, lens, 4), table, slots, num_tokens=tokens)
+    owner, reader = (QuantKVImpl.__new__(QuantKVImpl) for _ in "ab")
+    reader.owner, owner.lends = owner, True
+    found = []
+    for impl, rows in ((owner, (key.clone(), value.clone())), (reader, (other, other))):
+        impl.scale, impl._per_layer, impl.cache_of = 0.125, {}, lambda kv_cache: cache
+        impl.attention = LayerAttention(4, 0.125, own_rows=own_rows)
+        out = torch.full((9, 4, 64), 7.0)
+        if impl is owner:
+            step.write(cache, *rows)
+        found.append(impl.forward(None, query, *rows, None, step, out))
+        for t in rows:
+            t.fill_(float("nan"))
+    batch = {"block_table": table, "seq_lens": lens, "cu_seqlens_q": starts, "scale": 0.125}
+    own = (key[:tokens], value[:tokens]) if own_rows else None
+    expected = cache.attend(query[:tokens], own=own, **batch)
+    for out in found:
+        assert torch.equal(out[:tokens], expected) and bool((out[tokens:] == 7).all())
+
+
+def test_what_prompts_read_is_what_a_configuration_says(tmp_path):
+    """Where answers must not depend on the batch, nobody's prompt reads its own rows: the batch decides how it is cut."""
+    files = {prompt: tmp_path / f"{prompt}.json" for prompt in ("own", "stored")}
+    for prompt, path in files.items():
+        Policy("int4", prompt=prompt).save(path)
+
+    def asked(invariant=False, policy=None, **options):
+        options |= {} if policy is None else {"quantkv_policy": str(files[policy])}
+        cache = SimpleNamespace(cache_dtype="quantkv_int4" if policy is None else "quantkv_policy")
+        return reads_own_rows(SimpleNamespace(additional_config=options, cache_config=cache), invariant)
+
+    assert asked() and asked(policy="own") and not asked(policy="stored") and not asked(quantkv_prompt="stored")
+    assert asked(policy="stored", quantkv_prompt="own") and not asked(policy="own", quantkv_prompt="stored")
+    assert not asked(True) and not asked(True, policy="own") and not asked(True, quantkv_prompt="stored")
+    with pytest.raises(ValueError, match="quantkv_prompt='own' with VLLM_BATCH_INVARIANT=1"):
+        asked(True, quantkv_prompt="own")
+    with pytest.raises(ValueError, match="quantkv_prompt='fresh': one of own, stored is needed"):
+        asked(quantkv_prompt="fresh")
 
 
 def test_a_line_of_the_log_names_each_number_of_queries_once():

@@ -14,6 +14,7 @@ from quantkv.calibration import Calibration, LayerMoments
 LAYERS = 30
 SCORED = [prompts.SCORED]
 ASK = {"tokens": 2, "scored": True}
+STORED = {"additional_config": {"quantkv_prompt": "stored"}}  # prompts read pages, so that their tokens show what pages lose
 
 
 def scores(report):
@@ -29,8 +30,8 @@ def policy(folder, **content):
 
 def test_layers_left_as_they_are(smollm2):
     plain = scores(engine.run(smollm2, "quantkv_fp32", SCORED, **ASK))
-    whole = scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK))
-    report = engine.run(smollm2, "quantkv_int4", SCORED, **ASK, kv_cache_dtype_skip_layers=["0", "29"])
+    whole = scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK, **STORED))
+    report = engine.run(smollm2, "quantkv_int4", SCORED, **ASK, **STORED, kv_cache_dtype_skip_layers=["0", "29"])
     assert report.formats == ["fp32", *["int4"] * (LAYERS - 2), "fp32"]
     assert len(set(report.page_bytes)) == 1  # of one size, whatever is in them
     assert 0 < (scores(report) - plain).abs().mean() < (whole - plain).abs().mean()
@@ -38,12 +39,23 @@ def test_layers_left_as_they_are(smollm2):
 
 def test_a_policy_gives_each_layer_its_format(smollm2, tmp_path):
     plain = scores(engine.run(smollm2, "quantkv_fp32", SCORED, **ASK))
-    whole = scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK))
-    asked = policy(tmp_path, format="int4", layers={"0-3": "int8", "29": "none"})
+    whole = scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK, **STORED))
+    asked = policy(tmp_path, format="int4", layers={"0-3": "int8", "29": "none"}, prompt="stored")
     report = engine.run(smollm2, "quantkv_policy", SCORED, **ASK, **asked)
     assert report.formats == [*["int8"] * 4, *["int4"] * 25, "fp32"]
     assert report.calls["decode"] > 0
     assert 0 < (scores(report) - plain).abs().mean() < (whole - plain).abs().mean()
+
+
+def test_prompts_lose_nothing_to_their_own_rows(smollm2):
+    """In one step nothing at all, in several what pages of the steps before lose; rows that are stored lose more."""
+    plain = scores(engine.run(smollm2, "quantkv_fp32", SCORED, **ASK))
+    stored, whole, cut = (
+        (scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK, **arguments)) - plain).abs()
+        for arguments in (STORED, {}, {"max_num_batched_tokens": 64})
+    )
+    assert whole.max() < 2e-4  # additions in another order
+    assert cut[:63].max() < 2e-4 < cut[64:].mean() < stored.mean()
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BHLNC", "LHBNC"])

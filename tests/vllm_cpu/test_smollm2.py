@@ -7,6 +7,7 @@ import references
 import torch
 
 from quantkv import get_format
+from test_options import STORED
 
 IMPLEMENTATION = "quantkv.integrations.vllm.implementation.QuantKVImpl"
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 30, 3, 64, 16
@@ -69,9 +70,9 @@ def test_pages_found_in_the_prefix_cache_say_the_same(smollm2, asked, expected):
 
 @pytest.mark.parametrize("arguments", [CHUNKED, TIGHT], ids=["chunked", "preempted"])
 def test_quantized_pages_survive_what_the_scheduler_does(smollm2, asked, arguments):
-    """Every row is read back at 4 bits, its own step's too, so that it does not matter in which step it was written."""
-    whole = engine.run(smollm2, "quantkv_int4", asked, tokens=TOKENS)
-    cut = engine.run(smollm2, "quantkv_int4", asked, tokens=TOKENS, **arguments)
+    """Every row is read back at 4 bits, where prompts read what is stored of them: it does not matter in which step it was written."""
+    whole = engine.run(smollm2, "quantkv_int4", asked, tokens=TOKENS, **STORED)
+    cut = engine.run(smollm2, "quantkv_int4", asked, tokens=TOKENS, **STORED, **arguments)
     for report in (whole, cut):
         ran(report, "int4")
     assert cut.answers[0].tokens == whole.answers[0].tokens
@@ -98,6 +99,6 @@ def test_quantized_pages_keep_the_probabilities(smollm2, tokenize, stored):
     plain = engine.run(smollm2, "quantkv_fp32", SCORED, **ASK).answers[0].prompt_logprobs[0]
     wanted = references.scored(smollm2, tokenize(prompts.SCORED))
     torch.testing.assert_close(torch.tensor(plain), wanted, rtol=0, atol=2e-4)
-    found = engine.run(smollm2, f"quantkv_{stored}", SCORED, **ASK).answers[0].prompt_logprobs[0]
+    found = engine.run(smollm2, f"quantkv_{stored}", SCORED, **ASK, **STORED).answers[0].prompt_logprobs[0]
     off = (torch.tensor(found) - torch.tensor(plain)).abs().mean()
     assert BOUNDS[stored] / 4 < off < BOUNDS[stored]

@@ -8,7 +8,7 @@ import torch
 
 from quantkv import PagedCache, get_format
 from quantkv.warmup import who_serves
-from test_options import policy
+from test_options import STORED, policy
 
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in enumerate((5, 33, 90, 150))]
 TOKENS = 12
@@ -45,7 +45,9 @@ def test_a_family_has_the_probabilities_of_transformers(folder_of, family, chunk
 @pytest.mark.parametrize("family", ["window", "softcap", "alibi"])
 def test_a_family_at_eight_bits_is_near(folder_of, family):
     plain, found = (
-        engine.run(folder_of(family), f"quantkv_{name}", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS).answers[0].prompt_logprobs
+        engine.run(folder_of(family), f"quantkv_{name}", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS, **STORED)
+        .answers[0]
+        .prompt_logprobs
         for name in ("fp32", "int8")
     )
     off = torch.cat([torch.tensor(a) - torch.tensor(b) for a, b in zip(plain, found)]).abs().mean()
@@ -56,7 +58,7 @@ def test_scales_of_a_checkpoint(folder_of):
     """Per-tensor fp8 divides by them: powers of two leave its roundings as they are. What has scales of its own, or none, does not."""
     reports = {}
     for family, stored in (("llama", "fp32"), ("llama", "fp8"), ("scales", "fp8"), ("scales", "int8")):
-        report = engine.run(folder_of(family), f"quantkv_{stored}", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS)
+        report = engine.run(folder_of(family), f"quantkv_{stored}", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS, **STORED)
         assert report.error == ""
         scores = torch.cat([torch.tensor(p) for p in report.answers[0].prompt_logprobs])
         reports[family, stored] = scores, set(report.scales)
