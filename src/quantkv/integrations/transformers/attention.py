@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -16,6 +17,8 @@ from ...checks import refuse
 from ...engine.decode_metadata import mask_summary
 from .compiled import HANDED
 from .lazy_kv import ATTENTION, PagedLength
+
+log = logging.getLogger("quantkv")
 
 
 def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -99,12 +102,26 @@ def quantkv_attention(
     if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    positions = layer.sequences.cache_positions
+    if positions.statistics != "off" and not compiling:
+        _no_statistics(positions.statistics)
+        positions.statistics = "off"
     if layer.weights is not None and not compiling and (found := weights.of_module(module)) is not None:
         weights.check({layer.index: layer.weights}, {layer.index: found})
         layer.weights = None
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None
     return layer.attend(query, attention_mask, key.update, **options), None
+
+
+def _no_statistics(mode: str) -> None:
+    """A cache that waits for statistics stores its first row, and no model was seen: a warning, or, where they are required, a refusal."""
+    said = "no model with the configuration that it was made from was called, so keys and values are stored without its statistics"
+    if mode == "require":
+        refuse(
+            "policy.statistics", repr(mode), f"{said}; allowed: QuantizedCache(model.config, ...) of the model that is called, or 'auto'"
+        )
+    log.warning("quantkv: QuantizedCache: %s", said)
 
 
 def _eager(
