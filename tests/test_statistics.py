@@ -68,6 +68,15 @@ def test_key_biases_cost_nothing(model):
     assert lost["4bit"] < lost["int4"] / 4 and lost["8bit"] < lost["int8"] / 2, lost
 
 
+@pytest.mark.parametrize("name, warned", [("int4", True), ("int8", True), ("levels4", True), ("none", False), ("4bit", False)])
+def test_keys_that_are_stored_with_large_biases_are_worth_a_warning(model, name, warned, caplog):
+    model.model.layers[1].self_attn.k_proj.bias.data[3] = -77.0
+    cache = QuantizedCache(model.config, name)
+    run(model, cache), run(model, cache)
+    assert caplog.text.count("the keys of Qwen2Attention have biases of up to 77") == warned
+    assert ("'4bit'" in caplog.text) == warned
+
+
 def test_one_pass_for_all_caches_of_a_model(model, monkeypatch):
     passes = []
     monkeypatch.setattr(statistics, "calibrate", lambda *args, **kwargs: passes.append(1) or calibrate(*args, **kwargs))
@@ -155,7 +164,7 @@ def test_latents_have_no_statistics():
     from architectures import ARCHITECTURES
 
     config = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build().config
-    assert not QuantizedCache(config, "4bit").cache_positions.statistics != "off"
+    assert QuantizedCache(config, "4bit").cache_positions.statistics == "off"
     with pytest.raises(NotImplementedError, match=r"policy\.exact: latents"):
         QuantizedCache(config, Policy("levels4", exact=ExactTokens(16, 24), statistics="require"))
 
@@ -173,7 +182,7 @@ def test_policies_say_it(tmp_path):
 def test_tokens_of_the_pass(model, tmp_path):
     ids, source = statistics._ids(model)
     assert ids.shape == (1, 512) and source == "512 tokens at random: no tokenizer of it is here"
-    assert 0 <= int(ids.min()) and int(ids.max()) < 128
+    assert int(ids.min()) >= 0 and int(ids.max()) < 128
     short = tiny("qwen2", max_position_embeddings=100)
     assert statistics._ids(short)[0].shape == (5, 100)
     assert weights.of_module(model.model.layers[0].self_attn) is not None
