@@ -185,13 +185,13 @@ def test_maps_are_the_formats_own_with_what_its_writer_can_use():
         assert torch.allclose(map_.metric.diagonal(dim1=1, dim2=2).mean(1), torch.ones(HEADS), atol=1e-5)
     assert made.maps(1, get_format("levels4")) is levels  # made once
     assert made.maps(1, get_format("levels4"), offset=False).k.offset is None
-    for name in ("bf16", "fp8", "int8"):
+    for name in ("bf16", "fp8"):
         assert made.maps(1, get_format(name)) == LayerMaps()
     with_offset = {name for name in available_formats() if (k := made.maps(3, get_format(name)).k) is not None and k.offset is not None}
-    four_bits = {"int4", "k4v2", "tq4"}
+    four_bits = {"int4", "k4v2", "tq4", "int8", "k8v4", "k8v2", "fp8_token"}  # and more, with a scale for each row
     assert with_offset == four_bits | {name for name in available_formats() if get_format(name).k.signed} > four_bits
     assert made.maps(3, get_format("int4")).k.metric is None and made.maps(3, get_format("int4")).v is None
-    int8 = made.maps(1, get_format("int8"), offset=True).k  # a codec without a map of its own
+    int8 = made.maps(1, get_format("int8")).k  # a codec without a map of its own
     assert torch.equal(int8.forward[0], torch.eye(SIZE)) and int8.offset is not None and int8.metric is None
 
 
@@ -239,7 +239,7 @@ def write(folder, **given):
 def test_a_policy_carries_it(tmp_path):
     made = calibration()
     made.save(tmp_path / "toy.safetensors")
-    policy = Policy.load(write(tmp_path, layers={"3": "int8"}, calibration="toy.safetensors", exact={"latest": 24}))
+    policy = Policy.load(write(tmp_path, layers={"3": "fp8"}, calibration="toy.safetensors", exact={"latest": 24}))
     assert policy.calibration.digest == made.digest and policy.exact == ExactTokens(0, 24)
     assert policy.maps_of(1).k.offset is not None and policy.maps_of(3) == LayerMaps()
     own = LinearMap(2 * torch.eye(SIZE)[None], torch.eye(SIZE)[None] / 2)

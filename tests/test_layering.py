@@ -99,6 +99,7 @@ ALLOWED = {
         "spec",
         "vllm_pages",
         "weights",
+        "whole_file",
     },
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "dense", "cpu", ""},
     "cli": {

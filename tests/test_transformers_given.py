@@ -55,9 +55,9 @@ def test_a_file_brings_what_it_names(tmp_path, llama):
     policy = Policy("levels4", calibration=calibrate(llama, ids))
     policy.save(tmp_path / "policy.json")
     ids, mask = ids[:, :30], mask[:, :30]
-    by_policy, by_path = (logits(llama, QuantizedCache(llama.config, p), ids, mask, [0]) for p in (policy, tmp_path / "policy.json"))
+    by_policy, by_path = (logits(llama, QuantizedCache(llama.config, p), ids, mask, [0, 20]) for p in (policy, tmp_path / "policy.json"))
     assert torch.equal(by_policy, by_path)
-    assert not torch.equal(by_path, logits(llama, QuantizedCache(llama.config, "levels4"), ids, mask, [0]))
+    assert not torch.equal(by_path, logits(llama, QuantizedCache(llama.config, "levels4"), ids, mask, [0, 20]))
 
 
 @pytest.mark.parametrize("name", ["maps", "calibration"])

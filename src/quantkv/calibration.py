@@ -224,11 +224,10 @@ def _parse(metadata: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> 
 def gains_from_offset(codec: Codec) -> bool:
     """Whether keys in this codec are known to lose less without their mean.
 
-    Those of a codec that stores a row either way do (`Codec.signed`), and so do rotated ones of 4 bits and more, with key biases by far. At
-    2 and 3 bits such rows shrink: a key that matches is scored too low beside exact tokens. Without a rotation of its own a codec would
-    need a map that costs time.
+    Those of a codec that stores a row either way do (`Codec.signed`), and so do those of 4 bits and more with a scale for each row: with
+    key biases by far. At 2 and 3 bits rows without their mean shrink: a key that matches is scored too low beside full-precision tokens.
     """
-    return codec.signed or (codec.map != "none" and codec.row.code_bits >= 4)
+    return codec.signed or (codec.row.code_bits >= 4 and bool(codec.row.meta))
 
 
 def _map(codec: Codec, metric: torch.Tensor, offset: torch.Tensor | None = None) -> LinearMap | None:

@@ -35,6 +35,8 @@ class Policy:
     maps: maps of a layer by its number, for all of its kv heads; a side that they name goes before the calibration's.
     calibration: of the model: offsets of keys and metrics for the writers of all layers.
     exact: tokens with 16-bit copies; None: there are none.
+    statistics: "auto": without a calibration, an engine measures the model itself before it stores the first row, and says so where it
+        cannot; "require": it refuses where it cannot; "off": it never does.
     prompt: "own": a sequence with several new tokens reads the rows of these as the model computed them; "stored": it reads pages alone,
         so that its answer does not depend on how a prompt was cut.
     """
@@ -44,6 +46,7 @@ class Policy:
     maps: dict[int, LayerMaps] = field(default_factory=dict)
     calibration: Calibration | None = None
     exact: ExactTokens | None = None
+    statistics: str = "off"
     prompt: str = policy_file.PROMPTS[0]
 
     def __post_init__(self) -> None:
@@ -55,12 +58,13 @@ class Policy:
             get_format(name)
         for name, kind in (("calibration", Calibration), ("exact", ExactTokens)):
             instance(name, getattr(self, name), (kind, type(None)), f"{kind.__name__} or None")
+        policy_file.check_statistics(self.statistics)
         policy_file.check_prompt("prompt", self.prompt)
 
     @classmethod
     def load(cls, path: str | Path, *, elsewhere: bool = False) -> Policy:
         """Read a JSON file: `{"policy_version": 1, "format": "int4", "layers": {"0": "int8", "2-5": "k8v4"}, "maps": "maps.safetensors",
-        "calibration": "model.safetensors", "exact": {"first": 16, "latest": 24}}`.
+        "calibration": "model.safetensors", "exact": {"first": 16, "latest": 24}, "statistics": "off"}`.
 
         All but the version and format may be left out. maps: a file beside this one, with tensors such as `layers.3.k.forward
         [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
@@ -72,7 +76,7 @@ class Policy:
         path, given = Path(path), policy_file.read(path, elsewhere=elsewhere)
         maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
         calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
-        return cls(given.format, given.layers, maps, calibration, given.exact, given.prompt)
+        return cls(given.format, given.layers, maps, calibration, given.exact, given.statistics, given.prompt)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Policy:
@@ -83,12 +87,15 @@ class Policy:
             file = getattr(parsed, name)
             if file is not None:
                 refuse(f"policy.{name}", repr(file), f"a dict has no folder to look in: write Policy(..., {name}=...) or a policy's path")
-        return cls(parsed.format, parsed.layers, exact=parsed.exact, prompt=parsed.prompt)
+        more = {"statistics": parsed.statistics, "prompt": parsed.prompt}
+        return cls(parsed.format, parsed.layers, exact=parsed.exact, **more)
 
     @classmethod
     def given(cls, value: Any) -> Policy | None:
-        """The policy that a value is or names: one, the path of its JSON file, or what that holds as a dict. None for anything else, such
-        as the name of a format. ValueError as of `load`."""
+        """The policy that a value is or names: one, a preset such as "4bit" (`policy_file.PRESETS`), the path of its JSON file, or what
+        that holds as a dict. None for anything else, such as the name of a format. ValueError as of `load`."""
+        if isinstance(value, str) and value in policy_file.PRESETS:
+            return cls.from_dict(policy_file.PRESETS[value])
         if isinstance(value, os.PathLike) or (isinstance(value, str) and policy_file.is_name(value)):
             return cls.load(value)
         if isinstance(value, Mapping):
@@ -122,6 +129,8 @@ class Policy:
                 refuse("calibration", str(file), "it holds another calibration than the policy")
         if self.exact is not None:
             given["exact"] = {"first": self.exact.first, "latest": self.exact.latest}
+        if self.statistics != "off":
+            given["statistics"] = self.statistics
         if self.prompt != policy_file.PROMPTS[0]:
             given["prompt"] = self.prompt
         whole_file.write(path, (json.dumps(given, indent=2) + "\n").encode())  # last: it names the others
@@ -129,6 +138,11 @@ class Policy:
     def check(self, num_layers: int) -> None:
         """ValueError where it names a layer that a model of `num_layers` lacks."""
         policy_file.check_layers(num_layers, layers=self.layers, maps=self.maps)
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether an engine has to measure the model before it stores the first row."""
+        return self.statistics != "off" and self.calibration is None
 
     def name_of(self, layer: int) -> str:
         """Name of a layer's format."""

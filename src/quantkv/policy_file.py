@@ -13,8 +13,16 @@ from .refusals import integer, refuse
 
 VERSION = 1
 DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range of so many layers would take all memory
-FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact", "prompt")
+FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact", "statistics", "prompt")
+STATISTICS = ("off", "auto", "require")  # whether an engine measures the model where nothing was calibrated
 PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
+_EXACT = {"first": 16, "latest": 24}
+PRESETS: dict[str, dict[str, Any]] = {  # policies by bits, which are right with nothing set up
+    "8bit": {"format": "int8", "exact": _EXACT, "statistics": "auto"},
+    "4bit": {"format": "levels4", "exact": _EXACT, "statistics": "auto"},
+    "3bit": {"format": "levels3", "exact": _EXACT, "statistics": "auto"},
+    "2bit": {"format": "trellis2", "exact": _EXACT, "statistics": "auto"},
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,8 @@ class PolicyFile:
     """What a file says.
 
     format: of the layers that `layers` does not name. layers: format of a layer by its number. maps, calibration: names of files beside
-    it; None: it names none. exact: tokens with 16-bit copies; None: there are none. prompt: one of `PROMPTS`.
+    it; None: it names none. exact: tokens with 16-bit copies; None: there are none. statistics: one of `STATISTICS`.
+    prompt: one of `PROMPTS`.
     """
 
     format: str
@@ -30,6 +39,7 @@ class PolicyFile:
     maps: str | None = None
     calibration: str | None = None
     exact: ExactTokens | None = None
+    statistics: str = "off"
     prompt: str = PROMPTS[0]
 
     def name_of(self, layer: int) -> str:
@@ -48,8 +58,19 @@ def read(path: str | Path, elsewhere: bool = False) -> PolicyFile:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text names a policy's file, where names of formats are taken too."""
-    return text.endswith(".json")
+    """Whether a text names a policy, where names of formats are taken too: a preset, or a file."""
+    return text in PRESETS or text.endswith(".json")
+
+
+def named(name: str) -> PolicyFile:
+    """The policy that `is_name` found in a text. ValueError as of `read`."""
+    return parse({"policy_version": VERSION, **PRESETS[name]}) if name in PRESETS else read(name)
+
+
+def check_statistics(given: Any) -> None:
+    """ValueError for anything but one of `STATISTICS`."""
+    if given not in STATISTICS:
+        refuse("policy.statistics", repr(given), f"one of {', '.join(STATISTICS)} is needed")
 
 
 def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
@@ -63,9 +84,10 @@ def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
             refuse(f"policy.{name}", given[name], "the name of a file beside the policy is needed")
         if name in given and not elsewhere:
             check_name(f"policy.{name}", given[name])
-    layers, exact = _layers(given.get("layers", {})), _exact(given.get("exact"))
+    layers, exact, statistics = _layers(given.get("layers", {})), _exact(given.get("exact")), given.get("statistics", "off")
+    check_statistics(statistics)
     prompt = check_prompt("policy.prompt", given.get("prompt", PROMPTS[0]))
-    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), exact, prompt)
+    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), exact, statistics, prompt)
 
 
 def check_prompt(argument: str, given: Any) -> str:

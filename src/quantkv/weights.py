@@ -17,6 +17,7 @@ from .checks import refuse
 SAMPLE = 64  # numbers of a sample
 FARTHEST = 0.5  # relative distance of two samples of one model: fine-tuned and quantized weights are far below
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "key_proj", "k_lin")  # the first that a layer has
+LARGE_BIAS = 8.0  # of a key projection: larger than most keys' numbers, so that it alone sets the step of a quantized key
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -37,6 +38,13 @@ def of_module(module: torch.nn.Module) -> torch.Tensor | None:
     """The `sample` of an attention module's key projection; None where it has none that is known by name."""
     weights = {name.rpartition(".")[2]: getattr(part, "weight", None) for name, part in module.named_modules()}
     return next((sample(weights[name]) for name in KEY_PROJECTIONS if name in weights), None)
+
+
+def largest_key_bias(module: torch.nn.Module) -> float:
+    """The largest number of the biases of an attention module's key projection; 0.0 where it has none."""
+    biases = {name.rpartition(".")[2]: getattr(part, "bias", None) for name, part in module.named_modules()}
+    bias = next((biases[name] for name in KEY_PROJECTIONS if isinstance(biases.get(name), torch.Tensor)), None)
+    return 0.0 if bias is None or bias.is_meta or not bias.numel() else float(bias.detach().abs().max())
 
 
 def of_checkpoint(folder: str | Path) -> dict[int, torch.Tensor]:

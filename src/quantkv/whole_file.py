@@ -16,11 +16,17 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
 TEMPORARY = re.compile(r"\.quantkv-[0-9a-f]{16}\.tmp")
 NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)  # what file systems without O_TMPFILE answer
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: `$QUANTKV_CACHE`, else the user's cache folder."""
+    return Path(os.environ.get("QUANTKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkv")
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:

@@ -8,7 +8,7 @@ from .. import policy_file
 
 
 def caches_of(kv: str) -> tuple[list[str], list[str]]:
-    """The names of formats and the files of policies in `--kv A,B,FILE.json`."""
+    """The names of formats, and the names of presets and files of policies, in `--kv A,4bit,FILE.json`."""
     words = [word.strip() for word in kv.split(",") if word.strip()]
     return [word for word in words if not policy_file.is_name(word)], [word for word in words if policy_file.is_name(word)]
 

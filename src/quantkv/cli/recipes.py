@@ -69,7 +69,7 @@ def exact_of(given: str | None) -> ExactTokens | None:
 
 
 def recipes_of(kv: str, calibration: Path | None = None, exact: str | None = None) -> list[Recipe]:
-    """Recipes of `--kv A,B,FILE.json`: formats, of which "all" stands for every one, and policies.
+    """Recipes of `--kv A,4bit,FILE.json`: formats, of which "all" stands for every one, and policies, which presets are too.
 
     calibration, exact: of the formats; a policy brings its own. ValueError for names, files and numbers that are wrong.
     """
@@ -85,7 +85,7 @@ def recipes_of(kv: str, calibration: Path | None = None, exact: str | None = Non
     recipes = [Recipe(name + ending, Policy(name, **guides)) for name in names]
     for file in files:
         try:
-            recipes.append(Recipe(Path(file).stem, Policy.load(file)))
+            recipes.append(Recipe(Path(file).stem, Policy.given(file)))
         except ValueError as error:
             raise ValueError(f"--kv: {error}") from error
     return recipes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -14,8 +15,13 @@ from ... import weights
 from ...calibration import Calibration
 from ...checks import refuse
 from ...engine.decode_metadata import mask_summary
+from ...engine.layer_config import UNQUANTIZED
+from ...formats import get_format
 from .compiled import HANDED
+from .layers import QuantizedLayer
 from .lazy_kv import ATTENTION, PagedLength
+
+log = logging.getLogger("quantkv")
 
 
 def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -99,12 +105,44 @@ def quantkv_attention(
     if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    if layer.weights is not None and not compiling and (found := weights.of_module(module)) is not None:
-        weights.check({layer.index: layer.weights}, {layer.index: found})
-        layer.weights = None
+    if layer.is_new and not compiling:
+        _meet(module, layer)
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None
     return layer.attend(query, attention_mask, key.update, **options), None
+
+
+def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
+    """What a layer's attention module tells of the model, before the layer stores its first row: whether its calibration is of another one,
+    and whether its keys have biases that break them. ValueError for another model."""
+    positions, found = layer.sequences.cache_positions, weights.of_module(module)
+    if positions.statistics != "off":
+        _no_statistics(positions.statistics)
+        positions.statistics = "off"
+    if found is not None and layer.weights is not None:
+        weights.check({layer.index: layer.weights}, {layer.index: found})
+    maps, name = layer.config.maps, get_format(layer.requested, torch.bfloat16).name
+    largest = 0.0 if positions.warned or name in UNQUANTIZED or (maps.k and maps.k.offset is not None) else weights.largest_key_bias(module)
+    if largest > weights.LARGE_BIAS:
+        positions.warned = True
+        log.warning(
+            "quantkv: the keys of %s have biases of up to %.0f, and format %r stores them with these: at 4 bits the answer is garbage, at "
+            "8 it loses more than it must; QuantizedCache(model.config, '4bit') (or '8bit', '3bit', '2bit') takes them off",
+            type(module).__name__,
+            largest,
+            name,
+        )
+    layer.is_new = False
+
+
+def _no_statistics(mode: str) -> None:
+    """A cache that waits for statistics stores its first row, and no model was seen: a warning, or, where they are required, a refusal."""
+    said = "no model with the configuration that it was made from was called, so keys and values are stored without its statistics"
+    if mode == "require":
+        refuse(
+            "policy.statistics", repr(mode), f"{said}; allowed: QuantizedCache(model.config, ...) of the model that is called, or 'auto'"
+        )
+    log.warning("quantkv: QuantizedCache: %s", said)
 
 
 def _eager(

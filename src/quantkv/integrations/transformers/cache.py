@@ -6,10 +6,11 @@ import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ... import policy_file
@@ -24,6 +25,7 @@ from ...spec import CacheSpec
 from .config import LayerPlan, MadeFor, geometry_of, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .recurrent_and_latent import HybridLayer, LatentLayer
+from .statistics import wait_for, with_statistics
 
 
 class QuantizedCache(Cache):
@@ -35,9 +37,11 @@ class QuantizedCache(Cache):
 
     config: the model's; its layer types say what each layer is. Pages of layers with a sliding window or chunks that no query sees any
         more are given back.
-    format: name of a format, or one for each layer, None for those without keys and values; "none" keeps rows as they are. Of a latent
-        the K half counts. Or a `Policy`, the path of its JSON file, or what that holds as a dict: formats by layer, with what guides their
-        writers, and tokens that are exact.
+    format: a preset, "8bit", "4bit", "3bit" or "2bit": the best format of so many bits, sink and recent tokens in full precision, and
+        statistics of the model, which the first forward pass takes (0.2 s on a GPU, seconds on a CPU). Or a `Policy`, the path of its JSON
+        file, or what that holds as a dict: formats by layer, with what guides their writers, and tokens that are exact. Or the name of a
+        format, or one for each layer, None for those without keys and values; "none" keeps rows as they are. Of a latent the K half
+        counts.
     block_size: tokens of a page.
     dtype: what "none" stores; the model's dtype if None.
     prompt: "own": a pass of several tokens attends to their own keys and values as the model computed them, and to pages only before
@@ -55,7 +59,7 @@ class QuantizedCache(Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        format: str | Format | Policy | os.PathLike[str] | Mapping[str, Any] | Sequence[str | Format | None] = "int4",
+        format: str | Format | Policy | os.PathLike[str] | Mapping[str, Any] | Sequence[str | Format | None] = "4bit",
         *,
         block_size: int = 16,
         dtype: torch.dtype | None = None,
@@ -67,6 +71,8 @@ class QuantizedCache(Cache):
             refuse("config", type(config).__name__, "a model's configuration is needed: QuantizedCache(model.config, ...)")
         plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
         if policy is not None:
+            if policy.statistics == "auto" and any(plan.latent for plan in plans):  # as a preset: what latents cannot have is left out
+                policy = replace(policy, exact=None, statistics="off")
             _check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
@@ -86,6 +92,27 @@ class QuantizedCache(Cache):
             if policy is not None:
                 layer.config = LayerConfig.of(policy, number, dtype or torch.bfloat16)
                 layer.weights = None if policy.calibration is None else policy.calibration.layers[number].weights
+        self._made_from, self._policy, self._dtype = config, policy, dtype or torch.bfloat16
+        if policy is not None and policy.wants_statistics:
+            self.cache_positions.statistics = policy.statistics
+            wait_for(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.cache_positions.statistics != "off":
+            wait_for(self)
+
+    def is_of(self, config: PreTrainedConfig) -> bool:
+        """Whether it was made from this configuration, or from an equal one."""
+        return config is self._made_from or (type(config) is type(self._made_from) and config == self._made_from)
+
+    def take_statistics(self, model: PreTrainedModel) -> None:
+        """Guide the writers of all layers by what a pass of `model` measures: for caches whose policy has `statistics`, before the first
+        row is stored. Where the model cannot be measured: a warning; ValueError or NotImplementedError where the policy requires it."""
+        policy = with_statistics(self._policy, model)
+        for number, layer in self.quantized_layers.items():
+            layer.config = LayerConfig.of(policy, number, self._dtype)
+        self.cache_positions.statistics = "off"
 
     def _layer(self, plan: LayerPlan, *options: Any) -> QuantizedLayer | LinearAttentionCacheLayerMixin | Any:
         if plan.kind is None:

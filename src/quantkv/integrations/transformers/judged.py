@@ -30,6 +30,7 @@ from ...policy import Policy
 from ...spec import CacheSpec
 from .attention import check_weights, decoder_of
 from .config import LayerPlan, geometry_of, plan_layers, shares_keys
+from .statistics import with_statistics
 
 JUDGED = "quantkv_judged"
 QUERIES_AT_ONCE = 256
@@ -193,6 +194,7 @@ def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
 def judged(model: PreTrainedModel, policy: Policy) -> Iterator[Judge]:
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
     over a cache by `policy`."""
+    policy = with_statistics(policy, model)
     judge = Judge(model.config, policy, model.dtype)
     check_weights(model, policy.calibration)
     with attending(model, judge):

@@ -31,7 +31,8 @@ class QuantizedLayer(BatchLayer, CacheLayerMixin):
         BatchLayer.__init__(self, fmt, sequences, dtype, prompt, num_tokens)
         self.is_sliding = sequences.kind.window > 0
         self.made_for: MadeFor | None = None
-        self.weights: torch.Tensor | None = None  # of the key projection that its calibration was made with, until it was compared
+        self.weights: torch.Tensor | None = None  # of the key projection that its calibration was made with
+        self.is_new = True  # no attention module was seen
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.updates = 0
         self.places: list[torch.Tensor] = []  # where what is `written` begins: of the same sizes however many pages there are

@@ -17,6 +17,7 @@ from ...checks import refuse
 from ...policy import Policy
 from .attention import check_weights
 from .judged import Judge, attend, attending
+from .statistics import with_statistics
 
 SKIPPED = 64  # queries at the beginning of a context, which see little of a cache
 SIDES = ("k", "v")
@@ -67,6 +68,7 @@ def sensitivities(
     """
     if contexts.shape[1] <= SKIPPED:
         refuse("contexts.shape[1]", contexts.shape[1], f"more than {SKIPPED} tokens are needed")
+    policy = with_statistics(policy, model)
     check_weights(model, policy.calibration)
     judges = {name: Judge(model.config, Policy(name, calibration=policy.calibration, exact=policy.exact), model.dtype) for name in formats}
     judge, sums, step = next(iter(judges.values())), {}, 0

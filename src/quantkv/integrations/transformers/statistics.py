@@ -1,0 +1,154 @@
+"""Statistics of a model without a file: one pass over a short text, when a cache is first used with the model.
+
+A cache is made from a configuration, and what it has to measure is a model. So it waits for the first forward pass of a model with that
+configuration (a hook of torch's on every module, gone after that pass began), which measures the model before its own first layer runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import weakref
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import AutoTokenizer, PreTrainedModel
+
+from ... import weights, whole_file
+from ...calibration import MIN_TOKENS, Calibration
+from ...policy import Policy
+from .calibrate import calibrate
+from .config import geometry_of, max_positions
+
+if TYPE_CHECKING:
+    from .cache import QuantizedCache
+
+TOKENS, TOKENS_ON_CPU = 1024, 512  # of the pass
+VERSION = 1  # part of a kept file's name: raise it when the text or what is measured changes
+SLOW = 2.0  # seconds: a pass that takes longer is worth a line that everyone sees
+
+log = logging.getLogger("quantkv")
+_known: weakref.WeakKeyDictionary[torch.nn.Module, Calibration] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakSet[QuantizedCache] = weakref.WeakSet()
+_hook: Any = None
+
+
+def wait_for(cache: QuantizedCache) -> None:
+    """Let the first forward pass of the cache's model measure it."""
+    global _hook
+    _waiting.add(cache)
+    if _hook is None:
+        _hook = register_module_forward_pre_hook(_see)
+
+
+def _see(module: torch.nn.Module, args: Any) -> None:
+    global _hook
+    if isinstance(module, PreTrainedModel):
+        for cache in [cache for cache in _waiting if cache.is_of(module.config)]:
+            _waiting.discard(cache)  # first: the pass that measures is one of the model too
+            cache.take_statistics(module)
+    if not _waiting and _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+def with_statistics(policy: Policy, model: PreTrainedModel) -> Policy:
+    """The policy with the statistics of `model` as its calibration, where it asks for them and has none.
+
+    Where the model cannot be measured: a warning, and the policy as it is; ValueError or NotImplementedError where they are required.
+    """
+    if not policy.wants_statistics:
+        return policy
+    try:
+        return replace(policy, calibration=statistics_of(model))
+    except (ValueError, NotImplementedError) as error:
+        if policy.statistics == "require":
+            raise
+        log.warning("quantkv: no statistics of %s, keys and values are stored without: %s", type(model).__name__, error)
+        return policy
+
+
+def statistics_of(model: PreTrainedModel) -> Calibration:
+    """Calibration of a model by one pass over the text that comes with the package; kept in memory, and on disk by its weights.
+
+    Errors: as of `calibrate`, for models that cannot be measured.
+    """
+    if model not in _known:
+        began = time.perf_counter()
+        file = _file(model)
+        made, source = _kept(file, model), f"kept in {file}"
+        if made is None:
+            ids, source = _ids(model)
+            with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False):
+                made = calibrate(model, ids, made_of={"text": source})
+            _keep(made, file)
+        took = time.perf_counter() - began
+        log.log(
+            logging.WARNING if took > SLOW else logging.INFO,
+            "quantkv: key means and Hessians of %s (%s): %.1f s, once for these weights",
+            type(model).__name__,
+            source,
+            took,
+        )
+        _known[model] = made
+    return _known[model]
+
+
+def _ids(model: PreTrainedModel) -> tuple[torch.Tensor, str]:
+    """Tokens `[N, tokens]` of the pass, and what they are: of the package's text, or at random where the model has no tokenizer here."""
+    config = model.config.get_text_config(decoder=True)
+    count = TOKENS_ON_CPU if model.device.type == "cpu" else TOKENS
+    context = min(max_positions(model.config) or count, count)
+    ids, source = None, f"{count} tokens at random: no tokenizer of it is here"
+    if config.name_or_path or model.config.name_or_path:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                model.config.name_or_path or config.name_or_path, local_files_only=True, trust_remote_code=False
+            )
+            text = resources.files("quantkv").joinpath("sample_text.txt").read_text("utf-8")
+            ids, source = tokenizer(text, return_tensors="pt").input_ids[:, :count], f"{count} tokens of text"
+        except Exception as error:  # whatever a tokenizer's files do; random tokens serve nearly as well
+            log.info("quantkv: no tokenizer of %s: %s", model.config.name_or_path, error)
+    if ids is None or ids.numel() < MIN_TOKENS or int(ids.max()) >= config.vocab_size:
+        ids = torch.randint(config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0), device="cpu")
+    contexts = max(ids.shape[1] // context, 1)
+    return ids[:, : contexts * context].view(contexts, -1), source
+
+
+def _file(model: PreTrainedModel) -> Path | None:
+    """Where the statistics of a model with these weights are kept; None where its weights have no samples."""
+    samples = [weights.of_module(part) for part in model.modules() if isinstance(getattr(part, "layer_idx", None), int)]
+    samples = [sample for sample in samples if sample is not None]
+    if not samples:
+        return None
+    digest = hashlib.sha256(f"{VERSION} {type(model).__name__} {max_positions(model.config)}".encode())
+    for sample in samples:
+        digest.update(sample.numpy().tobytes())
+    return whole_file.cache_folder() / "statistics" / f"{digest.hexdigest()[:32]}.safetensors"
+
+
+def _kept(file: Path | None, model: PreTrainedModel) -> Calibration | None:
+    """The statistics of a file; None where there is none, or none of this model."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        made = Calibration.load(file)
+        made.check(geometry_of(model.config))
+    except ValueError as error:
+        log.info("quantkv: measured again: %s", error)
+        return None
+    return made
+
+
+def _keep(made: Calibration, file: Path | None) -> None:
+    try:
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            made.save(file)
+    except OSError as error:  # it is measured again next time
+        log.info("quantkv: %s is not kept: %s", file, error)

@@ -1,0 +1,188 @@
+"""Statistics without a file: what a cache measures by itself, when, and what it says where it cannot."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from quantkv import get_format, weights  # noqa: E402
+from quantkv.calibration import gains_from_offset  # noqa: E402
+from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.integrations.transformers import QuantizedCache, calibrate, statistics, use_quantkv_attention  # noqa: E402
+from quantkv.policy import Policy  # noqa: E402
+from quantkv.policy_file import PRESETS  # noqa: E402
+from test_transformers import tiny  # noqa: E402
+
+IDS = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(statistics, "_known", type(statistics._known)())
+    yield tmp_path
+    statistics._waiting.clear()
+
+
+@pytest.fixture
+def model():
+    return use_quantkv_attention(tiny("qwen2"))
+
+
+def run(model, cache, ids=IDS):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_measure_the_model_before_the_first_row(model, name, caplog):
+    caplog.set_level(logging.INFO, "quantkv")
+    cache = QuantizedCache(model.config, name)
+    given = PRESETS[name]
+    run(model, cache)
+    assert "key means and Hessians of Qwen2ForCausalLM" in caplog.text and "no statistics" not in caplog.text
+    made = statistics.statistics_of(model)
+    policy = Policy(given["format"], calibration=made, exact=ExactTokens(**given["exact"]))
+    expected = QuantizedCache(model.config, policy)
+    run(model, expected)
+    mean = gains_from_offset(get_format(given["format"]).k)
+    for layer, other in zip(cache.quantized_layers.values(), expected.quantized_layers.values()):
+        assert torch.equal(layer.pages.buffer, other.pages.buffer) and (layer.pages.maps.k.offset is not None) == mean
+    assert Policy.given(name) == Policy.from_dict(given)
+
+
+def test_the_default_is_4bit(model):
+    cache = QuantizedCache(model.config)
+    assert (cache._policy, cache.quantized_layers[0].requested) == (Policy.given("4bit"), "levels4")
+
+
+def test_key_biases_cost_nothing(model):
+    """What breaks plain 4-bit keys of such a model is no loss with nothing set up."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data *= 20
+    exact = run(model, QuantizedCache(model.config, "none"))
+    lost = {name: float((run(model, QuantizedCache(model.config, name)) - exact).norm()) for name in ("int4", "4bit", "8bit", "int8")}
+    assert lost["4bit"] < lost["int4"] / 4 and lost["8bit"] < lost["int8"] / 2, lost
+
+
+@pytest.mark.parametrize("name, warned", [("int4", True), ("int8", True), ("levels4", True), ("none", False), ("4bit", False)])
+def test_keys_that_are_stored_with_large_biases_are_worth_a_warning(model, name, warned, caplog):
+    model.model.layers[1].self_attn.k_proj.bias.data[3] = -77.0
+    cache = QuantizedCache(model.config, name)
+    run(model, cache), run(model, cache)
+    assert caplog.text.count("the keys of Qwen2Attention have biases of up to 77") == warned
+    assert ("'4bit'" in caplog.text) == warned
+
+
+def test_one_pass_for_all_caches_of_a_model(model, monkeypatch):
+    passes = []
+    monkeypatch.setattr(statistics, "calibrate", lambda *args, **kwargs: passes.append(1) or calibrate(*args, **kwargs))
+    for _ in range(3):
+        run(model, QuantizedCache(model.config, "4bit"))
+    assert len(passes) == 1
+    assert not statistics._waiting and statistics._hook is None
+
+
+def test_they_are_kept_by_the_weights(model, own_folder, monkeypatch):
+    made = statistics.statistics_of(model)
+    (file,) = (own_folder / "statistics").iterdir()
+    statistics._known.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(statistics, "calibrate", lambda *args, **kwargs: pytest.fail("measured again"))
+        assert statistics.statistics_of(tiny("qwen2")).digest == made.digest
+    other = tiny("qwen2")
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight.neg_()
+    assert statistics.statistics_of(other).digest != made.digest
+    file.write_bytes(file.read_bytes()[:-8])  # damaged: measured again, and kept again
+    statistics._known.clear()
+    assert statistics.statistics_of(model).digest == made.digest
+    statistics._known.clear()
+    assert file.stat().st_size > 1000 and len(list((own_folder / "statistics").iterdir())) == 2
+
+
+def test_the_pass_leaves_the_model_as_it_was(model):
+    model.train()
+    before = model.config._attn_implementation, model.training, torch.get_rng_state()
+    cache = QuantizedCache(model.config, "4bit")
+    model.eval()
+    exact = run(model, QuantizedCache(model.config, "none"))
+    with torch.inference_mode():
+        model(IDS, past_key_values=cache)
+    assert (model.config._attn_implementation, torch.equal(before[2], torch.get_rng_state())) == (before[0], True)
+    assert torch.equal(run(model, QuantizedCache(model.config, "none")), exact)
+    run(model, cache, IDS[:, :1])  # a cache that was first used in inference mode goes on outside it
+
+
+def test_a_model_that_cannot_be_measured(model, monkeypatch, caplog):
+    def fails(*args, **kwargs):
+        raise NotImplementedError("its keys are not understood")
+
+    monkeypatch.setattr(statistics, "calibrate", fails)
+    cache = QuantizedCache(model.config, "4bit")
+    run(model, cache)
+    assert "no statistics of Qwen2ForCausalLM, keys and values are stored without: its keys are not understood" in caplog.text
+    assert cache.get_seq_length() == IDS.shape[1]
+    required = QuantizedCache(model.config, {"format": "levels4", "statistics": "require"})
+    with pytest.raises(NotImplementedError, match="not understood"):
+        run(model, required)
+    assert required.get_seq_length() == 0
+
+
+def test_another_configuration(model, caplog):
+    """A cache made from the configuration of a model that is not the one that is called."""
+    other = copy.deepcopy(model.config)
+    other.rope_parameters = {**other.rope_parameters, "rope_theta": 777.0}
+    run(model, QuantizedCache(other, "4bit"))
+    assert "no model with the configuration that it was made from was called" in caplog.text
+    required = QuantizedCache(other, Policy("levels4", statistics="require"))
+    with pytest.raises(ValueError, match=r"policy.statistics='require': no model .*; allowed: QuantizedCache\(model.config"):
+        run(model, required)
+
+
+def test_copies_wait_too(model):
+    cache = copy.deepcopy(QuantizedCache(model.config, "4bit"))
+    run(model, cache)
+    assert cache.quantized_layers[0].pages.maps.k.offset is not None
+
+
+def test_caches_that_are_never_used_are_not_kept(model):
+    cache = QuantizedCache(model.config, "4bit")
+    assert cache in statistics._waiting
+    del cache
+    import gc
+
+    gc.collect()
+    run(model, QuantizedCache(model.config, "int4"))
+    assert not statistics._waiting and statistics._hook is None
+
+
+def test_latents_have_no_statistics():
+    from architectures import ARCHITECTURES
+
+    config = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build().config
+    assert QuantizedCache(config, "4bit").cache_positions.statistics == "off"
+    with pytest.raises(NotImplementedError, match=r"policy\.exact: latents"):
+        QuantizedCache(config, Policy("levels4", exact=ExactTokens(16, 24), statistics="require"))
+
+
+def test_policies_say_it(tmp_path):
+    Policy("levels4", statistics="auto").save(tmp_path / "a.json")
+    assert Policy.load(tmp_path / "a.json").statistics == "auto"
+    Policy("levels4").save(tmp_path / "b.json")
+    assert "statistics" not in (tmp_path / "b.json").read_text()
+    for wrong in ("yes", None, 1):
+        with pytest.raises(ValueError, match=r"policy\.statistics=.*: one of off, auto, require is needed"):
+            Policy("levels4", statistics=wrong)
+
+
+def test_tokens_of_the_pass(model, tmp_path):
+    ids, source = statistics._ids(model)
+    assert ids.shape == (1, 512) and source == "512 tokens at random: no tokenizer of it is here"
+    assert int(ids.min()) >= 0 and int(ids.max()) < 128
+    short = tiny("qwen2", max_position_embeddings=100)
+    assert statistics._ids(short)[0].shape == (5, 100)
+    assert weights.of_module(model.model.layers[0].self_attn) is not None
