@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -51,23 +52,26 @@ def quantized_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def quantized_cache(model: Any, recipe: str | Policy) -> Any:
-    """An empty quantized cache for the model, in a format or by a policy; "none" stands for the model's dtype."""
+def quantized_cache(model: Any, recipe: str | Policy, prompt: str | None = None) -> Any:
+    """An empty quantized cache for the model, in a format or by a policy; "none" stands for the model's dtype. prompt: as of
+    `QuantizedCache`."""
     from quantkv.integrations.transformers import QuantizedCache
 
-    return QuantizedCache(model.config, recipe, dtype=model.dtype)
+    return QuantizedCache(model.config, recipe, dtype=model.dtype, prompt=prompt)
 
 
 class ThroughCache:
-    """A `QuantizedCache`, filled by passes of `chunk` tokens (None: one pass)."""
+    """A `QuantizedCache`, filled by passes of `chunk` tokens, which read their own rows as given and pages before them. None: one pass,
+    which reads what it stored: with rows as given nothing of the cache would be seen."""
 
     def __init__(
         self,
         chunk: int | None = None,
-        make_cache: Callable[[Any, str | Policy], Any] = quantized_cache,
+        make_cache: Callable[[Any, str | Policy], Any] | None = None,
         attention: Callable[[Any], AbstractContextManager[None]] = quantized_attention,
     ) -> None:
-        self.chunk, self.make_cache, self.attention = chunk, make_cache, attention
+        self.chunk, self.attention = chunk, attention
+        self.make_cache = make_cache or partial(quantized_cache, prompt="stored" if chunk is None else None)
         self.name = "through the cache" if chunk is None else f"through the cache, {chunk} tokens a pass"
 
     def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
