@@ -33,7 +33,7 @@ def own_of(b):
     for queries, keys in zip(b.cu_seqlens_q.diff().tolist(), b.seq_lens.tolist()):
         rows += range(first + keys - queries, first + keys)
         first += keys
-    fused = torch.full((len(rows), HEADS, b.key.shape[2] + b.value.shape[2] + 8), float("nan"), dtype=b.key.dtype, device=DEVICE)
+    fused = torch.full((len(rows), b.key.shape[1], b.key.shape[2] + b.value.shape[2] + 8), float("nan"), dtype=b.key.dtype, device=DEVICE)
     key, value = fused[..., 8 : 8 + b.key.shape[2]], fused[..., 8 + b.key.shape[2] :]
     key.copy_(b.key[rows]), value.copy_(b.value[rows])
     return key, value
@@ -265,6 +265,15 @@ def test_runs_of_a_batch_are_what_sequences_read():
         ops.prepare(run.call, "reference")(run.of(call))
     wanted = b.oracle(own=own)
     check((call.out, call.lse), wanted, torch.float32)
+
+
+def test_prompts_with_a_context_and_without_in_turns_are_one_run():
+    """Each apart would be a launch of its own."""
+    long = prefill.MIN_QUERIES
+    queries, keys = (1, *(long,) * 10), (9, *(long, long + 1) * 5)
+    b = batch("int8", queries, keys, head_size=16, num_kv_heads=1, group=1)
+    runs = batches.pieces(b.call(own=own_of(b), lengths=tuple(zip(queries, keys))))
+    assert [run.call.batch.num_seqs for run in runs] == [1, 10]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "dense"])

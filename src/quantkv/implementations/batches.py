@@ -11,6 +11,8 @@ import torch
 from ..calls import AttendCall, Batch
 from . import NAMES, module
 
+MOST_RUNS = 8  # of a batch, for the sake of prompts that read no page
+
 
 @dataclass(frozen=True)
 class Run:
@@ -50,7 +52,12 @@ def pieces(call: AttendCall) -> list[Run]:
     lengths, names = call.batch.lengths, NAMES
     if call.options.batch_invariant:  # who serves a sequence must not depend on the others
         names = [name for name in NAMES if "batch_invariant" in module(name, "attend").HONOURED]
-    kinds = [(_kind(queries, names), None if call.own is None else _reads(queries, keys)) for queries, keys in lengths]
+    kinds = [(_kind(queries, names), "") for queries, _ in lengths]
+    if call.own is not None:
+        told = [_reads(queries, keys) for queries, keys in lengths]
+        if len([*groupby(told)]) > MOST_RUNS:  # prompts with a context and without, in turns
+            told = ["both" if what == "own rows" else what for what in told]
+        kinds = [(kind, what) for (kind, _), what in zip(kinds, told)]
     ends, runs = 0, []
     for _, group in groupby(range(len(lengths)), key=kinds.__getitem__):
         members = list(group)
