@@ -234,8 +234,10 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
     lanes = Lanes(q.device, 1 if capturing else plan.lanes)  # a graph gets the order of one stream
     kept = plan.kept if KEPT and not capturing else None  # what is made in a graph is made when it runs
     keys = heads * plan.rows * sizes[0]  # numbers of a scratch; values follow
-    scratch = [q.new_empty(keys + heads * plan.rows * sizes[1]) for _ in range(lanes.count)]
     total, waiting, count, served = None, None, 0, backends.BACKENDS[plan.backend]
+    given = {round: own.in_place(steps, call.own, found, q.dtype) for round, found in plan.sources.items()} if served.anywhere else {}
+    rows = keys + heads * plan.rows * sizes[1] if not given or None in given.values() else 0
+    scratch = [q.new_empty(rows) for _ in range(lanes.count)]
 
     sinks = call.options.sinks
     inside = sinks is not None and backends.takes_sinks(plan.backend, sinks, call.lse is not None)
@@ -260,7 +262,7 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
             ends = _ends(plan, round, capturing)
             with lanes.on(lane):
                 sources = plan.sources.get(round, own.Sources(round, None))
-                sliced = own.in_place(steps, call.own, sources, q.dtype) if served.anywhere and sources.stored is None else None
+                sliced = given.get(round)
                 if sliced is None:
                     sliced = [_rows_of(scratch[lane], at, heads, round.room, n, served.token_major) for at, n in zip((0, keys), sizes)]
                     if sources.stored is not None:

@@ -57,7 +57,7 @@ def split(groups: Sequence[Group], lengths: Sequence[tuple[int, int]]) -> dict[R
 def in_place(steps: TorchSteps, rows: OwnRows, sources: Sources, dtype: torch.dtype) -> list[torch.Tensor] | None:
     """`[HK, N, D]` and `[HK, N, D_V]` of a round that reads one sequence's own rows alone, as they lie; None where a kernel wants them
     elsewhere."""
-    if steps.maps != (None, None) or len(sources.own.reads) > 1:
+    if sources.stored is not None or steps.maps != (None, None) or len(sources.own.reads) > 1:
         return None
     (read,) = sources.own.reads
     if read.count != sources.own.room:
