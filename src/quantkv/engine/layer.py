@@ -29,7 +29,7 @@ class LayerAttention:
     options: AttentionOptions = AttentionOptions()
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
-    own_rows: bool = False
+    own_rows: bool = True
 
     @property
     def by_position(self) -> bool:
