@@ -42,6 +42,7 @@ class Lowered:
             self.pages = _pages(rows, tokens // PAGE + count, self.fmt, min(scales, default=1.0))
         self.triton = has_launches(call.q.device) and len(call.segments) < 4
         self.places: Any = None  # what a launch fills
+        self.numbers: list[torch.Tensor] | None = None  # by which it was filled
         self.write: tuple[WriteCall, Callable[[WriteCall], None]] | None = None
 
     def store(self, rows: OwnRows, prepare: Callable[[WriteCall], Callable[[WriteCall], None]]) -> None:
@@ -75,8 +76,13 @@ class Lowered:
                     self.table, self.start, self.ranges, self.slots, self.size, last
                 )
             self.places.fill(call.batch.cu_seqlens_q, call.batch.seq_lens, ranges)
-        else:
+        elif self.table.device.type != "cpu":
             self._fill(call, ranges, last)
+        else:  # where it is cheap to see that nothing changed
+            numbers = [t for t in (call.batch.cu_seqlens_q, call.batch.seq_lens, *ranges) if t is not None]
+            if self.numbers is None or not all(map(torch.equal, self.numbers, numbers)):
+                self.numbers = [t.clone() for t in numbers]
+                self._fill(call, ranges, last)
 
     def _fill(self, call: AttendCall, ranges: Sequence[torch.Tensor | None], last: int) -> None:
         batch, place = call.batch, self.table.device
