@@ -141,7 +141,7 @@ def _report(
         "answers": answers,
         "classes": {f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}" for layer in layers},
         "formats": [getattr(getattr(layer.impl, "format", None), "name", "") for layer in layers],
-        "scales": [getattr(layer.impl, "scales", ()) for layer in layers],
+        "scales": [getattr(getattr(layer.impl, "paged", None), "scales", ()) for layer in layers],
         "page_bytes": [group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups],
         "block_sizes": [group.kv_cache_spec.block_size for group in config.kv_cache_groups],
         "tokens": config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size,
