@@ -94,6 +94,7 @@ ALLOWED = {
         "names",
         "options",
         "policy",
+        "policy_file",
         "reference",
         "shadow",
         "spec",
