@@ -34,7 +34,8 @@ class Chat:
         self.cache = self.new_cache()
 
     def new_cache(self):
-        return QuantizedCache(self.model.config, self.kv, dtype=self.model.dtype)
+        # Read at once, the conversation must say what it said in turns: no pass reads its own tokens otherwise than a later one does.
+        return QuantizedCache(self.model.config, self.kv, dtype=self.model.dtype, prompt="stored")
 
     def rendered(self):
         """Tokens of the conversation, up to where the model answers."""

@@ -8,9 +8,9 @@ Each pass of the model checks the guesses and adds a token of its own; the pages
 what the model would have said without guesses. The example says how many guesses were accepted, and how many passes that saved.
 
 It runs twice. With a cache that is not quantized the text must be that of plain greedy decoding, token for token, or the exit code is 1
-(checked where the model computes in float32). Then with --kv: sums over several tokens are rounded otherwise than over one, now and then a
-code is the next one for it, and where two tokens are almost as likely the text may take the other one from there on; it says after how
-many tokens, if so.
+(checked where the model computes in float32). Then with --kv: tokens that are checked together read each other at 16 bits, and those that
+follow one by one read quantized rows. Where two tokens are almost as likely the text may take the other one from there on; it says after
+how many tokens, if so.
 """
 
 import argparse

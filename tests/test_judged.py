@@ -1,6 +1,7 @@
 """A judged pass against real pages, token by token: the same rows, and attention over them to the rounding of float32."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softc
 )
 def test_exact_tokens_begin_with_a_page(latest, length, start):
     assert exact_from(torch.tensor([length - 1]), latest).tolist() == [start]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_what_follows_a_prompt_is_judged_as_a_cache_answers(name):
+    """The prompt in one pass through a QuantizedCache, and then token by token."""
+    model = use_quantkv_attention(tiny(name))
+    ids, mask = prompts([60])
+    plain = logits(model, None, ids, mask, [0])
+    for exact, prompt in ((None, 37), (ExactTokens(16, 8), 37), (None, 1), (None, 60)):
+        policy = Policy("int4", exact=exact)
+        stepped = logits(model, QuantizedCache(model.config, policy, dtype=torch.float32), ids, mask, [0, *range(prompt, 60)])
+        with torch.no_grad():
+            with judged(model, policy, prompt):
+                once = model(ids, use_cache=False).logits
+            with judged(model, replace(policy, prompt="stored"), prompt):
+                stored = model(ids, use_cache=False).logits
+        lost = (stepped - plain).norm()
+        assert (once - stepped).norm() <= 0.02 * lost + 1e-5 * plain.norm()
+        if prompt > 1:
+            torch.testing.assert_close(once[:, :prompt], plain[:, :prompt], rtol=0, atol=1e-4 * float(plain.abs().max()))
+            assert exact is not None or (stored - plain).norm() > 1.2 * lost
 
 
 @pytest.mark.parametrize("exact", [None, ExactTokens(16, 8)], ids=str)

@@ -28,14 +28,15 @@ class Reader(Protocol):
 
 
 class Judged:
-    """One pass in which each query sees what a decoding step at its position would read."""
+    """One pass in which each query sees what a decoding step at its position would read. Where the last tokens alone count, those before
+    them are a prompt, which reads its own rows as given."""
 
     name = "judged as decoding"
 
     def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
         from ..integrations.transformers.judged import judged
 
-        with judged(model, recipe.policy) as judge:
+        with judged(model, recipe.policy, len(ids) - keep + 1 if keep else 0) as judge:
             return last_logits(model, ids, keep, use_cache=False), judge.specs
 
 

@@ -40,13 +40,14 @@ Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, floa
 class Judge:
     """What the queries of a model see of a cache by `policy`.
 
-    config: the model's. dtype: what format "none" stores.
+    config: the model's. dtype: what format "none" stores. prompt: so many first tokens are a prompt, which reads its own rows as given.
     specs: geometry of the layers that a forward pass went through, by their number.
     Errors: NotImplementedError for layers that keep something else than their own keys and values; ValueError for a policy of another
         geometry.
     """
 
-    def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16, prompt: int = 0) -> None:
+        self.prompt = prompt
         self.plans, self.policy, self.dtype = judgeable(config), policy, dtype
         geometry = geometry_of(config)
         policy.check(geometry.num_layers)
@@ -77,7 +78,8 @@ class Judge:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
         """Attention of a layer over one sequence: see `attend`."""
-        return attend(query, key, value, self.rows(layer, key, value), scale, self.exact(layer), self.plans[layer].kind, softcap, sinks)
+        given = scale, self.exact(layer), self.plans[layer].kind, softcap, sinks, self.prompt
+        return attend(query, key, value, self.rows(layer, key, value), *given)
 
     def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
         """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
@@ -122,11 +124,16 @@ def attend(
     kind: Kind = Kind(),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    prompt: int = 0,
 ) -> torch.Tensor:
     """Causal attention of `query [HQ, N, D]`, position i over positions 0 to i, to `[N, HQ, D_V]` float32.
 
-    key, value: `[HK, N, D]`, `[HK, N, D_V]`: the exact rows. stored: the same as they come back from pages.
+    key, value: `[HK, N, D]`, `[HK, N, D_V]`: the exact rows. stored: the same as they come back from pages. prompt: so many first queries
+    read exact rows alone.
     """
+    if prompt:
+        told = query[:, :prompt], key[:, :prompt], value[:, :prompt]
+        whole = attend(*told, told[1:], scale, None, kind, softcap, sinks)
     heads, count = key.shape[0], query.shape[1]
     query = (query.float() * scale).unflatten(0, (heads, -1))  # [HK, G, N, D]
     groups = query.shape[1]
@@ -139,7 +146,9 @@ def attend(
         stored_value = torch.cat([value[:, head], stored_value[:, tail]], 1)
     out = query.new_empty(count, heads * groups, value.shape[-1])
     position = torch.arange(count, device=query.device)
-    for start in range(0, count, QUERIES_AT_ONCE):
+    if prompt:
+        out[:prompt] = whole
+    for start in range(prompt, count, QUERIES_AT_ONCE):
         stop = min(count, start + QUERIES_AT_ONCE)
         seen = slice(kind.first_seen(start), stop)
         rows, keys = position[start:stop, None], position[None, seen]
@@ -191,11 +200,12 @@ def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
 
 
 @contextmanager
-def judged(model: PreTrainedModel, policy: Policy) -> Iterator[Judge]:
+def judged(model: PreTrainedModel, policy: Policy, prompt: int = 0) -> Iterator[Judge]:
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
-    over a cache by `policy`."""
+    over a cache by `policy`. prompt: so many first tokens of each sequence come in one pass, as a prompt: several lose nothing where the
+    policy lets prompts read their own rows."""
     policy = with_statistics(policy, model)
-    judge = Judge(model.config, policy, model.dtype)
+    judge = Judge(model.config, policy, model.dtype, prompt if policy.prompt == "own" and prompt > 1 else 0)
     check_weights(model, policy.calibration)
     with attending(model, judge):
         yield judge
