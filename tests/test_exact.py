@@ -68,6 +68,20 @@ def test_a_step_that_nothing_filled_reads_pages_alone(queries):
     torch.testing.assert_close(out, pages.attend(q, **batch), rtol=1e-5, atol=1e-6)
 
 
+def test_room_is_made_where_there_is_too_little_and_nothing_is_lost():
+    """Captured graphs hold the state: where there is room it stays the same tensor."""
+    engine = prepared()
+    exact, held = engine.exact, engine.exact.state
+    exact.make_room(2, 64), exact.make_room(0, 1)
+    assert exact.state is held
+    exact.make_room(1, 90)
+    assert exact.state is not held and (exact.num_blocks, exact.num_shadows) == (90, len(exact.owner) - 1)
+    assert len(exact.shadow_of) == 91 and len(exact.owner) == len(exact.stamp) == exact.tokens.shadows_needed(SIZE, 2) + 1
+    assert engine.step([1, 1]) == [rule(75, 16, 40), rule(95, 16, 40)]
+    exact.make_room(3, 1)
+    assert exact.num_blocks == 90 and exact.num_shadows == exact.tokens.shadows_needed(SIZE, 3)
+
+
 def test_a_small_pool_leaves_the_copies_to_those_that_have_them():
     """Room for one sequence of four: some keep their exact tokens, none reads another's."""
     engine = Engine(room=1, few=False)
