@@ -156,6 +156,20 @@ def test_moved_pages_are_read_quantized():
     assert found[1] == {80}
 
 
+def test_pages_that_are_forgotten_give_their_copies_back():
+    """The next page that begins takes one of theirs."""
+    engine = prepared()
+    forgotten = engine.seqs[0].pages
+    engine.exact.forget(torch.tensor(forgotten))
+    for page in forgotten:
+        engine.pool.lose(page)
+    assert sorted(engine.exact.owner[:-1].tolist()) == sorted(
+        [-1] * (len(engine.pool.stamp) - len(engine.pool.shadow)) + [*engine.pool.shadow]
+    )
+    assert engine.exact.stamp[:-1].tolist() == engine.pool.stamp
+    assert engine.step([1, 1]) == [set(), rule(95, 16, 40)]
+
+
 def test_pages_that_come_back_as_they_were_are_believed():
     """Stored to another place and loaded again: the same bytes in the same page."""
     engine = prepared()
