@@ -39,7 +39,12 @@ WHOLE = f"{ATTENTION} tests/test_reference.py tests/test_properties.py"
 GOLDEN = f"tests/test_golden.py {FACTS} {ROWS}"
 CPU = "tests/test_cpu.py --deselect tests/test_cpu.py::test_without_numba_auto_is_the_reference_and_an_explicit_choice_says_what_to_install"
 EXACT = "tests/test_exact.py --deselect tests/test_exact.py::test_triton_reads_the_same"
-HUGGING = "tests/test_transformers.py tests/test_transformers_models.py"
+MODELS = "tests/test_transformers_models.py"
+HUGGING = (  # without those that take longest: whole models, compiled ones
+    f"tests/test_transformers.py --deselect tests/test_transformers.py::test_a_real_model_generates_the_same_tokens {MODELS} "
+    f"--deselect {MODELS}::test_a_compiled_model_answers_as_one_that_is_not "
+    f"--deselect {MODELS}::test_compiling_layers_that_share_keys_is_refused tests/test_transformers_given.py"
+)
 VLLM = "tests/test_vllm_plugin.py"
 
 TESTS = {  # module: the tests that know it best, those that fail soonest first
@@ -140,6 +145,7 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     ("formats/trellis/search", "target = target[:, :, None].expand", "condition turned"): "one way alone is open before the first code",
     ("implementations/batches", "return next(name for name", "1 -> 2"): "more queries than memory holds",
     ("implementations/batches", "return next(name for name", "62 -> 63"): "more queries than memory holds",
+    ("implementations/cpu/attend", "mapped = (q * scale).unflatten", "USub removed"): "of four dimensions the last two begin at 2",
     ("implementations/batches", "if call.batch.lengths is None or", "Is -> IsNot"): "on a CPU, where this runs, the device alone decides",
     ("implementations/batches", "return own.clone() if own.data_ptr()", "Mod -> FloorDiv"): "a copy more, of the same numbers",
     ("packing", "if count > 2:", "2 -> 1"): "of two planes none is between",

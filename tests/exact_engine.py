@@ -165,6 +165,7 @@ class Engine:
         q = self.rand(total, HEADS * GROUP, D)
         given = [t.to(self.device) for t in (table, seq_lens, starts, slot_mapping, key, value, q)]
         out = self.serve(*given, max(counts), options).cpu()
+        self._consistent()
         found = []
         for i, (seq, count) in enumerate(zip(self.seqs, counts)):
             exact = self.exact_set(seq, len(seq), count, self.few and not options and not (self.own and max(counts) > 1))
@@ -173,6 +174,11 @@ class Engine:
             found.append(exact)
             self._compare(seq, count, exact, q[starts[i] : starts[i + 1]], out[starts[i] : starts[i + 1]], options)
         return found
+
+    def _consistent(self):
+        """Each page that has a shadow is the one that owns it, and each owner has it."""
+        owners, shadows = self.exact.owner[:-1].tolist(), self.exact.shadow_of[:-1].tolist()
+        assert {p: s for s, p in enumerate(owners) if p >= 0} == {p: s for p, s in enumerate(shadows) if s >= 0}
 
     def serve(self, table, seq_lens, starts, slots, key, value, q, longest, options):
         step = self.new_step(len(seq_lens), len(slots))
