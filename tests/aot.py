@@ -65,9 +65,9 @@ def every_option(num_seqs, heads, queries):
     }
 
 
-def compile_steps(cache, rows, widest):
+def compile_steps(cache, rows, widest, several_reads):
     """What prefill launches around a dense kernel: keys and values gathered, also mapped back up to a head size, queries mapped, outputs
-    merged and mapped back."""
+    merged and mapped back. several_reads: also into another layout of the scratch, which no codec knows of."""
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
     alone, several = (
         Round((Read(0, 200, 0, 200, 0, room), *more), CAUSAL, 256) for room, more in ((256, ()), (240, (Read(1, 9, 0, 9, 240, 16),)))
@@ -75,7 +75,8 @@ def compile_steps(cache, rows, widest):
     for back in (True, False) if rows.shape[2] <= widest else (False,):
         steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, back)
         steps.gather(torch.zeros(2, 16, dtype=torch.int32), alone, scratch)
-        steps.gather(torch.zeros(2, 16, dtype=torch.int32), several, [t.view(256, 8, -1).transpose(0, 1) for t in scratch])
+        if several_reads:
+            steps.gather(torch.zeros(2, 16, dtype=torch.int32), several, [t.view(256, 8, -1).transpose(0, 1) for t in scratch])
     steps.map_query(rows, 0, 0)
     part, out = Part(rows, torch.empty(rows.shape[:2])), torch.empty_like(rows)
     steps.finish(steps.merge(part, part), part, out, torch.empty(rows.shape[:2]))
@@ -108,7 +109,7 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
                 filled = (torch.zeros(4, 70), torch.zeros(4), torch.zeros(len(ranges) + 1, 4, 2), torch.zeros(64))
                 own.Places(*(t.int() for t in filled), size, 63).fill(batch.cu_seqlens_q, batch.seq_lens, ranges)
         if steps:
-            compile_steps(cache, rows, 256 if arch == "sm90" and dtype == torch.bfloat16 else 128)
+            compile_steps(cache, rows, 256 if arch == "sm90" and dtype == torch.bfloat16 else 128, name in ("int4", "bf16"))
     finally:
         for (module, kernel), function in stock.items():
             setattr(module, kernel, function)

@@ -43,10 +43,23 @@ def on_device():
         yield
 
 
+def of_every_codec() -> list[str]:
+    """Formats that have every codec of the registry, for keys and for values, and none that the others make needless."""
+    formats = sorted(map(quantkv.get_format, quantkv.available_formats()), key=lambda fmt: fmt.k is not fmt.v)
+    sides = lambda chosen: {(side, getattr(fmt, side).name) for fmt in chosen for side in "kv"}
+    for fmt in formats[::-1]:
+        others = [other for other in formats if other is not fmt]
+        formats = others if sides(others) == sides(formats) else formats
+    return [fmt.name for fmt in formats]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`format_name` runs over the registry: a new format is tested without a test edit."""
+    """`format_name` runs over the registry: a new format is tested without a test edit. `codecs_of` does where no more than the codecs of
+    a format count, for keys and for values: over as many formats as have them all."""
     if "format_name" in metafunc.fixturenames:
         metafunc.parametrize("format_name", quantkv.available_formats())
+    if "codecs_of" in metafunc.fixturenames:
+        metafunc.parametrize("codecs_of", of_every_codec())
 
 
 @pytest.fixture

@@ -86,22 +86,22 @@ FLOAT32 = 100 * 2.0**-24
 
 @pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("slice_tokens,mask,back", [(32, "top left", 0), (64, "bottom right", 1000), (1 << 16, "bottom right", 0)])
-def test_equals_attention_over_the_cache(format_name, slice_tokens, mask, back, triton, monkeypatch):
+def test_equals_attention_over_the_cache(codecs_of, slice_tokens, mask, back, triton, monkeypatch):
     """32 tokens a slice: queries and keys are both cut; 64: a slice holds some of the context and the queries' own keys. Queries
     are mapped, or rows are mapped back."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
-    cache, q, arguments = batch(format_name)
+    cache, q, arguments = batch(codecs_of)
     token_bytes = 2 * HEADS * HEAD_SIZE * q.dtype.itemsize
     compare(cache, q, arguments, FLOAT32, triton=triton, scratch_bytes=slice_tokens * token_bytes)
 
 
 @pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("dtype,back", [(torch.bfloat16, 0), (torch.float16, 1000)])
-def test_16_bit_rows(format_name, dtype, back, triton, monkeypatch):
+def test_16_bit_rows(codecs_of, dtype, back, triton, monkeypatch):
     """Four roundings to the query's dtype: keys, mapped queries, values, output. A score of this batch, |q||k| / 8 with rows of
     norm 8, has a standard deviation of 1, so rounding it relatively by eps changes a probability by about eps."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
-    cache, q, arguments = batch(format_name, dtype=dtype)
+    cache, q, arguments = batch(codecs_of, dtype=dtype)
     compare(cache, q, arguments, 4 * torch.finfo(dtype).eps, triton=triton)
 
 

@@ -235,10 +235,11 @@ def test_keys_without_their_offset_under_any_matrix(monkeypatch, tmp_path):
 
 WRITTEN = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "five_bits", "five_bits/int4", *LEVELS[:6], "levels6/levels3"]
 WRITTEN += ["trellis2", "int8/trellis2", "trellis2/levels4"]
+SIZED = [(name, 128, torch.bfloat16) for name in WRITTEN]  # pairs, whose sides are written one by one, at this size alone
+SIZED += [(name, *how) for name in WRITTEN if "/" not in name for how in ((64, torch.float16), (256, torch.bfloat16))]
 
 
-@pytest.mark.parametrize("head_size, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name, head_size, dtype", SIZED, ids=str)
 def test_bytes(name, head_size, dtype, monkeypatch, tmp_path):
     """The specification's, all of them, but for what the order of a norm's additions may move."""
     scale = 0.37 if name == "fp8" else 1.0

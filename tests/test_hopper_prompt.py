@@ -69,22 +69,22 @@ def test_tiles_of_which_some_is_seen(lengths, mask):
     check([lengths], mask)
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(20, 0)])
-@pytest.mark.parametrize(
-    "sizes", [(80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256), (64, 128), (128, 64)]
-)
+SIZES = [(80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256), (64, 128), (128, 64)]
+
+
+@pytest.mark.parametrize("sizes, mask", [(sizes, CAUSAL) for sizes in SIZES] + [(sizes, Mask(20, 0)) for sizes in SIZES[3::3]], ids=str)
 def test_head_sizes(sizes, mask):
     check([(70, 190)], mask, sizes, heads=(1, 1))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (3, 1), (7, 1), (16, 2), (130, 1)])
 def test_groups(heads):
-    check(SHORT, heads=heads)
+    check(SHORT if heads[0] < 100 else [(3, 3), (2, 70)], heads=heads)
 
 
 def test_softcap_of_one_score():
     """A query of one key has its capped score for log-sum-exp."""
-    scores = torch.linspace(-400, 400, 24, dtype=torch.float64, device=DEVICE)
+    scores = torch.linspace(-400, 400, 10, dtype=torch.float64, device=DEVICE)
     round = round_of([(1, 1)] * len(scores), CAUSAL)
     q = (scores / 8).half()[:, None, None].repeat(1, 2, 64)
     k = q.new_ones(2, round.room, 64)
@@ -93,8 +93,7 @@ def test_softcap_of_one_score():
     assert ((lse.double() - want[:, None]).abs() <= 2e-5 + 3e-6 * want.abs()[:, None]).all()
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(25, 0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype, mask", [(torch.bfloat16, CAUSAL), (torch.float16, Mask(25, 0))])
 def test_softcap_and_sinks(dtype, mask):
     sinks = torch.linspace(-3, 9, 8, device=DEVICE)[::2].to(dtype)
     check(SHORT, mask, dtype=dtype, softcap=3.0, gain=4.0, sinks=sinks)
@@ -113,7 +112,7 @@ def test_maxima_that_grow_late():
 @pytest.mark.parametrize("size", [64, 128])
 def test_more_work_than_blocks(size):
     """Blocks take what comes next, and give memory back to be filled again: two tiles of queries, or one."""
-    check([(90, 90 + 40 * i) for i in range(5)], sizes=(size, size), heads=(8, 2))
+    check([(90, 90 + 40 * i) for i in range(3)], sizes=(size, size), heads=(8, 2))
 
 
 def test_strides():
@@ -136,7 +135,7 @@ def test_rows_of_a_token_that_lie_together():
 
 def test_results_do_not_depend_on_who_works(monkeypatch):
     """Every row is worked out in one order, whichever block takes it."""
-    check_once = lambda: check([(200, 333), (64, 64)], heads=(8, 2))
+    check_once = lambda: check([(130, 200), (64, 64)], heads=(4, 1))
     rows, lse = check_once()
     monkeypatch.setattr(launch, "multiprocessors", lambda index: 5)
     again, sums = check_once()

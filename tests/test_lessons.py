@@ -26,9 +26,9 @@ def call(b):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nan_in_slots_that_nothing_wrote_is_not_read(format_name, implementation):
+def test_nan_in_slots_that_nothing_wrote_is_not_read(codecs_of, implementation):
     """0 x NaN reached the output (flash-attention 1745, transformers 46765, vLLM 936, llama.cpp 3523)."""
-    b = batch(format_name)
+    b = batch(codecs_of)
     poisoned, _ = b.attend(implementation=implementation)
     clean = PagedCache(b.cache.spec, b.cache.num_blocks, DEVICE, maps=b.cache.maps)
     at = b.slots // 16, b.slots % 16
@@ -102,10 +102,10 @@ def test_rows_on_one_side_of_zero(name, k_range, v_range):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_how_a_prompt_is_cut_changes_nothing(format_name, implementation):
+def test_how_a_prompt_is_cut_changes_nothing(codecs_of, implementation):
     """First chunks attended over raw rows and later ones over quantized rows: here every query reads what is stored."""
-    b = batch(format_name, num_kv_heads=1)
-    whole = Batch.make(format_name, (21,), (21,), num_kv_heads=1, device=DEVICE, dtype=b.q.dtype)
+    b = batch(codecs_of, num_kv_heads=1)
+    whole = Batch.make(codecs_of, (21,), (21,), num_kv_heads=1, device=DEVICE, dtype=b.q.dtype)
     expected, _ = whole.attend(implementation=implementation)
     parts = []
     for first, last in ((0, 3), (3, 20), (20, 21)):

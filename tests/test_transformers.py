@@ -650,7 +650,7 @@ def smollm2():
 @pytest.mark.slow
 @pytest.mark.parametrize("batch, options", [(1, {}), (4, {}), (1, {"num_beams": 2})])
 def test_a_real_model_generates_the_same_tokens(smollm2, batch, options):
-    """64 greedy tokens over format none and over DynamicCache: alone, in a left-padded batch, with beams."""
+    """32 greedy tokens over format none and over DynamicCache: alone, in a left-padded batch, with beams."""
     model, tokenizer = smollm2
     texts = [
         "The capital of France is",
@@ -667,8 +667,8 @@ def test_a_real_model_generates_the_same_tokens(smollm2, batch, options):
             model.generate(
                 **inputs,
                 past_key_values=make(),
-                max_new_tokens=64,
-                min_new_tokens=64,
+                max_new_tokens=32,
+                min_new_tokens=32,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
                 **options,

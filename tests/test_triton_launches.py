@@ -66,9 +66,15 @@ def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
 # ---- slots that nothing wrote
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "tq_k8v4", "levels6", "trellis2"])
-@pytest.mark.parametrize("shape", [((1,), (37,)), ((5,), (37,))], ids=["decode", "chunk"])
+BEYOND = ["bf16", "fp8", "fp8_token", "int8", "int4", "int2", "tq4", "tq3", "tq_k8v4", "levels6", "trellis2"]
+DECODE, CHUNK = ((1,), (37,)), ((5,), (37,))
+
+
+@pytest.mark.parametrize(
+    "name, shape, block_size",
+    [(name, *how) for name in BEYOND for how in ((DECODE, 16), (CHUNK, 64))] + [("int4", DECODE, 64), ("int4", CHUNK, 16)],
+    ids=str,
+)
 def test_what_lies_beyond_a_sequence_is_not_looked_at(name, shape, block_size):
     """Tiles of 32 keys reach beyond key 37, into slots of 0xFF, zeros, or the largest numbers, and into page 0, which nothing wrote: no bit
     depends on them."""

@@ -218,6 +218,12 @@ def test_types_are_known():
     assert not QuantKVBackend.supports_kv_cache_dtype("fp8")
 
 
+def test_pairs_are_of_formats_that_have_one_codec():
+    known = plug_in.names()
+    assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
+    assert known.keys().isdisjoint({"quantkv_k8v4/int4", "quantkv_int4/k8v4", "quantkv_int4/int4"})
+
+
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     monkeypatch.setattr(plug_in, "BACKEND", "elsewhere")
