@@ -1,4 +1,7 @@
+import hashlib
 import os
+import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
 
+KEPT_S = 14 * 24 * 3600  # for so long compiled files are kept
+
+
 @pytest.fixture(scope="session")
 def of_the_run(tmp_path_factory) -> Path:
     """A folder that all processes of this run share."""
@@ -26,14 +32,43 @@ def of_the_run(tmp_path_factory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
+@pytest.fixture(scope="session")
+def compiled(of_the_run, request) -> Path:
+    """A folder for what compilers make, named by all that it depends on: of all processes and runs, where pytest keeps a cache."""
+    cache = getattr(request.config, "cache", None)
+    folder = of_the_run if cache is None else cache.mkdir("compiled")
+    for file in folder.rglob("*"):
+        if "PYTEST_XDIST_WORKER" not in os.environ and file.is_file() and time.time() - file.stat().st_mtime > KEPT_S:
+            file.unlink()
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once(of_the_run):
-    """What the compilers of several tests and processes make of the same source is made once."""
+def compiled_once(of_the_run, compiled):
+    """What the compilers of several tests, processes and runs make of the same source is made once."""
     try:
         import hopper_on_cpu
     except ImportError:  # of what the Hopper kernels need
         return
-    hopper_on_cpu.COMPILED = of_the_run / "libraries"
+    hopper_on_cpu.COMPILED, hopper_on_cpu.INCLUDED = compiled / "libraries", of_the_run / "included"
+
+
+@pytest.fixture
+def cubins(compiled, monkeypatch):
+    """NVRTC's cubins are kept for other tests, processes and runs, and so is what the disassembler says of them."""
+    from quantkv import whole_file
+    from quantkv.implementations.hopper import sass
+
+    def listing(cubin: Path) -> list[str]:
+        kept = compiled / "listings" / hashlib.sha256(cubin.read_bytes()).hexdigest()[:32]
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            whole_file.write(kept, zlib.compress("\n".join(disassemble(cubin)).encode(), 1))
+        return zlib.decompress(kept.read_bytes()).decode().splitlines()
+
+    disassemble = sass.disassemble
+    monkeypatch.setattr(sass, "disassemble", listing)
+    monkeypatch.setenv("QUANTKV_CACHE", str(compiled / "cubins"))
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ def available() -> bool:
 
 AVAILABLE = available()
 HEADERS = Path(__file__).parent / "cuda_on_cpu"
-COMPILED: Path | None = None  # where compiled libraries are kept for the other tests of a run, in all of its processes (conftest.py)
+COMPILED: Path | None = None  # where compiled libraries are kept for other tests, processes and runs (conftest.py)
+INCLUDED: Path | None = None  # where what they include is put for one run
 FLAGS = ("-std=c++17", "-w", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique")
 OPTIMIZED = {"prompt.cu": "-O1"}  # what runs for longer than it takes to compile
 KERNELS = {
@@ -56,10 +57,11 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
     lines.append('extern "C" long early_copies() { return cpu_early; }')
     lines.append('extern "C" void set_unwritten(const u8** rows, int count) { cpu_unwritten.assign(rows, rows + count); }')
     text, kept = "\n".join(lines), COMPILED or folder
-    known = "".join([text, *(path.read_text() for path in snippets)]).encode()
+    level = OPTIMIZED.get(source, "-O0")
+    known = "".join([text, *(path.read_text() for path in snippets), level, _surroundings()]).encode()
     library = kept / f"{hashlib.sha256(known).hexdigest()[:32]}.so"
     if not library.exists():
-        _compile(text, library, OPTIMIZED.get(source, "-O0"))
+        _compile(text, library, level)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as own:
         own.write(library.read_bytes())
@@ -68,11 +70,19 @@ def compile_library(folder: Path, source: str, macros: dict[str, object], snippe
 
 def _compile(text: str, library: Path, level: str) -> None:
     """Whole or not at all, also where several processes compile."""
-    sources, part = _headers(library.parent, level), library.with_suffix(f".{os.getpid()}")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    sources, part = _headers(INCLUDED or library.parent, level), library.with_suffix(f".{os.getpid()}")
     command = ["g++", *FLAGS, level, "-shared", f"-I{sources}", "-include", str(sources / "standard.h"), "-x", "c++", "-", "-o", str(part)]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     part.replace(library)
+
+
+@cache
+def _surroundings() -> str:
+    """All else that a library depends on: headers, flags, the compiler."""
+    headers = [path.read_text() for folder in (nvrtc.SOURCE, HEADERS) for path in sorted(folder.glob("*.cuh"))]
+    return "".join([*headers, *FLAGS, subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout])
 
 
 @cache

@@ -3,11 +3,9 @@
 import itertools
 import re
 import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from cuda.core import ProgramOptions
 
 from quantkv import available_formats, get_format
 from quantkv.implementations.hopper import decode as hopper
-from quantkv.implementations.hopper import nvrtc, operands, prompt, sass, write
+from quantkv.implementations.hopper import nvrtc, operands, prompt, write
 from quantkv.implementations.hopper.nvrtc import compile_cubin
 from quantkv.implementations.hopper.records import page_bytes
 from quantkv.implementations.hopper.sass import kernels, opcodes, step
@@ -41,22 +39,9 @@ BUDGET = {
 }  # fmt: skip
 
 
-DISASSEMBLE = sass.disassemble
-
-
-@lru_cache(8)
-def listing(cubin: bytes) -> list[str]:
-    """Lines of a cubin's listing: several tests look at one, and more than once."""
-    with tempfile.NamedTemporaryFile() as file:
-        Path(file.name).write_bytes(cubin)
-        return DISASSEMBLE(Path(file.name))
-
-
 @pytest.fixture(autouse=True)
-def cubins(of_the_run, monkeypatch):
-    """One cache for all tests and processes: what several of them look at is compiled once."""
-    monkeypatch.setenv("QUANTKV_CACHE", str(of_the_run / "cubins"))
-    monkeypatch.setattr(sass, "disassemble", lambda cubin: listing(cubin.read_bytes()))
+def kept(cubins):
+    """What several tests look at is compiled once."""
 
 
 @pytest.fixture

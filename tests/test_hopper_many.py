@@ -164,11 +164,10 @@ def config(key, value, head_size=128, columns=16, *maps, head_size_v=None, block
     "key, value, columns, most",
     [("int4", "int4", 16, 302), ("int4", "int4", 24, 325), ("int4", "int4", 32, 348), ("int4", "int4", 64, 428), ("tq4", "u4", 32, 436)],
 )
-def test_step_fits_its_budget(key, value, columns, most, tmp_path, monkeypatch):
+def test_step_fits_its_budget(key, value, columns, most, tmp_path, cubins):
     """Instructions of a warp for a span, of 16 tokens to unpack: nothing in local memory, and products that run on. Where operands were
     unpacked while some run, the compiler would wait for each of them."""
     pytest.importorskip("cuda.core")
-    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     cubin = tmp_path / "many.cubin"
     cubin.write_bytes(config(key, value, columns=columns).cubin())
     names = step(cubin)

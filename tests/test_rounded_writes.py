@@ -185,11 +185,10 @@ def test_prepared_and_captured_on_a_gpu():
 
 
 @pytest.mark.parametrize("bits, head_size, rows_of_k", [(4, 128, 1 << 16), (4, 128, 64), (8, 256, 1 << 16)])
-def test_the_kernel_keeps_what_it_rounds_in_registers(bits, head_size, rows_of_k, tmp_path, monkeypatch):
+def test_the_kernel_keeps_what_it_rounds_in_registers(bits, head_size, rows_of_k, tmp_path, cubins):
     pytest.importorskip("cuda.core")
     from quantkv.implementations.hopper.sass import opcodes
 
-    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format(f"levels{bits}").k
     config = rounds.RoundConfig.of(
         hopper.WriteConfig(codec, codec, head_size, head_size, 16, True, True, 1.0, 1.0, key_shifted=True), rows_of_k

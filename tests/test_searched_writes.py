@@ -84,11 +84,10 @@ BUDGET = {(64, False): 2100, (128, False): 2250, (256, False): 3700, (64, True):
 
 
 @pytest.mark.parametrize("head_size, metric", BUDGET)
-def test_it_compiles_within_its_budget_and_its_registers(head_size, metric, tmp_path, monkeypatch):
+def test_it_compiles_within_its_budget_and_its_registers(head_size, metric, tmp_path, cubins):
     pytest.importorskip("cuda.core")
     from quantkv.implementations.hopper.sass import opcodes
 
-    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format("trellis2").k
     rows = write.WriteConfig(codec, codec, head_size, head_size, 16, True, True, head_size**-0.5, head_size**-0.5)
     config = search.SearchConfig.of(rows, metric)
