@@ -54,5 +54,5 @@ def check(case: Case) -> None:
         except SystemExit as end:
             code = end.code
     assert code == 2, f"exit code {code}"
-    lines = [line for line in said.getvalue().split(os.linesep) if line.strip()]
+    lines = [line for line in said.getvalue().split(os.linesep) if line.strip() and not line.endswith(" s so far")]  # of a slow machine
     assert len(lines) == 1, f"{len(lines)} lines: {lines[:3]}"
