@@ -121,6 +121,25 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         ("implementations/cpu/attend", "SMALLEST_PART = 1 <<", change): TUNED
         for change in ("1 -> 2", "17 -> 16", "17 -> 18", "LShift -> RShift")
     },
+    ("implementations/cpu/threads", "parts = min(torch.get_num_threads()", "1 -> 2"): TUNED,
+    ("implementations/cpu/threads", "others = [_pool", "Sub -> Add"): "threads that are never used",
+    ("implementations/cpu/sides", "kernels.BUCKET_BITS: (maps.OFFSET_BUCKET", "1 -> 2"): "62 has as many bits as 63",
+    ("implementations/cpu/sides", "patterns = torch.arange(2 **", "8 -> 9"): "patterns that no code has",
+    ("implementations/cpu/sides", "return None if bits in (4, 8)", "4 -> 5"): "the numbers by a table; no codec of the package has 5 bits",
+    **{
+        (
+            "implementations/cpu/rows",
+            "SMALLEST_NORMAL = f32(2.0**-14)",
+            change,
+        ): "sums of fp16 numbers below 2**-14 have bits for either way"
+        for change in ("2.0 -> 2.5", "Pow -> Mult")
+    },
+    (
+        "implementations/cpu/rows",
+        "if abs(mapped[n, d]) < SMALLEST_NORMAL",
+        "Lt -> LtE",
+    ): "the smallest normal number is stored by either way",
+    ("implementations/cpu/rows", "mapped[n, d] = largest if x > largest", "Gt -> GtE"): "the largest number for itself",
     (
         f"{REFERENCE}/attend",
         "scratch, decode = Scratch()",

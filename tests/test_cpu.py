@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import torch
 
 from quantkv import AttentionOptions, LayerMaps, LinearMap, PagedCache, get_format, implementations, prepare_attend, prepare_write
 from quantkv.calls import AttendCall, WriteCall
-from quantkv.implementations.cpu import attend, write
+from quantkv.implementations.cpu import attend, threads, write
 from quantkv.implementations.reference.attend import compute
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, Batch, check, relative_error
 
@@ -147,7 +148,7 @@ def test_large_scores_do_not_overflow():
 
 def test_a_sequence_gets_the_same_bits_alone_in_any_batch_and_by_any_number_of_threads(monkeypatch):
     together = batch("int4", (1, 1, 1), (1100, 30, 700))
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         expected, expected_lse = served(together)
@@ -155,7 +156,7 @@ def test_a_sequence_gets_the_same_bits_alone_in_any_batch_and_by_any_number_of_t
         torch.set_num_threads(3)
         out, lse = served(together)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     call = together.call()
     for s in range(3):
@@ -186,7 +187,8 @@ def test_a_prepared_call_follows_the_lengths_and_the_table():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["int4", "levels4", "levels2/int4", "int2", "k8v4"])
-def test_a_write_stores_the_bytes_of_the_reference(name, dtype):
+def test_a_write_stores_the_bytes_of_the_reference(name, dtype, monkeypatch):
+    """By the kernels where rows and mapped rows are finite; by the reference where one is not."""
     for head_size in (64, 80, 128):
         if name == "int2" and head_size == 80:
             continue
@@ -197,6 +199,7 @@ def test_a_write_stores_the_bytes_of_the_reference(name, dtype):
         key[3], key[4], value[5], value[6] = 0, 3e4, value[5].abs() + 30, 1e-9
         value[7, :, 0] = 6e4
         key, value = key.clamp(-6e4, 6e4).to(dtype), value.to(dtype)
+        cases = {"finite": (key.clone(), value.clone())}
         if dtype != torch.float16:
             key[8], value[9] = 3e38, 1e30
             map_ = LayerMaps.of(get_format(name), head_size, head_size).v
@@ -204,17 +207,47 @@ def test_a_write_stores_the_bytes_of_the_reference(name, dtype):
             value[10] = signs * torch.tensor([2e38, 2e38, 1e38, 1e38, *[0] * (head_size - 4)])  # infinite on the way only
         slots = torch.randperm(96, generator=generator)[:60]
         slots[::7] = -1
-        for broken in (False, True):
-            if broken:
-                key[20, 1, 3], value[21, 0, 2] = torch.nan, torch.inf
+        cases["huge"] = key.clone(), value.clone()
+        key[20, 1, 3], value[21, 0, 2] = torch.nan, torch.inf
+        cases["broken"] = key, value
+        for case, (key, value) in cases.items():
             expected, cache = (PagedCache(spec, 6, k_scale=0.3, v_scale=2.0) for _ in range(2))
             for c in (expected, cache):
                 c.buffer.fill_(POISON)
             expected.write(key, value, slots, implementation="reference")
             call = WriteCall(key, value, cache.k, cache.v, cache.format, slots, cache.maps)
             assert write.refusal(call) is None
-            write.run(call)
-            assert torch.equal(cache.buffer, expected.buffer), (head_size, broken)
+            with monkeypatch.context() as patch:
+                if case == "finite":
+                    patch.setattr(write.reference, "run", None)
+                write.run(call)
+            assert torch.equal(cache.buffer, expected.buffer), (head_size, case)
+
+
+def test_a_write_of_sides_of_two_sizes_under_one_codec_and_no_map():
+    """They are not encoded as one."""
+    b = batch("int4", head_size_v=80, maps=LayerMaps(None, None))
+    for implementation in ("reference", "cpu"):
+        b.cache.buffer.fill_(POISON)
+        b.cache.write(b.key, b.value, b.slots, implementation=implementation)
+        if implementation == "reference":
+            expected = b.cache.buffer.clone()
+    assert torch.equal(b.cache.buffer, expected)
+
+
+def test_parts_run_at_the_same_time_and_a_failure_of_any_is_told(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    met, ranges = threading.Barrier(3, timeout=30), []
+
+    def part(first, last):
+        met.wait()
+        ranges.append((first, last))
+
+    threads.in_parts(10, 2, part)
+    assert sorted(ranges) == [(0, 3), (3, 6), (6, 10)]
+    for failing in (0, 3, 6):
+        with pytest.raises(ArithmeticError):
+            threads.in_parts(10, 2, lambda first, last, failing=failing: 1 / (first - failing))
 
 
 def test_a_write_in_a_metric_stores_the_bytes_of_the_reference():
