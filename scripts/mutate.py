@@ -121,6 +121,11 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         ("implementations/cpu/attend", "SMALLEST_PART = 1 <<", change): TUNED
         for change in ("1 -> 2", "17 -> 16", "17 -> 18", "LShift -> RShift")
     },
+    ("implementations/cpu/write", "if others[0] is codec and", "0 -> 1"): "a codec that is encoded here has a map, of one size",
+    **{
+        ("integrations/transformers/pending", line, "Or -> And"): "torch takes None for no keywords"
+        for line in ("return super().__torch_function__", 'if func.__name__ == "to"')
+    },
     ("implementations/cpu/threads", "parts = min(torch.get_num_threads()", "1 -> 2"): TUNED,
     ("implementations/cpu/threads", "others = [_pool", "Sub -> Add"): "threads that are never used",
     ("implementations/cpu/sides", "kernels.BUCKET_BITS: (maps.OFFSET_BUCKET", "1 -> 2"): "62 has as many bits as 63",

@@ -224,17 +224,6 @@ def test_a_write_stores_the_bytes_of_the_reference(name, dtype, monkeypatch):
             assert torch.equal(cache.buffer, expected.buffer), (head_size, case)
 
 
-def test_a_write_of_sides_of_two_sizes_under_one_codec_and_no_map():
-    """They are not encoded as one."""
-    b = batch("int4", head_size_v=80, maps=LayerMaps(None, None))
-    for implementation in ("reference", "cpu"):
-        b.cache.buffer.fill_(POISON)
-        b.cache.write(b.key, b.value, b.slots, implementation=implementation)
-        if implementation == "reference":
-            expected = b.cache.buffer.clone()
-    assert torch.equal(b.cache.buffer, expected)
-
-
 def test_parts_run_at_the_same_time_and_a_failure_of_any_is_told(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     met, ranges = threading.Barrier(3, timeout=30), []

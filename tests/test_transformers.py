@@ -223,6 +223,22 @@ def test_a_crop_lets_go_of_the_rows_of_a_call_that_was_refused(llama):
     assert cache.get_seq_length() == 12
 
 
+def test_rows_on_their_way_to_the_attention_function_say_what_they_are_and_nothing_else():
+    layer = QuantizedLayer("int4", Sequences(Kind(), 16), None, fresh_prefill=False, num_tokens=0)
+    key, value = torch.randn(2, 1, 2, 5, 64)
+    pending, _ = layer.update(key, value)
+    assert (pending.shape, pending.dtype, pending.device) == (key.shape, key.dtype, key.device)
+    assert pending.to(torch.float32) is pending
+    for use in (
+        lambda: pending.to(torch.float16),
+        lambda: pending + 1,
+        lambda: pending.transpose(1, 2),
+        lambda: torch.matmul(pending, key.mT),
+    ):
+        with pytest.raises(RuntimeError, match="use_quantkv_attention"):
+            use()
+
+
 def test_crop_into_padding_and_to_nothing(llama):
     ids, mask = prompts([12, 3])
     cache = QuantizedCache(llama.config, "int8")

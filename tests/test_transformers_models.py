@@ -12,7 +12,9 @@ from transformers import DynamicCache  # noqa: E402
 
 from architectures import ARCHITECTURES  # noqa: E402
 from families import generate, logits, prompts  # noqa: E402
+from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.config import geometry_of  # noqa: E402
 from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer  # noqa: E402
 
 
@@ -150,11 +152,18 @@ def test_formats_of_layers_without_keys_are_none():
             QuantizedCache(model.config, wrong)
 
 
+def test_layers_that_keep_more_than_keys_are_not_compiled():
+    assert QuantizedCache(build("Llama").config, num_tokens=64).is_compileable
+    assert not any(QuantizedCache(build(name).config, num_tokens=64).is_compileable for name in ("Falcon-H1", "DeepSeek V3"))
+    assert not any(layer.is_compileable for layer in QuantizedCache(build("Falcon-H1").config, num_tokens=64).layers)
+
+
 def test_heads_of_two_sizes():
     model = use_quantkv_attention(build("Gemma 4"))
     cache = QuantizedCache(model.config, "int4")
     logits(model, cache)
     assert [(spec.head_size, spec.num_kv_heads) for spec in cache.specs] == [(16, 2), (32, 2)]
+    assert geometry_of(model.config).heads == {0: Heads(2, 16, 16), 1: Heads(2, 32, 32)}
 
 
 @pytest.mark.parametrize("fmt, name", [("int4", "int4/fp32"), ("none", "fp32"), ("k8v4", "k8v4/fp32")])
