@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
 vllm = pytest.importorskip("vllm")
 
 from vllm.config.cache import get_kv_cache_dtype_handler  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend  # noqa: E402
 from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend  # noqa: E402
 from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend  # noqa: E402
@@ -33,7 +35,7 @@ from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations.vllm import metadata  # noqa: E402
+from quantkv.integrations.vllm import connectors, metadata  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
@@ -222,6 +224,33 @@ def test_pairs_are_of_formats_that_have_one_codec():
     known = plug_in.names()
     assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
     assert known.keys().isdisjoint({"quantkv_k8v4/int4", "quantkv_int4/k8v4", "quantkv_int4/int4"})
+
+
+def test_connectors_are_told_what_bytes_mean():
+    assert KVConnectorFactory.create_connector.__func__.__module__ == connectors.__name__
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "said"),
+    [
+        ("LMCacheConnectorV1", {}, "takes a token's bytes"),
+        ("NixlConnector", {"enforce_handshake_compat": False}, "enforce_handshake_compat=False"),
+        ("MultiConnector", {"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}, "'LMCacheConnectorV1' takes"),
+        ("NixlConnector", {}, None),
+        ("OffloadingConnector", {"enforce_handshake_compat": True}, None),
+    ],
+)
+def test_connectors_that_would_misread_blocks_are_refused(name, extra, said):
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, enable_permute_local_kv=False)
+    config = SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(cache_dtype="quantkv_int4"))
+    if said is None:
+        connectors.check_connectors(config)
+        config.cache_config.cache_dtype = "auto"
+        said = f"kv_connector={name!r} with kv_cache_dtype='auto'"
+        if name != "NixlConnector":
+            return connectors.check_connectors(config)
+    with pytest.raises(NotImplementedError, match=re.escape(said)):
+        connectors.check_connectors(config)
 
 
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):
