@@ -121,6 +121,7 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
         ("implementations/cpu/attend", "SMALLEST_PART = 1 <<", change): TUNED
         for change in ("1 -> 2", "17 -> 16", "17 -> 18", "LShift -> RShift")
     },
+    **{("integrations/vllm/connectors", "DIGITS = 16", change): "as many as tell types apart" for change in ("16 -> 15", "16 -> 17")},
     ("implementations/cpu/write", "if others[0] is codec and", "0 -> 1"): "a codec that is encoded here has a map, of one size",
     **{
         ("integrations/transformers/pending", line, "Or -> And"): "torch takes None for no keywords"
