@@ -22,13 +22,13 @@ from quantkv.bench.rivals import rivals
 from quantkv.bench.run import save_rows
 from quantkv.bench.shapes import Shape, shapes
 from quantkv.bench.timing import measure, read_ceiling_gbps
-from quantkv.implementations.hopper import many
+from quantkv.implementations.hopper.decode import wgmma
 
 # GLM-4; one kv head of 16 and of 8 query heads; queries of a verification.
 SHAPES = ("B32xL16384xHK2", "B64xL8192xHQ16xHK1", "B64xL8192xHQ8xHK1", "B32xL8192xQ5", "B64xL8192xQ8", "B32xL8192xQ16")
 FLASH3 = "FlashAttention-3"
 WAYS = {  # what is set in implementations/hopper/many.py
-    "a warp": {"MANY_COLUMNS": many.MOST_COLUMNS + 1},
+    "a warp": {"MANY_COLUMNS": wgmma.MOST_COLUMNS + 1},
     "a team, wgmma": {"MANY_COLUMNS": 1, "BY_WGMMA": True},
     "a team, mma": {"MANY_COLUMNS": 1, "BY_WGMMA": False},
 }
@@ -63,9 +63,9 @@ def of_shape(shape: Shape, device: torch.device, given: argparse.Namespace, ceil
     for name in given.formats:
         contestants += [(quantkv("hopper", name), name, way, WAYS[way]) for way in given.ways]
         contestants += [] if given.no_triton else [(quantkv("triton", name), name, "Triton", {})]
-    usual = {name: getattr(many, name) for name in ("MANY_COLUMNS", "BY_WGMMA")}
+    usual = {name: getattr(wgmma, name) for name in ("MANY_COLUMNS", "BY_WGMMA")}
     for contestant, name, way, chosen in contestants:
-        vars(many).update(usual | chosen)
+        vars(wgmma).update(usual | chosen)
         try:
             entry: Entry = contestant.prepare(problem)
             error = problem.attention_error(entry, entry.call())
@@ -79,9 +79,9 @@ def of_shape(shape: Shape, device: torch.device, given: argparse.Namespace, ceil
     times: dict[tuple[str, str], list[float]] = {at: [] for at in entries}
     for _ in range(given.rounds):
         for at, (entry, _error) in entries.items():
-            vars(many).update(settings[at])
+            vars(wgmma).update(settings[at])
             times[at].append(measure(entry.call, device, entry.graph)[0])
-    vars(many).update(usual)
+    vars(wgmma).update(usual)
     flash = statistics.median(times.get(("bf16", FLASH3), [float("nan")]))
     print(f"\n{shape}: {shape.Q * shape.HQ // shape.HK} columns", *(line for line in wrong if line.startswith(f"{shape} ")), sep="\n")
     rows = []

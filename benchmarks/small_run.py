@@ -12,7 +12,7 @@ import torch
 
 from quantkv import PagedCache, available_formats, get_format, implementations, ops
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
-from quantkv.implementations.hopper import decode as hopper_decode
+from quantkv.implementations.hopper.decode import warps as hopper_decode
 from quantkv.implementations.reference.attend import compute
 
 PAIRS = ["tq4/int8", "int4/tq3", "fp8_token/int2"]

@@ -25,7 +25,7 @@ import torch
 from quantkv import PagedCache, get_format
 from quantkv.bench.shapes import Shape
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
-from quantkv.implementations.hopper import attend, prompt, write
+from quantkv.implementations.hopper import attend, prefill, write
 from quantkv.maps import LayerMaps, LinearMap, default_map
 
 MULTIPROCESSORS = 132  # of an H100 and an H200
@@ -38,7 +38,8 @@ DECODE = [  # shape, format: those of `quantkv bench`, of geometries.py and of s
 PACKED = [  # more packed query rows of a kv head: verification, and kv heads of many query heads
     *(("B64xL8192xQ4", name) for name in ("int4", "levels4", "trellis2")),
     *(("B64xL8192xQ8", name) for name in ("int4", "int8", "levels4", "trellis2", "bf16")),
-    ("B32xL16384xHK2", "int4"), ("B64xL8192xHQ16xHK1", "int4"), ("B32xL8192xQ5", "tq4"), ("B32xL8192xQ5xD256", "int4"), ("B32xL8192xQ5xD80", "int4"),
+    ("B32xL16384xHK2", "int4"), ("B64xL8192xHQ16xHK1", "int4"), ("B32xL8192xQ5", "tq4"),
+    ("B32xL8192xQ5xD256", "int4"), ("B32xL8192xQ5xD80", "int4"),
 ]  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def configurations() -> dict[str, Callable[[], list]]:
         found[f"round N8192 {name}"] = lambda n=name, m=maps: write.configurations(write_call("N8192", n, m()))
     for sizes, window in (((128, 128), False), ((128, 128), True), ((64, 64), False), ((256, 256), False), ((192, 128), False)):
         of = (*sizes, 4, True, window, window, False)
-        found[f"prefill D{sizes[0]} DV{sizes[1]}{' window' * window}"] = lambda o=of: [prompt.PromptConfig(*o)]
+        found[f"prefill D{sizes[0]} DV{sizes[1]}{' window' * window}"] = lambda o=of: [prefill.PrefillConfig(*o)]
     return found
 
 

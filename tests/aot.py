@@ -16,7 +16,7 @@ from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.dense import triton_steps as prefill
 from quantkv.implementations.dense.plan import CAUSAL, Read, Round
 from quantkv.implementations.dense.steps import Part
-from quantkv.implementations.hopper.sass import step
+from quantkv.implementations.hopper.host.sass import step
 from quantkv.implementations.triton import attend, launch, write
 
 TARGETS = {

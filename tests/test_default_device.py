@@ -32,8 +32,8 @@ from quantkv.calibration import Calibration, LayerMoments
 from quantkv.calls import WriteCall
 from quantkv.exact import ExactTokens
 from quantkv.implementations import refusal
-from quantkv.implementations.hopper import operands, round, search
-from quantkv.implementations.hopper.write import Hadamard
+from quantkv.implementations.hopper.host import operands
+from quantkv.implementations.hopper.write import Hadamard, round, search
 from quantkv.maps import default_map, hadamard
 from quantkv.policy import Policy
 from quantkv.shadow import ExactPages, ExactStep, ShadowedCache, shadow_pages

@@ -8,8 +8,8 @@ import torch
 
 from quantkv import LayerMaps, LinearMap, implementations
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import launch
-from quantkv.implementations.hopper.records import pages_of
+from quantkv.implementations.hopper.host import launch
+from quantkv.implementations.hopper.host.records import pages_of
 from quantkv.maps import hadamard, named_map
 from quantkv.testing import Batch, check
 

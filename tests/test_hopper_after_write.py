@@ -8,8 +8,8 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import PagedCache, get_format, ops, prepare_attend, prepare_write
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import many
-from quantkv.implementations.hopper import whole_pairs as whole
+from quantkv.implementations.hopper.decode import wgmma
+from quantkv.implementations.hopper.decode import whole_pairs as whole
 from quantkv.testing import Batch, check
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -65,7 +65,7 @@ def test_who_has_no_read_behind_a_write(monkeypatch, tmp_path):
     monkeypatch.setattr(hopper, "_kernels", lambda *_: [SimpleNamespace()] * 3)
     b = Batch.make("int4", (5, 4), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     call = b.call(max_query_len=5)
-    assert hopper.prepare(call).plan.main.config.team == many.TEAM and hopper.prepare(call).after_write is None
+    assert hopper.prepare(call).plan.main.config.team == wgmma.TEAM and hopper.prepare(call).after_write is None
     few = Batch.make("int4", (1, 1), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     assert hopper.prepare(few.call(max_query_len=1)).after_write is not None
     assert hopper.prepare(few.call(max_query_len=1, batch_invariant=True)).after_write is None

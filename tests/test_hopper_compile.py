@@ -14,11 +14,12 @@ pytest.importorskip("cuda.core")
 from cuda.core import ProgramOptions
 
 from quantkv import available_formats, get_format
-from quantkv.implementations.hopper import decode as hopper
-from quantkv.implementations.hopper import nvrtc, operands, prompt, write
-from quantkv.implementations.hopper.nvrtc import compile_cubin
-from quantkv.implementations.hopper.records import page_bytes
-from quantkv.implementations.hopper.sass import kernels, opcodes, step
+from quantkv.implementations.hopper import prefill, write
+from quantkv.implementations.hopper.decode import warps as hopper
+from quantkv.implementations.hopper.host import nvrtc, operands
+from quantkv.implementations.hopper.host.nvrtc import compile_cubin
+from quantkv.implementations.hopper.host.records import page_bytes
+from quantkv.implementations.hopper.host.sass import kernels, opcodes, step
 
 FORMATS = [get_format(name) for name in available_formats()]
 CODECS = {codec.name: codec for fmt in FORMATS for codec in (fmt.k, fmt.v)}
@@ -60,14 +61,14 @@ def build(chosen):
     return chosen.cubin()
 
 
-@pytest.mark.parametrize("sizes", [(size, size) for size in prompt.SIZES] + [(192, 128), (64, 256)])
+@pytest.mark.parametrize("sizes", [(size, size) for size in prefill.SIZES] + [(192, 128), (64, 256)])
 def test_prompts_compile(sizes, tmp_path):
     """For what every head size, window and softcap asks for: at one size every combination, at the others three. Products run on behind
     the program: were they waited for one by one, there would be more of what waits; a register or two may be spilled, but no tile."""
     cases = itertools.product(((False, False), (True, False), (True, True)), (False, True))
     for (left, narrow), softcap in cases if sizes == (128, 128) else [((False, False), False), ((True, False), True), ((True, True), True)]:
-        chosen = prompt.PromptConfig(*sizes, 4, True, left, narrow, softcap)
-        assert chosen.shared_bytes <= prompt.SHARED_BYTES
+        chosen = prefill.PrefillConfig(*sizes, 4, True, left, narrow, softcap)
+        assert chosen.shared_bytes <= prefill.SHARED_BYTES
         cubin = tmp_path / "cubin"
         cubin.write_bytes(chosen.cubin())
         found = opcodes(cubin)
@@ -301,9 +302,10 @@ def test_a_write_with_offsets_and_scales_compiles():
 
 def test_an_edit_of_one_kernel_leaves_the_others_cubin(tmp_path, monkeypatch):
     """A cubin is kept by the text of what its source includes, and by nothing else."""
-    for path in nvrtc.SOURCE.glob("*.cu*"):
+    for path in (path for folder in nvrtc.FOLDERS for path in folder.glob("*.cuh")):
         (tmp_path / path.name).write_text(path.read_text())
-    monkeypatch.setattr(nvrtc, "SOURCE", tmp_path)
+    monkeypatch.setattr(nvrtc, "FOLDERS", (tmp_path,))
+    monkeypatch.setattr(nvrtc, "find", lambda header, *beside: tmp_path / header)
     of_write, of_decode = write_config("bf16", "bf16"), config("int8", "int8")
     of_write.cubin(), of_decode.cubin()
     (tmp_path / "rows.cuh").write_text((tmp_path / "rows.cuh").read_text() + "// edited")
@@ -348,14 +350,14 @@ def test_a_number_that_differs_between_host_and_device_does_not_compile(name):
     macros = chosen.macros()
     assert name in macros
     with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
-        compile_cubin("decode.cu", macros | {name: 2 * macros[name] + 2}, (HALVES[n].source for n in ("int4", "int2")))
+        compile_cubin(chosen.source, macros | {name: 2 * macros[name] + 2}, (HALVES[n].source for n in ("int4", "int2")))
 
 
 @pytest.mark.parametrize("name", ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "CHUNK", "ARGUMENT_BYTES"])
 def test_a_number_of_a_write_that_differs_does_not_compile(name):
     macros = write_config("int4", "int2").macros()
     with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
-        compile_cubin("write.cu", macros | {name: 2 * macros[name]}, (HALVES[n].source for n in ("int4", "int2")))
+        compile_cubin(write.SOURCE, macros | {name: 2 * macros[name]}, (HALVES[n].source for n in ("int4", "int2")))
 
 
 def test_several_threads_compile_at_once(empty_cache):

@@ -8,7 +8,8 @@ import torch
 
 from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
 from quantkv.calls import WriteCall
-from quantkv.implementations.hopper import attend, geometry, many, write
+from quantkv.implementations.hopper import attend, geometry, write
+from quantkv.implementations.hopper.decode import wgmma
 from quantkv.testing import POISON, Batch, check, rows
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -195,7 +196,7 @@ def test_every_geometry_has_a_configuration():
                 for columns in (4, 32, 128):
                     for map_ in ("NO_MAP", "MATRIX"):
                         sizes = (head_size, head_size_v, 4, 8, 16, 1024)
-                        chosen = many.choose(key, value, *sizes, True, columns, False, map_, map_, map_ == "MATRIX")
+                        chosen = wgmma.choose(key, value, *sizes, True, columns, False, map_, map_, map_ == "MATRIX")
                         assert chosen.warps >= 2 and chosen.stages >= chosen.tiles_per_step + 1, chosen
                         assert chosen.shared_bytes + 1024 <= 228 * 1024 < 2 * (chosen.shared_bytes + 1024), chosen
                         assert chosen.beside_ring % 16 == 0, chosen

@@ -13,7 +13,9 @@ from quantkv.calls import AttendCall
 from quantkv.calls import Batch as Lengths
 from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import decode, geometry, launch, many, merging
+from quantkv.implementations.hopper import geometry
+from quantkv.implementations.hopper.decode import combine, warps, wgmma
+from quantkv.implementations.hopper.host import launch
 from quantkv.testing import POISON, Batch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
@@ -25,7 +27,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 @pytest.fixture(autouse=True)
 def teams_of_few_columns(monkeypatch):
     """Tested from fewer columns on than they are chosen from."""
-    monkeypatch.setattr(many, "MANY_COLUMNS", 9)
+    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 9)
 
 
 VERIFY = (2, 4, 1, 3)
@@ -59,10 +61,10 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
 def assert_invariant(call, serve, monkeypatch):
     """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; merged by warps
     and by blocks, and where pairs are whole."""
-    monkeypatch.setattr(merging, "by_blocks", lambda *_: False)
+    monkeypatch.setattr(combine, "by_blocks", lambda *_: False)
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
     serve(call)
-    monkeypatch.setattr(merging, "by_blocks", lambda *_: True)
+    monkeypatch.setattr(combine, "by_blocks", lambda *_: True)
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", True)
     count = call.batch.num_seqs
     lens = call.batch.seq_lens.tolist()
@@ -117,7 +119,7 @@ def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
 @pytest.mark.parametrize("whole, window", [(False, 0), (True, 0), (True, 850)])
 def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, monkeypatch, tmp_path):
     """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
-    monkeypatch.setattr(decode, "PIECE_LEAST", 2), monkeypatch.setattr(decode, "PIECE_MOST", 2)
+    monkeypatch.setattr(warps, "PIECE_LEAST", 2), monkeypatch.setattr(warps, "PIECE_MOST", 2)
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
     b = Batch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     long = b.call(max_query_len=1, max_seq_len=1000, batch_invariant=True, window=window)
@@ -161,7 +163,7 @@ def test_as_many_pieces_on_both_sides(lens, monkeypatch, tmp_path):
     """Also of sequences that have enough for all warps, and of those that would have too many tiles of one accumulator: where the kernel
     made more pieces than there is room for, some would be lost."""
     for name, value in (("PIECE_LEAST", 1), ("PIECE_MOST", 2), ("PIECES_ENOUGH", 48), ("MAX_TILES", 3)):
-        monkeypatch.setattr(decode, name, value)
+        monkeypatch.setattr(warps, name, value)
     device = Device(monkeypatch, tmp_path, 3, max_tiles=3)
     b = Batch.make("int4", (1,) * len(lens), lens, head_size=64, num_kv_heads=2, group=2, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
@@ -198,7 +200,7 @@ def test_room_for_pieces(monkeypatch):
     of_eight = [1, 1, 2, 7, 8, 8, 16, 16, 32, 1024, 1024, 1024, 2048]
     spans = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
     of_teams = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
-    monkeypatch.setattr(many, "MANY_COLUMNS", 17)
+    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 17)
     for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, spans, of_teams)):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))

@@ -10,10 +10,11 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import available_formats, get_format
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import launch, many
-from quantkv.implementations.hopper.many import ManyConfig
-from quantkv.implementations.hopper.records import page_bytes
-from quantkv.implementations.hopper.sass import step
+from quantkv.implementations.hopper.decode import wgmma
+from quantkv.implementations.hopper.decode.wgmma import WgmmaConfig
+from quantkv.implementations.hopper.host import launch
+from quantkv.implementations.hopper.host.records import page_bytes
+from quantkv.implementations.hopper.host.sass import step
 from quantkv.testing import Batch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
@@ -28,7 +29,7 @@ SEVERAL = dict(queries=VERIFY, window=200, softcap=25.0)
 @pytest.fixture(autouse=True)
 def teams_of_few_columns(monkeypatch):
     """Tested from fewer columns on than they are chosen from."""
-    monkeypatch.setattr(many, "MANY_COLUMNS", 9)
+    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 9)
 
 
 # ---- the source, run on a CPU
@@ -47,12 +48,12 @@ def on_a_cpu(
     **arguments,
 ):
     options = {name: arguments.pop(name) for name in ("window", "softcap") if name in arguments}
-    monkeypatch.setattr(many, "BY_WGMMA", by_wgmma)
+    monkeypatch.setattr(wgmma, "BY_WGMMA", by_wgmma)
     b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 16, "dtype": torch.bfloat16, **arguments})
     if change is not None:
         change(b)
     call = b.call(max_query_len=max(queries), **options)
-    assert all(isinstance(config, ManyConfig) for config in hopper.configurations(call))
+    assert all(isinstance(config, WgmmaConfig) for config in hopper.configurations(call))
     Device(monkeypatch, folder, multiprocessors, max_tiles).serve(call)
     check(b, (call.out, call.lse), **options)
 
@@ -126,8 +127,8 @@ def test_columns_that_meet_keys_late_on_a_cpu(monkeypatch, tmp_path):
 def test_more_spans_than_ids_are_held_on_a_cpu(monkeypatch, tmp_path):
     """Runs of three teams, as of more work: each loads page ids anew within a sequence, and the next sequence's."""
     chosen = []
-    choose = many.choose
-    monkeypatch.setattr(many, "choose", lambda *shape, capacity: chosen.append(choose(*shape)) or chosen[-1])
+    choose = wgmma.choose
+    monkeypatch.setattr(wgmma, "choose", lambda *shape, capacity: chosen.append(choose(*shape)) or chosen[-1])
     on_a_cpu(monkeypatch, tmp_path, "int4", (1, 1), (6600, 500), num_kv_heads=1, head_size=64)
     assert {config.workers for config in chosen} == {3}
 
@@ -142,7 +143,7 @@ def test_segments_on_a_cpu(on_cpu):
     """Ranges, three segments with kernels of their own, and one that the merging kernel attends to."""
     lens = (150, 33, 1, 250)
     several = Several.make([Part("int4", None, [(5, 140), (0, 0), (0, 1), (77, 90)])], VERIFY, lens, group=6, window=200)
-    assert isinstance(hopper.configurations(several.call)[0], ManyConfig)
+    assert isinstance(hopper.configurations(several.call)[0], WgmmaConfig)
     on_cpu(several, 1)
 
 
@@ -157,7 +158,7 @@ def test_exact_tokens_on_a_cpu(on_cpu):
 def config(key, value, head_size=128, columns=16, *maps, head_size_v=None, block_size=16):
     key, value, sizes = CODECS[key], CODECS[value], (head_size, head_size_v or head_size)
     size = page_bytes(key, value, *sizes, block_size)
-    return many.choose(key, value, *sizes, 4, 8, block_size, size, True, columns, False, *maps)
+    return wgmma.choose(key, value, *sizes, 4, 8, block_size, size, True, columns, False, *maps)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +182,13 @@ def test_step_fits_its_budget(key, value, columns, most, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["WORKER_BYTES", "TABLES_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES", "TEAM"])
 def test_a_number_that_differs_between_host_and_device_does_not_compile(name, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
-    from quantkv.implementations.hopper.nvrtc import compile_cubin
+    from quantkv.implementations.hopper.host.nvrtc import compile_cubin
 
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
-    macros = config("int4", "int4").macros()
+    chosen = config("int4", "int4")
+    macros = chosen.macros()
     with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
-        compile_cubin("many.cu", macros | {name: 2 * macros[name] + 2}, [CODECS["int4"].hopper().source])
+        compile_cubin(chosen.source, macros | {name: 2 * macros[name] + 2}, [CODECS["int4"].hopper().source])
 
 
 def test_every_configuration_has_a_ring():
@@ -197,8 +199,8 @@ def test_every_configuration_has_a_ring():
     for key, value, head_size, columns, kinds in itertools.product(keys, values, (64, 128, 256), (9, 16, 24, 33, 64, 71, 128), maps):
         if head_size > 64 or not any(16 % CODECS[side].row.code_bits for side in (key, value)):
             chosen = config(key, value, head_size, columns, *kinds)
-            assert isinstance(chosen, ManyConfig) == (head_size > 64 or not halves[value].values_by_table)
-            if isinstance(chosen, ManyConfig):
+            assert isinstance(chosen, WgmmaConfig) == (head_size > 64 or not halves[value].values_by_table)
+            if isinstance(chosen, WgmmaConfig):
                 assert chosen.stages >= 2 and chosen.workers >= 1, chosen
                 assert chosen.shared_bytes <= 227 * 1024, chosen
                 blocks = -(-columns // (8 * chosen.column_tiles))
@@ -212,7 +214,7 @@ CHOSEN += [("int4", 256, 17, 4, 3), ("int8", 256, 12, 1, 1), ("int8", 256, 13, 4
 @pytest.mark.parametrize("codec, head_size, columns, team, column_tiles", CHOSEN)
 def test_what_is_chosen(codec, head_size, columns, team, column_tiles, monkeypatch):
     """What was faster on an H200 (docs/performance.md)."""
-    monkeypatch.setattr(many, "MANY_COLUMNS", 17)
+    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 17)
     chosen = config(codec, codec, head_size, columns)
     assert (chosen.team, chosen.column_tiles) == (team, column_tiles)
 
@@ -236,7 +238,7 @@ def test_what_the_rule_refuses():
 
 def test_what_is_served_without_teams(monkeypatch):
     """Of the constant: what ran on a GPU before."""
-    monkeypatch.setattr(many, "MANY_COLUMNS", many.MOST_COLUMNS + 1)
+    monkeypatch.setattr(wgmma, "MANY_COLUMNS", wgmma.MOST_COLUMNS + 1)
     b = Batch.make("int4", (9,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
     assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9))
     b = Batch.make("int4", (8,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
@@ -282,7 +284,7 @@ def batch(name, queries=(1, 1, 1, 1), lens=LENS, **arguments):
 
 def attend(b, **options):
     most = int(b.cu_seqlens_q.diff().max())
-    assert all(isinstance(c, ManyConfig) for c in hopper.configurations(b.call(max_query_len=most, **options)))
+    assert all(isinstance(c, WgmmaConfig) for c in hopper.configurations(b.call(max_query_len=most, **options)))
     result, again = (b.attend(implementation="hopper", max_query_len=most, **options) for _ in range(2))
     check(b, result, **options)
     assert all(torch.equal(x, y) for x, y in zip(result, again)), "two runs of one input differ"
@@ -292,7 +294,7 @@ def attend(b, **options):
 @pytest.mark.parametrize("by_wgmma", [True, False], ids=["wgmma", "mma"])
 @pytest.mark.parametrize("columns", [9, 16, 20, 32, 40, 64, 128])
 def test_columns(columns, by_wgmma, monkeypatch):
-    monkeypatch.setattr(many, "BY_WGMMA", by_wgmma)
+    monkeypatch.setattr(wgmma, "BY_WGMMA", by_wgmma)
     attend(batch("int4", num_kv_heads=1, group=columns))
 
 

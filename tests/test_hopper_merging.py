@@ -6,7 +6,7 @@ import torch
 
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import merging
+from quantkv.implementations.hopper.decode import combine
 from quantkv.testing import Batch, check
 
 emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
@@ -44,7 +44,7 @@ def test_rows_of_so_many_pieces(multiprocessors, kv_heads, lens, by_blocks, monk
 @pytest.mark.parametrize("name, queries, group, grid", [("int4", (8, 5, 8, 1), 4, (4, 2, 2)), ("bf16", (5, 8, 1, 3), 3, (4, 2, 2))])
 def test_blocks_that_take_turns(name, queries, group, grid, monkeypatch, tmp_path):
     """A sequence may have columns in each turn, in some, or in the first alone."""
-    monkeypatch.setattr(merging, "BLOCKS", 16)
+    monkeypatch.setattr(combine, "BLOCKS", 16)
     device = Device(monkeypatch, tmp_path, 1)
     b = Batch.make(name, queries, (90, 33, 40, 20), head_size=64, num_kv_heads=2, group=group, dtype=torch.bfloat16)
     call = b.call(max_query_len=max(queries))
@@ -60,5 +60,5 @@ def test_who_takes_turns(monkeypatch):
         return hopper.Plan(b.call(max_query_len=max(queries)), multiprocessors).combine_grid
 
     assert grid(8) == (2, 2, 16) and grid(7) == (2, 2, 8) and grid(2) == (2, 2, 4) and grid(1, (1, 1)) == (2, 2, 1)
-    monkeypatch.setattr(merging, "IN_TURNS", False)
+    monkeypatch.setattr(combine, "IN_TURNS", False)
     assert grid(1) == (2, 2, 16)

@@ -7,7 +7,7 @@ from hopper_on_cpu import AVAILABLE, Device, available
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calls import WriteCall
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import decode, many
+from quantkv.implementations.hopper.decode import warps, wgmma
 from quantkv.maps import default_map
 from quantkv.testing import OUTPUT_BUDGET, POISON, Batch, check, relative_error, rows
 
@@ -58,7 +58,7 @@ def test_stretches(name, queries, options, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["int4", "tq4/int8", "tq3"])
 def test_spare_lanes_have_nothing_of_their_own_to_copy(name, monkeypatch, tmp_path):
     """As a checker of races sees the kernels (benchmarks/small_run.py): what they are spared is copied by other lanes."""
-    monkeypatch.setattr(decode, "SPARE_LANES_COPY", False)
+    monkeypatch.setattr(warps, "SPARE_LANES_COPY", False)
     attend(monkeypatch, tmp_path, name)
 
 
@@ -98,7 +98,7 @@ HALVED = [  # a last tile of four columns, after none, one or two of eight: unde
 
 @pytest.mark.parametrize("name, queries, shape, options", HALVED, ids=str)
 def test_half_tiles_of_columns(name, queries, shape, options, monkeypatch, tmp_path):
-    monkeypatch.setattr(many, "MANY_COLUMNS", 1 << 10)
+    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 1 << 10)
     matrix = torch.linalg.qr(torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1)))[0].contiguous()
     b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16})
     assert hopper.Plan(b.call(max_query_len=max(queries)), 2).main.config.columns == 4 * max(queries)

@@ -9,7 +9,7 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import decode, whole_pairs
+from quantkv.implementations.hopper.decode import warps, whole_pairs
 from quantkv.testing import OUTPUT_BUDGET, Batch, check, relative_error
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -137,7 +137,7 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
     """One launch has the bits of two."""
     queries, lens, multiprocessors, shape, options, blocks, warps, pieces = INVARIANT[case]
     for name, value in (("PIECE_LEAST", 2), ("PIECE_MOST", 2)):
-        monkeypatch.setattr(decode, name, value)
+        monkeypatch.setattr(warps, name, value)
     b = Batch.make("int4", queries, lens, **{"head_size": 64, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     call = b.call(lengths=tuple(zip(queries, lens)), batch_invariant=True, **options)
     device, found = Device(monkeypatch, tmp_path, multiprocessors), []
@@ -156,7 +156,7 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
 @pytest.mark.parametrize("lens", [(290, 1500), (1500, 290)], ids=str)
 def test_lengths_that_break_the_promise_of_an_invariant_cut(lens, monkeypatch, tmp_path):
     """What is longer than promised gets a wrong answer, in its own place."""
-    monkeypatch.setattr(decode, "PIECE_LEAST", 2), monkeypatch.setattr(decode, "PIECE_MOST", 2)
+    monkeypatch.setattr(warps, "PIECE_LEAST", 2), monkeypatch.setattr(warps, "PIECE_MOST", 2)
     b = batch("int4", (1, 1), lens, head_size=64)
     call = b.call(max_query_len=1, batch_invariant=True)
     object.__setattr__(call, "batch", dataclasses.replace(call.batch, max_seq_len=300, lengths=((1, 300), (1, 300))))

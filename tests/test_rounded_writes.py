@@ -8,8 +8,8 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import get_format
 from quantkv.formats.levels import CUBICS
-from quantkv.implementations.hopper import round as rounds
 from quantkv.implementations.hopper import write as hopper
+from quantkv.implementations.hopper.write import round as rounds
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.prepared import prepare_write
 from rounded import Rows, call_of, check_contained, compare, layer, on_host
@@ -187,7 +187,7 @@ def test_prepared_and_captured_on_a_gpu():
 @pytest.mark.parametrize("bits, head_size, rows_of_k", [(4, 128, 1 << 16), (4, 128, 64), (8, 256, 1 << 16)])
 def test_the_kernel_keeps_what_it_rounds_in_registers(bits, head_size, rows_of_k, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
-    from quantkv.implementations.hopper.sass import opcodes
+    from quantkv.implementations.hopper.host.sass import opcodes
 
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format(f"levels{bits}").k

@@ -7,7 +7,8 @@ import torch
 
 from hopper_on_cpu import Device
 from quantkv import get_format
-from quantkv.implementations.hopper import search, write
+from quantkv.implementations.hopper import write
+from quantkv.implementations.hopper.write import search
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.rounding import Rounding
 from quantkv.testing import POISON
@@ -86,7 +87,7 @@ BUDGET = {(64, False): 2100, (128, False): 2250, (256, False): 3700, (64, True):
 @pytest.mark.parametrize("head_size, metric", BUDGET)
 def test_it_compiles_within_its_budget_and_its_registers(head_size, metric, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
-    from quantkv.implementations.hopper.sass import opcodes
+    from quantkv.implementations.hopper.host.sass import opcodes
 
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format("trellis2").k

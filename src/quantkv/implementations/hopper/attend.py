@@ -13,11 +13,13 @@ import torch
 
 from ...calls import AttendCall, Segment
 from ...reads import window_size
-from . import decode, geometry, launch, many, merging, whole_pairs
-from .decode import COMBINE_COLUMNS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
-from .launch import Kernel, Launch
-from .operands import NO_MAP, kind, map_of, offsets_of
-from .whole_pairs import WholePairs, longest_of_shape, rounded_tiles
+from . import geometry
+from .decode import combine, warps, wgmma, whole_pairs
+from .decode.warps import COMBINE_COLUMNS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
+from .decode.whole_pairs import WholePairs, longest_of_shape, rounded_tiles
+from .host import launch
+from .host.launch import Kernel, Launch
+from .host.operands import NO_MAP, kind, map_of, offsets_of
 
 HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
@@ -40,13 +42,13 @@ def _unsupported(call: AttendCall) -> str | None:
     if len(call.segments) > SEGMENTS:
         return f"{len(call.segments)} segments: at most {SEGMENTS}"
     D, HQ, HK, invariant = q.shape[2], q.shape[1], first.k.codes.shape[2], call.options.batch_invariant
-    most = QUERIES[-1] if invariant else many.most_queries()  # what a batch keeps together is served alike
+    most = QUERIES[-1] if invariant else wgmma.most_queries()  # what a batch keeps together is served alike
     if not batch.max_query_len or batch.max_query_len > most:
         promised = f"1 to {most} queries a sequence must be promised{' with batch_invariant' if invariant else ''}"
         return f"max_query_len={batch.max_query_len}: {promised}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q.dtype {q.dtype}: bfloat16 or float16"
-    if reason := many.unserved(HQ // HK, 1 if invariant else batch.max_query_len):
+    if reason := wgmma.unserved(HQ // HK, 1 if invariant else batch.max_query_len):
         return reason
     for segment in call.segments:
         if reason := geometry.unreadable_segment(segment, D, q.dtype):
@@ -88,7 +90,7 @@ def compiled_for(call: AttendCall) -> set[DecodeConfig]:
 def _plans(call: AttendCall) -> list[Plan]:
     """What `call` may be cut like: a device that does not hold enough clusters is given blocks that work alone."""
     multiprocessors = launch.multiprocessors(launch.device_index(call.q.device))
-    return [Plan(call, multiprocessors, largest) for largest in (decode.LARGEST_CLUSTER, 1)]
+    return [Plan(call, multiprocessors, largest) for largest in (warps.LARGEST_CLUSTER, 1)]
 
 
 def _capacity(call: AttendCall, segment: Segment) -> int:
@@ -133,9 +135,9 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
     exact = _exact(call)
     mapped = sum(s.maps.v is not None for s in call.segments) or len(merged)
     ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
-    chosen = {i: _configuration(call, call.segments[i], many.choose) for i in sorted(merged)}
+    chosen = {i: _configuration(call, call.segments[i], wgmma.choose) for i in sorted(merged)}
     if len({config.team for config in chosen.values()}) > 1:  # the kernel that merges knows one way to cut a line
-        chosen = {i: _configuration(call, call.segments[i], decode.choose) for i in chosen}
+        chosen = {i: _configuration(call, call.segments[i], warps.choose) for i in chosen}
     options = call.options
     given = dict(ranges=ranges, chunked=options.chunk_lookback >= 0, invariant=options.batch_invariant, scaled=_is_scaled(call))
     configs = {i: replace(config, **given, follows=i != launched[0]) for i, config in chosen.items()}
@@ -159,7 +161,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
     if alone and columns <= 4:
         config = replace(usual, columns=4)
     elif alone and columns > 8:
-        twice = decode.choose(*shape, bf16, 16, *options)
+        twice = warps.choose(*shape, bf16, 16, *options)
         if twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step:
             config = twice
     return replace(config, pieces_first=6 if usual.workers % 3 == 0 else 8)
@@ -195,7 +197,7 @@ class Plan:
     exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched,
     merged: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
 
-    def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = decode.LARGEST_CLUSTER, after_write: bool = False):
+    def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = warps.LARGEST_CLUSTER, after_write: bool = False):
         configs = [replace(config, after_write=after_write) for config in configurations(call)]
         self.exact, (self.launched, self.merged) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
@@ -218,7 +220,7 @@ class Plan:
             self.scratch_bytes += size
         self.main = self.parts[self.merged[0]]
         pieces = sum(part.pair_pieces for part in self.parts.values())
-        self.by_blocks, self.combine_grid = merging.launched(self.main.config, sequences, columns, pieces, multiprocessors)
+        self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, columns, pieces, multiprocessors)
 
 
 @cache
@@ -226,7 +228,7 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
     """The decode kernel and the two combine kernels, for one configuration and device."""
     module = launch.load(config.cubin(), index)
     return (
-        Kernel(module, config.source.replace(".cu", "_kernel"), 32 * config.warps, config.shared_bytes, index),
+        Kernel(module, config.source.stem + "_kernel", 32 * config.warps, config.shared_bytes, index),
         Kernel(module, "combine_kernel", 32 * COMBINE_COLUMNS * config.combined, 0, index),
         Kernel(module, "combine_one_kernel", 32 * COMBINE_WARPS, 0, index),
     )
@@ -255,9 +257,9 @@ def _shape(call: AttendCall) -> Hashable:
             SMALL_FIRST,
             BY_COMBINE,
             WHOLE_PAIRS,
-            merging.IN_TURNS,
-            many.MANY_COLUMNS,
-            many.BY_WGMMA,
+            combine.IN_TURNS,
+            wgmma.MANY_COLUMNS,
+            wgmma.BY_WGMMA,
         ),
         *[_segment_shape(call, s) for s in call.segments],
     )

@@ -6,7 +6,7 @@ import torch
 
 from ...calls import Segment
 from ...format import Codec, Format
-from .records import pages_of, unsuitable
+from .host.records import pages_of, unsuitable
 
 WIDER = True  # than head sizes of 64, 128 and 256, of keys and values alike, codes of 64 dimensions in whole words, pages of 16 and more
 HEAD_SIZES = (*range(48, 257, 16), 512)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from .nvrtc import SOURCE
+from .nvrtc import DEVICE
 
+SHARED_BYTES = 227 * 1024  # of one SM
 LOG2E = math.log2(math.e)
 SINK_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in arguments.cuh
 C_TYPES = {"int": ctypes.c_int, "u32": ctypes.c_uint, "i64": ctypes.c_longlong, "float": ctypes.c_float}
@@ -27,7 +28,7 @@ LOCK = threading.Lock()
 def arguments(name: str) -> type[ctypes.Structure]:
     """The struct of that name in arguments.cuh, where its fields are said once."""
     body = re.search(
-        rf"^struct (?:__align__\(64\) )?{name} {{\n(.*?)^}};", (SOURCE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL
+        rf"^struct (?:__align__\(64\) )?{name} {{\n(.*?)^}};", (DEVICE / "arguments.cuh").read_text(), re.MULTILINE | re.DOTALL
     ).group(1)
     fields = re.findall(r"^  (.+?)(\*?) (\w+)(?:\[(\d)\])?;", body, re.MULTILINE)
     assert len(fields) == len(body.splitlines()), body

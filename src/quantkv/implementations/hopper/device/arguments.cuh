@@ -1,4 +1,4 @@
-// What the kernels are launched with: one struct each, which Python reads here (arguments.py) and fills in.
+// What the kernels are launched with: one struct each, which Python reads here (launch.py) and fills in.
 #pragma once
 #include "instructions.cuh"
 
@@ -100,7 +100,7 @@ struct __align__(64) TensorMap {
 };
 
 // Attention of prompts over 16-bit rows. Strides in elements.
-struct PromptArguments {
+struct PrefillArguments {
   TensorMap keys;     // [kv heads, rows, D]
   TensorMap values;   // [kv heads, rows, DV]
   const u16* q;

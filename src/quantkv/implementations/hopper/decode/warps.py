@@ -5,14 +5,14 @@ from __future__ import annotations
 from ctypes import sizeof
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
-from ...format import Codec
-from .codec import HopperCodec
-from .launch import arguments
-from .nvrtc import compile_cubin
-from .records import page_bytes, row_macros
+from ....format import Codec
+from ..codec import HopperCodec
+from ..host.launch import SHARED_BYTES, arguments
+from ..host.nvrtc import compile_cubin
+from ..host.records import page_bytes, row_macros
 
-SHARED_BYTES = 227 * 1024  # of one SM
 TILE = 16  # tokens of a tile: rows of an mma
 MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
 INTEGER_COLUMNS = 4  # that share products with keys by integers; more take as long by fp16, or longer
@@ -65,9 +65,9 @@ class DecodeConfig:
     max_stages: int = 4
 
     @property
-    def source(self) -> str:
+    def source(self) -> Path:
         """The file of the kernel, which has its name."""
-        return "decode.cu"
+        return Path(__file__).with_name("decode.cu")
 
     @property
     def team(self) -> int:

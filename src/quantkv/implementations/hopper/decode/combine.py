@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .decode import COMBINE_COLUMNS, COMBINE_WARPS, DecodeConfig
+from .warps import COMBINE_COLUMNS, COMBINE_WARPS, DecodeConfig
 
 IN_TURNS = True  # a block of combine_kernel merges several groups of a sequence's columns, where they are many
 BLOCKS = 8  # of combine_kernel, that a multiprocessor has at once

@@ -5,14 +5,14 @@
 // quarter of the dimensions of the values of all 64, to registers, where wgmma takes them from; queries and weights it takes from shared memory.
 // So a warp meets the others once a span: when the weights are there. Pieces are as in decode.cu, with teams in the place of warps.
 //
-// Compile-time, from many.py: as decode.cu, and BY_WGMMA.
+// Compile-time, from wgmma.py: as decode.cu, and BY_WGMMA.
 #include "kernels.cuh"
 #include "team_softmax.cuh"
 
 static_assert(!AFTER_WRITE, "a team's loader waits for no write");
 
 // Grid (blocks, column groups).
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) many_kernel(const __grid_constant__ AttendArguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_wgmma_kernel(const __grid_constant__ AttendArguments a) {
   const Turn turn;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / TEAM, member = warp % TEAM, lane = threadIdx.x % 32;
   const int worker = blockIdx.x * WORKERS + team, column0 = blockIdx.y * COLUMNS;

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...calls import Side
-from ...format import Codec
+from ....calls import Side
+from ....format import Codec
 
 
 def page_bytes(key: Codec, value: Codec, head_size: int, head_size_v: int, block_size: int) -> int:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from ctypes import sizeof
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...rounding import CANDIDATES, Rounding
-from . import launch
-from .codec import literal
-from .launch import Kernel
-from .nvrtc import compile_cubin
-from .operands import kept
+from ....rounding import CANDIDATES, Rounding
+from ..codec import literal
+from ..host import launch
+from ..host.launch import Kernel
+from ..host.nvrtc import compile_cubin
+from ..host.operands import kept
 
 if TYPE_CHECKING:
-    from .write import WriteConfig
+    from . import WriteConfig
 
+SOURCE = Path(__file__).with_name("round.cu")
 BLOCK = 16  # dimensions that a lane rounds on its own
 WARPS = {64: (4, 3), 128: (4, 3), 256: (6, 1)}  # of a block, and blocks of an SM, by head size: so that memory and registers suffice
 FEW = 2048  # rows of K up to which a block is one warp: there are fewer warps than an SM has places
@@ -115,7 +117,7 @@ class RoundConfig:
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin("round.cu", self.macros(), (codec.hopper().source for codec in (self.rows.key, self.rows.value)))
+        return compile_cubin(SOURCE, self.macros(), (codec.hopper().source for codec in (self.rows.key, self.rows.value)))
 
 
 @cache

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...maps import LinearMap
-from .codec import HopperCodec
+from ....maps import LinearMap
+from ..codec import HopperCodec
 
 T = TypeVar("T")
 _KEPT = WeakTensorKeyDictionary()

@@ -5,7 +5,7 @@
 // and a Hadamard matrix is a product of one 2 x 2 butterfly for each of them: mma.m16n8k16 takes those of c and the lowest of e
 // (16-bit numbers times +-1, added in float32), registers the others, and nothing is shuffled.
 //
-// Compile-time, from write.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE (of the
+// Compile-time, from write/__init__.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE (of the
 // rows that are written) KEY_SIZE VALUE_SIZE // BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED
 // VALUE_SCALED KEY_SHIFTED KEY_SIGNED SIDES ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
 #include "arguments.cuh"

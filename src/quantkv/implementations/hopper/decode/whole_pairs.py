@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...calls import AttendCall, Batch, Segment
-from ...reads import window_size
-from .decode import COMBINE_WARPS, SHARED_BYTES, TILE, DecodeConfig
-from .launch import Kernel
+from ....calls import AttendCall, Batch, Segment
+from ....reads import window_size
+from ..host.launch import SHARED_BYTES, Kernel
+from .warps import COMBINE_WARPS, TILE, DecodeConfig
 
 # That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its merging, which
 # has little to merge where pairs are few.

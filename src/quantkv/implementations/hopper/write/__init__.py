@@ -6,19 +6,23 @@ from collections.abc import Hashable
 from ctypes import sizeof
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
-from ...calls import WriteCall
-from ...format import Codec
-from ...maps import LinearMap, rounding_of
-from . import geometry, launch, round, search
-from .codec import literal
-from .launch import Kernel, Launch
-from .nvrtc import compile_cubin
-from .operands import kept
-from .records import pages_of, row_macros, unsuitable
+from ....calls import WriteCall
+from ....format import Codec
+from ....maps import LinearMap, rounding_of
+from .. import geometry
+from ..codec import literal
+from ..host import launch
+from ..host.launch import Kernel, Launch
+from ..host.nvrtc import compile_cubin
+from ..host.operands import kept
+from ..host.records import pages_of, row_macros, unsuitable
+from . import round, search
 
+SOURCE = Path(__file__).with_name("write.cu")
 CHUNK = 8  # numbers of one load
 KEYS, VALUES, BOTH = 1, 2, 3  # sides that a kernel writes
 
@@ -104,7 +108,7 @@ class WriteConfig:
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin("write.cu", self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
+        return compile_cubin(SOURCE, self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
 
 
 Config = WriteConfig | round.RoundConfig | search.SearchConfig

@@ -5,19 +5,21 @@ from __future__ import annotations
 from ctypes import sizeof
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...rounding import Rounding
-from . import launch
-from .launch import Kernel
-from .nvrtc import compile_cubin
-from .operands import kept, tiles
+from ....rounding import Rounding
+from ..host import launch
+from ..host.launch import Kernel
+from ..host.nvrtc import compile_cubin
+from ..host.operands import kept, tiles
 
 if TYPE_CHECKING:
-    from .write import WriteConfig
+    from . import WriteConfig
 
+SOURCE = Path(__file__).with_name("search.cu")
 ROWS = 8  # of a block: a warp each
 CHAIN, BLOCK = 64, 8  # dimensions that hang together, and that one product feeds
 
@@ -83,7 +85,7 @@ class SearchConfig:
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin("search.cu", self.macros(), (codec.hopper().source for codec in (self.rows.key, self.rows.value)))
+        return compile_cubin(SOURCE, self.macros(), (codec.hopper().source for codec in (self.rows.key, self.rows.value)))
 
 
 @cache

@@ -4,13 +4,13 @@
 // a kv head. Another warpgroup fetches: one lane keys and values, by boxes of a tensor, two warps queries. Keys go from the last to the first.
 // While tensor cores multiply a tile of weights with values, a consumer works out the weights of the next; two consumers take turns at the tensor cores.
 //
-// Compile-time, from prompt.py: D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries see no further than a.left), SOFTCAP,
+// Compile-time, from prefill/__init__.py: D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries see no further than a.left), SOFTCAP,
 // TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
 #include "arguments.cuh"
 #include "pipeline.cuh"
 #include "warpgroup.cuh"
 
-static_assert(sizeof(PromptArguments) == ARGUMENT_BYTES, "arguments are laid out in another way in Python");
+static_assert(sizeof(PrefillArguments) == ARGUMENT_BYTES, "arguments are laid out in another way in Python");
 constexpr int ROWS = 64 * CONSUMERS, TILES = KEYS / 8, VALUE_TILES = DV / 8;  // tiles: of eight columns
 constexpr int LOADERS = 64, WORKS = 2;                                          // threads that load queries; work that is known ahead
 constexpr float LATE = 8.f;  // weights may grow to 2^LATE before what they add up to is rescaled
@@ -52,7 +52,7 @@ struct Work {
 static_assert(sizeof(Work) == WORK_BYTES, "as it is handed on");
 // Number i of all work: of some sequences and kv heads, whose keys stay in the cache, what takes longest; then of the next ones. No tiles: there is none
 // of the number.
-DI Work work_of(const PromptArguments& a, int i) {
+DI Work work_of(const PrefillArguments& a, int i) {
   const int pairs = a.kv_heads * a.sequences, first = i / (a.together * a.tiles) * a.together, width = min(a.together, pairs - first), left = i - first * a.tiles;
   const int pair = first + left % width;
   Work w;
@@ -72,7 +72,7 @@ template <class RING> DI void fetch(RING& ring, const TensorMap& map, int slabs,
   for (int slab = 0; slab < slabs; slab++) load_box(ring.at() + slab * SLAB, &map, 64 * slab, row, head, ring.there());
   ring.next();
 }
-DI void fetch_keys_and_values(const PromptArguments& a, u32 base) {
+DI void fetch_keys_and_values(const PrefillArguments& a, u32 base) {
   KeyRing keys(base);
   ValueRing values(base);
   WorkRing works(base);
@@ -92,7 +92,7 @@ DI void fetch_keys_and_values(const PromptArguments& a, u32 base) {
   }
 }
 // LOADERS threads: rows of queries, permuted as wgmma reads them.
-DI void fetch_queries(const PromptArguments& a, u32 base, int thread) {
+DI void fetch_queries(const PrefillArguments& a, u32 base, int thread) {
   QueryRing ring(base);
   for (WorkRing works(base);; works.next()) {
     works.wait_until_there();
@@ -131,7 +131,7 @@ struct Rows {
   u32 p[KEYS / 16][4];
 
   // Scores to weights, relative to the largest so far; by what o is to be multiplied.
-  template <bool MASKED> DI void weigh(const PromptArguments& a, int key, const int (&low)[2], const int (&high)[2], float (&factor)[2]) {
+  template <bool MASKED> DI void weigh(const PrefillArguments& a, int key, const int (&low)[2], const int (&high)[2], float (&factor)[2]) {
     const float scale = SOFTCAP ? 1.f : a.scale;
     float top[2][2] = {{minus_infinity(), minus_infinity()}, {minus_infinity(), minus_infinity()}}, sum[2][2] = {}, above[2];  // two chains of each row
 #pragma unroll
@@ -189,7 +189,7 @@ struct Rows {
     for (int k = 0; k < KEYS / 16; k++) Wgmma<VALUE_TILES, BF16>::multiply<true, true>(o, p[k][0], p[k][1], p[k][2], p[k][3], v + k * (16 * MATRIX_ROW / 16));
   }
   // To tokens and heads, and log-sum-exps.
-  DI void write(const PromptArguments& a, const Work& w, int row) {
+  DI void write(const PrefillArguments& a, const Work& w, int row) {
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -224,7 +224,7 @@ struct Rows {
   }
 };
 
-DI void consume(const PromptArguments& a, u32 base, int own) {
+DI void consume(const PrefillArguments& a, u32 base, int own) {
   QueryRing queries(base);
   KeyRing keys(base);
   ValueRing values(base);
@@ -297,7 +297,7 @@ DI void consume(const PromptArguments& a, u32 base, int own) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) prompt_kernel(const __grid_constant__ PromptArguments a) {
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) prefill_kernel(const __grid_constant__ PrefillArguments a) {
   const u32 base = (shared_address(shared) + 1023) / 1024 * 1024;
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {

@@ -6,13 +6,15 @@ import ctypes
 from ctypes import sizeof
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 
 import torch
 
-from . import launch
-from .decode import SHARED_BYTES
-from .launch import Kernel, Launch
-from .nvrtc import compile_cubin
+from ..host import launch
+from ..host.launch import SHARED_BYTES, Kernel, Launch
+from ..host.nvrtc import compile_cubin
+
+SOURCE = Path(__file__).with_name("prefill.cu")
 
 BOX = 64  # dimensions that lie together in shared memory: 128 bytes
 CACHED = 24 << 20  # bytes of keys and values that are read again and again, and should stay in the GPU's cache of 50 MB
@@ -21,7 +23,7 @@ SIZES = (64, 80, 96, 112, 128, 160, 192, 256)  # of heads: what products are as 
 
 
 @dataclass(frozen=True)
-class PromptConfig:
+class PrefillConfig:
     """What one compiled kernel is made for. group: query heads of a kv head. left: whether queries see only so far back; narrow: and that
     is a few tiles of keys at most."""
 
@@ -87,12 +89,12 @@ class PromptConfig:
             "SOFTCAP": int(self.softcap),
             "CONSUMER_REGISTERS": self.registers,
             "SHARED_BYTES": self.shared_bytes,
-            "ARGUMENT_BYTES": sizeof(launch.arguments("PromptArguments")),
+            "ARGUMENT_BYTES": sizeof(launch.arguments("PrefillArguments")),
         }
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin("prompt.cu", self.macros())
+        return compile_cubin(SOURCE, self.macros())
 
 
 def takes(head_size: int, head_size_v: int) -> bool:
@@ -101,9 +103,9 @@ def takes(head_size: int, head_size_v: int) -> bool:
 
 
 @cache
-def kernel(config: PromptConfig, index: int) -> Kernel:
+def kernel(config: PrefillConfig, index: int) -> Kernel:
     """The kernel of a configuration on a device, compiled and loaded once."""
-    return Kernel(launch.load(config.cubin(), index), "prompt_kernel", 128 * (config.consumers + 1), config.shared_bytes, index)
+    return Kernel(launch.load(config.cubin(), index), "prefill_kernel", 128 * (config.consumers + 1), config.shared_bytes, index)
 
 
 @lru_cache(maxsize=256)
@@ -157,9 +159,9 @@ def attend(
     out = out if out is not None and launch.in_chunks(out) else q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     heads, sequences, group = k.shape[0], len(ends[2]), q.shape[1] // k.shape[0]
-    config = PromptConfig(q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, mask[0] >= 0, 0 <= mask[0] < NARROW, softcap > 0)
+    config = PrefillConfig(q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, mask[0] >= 0, 0 <= mask[0] < NARROW, softcap > 0)
     found = kernel(config, index)
-    a = launch.arguments("PromptArguments")()
+    a = launch.arguments("PrefillArguments")()
     for name, t in (("keys", k), ("values", v)):
         strides = (t.stride(0) * 2, t.stride(1) * 2)
         words = tensor_map(t.data_ptr(), config.bf16, tuple(t.shape), strides, config.keys)

@@ -1,11 +1,14 @@
-"""The configurations of many.cu, and whether it or decode.cu serves a call."""
+"""The configurations of decode_wgmma.cu, and whether it or decode.cu serves a call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from . import decode, geometry
-from .decode import SHARED_BYTES, TILE, DecodeConfig
+from .. import geometry
+from ..host.launch import SHARED_BYTES
+from . import warps
+from .warps import TILE, DecodeConfig
 
 MOST_COLUMNS = 128  # of a kv head: its query heads times the queries of a sequence
 MANY_COLUMNS = 17  # from so many on a team shares what it unpacks; above MOST_COLUMNS: never
@@ -29,15 +32,15 @@ def unserved(group: int, queries: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class ManyConfig(DecodeConfig):
+class WgmmaConfig(DecodeConfig):
     """What one compiled kernel is made for where a team of warps has a run of tiles."""
 
     by_wgmma: bool = True
 
     @property
-    def source(self) -> str:
+    def source(self) -> Path:
         """The file of the kernel, which has its name."""
-        return "many.cu"
+        return Path(__file__).with_name("decode_wgmma.cu")
 
     @property
     def team(self) -> int:
@@ -76,14 +79,14 @@ class ManyConfig(DecodeConfig):
 def choose(
     key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, *maps, capacity=1 << 20
 ) -> DecodeConfig:
-    """The configuration for one shape, of either kernel: arguments as of `decode.choose`; maps: key_map, value_map, key_offset.
+    """The configuration for one shape, of either kernel: arguments as of `warps.choose`; maps: key_map, value_map, key_offset.
 
     Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 columns where it takes all of them
     together, else up to 12.
     """
     shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
     size = max(key.hopper().dimensions(head_size), head_size_v)
-    alone = decode.choose(*shape, columns, softcap, *maps, capacity=capacity)
+    alone = warps.choose(*shape, columns, softcap, *maps, capacity=capacity)
     few = columns < MANY_COLUMNS and (alone.columns >= columns or columns < MANY_COLUMNS - 4)
     if few or MANY_COLUMNS > MOST_COLUMNS or not geometry.is_for_teams(value, head_size, head_size_v):
         return alone
@@ -91,7 +94,7 @@ def choose(
     blocks = -(-columns // (8 * most))
     column_tiles = next(n for n in COLUMN_TILES if 8 * n * blocks >= columns)
     teams = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or column_tiles * size > 512 else 3  # little work is spread
-    config = ManyConfig(*shape, 8 * column_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
+    config = WgmmaConfig(*shape, 8 * column_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
     while config.stages < 3 and config.warps > TEAM:
         config = replace(config, warps=config.warps - TEAM)
     return config

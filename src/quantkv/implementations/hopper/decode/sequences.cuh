@@ -48,7 +48,7 @@ struct Sequences {
     const Slots slots = all(s);
     return slots.last_tile() - slots.first_tile();
   }
-  // Of a sequence of so many tiles (why so many: decode.py). All have as many, to a step.
+  // Of a sequence of so many tiles (why so many: warps.py). All have as many, to a step.
   static DI u32 pieces(u32 all) {
     u32 n = max(1, min(all / PIECE_LEAST, PIECES_FIRST));
     const auto is_long = [&] { return n == PIECES_FIRST ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH; };
