@@ -48,7 +48,7 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         (3, [1], AttentionOptions()),  # alone: a cluster of blocks has a kv head
         (0, decode, invariant),
         (0, [4, 2, 3], invariant),
-        (3, [1], invariant),  # alone: the blocks of a cluster send each other their pieces
+        (3, [1], invariant),  # alone: the blocks of a cluster send each other their partials
         (3, prompt, AttentionOptions()),
     ):
         q, chosen = rows(sum(counts), 8), slice(first, first + len(counts))

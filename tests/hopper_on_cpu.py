@@ -133,7 +133,7 @@ class Device:
 
     def _decode_kernels(self, config, index):
         library = self.compiled.get(config) or self.compiled.setdefault(config, self._library(config.source, config))
-        sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_COLUMNS * config.combined, 0), (32 * COMBINE_WARPS, 0)
+        sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_COLUMNS * config.combine_sequences, 0), (32 * COMBINE_WARPS, 0)
         names, self.early_copies = [f"{config.source.stem}_kernel", *COMBINE], library.early_copies
         library.set_unwritten((ctypes.c_void_p * len(self.unwritten))(*self.unwritten), len(self.unwritten))
         clusters = dict(clusters=self.clusters)

@@ -341,11 +341,11 @@ def test_arguments_are_read_from_the_header():
     """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
     attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
     assert len(attend._fields_) == 52 and len(write._fields_) == 20
-    for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
+    for name, offset in (("partials", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
         assert getattr(attend, name).offset == offset
     for name, offset, size in (
         ("key_start", 184, 8),
-        ("other_pieces", 200, 24),
+        ("other_partials", 200, 24),
         ("other_resident", 272, 12),
         ("other_workers", 284, 12),
         ("exact_scale", 348, 4),

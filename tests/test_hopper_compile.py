@@ -151,7 +151,7 @@ def test_maps_stay_out_of_the_loop(key, with_maps, with_offset, key_map, value_m
 @pytest.mark.parametrize("columns", [8, 4])
 @pytest.mark.parametrize("key, value_map", [("int4", "HADAMARD"), ("int4", "MATRIX"), ("int2", "HADAMARD"), ("bf16", "NO_MAP")])
 def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, columns, tmp_path):
-    """And out of local memory, in the kernels that merge as well."""
+    """And out of local memory, in the combine kernels as well."""
     plain = config(key, key, columns=columns, key_map=value_map, value_map=value_map)
     chosen = replace(plain, ranges=True, follows=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
     steps = []
@@ -182,24 +182,24 @@ def unlabelled(kernel):
 @pytest.mark.parametrize(
     "key, map_, segments", [("int4", "HADAMARD", 1), ("int4", "MATRIX", 1), ("int4", "HADAMARD", 2), ("bf16", "NO_MAP", 2)]
 )
-def test_both_kernels_round_the_merge_of_an_invariant_cut_alike(key, map_, segments, tmp_path, monkeypatch):
+def test_both_kernels_round_what_they_combine_of_an_invariant_cut_alike(key, map_, segments, tmp_path, monkeypatch):
     """With no leave to make one operation of a product and a sum the compiler makes the same of either: there is none to make one of."""
     chosen = replace(config(key, key, key_map=map_, value_map=map_), invariant=True, ranges=segments > 1, segments=segments)
-    merges = []
+    combines = []
     for fused in (True, False):
         monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / str(fused)))
         monkeypatch.setattr("cuda.core.ProgramOptions", partial(ProgramOptions, fma=fused))
         cubin = tmp_path / "decode.cubin"
         cubin.write_bytes(build(chosen))
         made = kernels(cubin)
-        merges.append([unlabelled(made[name]) for name in ("combine_kernel", "combine_one_kernel")])
-        assert all(any(name == "FFMA" for _, name, _ in kernel) for kernel in merges[-1])  # those that were asked for
-    assert merges[0] == merges[1]
+        combines.append([unlabelled(made[name]) for name in ("combine_kernel", "combine_one_kernel")])
+        assert all(any(name == "FFMA" for _, name, _ in kernel) for kernel in combines[-1])  # those that were asked for
+    assert combines[0] == combines[1]
 
 
 @pytest.mark.parametrize("key, map_", [("int4", "HADAMARD"), ("levels4", "MATRIX"), ("bf16", "NO_MAP")])
 def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
-    """And out of local memory: what a worker keeps from piece to piece has registers."""
+    """And out of local memory: what a worker keeps from partial to partial has registers."""
     plain = config(key, key, columns=8, key_map=map_, value_map=map_)  # of four, integers serve plain calls
     steps = []
     for each in (plain, replace(plain, invariant=True)):
@@ -334,8 +334,8 @@ DECODE_NUMBERS = ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES"
 DECODE_NUMBERS += [
     "TABLES_BYTES",
     "WORKER_BYTES",
-    "PIECE_BYTES",
-    "PIECES_AT_ONCE",
+    "PARTIAL_BYTES",
+    "PARTIALS_AT_ONCE",
     "BARRIER_BYTES",
     "ARGUMENT_BYTES",
     "KEY_DIMENSIONS",

@@ -1,4 +1,4 @@
-"""A few 16-bit rows beside quantized ones, which the merging Hopper kernel attends to: on a Hopper GPU, and its sources run on a CPU."""
+"""A few 16-bit rows beside quantized ones, which the Hopper combine kernel attends to: on a Hopper GPU, and its sources run on a CPU."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
     ids=str,
 )
 def test_a_few_exact_rows_have_no_kernel(name, latest, queries, multiprocessors, shape, on_cpu):
-    """The kernels that merge attend to them: of more tiles than they have warps, of columns that are no multiple of theirs."""
+    """The combine kernels attend to them: of more tiles than they have warps, of columns that are no multiple of theirs."""
     parts = exact(name, LENS, latest, block_size=shape.get("block_size", 16), maps=shape.get("maps"))
     several = Several.make(parts, queries, LENS, **{key: value for key, value in shape.items() if key != "maps"})
     assert hopper._exact(several.call) == 1 and len(hopper.configurations(several.call)) == 1
@@ -52,7 +52,7 @@ def test_exact_rows_that_come_first_and_have_a_range(multiprocessors, on_cpu):
 @pytest.mark.parametrize("latest", [24, 100])
 @pytest.mark.parametrize("queries", [DECODE, VERIFY, WIDE])
 def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatch):
-    """The one that merges, or one of their own."""
+    """By the combine kernel, or a kernel of their own."""
     for by_combine in (True, False):
         monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
         several = Several.make(exact(name, LONG, latest), queries, LONG, **PLAIN)

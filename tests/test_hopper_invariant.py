@@ -59,7 +59,7 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
 
 
 def assert_invariant(call, serve, monkeypatch):
-    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; merged by warps
+    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; combined by warps
     and by blocks, and where pairs are whole."""
     monkeypatch.setattr(combine, "by_blocks", lambda *_: False)
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
@@ -96,21 +96,21 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     call = b.call(max_query_len=4, batch_invariant=True, **options)
     device = Device(monkeypatch, tmp_path, 11)
     busy = itertools.cycle((11, 1, 15, 1))
-    monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one piece, or several of some sequences
+    monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one partial, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
     alike = {
-        dataclasses.replace(config, whole_pairs=False, piece_room=0, columns=8, warps=8) for config in device.compiled if config.team == 1
+        dataclasses.replace(config, whole_pairs=False, partial_room=0, columns=8, warps=8) for config in device.compiled if config.team == 1
     }
     assert len(alike) == (shape["group"] <= 8)
     check(b, (call.out, call.lse), **options)
 
 
 @emulated
-def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
+def test_teams_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
     b = Batch.make("int4", (1, 1), (1500, 700), head_size=64, num_kv_heads=1, group=12, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, batch_invariant=True)
     main = hopper.Plan(call, 1).main
-    assert main.resident < main.pair_pieces == 6 and main.config.team == 4
+    assert main.resident < main.pair_partials == 6 and main.config.team == 4
     Device(monkeypatch, tmp_path, 1).serve(call)
     check(b, (call.out, call.lse))
 
@@ -119,7 +119,7 @@ def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
 @pytest.mark.parametrize("whole, window", [(False, 0), (True, 0), (True, 850)])
 def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, monkeypatch, tmp_path):
     """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
-    monkeypatch.setattr(warps, "PIECE_LEAST", 2), monkeypatch.setattr(warps, "PIECE_MOST", 2)
+    monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
     b = Batch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     long = b.call(max_query_len=1, max_seq_len=1000, batch_invariant=True, window=window)
@@ -149,7 +149,7 @@ def test_empty_columns_decide_nothing(others, monkeypatch, tmp_path):
 
 @emulated
 def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
-    """One of which few rows would be read by the kernel that merges, if the table were not wider than that."""
+    """One of which few rows would be read by the combine kernel, if the table were not wider than that."""
     lens = (90, 33, 1, 250)
     several = Several.make(exact("int4", lens, 30), (1, 1, 1, 1), lens, num_kv_heads=1, head_size=64, batch_invariant=True)
     device = Device(monkeypatch, tmp_path, 9)
@@ -159,22 +159,22 @@ def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
 
 @emulated
 @pytest.mark.parametrize("lens", [(1500, 470, 20), (1100, 1)], ids=str)
-def test_as_many_pieces_on_both_sides(lens, monkeypatch, tmp_path):
+def test_as_many_partials_on_both_sides(lens, monkeypatch, tmp_path):
     """Also of sequences that have enough for all warps, and of those that would have too many tiles of one accumulator: where the kernel
-    made more pieces than there is room for, some would be lost."""
-    for name, value in (("PIECE_LEAST", 1), ("PIECE_MOST", 2), ("PIECES_ENOUGH", 48), ("MAX_TILES", 3)):
+    made more partials than there is room for, some would be lost."""
+    for name, value in (("PARTIAL_LEAST", 1), ("PARTIAL_MOST", 2), ("PARTIALS_ENOUGH", 48), ("MAX_TILES", 3)):
         monkeypatch.setattr(warps, name, value)
     device = Device(monkeypatch, tmp_path, 3, max_tiles=3)
     b = Batch.make("int4", (1,) * len(lens), lens, head_size=64, num_kv_heads=2, group=2, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
-    assert hopper.Plan(call, 3).main.pair_pieces == {1500: 48, 1100: 24}[lens[0]]
+    assert hopper.Plan(call, 3).main.pair_partials == {1500: 48, 1100: 24}[lens[0]]
     device.serve(call)
     check(b, (call.out, call.lse))
 
 
 @emulated
-def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_path):
-    """Every length from few tiles to many: pieces lie where they have room (`Device` sees to that). What is longer than promised gets a
+def test_partials_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_path):
+    """Every length from few tiles to many: partials lie where they have room (`Device` sees to that). What is longer than promised gets a
     wrong answer, in its own place."""
     device = Device(monkeypatch, tmp_path, 2)
     lens = (*range(1, 1300, 161), 1040, 1024, 512, 513)
@@ -191,8 +191,8 @@ def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_
     assert torch.equal(broken.out[kept], call.out[kept])
 
 
-def test_room_for_pieces(monkeypatch):
-    """As many as `Sequences.pieces` makes, of any length up to the one that there is room for."""
+def test_room_for_partials(monkeypatch):
+    """As many as `Sequences.partials` makes, of any length up to the one that there is room for."""
     b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
     tiles = [1, 9, 19, 20, 59, 60, 119, 120, 528, 529, 1056, 1057, 33792, 33793, 1572864, 1572865]
     expected = [1, 1, 1, 2, 5, 6, 6, 12, 12, 24, 24, 48, 768, 1536, 1536, 3072]
@@ -204,11 +204,11 @@ def test_room_for_pieces(monkeypatch):
     for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, spans, of_teams)):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
-        assert [config.pieces(16 * config.team * n) for n in lines] == found
-        assert [config.pieces(16 * config.team * n - 15) for n in lines] == found
-        room = [config.pieces(16 * config.team * n) for n in range(1, 3000)]
+        assert [config.partials(16 * config.team * n) for n in lines] == found
+        assert [config.partials(16 * config.team * n - 15) for n in lines] == found
+        room = [config.partials(16 * config.team * n) for n in range(1, 3000)]
         assert room == sorted(room)  # no shorter sequence has more
-    assert [dataclasses.replace(config, kv_heads=8).pieces(64 * n) for n in (1056, 1057, 4000)] == [24, 48, 48]
+    assert [dataclasses.replace(config, kv_heads=8).partials(64 * n) for n in (1056, 1057, 4000)] == [24, 48, 48]
 
 
 CHUNKS = [
@@ -229,7 +229,7 @@ def test_chunks(name, queries, options, monkeypatch, tmp_path):
 @emulated
 @pytest.mark.parametrize("by_combine", [True, False])
 def test_chunks_go_by_position(by_combine, monkeypatch, on_cpu):
-    """Where slots do not begin at position 0: in a decode kernel, and where the merging kernel attends."""
+    """Where slots do not begin at position 0: in a decode kernel, and where the combine kernel attends."""
     monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
     lens = (150, 33, 1, 250)
     several = Several.make(exact("int4", lens, 40), VERIFY, lens, window=66, chunk_lookback=1)

@@ -140,7 +140,7 @@ def test_matrices_and_offsets_on_a_cpu(monkeypatch, tmp_path):
 
 @emulated
 def test_segments_on_a_cpu(on_cpu):
-    """Ranges, three segments with kernels of their own, and one that the merging kernel attends to."""
+    """Ranges, three segments with kernels of their own, and one that the combine kernel attends to."""
     lens = (150, 33, 1, 250)
     several = Several.make([Part("int4", None, [(5, 140), (0, 0), (0, 1), (77, 90)])], VERIFY, lens, group=6, window=200)
     assert isinstance(hopper.configurations(several.call)[0], WgmmaConfig)
@@ -179,7 +179,7 @@ def test_step_fits_its_budget(key, value, columns, most, tmp_path, monkeypatch):
     assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == 2
 
 
-@pytest.mark.parametrize("name", ["WORKER_BYTES", "TABLES_BYTES", "PIECE_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES", "TEAM"])
+@pytest.mark.parametrize("name", ["WORKER_BYTES", "TABLES_BYTES", "PARTIAL_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES", "TEAM"])
 def test_a_number_that_differs_between_host_and_device_does_not_compile(name, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     from quantkv.implementations.hopper.host.nvrtc import compile_cubin

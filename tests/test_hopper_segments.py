@@ -89,7 +89,7 @@ def test_key_start_and_range_on_a_cpu(on_cpu):
     ids=str,
 )
 def test_exact_tokens_on_a_cpu(name, queries, multiprocessors, shape, on_cpu):
-    """Beside quantized ones, merged by either kernel: lengths without any quantized token, and of one token."""
+    """Beside quantized ones, combined by either kernel: lengths without any quantized token, and of one token."""
     dtype = shape.get("dtype", torch.bfloat16)
     on_cpu(Several.make(exact(name, LENS), queries, LENS, **{"dtype": dtype, **shape}), multiprocessors)
 
@@ -279,13 +279,13 @@ def test_what_the_rule_refuses():
 
 
 def test_the_small_segment_takes_few_blocks(monkeypatch):
-    """And what may follow waits for nobody: the last to be launched merges, or the one with the values' map."""
+    """And what may follow waits for nobody: the last to be launched combines, or the one with the values' map."""
     lens = (2048,) * 2
     several = Several.make(exact("int4", lens), (1, 1), lens, num_kv_heads=8)
     monkeypatch.setattr(hopper, "BY_COMBINE", False)
     plan = hopper.Plan(several.call, 132)
     quantized, latest = plan.parts.values()
-    assert plan.launched == [1, 0] and plan.merged == [0, 1]
+    assert plan.launched == [1, 0] and plan.combined == [0, 1]
     assert latest.decode_grid[0] <= 16 and quantized.decode_grid[0] * quantized.config.warps <= plan.main.resident
     assert not latest.config.follows and quantized.config.follows
     assert (quantized.config.segments, quantized.config.mapped_segments, latest.config.segments) == (2, 1, 1)

@@ -1,4 +1,4 @@
-"""The Hopper decode kernel where blocks or clusters have whole pairs of a sequence and kv head: one launch, no pieces in memory. On a
+"""The Hopper decode kernel where blocks or clusters have whole pairs of a sequence and kv head: one launch, no partials in memory. On a
 Hopper GPU, and its sources run on a CPU."""
 
 import dataclasses
@@ -44,7 +44,7 @@ CASES = {  # format, queries, lengths, multiprocessors, shape, options; then blo
     "16 columns": ("int4", (1,), (700,), 2, {"num_kv_heads": 1, "group": 16}, {}, 2, 8),
     "16 columns, a warp a pair": ("int4", (1, 1, 0, 1, 1), (60, 33, 0, 16, 100), 2, {"group": 16}, {"sinks": SINKS.repeat(4)}, 1, 1),
     "12 columns put together": ("int4", (3, 3, 1, 2, 3, 0), (60, 40, 33, 70, 100, 0), 3, {"head_size": 96}, {}, 1, 2),
-    "24 columns, pieces over queries": ("trellis2", (3, 2, 3, 1), (60, 90, 33, 70), 2, {"head_size": 64, "group": 8}, {}, 1, 2),
+    "24 columns, partials over queries": ("trellis2", (3, 2, 3, 1), (60, 90, 33, 70), 2, {"head_size": 64, "group": 8}, {}, 1, 2),
     "wide rows": ("int4", (1, 1, 1), (100, 50, 90), 1, {"head_size": 512, "num_kv_heads": 1, "group": 8}, {}, 1, 2),
     "wide rows, by integers": ("int4", (1, 1, 1), (100, 50, 90), 1, {"head_size": 512, "num_kv_heads": 1}, {}, 1, 2),
 }
@@ -121,7 +121,7 @@ def test_smaller_clusters_where_few_are_held(monkeypatch, tmp_path):
     check(b, (call.out, call.lse))
 
 
-INVARIANT = {  # queries and lengths, multiprocessors, shape and options; then blocks and warps of a pair, and its pieces
+INVARIANT = {  # queries and lengths, multiprocessors, shape and options; then blocks and warps of a pair, and its partials
     "a cluster": ((1, 1), (900, 880), 8, {}, {}, 2, 12, 48),
     "a cluster, groups of columns": ((4, 3), (500, 510), 4, dict(num_kv_heads=1, group=3), {}, 2, 12, 24),
     "pairs beside each other": ((1,) * 3, (330, 325, 330), 1, {}, {}, 1, 2, 6),
@@ -135,8 +135,8 @@ INVARIANT = {  # queries and lengths, multiprocessors, shape and options; then b
 @pytest.mark.parametrize("case", INVARIANT)
 def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
     """One launch has the bits of two."""
-    queries, lens, multiprocessors, shape, options, blocks, warps, pieces = INVARIANT[case]
-    for name, value in (("PIECE_LEAST", 2), ("PIECE_MOST", 2)):
+    queries, lens, multiprocessors, shape, options, blocks, warps, partials = INVARIANT[case]
+    for name, value in (("PARTIAL_LEAST", 2), ("PARTIAL_MOST", 2)):
         monkeypatch.setattr(warps, name, value)
     b = Batch.make("int4", queries, lens, **{"head_size": 64, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     call = b.call(lengths=tuple(zip(queries, lens)), batch_invariant=True, **options)
@@ -147,7 +147,11 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
         device.serve(call)
         found.append((call.out.clone(), call.lse.clone()))
     main = hopper.Plan(call, multiprocessors).main
-    assert len(hopper.prepare(call).launches) == 1 and (main.pairs.blocks, main.pairs.warps, main.pair_pieces) == (blocks, warps, pieces)
+    assert len(hopper.prepare(call).launches) == 1 and (main.pairs.blocks, main.pairs.warps, main.pair_partials) == (
+        blocks,
+        warps,
+        partials,
+    )
     check(b, found[0], **options)
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
@@ -156,7 +160,7 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
 @pytest.mark.parametrize("lens", [(290, 1500), (1500, 290)], ids=str)
 def test_lengths_that_break_the_promise_of_an_invariant_cut(lens, monkeypatch, tmp_path):
     """What is longer than promised gets a wrong answer, in its own place."""
-    monkeypatch.setattr(warps, "PIECE_LEAST", 2), monkeypatch.setattr(warps, "PIECE_MOST", 2)
+    monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
     b = batch("int4", (1, 1), lens, head_size=64)
     call = b.call(max_query_len=1, batch_invariant=True)
     object.__setattr__(call, "batch", dataclasses.replace(call.batch, max_seq_len=300, lengths=((1, 300), (1, 300))))
@@ -198,7 +202,7 @@ CHOSEN = [  # on 132 multiprocessors: blocks and warps of a pair
     (dict(sequences=32, tokens=16384, heads=(32, 16), window=1024), (1, 3)),
     (dict(sequences=400, tokens=16384, heads=(64, 8), head_size=64, window=128), None),  # more pairs than warps
     (dict(sequences=67, tokens=16384, window=1024), None),  # warps for which there is no pair
-    # Warps have whole pieces where the cut is a sequence's own: 12, 12, 192, 48, 48, 12, 32, 6 and 12 of them.
+    # Warps have whole partials where the cut is a sequence's own: 12, 12, 192, 48, 48, 12, 32, 6 and 12 of them.
     (dict(sequences=1, tokens=2048, batch_invariant=True), (10, 12)),
     (dict(sequences=4, tokens=4096, batch_invariant=True, shortest=4096), (4, 12)),
     (dict(sequences=1, tokens=131072, batch_invariant=True), (16, 12)),
@@ -235,18 +239,18 @@ def test_a_cluster_of_16_is_one_of_8_where_that_is_the_largest():
 
 
 def test_few_pairs_have_short_runs():
-    """What merges them takes less time than many pairs' does, so fewer tiles are as long."""
+    """Combining them takes less time than many pairs' does, so fewer tiles are as long."""
     assert hopper.Plan(meta_call(1, 8192), 132).main.pairs.blocks == 16
     assert hopper.Plan(meta_call(1, 8192), 132, 8).main.pairs is None
     assert hopper.Plan(meta_call(16, 2048, shortest=2048), 132).main.pairs.blocks == 1
 
 
 @pytest.mark.parametrize("name, fits", [("int2", False), ("int4", True)])
-def test_what_mergers_come_to_fits_in_place_of_the_rings(name, fits):
+def test_what_combiners_come_to_fits_in_place_of_the_rings(name, fits):
     """Of 16 columns, in float32: more than a warp's ring of 2-bit tiles, 4,352 bytes against 3,840."""
     b = batch(name, (4, 4), (64, 64), num_kv_heads=8, head_size=64)
     (config,) = hopper.configurations(b.call(max_query_len=4, batch_invariant=True))
-    pairs = whole_pairs.WholePairs(blocks=1, warps=1, of_block=config.warps, pieces=1)
+    pairs = whole_pairs.WholePairs(blocks=1, warps=1, of_block=config.warps, partials=1)
     assert config.columns == 16 and pairs.has_room(config) == fits
     assert dataclasses.replace(pairs, warps=2, of_block=config.warps // 2).has_room(config)
 

@@ -1,7 +1,7 @@
 """Reads on Hopper: paged decode and verification, of one call or of all that share its shape.
 
-A call with several segments is a decode kernel for each, which overlap, and one that merges their pieces. Where one of two segments holds
-a few 16-bit rows, the kernel that merges attends to it by itself."""
+A call with several segments is a decode kernel for each, which overlap, and one that combines their partials. Where one of two segments
+holds a few 16-bit rows, the combine kernel attends to it by itself."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_inv
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
-WHOLE_PAIRS = True  # calls whose work is even without help need no kernel that merges
+WHOLE_PAIRS = True  # calls whose work is even without help need no kernel that combines
 AFTER_WRITE = True  # a read that is launched right behind the write of its own tokens overlaps it
-EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the kernel that merges attends to
-BY_COMBINE = True  # the kernel that merges attends to a few 16-bit rows; where not, they have a decode kernel
+EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
+BY_COMBINE = True  # the combine kernel attends to a few 16-bit rows; where not, they have a decode kernel
 
 
 def refusal(call: AttendCall) -> str | None:
@@ -107,7 +107,7 @@ def _is_exact(segment: Segment, dtype: torch.dtype) -> bool:
 
 
 def _exact(call: AttendCall) -> int | None:
-    """Which of two segments the kernel that merges attends to. Of an invariant cut none: it would depend on the width of a table."""
+    """Which of two segments the combine kernel attends to. Of an invariant cut none: it would depend on the width of a table."""
     others = [_is_exact(s, call.q.dtype) for s in call.segments]
     D, D_V = call.q.shape[2], call.segments[0].head_size_v
     if not BY_COMBINE or call.options.batch_invariant or len(others) != 2 or not any(others) or D_V != D or D not in EXACT_HEAD_SIZES:
@@ -118,8 +118,8 @@ def _exact(call: AttendCall) -> int | None:
 
 
 def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
-    """Of the segments with kernels of their own: in which order these are launched, and in which order their pieces are merged. The
-    kernels of the first to be merged have the values' map, if there is one, and merge the others, of which those without a map come
+    """Of the segments with kernels of their own: in which order these are launched, and in which order their partials are combined. The
+    kernels of the first to be combined have the values' map, if there is one, and combine the others, of which those without a map come
     last."""
     sizes, exact = [_capacity(call, s) for s in call.segments], _exact(call)
     own = [i for i in range(len(sizes)) if i != exact]
@@ -131,18 +131,18 @@ def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
 
 def configurations(call: AttendCall) -> list[DecodeConfig]:
     """What a kernel that serves `call` is compiled for, for each of its segments that has one."""
-    launched, merged = _orders(call)
+    launched, combined = _orders(call)
     exact = _exact(call)
-    mapped = sum(s.maps.v is not None for s in call.segments) or len(merged)
+    mapped = sum(s.maps.v is not None for s in call.segments) or len(combined)
     ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
-    chosen = {i: _configuration(call, call.segments[i], wgmma.choose) for i in sorted(merged)}
-    if len({config.team for config in chosen.values()}) > 1:  # the kernel that merges knows one way to cut a line
+    chosen = {i: _configuration(call, call.segments[i], wgmma.choose) for i in sorted(combined)}
+    if len({config.team for config in chosen.values()}) > 1:  # the combine kernel knows one way to cut a line
         chosen = {i: _configuration(call, call.segments[i], warps.choose) for i in chosen}
     options = call.options
     given = dict(ranges=ranges, chunked=options.chunk_lookback >= 0, invariant=options.batch_invariant, scaled=_is_scaled(call))
     configs = {i: replace(config, **given, follows=i != launched[0]) for i, config in chosen.items()}
-    merges = dict(segments=len(merged), mapped_segments=mapped, exact=0 if exact is None else call.segments[exact].k.codes.shape[1])
-    configs[merged[0]] = replace(configs[merged[0]], **merges)
+    combines = dict(segments=len(combined), mapped_segments=mapped, exact=0 if exact is None else call.segments[exact].k.codes.shape[1])
+    configs[combined[0]] = replace(configs[combined[0]], **combines)
     return list(configs.values())
 
 
@@ -164,7 +164,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
         twice = warps.choose(*shape, bf16, 16, *options)
         if twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step:
             config = twice
-    return replace(config, pieces_first=6 if usual.workers % 3 == 0 else 8)
+    return replace(config, partials_first=6 if usual.workers % 3 == 0 else 8)
 
 
 def _is_scaled(call: AttendCall) -> bool:
@@ -179,48 +179,48 @@ def _scale(call: AttendCall) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """How a segment is cut: the configuration, the grid of its decode kernel, the workers that work at once, the pieces that a sequence
+    """How a segment is cut: the configuration, the grid of its decode kernel, the workers that work at once, the partials that a sequence
     and kv head has room for where the cut is invariant, its place in the scratch, who has the pairs where they are whole."""
 
     config: DecodeConfig
     decode_grid: tuple[int, int, int]
     resident: int
-    pair_pieces: int
+    pair_partials: int
     scratch_begin: int
     scratch_bytes: int
     pairs: WholePairs | None = None
 
 
 class Plan:
-    """How a call is cut: its segments, the grid of the kernel that merges them, the scratch.
+    """How a call is cut: its segments, the grid of the combine kernel, the scratch.
 
-    exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched,
-    merged: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
+    exact: index of the segment that the combine kernel attends to, see `_exact`. parts: of the others, by their indices. launched,
+    combined: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
 
     def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = warps.LARGEST_CLUSTER, after_write: bool = False):
         configs = [replace(config, after_write=after_write) for config in configurations(call)]
-        self.exact, (self.launched, self.merged) = _exact(call), _orders(call)
+        self.exact, (self.launched, self.combined) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
         sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * kv_heads
         self.columns = columns = call.batch.max_query_len * group
         self.parts: dict[int, Part] = {}
         self.scratch_bytes = 0
-        for i, config in zip(sorted(self.merged), configs):
+        for i, config in zip(sorted(self.combined), configs):
             column_blocks = -(-columns // config.columns)
             blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
             config, whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else (config, None)
             blocks = blocks if whole is None else whole.grid(pairs)
             resident = blocks * config.workers
-            pair_pieces = config.pieces(longest_of_shape(call, call.segments[i])) if config.invariant else 0
+            pair_partials = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
             if whole is not None:
-                pair_pieces = whole.pieces  # in shared memory
-            size = (pairs * pair_pieces if pair_pieces and whole is None else resident + pairs) * columns * config.piece_bytes
-            self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_pieces, self.scratch_bytes, size, whole)
+                pair_partials = whole.partials  # in shared memory
+            size = (pairs * pair_partials if pair_partials and whole is None else resident + pairs) * columns * config.partial_bytes
+            self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_partials, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
-        self.main = self.parts[self.merged[0]]
-        pieces = sum(part.pair_pieces for part in self.parts.values())
-        self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, columns, pieces, multiprocessors)
+        self.main = self.parts[self.combined[0]]
+        partials = sum(part.pair_partials for part in self.parts.values())
+        self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, columns, partials, multiprocessors)
 
 
 @cache
@@ -229,7 +229,7 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
     module = launch.load(config.cubin(), index)
     return (
         Kernel(module, config.source.stem + "_kernel", 32 * config.warps, config.shared_bytes, index),
-        Kernel(module, "combine_kernel", 32 * COMBINE_COLUMNS * config.combined, 0, index),
+        Kernel(module, "combine_kernel", 32 * COMBINE_COLUMNS * config.combine_sequences, 0, index),
         Kernel(module, "combine_one_kernel", 32 * COMBINE_WARPS, 0, index),
     )
 
@@ -277,7 +277,7 @@ class Prepared:
         self.plan = plan
         self.reads = {i: Read(call, call.segments[i], part, plan.columns) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
-        self.main, self.others, self.exact = self.reads[plan.merged[0]], plan.merged[1:], plan.exact
+        self.main, self.others, self.exact = self.reads[plan.combined[0]], plan.combined[1:], plan.exact
         if self.exact is not None:
             exact, main = call.segments[self.exact], self.main.arguments
             main.exact_page_stride, main.exact_head_stride = exact.k.base.stride(0), exact.k.base.stride(1)
@@ -285,12 +285,12 @@ class Prepared:
         for place, i in enumerate(self.others):
             self.main.arguments.other_resident[place] = plan.parts[i].resident
             self.main.arguments.other_workers[place] = plan.parts[i].config.workers
-            self.main.arguments.other_pair_pieces[place] = plan.parts[i].pair_pieces
+            self.main.arguments.other_pair_partials[place] = plan.parts[i].pair_partials
         if pairs is not None:
-            self.launches = [Launch(kernels[plan.merged[0]][0], plan.main.decode_grid, self.main.arguments, pairs.blocks)]
+            self.launches = [Launch(kernels[plan.combined[0]][0], plan.main.decode_grid, self.main.arguments, pairs.blocks)]
             return
         self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments) for i in plan.launched]
-        self.launches.append(Launch(kernels[plan.merged[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
+        self.launches.append(Launch(kernels[plan.combined[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
 
     @cached_property
     def after_write(self) -> Prepared | None:
@@ -325,7 +325,7 @@ class Prepared:
                 main.sinks, main.sinks_stride, main.sinks_type = sinks.data_ptr(), sinks.stride(0), launch.SINK_TYPES[sinks.dtype]
             for place, i in enumerate(self.others):
                 other = self.reads[i].arguments
-                main.other_pieces[place] = other.pieces
+                main.other_partials[place] = other.partials
                 main.other_starts[place], main.other_ranges[place] = other.key_start, other.key_range
             for each in self.launches:
                 each(stream)
@@ -356,7 +356,7 @@ class Read:
             window=max(window_size(options)),
             chunk_lookback=options.chunk_lookback,
             resident=part.resident,
-            pair_pieces=part.pair_pieces,
+            pair_partials=part.pair_partials,
             pair_blocks=part.pairs.blocks if part.pairs else 0,
             pair_warps=part.pairs.warps if part.pairs else 0,
             all_columns=columns,
@@ -372,7 +372,7 @@ class Read:
         a.q, a.pages, a.block_table = q, segment.k.base.data_ptr(), segment.block_table.data_ptr()
         a.seq_lens, a.cu_queries = batch.seq_lens.data_ptr(), batch.cu_seqlens_q.data_ptr()
         a.key_start, a.key_range = None if start is None else start.data_ptr(), None if range_ is None else range_.data_ptr()
-        a.pieces = scratch + self.begin
+        a.partials = scratch + self.begin
 
     def take_maps(self, segment: Segment) -> None:
         """Point the arguments at a segment's maps, times its per-tensor scales. ValueError where they are of another kind than those

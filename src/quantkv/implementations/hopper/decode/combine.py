@@ -1,39 +1,39 @@
-"""How the kernels that merge pieces are launched."""
+"""How the combine kernels are launched."""
 
 from __future__ import annotations
 
 from .warps import COMBINE_COLUMNS, COMBINE_WARPS, DecodeConfig
 
-IN_TURNS = True  # a block of combine_kernel merges several groups of a sequence's columns, where they are many
+IN_TURNS = True  # a block of combine_kernel combines several groups of a sequence's columns, where they are many
 BLOCKS = 8  # of combine_kernel, that a multiprocessor has at once
 
 
-def launched(config: DecodeConfig, sequences: int, columns: int, pieces: int, multiprocessors: int) -> tuple[bool, tuple[int, int, int]]:
-    """Whether a block merges each row, or a warp, and the grid of the kernel that does. pieces: that a sequence and kv head has room for,
-    where the cut is invariant."""
+def launched(config: DecodeConfig, sequences: int, columns: int, partials: int, multiprocessors: int) -> tuple[bool, tuple[int, int, int]]:
+    """Whether a block combines each row, or a warp, and the grid of the kernel that does. partials: that a sequence and kv head has room
+    for, where the cut is invariant."""
     pairs = sequences * config.kv_heads
     if config.invariant:
-        blocks = by_blocks(pairs * columns, pieces, config.pieces_at_once, multiprocessors)
+        blocks = by_blocks(pairs * columns, partials, config.partials_at_once, multiprocessors)
     else:
-        blocks = multiprocessors >= 8 * pairs  # few sequences: with more than eight pieces each
+        blocks = multiprocessors >= 8 * pairs  # few sequences: with more than eight partials each
     if blocks:
         return True, (sequences, config.kv_heads, columns)
-    across = -(-sequences // config.combined), -(-columns // COMBINE_COLUMNS)
+    across = -(-sequences // config.combine_sequences), -(-columns // COMBINE_COLUMNS)
     return False, (across[0], config.kv_heads, -(-across[1] // turns(config, across[0] * config.kv_heads * across[1], multiprocessors)))
 
 
-def by_blocks(rows: int, pieces: int, at_once: int, multiprocessors: int) -> bool:
-    """Whether a block merges each of so many rows, or a warp, where the cut is invariant: then both come to the same bits, so the batch
-    may decide. By how many batches of pieces, `at_once` of which a warp loads together, some warp has one after the other, and by what
+def by_blocks(rows: int, partials: int, at_once: int, multiprocessors: int) -> bool:
+    """Whether a block combines each of so many rows, or a warp, where the cut is invariant: then both come to the same bits, so the batch
+    may decide. By how many batches of partials, `at_once` of which a warp loads together, some warp has one after the other, and by what
     goes before and behind: by a fit to times on an H200, in us, 1.7 a batch, 2.2 beside them for a warp and 0.6 for a block. Of
-    `pieces`, what there is room for, most calls have fewer."""
-    batches = -(-min(pieces, 128) // at_once)
+    `partials`, what there is room for, most calls have fewer."""
+    batches = -(-min(partials, 128) // at_once)
     by_warps = -(-rows // (32 * multiprocessors)) * (2.2 + 1.7 * batches)
     return -(-rows // (32 // COMBINE_WARPS * multiprocessors)) * (0.6 + 1.7 * -(-batches // COMBINE_WARPS)) < by_warps
 
 
 def turns(config: DecodeConfig, blocks: int, multiprocessors: int) -> int:
-    """Groups of columns that a block of combine_kernel merges, one after the other, where each group had a block it would take so many:
+    """Groups of columns that a block of combine_kernel combines, one after the other, where each group had a block it would take so many:
     more than there are at once take turns anyway, and what is counted of a sequence and kv head is then counted once. As IN_TURNS in
     combine.cuh."""
     if not IN_TURNS or config.value_map == "MATRIX" or config.exact:

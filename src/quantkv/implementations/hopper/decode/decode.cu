@@ -2,13 +2,13 @@
 //
 // A warp owns a run of tiles, with its own ring of tiles in shared memory and its own running softmax: no barrier in the loop.
 // Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8 query columns fill N;
-// a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised piece and its
-// base-2 log-sum-exp. Those in which the runs of a block's warps ended are merged in the block; combine_kernel merges the rest.
+// a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
+// base-2 log-sum-exp. Those in which the runs of a block's warps ended are combined in the block; combine_kernel combines the rest.
 // Where WHOLE_PAIRS, there is one launch: see whole_pairs.cuh.
 //
 // Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
 // QUERY_BF16 SOFTCAP RANGES FOLLOWS AFTER_WRITE WHOLE_PAIRS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMNS BY_INTEGERS WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
-// ARGUMENT_BYTES PIECE_BYTES SPARE_LANES_COPY PIECES_AT_ONCE COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
+// ARGUMENT_BYTES PARTIAL_BYTES SPARE_LANES_COPY PARTIALS_AT_ONCE COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "kernels.cuh"
 #include "query_mapper.cuh"
@@ -59,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const Lane at(g, c);
   u32 slot = ring;
   bool is_held = false;  // what a stretch of this sequence came to
-  // Of a sequence and kv head. Where the cut is INVARIANT its next piece finds them here: nothing in shared memory is written over.
+  // Of a sequence and kv head. Where the cut is INVARIANT its next partial finds them here: nothing in shared memory is written over.
   OwnQuery query;
-  OwnPieces own;
+  OwnPartials own;
   int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
   bool is_new = true;
   if constexpr (WHOLE_PAIRS && INVARIANT) pair.meet();
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   }
   if constexpr (SHARED_QUERIES) query.share(given, ring + MAPPED_AT, ring - (warp - pair.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
   while (left > 0) {
-    if (INVARIANT && is_new) own = OwnPieces(sequences, s, tile);
+    if (INVARIANT && is_new) own = OwnPartials(sequences, s, tile);
     const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
     if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - tile;
@@ -122,14 +122,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
           while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{}, Constant<false>{});
         while (tile < stop) step(Constant<1>{}, Constant<true>{});
       }
-      // A run's last piece goes to the ring, which is free then, to be merged; another's sequence is at its end, or goes on.
+      // A run's last partial goes to the ring, which is free then, to be combined; another's sequence is at its end, or goes on.
       __syncwarp();
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
-      u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
+      u32* held = a.partials + ((i64)worker * a.all_columns + column0) * PARTIAL;  // nothing else is there yet
       const int index = INVARIANT ? own.place(a) : 0;
       u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
-                : goes_on || WHOLE_PAIRS ? held : a.pieces + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
-      const auto place = [&](int column) { return WHOLE_PAIRS && INVARIANT ? pair.place(a, index, column) : to + column * PIECE; };
+                : goes_on || WHOLE_PAIRS ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PARTIAL;
+      const auto place = [&](int column) { return WHOLE_PAIRS && INVARIANT ? pair.place(a, index, column) : to + column * PARTIAL; };
       softmax.write(place, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
     }
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0);
     else given.forget();
   }
-  if constexpr (WHOLE_PAIRS && INVARIANT) finish_pieces(a, sequences, pair, warp, column0);
+  if constexpr (WHOLE_PAIRS && INVARIANT) finish_partials(a, sequences, pair, warp, column0);
   else if constexpr (WHOLE_PAIRS) finish_pair(a, sequences, pair, warp, column0);
-  else if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
+  else if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
 }

@@ -3,7 +3,7 @@
 // A team owns a run of spans, of 64 tokens, with its own ring in shared memory and its own running softmax. Scores are K Q^T and outputs
 // V^T P^T by wgmma: tokens, then dimensions, fill M = 64, and up to 64 query columns fill N. Each warp unpacks the keys of 16 tokens, and a
 // quarter of the dimensions of the values of all 64, to registers, where wgmma takes them from; queries and weights it takes from shared memory.
-// So a warp meets the others once a span: when the weights are there. Pieces are as in decode.cu, with teams in the place of warps.
+// So a warp meets the others once a span: when the weights are there. Partials are as in decode.cu, with teams in the place of warps.
 //
 // Compile-time, from wgmma.py: as decode.cu, and BY_WGMMA.
 #include "kernels.cuh"
@@ -36,16 +36,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
   const float scale = a.scale * (KEY_GAIN / Query::NORM);
   bool is_held = false;  // what a stretch of this sequence came to
   // Of a sequence and kv head, as in decode.cu.
-  OwnPieces own;
+  OwnPartials own;
   int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
   bool is_new = true;
   while (left > 0) {
-    if (INVARIANT && is_new) own = OwnPieces(sequences, s, span);
+    if (INVARIANT && is_new) own = OwnPartials(sequences, s, span);
     const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), span + min(left, max(MAX_TILES / TEAM, 1)));
     if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - span;
     if (end > span) {
-      if (!INVARIANT || is_new) {  // what a piece ended with was told behind a barrier, and the next one tells behind another: no need to meet
+      if (!INVARIANT || is_new) {  // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
         query.load(given, queries, a, sequences, s, head, column0, member);
         stores_before_wgmma();
         meet(at.barrier);
@@ -80,11 +80,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
             [&](int half) { return key + 8 * half >= low; });
         free_slot = slot, slot = slot == base + RING_AT + (STAGES - 1) * SPAN_BYTES ? base + RING_AT : slot + SPAN_BYTES;
       }
-      // A run's last piece goes over queries and weights, to be merged; another's sequence is at its end, or goes on.
+      // A run's last partial goes over queries and weights, to be combined; another's sequence is at its end, or goes on.
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
-      u32* held = a.pieces + ((i64)worker * a.all_columns + column0) * PIECE;  // nothing else is there yet
+      u32* held = a.partials + ((i64)worker * a.all_columns + column0) * PARTIAL;  // nothing else is there yet
       u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
-                : goes_on ? held : a.pieces + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PIECE;
+                : goes_on ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PARTIAL;
       softmax.write(to, at, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
       is_held = goes_on;
     }
@@ -96,5 +96,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
     else given.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
-  if (!INVARIANT) merge_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
+  if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
 }

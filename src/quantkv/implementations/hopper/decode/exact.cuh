@@ -1,5 +1,5 @@
 // Attention over a few 16-bit rows of the queries' type, without a map, beside the tokens that the decode kernel reads: a part of the
-// kernel that merges, and done while decode blocks still run. All that is read here is older than the decode kernel, which waited for
+// kernel that combines, and done while decode blocks still run. All that is read here is older than the decode kernel, which waited for
 // it before it let the next kernel start. It is read past L1, which may hold what was there before.
 #pragma once
 #include "arguments.cuh"

@@ -1,4 +1,4 @@
-// What the kernels that read tiles have in common: their turn, and the kernels that merge what they leave.
+// What the kernels that read tiles have in common: their turn, and the combine kernels.
 #pragma once
 #include "combine.cuh"
 
@@ -21,8 +21,8 @@ struct Turn {
   }
 };
 
-// What the runs of a block's workers ended with, merged where they ended in one pair (-1: a worker without a run), of sequence s.
-DI void merge_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int pair, int s, int column0) {
+// What the runs of a block's workers ended with, combined where they ended in one pair (-1: a worker without a run), of sequence s.
+DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int pair, int s, int column0) {
   const int index = threadIdx.x / (32 * TEAM);
   if (threadIdx.x % (32 * TEAM) == 0) ended_in[index] = pair;
   __syncthreads();
@@ -30,33 +30,33 @@ DI void merge_ends(const AttendArguments& a, const Sequences& sequences, int* en
   int first = index, past = index + 1;
   while (first > 0 && ended_in[first - 1] == pair) first--;
   while (past < WORKERS && ended_in[past] == pair) past++;
-  u32* to = a.pieces + ((i64)(worker - index + first) * a.all_columns + column0) * PIECE;
-  merge_pieces(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
-               [&](int column, int at, u32 x, u32 y) { *(uint2*)(to + column * PIECE + at) = make_uint2(x, y); });
+  u32* to = a.partials + ((i64)(worker - index + first) * a.all_columns + column0) * PARTIAL;
+  combine_partials(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
+               [&](int column, int at, u32 x, u32 y) { *(uint2*)(to + column * PARTIAL + at) = make_uint2(x, y); });
 }
 
-// The pieces of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut that is INVARIANT.
-struct OwnPieces {
-  int first, all, past, count, index;  // tiles: the sequence's first, their number, that behind the last; pieces, and which is next
-  DI OwnPieces() {}
-  DI OwnPieces(const Sequences& sequences, int s, int tile)
-      : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), count(Sequences::pieces(all)),
-        index(Sequences::piece_at(tile - first, all, count)) {}
-  DI int end() const { return first + Sequences::piece_begin(index + 1, all, count); }
-  DI int place(const AttendArguments& a) const { return min(index, a.pair_pieces - 1); }  // lengths may break a promise
+// The partials of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut that is INVARIANT.
+struct OwnPartials {
+  int first, all, past, count, index;  // tiles: the sequence's first, their number, that behind the last; partials, and which is next
+  DI OwnPartials() {}
+  DI OwnPartials(const Sequences& sequences, int s, int tile)
+      : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), count(Sequences::partials(all)),
+        index(Sequences::partial_at(tile - first, all, count)) {}
+  DI int end() const { return first + Sequences::partial_begin(index + 1, all, count); }
+  DI int place(const AttendArguments& a) const { return min(index, a.pair_partials - 1); }  // lengths may break a promise
   DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
     const int row = place(a);
     index++;
-    return a.pieces + (((i64)head * a.sequences + s) * a.pair_pieces + row) * a.all_columns * PIECE + (i64)sequences.column0 * PIECE;
+    return a.partials + (((i64)head * a.sequences + s) * a.pair_partials + row) * a.all_columns * PARTIAL + (i64)sequences.column0 * PARTIAL;
   }
 };
 
-// combine_kernel: a warp a column; combine_one_kernel: a block, for few sequences, which have many pieces.
-#define COMBINE(NAME, N, S, MERGERS, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(32 * N * S * MERGERS, BLOCKS) NAME(const __grid_constant__ AttendArguments a) { \
+// combine_kernel: a warp a column; combine_one_kernel: a block, for few sequences, which have many partials.
+#define COMBINE(NAME, N, S, COMBINERS, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * N * S * COMBINERS, BLOCKS) NAME(const __grid_constant__ AttendArguments a) { \
     launch_next_kernel(); \
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
-    combine<N, S, MERGERS>(a, sequences_of(a, a.key_start, a.key_range), map); \
+    combine<N, S, COMBINERS>(a, sequences_of(a, a.key_start, a.key_range), map); \
   }
 COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 5 : 8)
 COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, EXACT && D > 128 ? 1 : 2)

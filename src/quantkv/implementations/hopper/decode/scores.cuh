@@ -1,6 +1,6 @@
 // What products come to, for whoever unpacks tiles: keys' to scores, values' codes about their zero.
 #pragma once
-#include "pieces.cuh"
+#include "partials.cuh"
 #include "integer_query.cuh"
 
 constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;

@@ -13,7 +13,7 @@ constexpr int SPAN = TEAM * TILE;      // tokens of what the line is cut into
 // derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change. Where workers are
 // teams, its tiles are spans of TEAM tiles.
 //
-// Where the cut is INVARIANT a sequence is cut by its own number of tiles alone: a worker has the pieces that begin in its part of the line.
+// Where the cut is INVARIANT a sequence is cut by its own number of tiles alone: a worker has the partials that begin in its part of the line.
 //
 // Keys are counted by slots: that in slot 0 stands at position start(s). Where RANGES is 0 a segment has all keys of a sequence.
 struct Sequences {
@@ -49,40 +49,40 @@ struct Sequences {
     return slots.last_tile() - slots.first_tile();
   }
   // Of a sequence of so many tiles (why so many: warps.py). All have as many, to a step.
-  static DI u32 pieces(u32 all) {
-    u32 n = max(1, min(all / PIECE_LEAST, PIECES_FIRST));
-    const auto is_long = [&] { return n == PIECES_FIRST ? all >= 2 * n * PIECE_LEAST : all > n * PIECE_MOST && n * KV_HEADS < PIECES_ENOUGH; };
-    while (n >= PIECES_FIRST && (is_long() || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
+  static DI u32 partials(u32 all) {
+    u32 n = max(1, min(all / PARTIAL_LEAST, PARTIALS_FIRST));
+    const auto is_long = [&] { return n == PARTIALS_FIRST ? all >= 2 * n * PARTIAL_LEAST : all > n * PARTIAL_MOST && n * KV_HEADS < PARTIALS_ENOUGH; };
+    while (n >= PARTIALS_FIRST && (is_long() || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
     return n;
   }
-  static DI u32 over_pieces(u32 x, u32 count) {  // x / count, which is a power of two, or three of them, where it is not small
-    if (count < PIECES_FIRST) return x / count;
-    return (PIECES_FIRST == 6 ? __umulhi(x, 0xaaaaaaabu) : x) >> (31 - __clz(count));
+  static DI u32 over_partials(u32 x, u32 count) {  // x / count, which is a power of two, or three of them, where it is not small
+    if (count < PARTIALS_FIRST) return x / count;
+    return (PARTIALS_FIRST == 6 ? __umulhi(x, 0xaaaaaaabu) : x) >> (31 - __clz(count));
   }
-  static_assert(PIECES_FIRST == 6 || PIECES_FIRST == 8, "what count is");
-  // The first piece that does not begin before, and where the i-th of so many does: at a whole step.
-  static DI u32 piece_at(u32 within, u32 all, u32 count) { return all ? (whole_steps(within + STEP - 1) * count + all - 1) / all : 0; }
-  static DI u32 piece_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(over_pieces(i * all, count)) : all; }
-  // No piece is as short as two steps, so that none is empty; only tests have a MAX_TILES by which one could be.
-  static constexpr u32 STEP = PIECE_LEAST >= 2 * TILES_PER_STEP && PIECE_MOST >= 4 * TILES_PER_STEP && MAX_TILES >= 4 * TILES_PER_STEP * TEAM ? TILES_PER_STEP : 1;
+  static_assert(PARTIALS_FIRST == 6 || PARTIALS_FIRST == 8, "what count is");
+  // The first partial that does not begin before, and where the i-th of so many does: at a whole step.
+  static DI u32 partial_at(u32 within, u32 all, u32 count) { return all ? (whole_steps(within + STEP - 1) * count + all - 1) / all : 0; }
+  static DI u32 partial_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(over_partials(i * all, count)) : all; }
+  // No partial is as short as two steps, so that none is empty; only tests have a MAX_TILES by which one could be.
+  static constexpr u32 STEP = PARTIAL_LEAST >= 2 * TILES_PER_STEP && PARTIAL_MOST >= 4 * TILES_PER_STEP && MAX_TILES >= 4 * TILES_PER_STEP * TEAM ? TILES_PER_STEP : 1;
   static DI u32 whole_steps(u32 tiles) { return tiles / STEP * STEP; }
-  // From `within` tiles of a sequence to the first piece that does not begin before, or to the sequence's end.
-  DI int to_next_piece(int s, int within) const {
-    const u32 all = tiles(s), count = pieces(all);
-    return piece_begin(piece_at(within, all, count), all, count) - within;
+  // From `within` tiles of a sequence to the first partial that does not begin before, or to the sequence's end.
+  DI int to_next_partial(int s, int within) const {
+    const u32 all = tiles(s), count = partials(all);
+    return partial_begin(partial_at(within, all, count), all, count) - within;
   }
-  // Makes a run of `left` tiles from `tile` on the pieces that begin in it; past: the place behind it in the line of its head.
+  // Makes a run of `left` tiles from `tile` on the partials that begin in it; past: the place behind it in the line of its head.
   // Only a run that ends in another sequence has to look for the one that is there.
-  DI void take_pieces(int& head, int& s, int& tile, int& left, int past) const {
+  DI void take_partials(int& head, int& s, int& tile, int& left, int past) const {
     if (left == 0) return;
-    const int within = tile - first_tile(s), all = tiles(s), skipped = to_next_piece(s, within);
+    const int within = tile - first_tile(s), all = tiles(s), skipped = to_next_partial(s, within);
     int beyond = 0;
     if (within + left < all) {
-      beyond = to_next_piece(s, within + left);
+      beyond = to_next_partial(s, within + left);
     } else if (within + left > all) {
       int start;
       const int last = holding(past, start);
-      beyond = to_next_piece(last, past - start);
+      beyond = to_next_partial(last, past - start);
     }
     left += beyond - skipped, tile += skipped;
     if (left == 0 || within + skipped < all) return;
@@ -145,7 +145,7 @@ struct OwnRun {
     int start;
     left = is_of(worker) ? cut.begin(worker + 1) - begin : 0, head = begin / line;
     s = sequences.holding(begin - head * line, start), tile = sequences.first_tile(s) + begin - head * line - start;
-    if (INVARIANT) sequences.take_pieces(head, s, tile, left, (begin + left) % line);
+    if (INVARIANT) sequences.take_partials(head, s, tile, left, (begin + left) % line);
   }
 };
 

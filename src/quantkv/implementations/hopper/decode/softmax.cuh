@@ -288,21 +288,21 @@ struct Softmax {
     }
   }
 
-  // The result so far, each column to to(column) [PIECE], in shared or global memory; columns beyond `columns` are not written. held: what
-  // earlier tiles of the same sequence came to [columns, PIECE], possibly at the same place, or null.
+  // The result so far, each column to to(column) [PARTIAL], in shared or global memory; columns beyond `columns` are not written. held: what
+  // earlier tiles of the same sequence came to [columns, PARTIAL], possibly at the same place, or null.
   template <class To> DI void write(To to, int columns, const u32* held) {
     if (CENTRED_LATER) centre();
     const int g = threadIdx.x % 32 / 4;
     // Of dimension j of this lane and the next. Where they are no neighbours, pairs of lanes exchange one of each two.
     const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
-    const auto old = [&](int k) { return held + own_column(k) * PIECE; };
+    const auto old = [&](int k) { return held + own_column(k) * PARTIAL; };
     const auto is_old = [&](int k) { return held && own_column(k) < columns; };
     // What branches by column has a loop of its own: the compiler moves nothing of another column across a branch.
     float lse[OWN], factor[OWN];
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
       // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
-      factor[k] = piece_factor(32.f * inverse_power(v_norm));
+      factor[k] = partial_factor(32.f * inverse_power(v_norm));
       if (!WIDE && is_old(k)) factor[k] = fmaxf(factor[k], as_float(old(k)[FACTOR]));
     }
 #pragma unroll
@@ -341,7 +341,7 @@ struct Softmax {
         float top = 0.f;
 #pragma unroll
         for (int j = 0; j < DV / 8; j++) top = fmaxf(top, fabsf(output(k, j)));
-        factor[k] = piece_factor(max_over_tokens(top));
+        factor[k] = partial_factor(max_over_tokens(top));
 #pragma unroll
         for (int j = 0; j < DV / 8; j++) output(k, j) *= inverse_power(factor[k]);
       }
@@ -350,12 +350,12 @@ struct Softmax {
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
       if (own_column(k) >= columns) continue;
-      u32* piece = to(own_column(k));
-      if (g == 0) piece[LSE] = as_bits(lse[k]), piece[FACTOR] = as_bits(factor[k]);
+      u32* partial = to(own_column(k));
+      if (g == 0) partial[LSE] = as_bits(lse[k]), partial[FACTOR] = as_bits(factor[k]);
       const auto pair = [&](int j) { return half2(output(k, j), output(k, j + 1)); };
 #pragma unroll
       for (int j = 0; j < DV / 8; j += RUN % 4 ? 2 : 4) {
-        u32* here = piece + place(j);
+        u32* here = partial + place(j);
         if (RUN % 4) *here = pair(j); else *(uint2*)here = make_uint2(pair(j), pair(j + 2));
       }
     }

@@ -22,7 +22,7 @@ constexpr int TOLD = 2 * COLUMNS + 4;  // numbers of a warp
 constexpr int ZEROS_AT = TOLD_AT + TEAM * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * SPAN, OFFSETS_AT = QUERY_SUMS_AT + 4 * COLUMNS;
 constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * COLUMNS * 4 : 0);
 static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0, "shared memory is laid out in another way in Python");
-static_assert(COLUMNS * PIECE_BYTES <= TOLD_AT, "a piece lies over queries, weights and the ring");
+static_assert(COLUMNS * PARTIAL_BYTES <= TOLD_AT, "a partial lies over queries, weights and the ring");
 
 // Products of a warpgroup, or the same by each warp for itself: b is what wgmma is told of the matrix.
 template <class C, bool ADD = true> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {

@@ -224,7 +224,7 @@ struct TeamSoftmax {
     commit_products();
   }
 
-  // The result so far to `to` [columns, PIECE], in shared or global memory; columns beyond `columns` are not written. held: what
+  // The result so far to `to` [columns, PARTIAL], in shared or global memory; columns beyond `columns` are not written. held: what
   // earlier spans of the same sequence came to, in the same form and possibly at the same place, or null.
   DI void write(u32* to, const TeamLane& at, int columns, const u32* held) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = at.c;
@@ -259,9 +259,9 @@ struct TeamSoftmax {
           }
         }
         // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
-        factor[nt][e] = piece_factor(32.f * inverse_power(v_norm));
+        factor[nt][e] = partial_factor(32.f * inverse_power(v_norm));
         if (held && column < columns) {
-          const u32* old = held + column * PIECE;
+          const u32* old = held + column * PARTIAL;
           const Joined all(old, lse[nt][e]);
           const float u = all.held * as_float(old[FACTOR]), w = all.later;
 #pragma unroll
@@ -294,14 +294,14 @@ struct TeamSoftmax {
         if (WIDE) {
           float top = 0.f;
           for (int w = 0; w < TEAM; w++) top = fmaxf(top, at.told(w)[column]);
-          factor[nt][e] = piece_factor(top);
+          factor[nt][e] = partial_factor(top);
         }
         if (column >= columns) continue;
         const float shrink = inverse_power(factor[nt][e]);
-        if (at.member == 0 && g == 0) to[column * PIECE + LSE] = as_bits(lse[nt][e]), to[column * PIECE + FACTOR] = as_bits(factor[nt][e]);
+        if (at.member == 0 && g == 0) to[column * PARTIAL + LSE] = as_bits(lse[nt][e]), to[column * PARTIAL + FACTOR] = as_bits(factor[nt][e]);
 #pragma unroll
         for (int j = 0; j < OWN_DIMS; j += 2)
-          if (is_there(j)) to[column * PIECE + place(j)] = half2(value(nt, e, j) * shrink, value(nt, e, j + 1) * shrink);
+          if (is_there(j)) to[column * PARTIAL + place(j)] = half2(value(nt, e, j) * shrink, value(nt, e, j + 1) * shrink);
       }
   }
 };

@@ -5,7 +5,7 @@
 // A tile in shared memory has the order of a record.
 constexpr int TILE_V = TILE * K_ROW, TILE_KM = TILE_V + TILE * V_ROW, TILE_VM = TILE_KM + TILE * K_META;
 constexpr int TILE_BYTES = TILE_VM + TILE * V_META;
-constexpr int META_PIECES = K_META + V_META;  // of 16 bytes, of a tile
+constexpr int META_CHUNKS = K_META + V_META;  // of 16 bytes, of a tile
 constexpr int HELD = 32 * PER_PAGE / PAGES;  // tiles of which page ids are held
 constexpr bool FOREIGN = RANGES || PAGES == 2;  // a tile may begin with rows that are nobody's, or whose page has been given away
 
@@ -21,20 +21,20 @@ template <int ROW> DI int chunk_place(u32 n) {  // of the n-th chunk of a tile
 
 // Copies a tile of a kv head into shared memory, every lane its part. records: this lane's 16 bytes of the head's record in page 0.
 struct TileCopier {
-  u32 lane, piece, k_to, v_to, meta_from, meta_step, meta_to, second_page;
+  u32 lane, chunk, k_to, v_to, meta_from, meta_step, meta_to, second_page;
 
   DI TileCopier(const u8*& records, const u8* pages, int head) : lane(threadIdx.x % 32) {
-    piece = lane % max(META_PIECES, 1);
-    const bool key = piece < K_META;
+    chunk = lane % max(META_CHUNKS, 1);
+    const bool key = chunk < K_META;
     records = pages + (i64)head * RECORD_BYTES + lane * 16;
     k_to = chunk_place<K_ROW>(lane), v_to = chunk_place<V_ROW>(lane);
-    meta_from = (key ? PAGE_KM : PAGE_VM - K_META * 16) + (piece - lane) * 16, meta_step = TILE * (key ? K_META : V_META);
+    meta_from = (key ? PAGE_KM : PAGE_VM - K_META * 16) + (chunk - lane) * 16, meta_step = TILE * (key ? K_META : V_META);
     if (PAGES == 2) {  // half of them are of the second page
       const u32 half = max((key ? K_META : V_META) / 2, 1);
-      second_page = (key ? piece : piece - K_META) >= half, meta_from -= second_page * half * 16;
+      second_page = (key ? chunk : chunk - K_META) >= half, meta_from -= second_page * half * 16;
     }
-    meta_to = TILE_KM + piece * 16;
-    keep(records), keep(lane), keep(piece), keep(k_to), keep(meta_to);
+    meta_to = TILE_KM + chunk * 16;
+    keep(records), keep(lane), keep(chunk), keep(k_to), keep(meta_to);
     if (K_ROW == V_ROW) v_to = k_to; else keep(v_to);
   }
   // Bytes of the chunk'th 16 of a tile's rows that are copied. Rows before `from` that share it with others come along: codes that no
@@ -76,11 +76,11 @@ struct TileCopier {
     rows<V_ROW>(values, slot + TILE_V, v_to, valid, from);
     // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Spare lanes do what one of these does: a branch around them would cost more,
     // and so did a place of its own for each: 25 accesses to shared memory for one copy.
-    if constexpr (META_PIECES > 0) {
-      const int bytes = valid * (int)meta_step / TILE - (piece < K_META ? piece : piece - K_META) * 16;
+    if constexpr (META_CHUNKS > 0) {
+      const int bytes = valid * (int)meta_step / TILE - (chunk < K_META ? chunk : chunk - K_META) * 16;
       const u8* record = PAGES == 2 && second_page ? metas[PAGES - 1] : metas[0];
       const i64 from_lane = PAGE_KM >= 31 * 16 ? (i64)meta_from : (i64)(int)meta_from;  // meta may begin before a lane's 16 bytes
-      copy16_if(SPARE_LANES_COPY || lane < META_PIECES, slot + meta_to, record + from_lane + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
+      copy16_if(SPARE_LANES_COPY || lane < META_CHUNKS, slot + meta_to, record + from_lane + sub * meta_step, valid == TILE ? 16 : min(max(bytes, 0), 16));
     }
   }
 };

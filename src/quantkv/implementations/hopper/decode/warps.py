@@ -16,15 +16,16 @@ from ..host.records import page_bytes, row_macros
 TILE = 16  # tokens of a tile: rows of an mma
 MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
 INTEGER_COLUMNS = 4  # that share products with keys by integers; more take as long by fp16, or longer
-EXACT_TILES = 8  # of a sequence that the merging kernel attends to itself, at most
+EXACT_TILES = 8  # of a sequence that the combine kernel attends to itself, at most
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 SPARE_LANES_COPY = True  # the metadata of a tile, as other lanes do: `TileCopier.copy`. False for a checker that takes it for a race
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
 COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
-# Of an invariant cut (`Sequences.pieces`): `pieces_first` pieces or fewer, of PIECE_LEAST tiles or more; twice as many where these are no
-# shorter; and twice as many again, and so on, where they would be longer than PIECE_MOST, until one sequence has enough for all warps.
-# Shorter pieces balance better; each costs a softmax that begins anew and outputs that are merged. Of a team all this is in spans.
-PIECE_LEAST, PIECE_MOST, PIECES_ENOUGH = 10, 44, 1024
+# Of an invariant cut (`Sequences.partials`): `partials_first` partials or fewer, of PARTIAL_LEAST tiles or more; twice as many where these
+# are no shorter; and twice as many again, and so on, where they would be longer than PARTIAL_MOST, until one sequence has enough for all
+# warps. Shorter partials balance better; each costs a softmax that begins anew and outputs that are combined. Of a team all this is in
+# spans.
+PARTIAL_LEAST, PARTIAL_MOST, PARTIALS_ENOUGH = 10, 44, 1024
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,17 @@ class DecodeConfig:
     key_offset: bool = False
     ranges: bool = False  # segments with key_start or key_range
     follows: bool = False  # the kernel of another segment
-    segments: int = 1  # that are merged
+    segments: int = 1  # that are combined
     mapped_segments: int = 1  # of them: those whose values have the map, or all of them where none has one
     chunked: bool = False  # windows
     invariant: bool = False  # the cut of a sequence is its own
     scaled: bool = False  # values without a map have a per-tensor scale
     after_write: bool = False  # launched right behind the write of the queries' own tokens
-    piece_room: int = 0  # shared memory of a block for the pieces of whole pairs, where the cut is invariant
-    whole_pairs: bool = False  # the results of a sequence and kv head are its warps' own: no kernel merges them
+    partial_room: int = 0  # shared memory of a block for the partials of whole pairs, where the cut is invariant
+    whole_pairs: bool = False  # the results of a sequence and kv head are its warps' own: no kernel combines them
     by_integers: bool = False
-    pieces_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
-    exact: int = 0  # tokens of a page of the segment that the merging kernel attends to itself; 0: there is none
+    partials_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
+    exact: int = 0  # tokens of a page of the segment that the combine kernel attends to itself; 0: there is none
     warps: int = 8
     blocks_per_sm: int = 1
     tiles_per_step: int = 1
@@ -88,24 +89,24 @@ class DecodeConfig:
 
     @property
     def with_fewer_warps(self) -> DecodeConfig | None:
-        """The same with 12 warps in place of 16; with 8 in place of 12, where the cut is invariant: tiles take longer, but pieces of whole
-        pairs stay in shared memory."""
+        """The same with 12 warps in place of 16; with 8 in place of 12, where the cut is invariant: tiles take longer, but partials of
+        whole pairs stay in shared memory."""
         if self.warps == 16:
             return replace(self, warps=12)
         return replace(self, warps=8) if self.invariant and self.warps == 12 and self.team == 1 else None
 
     @property
-    def piece_least(self) -> int:
-        """Tiles, or a team's spans, of a piece of an invariant cut, at least, where a sequence has as many."""
-        return -(-PIECE_LEAST // self.team)
+    def partial_least(self) -> int:
+        """Tiles, or a team's spans, of a partial of an invariant cut, at least, where a sequence has as many."""
+        return -(-PARTIAL_LEAST // self.team)
 
-    def pieces(self, tokens: int) -> int:
+    def partials(self, tokens: int) -> int:
         """Of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
         line = -(-tokens // (TILE * self.team))
-        first, enough, longest = self.pieces_first, PIECES_ENOUGH // self.team, max(MAX_TILES // self.team, 1)
-        n = max(1, min(line // self.piece_least, first))
+        first, enough, longest = self.partials_first, PARTIALS_ENOUGH // self.team, max(MAX_TILES // self.team, 1)
+        n = max(1, min(line // self.partial_least, first))
         while n >= first:
-            long = line >= 2 * n * self.piece_least if n == first else line > n * PIECE_MOST and n * self.kv_heads < enough
+            long = line >= 2 * n * self.partial_least if n == first else line > n * PARTIAL_MOST and n * self.kv_heads < enough
             if not long and line <= n * longest:
                 break
             n *= 2
@@ -156,7 +157,7 @@ class DecodeConfig:
         return min(self.room // self.tile_bytes, self.max_stages)
 
     @property
-    def combined(self) -> int:
+    def combine_sequences(self) -> int:
         """Sequences of a block of combine_kernel, which share a matrix."""
         return 1 if self.value_map != "MATRIX" else 4 if self.head_size_v <= 256 else 2  # as shared memory allows
 
@@ -164,16 +165,16 @@ class DecodeConfig:
     def worker_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in ring.cuh, and mapped queries."""
         ring = self.stages * self.tile_bytes + self.beside_ring
-        return max(ring, self.columns * self.piece_bytes) + self.mapped_bytes
+        return max(ring, self.columns * self.partial_bytes) + self.mapped_bytes
 
     @property
-    def piece_bytes(self) -> int:
-        """Bytes of one column of a piece: fp16 outputs, the log-sum-exp and a factor, padded to 16 bytes."""
+    def partial_bytes(self) -> int:
+        """Bytes of one column of a partial: fp16 outputs, the log-sum-exp and a factor, padded to 16 bytes."""
         return 2 * self.head_size_v + 16
 
     @property
-    def pieces_at_once(self) -> int:
-        """Of a row, that a warp loads together to merge them."""
+    def partials_at_once(self) -> int:
+        """Of a row, that a warp loads together to combine them."""
         pairs = -(-self.head_size_v // 64)
         return 16 // (4 if self.value_map == "HADAMARD" and pairs == 3 else pairs)
 
@@ -217,13 +218,13 @@ class DecodeConfig:
         """Shared memory of a block, in all. No two blocks are to share a multiprocessor while another has none, which those of a cluster
         would where registers are few: so each takes more than half."""
         own = self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES)
-        used = own + (self.inbox_bytes or (self.piece_room and 16 + self.piece_room))
+        used = own + (self.inbox_bytes or (self.partial_room and 16 + self.partial_room))
         return max(used, SHARED_BYTES // 2 + 1024) if self.blocks_per_sm == 1 else used
 
     @property
     def inbox_bytes(self) -> int:
         """Shared memory of a block for what the others of its cluster send it, and its counter."""
-        return 32 + (self.columns + LARGEST_CLUSTER) * self.piece_bytes if self.whole_pairs and not self.invariant else 0
+        return 32 + (self.columns + LARGEST_CLUSTER) * self.partial_bytes if self.whole_pairs and not self.invariant else 0
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
@@ -236,13 +237,13 @@ class DecodeConfig:
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
             AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
-            PIECES_FIRST=self.pieces_first, PIECE_LEAST=self.piece_least, PIECE_MOST=PIECE_MOST,
-            PIECES_ENOUGH=PIECES_ENOUGH // self.team, PIECES_AT_ONCE=self.pieces_at_once,
+            PARTIALS_FIRST=self.partials_first, PARTIAL_LEAST=self.partial_least, PARTIAL_MOST=PARTIAL_MOST,
+            PARTIALS_ENOUGH=PARTIALS_ENOUGH // self.team, PARTIALS_AT_ONCE=self.partials_at_once,
             EXACT=self.exact, COLUMNS=self.columns, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
             BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,
-            WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PIECE_BYTES=self.piece_bytes,
+            WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PARTIAL_BYTES=self.partial_bytes,
             SPARE_LANES_COPY=int(SPARE_LANES_COPY),
-            COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combined, COMBINE_WARPS=COMBINE_WARPS,
+            COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combine_sequences, COMBINE_WARPS=COMBINE_WARPS,
             ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
 
@@ -299,6 +300,8 @@ def choose(
     if config.stages < 4:
         config = replace(config, tiles_per_step=1)
     least = 3 if size <= 256 else 2  # one tile of such rows on its way is enough
-    while config.stages < least or config.blocks_per_sm * config.shared_bytes > SHARED_BYTES:  # large rows, a table, mapped queries, pieces
+    while (
+        config.stages < least or config.blocks_per_sm * config.shared_bytes > SHARED_BYTES
+    ):  # large rows, a table, mapped queries, partials
         config = replace(config, warps=config.warps - 2)
     return config

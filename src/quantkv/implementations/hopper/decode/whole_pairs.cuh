@@ -1,14 +1,14 @@
 // Where every sequence and kv head (a pair) is read by warps of one block, or of the blocks of one cluster: these write its results,
-// and no kernel has to merge pieces afterwards. Where the cut is INVARIANT warps have whole pieces, which wait in shared memory for the last.
+// and no kernel has to combine partials afterwards. Where the cut is INVARIANT warps have whole partials, which wait in shared memory for the last.
 #pragma once
 #include "combine.cuh"
 
 static_assert(!WHOLE_PAIRS || TEAM == 1 && SEGMENTS == 1 && !EXACT && !FOLLOWS && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
               "what whole pairs go with");
-// Behind what warps have: where blocks of a cluster send each other pieces, a column's to the block that finishes it, and the counter of their bytes.
+// Behind what warps have: where blocks of a cluster send each other partials, a column's to the block that finishes it, and the counter of their bytes.
 constexpr int COUNTER_AT = TABLES_BYTES + (WARPS * (WORKER_BYTES + BARRIER_BYTES) + 15) / 16 * 16, INBOX_AT = COUNTER_AT + 16;
-constexpr int PIECES_AT = COUNTER_AT;  // where the cut is INVARIANT, all pieces of the columns that a block finishes
-static_assert(INBOX_BYTES == (WHOLE_PAIRS && !INVARIANT ? 32 + (COLUMNS + LARGEST_CLUSTER) * PIECE_BYTES : 0), "room for the columns of a block from each of a cluster");
+constexpr int PARTIALS_AT = COUNTER_AT;  // where the cut is INVARIANT, all partials of the columns that a block finishes
+static_assert(INBOX_BYTES == (WHOLE_PAIRS && !INVARIANT ? 32 + (COLUMNS + LARGEST_CLUSTER) * PARTIAL_BYTES : 0), "room for the columns of a block from each of a cluster");
 
 // x / n of integers below 1,000, in a tenth of the instructions of a division of any.
 DI int small_quotient(int x, int n) { return (int)((x + 0.5f) * inverse((float)n)); }
@@ -39,10 +39,10 @@ struct OwnPair {
   }
   DI int columns_at_most() const { return (COLUMNS + blocks - 1) / blocks; }  // that a block finishes
   DI int own_columns(int columns) const { return max(0, (columns - rank + blocks - 1) / blocks); }  // that this one does, of so many
-  DI u8* pieces(const AttendArguments& a) const { return shared + PIECES_AT + first / warps * a.pair_pieces * columns_at_most() * PIECE_BYTES; }
-  // Where the cut is INVARIANT: of the index-th piece, a column, in the block that finishes it.
+  DI u8* partials(const AttendArguments& a) const { return shared + PARTIALS_AT + first / warps * a.pair_partials * columns_at_most() * PARTIAL_BYTES; }
+  // Where the cut is INVARIANT: of the index-th partial, a column, in the block that finishes it.
   DI u32* place(const AttendArguments& a, int index, int column) const {
-    u8* own = pieces(a) + (index * columns_at_most() + column / blocks) * PIECE_BYTES;
+    u8* own = partials(a) + (index * columns_at_most() + column / blocks) * PARTIAL_BYTES;
     return (u32*)(blocks > 1 ? in_block(own, column % blocks) : own);
   }
   // Page ids, of which a warp cannot know the first one before the lengths have come: asked for beside these.
@@ -52,26 +52,26 @@ struct OwnPair {
     if (warp == first && is_there && at < a.table_width) prefetch_to_l2(a.block_table + (i64)s * a.table_stride + at);
   }
   DI void take(const Sequences& sequences, int warp, int& tile, int& left) {  // a warp's run
-    const int all = is_there ? sequences.tiles(s) : 0, pieces = Sequences::pieces(all);
-    const Cut cut(INVARIANT ? pieces : all, blocks * warps);
-    // Where pieces are fewer than warps, each block has some: what one multiprocessor reads at once is bounded.
+    const int all = is_there ? sequences.tiles(s) : 0, partials = Sequences::partials(all);
+    const Cut cut(INVARIANT ? partials : all, blocks * warps);
+    // Where partials are fewer than warps, each block has some: what one multiprocessor reads at once is bounded.
     const int worker = INVARIANT ? (warp - first) * blocks + rank : rank * warps + warp - first;
-    const auto begin = [&](int i) { return INVARIANT ? (int)Sequences::piece_begin(cut.begin(i), all, pieces) : cut.begin(i); };
+    const auto begin = [&](int i) { return INVARIANT ? (int)Sequences::partial_begin(cut.begin(i), all, partials) : cut.begin(i); };
     workers = cut.workers, tile = sequences.first_tile(s), left = 0;
     if (worker < workers) tile += begin(worker), left = begin(worker + 1) - begin(worker);
   }
 };
 
 // The results of a column, of queries from row `first_query` on.
-DI void write_column(const AttendArguments& a, const OwnPair& pair, Merged& all, i64 first_query, int column) {
+DI void write_column(const AttendArguments& a, const OwnPair& pair, Combined& all, i64 first_query, int column) {
   const u16* map = a.value_map ? a.value_map + (i64)pair.head * a.value_map_stride : nullptr;
   const int query_head = pair.head * GROUP + column % GROUP;
   const i64 out_row = (first_query + column / GROUP) * KV_HEADS * GROUP + query_head;
-  conclude<false>(a, all, Merged(), query_head, out_row, map);
+  conclude<false>(a, all, Combined(), query_head, out_row, map);
   write_outputs(a, all, out_row);
 }
 
-// The results of a pair, out of the pieces with which its warps ended: a warp a column. Blocks of a cluster have a column each in turn, and send each
+// The results of a pair, out of the partials with which its warps ended: a warp a column. Blocks of a cluster have a column each in turn, and send each
 // other what their warps come to.
 DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0;
@@ -79,49 +79,49 @@ DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const 
   const i64 first_query = sequences.first_query(pair.s);
   const int blocks = pair.blocks, room = pair.columns_at_most();
   const bool is_cluster = blocks > 1;
-  int count = pair.workers, step = WORKER_BYTES;  // pieces of a column, and from one to the next
+  int count = pair.workers, step = WORKER_BYTES;  // partials of a column, and from one to the next
   __syncthreads();
   if (is_cluster) {
     const u32 inbox = shared_address(shared) + INBOX_AT, counter = shared_address(shared) + COUNTER_AT;
     const int mine = max(0, min(pair.workers - pair.rank * WARPS, WARPS));
-    count = (pair.workers + WARPS - 1) / WARPS, step = room * PIECE_BYTES;
+    count = (pair.workers + WARPS - 1) / WARPS, step = room * PARTIAL_BYTES;
     if (threadIdx.x == 0) expect(counter, count * pair.own_columns(columns) * (DV * 2 + 8));
     wait_for_cluster();  // all counters are open
     if (mine > 0) {
-      merge_pieces(own, mine, warp, WARPS, columns, [&](int column, int at, u32 x, u32 y) {
+      combine_partials(own, mine, warp, WARPS, columns, [&](int column, int at, u32 x, u32 y) {
         const int to = column % blocks;
-        send(in_block(inbox, to) + (pair.rank * room + column / blocks) * PIECE_BYTES + at * 4, in_block(counter, to), x, y);
+        send(in_block(inbox, to) + (pair.rank * room + column / blocks) * PARTIAL_BYTES + at * 4, in_block(counter, to), x, y);
       });
     }
     wait_for_bytes(counter);
     own = shared + INBOX_AT;
   }
   for (int column = (warp - pair.first) * blocks + pair.rank; column < columns; column += blocks * pair.warps) {
-    Merged all;
-    const u8* pieces = own + (is_cluster ? column / blocks : column) * PIECE_BYTES;
-    all.template add<4>(count, 0, 1, [&](int i) { return (const u32*)(pieces + i * step); });
+    Combined all;
+    const u8* partials = own + (is_cluster ? column / blocks : column) * PARTIAL_BYTES;
+    all.template add<4>(count, 0, 1, [&](int i) { return (const u32*)(partials + i * step); });
     write_column(a, pair, all, first_query, column0 + column);
   }
 }
 
-static_assert(Merged::WIDTH <= 1024 / PIECES_AT_ONCE, "rows of mergers are larger than Python counts");
-// The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same pieces: each merger's share of a column by another warp.
-DI void finish_pieces(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
+static_assert(Combined::WIDTH <= 1024 / PARTIALS_AT_ONCE, "rows of combiners are larger than Python counts");
+// The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same partials: each combiner's share of a column by another warp.
+DI void finish_partials(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
   const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0, index = warp - pair.first;
-  const Pieces pieces(0, columns > 0 ? own_pieces(sequences, pair.s, 0, a.pair_pieces).count : 0);
-  const int mine = pair.own_columns(columns), mergers = Merged::mergers_of(pieces.count);
+  const Partials partials(0, columns > 0 ? own_partials(sequences, pair.s, 0, a.pair_partials).count : 0);
+  const int mine = pair.own_columns(columns), combiners = Combined::combiners_of(partials.count);
   const i64 first_query = sequences.first_query(pair.s);
-  const auto rows = (float(*)[Merged::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);  // as whole_pairs.py sees to, they fit
+  const auto rows = (float(*)[Combined::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);  // as whole_pairs.py sees to, they fit
   if (pair.blocks > 1) meet_in_cluster(); else __syncthreads();
-  for (int i = index; i < mine * mergers; i += pair.warps) {
-    Merged part;
-    part.add((const u32*)pair.pieces(a), pieces, pair.columns_at_most(), i / mergers, i % mergers, COMBINE_WARPS);
+  for (int i = index; i < mine * combiners; i += pair.warps) {
+    Combined part;
+    part.add((const u32*)pair.partials(a), partials, pair.columns_at_most(), i / combiners, i % combiners, COMBINE_WARPS);
     part.put(rows[i]);
   }
   __syncthreads();
   for (int i = index; i < mine; i += pair.warps) {
-    Merged all;
-    for (int w = 0; w < mergers; w++) all.append(rows[i * mergers + w]);
+    Combined all;
+    for (int w = 0; w < combiners; w++) all.append(rows[i * combiners + w]);
     write_column(a, pair, all, first_query, column0 + pair.rank + i * pair.blocks);
   }
 }

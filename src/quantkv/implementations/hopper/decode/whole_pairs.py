@@ -10,8 +10,8 @@ from ....reads import window_size
 from ..host.launch import SHARED_BYTES, Kernel
 from .warps import COMBINE_WARPS, TILE, DecodeConfig
 
-# That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its merging, which
-# has little to merge where pairs are few.
+# That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its combining, which
+# has little to combine where pairs are few.
 SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6.0, 3.0, 16
 # Where lengths may differ, tiles of a run, at most: the longest sequence decides, as no warp of another one helps it.
 MOST_TILES_RAGGED = 8
@@ -25,22 +25,22 @@ class WholePairs:
     blocks: int
     warps: int
     of_block: int  # pairs of a block
-    pieces: int = 0  # that a pair has room for, where the cut is invariant
+    partials: int = 0  # that a pair has room for, where the cut is invariant
 
     def grid(self, pairs: int) -> int:
         """Blocks that have so many pairs."""
         return -(-pairs // self.of_block) * self.blocks
 
     def room(self, config: DecodeConfig) -> int:
-        """Shared memory of a block for the pieces of the columns that it finishes."""
-        return self.of_block * self.pieces * -(-config.columns // self.blocks) * config.piece_bytes
+        """Shared memory of a block for the partials of the columns that it finishes."""
+        return self.of_block * self.partials * -(-config.columns // self.blocks) * config.partial_bytes
 
     def has_room(self, config: DecodeConfig) -> bool:
-        """Whether shared memory holds that too, and what mergers of pieces come to, in float32, in place of a pair's rings."""
-        mergers = min(COMBINE_WARPS, -(-self.pieces // config.pieces_at_once))
-        merged = -(-config.columns // self.blocks) * mergers * 4 * (1024 // config.pieces_at_once + 4)
-        all_ = replace(config, whole_pairs=True, piece_room=self.room(config)).shared_bytes
-        return all_ <= SHARED_BYTES - 1024 and merged <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
+        """Whether shared memory holds that too, and what combiners of partials come to, in float32, in place of a pair's rings."""
+        combiners = min(COMBINE_WARPS, -(-self.partials // config.partials_at_once))
+        combined = -(-config.columns // self.blocks) * combiners * 4 * (1024 // config.partials_at_once + 4)
+        all_ = replace(config, whole_pairs=True, partial_room=self.room(config)).shared_bytes
+        return all_ <= SHARED_BYTES - 1024 and combined <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
 
     def fit(self, kernel: Kernel, grid: tuple[int, int, int]) -> bool:
         """Whether the device holds all of a grid's clusters at once."""
@@ -78,7 +78,7 @@ def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster:
     the configuration for it, which has more warps or fewer where pairs are whole with these alone."""
     for each in (config, config.with_more_warps, config.with_fewer_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
-            return replace(each, whole_pairs=True, piece_room=found.room(each)), found
+            return replace(each, whole_pairs=True, partial_room=found.room(each)), found
     return config, None
 
 
@@ -89,16 +89,16 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
     pairs, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call, longest(call, call.segments[0]))
     if pairs == 0 or pairs > blocks * config.warps:
         return None
-    units = config.pieces(tiles * TILE) if config.invariant else tiles  # which no two warps share
+    units = config.partials(tiles * TILE) if config.invariant else tiles  # which no two warps share
     most = max(1, min(largest_cluster, blocks // pairs))
     if config.invariant:
-        cluster = min(most, units)  # pieces are long: the fewer a multiprocessor has the better
+        cluster = min(most, units)  # partials are long: the fewer a multiprocessor has the better
     else:
         most = min(most, -(-tiles // config.warps))
         cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
     warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
     most_tiles, _ = _tiles(call, longest_of_shape(call, call.segments[0]))
-    found = WholePairs(cluster, warps, config.warps // warps, config.pieces(most_tiles * TILE) if config.invariant else 0)
+    found = WholePairs(cluster, warps, config.warps // warps, config.partials(most_tiles * TILE) if config.invariant else 0)
     if not found.has_room(config):
         return None
     run, share = -(-units // (cluster * warps)) * tiles / units, tiles * pairs / (blocks * config.warps)

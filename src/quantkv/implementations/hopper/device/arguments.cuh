@@ -17,7 +17,7 @@ struct AttendArguments {
   const u16* value_map;
   const u16* key_offset;  // tiles of 16 rows
   const u8* sinks;
-  u32* pieces;            // [resident + KV_HEADS * sequences, all_columns, PIECE]
+  u32* partials;            // [resident + KV_HEADS * sequences, all_columns, PARTIAL]
   i64 q_token;
   i64 q_head;
   i64 page_stride;
@@ -39,7 +39,7 @@ struct AttendArguments {
   float value_gain;
   const int* key_start;   // [sequences]: position of the key in a segment's first slot
   const int* key_range;   // [sequences, 2]: positions that are read
-  const u32* other_pieces[3];  // of the segments that combine merges besides: those that share the values' map come first
+  const u32* other_partials[3];  // of the segments that combine_kernel takes besides: those that share the values' map come first
   const int* other_starts[3];
   const int* other_ranges[3];
   int other_resident[3];
@@ -53,8 +53,8 @@ struct AttendArguments {
   int exact_table_stride;
   float exact_scale;      // as scale
   int chunk_lookback;     // where windows are CHUNKED, and window the size of a chunk
-  int pair_pieces;        // rows of `pieces` that a sequence and kv head has, where the cut is INVARIANT
-  int other_pair_pieces[3];
+  int pair_partials;        // rows of `partials` that a sequence and kv head has, where the cut is INVARIANT
+  int other_pair_partials[3];
   float plain_gain;       // of values without a map, where they are SCALED: their per-tensor scale
   int pair_blocks;        // where WHOLE_PAIRS: blocks of a cluster, which have a sequence and kv head together, or 1
   int pair_warps;         // and warps of a block that have one

@@ -1,16 +1,16 @@
-// Pieces of a result: of some of the keys of a sequence, of one kv head. A piece has, for each column, DV outputs in fp16, to be
+// Partials of a result: of some of the keys of a sequence, of one kv head. A partial has, for each column, DV outputs in fp16, to be
 // multiplied by a power of two, and their base-2 log-sum-exp.
 #pragma once
 #include "lanes.cuh"
 
-constexpr int PIECE = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;  // words of a column, and where in them
+constexpr int PARTIAL = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;  // words of a column, and where in them
 static_assert(FACTOR == LSE + 1 && LSE % 2 == 0, "two words that are put at once");
-static_assert(4 * PIECE == PIECE_BYTES, "pieces are of another size in Python");
+static_assert(4 * PARTIAL == PARTIAL_BYTES, "partials are of another size in Python");
 
 // The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
-DI float piece_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
+DI float partial_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
 
-// What the column of a piece that is held comes to together with later tokens of the same sequence, whose base-2 log-sum-exp is `lse`: how much the
+// What the column of a partial that is held comes to together with later tokens of the same sequence, whose base-2 log-sum-exp is `lse`: how much the
 // outputs of each weigh, and the log-sum-exp of both.
 struct Joined {
   float both, sum, held, later;
@@ -26,18 +26,18 @@ struct Joined {
   DI float lse() const { return both + (sum > 0.f ? lg2(sum) : 0.f); }
 };
 
-// One piece out of those of `count` workers, from address `pieces` on; this worker, the index-th of so many, merges its share.
-// put(column, at, x, y): two words of the piece.
-template <class Put> DI void merge_pieces(const u8* pieces, int count, int index, int mergers, int columns, Put put) {
-  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < columns * (DV / 4); i += mergers * 32 * TEAM) {
+// One partial out of those of `count` workers, from address `partials` on; this worker, the index-th of so many, combines its share.
+// put(column, at, x, y): two words of the partial.
+template <class Put> DI void combine_partials(const u8* partials, int count, int index, int combiners, int columns, Put put) {
+  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < columns * (DV / 4); i += combiners * 32 * TEAM) {
     const int column = i / (DV / 4), at = i % (DV / 4) * 2;
-    auto piece = [&](int w) { return (const u32*)(pieces + w * WORKER_BYTES) + column * PIECE; };
+    auto partial = [&](int w) { return (const u32*)(partials + w * WORKER_BYTES) + column * PARTIAL; };
     float top = minus_infinity(), sum = 0.f, factor = 0.f;
     uint2 about[WORKERS], x[WORKERS];  // all loads are on their way together
 #pragma unroll
     for (int w = 0; w < WORKERS; w++) {
-      about[w] = w < count ? *(const uint2*)(piece(w) + LSE) : make_uint2(as_bits(minus_infinity()), 0);
-      x[w] = w < count ? *(const uint2*)(piece(w) + at) : make_uint2(0, 0);
+      about[w] = w < count ? *(const uint2*)(partial(w) + LSE) : make_uint2(as_bits(minus_infinity()), 0);
+      x[w] = w < count ? *(const uint2*)(partial(w) + at) : make_uint2(0, 0);
       top = fmaxf(top, as_float(about[w].x)), factor = fmaxf(factor, as_float(about[w].y));
     }
     const float base = top == minus_infinity() ? 0.f : top, shrink = inverse_power(factor);
@@ -53,13 +53,13 @@ template <class Put> DI void merge_pieces(const u8* pieces, int count, int index
   }
 }
 
-// Where the pieces of a sequence and kv head lie: one for each block in which the run of some worker ended in it, in the row of
+// Where the partials of a sequence and kv head lie: one for each block in which the run of some worker ended in it, in the row of
 // the first such worker, and one for the worker, if any, that went on to the next sequence, in row `workers + pair`.
-struct Pieces {
+struct Partials {
   int together, first, blocks, count, other;  // together: workers of a block
-  DI Pieces() {}
-  DI Pieces(int first, int count) : first(first), count(count) {}
-  DI Pieces(const Cut& cut, int begin, int tiles, int pair, int together = WORKERS)
+  DI Partials() {}
+  DI Partials(int first, int count) : first(first), count(count) {}
+  DI Partials(const Cut& cut, int begin, int tiles, int pair, int together = WORKERS)
       : together(together), first(0), blocks(0), count(0), other(cut.workers + pair) {
     if (tiles == 0) return;
     first = cut.worker_of(begin);

@@ -1,4 +1,4 @@
-"""The Hopper kernels that merge pieces: rows of few and of many, and blocks that take turns at a sequence's columns; their source run on a
+"""The Hopper combine kernels: rows of few and of many, and blocks that take turns at a sequence's columns; their source run on a
 CPU."""
 
 import pytest
@@ -13,7 +13,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 
 
 @pytest.fixture(autouse=True)
-def pieces(monkeypatch):
+def partials(monkeypatch):
     monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
 
 
@@ -29,7 +29,7 @@ def pieces(monkeypatch):
         (40, 1, (5200,), True),
     ],
 )
-def test_rows_of_so_many_pieces(multiprocessors, kv_heads, lens, by_blocks, monkeypatch, tmp_path):
+def test_rows_of_so_many_partials(multiprocessors, kv_heads, lens, by_blocks, monkeypatch, tmp_path):
     """A warp loads two together, or four, or eight, or has several such batches."""
     device = Device(monkeypatch, tmp_path, multiprocessors)
     b = Batch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16)
