@@ -17,7 +17,7 @@ import torch
 
 from quantkv.calls import AttendCall, WriteCall
 from quantkv.implementations.hopper import attend, prefill, write
-from quantkv.implementations.hopper.decode.warps import COMBINE_COLUMNS, COMBINE_WARPS
+from quantkv.implementations.hopper.decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS
 from quantkv.implementations.hopper.host import launch, nvrtc
 from quantkv.implementations.hopper.write import round, search
 
@@ -133,7 +133,7 @@ class Device:
 
     def _decode_kernels(self, config, index):
         library = self.compiled.get(config) or self.compiled.setdefault(config, self._library(config.source, config))
-        sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_COLUMNS * config.combine_sequences, 0), (32 * COMBINE_WARPS, 0)
+        sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_PACKED_ROWS * config.combine_sequences, 0), (32 * COMBINE_WARPS, 0)
         names, self.early_copies = [f"{config.source.stem}_kernel", *COMBINE], library.early_copies
         library.set_unwritten((ctypes.c_void_p * len(self.unwritten))(*self.unwritten), len(self.unwritten))
         clusters = dict(clusters=self.clusters)

@@ -89,7 +89,7 @@ def test_shapes(shape):
 
 @hopper_only
 def test_queries_of_a_wider_projection():
-    """Queries that are columns of q, k and v together, as a model computes them."""
+    """Queries that are packed query rows of q, k and v together, as a model computes them."""
     b = batch("int4")
     wider = torch.cat([b.q, torch.full_like(b.q, float("nan"))], 1)
     run(dataclasses.replace(b, q=wider[:, : b.q.shape[1]]))

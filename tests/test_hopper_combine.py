@@ -1,4 +1,4 @@
-"""The Hopper combine kernels: rows of few and of many, and blocks that take turns at a sequence's columns; their source run on a
+"""The Hopper combine kernels: rows of few and of many, and blocks that take turns at a sequence's packed query rows; their source run on a
 CPU."""
 
 import pytest
@@ -43,7 +43,7 @@ def test_rows_of_so_many_partials(multiprocessors, kv_heads, lens, by_blocks, mo
 @emulated
 @pytest.mark.parametrize("name, queries, group, grid", [("int4", (8, 5, 8, 1), 4, (4, 2, 2)), ("bf16", (5, 8, 1, 3), 3, (4, 2, 2))])
 def test_blocks_that_take_turns(name, queries, group, grid, monkeypatch, tmp_path):
-    """A sequence may have columns in each turn, in some, or in the first alone."""
+    """A sequence may have packed query rows in each turn, in some, or in the first alone."""
     monkeypatch.setattr(combine, "BLOCKS", 16)
     device = Device(monkeypatch, tmp_path, 1)
     b = Batch.make(name, queries, (90, 33, 40, 20), head_size=64, num_kv_heads=2, group=group, dtype=torch.bfloat16)

@@ -26,7 +26,7 @@ CODECS = {codec.name: codec for fmt in FORMATS for codec in (fmt.k, fmt.v)}
 HALVES = {name: codec.hopper() for name, codec in CODECS.items() if codec.hopper is not None}
 KEYS, VALUES = ([name for name, half in HALVES.items() if getattr(half, use)] for use in ("keys", "values"))
 
-# Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16, 24 and
+# Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and packed query rows: 4, of one query, or 16, 24 and
 # 32, of several. A few more than the compilers of CUDA 13.0 and 13.5 make.
 BUDGET = {
     ("int8", "int8", 4): 204, ("fp8_token", "fp8_token", 4): 225, ("int8", "int4", 4): 177, ("int4", "int4", 4): 181,
@@ -51,10 +51,10 @@ def empty_cache(cubins, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
 
 
-def config(key, value, head_size=128, columns=4, head_size_v=None, block_size=16, **kwargs):
+def config(key, value, head_size=128, packed_rows=4, head_size_v=None, block_size=16, **kwargs):
     key, value, head_size_v = CODECS[key], CODECS[value], head_size_v or head_size
     size = page_bytes(key, value, head_size, head_size_v, block_size)
-    return hopper.choose(key, value, head_size, head_size_v, 4, 8, block_size, size, True, columns, False, **kwargs)
+    return hopper.choose(key, value, head_size, head_size_v, 4, 8, block_size, size, True, packed_rows, False, **kwargs)
 
 
 def build(chosen):
@@ -75,14 +75,14 @@ def test_prompts_compile(sizes, tmp_path):
         assert found.count("WARPGROUP") == 8 and found.count("STL") <= 8, chosen
 
 
-@pytest.mark.parametrize("key, value, columns", BUDGET)
-def test_step_fits_its_budget(key, value, columns, tmp_path):
+@pytest.mark.parametrize("key, value, packed_rows", BUDGET)
+def test_step_fits_its_budget(key, value, packed_rows, tmp_path):
     """And keeps what it holds in registers: local memory in the loop costs more than it looks."""
-    chosen = config(key, value, columns=columns)
+    chosen = config(key, value, packed_rows=packed_rows)
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(chosen))
     names = step(cubin)
-    assert 150 < len(names) / chosen.tiles_per_step <= BUDGET[key, value, columns]
+    assert 150 < len(names) / chosen.tiles_per_step <= BUDGET[key, value, packed_rows]
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
 
 
@@ -99,7 +99,7 @@ def test_more_warps_keep_what_they_hold_in_registers(key, value, head_size, tmp_
 
 
 def test_more_warps_only_where_they_have_room():
-    assert config("int4", "int4", 256).with_more_warps is None is config("int4", "int4", columns=8).with_more_warps
+    assert config("int4", "int4", 256).with_more_warps is None is config("int4", "int4", packed_rows=8).with_more_warps
     assert config("int8", "int8").with_more_warps is None  # of the ring
 
 
@@ -109,7 +109,7 @@ def test_two_bits_have_16_warps_where_there_is_work_for_them():
         assert usual.warps == small.warps == 16 and (usual.stages, small.stages) == (4, 6)
         assert usual.with_more_warps is None and usual.with_fewer_warps == replace(usual, warps=12)
         assert config(key, value, capacity=1 << 14).warps == 8
-        assert config(key, value, columns=8).warps == 12  # not as integers
+        assert config(key, value, packed_rows=8).warps == 12  # not as integers
     assert config("int2", "u4").warps == config("int4", "int2").warps == 12
 
 
@@ -131,28 +131,28 @@ def test_other_geometries_fit_their_budget(key, value, head_size, head_size_v, b
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
 
 
-@pytest.mark.parametrize("head_size, columns", [(64, 4), (256, 4), (128, 16), (128, 32), (128, 1)])
-def test_other_shapes_compile(head_size, columns):
-    build(config("int4", "int4", head_size, columns))
+@pytest.mark.parametrize("head_size, packed_rows", [(64, 4), (256, 4), (128, 16), (128, 32), (128, 1)])
+def test_other_shapes_compile(head_size, packed_rows):
+    build(config("int4", "int4", head_size, packed_rows))
 
 
 # What maps, and maps with a key offset, add to the instructions of a step, at most, by NVRTC 13.0 and 13.5.
 @pytest.mark.parametrize("key, with_maps, with_offset", [("int4", 0, 9), ("tq3", 2, 16), ("levels4", 0, 22)])
 @pytest.mark.parametrize("key_map, value_map, key_offset", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
 def test_maps_stay_out_of_the_loop(key, with_maps, with_offset, key_map, value_map, key_offset, tmp_path):
-    chosen = config(key, "int4", columns=8, key_map=key_map, value_map=value_map, key_offset=key_offset)  # more than integers serve
+    chosen = config(key, "int4", packed_rows=8, key_map=key_map, value_map=value_map, key_offset=key_offset)  # more than integers serve
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(chosen))
     plain = tmp_path / "plain.cubin"
-    plain.write_bytes(build(config(key, "int4", columns=8)))
+    plain.write_bytes(build(config(key, "int4", packed_rows=8)))
     assert len(step(cubin)) <= len(step(plain)) + (with_offset if key_offset else with_maps)
 
 
-@pytest.mark.parametrize("columns", [8, 4])
+@pytest.mark.parametrize("packed_rows", [8, 4])
 @pytest.mark.parametrize("key, value_map", [("int4", "HADAMARD"), ("int4", "MATRIX"), ("int2", "HADAMARD"), ("bf16", "NO_MAP")])
-def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, columns, tmp_path):
+def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, packed_rows, tmp_path):
     """And out of local memory, in the combine kernels as well."""
-    plain = config(key, key, columns=columns, key_map=value_map, value_map=value_map)
+    plain = config(key, key, packed_rows=packed_rows, key_map=value_map, value_map=value_map)
     chosen = replace(plain, ranges=True, follows=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
     steps = []
     for name, each in (("plain", plain), ("chosen", chosen)):
@@ -200,7 +200,7 @@ def test_both_kernels_round_what_they_combine_of_an_invariant_cut_alike(key, map
 @pytest.mark.parametrize("key, map_", [("int4", "HADAMARD"), ("levels4", "MATRIX"), ("bf16", "NO_MAP")])
 def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
     """And out of local memory: what a worker keeps from partial to partial has registers."""
-    plain = config(key, key, columns=8, key_map=map_, value_map=map_)  # of four, integers serve plain calls
+    plain = config(key, key, packed_rows=8, key_map=map_, value_map=map_)  # of four, integers serve plain calls
     steps = []
     for each in (plain, replace(plain, invariant=True)):
         cubin = tmp_path / "decode.cubin"
@@ -213,9 +213,9 @@ def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
 def test_every_configuration_has_a_ring():
     """At least a tile on its way beyond those of a step, in the shared memory that there is."""
     shapes = itertools.product(KEYS, VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
-    for key, value, head_size, columns, key_map, key_offset in shapes:
+    for key, value, head_size, packed_rows, key_map, key_offset in shapes:
         if head_size > 64 or not any(16 % CODECS[side].row.code_bits for side in (key, value)):
-            chosen = config(key, value, head_size, columns, key_map=key_map, key_offset=key_offset)
+            chosen = config(key, value, head_size, packed_rows, key_map=key_map, key_offset=key_offset)
             assert chosen.stages >= chosen.tiles_per_step + 1, chosen
             assert chosen.blocks_per_sm * (chosen.shared_bytes + 1024) <= 228 * 1024, chosen
 

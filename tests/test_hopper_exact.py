@@ -29,7 +29,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
     ids=str,
 )
 def test_a_few_exact_rows_have_no_kernel(name, latest, queries, multiprocessors, shape, on_cpu):
-    """The combine kernels attend to them: of more tiles than they have warps, of columns that are no multiple of theirs."""
+    """The combine kernels attend to them: of more tiles than they have warps, of packed query rows that are no multiple of theirs."""
     parts = exact(name, LENS, latest, block_size=shape.get("block_size", 16), maps=shape.get("maps"))
     several = Several.make(parts, queries, LENS, **{key: value for key, value in shape.items() if key != "maps"})
     assert hopper._exact(several.call) == 1 and len(hopper.configurations(several.call)) == 1

@@ -193,10 +193,10 @@ def test_every_geometry_has_a_configuration():
             for head_size, head_size_v in (*((size, size) for size in (48, 80, 112, 160, 192, 512)), *PAIRS):
                 if key.hopper().dimensions(head_size) * key.row.code_bits % 8 or head_size % key.hopper().step:
                     continue
-                for columns in (4, 32, 128):
+                for packed_rows in (4, 32, 128):
                     for map_ in ("NO_MAP", "MATRIX"):
                         sizes = (head_size, head_size_v, 4, 8, 16, 1024)
-                        chosen = wgmma.choose(key, value, *sizes, True, columns, False, map_, map_, map_ == "MATRIX")
+                        chosen = wgmma.choose(key, value, *sizes, True, packed_rows, False, map_, map_, map_ == "MATRIX")
                         assert chosen.warps >= 2 and chosen.stages >= chosen.tiles_per_step + 1, chosen
                         assert chosen.shared_bytes + 1024 <= 228 * 1024 < 2 * (chosen.shared_bytes + 1024), chosen
                         assert chosen.beside_ring % 16 == 0, chosen

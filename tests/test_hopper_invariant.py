@@ -25,9 +25,9 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 
 
 @pytest.fixture(autouse=True)
-def teams_of_few_columns(monkeypatch):
-    """Tested from fewer columns on than they are chosen from."""
-    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 9)
+def teams_of_few_packed_rows(monkeypatch):
+    """Tested from fewer packed query rows on than they are chosen from."""
+    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 9)
 
 
 VERIFY = (2, 4, 1, 3)
@@ -84,7 +84,7 @@ def assert_invariant(call, serve, monkeypatch):
 CASES = [
     ("int4", dict(group=4), {}),
     ("tq4", dict(group=3, maps=calibrated(1, 64)), dict(window=300, softcap=30.0)),  # a matrix, a bias, an offset
-    ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),  # teams, of 16 columns: two groups of them for two queries
+    ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),  # teams, of 16 packed_rows: two groups of them for two queries
     ("fp8", dict(group=8, head_size=96), dict(window=300, chunk_lookback=1)),
 ]
 
@@ -99,7 +99,9 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one partial, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
     alike = {
-        dataclasses.replace(config, whole_pairs=False, partial_room=0, columns=8, warps=8) for config in device.compiled if config.team == 1
+        dataclasses.replace(config, whole_pairs=False, partial_room=0, packed_rows=8, warps=8)
+        for config in device.compiled
+        if config.team == 1
     }
     assert len(alike) == (shape["group"] <= 8)
     check(b, (call.out, call.lse), **options)
@@ -135,15 +137,16 @@ def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, 
 
 @emulated
 @pytest.mark.parametrize("others", [2, 4])
-def test_empty_columns_decide_nothing(others, monkeypatch, tmp_path):
-    """The first tile has one key that the only query sees, and none that queries behind it would: alone, no column stands for these."""
+def test_empty_packed_rows_decide_nothing(others, monkeypatch, tmp_path):
+    """The first tile has one key that the only query sees, and none that queries behind it would: alone, no packed query row stands for
+    these."""
     b = Batch.make("int4", (1, others), (395, 100), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     b.q.mul_(0.25)  # no score is so much larger than the first that weights begin anew
     call = b.call(max_query_len=others, batch_invariant=True, window=300)
     device = Device(monkeypatch, tmp_path, 2)
     alone, _ = part_of(call, [0], 1)
     device.serve(call), device.serve(alone)
-    assert [config.columns for config in device.compiled] == [4 * others, 4]
+    assert [config.packed_rows for config in device.compiled] == [4 * others, 4]
     assert torch.equal(alone.out[0], call.out[0]) and torch.equal(alone.lse[0], call.lse[0])
 
 
@@ -200,7 +203,7 @@ def test_room_for_partials(monkeypatch):
     of_eight = [1, 1, 2, 7, 8, 8, 16, 16, 32, 1024, 1024, 1024, 2048]
     spans = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
     of_teams = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
-    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 17)
+    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 17)
     for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, spans, of_teams)):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
@@ -318,7 +321,7 @@ INVARIANT = {"batch_invariant": True}
 
 
 @pytest.mark.parametrize(
-    "name, head_size, group, options, columns",
+    "name, head_size, group, options, packed_rows",
     [
         ("int4", 128, 4, INVARIANT, (4, 4, 8, 16)),
         ("tq4", 256, 4, INVARIANT, (4, 4, 8, 8)),
@@ -327,18 +330,18 @@ INVARIANT = {"batch_invariant": True}
         ("int4", 128, 4, {}, None),
     ],
 )
-def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options, columns):
-    """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls; but for the columns
-    that a warp serves together, where more of them come to the same bits."""
+def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options, packed_rows):
+    """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls; but for the packed
+    query rows that a warp serves together, where more of them come to the same bits."""
     b = Batch.make(name, (1,), (20,), head_size=head_size, num_kv_heads=8, group=group, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, **options)
     more = [part_of(call, [0] * 64, most, None, wider)[0] for most, wider in ((1, 1 << 12), (2, 0), (8, 0))]
     config, *others = (hopper.configurations(each)[0] for each in (call, *more))
-    if columns is None:
+    if packed_rows is None:
         assert config not in others
     else:
-        assert tuple(each.columns for each in (config, *others)) == columns
-        assert all(dataclasses.replace(each, columns=config.columns, warps=config.warps) == config for each in others)
+        assert tuple(each.packed_rows for each in (config, *others)) == packed_rows
+        assert all(dataclasses.replace(each, packed_rows=config.packed_rows, warps=config.warps) == config for each in others)
 
 
 def test_prompts_beside_decodes_are_runs_of_their_own():

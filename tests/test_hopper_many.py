@@ -1,5 +1,5 @@
-"""The Hopper kernel for many query columns of one kv head: on a Hopper GPU; and, anywhere, its source run on a CPU over a model of wgmma's
-fragments, descriptors and asynchrony (cuda_on_cpu/warpgroup.cuh), and what it is compiled to."""
+"""The Hopper kernel for many packed query rows of one kv head: on a Hopper GPU; and, anywhere, its source run on a CPU over a model of
+wgmma's fragments, descriptors and asynchrony (cuda_on_cpu/warpgroup.cuh), and what it is compiled to."""
 
 import dataclasses
 import itertools
@@ -27,9 +27,9 @@ SEVERAL = dict(queries=VERIFY, window=200, softcap=25.0)
 
 
 @pytest.fixture(autouse=True)
-def teams_of_few_columns(monkeypatch):
-    """Tested from fewer columns on than they are chosen from."""
-    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 9)
+def teams_of_few_packed_rows(monkeypatch):
+    """Tested from fewer packed query rows on than they are chosen from."""
+    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 9)
 
 
 # ---- the source, run on a CPU
@@ -62,12 +62,12 @@ def on_a_cpu(
 @pytest.mark.parametrize(
     "name, arguments",
     [
-        ("int4", dict(group=3, max_tiles=4, **SEVERAL)),  # 24 columns, stretches
-        ("int4", dict(head_size=64, group=8, queries=VERIFY, by_wgmma=False)),  # warps that share chunks of values; 64 columns
+        ("int4", dict(group=3, max_tiles=4, **SEVERAL)),  # 24 packed query rows, stretches
+        ("int4", dict(head_size=64, group=8, queries=VERIFY, by_wgmma=False)),  # warps that share chunks of values; 64 packed query rows
         ("int8/int2", dict(multiprocessors=2)),
         ("tq3", dict(group=4, queries=VERIFY, max_tiles=8)),  # values with a bias, across 16-bit boundaries
         ("trellis2", {}),
-        ("bf16", dict(group=71, num_kv_heads=1, block_size=64)),  # two groups of columns
+        ("bf16", dict(group=71, num_kv_heads=1, block_size=64)),  # two groups of packed query rows
         ("levels5/levels3", dict(head_size=256, num_kv_heads=1)),
         ("int4", dict(head_size=192, head_size_v=128, block_size=8, window=70)),  # pages of 8, some of which are given away
         ("int8/int4", dict(head_size=96)),  # three chunks for four warps
@@ -87,7 +87,7 @@ def rise(b):
     b.cache.write(growing.to(b.key.dtype), b.value + 2, b.slots, b.positions, implementation="reference")
 
 
-def rise_in_odd_columns(b):
+def rise_in_odd_packed_rows(b):
     """The others see every key alike."""
     rise(b)
     b.q[:, ::2] = 0
@@ -106,7 +106,7 @@ def grow(b):
 
 
 @emulated
-@pytest.mark.parametrize("name, change", [("tq4", rise), ("int4", rise_in_odd_columns), ("int4", fall), ("int4", grow)])
+@pytest.mark.parametrize("name, change", [("tq4", rise), ("int4", rise_in_odd_packed_rows), ("int4", fall), ("int4", grow)])
 def test_maxima_that_rise_on_a_cpu(name, change, monkeypatch, tmp_path):
     on_a_cpu(monkeypatch, tmp_path, name, (1,), (300,), group=10, num_kv_heads=1, change=change)
 
@@ -118,7 +118,7 @@ def all_alike(b):
 
 
 @emulated
-def test_columns_that_meet_keys_late_on_a_cpu(monkeypatch, tmp_path):
+def test_packed_rows_that_meet_keys_late_on_a_cpu(monkeypatch, tmp_path):
     """The first span is in the window of two queries of five: for the others the maximum of nothing is not 0."""
     on_a_cpu(monkeypatch, tmp_path, "bf16/int4", (5,), (600,), group=4, num_kv_heads=1, window=470, change=all_alike)
 
@@ -155,23 +155,23 @@ def test_exact_tokens_on_a_cpu(on_cpu):
 # ---- what it is compiled to, and when it is chosen
 
 
-def config(key, value, head_size=128, columns=16, *maps, head_size_v=None, block_size=16):
+def config(key, value, head_size=128, packed_rows=16, *maps, head_size_v=None, block_size=16):
     key, value, sizes = CODECS[key], CODECS[value], (head_size, head_size_v or head_size)
     size = page_bytes(key, value, *sizes, block_size)
-    return wgmma.choose(key, value, *sizes, 4, 8, block_size, size, True, columns, False, *maps)
+    return wgmma.choose(key, value, *sizes, 4, 8, block_size, size, True, packed_rows, False, *maps)
 
 
 @pytest.mark.parametrize(
-    "key, value, columns, most",
+    "key, value, packed_rows, most",
     [("int4", "int4", 16, 302), ("int4", "int4", 24, 325), ("int4", "int4", 32, 348), ("int4", "int4", 64, 428), ("tq4", "u4", 32, 436)],
 )
-def test_step_fits_its_budget(key, value, columns, most, tmp_path, monkeypatch):
+def test_step_fits_its_budget(key, value, packed_rows, most, tmp_path, monkeypatch):
     """Instructions of a warp for a span, of 16 tokens to unpack: nothing in local memory, and products that run on. Where operands were
     unpacked while some run, the compiler would wait for each of them."""
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     cubin = tmp_path / "many.cubin"
-    cubin.write_bytes(config(key, value, columns=columns).cubin())
+    cubin.write_bytes(config(key, value, packed_rows=packed_rows).cubin())
     names = step(cubin)
     assert 250 < len(names) <= most
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
@@ -192,35 +192,37 @@ def test_a_number_that_differs_between_host_and_device_does_not_compile(name, tm
 
 
 def test_every_configuration_has_a_ring():
-    """A span on its way beside the one that is read, in the shared memory that there is; and a column of its own for every query."""
+    """A span on its way beside the one that is read, in the shared memory that there is; and a packed query row of its own for every
+    query."""
     halves = {name: codec.hopper() for name, codec in CODECS.items() if codec.hopper is not None}
     keys, values = ([name for name, half in halves.items() if getattr(half, use)] for use in ("keys", "values"))
     maps = [("NO_MAP", "NO_MAP", False), ("MATRIX", "MATRIX", True)]
-    for key, value, head_size, columns, kinds in itertools.product(keys, values, (64, 128, 256), (9, 16, 24, 33, 64, 71, 128), maps):
+    for key, value, head_size, packed_rows, kinds in itertools.product(keys, values, (64, 128, 256), (9, 16, 24, 33, 64, 71, 128), maps):
         if head_size > 64 or not any(16 % CODECS[side].row.code_bits for side in (key, value)):
-            chosen = config(key, value, head_size, columns, *kinds)
+            chosen = config(key, value, head_size, packed_rows, *kinds)
             assert isinstance(chosen, WgmmaConfig) == (head_size > 64 or not halves[value].values_by_table)
             if isinstance(chosen, WgmmaConfig):
                 assert chosen.stages >= 2 and chosen.workers >= 1, chosen
                 assert chosen.shared_bytes <= 227 * 1024, chosen
-                blocks = -(-columns // (8 * chosen.column_tiles))
-                assert blocks == -(-columns // (64 if head_size < 256 else 32)), chosen
+                blocks = -(-packed_rows // (8 * chosen.packed_row_tiles))
+                assert blocks == -(-packed_rows // (64 if head_size < 256 else 32)), chosen
 
 
 CHOSEN = [("int4", 128, 8, 1, 1), ("int4", 128, 16, 1, 2), ("int4", 128, 17, 4, 3), ("int4", 192, 12, 1, 2), ("int4", 256, 16, 1, 2)]
-CHOSEN += [("int4", 256, 17, 4, 3), ("int8", 256, 12, 1, 1), ("int8", 256, 13, 4, 2)]  # a warp's room is too small for two tiles of columns
+# a warp's room is too small for two tiles of packed query rows
+CHOSEN += [("int4", 256, 17, 4, 3), ("int8", 256, 12, 1, 1), ("int8", 256, 13, 4, 2)]
 
 
-@pytest.mark.parametrize("codec, head_size, columns, team, column_tiles", CHOSEN)
-def test_what_is_chosen(codec, head_size, columns, team, column_tiles, monkeypatch):
+@pytest.mark.parametrize("codec, head_size, packed_rows, team, packed_row_tiles", CHOSEN)
+def test_what_is_chosen(codec, head_size, packed_rows, team, packed_row_tiles, monkeypatch):
     """What was faster on an H200 (docs/performance.md)."""
-    monkeypatch.setattr(wgmma, "MANY_COLUMNS", 17)
-    chosen = config(codec, codec, head_size, columns)
-    assert (chosen.team, chosen.column_tiles) == (team, column_tiles)
+    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 17)
+    chosen = config(codec, codec, head_size, packed_rows)
+    assert (chosen.team, chosen.packed_row_tiles) == (team, packed_row_tiles)
 
 
 def test_segments_are_cut_in_one_way():
-    """Where one of them has no kernel for many columns, none has."""
+    """Where one of them has no kernel for many packed query rows, none has."""
     for name, team in (("int4", 4), ("int8/trellis2", 1)):
         parts = [Part("int4", None, [(0, 20)]), Part(name, None, [(20, 33)])]
         call = Several.make(parts, (1,), (33,), head_size=64, group=16, num_kv_heads=1).call
@@ -238,7 +240,7 @@ def test_what_the_rule_refuses():
 
 def test_what_is_served_without_teams(monkeypatch):
     """Of the constant: what ran on a GPU before."""
-    monkeypatch.setattr(wgmma, "MANY_COLUMNS", wgmma.MOST_COLUMNS + 1)
+    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", wgmma.MOST_PACKED_ROWS + 1)
     b = Batch.make("int4", (9,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
     assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9))
     b = Batch.make("int4", (8,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
@@ -273,7 +275,7 @@ EACH = {
     (8, 8, 1, 8): 4,
     (16, 9, 1, 16): 4,
     (16, 16, 1, 2): 8,
-}  # query heads of a kv head: 16 to 128 columns
+}  # query heads of a kv head: 16 to 128 packed query rows
 
 
 def batch(name, queries=(1, 1, 1, 1), lens=LENS, **arguments):
@@ -292,10 +294,10 @@ def attend(b, **options):
 
 @hopper_only
 @pytest.mark.parametrize("by_wgmma", [True, False], ids=["wgmma", "mma"])
-@pytest.mark.parametrize("columns", [9, 16, 20, 32, 40, 64, 128])
-def test_columns(columns, by_wgmma, monkeypatch):
+@pytest.mark.parametrize("packed_rows", [9, 16, 20, 32, 40, 64, 128])
+def test_packed_rows(packed_rows, by_wgmma, monkeypatch):
     monkeypatch.setattr(wgmma, "BY_WGMMA", by_wgmma)
-    attend(batch("int4", num_kv_heads=1, group=columns))
+    attend(batch("int4", num_kv_heads=1, group=packed_rows))
 
 
 @hopper_only

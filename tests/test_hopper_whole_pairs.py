@@ -35,16 +35,16 @@ CASES = {  # format, queries, lengths, multiprocessors, shape, options; then blo
     "windows": ("int4", (1,) * 5, (300, 17, 500, 33, 1), 3, {"head_size": 64}, {"window": 50, "sinks": SINKS}, 1, 2),
     "a warp a pair": ("int2", (1, 0, 1, 1, 1, 1, 1), (60, 0, 100, 33, 1, 16, 48), 2, {}, {"softcap": 20.0}, 1, 1),
     "chunks": ("fp8_token", (1, 2, 1), (300, 70, 130), 6, {}, {"window": 64, "chunk_lookback": 1}, 1, 8),
-    "several groups of columns": ("int4", (4, 2), (100, 120), 8, {"head_size": 256, "group": 3}, {}, 1, 8),
+    "several groups of packed rows": ("int4", (4, 2), (100, 120), 8, {"head_size": 256, "group": 3}, {}, 1, 8),
     "16-bit rows": ("bf16", (2, 1), (200, 210), 8, {"num_kv_heads": 1, "group": 3}, {}, 2, 8),
     "queries that see no key": ("int4", (1, 2, 1), (170, 200, 20), 12, {}, {"key_range": RANGES}, 2, 8),
     "smaller Hadamard matrices": ("int4", (1,), (460,), 8, {"head_size": 96, "head_size_v": 176}, {}, 4, 8),
     "other sizes": ("int8", (1,), (500,), 8, {"head_size": 80, "head_size_v": 96, "block_size": 8}, {}, 4, 8),
     # Queries that wait in shared memory, of which each warp maps some for all that have the pair.
-    "16 columns": ("int4", (1,), (700,), 2, {"num_kv_heads": 1, "group": 16}, {}, 2, 8),
-    "16 columns, a warp a pair": ("int4", (1, 1, 0, 1, 1), (60, 33, 0, 16, 100), 2, {"group": 16}, {"sinks": SINKS.repeat(4)}, 1, 1),
-    "12 columns put together": ("int4", (3, 3, 1, 2, 3, 0), (60, 40, 33, 70, 100, 0), 3, {"head_size": 96}, {}, 1, 2),
-    "24 columns, partials over queries": ("trellis2", (3, 2, 3, 1), (60, 90, 33, 70), 2, {"head_size": 64, "group": 8}, {}, 1, 2),
+    "16 packed rows": ("int4", (1,), (700,), 2, {"num_kv_heads": 1, "group": 16}, {}, 2, 8),
+    "16 packed rows, a warp a pair": ("int4", (1, 1, 0, 1, 1), (60, 33, 0, 16, 100), 2, {"group": 16}, {"sinks": SINKS.repeat(4)}, 1, 1),
+    "12 packed rows put together": ("int4", (3, 3, 1, 2, 3, 0), (60, 40, 33, 70, 100, 0), 3, {"head_size": 96}, {}, 1, 2),
+    "24 packed rows, partials over queries": ("trellis2", (3, 2, 3, 1), (60, 90, 33, 70), 2, {"head_size": 64, "group": 8}, {}, 1, 2),
     "wide rows": ("int4", (1, 1, 1), (100, 50, 90), 1, {"head_size": 512, "num_kv_heads": 1, "group": 8}, {}, 1, 2),
     "wide rows, by integers": ("int4", (1, 1, 1), (100, 50, 90), 1, {"head_size": 512, "num_kv_heads": 1}, {}, 1, 2),
 }
@@ -75,7 +75,8 @@ def test_on_a_cpu(case, monkeypatch, tmp_path):
 @pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("group", [4, 8, 12, 16])
 def test_every_way_to_hold_queries(head_size, group, monkeypatch, tmp_path):
-    """As integers or not, in registers or parked, put together in shared memory, shared by a pair's warps: by head size and columns."""
+    """As integers or not, in registers or parked, put together in shared memory, shared by a pair's warps: by head size and packed query
+    rows."""
     b = batch("int4", (1, 1), (40, 70), head_size=head_size, num_kv_heads=1, group=group)
     call = b.call(max_query_len=1, max_seq_len=70)
     assert hopper.Plan(call, 1).main.pairs is not None
@@ -123,7 +124,7 @@ def test_smaller_clusters_where_few_are_held(monkeypatch, tmp_path):
 
 INVARIANT = {  # queries and lengths, multiprocessors, shape and options; then blocks and warps of a pair, and its partials
     "a cluster": ((1, 1), (900, 880), 8, {}, {}, 2, 12, 48),
-    "a cluster, groups of columns": ((4, 3), (500, 510), 4, dict(num_kv_heads=1, group=3), {}, 2, 12, 24),
+    "a cluster, groups of packed rows": ((4, 3), (500, 510), 4, dict(num_kv_heads=1, group=3), {}, 2, 12, 24),
     "pairs beside each other": ((1,) * 3, (330, 325, 330), 1, {}, {}, 1, 2, 6),
     "a warp a pair": ((1,) * 6, (190, 200) * 3, 1, dict(head_size=128, group=1), {}, 1, 1, 6),
     "windows": ((1, 1, 0), (300, 17, 0), 1, dict(group=5), dict(window=120, softcap=25.0), 1, 2, 4),
@@ -211,7 +212,8 @@ CHOSEN = [  # on 132 multiprocessors: blocks and warps of a pair
     (dict(sequences=64, tokens=8192, batch_invariant=True, shortest=8192), (1, 3)),
     (dict(sequences=32, tokens=16384, heads=(32, 2), batch_invariant=True, shortest=16384), (2, 8)),
     (dict(sequences=128, tokens=1024, batch_invariant=True, shortest=1024), (1, 1)),  # of 8 warps
-    (dict(sequences=64, tokens=8192, batch_invariant=True, shortest=8192, queries=4), None),  # shared memory does not hold so many columns
+    # shared memory does not hold so many packed query rows
+    (dict(sequences=64, tokens=8192, batch_invariant=True, shortest=8192, queries=4), None),
 ]
 
 
@@ -247,11 +249,11 @@ def test_few_pairs_have_short_runs():
 
 @pytest.mark.parametrize("name, fits", [("int2", False), ("int4", True)])
 def test_what_combiners_come_to_fits_in_place_of_the_rings(name, fits):
-    """Of 16 columns, in float32: more than a warp's ring of 2-bit tiles, 4,352 bytes against 3,840."""
+    """Of 16 packed query rows, in float32: more than a warp's ring of 2-bit tiles, 4,352 bytes against 3,840."""
     b = batch(name, (4, 4), (64, 64), num_kv_heads=8, head_size=64)
     (config,) = hopper.configurations(b.call(max_query_len=4, batch_invariant=True))
     pairs = whole_pairs.WholePairs(blocks=1, warps=1, of_block=config.warps, partials=1)
-    assert config.columns == 16 and pairs.has_room(config) == fits
+    assert config.packed_rows == 16 and pairs.has_room(config) == fits
     assert dataclasses.replace(pairs, warps=2, of_block=config.warps // 2).has_room(config)
 
 

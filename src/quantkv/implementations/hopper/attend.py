@@ -15,7 +15,7 @@ from ...calls import AttendCall, Segment
 from ...reads import window_size
 from . import geometry
 from .decode import combine, warps, wgmma, whole_pairs
-from .decode.warps import COMBINE_COLUMNS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
+from .decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
 from .decode.whole_pairs import WholePairs, longest_of_shape, rounded_tiles
 from .host import launch
 from .host.launch import Kernel, Launch
@@ -149,20 +149,21 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
 def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., DecodeConfig]) -> DecodeConfig:
     """What suits a segment if it were alone."""
     (_, HQ, D), HK, invariant = call.q.shape, segment.k.codes.shape[2], call.options.batch_invariant
-    group, columns = HQ // HK, call.batch.max_query_len * (HQ // HK)
+    group, packed_rows = HQ // HK, call.batch.max_query_len * (HQ // HK)
     shape = segment.fmt.k, segment.fmt.v, D, segment.head_size_v, group, HK, segment.k.codes.shape[1], segment.k.base.stride(1)
     options = call.options.softcap > 0, kind(segment.maps.k), kind(segment.maps.v), segment.maps.by_position
     bf16 = call.q.dtype == torch.bfloat16
     if not invariant:
-        return choose(*shape, bf16, columns, *options, capacity=_capacity(call, segment))
-    # What suits one query of each of many sequences, or two; half as many columns, or twice as many, where these come to the same bits.
+        return choose(*shape, bf16, packed_rows, *options, capacity=_capacity(call, segment))
+    # What suits one query of each of many sequences, or two; half as many packed query rows, or twice as many, where these come to the same
+    # bits.
     config = usual = choose(*shape, bf16, max(group, 8), *options)
-    alone = usual.columns == 8 and usual.team == 1
-    if alone and columns <= 4:
-        config = replace(usual, columns=4)
-    elif alone and columns > 8:
+    alone = usual.packed_rows == 8 and usual.team == 1
+    if alone and packed_rows <= 4:
+        config = replace(usual, packed_rows=4)
+    elif alone and packed_rows > 8:
         twice = warps.choose(*shape, bf16, 16, *options)
-        if twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step:
+        if twice.packed_rows == 16 and twice.tiles_per_step == usual.tiles_per_step:
             config = twice
     return replace(config, partials_first=6 if usual.workers % 3 == 0 else 8)
 
@@ -202,12 +203,12 @@ class Plan:
         self.exact, (self.launched, self.combined) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
         sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * kv_heads
-        self.columns = columns = call.batch.max_query_len * group
+        self.packed_rows = packed_rows = call.batch.max_query_len * group
         self.parts: dict[int, Part] = {}
         self.scratch_bytes = 0
         for i, config in zip(sorted(self.combined), configs):
-            column_blocks = -(-columns // config.columns)
-            blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
+            packed_row_blocks = -(-packed_rows // config.packed_rows)
+            blocks = max(1, multiprocessors * config.blocks_per_sm // packed_row_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
             config, whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else (config, None)
             blocks = blocks if whole is None else whole.grid(pairs)
@@ -215,12 +216,12 @@ class Plan:
             pair_partials = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
             if whole is not None:
                 pair_partials = whole.partials  # in shared memory
-            size = (pairs * pair_partials if pair_partials and whole is None else resident + pairs) * columns * config.partial_bytes
-            self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_partials, self.scratch_bytes, size, whole)
+            size = (pairs * pair_partials if pair_partials and whole is None else resident + pairs) * packed_rows * config.partial_bytes
+            self.parts[i] = Part(config, (blocks, packed_row_blocks, 1), resident, pair_partials, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
         self.main = self.parts[self.combined[0]]
         partials = sum(part.pair_partials for part in self.parts.values())
-        self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, columns, partials, multiprocessors)
+        self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, packed_rows, partials, multiprocessors)
 
 
 @cache
@@ -229,7 +230,7 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
     module = launch.load(config.cubin(), index)
     return (
         Kernel(module, config.source.stem + "_kernel", 32 * config.warps, config.shared_bytes, index),
-        Kernel(module, "combine_kernel", 32 * COMBINE_COLUMNS * config.combine_sequences, 0, index),
+        Kernel(module, "combine_kernel", 32 * COMBINE_PACKED_ROWS * config.combine_sequences, 0, index),
         Kernel(module, "combine_one_kernel", 32 * COMBINE_WARPS, 0, index),
     )
 
@@ -258,7 +259,7 @@ def _shape(call: AttendCall) -> Hashable:
             BY_COMBINE,
             WHOLE_PAIRS,
             combine.IN_TURNS,
-            wgmma.MANY_COLUMNS,
+            wgmma.MANY_PACKED_ROWS,
             wgmma.BY_WGMMA,
         ),
         *[_segment_shape(call, s) for s in call.segments],
@@ -275,7 +276,7 @@ class Prepared:
         while (pairs := plan.main.pairs) is not None and not pairs.fit(_kernels(plan.main.config, self.index)[0], plan.main.decode_grid):
             plan = Plan(call, multiprocessors, pairs.blocks - 1, after_write)
         self.plan = plan
-        self.reads = {i: Read(call, call.segments[i], part, plan.columns) for i, part in plan.parts.items()}
+        self.reads = {i: Read(call, call.segments[i], part, plan.packed_rows) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
         self.main, self.others, self.exact = self.reads[plan.combined[0]], plan.combined[1:], plan.exact
         if self.exact is not None:
@@ -342,7 +343,7 @@ class Prepared:
 class Read:
     """The arguments of the kernels of one segment."""
 
-    def __init__(self, call: AttendCall, segment: Segment, part: Part, columns: int):
+    def __init__(self, call: AttendCall, segment: Segment, part: Part, packed_rows: int):
         options = call.options
         self.key_half, self.begin, self.layer = part.config.key_half, part.scratch_begin, _layer(segment)
         self.scale = _scale(call)
@@ -359,7 +360,7 @@ class Read:
             pair_partials=part.pair_partials,
             pair_blocks=part.pairs.blocks if part.pairs else 0,
             pair_warps=part.pairs.warps if part.pairs else 0,
-            all_columns=columns,
+            all_packed_rows=packed_rows,
             softcap=options.softcap * launch.LOG2E,
         )
         self.take_maps(segment)

@@ -21,9 +21,9 @@ struct Combined {
   static_assert(AT_ONCE == PARTIALS_AT_ONCE, "the host counts other batches of partials");
   float top = minus_infinity(), sum = 0.f, x[E][1] = {};
 
-  // The partials of one column that are this combiner's, one of so many; all: of the segment.
-  DI void add(const u32* all, const Partials& partials, int columns, int column, int combiner, int combiners) {
-    const auto row = [&](int i) { return all + ((i64)partials.row(i) * columns + column) * PARTIAL; };
+  // The partials of one packed query row that are this combiner's, one of so many; all: of the segment.
+  DI void add(const u32* all, const Partials& partials, int packed_rows, int packed_row, int combiner, int combiners) {
+    const auto row = [&](int i) { return all + ((i64)partials.row(i) * packed_rows + packed_row) * PARTIAL; };
     // Most rows have few partials, and what is loaded in place of those that are not there takes as many instructions as a partial does. Not where
     // a matrix follows: one sequence of 2,048 tokens took as long with these loops as without them.
     constexpr bool BY_COUNT = !INVARIANT && VALUE_MAP != MATRIX;
@@ -81,12 +81,12 @@ struct Combined {
   }
   DI void append(const float (&row)[WIDTH + 4]) { append(row[WIDTH], row[WIDTH + 1], row + threadIdx.x % 32 * E); }
   static DI int combiners_of(int count) { return min(COMBINE_WARPS, (count + AT_ONCE - 1) / AT_ONCE); }  // that have any of so many partials
-  // All partials of one column: what COMBINE_WARPS combiners would have, one after the other.
-  DI void add_in_order(const u32* all, const Partials& partials, int columns, int column) {
+  // All partials of one packed query row: what COMBINE_WARPS combiners would have, one after the other.
+  DI void add_in_order(const u32* all, const Partials& partials, int packed_rows, int packed_row) {
 #pragma unroll 1
     for (int w = 0; w < combiners_of(partials.count); w++) {
       Combined part;
-      part.add(all, partials, columns, column, w, COMBINE_WARPS);
+      part.add(all, partials, packed_rows, packed_row, w, COMBINE_WARPS);
       float y[E];
 #pragma unroll
       for (int d = 0; d < E; d++) y[d] = part.x[d][0];
@@ -94,7 +94,7 @@ struct Combined {
     }
   }
 
-  // `count` of MOST rows of a column, `step` apart: outputs times their sum, behind them the maximum and the sum. Before any partial.
+  // `count` of MOST rows of a packed query row, `step` apart: outputs times their sum, behind them the maximum and the sum. Before any partial.
   template <int MOST> DI void take(const float (*rows)[WIDTH + 4], int count, int step) {
     const int lane = threadIdx.x % 32;
     float2 about[MOST];
@@ -183,8 +183,8 @@ DI void write_outputs(const AttendArguments& a, const Combined& all, i64 out_row
   }
 }
 
-// Combines the partials of N columns of S sequences (COMBINERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, and where
-// columns are many (IN_TURNS) those gridDim.z * N further, and so on: what is counted of the pair is counted once. Adds
+// Combines the partials of N packed query rows of S sequences (COMBINERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, and where
+// packed query rows are many (IN_TURNS) those gridDim.z * N further, and so on: what is counted of the pair is counted once. Adds
 // the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
 // Segments whose values have no map beside those that share one are combined apart, and added behind it; so are exact tokens, which are
 // attended to here.
@@ -198,12 +198,12 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   __shared__ __align__(16) float combined[(EXACT ? ATTENDING : COMBINERS) * N * S][WIDTH + 4];
   __shared__ __align__(16) u32 parts[2][N * S][WIDTH / 2 + 4];       // combined rows as fp16 pairs, and what that rounding left
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / COMBINERS, combiner = warp % COMBINERS, head = blockIdx.y;
-  int column0 = blockIdx.z * N;
+  int packed_row0 = blockIdx.z * N;
   auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
-  auto column = [&](int r) { return column0 + r % N; };
-  auto there = [&](int r) { return sequence(r) < sequences.count && column(r) < sequences.queries(sequence(r)) * GROUP; };
-  auto query_head = [&](int r) { return head * GROUP + column(r) % GROUP; };
-  auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + column(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
+  auto packed_row = [&](int r) { return packed_row0 + r % N; };
+  auto there = [&](int r) { return sequence(r) < sequences.count && packed_row(r) < sequences.queries(sequence(r)) * GROUP; };
+  auto query_head = [&](int r) { return head * GROUP + packed_row(r) % GROUP; };
+  auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + packed_row(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
   const int s = sequence(r);
   bool mine = there(r);
   [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % ATTENDING);
@@ -236,8 +236,8 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   if (VALUE_MAP == MATRIX) map_rows = ValueMatrix(value_map, warp % (DV / 16));
   wait_for_previous_kernel();  // all that was read so far is older than the decode kernels
   const auto add = [&](Combined& to, const u32* all, const Partials& partials) {
-    if (INVARIANT && COMBINERS == 1) to.add_in_order(all, partials, a.all_columns, column(r));
-    else to.add(all, partials, a.all_columns, column(r), combiner, COMBINERS);
+    if (INVARIANT && COMBINERS == 1) to.add_in_order(all, partials, a.all_packed_rows, packed_row(r));
+    else to.add(all, partials, a.all_packed_rows, packed_row(r), combiner, COMBINERS);
   };
   while (true) {
     if (mine) add(all, a.partials, partials);
@@ -269,7 +269,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
           parts[0][r][at / 2] = h, parts[1][r][at / 2] = half2(x[d][0] - low(h), x[d + 1][0] - high(h));
         }
     }
-    if (!IN_TURNS || (column0 += gridDim.z * N) >= a.all_columns) break;
+    if (!IN_TURNS || (packed_row0 += gridDim.z * N) >= a.all_packed_rows) break;
     mine = there(r), all = plain = Combined();
   }
   if constexpr (VALUE_MAP == MATRIX) {

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from .warps import COMBINE_COLUMNS, COMBINE_WARPS, DecodeConfig
+from .warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, DecodeConfig
 
-IN_TURNS = True  # a block of combine_kernel combines several groups of a sequence's columns, where they are many
+IN_TURNS = True  # a block of combine_kernel combines several groups of a sequence's packed query rows, where they are many
 BLOCKS = 8  # of combine_kernel, that a multiprocessor has at once
 
 
-def launched(config: DecodeConfig, sequences: int, columns: int, partials: int, multiprocessors: int) -> tuple[bool, tuple[int, int, int]]:
+def launched(
+    config: DecodeConfig, sequences: int, packed_rows: int, partials: int, multiprocessors: int
+) -> tuple[bool, tuple[int, int, int]]:
     """Whether a block combines each row, or a warp, and the grid of the kernel that does. partials: that a sequence and kv head has room
     for, where the cut is invariant."""
     pairs = sequences * config.kv_heads
     if config.invariant:
-        blocks = by_blocks(pairs * columns, partials, config.partials_at_once, multiprocessors)
+        blocks = by_blocks(pairs * packed_rows, partials, config.partials_at_once, multiprocessors)
     else:
         blocks = multiprocessors >= 8 * pairs  # few sequences: with more than eight partials each
     if blocks:
-        return True, (sequences, config.kv_heads, columns)
-    across = -(-sequences // config.combine_sequences), -(-columns // COMBINE_COLUMNS)
+        return True, (sequences, config.kv_heads, packed_rows)
+    across = -(-sequences // config.combine_sequences), -(-packed_rows // COMBINE_PACKED_ROWS)
     return False, (across[0], config.kv_heads, -(-across[1] // turns(config, across[0] * config.kv_heads * across[1], multiprocessors)))
 
 
@@ -33,9 +35,9 @@ def by_blocks(rows: int, partials: int, at_once: int, multiprocessors: int) -> b
 
 
 def turns(config: DecodeConfig, blocks: int, multiprocessors: int) -> int:
-    """Groups of columns that a block of combine_kernel combines, one after the other, where each group had a block it would take so many:
-    more than there are at once take turns anyway, and what is counted of a sequence and kv head is then counted once. As IN_TURNS in
-    combine.cuh."""
+    """Groups of packed query rows that a block of combine_kernel combines, one after the other, where each group had a block it would
+    take so many: more than there are at once take turns anyway, and what is counted of a sequence and kv head is then counted once. As
+    IN_TURNS in combine.cuh."""
     if not IN_TURNS or config.value_map == "MATRIX" or config.exact:
         return 1
     return -(-blocks // (BLOCKS * multiprocessors))

@@ -1,14 +1,14 @@
 // Paged decode and verify over quantized pages, written for sm_90.
 //
 // A warp owns a run of tiles, with its own ring of tiles in shared memory and its own running softmax: no barrier in the loop.
-// Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8 query columns fill N;
-// a column is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
+// Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8 packed query rows fill N;
+// a packed query row is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are combined in the block; combine_kernel combines the rest.
 // Where WHOLE_PAIRS, there is one launch: see whole_pairs.cuh.
 //
 // Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
-// QUERY_BF16 SOFTCAP RANGES FOLLOWS AFTER_WRITE WHOLE_PAIRS SEGMENTS MAPPED_SEGMENTS EXACT; COLUMNS BY_INTEGERS WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
-// ARGUMENT_BYTES PARTIAL_BYTES SPARE_LANES_COPY PARTIALS_AT_ONCE COMBINE_COLUMNS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
+// QUERY_BF16 SOFTCAP RANGES FOLLOWS AFTER_WRITE WHOLE_PAIRS SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
+// ARGUMENT_BYTES PARTIAL_BYTES SPARE_LANES_COPY PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "kernels.cuh"
 #include "query_mapper.cuh"
@@ -17,13 +17,13 @@
 
 constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
 
-// Grid (blocks, column groups).
+// Grid (blocks, packed query row groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_kernel(const __grid_constant__ AttendArguments a) {
   const Turn turn;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
   int *begun_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES), *ended_in = begun_in + WARPS;
-  const int worker = blockIdx.x * WARPS + warp, column0 = blockIdx.y * COLUMNS;
-  const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? column0 : 0);
+  const int worker = blockIdx.x * WARPS + warp, packed_row0 = blockIdx.y * PACKED_ROWS;
+  const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? packed_row0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
   int head, s, tile, left;
@@ -42,11 +42,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   }
   GivenQuery given;
   const auto is_mapper = [&](int nt) { return !SHARED_QUERIES || min(nt, pair.warps - 1) == warp - pair.first; };
-  if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, column0, is_mapper);
+  if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, packed_row0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
   Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left);
-  QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, column0);
+  QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, packed_row0);
   if constexpr (KEY_MAP == MATRIX) {
     if (lane == 0) begun_in[warp] = (INVARIANT ? run.is_of(worker) : left > 0) ? head * a.sequences + s : -1;
     __syncthreads();
@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         softmax.template add<N, decltype(masked)::value>(
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int k) {
-              // An empty column sees what the last query does: whether all columns have met a key depends on no place that is empty.
-              int key = (tile + n) * TILE + at.token + 8 * half, position = min(context + (column0 + own_column(k)) / GROUP, len - 1);
+              // An empty packed query row sees what the last query does: whether all packed query rows have met a key depends on no place that is empty.
+              int key = (tile + n) * TILE + at.token + 8 * half, position = min(context + (packed_row0 + own_packed_row(k)) / GROUP, len - 1);
               return key <= position && (window <= 0 || (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) && (!RANGES || key >= low && key < high);
             },
             [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
         tile += N;
       };
       while (tile < end) {
-        const bool masked = tile < all_in_window || tile >= all_see;  // in between, every column sees every token
+        const bool masked = tile < all_in_window || tile >= all_see;  // in between, every packed query row sees every token
         int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
         if (KEY_OFFSET) {
           const int group = min(tile / GROUP_TILES, a.offset_groups - 1);
@@ -125,22 +125,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       // A run's last partial goes to the ring, which is free then, to be combined; another's sequence is at its end, or goes on.
       __syncwarp();
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
-      u32* held = a.partials + ((i64)worker * a.all_columns + column0) * PARTIAL;  // nothing else is there yet
+      u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
       const int index = INVARIANT ? own.place(a) : 0;
       u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
-                : goes_on || WHOLE_PAIRS ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PARTIAL;
-      const auto place = [&](int column) { return WHOLE_PAIRS && INVARIANT ? pair.place(a, index, column) : to + column * PARTIAL; };
-      softmax.write(place, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
+                : goes_on || WHOLE_PAIRS ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
+      const auto place = [&](int packed_row) { return WHOLE_PAIRS && INVARIANT ? pair.place(a, index, packed_row) : to + packed_row * PARTIAL; };
+      softmax.write(place, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0), is_held ? held : nullptr);
       is_held = goes_on;
     }
     if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
       if (++s == a.sequences) s = 0, head++;
       tile = sequences.first_tile(s), is_new = true;
     }
-    if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0);
+    if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, packed_row0);
     else given.forget();
   }
-  if constexpr (WHOLE_PAIRS && INVARIANT) finish_partials(a, sequences, pair, warp, column0);
-  else if constexpr (WHOLE_PAIRS) finish_pair(a, sequences, pair, warp, column0);
-  else if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
+  if constexpr (WHOLE_PAIRS && INVARIANT) finish_partials(a, sequences, pair, warp, packed_row0);
+  else if constexpr (WHOLE_PAIRS) finish_pair(a, sequences, pair, warp, packed_row0);
+  else if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
 }

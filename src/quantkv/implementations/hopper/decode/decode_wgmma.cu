@@ -1,7 +1,7 @@
-// Paged decode and verify for many query columns, written for sm_90: as decode.cu, but what is unpacked is shared by a team of four warps.
+// Paged decode and verify for many packed query rows, written for sm_90: as decode.cu, but what is unpacked is shared by a team of four warps.
 //
 // A team owns a run of spans, of 64 tokens, with its own ring in shared memory and its own running softmax. Scores are K Q^T and outputs
-// V^T P^T by wgmma: tokens, then dimensions, fill M = 64, and up to 64 query columns fill N. Each warp unpacks the keys of 16 tokens, and a
+// V^T P^T by wgmma: tokens, then dimensions, fill M = 64, and up to 64 packed query rows fill N. Each warp unpacks the keys of 16 tokens, and a
 // quarter of the dimensions of the values of all 64, to registers, where wgmma takes them from; queries and weights it takes from shared memory.
 // So a warp meets the others once a span: when the weights are there. Partials are as in decode.cu, with teams in the place of warps.
 //
@@ -11,12 +11,12 @@
 
 static_assert(!AFTER_WRITE, "a team's loader waits for no write");
 
-// Grid (blocks, column groups).
+// Grid (blocks, packed query row groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_wgmma_kernel(const __grid_constant__ AttendArguments a) {
   const Turn turn;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / TEAM, member = warp % TEAM, lane = threadIdx.x % 32;
-  const int worker = blockIdx.x * WORKERS + team, column0 = blockIdx.y * COLUMNS;
-  const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? column0 : 0);
+  const int worker = blockIdx.x * WORKERS + team, packed_row0 = blockIdx.y * PACKED_ROWS;
+  const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? packed_row0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
   OwnRun run(sequences, a.resident);
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
   u32 base = shared_address(shared) + TABLES_BYTES + team * WORKER_BYTES;
   if (base % 1024) __trap();
   GivenQuery given;
-  if (left > 0) given.ask(queries, a.key_map, sequences, s, head, column0 + 8 * member);
+  if (left > 0) given.ask(queries, a.key_map, sequences, s, head, packed_row0 + 8 * member);
   SpanLoader loader(sequences, a, member, head, s, span, left);
   u32 slot = base + RING_AT, free_slot = slot + AHEAD * SPAN_BYTES;  // of the next span, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * SPAN_BYTES + member * TILE_BYTES);
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
     left -= end - span;
     if (end > span) {
       if (!INVARIANT || is_new) {  // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
-        query.load(given, queries, a, sequences, s, head, column0, member);
+        query.load(given, queries, a, sequences, s, head, packed_row0, member);
         stores_before_wgmma();
         meet(at.barrier);
         low = sequences.first_slot(s), high = sequences.slots(s);
@@ -69,12 +69,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
         wait_for_all_copies_but<AHEAD - 1>();
         __syncwarp();
         const int key = span * SPAN + member * TILE + at.token;  // of this lane, and the one 8 further
-        const bool masked = span < all_in_window || span >= all_see;  // in between, every column sees every token
+        const bool masked = span < all_in_window || span >= all_see;  // in between, every packed query row sees every token
         softmax.add(
             slot, at, span, scale, a.softcap, masked,
             [&] { loader.next(free_slot + member * TILE_BYTES); },
             [&](int half, int nt, int e) {
-              const int k = key + 8 * half, position = context + (column0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
+              const int k = key + 8 * half, position = context + (packed_row0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
               return k <= position && (window <= 0 || (CHUNKED ? k >= sequences.lowest(position, sequences.start(s)) : position - k < window)) && (!RANGES || k >= low && k < high);
             },
             [&](int half) { return key + 8 * half >= low; });
@@ -82,19 +82,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
       }
       // A run's last partial goes over queries and weights, to be combined; another's sequence is at its end, or goes on.
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
-      u32* held = a.partials + ((i64)worker * a.all_columns + column0) * PARTIAL;  // nothing else is there yet
+      u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
       u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + team * WORKER_BYTES)
-                : goes_on ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_columns + column0) * PARTIAL;
-      softmax.write(to, at, min(COLUMNS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - column0), is_held ? held : nullptr);
+                : goes_on ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
+      softmax.write(to, at, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0), is_held ? held : nullptr);
       is_held = goes_on;
     }
     if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
       if (++s == a.sequences) s = 0, head++;
       span = sequences.first_tile(s), is_new = true;
     }
-    if (left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, column0 + 8 * member);
+    if (left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, packed_row0 + 8 * member);
     else given.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
-  if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, column0);
+  if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
 }

@@ -12,25 +12,25 @@ DI void exact_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
   if (QUERY_BF16) mma_bfloat(c, a0, a1, a2, a3, b0, b1); else mma(c, a0, a1, a2, a3, b0, b1);
 }
 
-// For N columns of a sequence and kv head, from column0 on, tiles index, index + step, .. of what the exact segment has of it.
+// For N packed query rows of a sequence and kv head, from packed_row0 on, tiles index, index + step, .. of what the exact segment has of it.
 //
 // Chunks of 16 bytes are operands as they lie: keys and queries have their dimensions in one order, and values of two tokens pair up in
-// registers. A tile's tokens that are not the segment's are read as the nearest that is, and no column sees them.
+// registers. A tile's tokens that are not the segment's are read as the nearest that is, and no packed query row sees them.
 template <int N> struct Exact {
   const AttendArguments& a;
   const Sequences rows;
-  int s, head, column0, low = 0, high = 0, context, tile = 0, last = 0, columns;  // columns: as many as there are
+  int s, head, packed_row0, low = 0, high = 0, context, tile = 0, last = 0, packed_rows;  // packed_rows: as many as there are
   const u8* keys;  // of a page
-  float o[D / 16][4] = {}, top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};  // of columns 2 c and 2 c + 1, base 2; o times sum
+  float o[D / 16][4] = {}, top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};  // of packed query rows 2 c and 2 c + 1, base 2; o times sum
 
-  DI Exact(const AttendArguments& a, int s, int head, int column0, int index)
-      : a(a), rows(sequences_of(a, a.exact_start, a.exact_range)), s(s), head(head), column0(column0) {
+  DI Exact(const AttendArguments& a, int s, int head, int packed_row0, int index)
+      : a(a), rows(sequences_of(a, a.exact_start, a.exact_range)), s(s), head(head), packed_row0(packed_row0) {
     if (s >= a.sequences) return;
     const int queries = rows.queries(s);
     const Sequences::Slots slots = rows.all(s);
     low = slots.first, high = slots.past, context = a.seq_lens[s] - rows.start(s) - queries;
-    columns = min(N, queries * GROUP - column0);
-    tile = slots.first_tile(TILE) + index, last = columns > 0 ? slots.last_tile(TILE) : slots.first_tile(TILE);
+    packed_rows = min(N, queries * GROUP - packed_row0);
+    tile = slots.first_tile(TILE) + index, last = packed_rows > 0 ? slots.last_tile(TILE) : slots.first_tile(TILE);
     if (tile < last) find();
   }
   DI int tiles() const { return last - low / TILE; }
@@ -49,8 +49,8 @@ template <int N> struct Exact {
 
   DI void attend(int step) {
     if (tile >= last) return;
-    const int c = threadIdx.x % 4, column = column0 + min(threadIdx.x % 32 / 4, columns - 1);
-    const u16* query = Queries{a.q, a.q_token, a.q_head}.row(rows.first_query(s) + column / GROUP, head * GROUP + column % GROUP) + c * 8;
+    const int c = threadIdx.x % 4, packed_row = packed_row0 + min(threadIdx.x % 32 / 4, packed_rows - 1);
+    const u16* query = Queries{a.q, a.q_token, a.q_head}.row(rows.first_query(s) + packed_row / GROUP, head * GROUP + packed_row % GROUP) + c * 8;
     uint4 q[D / 32];
 #pragma unroll
     for (int m = 0; m < D / 32; m++) q[m] = load_past_l1((const uint4*)(query + 32 * m));
@@ -62,7 +62,7 @@ template <int N> struct Exact {
       find();
     }
   }
-  DI void add(const uint4 (&q)[D / 32]) {  // a tile. q: of column g
+  DI void add(const uint4 (&q)[D / 32]) {  // a tile. q: of packed query row g
     const int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
     float x[4] = {}, odd[4] = {};
     uint4 k[2][D / 32], v[4][EXACT_CHUNKS];  // of tokens g and g + 8; of 2 c, 2 c + 1 and those 8 further
@@ -85,7 +85,7 @@ template <int N> struct Exact {
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int key = tile * TILE + g + i / 2 * 8, position = context + (column0 + 2 * c + i % 2) / GROUP;
+      const int key = tile * TILE + g + i / 2 * 8, position = context + (packed_row0 + 2 * c + i % 2) / GROUP;
       const bool seen = key >= low && key < high && key <= position && (a.window <= 0 || (CHUNKED ? key >= rows.lowest(position, rows.start(s)) : position - key < a.window));
       float y = (x[i] + odd[i]) * a.exact_scale;
       if (SOFTCAP) y = a.softcap - 2.f * a.softcap * inverse(1.f + pow2(y));

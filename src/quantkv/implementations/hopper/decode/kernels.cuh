@@ -22,7 +22,7 @@ struct Turn {
 };
 
 // What the runs of a block's workers ended with, combined where they ended in one pair (-1: a worker without a run), of sequence s.
-DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int pair, int s, int column0) {
+DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int pair, int s, int packed_row0) {
   const int index = threadIdx.x / (32 * TEAM);
   if (threadIdx.x % (32 * TEAM) == 0) ended_in[index] = pair;
   __syncthreads();
@@ -30,9 +30,9 @@ DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* 
   int first = index, past = index + 1;
   while (first > 0 && ended_in[first - 1] == pair) first--;
   while (past < WORKERS && ended_in[past] == pair) past++;
-  u32* to = a.partials + ((i64)(worker - index + first) * a.all_columns + column0) * PARTIAL;
-  combine_partials(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first, min(COLUMNS, sequences.queries(s) * GROUP - column0),
-               [&](int column, int at, u32 x, u32 y) { *(uint2*)(to + column * PARTIAL + at) = make_uint2(x, y); });
+  u32* to = a.partials + ((i64)(worker - index + first) * a.all_packed_rows + packed_row0) * PARTIAL;
+  combine_partials(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first, min(PACKED_ROWS, sequences.queries(s) * GROUP - packed_row0),
+               [&](int packed_row, int at, u32 x, u32 y) { *(uint2*)(to + packed_row * PARTIAL + at) = make_uint2(x, y); });
 }
 
 // The partials of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut that is INVARIANT.
@@ -47,16 +47,16 @@ struct OwnPartials {
   DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
     const int row = place(a);
     index++;
-    return a.partials + (((i64)head * a.sequences + s) * a.pair_partials + row) * a.all_columns * PARTIAL + (i64)sequences.column0 * PARTIAL;
+    return a.partials + (((i64)head * a.sequences + s) * a.pair_partials + row) * a.all_packed_rows * PARTIAL + (i64)sequences.packed_row0 * PARTIAL;
   }
 };
 
-// combine_kernel: a warp a column; combine_one_kernel: a block, for few sequences, which have many partials.
+// combine_kernel: a warp a packed query row; combine_one_kernel: a block, for few sequences, which have many partials.
 #define COMBINE(NAME, N, S, COMBINERS, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(32 * N * S * COMBINERS, BLOCKS) NAME(const __grid_constant__ AttendArguments a) { \
     launch_next_kernel(); \
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
     combine<N, S, COMBINERS>(a, sequences_of(a, a.key_start, a.key_range), map); \
   }
-COMBINE(combine_kernel, COMBINE_COLUMNS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 5 : 8)
+COMBINE(combine_kernel, COMBINE_PACKED_ROWS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 5 : 8)
 COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, EXACT && D > 128 ? 1 : 2)

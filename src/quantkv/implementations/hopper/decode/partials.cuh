@@ -1,21 +1,21 @@
-// Partials of a result: of some of the keys of a sequence, of one kv head. A partial has, for each column, DV outputs in fp16, to be
+// Partials of a result: of some of the keys of a sequence, of one kv head. A partial has, for each packed query row, DV outputs in fp16, to be
 // multiplied by a power of two, and their base-2 log-sum-exp.
 #pragma once
 #include "lanes.cuh"
 
-constexpr int PARTIAL = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;  // words of a column, and where in them
+constexpr int PARTIAL = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;  // words of a packed query row, and where in them
 static_assert(FACTOR == LSE + 1 && LSE % 2 == 0, "two words that are put at once");
 static_assert(4 * PARTIAL == PARTIAL_BYTES, "partials are of another size in Python");
 
 // The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
 DI float partial_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
 
-// What the column of a partial that is held comes to together with later tokens of the same sequence, whose base-2 log-sum-exp is `lse`: how much the
+// What the packed query row of a partial that is held comes to together with later tokens of the same sequence, whose base-2 log-sum-exp is `lse`: how much the
 // outputs of each weigh, and the log-sum-exp of both.
 struct Joined {
   float both, sum, held, later;
-  DI Joined(const u32* column, float of_later) {
-    const float before = as_float(column[LSE]);
+  DI Joined(const u32* packed_row, float of_later) {
+    const float before = as_float(packed_row[LSE]);
     both = fmaxf(before, of_later);
     const float base = both == minus_infinity() ? 0.f : both;
     const float x = pow2(before - base), y = pow2(of_later - base);
@@ -27,11 +27,11 @@ struct Joined {
 };
 
 // One partial out of those of `count` workers, from address `partials` on; this worker, the index-th of so many, combines its share.
-// put(column, at, x, y): two words of the partial.
-template <class Put> DI void combine_partials(const u8* partials, int count, int index, int combiners, int columns, Put put) {
-  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < columns * (DV / 4); i += combiners * 32 * TEAM) {
-    const int column = i / (DV / 4), at = i % (DV / 4) * 2;
-    auto partial = [&](int w) { return (const u32*)(partials + w * WORKER_BYTES) + column * PARTIAL; };
+// put(packed query row, at, x, y): two words of the partial.
+template <class Put> DI void combine_partials(const u8* partials, int count, int index, int combiners, int packed_rows, Put put) {
+  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < packed_rows * (DV / 4); i += combiners * 32 * TEAM) {
+    const int packed_row = i / (DV / 4), at = i % (DV / 4) * 2;
+    auto partial = [&](int w) { return (const u32*)(partials + w * WORKER_BYTES) + packed_row * PARTIAL; };
     float top = minus_infinity(), sum = 0.f, factor = 0.f;
     uint2 about[WORKERS], x[WORKERS];  // all loads are on their way together
 #pragma unroll
@@ -48,8 +48,8 @@ template <class Put> DI void combine_partials(const u8* partials, int count, int
       sum += weight, acc.x += y * low(x[w].x), acc.y += y * high(x[w].x), acc.z += y * low(x[w].y), acc.w += y * high(x[w].y);
     }
     const float r = sum > 0.f ? inverse(sum) : 0.f;
-    put(column, at, half2(acc.x * r, acc.y * r), half2(acc.z * r, acc.w * r));
-    if (at == 0) put(column, LSE, as_bits(top + (sum > 0.f ? lg2(sum) : 0.f)), as_bits(factor));
+    put(packed_row, at, half2(acc.x * r, acc.y * r), half2(acc.z * r, acc.w * r));
+    if (at == 0) put(packed_row, LSE, as_bits(top + (sum > 0.f ? lg2(sum) : 0.f)), as_bits(factor));
   }
 }
 

@@ -15,27 +15,27 @@ struct Queries {  // 16-bit floats [T, KV_HEADS * GROUP, D], strides of the firs
   DI const u16* row(int t, int h) const { return first + t * token + h * head; }
 };
 
-struct EveryTile {  // of columns is this warp's
+struct EveryTile {  // of packed query rows is this warp's
   DI bool operator()(int) const { return true; }
 };
 
-// Columns as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16. They are asked for before the
+// Packed query rows as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16. They are asked for before the
 // tiles, behind which they would queue, and arrive while those are on their way.
 struct GivenQuery {
   u32 words[NT][DK / 8], signs[DK / 8];  // signs: of a Hadamard matrix
 
-  // A tile of columns, to their places.
-  static DI void ask(u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int column0, int nt) {
-    const bool halved = is_halved(nt) && !BY_INTEGERS;  // integers are moved once they are two to a column
-    const int place = threadIdx.x % 32 / 4, column = column0 + nt * 8 + (halved ? place / 2 : place);
-    const bool used = column < sequences.queries(s) * GROUP;  // what lies in odd places is not looked at
-    take(words, q.row(sequences.first_query(s) + column / GROUP, head * GROUP + column % GROUP), used);
+  // A tile of packed query rows, to their places.
+  static DI void ask(u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int packed_row0, int nt) {
+    const bool halved = is_halved(nt) && !BY_INTEGERS;  // integers are moved once they are two to a packed query row
+    const int place = threadIdx.x % 32 / 4, packed_row = packed_row0 + nt * 8 + (halved ? place / 2 : place);
+    const bool used = packed_row < sequences.queries(s) * GROUP;  // what lies in odd places is not looked at
+    take(words, q.row(sequences.first_query(s) + packed_row / GROUP, head * GROUP + packed_row % GROUP), used);
   }
   // sign_bits: null where all are positive. mine(nt): whether this warp maps that tile.
-  template <class Mine = EveryTile> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int column0, Mine mine = {}) {
+  template <class Mine = EveryTile> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int packed_row0, Mine mine = {}) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
-      if (mine(nt)) ask(words[nt], q, sequences, s, head, column0, nt);
+      if (mine(nt)) ask(words[nt], q, sequences, s, head, packed_row0, nt);
     if (KEY_MAP == HADAMARD) take(signs, sign_bits, sign_bits != nullptr);
   }
   // Where none are asked for: registers that are not waited with.
@@ -73,15 +73,15 @@ struct GivenQuery {
   }
 };
 
-// The query columns of one sequence and kv head as B operands, in the order of the keys' registers and divided by their units.
+// The packed query rows of one sequence and kv head as B operands, in the order of the keys' registers and divided by their units.
 struct Query {
   // Mapped queries are multiplied by NORM, about KEY_BLOCK^-1/2 where the map is a Hadamard matrix, to stay within fp16.
   static constexpr float NORM = KEY_MAP == HADAMARD ? (KEY_BLOCK > 256 ? 0.03125f : KEY_BLOCK > 128 ? 0.0625f : 0.125f) : 1.f;
   u32 b[NT][DK / 8];
-  float sum[NT][2];  // of the dimensions, in the unit of the scores, for columns 2 c and 2 c + 1
+  float sum[NT][2];  // of the dimensions, in the unit of the scores, for packed query rows 2 c and 2 c + 1
   u32 parked;        // shared address of b, where it is not kept in registers
 
-  // Every lane keeps what only it reads: two tiles of columns beside each other, or the only one.
+  // Every lane keeps what only it reads: two tiles of packed query rows beside each other, or the only one.
   static constexpr int PARKED_LANE = NT > 1 ? 16 : 8;
   static DI u32 parked_place(int nt, int w) { return NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256; }
   DI void park(int nt) const {
@@ -106,13 +106,13 @@ struct Query {
     }
   }
 
-  // Tile w of the operands, out of rows 16 w and following of the mapped columns.
+  // Tile w of the operands, out of rows 16 w and following of the mapped packed query rows.
   static DI void operands(u32& b0, u32& b1, const float (&y)[4], int w) {
     const float u0 = NORM / key_unit(2 * w), u1 = NORM / key_unit(2 * w + 1);
     b0 = transpose(operand_pair<KEY>(y[0] * u0, y[1] * u0)), b1 = transpose(operand_pair<KEY>(y[2] * u1, y[3] * u1));
   }
 
-  // Eight columns as GivenQuery has them, mapped BY_CHUNKS, to shared memory: the eight numbers of dimension d at place(d), 16 bytes.
+  // Eight packed query rows as GivenQuery has them, mapped BY_CHUNKS, to shared memory: the eight numbers of dimension d at place(d), 16 bytes.
   template <class Place> static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&signs)[DK / 8], Place place) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float y[D / 16][4] = {};
@@ -152,7 +152,7 @@ struct Query {
     }
   }
 
-  // A tile of columns as they were given.
+  // A tile of packed query rows as they were given.
   static DI void map(u32 (&b)[DK / 8], const u32 (&given)[DK / 8], const u32 (&signs)[DK / 8]) {
     u32 words[DK / 8], x[DK / 8];
     float y[DK / 16][4] = {};
@@ -180,7 +180,7 @@ struct Query {
     }
   }
 
-  // The tiles of columns that are mine(nt), in registers. assembled: where they are put together in shared memory, or were, by QueryMapper.
+  // The tiles of packed query rows that are mine(nt), in registers. assembled: where they are put together in shared memory, or were, by QueryMapper.
   template <class Mine> DI void map_tiles(const GivenQuery& given, u32 assembled, Mine mine) {
     const auto place = [&](int nt) { return [=](int d) { return assembled + nt * (16 * DK) + d * 16; }; };
     if constexpr (BY_CHUNKS) {

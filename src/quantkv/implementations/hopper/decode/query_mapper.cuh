@@ -11,12 +11,12 @@ struct QueryMapper {
   const u16* matrices;
   int stride;
   const Sequences& sequences;
-  int column0;
+  int packed_row0;
   KeyMatrix rows;
   u32 words[EARLY][NT][DK / 8];
 
-  DI QueryMapper(const Queries& q, const u16* matrices, int stride, const Sequences& sequences, int column0)
-      : q(q), matrices(matrices), stride(stride), sequences(sequences), column0(column0) {}
+  DI QueryMapper(const Queries& q, const u16* matrices, int stride, const Sequences& sequences, int packed_row0)
+      : q(q), matrices(matrices), stride(stride), sequences(sequences), packed_row0(packed_row0) {}
   static DI u32 slot(int warp) { return shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES + MAPPED_AT; }
   static DI int next(const int* begun_in, int w) {  // the next warp that begins with another pair than warp w
     const int pair = begun_in[w];
@@ -27,7 +27,7 @@ struct QueryMapper {
   DI KeyMatrix tile(int pair, int t) const { return KeyMatrix(matrices + (i64)head(pair) * stride, t); }
   DI void read(u32 (&words)[NT][DK / 8], int pair) const {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) GivenQuery::ask(words[nt], q, sequences, pair % sequences.count, head(pair), column0, nt);
+    for (int nt = 0; nt < NT; nt++) GivenQuery::ask(words[nt], q, sequences, pair % sequences.count, head(pair), packed_row0, nt);
   }
   DI void map(const u32 (&words)[NT][DK / 8], int t, u32 to) const {
 #pragma unroll

@@ -18,7 +18,7 @@ constexpr int SPAN = TEAM * TILE;      // tokens of what the line is cut into
 // Keys are counted by slots: that in slot 0 stands at position start(s). Where RANGES is 0 a segment has all keys of a sequence.
 struct Sequences {
   const int *lens, *cu_queries, *key_start, *key_range;
-  int count, window, lookback, column0;  // window: of a chunk, where they are CHUNKED; column0: the first column that is served
+  int count, window, lookback, packed_row0;  // window: of a chunk, where they are CHUNKED; packed_row0: the first packed query row that is served
   DI int queries(int s) const { return cu_queries[s + 1] - cu_queries[s]; }
   DI int first_query(int s) const { return cu_queries[s]; }
   DI int start(int s) const { return RANGES && key_start ? key_start[s] : 0; }
@@ -36,7 +36,7 @@ struct Sequences {
     int low = 0, high = len;
     if (window > 0) low = max(0, lowest(len - queries(s)));
     if (RANGES && key_range) low = max(low, key_range[2 * s]), high = min(high, key_range[2 * s + 1]);
-    if (INVARIANT && queries(s) * GROUP <= column0) low = high = 0;
+    if (INVARIANT && queries(s) * GROUP <= packed_row0) low = high = 0;
     return {RANGES ? max(0, low - begin) : low, high - begin};
   }
   DI int first_slot(int s) const { return all(s).first; }
@@ -149,6 +149,6 @@ struct OwnRun {
   }
 };
 
-DI Sequences sequences_of(const AttendArguments& a, const int* key_start, const int* key_range, int column0 = 0) {
-  return {a.seq_lens, a.cu_queries, key_start, key_range, a.sequences, a.window, a.chunk_lookback, column0};
+DI Sequences sequences_of(const AttendArguments& a, const int* key_start, const int* key_range, int packed_row0 = 0) {
+  return {a.seq_lens, a.cu_queries, key_start, key_range, a.sequences, a.window, a.chunk_lookback, packed_row0};
 }

@@ -8,17 +8,17 @@ template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Part<0>()) t
   if constexpr (I + 1 < N) each_part<N, I + 1>(f);
 }
 
-// The running softmax of a warp, base 2. m and l are per column (of this lane's tokens only: l). o, bias and mass carry the
+// The running softmax of a warp, base 2. m and l are per packed query row (of this lane's tokens only: l). o, bias and mass carry the
 // factor v_norm, a power of two that keeps p * scale within fp16 whatever the values' scales are.
 //
 // Codes with a CENTRE are multiplied as they are, which is free, and what they are too large by is taken off o every few tiles:
 // mass, which one more product sums, of the zero points (subnormals like the codes) or of ones, to be multiplied by CENTRE. Not
 // once at the end: the tensor core truncates as it accumulates, and an uncentred sum would drift with the number of tokens. Where
-// 32 columns share a code, taking its zero point or CENTRE off it (SUBTRACT) costs less than the registers of their masses.
+// 32 packed query rows share a code, taking its zero point or CENTRE off it (SUBTRACT) costs less than the registers of their masses.
 struct Softmax {
   float o[NT][DV / 16][4], m[OWN], l[OWN], bias[OWN], mass[NT][4], v_norm;
-  u32 seen;     // a bit for each column of this lane that has met a key
-  float limit;  // scores up to this need no new m; -inf while some column of the warp has not
+  u32 seen;     // a bit for each packed query row of this lane that has met a key
+  float limit;  // scores up to this need no new m; -inf while some packed query row of the warp has not
 
   DI Softmax() : v_norm(as_float(0x53800000u)), seen(0), limit(minus_infinity()) {
 #pragma unroll
@@ -32,7 +32,7 @@ struct Softmax {
         for (int i = 0; i < DV / 16; i++) o[nt][i][e] = 0.f;
       }
   }
-  DI float& output(int k, int j) { return o[k / 2][j / 2][k % 2 + j % 2 * 2]; }  // of column k, dimension j of a lane's
+  DI float& output(int k, int j) { return o[k / 2][j / 2][k % 2 + j % 2 * 2]; }  // of packed query row k, dimension j of a lane's
 
   DI void centre() {
 #pragma unroll
@@ -69,7 +69,7 @@ struct Softmax {
   template <int N, class More>
   DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS], const u32 (&metas)[N][2], u32 (&squares)[N][2], const Lane& at,
                    const Query& q, More more) const {
-    // Products depend on each other: with one tile of columns alone, two sums take half the time. Queries that one tile may serve, of an
+    // Products depend on each other: with one tile of packed query rows alone, two sums take half the time. Queries that one tile may serve, of an
     // invariant cut, have the same bits with two.
     constexpr int PAIRED = NT == 1 || INVARIANT && GROUP <= 8 ? NT : 0;
     float y[N][NT][4], odd[N][PAIRED + 1][4] = {};
@@ -137,7 +137,7 @@ struct Softmax {
       for (int r = 0; r < 2; r++) {
         int x = q.whole(y[2 * r], y[2 * r + 1]);
         if constexpr (Key::ZERO_POINTS) x -= (int)zero_code(metas[n][r]) * q.sum;
-        s[n][0][r] = (float)x;  // in the column's unit
+        s[n][0][r] = (float)x;  // in the packed query row's unit
       }
     }
   }
@@ -176,7 +176,7 @@ struct Softmax {
       const KeyScores key(metas[n], norms[0], norms[2], q.in_unit(scale));
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
-        u32 offset[2] = {};  // what is added to the scores of columns 2 nt and 2 nt + 1, of both rows
+        u32 offset[2] = {};  // what is added to the scores of packed query rows 2 nt and 2 nt + 1, of both rows
         if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
 #pragma unroll
         for (int k = 2 * nt; k < min(2 * nt + 2, OWN); k++)
@@ -187,7 +187,7 @@ struct Softmax {
   }
 
   // Adds N tiles: their scores, as above, and values.
-  // valid(n, half, k): may column k of this lane see its token (half: + 8) of tile n? ours(n, half): is it of the segment?
+  // valid(n, half, k): may packed query row k of this lane see its token (half: + 8) of tile n? ours(n, half): is it of the segment?
   template <int N, bool MASKED, class Copies, class Valid, class Ours>
   DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies, Valid valid,
               Ours ours) {
@@ -257,7 +257,7 @@ struct Softmax {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const float u = v_scale[n][r] * v_norm;
-          float pair[2] = {};  // of columns 2 nt and 2 nt + 1, of which there may be no second
+          float pair[2] = {};  // of packed query rows 2 nt and 2 nt + 1, of which there may be no second
 #pragma unroll
           for (int k = 2 * nt; k < min(2 * nt + 2, OWN); k++) {
             l[k] += e[n][k][r], pair[k % 2] = e[n][k][r] * u;
@@ -288,16 +288,16 @@ struct Softmax {
     }
   }
 
-  // The result so far, each column to to(column) [PARTIAL], in shared or global memory; columns beyond `columns` are not written. held: what
-  // earlier tiles of the same sequence came to [columns, PARTIAL], possibly at the same place, or null.
-  template <class To> DI void write(To to, int columns, const u32* held) {
+  // The result so far, each packed query row to to(packed_row) [PARTIAL], in shared or global memory; packed query rows beyond `packed_rows` are not written. held: what
+  // earlier tiles of the same sequence came to [packed_rows, PARTIAL], possibly at the same place, or null.
+  template <class To> DI void write(To to, int packed_rows, const u32* held) {
     if (CENTRED_LATER) centre();
     const int g = threadIdx.x % 32 / 4;
     // Of dimension j of this lane and the next. Where they are no neighbours, pairs of lanes exchange one of each two.
     const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
-    const auto old = [&](int k) { return held + own_column(k) * PARTIAL; };
-    const auto is_old = [&](int k) { return held && own_column(k) < columns; };
-    // What branches by column has a loop of its own: the compiler moves nothing of another column across a branch.
+    const auto old = [&](int k) { return held + own_packed_row(k) * PARTIAL; };
+    const auto is_old = [&](int k) { return held && own_packed_row(k) < packed_rows; };
+    // What branches by packed query row has a loop of its own: the compiler moves nothing of another packed query row across a branch.
     float lse[OWN], factor[OWN];
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
@@ -349,8 +349,8 @@ struct Softmax {
     static_assert(RUN % 4 || DV / 8 % 4 == 0, "two words of a run at once");
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
-      if (own_column(k) >= columns) continue;
-      u32* partial = to(own_column(k));
+      if (own_packed_row(k) >= packed_rows) continue;
+      u32* partial = to(own_packed_row(k));
       if (g == 0) partial[LSE] = as_bits(lse[k]), partial[FACTOR] = as_bits(factor[k]);
       const auto pair = [&](int j) { return half2(output(k, j), output(k, j + 1)); };
 #pragma unroll

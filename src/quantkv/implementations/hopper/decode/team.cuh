@@ -4,7 +4,7 @@
 #include "warpgroup.cuh"
 
 static_assert(TEAM == 4 && WARPS % TEAM == 0 && D <= 256 && DV <= 256, "a warpgroup, whose registers have room for such rows");
-constexpr int TILES = COLUMNS / 8, SLABS = (DK + 63) / 64;  // tiles of 8 columns; matrices of 64 numbers of a query a row
+constexpr int TILES = PACKED_ROWS / 8, SLABS = (DK + 63) / 64;  // tiles of 8 packed query rows; matrices of 64 numbers of a query a row
 constexpr int AHEAD = STAGES - 1, SPAN_BYTES = TEAM * TILE_BYTES;
 
 // Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as two fp16 numbers.
@@ -13,16 +13,16 @@ constexpr bool SUMMED = KEY::ZERO_POINTS || KEY::ZERO > 0.f;
 constexpr float MOVED = 16.f;
 static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f, "zeros are fp16 numbers in the unit of the codes");
 
-// Shared memory of a team, in bytes: the queries, SLABS matrices of a row a column; their sums, the first 16 numbers of such a row (whether SUMMED or not); weights
-// of a span's tokens, a row a column, of this span and the last; the ring; what warps tell each other; values'
+// Shared memory of a team, in bytes: the queries, SLABS matrices of a row a packed query row; their sums, the first 16 numbers of such a row (whether SUMMED or not); weights
+// of a span's tokens, a row a packed query row, of this span and the last; the ring; what warps tell each other; values'
 // zero points, of this span and the last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
-constexpr int SLAB = COLUMNS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
+constexpr int SLAB = PACKED_ROWS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
 constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, TOLD_AT = RING_AT + STAGES * SPAN_BYTES;
-constexpr int TOLD = 2 * COLUMNS + 4;  // numbers of a warp
-constexpr int ZEROS_AT = TOLD_AT + TEAM * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * SPAN, OFFSETS_AT = QUERY_SUMS_AT + 4 * COLUMNS;
-constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * COLUMNS * 4 : 0);
+constexpr int TOLD = 2 * PACKED_ROWS + 4;  // numbers of a warp
+constexpr int ZEROS_AT = TOLD_AT + TEAM * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * SPAN, OFFSETS_AT = QUERY_SUMS_AT + 4 * PACKED_ROWS;
+constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * PACKED_ROWS * 4 : 0);
 static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0, "shared memory is laid out in another way in Python");
-static_assert(COLUMNS * PARTIAL_BYTES <= TOLD_AT, "a partial lies over queries, weights and the ring");
+static_assert(PACKED_ROWS * PARTIAL_BYTES <= TOLD_AT, "a partial lies over queries, weights and the ring");
 
 // Products of a warpgroup, or the same by each warp for itself: b is what wgmma is told of the matrix.
 template <class C, bool ADD = true> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
@@ -169,7 +169,7 @@ template <> struct OwnValues<false> {  // codes lie across 16-bit boundaries, or
   static DI int dim(int member, int g, int j) { return (member * 8 + g) * OWN_RUN + j; }
 };
 
-// The queries of one sequence and kv head in shared memory, each warp some of the columns.
+// The queries of one sequence and kv head in shared memory, each warp some of the packed query rows.
 struct TeamQueries {
   u32 base;  // the team's shared memory
   DI u32 operand(int nt, int w, int half) const {  // of this lane: what is b[2 w + half] of its Query
@@ -184,12 +184,12 @@ struct TeamQueries {
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
   }
-  // given: the first columns of this warp, `member` of the team.
-  DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int head, int column0, int member) const {
+  // given: the first packed query rows of this warp, `member` of the team.
+  DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int head, int packed_row0, int member) const {
 #pragma unroll 1
     for (int nt = member; nt < TILES; nt += TEAM) {
       Query query;
-      if (nt > member) given.ask(q, a.key_map, sequences, s, head, column0 + 8 * nt);
+      if (nt > member) given.ask(q, a.key_map, sequences, s, head, packed_row0 + 8 * nt);
       if constexpr (KEY_MAP == MATRIX) {
         u32 x[DK / 8];
         Query::arrange(x, given.words[0]);
@@ -216,7 +216,7 @@ struct TeamQueries {
       }
       Query::add_up(query.sum[0], query.b[0]);
       const int lane = threadIdx.x % 32, row = 8 * nt + 2 * lane;
-      if (lane < 4) {  // g = 0: the columns 2 c and 2 c + 1
+      if (lane < 4) {  // g = 0: the packed query rows 2 c and 2 c + 1
         if (KEY::BIASED) store_shared(base + QUERY_SUMS_AT + 4 * row, as_bits(query.sum[0][0]), as_bits(query.sum[0][1]));
         if constexpr (SUMMED) {
 #pragma unroll

@@ -2,12 +2,12 @@
 #pragma once
 #include "team.cuh"
 
-constexpr bool SUBTRACT = VALUE::CENTRE > 0;  // codes are taken about their zero: many columns share them
+constexpr bool SUBTRACT = VALUE::CENTRE > 0;  // codes are taken about their zero: many packed query rows share them
 
 // What a lane is in its team, and where it finds its part of a span.
 struct TeamLane : KeyLane {
   int member, c, barrier;
-  u32 base, weights;  // of the team's shared memory; to where this lane's row of a matrix of weights is, for two tiles of columns
+  u32 base, weights;  // of the team's shared memory; to where this lane's row of a matrix of weights is, for two tiles of packed query rows
   OwnValues<IN_HALVES> values;
   DI TeamLane(int member, int barrier, u32 base)
       : KeyLane(threadIdx.x % 32 / 4, threadIdx.x % 4), member(member), c(threadIdx.x % 4), barrier(barrier), base(base), values(member) {
@@ -19,11 +19,11 @@ struct TeamLane : KeyLane {
   DI float* told(int by) const { return (float*)(shared + (base - shared_address(shared)) + TOLD_AT) + by * TOLD; }
 };
 
-// The running softmax of a team, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in all lanes of a column; l and bias
+// The running softmax of a team, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in all lanes of a packed query row; l and bias
 // are of this lane's tokens; o is of this warp's dimensions.
 struct TeamSoftmax {
   float o[OWN_SLABS][TILES][4], m[TILES][2], l[TILES][2], bias[TILES][2], v_norm;
-  u32 seen;  // a bit for each column of this lane that has met a key
+  u32 seen;  // a bit for each packed query row of this lane that has met a key
 
   DI TeamSoftmax() : v_norm(as_float(0x53800000u)), seen(0) {
 #pragma unroll
@@ -48,9 +48,9 @@ struct TeamSoftmax {
         if (lane < 4) mine[nt * 8 + 2 * at.c + e] = top;
       }
     v = max_over_tokens(v);
-    if (lane == 0) mine[COLUMNS] = v;
+    if (lane == 0) mine[PACKED_ROWS] = v;
     meet(at.barrier);
-    for (int w = 0; w < TEAM; w++) v = fmaxf(v, at.told(w)[COLUMNS]);
+    for (int w = 0; w < TEAM; w++) v = fmaxf(v, at.told(w)[PACKED_ROWS]);
     u32 fit = 0x7f000000u - (as_bits(v) & 0x7f800000u);  // the power of two that brings v to [1, 2)
     fit = min(fit, as_bits(v_norm));
     const float rv = as_float(0x3f800000u + fit - as_bits(v_norm));
@@ -109,8 +109,8 @@ struct TeamSoftmax {
     keep_tiles(s);
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++) {
-      u32 offset[2] = {}, sum[2] = {};  // of both columns
-      if (KEY_OFFSET) load_shared<8>(at.base + OFFSETS_AT + (span % 16 * COLUMNS + nt * 8 + 2 * at.c) * 4, offset);
+      u32 offset[2] = {}, sum[2] = {};  // of both packed query rows
+      if (KEY_OFFSET) load_shared<8>(at.base + OFFSETS_AT + (span % 16 * PACKED_ROWS + nt * 8 + 2 * at.c) * 4, offset);
       if (KEY::BIASED) load_shared<8>(at.base + QUERY_SUMS_AT + (nt * 8 + 2 * at.c) * 4, sum);
 #pragma unroll
       for (int i = 0; i < 4; i++) s[nt][i] = key(i / 2, s[nt][i], as_float(offset[i & 1]), as_float(sum[i & 1]), softcap, m[nt][i & 1]);
@@ -134,7 +134,7 @@ struct TeamSoftmax {
     }
   };
 
-  // Adds the span at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt, e): may column 2 c + e of
+  // Adds the span at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt, e): may packed query row 2 c + e of
   // nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both are asked if `masked`.
   template <class Copies, class Valid, class Ours>
   DI void add(u32 slot, const TeamLane& at, int span, float scale, float softcap, bool masked, Copies copies, Valid valid, Ours ours) {
@@ -152,7 +152,7 @@ struct TeamSoftmax {
     }
     const float v_top = fmaxf(weigh.scale[0], weigh.scale[1]);
     float sums[TILES][2], biases[TILES][2], limit = 16.f;
-    bool unseen = seen != (1u << 2 * TILES) - 1;  // a column has not met a key yet
+    bool unseen = seen != (1u << 2 * TILES) - 1;  // a packed query row has not met a key yet
     for (;;) {  // once more where m has moved
       const float u0 = weigh.scale[0] * v_norm, u1 = weigh.scale[1] * v_norm;
       float top = v_top * v_norm;
@@ -224,9 +224,9 @@ struct TeamSoftmax {
     commit_products();
   }
 
-  // The result so far to `to` [columns, PARTIAL], in shared or global memory; columns beyond `columns` are not written. held: what
+  // The result so far to `to` [packed_rows, PARTIAL], in shared or global memory; packed query rows beyond `packed_rows` are not written. held: what
   // earlier spans of the same sequence came to, in the same form and possibly at the same place, or null.
-  DI void write(u32* to, const TeamLane& at, int columns, const u32* held) {
+  DI void write(u32* to, const TeamLane& at, int packed_rows, const u32* held) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = at.c;
     const auto value = [&](int nt, int e, int j) -> float& { return o[j / 2][nt][e + j % 2 * 2]; };
     const auto place = [&](int j) { return OwnValues<IN_HALVES>::dim(at.member, OWN_RUN == 1 ? g & ~1 : g, j + (OWN_RUN == 1 ? g % 2 : 0)) / 2; };
@@ -237,16 +237,16 @@ struct TeamSoftmax {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float sum = sum_over_tokens(l[nt][e]), b = VALUE::BIASED ? sum_over_tokens(bias[nt][e]) : 0.f;
-        if (g == 0) at.told(at.member)[nt * 8 + 2 * c + e] = sum, at.told(at.member)[COLUMNS + nt * 8 + 2 * c + e] = b;
+        if (g == 0) at.told(at.member)[nt * 8 + 2 * c + e] = sum, at.told(at.member)[PACKED_ROWS + nt * 8 + 2 * c + e] = b;
       }
     meet(at.barrier);  // all products with queries and weights have ended
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int column = nt * 8 + 2 * c + e;
+        const int packed_row = nt * 8 + 2 * c + e;
         float sum = 0.f, z = 0.f;
-        for (int w = 0; w < TEAM; w++) sum += at.told(w)[column], z += VALUE::BIASED ? at.told(w)[COLUMNS + column] : 0.f;
+        for (int w = 0; w < TEAM; w++) sum += at.told(w)[packed_row], z += VALUE::BIASED ? at.told(w)[PACKED_ROWS + packed_row] : 0.f;
         const float r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
         z *= r, lse[nt][e] = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity();
 #pragma unroll
@@ -260,8 +260,8 @@ struct TeamSoftmax {
         }
         // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
         factor[nt][e] = partial_factor(32.f * inverse_power(v_norm));
-        if (held && column < columns) {
-          const u32* old = held + column * PARTIAL;
+        if (held && packed_row < packed_rows) {
+          const u32* old = held + packed_row * PARTIAL;
           const Joined all(old, lse[nt][e]);
           const float u = all.held * as_float(old[FACTOR]), w = all.later;
 #pragma unroll
@@ -290,18 +290,18 @@ struct TeamSoftmax {
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int column = nt * 8 + 2 * c + e;
+        const int packed_row = nt * 8 + 2 * c + e;
         if (WIDE) {
           float top = 0.f;
-          for (int w = 0; w < TEAM; w++) top = fmaxf(top, at.told(w)[column]);
+          for (int w = 0; w < TEAM; w++) top = fmaxf(top, at.told(w)[packed_row]);
           factor[nt][e] = partial_factor(top);
         }
-        if (column >= columns) continue;
+        if (packed_row >= packed_rows) continue;
         const float shrink = inverse_power(factor[nt][e]);
-        if (at.member == 0 && g == 0) to[column * PARTIAL + LSE] = as_bits(lse[nt][e]), to[column * PARTIAL + FACTOR] = as_bits(factor[nt][e]);
+        if (at.member == 0 && g == 0) to[packed_row * PARTIAL + LSE] = as_bits(lse[nt][e]), to[packed_row * PARTIAL + FACTOR] = as_bits(factor[nt][e]);
 #pragma unroll
         for (int j = 0; j < OWN_DIMS; j += 2)
-          if (is_there(j)) to[column * PARTIAL + place(j)] = half2(value(nt, e, j) * shrink, value(nt, e, j + 1) * shrink);
+          if (is_there(j)) to[packed_row * PARTIAL + place(j)] = half2(value(nt, e, j) * shrink, value(nt, e, j + 1) * shrink);
       }
   }
 };

@@ -38,7 +38,7 @@ struct TileCopier {
     if (K_ROW == V_ROW) v_to = k_to; else keep(v_to);
   }
   // Bytes of the chunk'th 16 of a tile's rows that are copied. Rows before `from` that share it with others come along: codes that no
-  // column sees, and nothing but integers.
+  // packed query row sees, and nothing but integers.
   template <int ROW> static DI int wanted(u32 chunk, int valid, int from) {
     if constexpr (ROW % 16 == 0) {
       const int row = chunk / (ROW / 16);

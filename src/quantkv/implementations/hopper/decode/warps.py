@@ -15,12 +15,12 @@ from ..host.records import page_bytes, row_macros
 
 TILE = 16  # tokens of a tile: rows of an mma
 MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
-INTEGER_COLUMNS = 4  # that share products with keys by integers; more take as long by fp16, or longer
+INTEGER_PACKED_ROWS = 4  # that share products with keys by integers; more take as long by fp16, or longer
 EXACT_TILES = 8  # of a sequence that the combine kernel attends to itself, at most
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 SPARE_LANES_COPY = True  # the metadata of a tile, as other lanes do: `TileCopier.copy`. False for a checker that takes it for a race
 BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
-COMBINE_COLUMNS, COMBINE_WARPS = 4, 8  # columns of a block of combine_kernel; warps of a block of combine_one_kernel
+COMBINE_PACKED_ROWS, COMBINE_WARPS = 4, 8  # packed query rows of a block of combine_kernel; warps of a block of combine_one_kernel
 # Of an invariant cut (`Sequences.partials`): `partials_first` partials or fewer, of PARTIAL_LEAST tiles or more; twice as many where these
 # are no shorter; and twice as many again, and so on, where they would be longer than PARTIAL_MOST, until one sequence has enough for all
 # warps. Shorter partials balance better; each costs a softmax that begins anew and outputs that are combined. Of a team all this is in
@@ -30,8 +30,8 @@ PARTIAL_LEAST, PARTIAL_MOST, PARTIALS_ENOUGH = 10, 44, 1024
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What one compiled kernel is made for. `record_bytes`: bytes from one head's page record to the next. `columns`: that a block serves.
-    `by_integers`: products with keys are of 8-bit integers."""
+    """What one compiled kernel is made for. `record_bytes`: bytes from one head's page record to the next. `packed_rows`: that a block
+    serves. `by_integers`: products with keys are of 8-bit integers."""
 
     key: Codec
     value: Codec
@@ -42,7 +42,7 @@ class DecodeConfig:
     block_size: int
     record_bytes: int
     bf16: bool
-    columns: int
+    packed_rows: int
     softcap: bool
     key_map: str = "NO_MAP"  # or HADAMARD or MATRIX: `KernelMap.kind`
     value_map: str = "NO_MAP"
@@ -118,9 +118,9 @@ class DecodeConfig:
         return self.key.hopper()
 
     @property
-    def column_tiles(self) -> int:
-        """Tiles of 8 columns, the last of which may be half full."""
-        return -(-self.columns // 8)
+    def packed_row_tiles(self) -> int:
+        """Tiles of 8 packed query rows, the last of which may be half full."""
+        return -(-self.packed_rows // 8)
 
     @property
     def key_dimensions(self) -> int:
@@ -165,11 +165,11 @@ class DecodeConfig:
     def worker_bytes(self) -> int:
         """Shared memory of a warp: as MAPPED_AT in ring.cuh, and mapped queries."""
         ring = self.stages * self.tile_bytes + self.beside_ring
-        return max(ring, self.columns * self.partial_bytes) + self.mapped_bytes
+        return max(ring, self.packed_rows * self.partial_bytes) + self.mapped_bytes
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of one column of a partial: fp16 outputs, the log-sum-exp and a factor, padded to 16 bytes."""
+        """Bytes of one packed query row of a partial: fp16 outputs, the log-sum-exp and a factor, padded to 16 bytes."""
         return 2 * self.head_size_v + 16
 
     @property
@@ -181,7 +181,7 @@ class DecodeConfig:
     @property
     def score_bytes(self) -> int:
         """Shared memory of a warp for the scores of key offsets."""
-        return 4 * TILE * 8 * self.column_tiles if self.key_offset else 0
+        return 4 * TILE * 8 * self.packed_row_tiles if self.key_offset else 0
 
     @property
     def beside_ring(self) -> int:
@@ -190,20 +190,20 @@ class DecodeConfig:
 
     @property
     def parked_tiles(self) -> int:
-        """Tiles of columns, as they are parked: one, or in pairs."""
-        return self.column_tiles + (self.column_tiles % 2 if self.column_tiles > 1 else 0)
+        """Tiles of packed query rows, as they are parked: one, or in pairs."""
+        return self.packed_row_tiles + (self.packed_row_tiles % 2 if self.packed_row_tiles > 1 else 0)
 
     @property
     def query_bytes(self) -> int:
         """Bytes of the queries of a warp, 2 a number."""
-        return 2 * self.key_dimensions * 8 * self.column_tiles
+        return 2 * self.key_dimensions * 8 * self.packed_row_tiles
 
     @property
     def parked_bytes(self) -> int:
         """Shared memory of a warp for queries that its registers have no room for."""
         if self.mapped_bytes:
             return 0  # they stay there
-        parked = self.head_size > 256 or (self.column_tiles > 1 and self.column_tiles * self.head_size > 128)
+        parked = self.head_size > 256 or (self.packed_row_tiles > 1 and self.packed_row_tiles * self.head_size > 128)
         return 16 * self.key_dimensions * self.parked_tiles if parked else 0
 
     @property
@@ -224,7 +224,7 @@ class DecodeConfig:
     @property
     def inbox_bytes(self) -> int:
         """Shared memory of a block for what the others of its cluster send it, and its counter."""
-        return 32 + (self.columns + LARGEST_CLUSTER) * self.partial_bytes if self.whole_pairs and not self.invariant else 0
+        return 32 + (self.packed_rows + LARGEST_CLUSTER) * self.partial_bytes if self.whole_pairs and not self.invariant else 0
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
@@ -239,11 +239,11 @@ class DecodeConfig:
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PARTIALS_FIRST=self.partials_first, PARTIAL_LEAST=self.partial_least, PARTIAL_MOST=PARTIAL_MOST,
             PARTIALS_ENOUGH=PARTIALS_ENOUGH // self.team, PARTIALS_AT_ONCE=self.partials_at_once,
-            EXACT=self.exact, COLUMNS=self.columns, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
+            EXACT=self.exact, PACKED_ROWS=self.packed_rows, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
             BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,
             WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PARTIAL_BYTES=self.partial_bytes,
             SPARE_LANES_COPY=int(SPARE_LANES_COPY),
-            COMBINE_COLUMNS=COMBINE_COLUMNS, COMBINE_SEQUENCES=self.combine_sequences, COMBINE_WARPS=COMBINE_WARPS,
+            COMBINE_PACKED_ROWS=COMBINE_PACKED_ROWS, COMBINE_SEQUENCES=self.combine_sequences, COMBINE_WARPS=COMBINE_WARPS,
             ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
 
@@ -262,7 +262,7 @@ def choose(
     block_size: int,
     record_bytes: int,
     bf16: bool,
-    columns: int,
+    packed_rows: int,
     softcap: bool,
     key_map: str = "NO_MAP",
     value_map: str = "NO_MAP",
@@ -275,28 +275,27 @@ def choose(
     More warps hide latency until registers spill (255 for each of 8 warps, 168 of 12, 128 of 16), and so do two tiles a step,
     whose chains of products are independent; little work (capacity: tiles that may be read) is cut among fewer. Keys and values of
     2 bits, which are limited by arithmetic, are up to 9 % faster with 16 warps, 4 bits 1 % slower. Of small tiles
-    more must be on their way, and of head sizes that are no powers of two more are 1 to 3 % faster. Up to 32 columns share what is
-    unpacked, 16 of rows of more than 128 numbers; three tiles of 8 columns take less time than four.
-    """
+    more must be on their way, and of head sizes that are no powers of two more are 1 to 3 % faster. Up to 32 packed query rows share
+    what is unpacked, 16 of rows of more than 128 numbers; three tiles of 8 packed query rows take less time than four."""
     size = max(key.hopper().dimensions(head_size), head_size_v)
     most = 1 if size > 256 else 2 if size > 128 or key_map == "MATRIX" else 4
-    column_tiles = min(-(-columns // 8), most)
+    packed_row_tiles = min(-(-packed_rows // 8), most)
     whole = key.hopper().dimensions(head_size) % 32 == 0  # a product takes so many
-    by_integers = key.hopper().integers and whole and columns <= INTEGER_COLUMNS and key_map != "MATRIX" and not key_offset
-    columns = min(4 * -(-columns // 4), 8 * column_tiles)
-    if size > 256 or column_tiles > 2:
+    by_integers = key.hopper().integers and whole and packed_rows <= INTEGER_PACKED_ROWS and key_map != "MATRIX" and not key_offset
+    packed_rows = min(4 * -(-packed_rows // 4), 8 * packed_row_tiles)
+    if size > 256 or packed_row_tiles > 2:
         shape = dict(warps=8, max_stages=3)
     else:
-        few = column_tiles * size <= 128
+        few = packed_row_tiles * size <= 128
         warps = min(12, key.hopper().warps) if few and capacity > 1 << 14 else 8
         if warps == 12 and by_integers and key.row.code_bits + value.row.code_bits <= 4:
             warps = 16
         small = few and key.row.code_bits * head_size + value.row.code_bits * head_size_v <= (256 if warps == 16 else 512)
         shape = dict(warps=warps, tiles_per_step=2, max_stages=6 if small or head_size & head_size - 1 else 4)
-    sizes = (head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, columns, softcap)
+    sizes = (head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, packed_rows, softcap)
     config = DecodeConfig(key, value, *sizes, key_map, value_map, key_offset, by_integers=by_integers, **shape)
-    if size > 128 and column_tiles > 1 and config.stages < 4:
-        config = replace(config, columns=8)  # two tiles a step of few columns are faster than one of many
+    if size > 128 and packed_row_tiles > 1 and config.stages < 4:
+        config = replace(config, packed_rows=8)  # two tiles a step of few packed query rows are faster than one of many
     if config.stages < 4:
         config = replace(config, tiles_per_step=1)
     least = 3 if size <= 256 else 2  # one tile of such rows on its way is enough

@@ -10,24 +10,24 @@ from ..host.launch import SHARED_BYTES
 from . import warps
 from .warps import TILE, DecodeConfig
 
-MOST_COLUMNS = 128  # of a kv head: its query heads times the queries of a sequence
-MANY_COLUMNS = 17  # from so many on a team shares what it unpacks; above MOST_COLUMNS: never
+MOST_PACKED_ROWS = 128  # of a kv head: its query heads times the queries of a sequence
+MANY_PACKED_ROWS = 17  # from so many on a team shares what it unpacks; above MOST_PACKED_ROWS: never
 BY_WGMMA = True  # products of a team: of all four warps, by wgmma; or of each, by mma, out of the same shared memory
 TEAM = 4  # warps
-COLUMN_TILES = (1, 2, 3, 4, 6, 8)  # that wgmma is written for
+PACKED_ROW_TILES = (1, 2, 3, 4, 6, 8)  # that wgmma is written for
 
 
 def most_queries() -> int:
     """Of a sequence."""
-    return 16 if MANY_COLUMNS <= MOST_COLUMNS else 8
+    return 16 if MANY_PACKED_ROWS <= MOST_PACKED_ROWS else 8
 
 
 def unserved(group: int, queries: int) -> str | None:
     """Why nobody serves so many query heads of a kv head, and queries of a sequence, which are not above `most_queries`."""
-    if MANY_COLUMNS > MOST_COLUMNS and group > 16:
+    if MANY_PACKED_ROWS > MOST_PACKED_ROWS and group > 16:
         return f"{group} query heads of a kv head: at most 16 share one"
-    if group * queries > MOST_COLUMNS:
-        return f"{group} query heads of a kv head, max_query_len={queries}: {group * queries} share it, at most {MOST_COLUMNS} do"
+    if group * queries > MOST_PACKED_ROWS:
+        return f"{group} query heads of a kv head, max_query_len={queries}: {group * queries} share it, at most {MOST_PACKED_ROWS} do"
     return None
 
 
@@ -65,11 +65,11 @@ class WgmmaConfig(DecodeConfig):
 
     @property
     def beside_ring(self) -> int:
-        """Shared memory of a team that its ring cannot have, as in team.cuh: matrices of 128 bytes a column (queries, their sums, two of
-        weights); what warps tell each other; zero points; sums; scores of offsets."""
-        columns = self.columns
-        matrices = (-(-self.key_dimensions // 64) + 3) * 128 * columns
-        return matrices + TEAM * (2 * columns + 4) * 4 + 4 * TEAM * TILE + 4 * columns + self.score_bytes
+        """Shared memory of a team that its ring cannot have, as in team.cuh: matrices of 128 bytes a packed query row (queries, their
+        sums, two of weights); what warps tell each other; zero points; sums; scores of offsets."""
+        packed_rows = self.packed_rows
+        matrices = (-(-self.key_dimensions // 64) + 3) * 128 * packed_rows
+        return matrices + TEAM * (2 * packed_rows + 4) * 4 + 4 * TEAM * TILE + 4 * packed_rows + self.score_bytes
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with, how products are made included."""
@@ -77,24 +77,23 @@ class WgmmaConfig(DecodeConfig):
 
 
 def choose(
-    key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, columns, softcap, *maps, capacity=1 << 20
+    key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, packed_rows, softcap, *maps, capacity=1 << 20
 ) -> DecodeConfig:
     """The configuration for one shape, of either kernel: arguments as of `warps.choose`; maps: key_map, value_map, key_offset.
 
-    Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 columns where it takes all of them
-    together, else up to 12.
-    """
+    Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 packed query rows where it takes
+    all of them together, else up to 12."""
     shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
     size = max(key.hopper().dimensions(head_size), head_size_v)
-    alone = warps.choose(*shape, columns, softcap, *maps, capacity=capacity)
-    few = columns < MANY_COLUMNS and (alone.columns >= columns or columns < MANY_COLUMNS - 4)
-    if few or MANY_COLUMNS > MOST_COLUMNS or not geometry.is_for_teams(value, head_size, head_size_v):
+    alone = warps.choose(*shape, packed_rows, softcap, *maps, capacity=capacity)
+    few = packed_rows < MANY_PACKED_ROWS and (alone.packed_rows >= packed_rows or packed_rows < MANY_PACKED_ROWS - 4)
+    if few or MANY_PACKED_ROWS > MOST_PACKED_ROWS or not geometry.is_for_teams(value, head_size, head_size_v):
         return alone
     most = 4 if size > 128 else 8  # tiles of a block, as registers allow
-    blocks = -(-columns // (8 * most))
-    column_tiles = next(n for n in COLUMN_TILES if 8 * n * blocks >= columns)
-    teams = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or column_tiles * size > 512 else 3  # little work is spread
-    config = WgmmaConfig(*shape, 8 * column_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
+    blocks = -(-packed_rows // (8 * most))
+    packed_row_tiles = next(n for n in PACKED_ROW_TILES if 8 * n * blocks >= packed_rows)
+    teams = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or packed_row_tiles * size > 512 else 3  # little work is spread
+    config = WgmmaConfig(*shape, 8 * packed_row_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
     while config.stages < 3 and config.warps > TEAM:
         config = replace(config, warps=config.warps - TEAM)
     return config

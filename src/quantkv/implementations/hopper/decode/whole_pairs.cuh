@@ -5,10 +5,10 @@
 
 static_assert(!WHOLE_PAIRS || TEAM == 1 && SEGMENTS == 1 && !EXACT && !FOLLOWS && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
               "what whole pairs go with");
-// Behind what warps have: where blocks of a cluster send each other partials, a column's to the block that finishes it, and the counter of their bytes.
+// Behind what warps have: where blocks of a cluster send each other partials, a packed query row's to the block that finishes it, and the counter of their bytes.
 constexpr int COUNTER_AT = TABLES_BYTES + (WARPS * (WORKER_BYTES + BARRIER_BYTES) + 15) / 16 * 16, INBOX_AT = COUNTER_AT + 16;
-constexpr int PARTIALS_AT = COUNTER_AT;  // where the cut is INVARIANT, all partials of the columns that a block finishes
-static_assert(INBOX_BYTES == (WHOLE_PAIRS && !INVARIANT ? 32 + (COLUMNS + LARGEST_CLUSTER) * PARTIAL_BYTES : 0), "room for the columns of a block from each of a cluster");
+constexpr int PARTIALS_AT = COUNTER_AT;  // where the cut is INVARIANT, all partials of the packed query rows that a block finishes
+static_assert(INBOX_BYTES == (WHOLE_PAIRS && !INVARIANT ? 32 + (PACKED_ROWS + LARGEST_CLUSTER) * PARTIAL_BYTES : 0), "room for the packed query rows of a block from each of a cluster");
 
 // x / n of integers below 1,000, in a tenth of the instructions of a division of any.
 DI int small_quotient(int x, int n) { return (int)((x + 0.5f) * inverse((float)n)); }
@@ -37,13 +37,13 @@ struct OwnPair {
   DI void meet() const {  // all blocks of the cluster are there
     if (blocks > 1) wait_for_cluster();
   }
-  DI int columns_at_most() const { return (COLUMNS + blocks - 1) / blocks; }  // that a block finishes
-  DI int own_columns(int columns) const { return max(0, (columns - rank + blocks - 1) / blocks); }  // that this one does, of so many
-  DI u8* partials(const AttendArguments& a) const { return shared + PARTIALS_AT + first / warps * a.pair_partials * columns_at_most() * PARTIAL_BYTES; }
-  // Where the cut is INVARIANT: of the index-th partial, a column, in the block that finishes it.
-  DI u32* place(const AttendArguments& a, int index, int column) const {
-    u8* own = partials(a) + (index * columns_at_most() + column / blocks) * PARTIAL_BYTES;
-    return (u32*)(blocks > 1 ? in_block(own, column % blocks) : own);
+  DI int packed_rows_at_most() const { return (PACKED_ROWS + blocks - 1) / blocks; }  // that a block finishes
+  DI int own_packed_rows(int packed_rows) const { return max(0, (packed_rows - rank + blocks - 1) / blocks); }  // that this one does, of so many
+  DI u8* partials(const AttendArguments& a) const { return shared + PARTIALS_AT + first / warps * a.pair_partials * packed_rows_at_most() * PARTIAL_BYTES; }
+  // Where the cut is INVARIANT: of the index-th partial, a packed query row, in the block that finishes it.
+  DI u32* place(const AttendArguments& a, int index, int packed_row) const {
+    u8* own = partials(a) + (index * packed_rows_at_most() + packed_row / blocks) * PARTIAL_BYTES;
+    return (u32*)(blocks > 1 ? in_block(own, packed_row % blocks) : own);
   }
   // Page ids, of which a warp cannot know the first one before the lengths have come: asked for beside these.
   DI void ask_for_pages(const AttendArguments& a, int warp) const {
@@ -62,66 +62,66 @@ struct OwnPair {
   }
 };
 
-// The results of a column, of queries from row `first_query` on.
-DI void write_column(const AttendArguments& a, const OwnPair& pair, Combined& all, i64 first_query, int column) {
+// The results of a packed query row, of queries from row `first_query` on.
+DI void write_packed_row(const AttendArguments& a, const OwnPair& pair, Combined& all, i64 first_query, int packed_row) {
   const u16* map = a.value_map ? a.value_map + (i64)pair.head * a.value_map_stride : nullptr;
-  const int query_head = pair.head * GROUP + column % GROUP;
-  const i64 out_row = (first_query + column / GROUP) * KV_HEADS * GROUP + query_head;
+  const int query_head = pair.head * GROUP + packed_row % GROUP;
+  const i64 out_row = (first_query + packed_row / GROUP) * KV_HEADS * GROUP + query_head;
   conclude<false>(a, all, Combined(), query_head, out_row, map);
   write_outputs(a, all, out_row);
 }
 
-// The results of a pair, out of the partials with which its warps ended: a warp a column. Blocks of a cluster have a column each in turn, and send each
+// The results of a pair, out of the partials with which its warps ended: a warp a packed query row. Blocks of a cluster have a packed query row each in turn, and send each
 // other what their warps come to.
-DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
-  const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0;
+DI void finish_pair(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int packed_row0) {
+  const int packed_rows = pair.is_there ? min(PACKED_ROWS, sequences.queries(pair.s) * GROUP - packed_row0) : 0;
   const u8* own = shared + TABLES_BYTES + pair.first * WORKER_BYTES;
   const i64 first_query = sequences.first_query(pair.s);
-  const int blocks = pair.blocks, room = pair.columns_at_most();
+  const int blocks = pair.blocks, room = pair.packed_rows_at_most();
   const bool is_cluster = blocks > 1;
-  int count = pair.workers, step = WORKER_BYTES;  // partials of a column, and from one to the next
+  int count = pair.workers, step = WORKER_BYTES;  // partials of a packed query row, and from one to the next
   __syncthreads();
   if (is_cluster) {
     const u32 inbox = shared_address(shared) + INBOX_AT, counter = shared_address(shared) + COUNTER_AT;
     const int mine = max(0, min(pair.workers - pair.rank * WARPS, WARPS));
     count = (pair.workers + WARPS - 1) / WARPS, step = room * PARTIAL_BYTES;
-    if (threadIdx.x == 0) expect(counter, count * pair.own_columns(columns) * (DV * 2 + 8));
+    if (threadIdx.x == 0) expect(counter, count * pair.own_packed_rows(packed_rows) * (DV * 2 + 8));
     wait_for_cluster();  // all counters are open
     if (mine > 0) {
-      combine_partials(own, mine, warp, WARPS, columns, [&](int column, int at, u32 x, u32 y) {
-        const int to = column % blocks;
-        send(in_block(inbox, to) + (pair.rank * room + column / blocks) * PARTIAL_BYTES + at * 4, in_block(counter, to), x, y);
+      combine_partials(own, mine, warp, WARPS, packed_rows, [&](int packed_row, int at, u32 x, u32 y) {
+        const int to = packed_row % blocks;
+        send(in_block(inbox, to) + (pair.rank * room + packed_row / blocks) * PARTIAL_BYTES + at * 4, in_block(counter, to), x, y);
       });
     }
     wait_for_bytes(counter);
     own = shared + INBOX_AT;
   }
-  for (int column = (warp - pair.first) * blocks + pair.rank; column < columns; column += blocks * pair.warps) {
+  for (int packed_row = (warp - pair.first) * blocks + pair.rank; packed_row < packed_rows; packed_row += blocks * pair.warps) {
     Combined all;
-    const u8* partials = own + (is_cluster ? column / blocks : column) * PARTIAL_BYTES;
+    const u8* partials = own + (is_cluster ? packed_row / blocks : packed_row) * PARTIAL_BYTES;
     all.template add<4>(count, 0, 1, [&](int i) { return (const u32*)(partials + i * step); });
-    write_column(a, pair, all, first_query, column0 + column);
+    write_packed_row(a, pair, all, first_query, packed_row0 + packed_row);
   }
 }
 
 static_assert(Combined::WIDTH <= 1024 / PARTIALS_AT_ONCE, "rows of combiners are larger than Python counts");
-// The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same partials: each combiner's share of a column by another warp.
-DI void finish_partials(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int column0) {
-  const int columns = pair.is_there ? min(COLUMNS, sequences.queries(pair.s) * GROUP - column0) : 0, index = warp - pair.first;
-  const Partials partials(0, columns > 0 ? own_partials(sequences, pair.s, 0, a.pair_partials).count : 0);
-  const int mine = pair.own_columns(columns), combiners = Combined::combiners_of(partials.count);
+// The same where the cut is INVARIANT, to the bit what combine_kernel makes of the same partials: each combiner's share of a packed query row by another warp.
+DI void finish_partials(const AttendArguments& a, const Sequences& sequences, const OwnPair& pair, int warp, int packed_row0) {
+  const int packed_rows = pair.is_there ? min(PACKED_ROWS, sequences.queries(pair.s) * GROUP - packed_row0) : 0, index = warp - pair.first;
+  const Partials partials(0, packed_rows > 0 ? own_partials(sequences, pair.s, 0, a.pair_partials).count : 0);
+  const int mine = pair.own_packed_rows(packed_rows), combiners = Combined::combiners_of(partials.count);
   const i64 first_query = sequences.first_query(pair.s);
   const auto rows = (float(*)[Combined::WIDTH + 4])(shared + TABLES_BYTES + pair.first * WORKER_BYTES);  // as whole_pairs.py sees to, they fit
   if (pair.blocks > 1) meet_in_cluster(); else __syncthreads();
   for (int i = index; i < mine * combiners; i += pair.warps) {
     Combined part;
-    part.add((const u32*)pair.partials(a), partials, pair.columns_at_most(), i / combiners, i % combiners, COMBINE_WARPS);
+    part.add((const u32*)pair.partials(a), partials, pair.packed_rows_at_most(), i / combiners, i % combiners, COMBINE_WARPS);
     part.put(rows[i]);
   }
   __syncthreads();
   for (int i = index; i < mine; i += pair.warps) {
     Combined all;
     for (int w = 0; w < combiners; w++) all.append(rows[i * combiners + w]);
-    write_column(a, pair, all, first_query, column0 + pair.rank + i * pair.blocks);
+    write_packed_row(a, pair, all, first_query, packed_row0 + pair.rank + i * pair.blocks);
   }
 }

@@ -32,13 +32,13 @@ class WholePairs:
         return -(-pairs // self.of_block) * self.blocks
 
     def room(self, config: DecodeConfig) -> int:
-        """Shared memory of a block for the partials of the columns that it finishes."""
-        return self.of_block * self.partials * -(-config.columns // self.blocks) * config.partial_bytes
+        """Shared memory of a block for the partials of the packed query rows that it finishes."""
+        return self.of_block * self.partials * -(-config.packed_rows // self.blocks) * config.partial_bytes
 
     def has_room(self, config: DecodeConfig) -> bool:
         """Whether shared memory holds that too, and what combiners of partials come to, in float32, in place of a pair's rings."""
         combiners = min(COMBINE_WARPS, -(-self.partials // config.partials_at_once))
-        combined = -(-config.columns // self.blocks) * combiners * 4 * (1024 // config.partials_at_once + 4)
+        combined = -(-config.packed_rows // self.blocks) * combiners * 4 * (1024 // config.partials_at_once + 4)
         all_ = replace(config, whole_pairs=True, partial_room=self.room(config)).shared_bytes
         return all_ <= SHARED_BYTES - 1024 and combined <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
 
@@ -74,8 +74,8 @@ def _tiles(call: AttendCall, tokens: int) -> tuple[int, bool]:
 
 
 def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> tuple[DecodeConfig, WholePairs | None]:
-    """Who reads the pairs of `call`, which has so many blocks at once for each group of its columns; None where pairs are not whole. With
-    the configuration for it, which has more warps or fewer where pairs are whole with these alone."""
+    """Who reads the pairs of `call`, which has so many blocks at once for each group of its packed query rows; None where pairs are not
+    whole. With the configuration for it, which has more warps or fewer where pairs are whole with these alone."""
     for each in (config, config.with_more_warps, config.with_fewer_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
             return replace(each, whole_pairs=True, partial_room=found.room(each)), found

@@ -17,7 +17,7 @@ struct AttendArguments {
   const u16* value_map;
   const u16* key_offset;  // tiles of 16 rows
   const u8* sinks;
-  u32* partials;            // [resident + KV_HEADS * sequences, all_columns, PARTIAL]
+  u32* partials;            // [resident + KV_HEADS * sequences, all_packed_rows, PARTIAL]
   i64 q_token;
   i64 q_head;
   i64 page_stride;
@@ -32,7 +32,7 @@ struct AttendArguments {
   int sequences;
   int window;
   int resident;
-  int all_columns;
+  int all_packed_rows;
   float scale;            // of scores, base 2; over softcap / 2 where there is one
   float softcap;          // base 2
   float offset_gain;

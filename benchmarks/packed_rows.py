@@ -1,6 +1,6 @@
-"""Decode and verification of many query columns (queries times the query heads of a kv head), by each way that there is, in one run:
+"""Decode and verification of many packed query rows (queries times the query heads of a kv head), by each way that there is, in one run:
 
-    python benchmarks/many_columns.py [--peers DIR] [--shapes B32xL16384xHK2 ..] [--formats int4] [--json FILE]
+    python benchmarks/packed_rows.py [--peers DIR] [--shapes B32xL16384xHK2 ..] [--formats int4] [--json FILE]
 
 The ways: a warp alone (decode.cu); a team of four warps that shares what it unpacks (many.cu), its products by wgmma, or by mma.sync out of
 the same shared memory; Triton; and FlashAttention-3 over 16 bits, where there is one (`--peers` as `quantkv bench` takes it). Each is
@@ -28,9 +28,9 @@ from quantkv.implementations.hopper.decode import wgmma
 SHAPES = ("B32xL16384xHK2", "B64xL8192xHQ16xHK1", "B64xL8192xHQ8xHK1", "B32xL8192xQ5", "B64xL8192xQ8", "B32xL8192xQ16")
 FLASH3 = "FlashAttention-3"
 WAYS = {  # what is set in implementations/hopper/many.py
-    "a warp": {"MANY_COLUMNS": wgmma.MOST_COLUMNS + 1},
-    "a team, wgmma": {"MANY_COLUMNS": 1, "BY_WGMMA": True},
-    "a team, mma": {"MANY_COLUMNS": 1, "BY_WGMMA": False},
+    "a warp": {"MANY_PACKED_ROWS": wgmma.MOST_PACKED_ROWS + 1},
+    "a team, wgmma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": True},
+    "a team, mma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": False},
 }
 
 
@@ -63,7 +63,7 @@ def of_shape(shape: Shape, device: torch.device, given: argparse.Namespace, ceil
     for name in given.formats:
         contestants += [(quantkv("hopper", name), name, way, WAYS[way]) for way in given.ways]
         contestants += [] if given.no_triton else [(quantkv("triton", name), name, "Triton", {})]
-    usual = {name: getattr(wgmma, name) for name in ("MANY_COLUMNS", "BY_WGMMA")}
+    usual = {name: getattr(wgmma, name) for name in ("MANY_PACKED_ROWS", "BY_WGMMA")}
     for contestant, name, way, chosen in contestants:
         vars(wgmma).update(usual | chosen)
         try:
@@ -83,7 +83,11 @@ def of_shape(shape: Shape, device: torch.device, given: argparse.Namespace, ceil
             times[at].append(measure(entry.call, device, entry.graph)[0])
     vars(wgmma).update(usual)
     flash = statistics.median(times.get(("bf16", FLASH3), [float("nan")]))
-    print(f"\n{shape}: {shape.Q * shape.HQ // shape.HK} columns", *(line for line in wrong if line.startswith(f"{shape} ")), sep="\n")
+    print(
+        f"\n{shape}: {shape.Q * shape.HQ // shape.HK} packed query rows",
+        *(line for line in wrong if line.startswith(f"{shape} ")),
+        sep="\n",
+    )
     rows = []
     for at, (entry, error) in entries.items():
         us = statistics.median(times[at])
