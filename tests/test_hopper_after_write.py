@@ -8,8 +8,8 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import PagedCache, get_format, ops, prepare_attend, prepare_write
 from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper.decode import unsplit as whole
 from quantkv.implementations.hopper.decode import wgmma
-from quantkv.implementations.hopper.decode import whole_pairs as whole
 from quantkv.testing import Batch, check
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -39,20 +39,20 @@ def new_rows(b):
 
 
 @emulated
-@pytest.mark.parametrize("whole_pairs", [False, True])
+@pytest.mark.parametrize("unsplit", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_new_rows_are_waited_for(case, whole_pairs, monkeypatch, tmp_path):
+def test_new_rows_are_waited_for(case, unsplit, monkeypatch, tmp_path):
     """And no warp waits before it comes to them."""
     name, queries, lens, shape, options = CASES[case]
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole_pairs)
+    monkeypatch.setattr(hopper, "UNSPLIT", unsplit)
     for name_of_limit in ("MOST_TILES_RAGGED", "SPARE_TILES"):
         monkeypatch.setattr(whole, name_of_limit, 100)
-    device = Device(monkeypatch, tmp_path, 1 if whole_pairs else 4)  # long runs, and short ones
+    device = Device(monkeypatch, tmp_path, 1 if unsplit else 4)  # long runs, and short ones
     b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     device.unwritten = new_rows(b)
     call = b.call(max_query_len=max(queries), max_seq_len=max(lens), **options)
     behind = hopper.Prepared(call, after_write=True)
-    assert (behind.plan.main.pairs is not None) == whole_pairs and behind.plan.main.config.after_write
+    assert (behind.plan.main.unsplit is not None) == unsplit and behind.plan.main.config.after_write
     call.out.fill_(float("nan"))
     behind(call)
     assert device.early_copies() == EARLY[case]

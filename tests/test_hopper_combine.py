@@ -14,7 +14,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 
 @pytest.fixture(autouse=True)
 def partials(monkeypatch):
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
+    monkeypatch.setattr(hopper, "UNSPLIT", False)
 
 
 @emulated

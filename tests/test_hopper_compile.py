@@ -91,7 +91,7 @@ def test_step_fits_its_budget(key, value, packed_rows, tmp_path):
 )
 def test_more_warps_keep_what_they_hold_in_registers(key, value, head_size, tmp_path):
     usual = config(key, value, head_size)
-    more = replace(usual.with_more_warps, whole_pairs=True)
+    more = replace(usual.with_more_warps, unsplit=True)
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(more))
     assert more.warps == 16 and more.stages == usual.stages

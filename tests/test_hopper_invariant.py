@@ -60,12 +60,12 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
 
 def assert_invariant(call, serve, monkeypatch):
     """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; combined by warps
-    and by blocks, and where pairs are whole."""
+    and by blocks, and unsplit."""
     monkeypatch.setattr(combine, "by_blocks", lambda *_: False)
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
+    monkeypatch.setattr(hopper, "UNSPLIT", False)
     serve(call)
     monkeypatch.setattr(combine, "by_blocks", lambda *_: True)
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", True)
+    monkeypatch.setattr(hopper, "UNSPLIT", True)
     count = call.batch.num_seqs
     lens = call.batch.seq_lens.tolist()
     longest = max(lens)
@@ -99,9 +99,7 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one partial, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
     alike = {
-        dataclasses.replace(config, whole_pairs=False, partial_room=0, packed_rows=8, warps=8)
-        for config in device.compiled
-        if config.team == 1
+        dataclasses.replace(config, unsplit=False, partial_room=0, packed_rows=8, warps=8) for config in device.compiled if config.team == 1
     }
     assert len(alike) == (shape["group"] <= 8)
     check(b, (call.out, call.lse), **options)
@@ -112,7 +110,7 @@ def test_teams_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
     b = Batch.make("int4", (1, 1), (1500, 700), head_size=64, num_kv_heads=1, group=12, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, batch_invariant=True)
     main = hopper.Plan(call, 1).main
-    assert main.resident < main.pair_partials == 6 and main.config.team == 4
+    assert main.resident < main.partial_slots == 6 and main.config.team == 4
     Device(monkeypatch, tmp_path, 1).serve(call)
     check(b, (call.out, call.lse))
 
@@ -122,7 +120,7 @@ def test_teams_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
 def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, monkeypatch, tmp_path):
     """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
     monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
+    monkeypatch.setattr(hopper, "UNSPLIT", whole)
     b = Batch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     long = b.call(max_query_len=1, max_seq_len=1000, batch_invariant=True, window=window)
     short = b.call(max_query_len=1, batch_invariant=True, window=window)
@@ -130,7 +128,7 @@ def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, 
     assert hopper._shape(short) == hopper._shape(long)
     Device(monkeypatch, tmp_path, 4)
     prepared = hopper.prepare(short)
-    assert (prepared.plan.main.pairs is not None) == whole
+    assert (prepared.plan.main.unsplit is not None) == whole
     prepared(long)
     check(b, (long.out, long.lse), window=window)
 
@@ -170,7 +168,7 @@ def test_as_many_partials_on_both_sides(lens, monkeypatch, tmp_path):
     device = Device(monkeypatch, tmp_path, 3, max_tiles=3)
     b = Batch.make("int4", (1,) * len(lens), lens, head_size=64, num_kv_heads=2, group=2, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
-    assert hopper.Plan(call, 3).main.pair_partials == {1500: 48, 1100: 24}[lens[0]]
+    assert hopper.Plan(call, 3).main.partial_slots == {1500: 48, 1100: 24}[lens[0]]
     device.serve(call)
     check(b, (call.out, call.lse))
 

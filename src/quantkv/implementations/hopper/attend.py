@@ -14,9 +14,9 @@ import torch
 from ...calls import AttendCall, Segment
 from ...reads import window_size
 from . import geometry
-from .decode import combine, warps, wgmma, whole_pairs
+from .decode import combine, unsplit, warps, wgmma
+from .decode.unsplit import Unsplit, longest_of_shape, rounded_tiles
 from .decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
-from .decode.whole_pairs import WholePairs, longest_of_shape, rounded_tiles
 from .host import launch
 from .host.launch import Kernel, Launch
 from .host.operands import NO_MAP, kind, map_of, offsets_of
@@ -25,7 +25,7 @@ HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_inv
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
-WHOLE_PAIRS = True  # calls whose work is even without help need no kernel that combines
+UNSPLIT = True  # calls whose work is even without help need no kernel that combines
 AFTER_WRITE = True  # a read that is launched right behind the write of its own tokens overlaps it
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
 BY_COMBINE = True  # the combine kernel attends to a few 16-bit rows; where not, they have a decode kernel
@@ -181,15 +181,16 @@ def _scale(call: AttendCall) -> float:
 @dataclass(frozen=True)
 class Part:
     """How a segment is cut: the configuration, the grid of its decode kernel, the workers that work at once, the partials that a sequence
-    and kv head has room for where the cut is invariant, its place in the scratch, who has the pairs where they are whole."""
+    and kv head has room for where the cut is invariant, its place in the scratch, who reads each (sequence, kv head) where they are
+    unsplit."""
 
     config: DecodeConfig
     decode_grid: tuple[int, int, int]
     resident: int
-    pair_partials: int
+    partial_slots: int
     scratch_begin: int
     scratch_bytes: int
-    pairs: WholePairs | None = None
+    unsplit: Unsplit | None = None
 
 
 class Plan:
@@ -202,7 +203,7 @@ class Plan:
         configs = [replace(config, after_write=after_write) for config in configurations(call)]
         self.exact, (self.launched, self.combined) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
-        sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * kv_heads
+        sequences, seq_heads = call.batch.num_seqs, call.batch.num_seqs * kv_heads
         self.packed_rows = packed_rows = call.batch.max_query_len * group
         self.parts: dict[int, Part] = {}
         self.scratch_bytes = 0
@@ -210,17 +211,18 @@ class Plan:
             packed_row_blocks = -(-packed_rows // config.packed_rows)
             blocks = max(1, multiprocessors * config.blocks_per_sm // packed_row_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
-            config, whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else (config, None)
-            blocks = blocks if whole is None else whole.grid(pairs)
+            config, whole = unsplit.choose(call, config, blocks, largest_cluster) if UNSPLIT else (config, None)
+            blocks = blocks if whole is None else whole.grid(seq_heads)
             resident = blocks * config.workers
-            pair_partials = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
+            partial_slots = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
             if whole is not None:
-                pair_partials = whole.partials  # in shared memory
-            size = (pairs * pair_partials if pair_partials and whole is None else resident + pairs) * packed_rows * config.partial_bytes
-            self.parts[i] = Part(config, (blocks, packed_row_blocks, 1), resident, pair_partials, self.scratch_bytes, size, whole)
+                partial_slots = whole.partials  # in shared memory
+            slots = seq_heads * partial_slots if partial_slots and whole is None else resident + seq_heads
+            size = slots * packed_rows * config.partial_bytes
+            self.parts[i] = Part(config, (blocks, packed_row_blocks, 1), resident, partial_slots, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
         self.main = self.parts[self.combined[0]]
-        partials = sum(part.pair_partials for part in self.parts.values())
+        partials = sum(part.partial_slots for part in self.parts.values())
         self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, packed_rows, partials, multiprocessors)
 
 
@@ -254,10 +256,10 @@ def _shape(call: AttendCall) -> Hashable:
         (call.scale, options.window, options.chunk_lookback, options.softcap, options.sinks is None, options.batch_invariant),
         (
             _is_scaled(call),
-            whole_pairs.is_even(batch),
+            unsplit.is_even(batch),
             SMALL_FIRST,
             BY_COMBINE,
-            WHOLE_PAIRS,
+            UNSPLIT,
             combine.IN_TURNS,
             wgmma.MANY_PACKED_ROWS,
             wgmma.BY_WGMMA,
@@ -273,8 +275,10 @@ class Prepared:
         self.index, self.first = launch.device_index(call.q.device), None
         multiprocessors = launch.multiprocessors(self.index)
         plan = Plan(call, multiprocessors, after_write=after_write)
-        while (pairs := plan.main.pairs) is not None and not pairs.fit(_kernels(plan.main.config, self.index)[0], plan.main.decode_grid):
-            plan = Plan(call, multiprocessors, pairs.blocks - 1, after_write)
+        while (clusters := plan.main.unsplit) is not None and not clusters.fit(
+            _kernels(plan.main.config, self.index)[0], plan.main.decode_grid
+        ):
+            plan = Plan(call, multiprocessors, clusters.blocks - 1, after_write)
         self.plan = plan
         self.reads = {i: Read(call, call.segments[i], part, plan.packed_rows) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
@@ -286,9 +290,9 @@ class Prepared:
         for place, i in enumerate(self.others):
             self.main.arguments.other_resident[place] = plan.parts[i].resident
             self.main.arguments.other_workers[place] = plan.parts[i].config.workers
-            self.main.arguments.other_pair_partials[place] = plan.parts[i].pair_partials
-        if pairs is not None:
-            self.launches = [Launch(kernels[plan.combined[0]][0], plan.main.decode_grid, self.main.arguments, pairs.blocks)]
+            self.main.arguments.other_partial_slots[place] = plan.parts[i].partial_slots
+        if clusters is not None:
+            self.launches = [Launch(kernels[plan.combined[0]][0], plan.main.decode_grid, self.main.arguments, clusters.blocks)]
             return
         self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments) for i in plan.launched]
         self.launches.append(Launch(kernels[plan.combined[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
@@ -357,9 +361,9 @@ class Read:
             window=max(window_size(options)),
             chunk_lookback=options.chunk_lookback,
             resident=part.resident,
-            pair_partials=part.pair_partials,
-            pair_blocks=part.pairs.blocks if part.pairs else 0,
-            pair_warps=part.pairs.warps if part.pairs else 0,
+            partial_slots=part.partial_slots,
+            unsplit_blocks=part.unsplit.blocks if part.unsplit else 0,
+            unsplit_warps=part.unsplit.warps if part.unsplit else 0,
             all_packed_rows=packed_rows,
             softcap=options.softcap * launch.LOG2E,
         )

@@ -184,7 +184,7 @@ DI void write_outputs(const AttendArguments& a, const Combined& all, i64 out_row
 }
 
 // Combines the partials of N packed query rows of S sequences (COMBINERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, and where
-// packed query rows are many (IN_TURNS) those gridDim.z * N further, and so on: what is counted of the pair is counted once. Adds
+// packed query rows are many (IN_TURNS) those gridDim.z * N further, and so on: what is counted of a (sequence, kv head) is counted once. Adds
 // the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
 // Segments whose values have no map beside those that share one are combined apart, and added behind it; so are exact tokens, which are
 // attended to here.
@@ -213,12 +213,12 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     const int line = sequences.total_tiles(s, start);
     return Partials(Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, together);
   };
-  const Partials partials = partials_of(sequences, a.resident, WORKERS, a.pair_partials);
+  const Partials partials = partials_of(sequences, a.resident, WORKERS, a.partial_slots);
   Partials others[OTHERS];
   if constexpr (SEGMENTS > 1) {
 #pragma unroll
     for (int i = 0; i < OTHERS; i++) {
-      others[i] = partials_of(sequences_of(a, a.other_starts[i], a.other_ranges[i]), a.other_resident[i], a.other_workers[i], a.other_pair_partials[i]);
+      others[i] = partials_of(sequences_of(a, a.other_starts[i], a.other_ranges[i]), a.other_resident[i], a.other_workers[i], a.other_partial_slots[i]);
     }
   }
   Combined all, plain;

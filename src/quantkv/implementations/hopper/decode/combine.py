@@ -13,11 +13,11 @@ def launched(
 ) -> tuple[bool, tuple[int, int, int]]:
     """Whether a block combines each row, or a warp, and the grid of the kernel that does. partials: that a sequence and kv head has room
     for, where the cut is invariant."""
-    pairs = sequences * config.kv_heads
+    seq_heads = sequences * config.kv_heads
     if config.invariant:
-        blocks = by_blocks(pairs * packed_rows, partials, config.partials_at_once, multiprocessors)
+        blocks = by_blocks(seq_heads * packed_rows, partials, config.partials_at_once, multiprocessors)
     else:
-        blocks = multiprocessors >= 8 * pairs  # few sequences: with more than eight partials each
+        blocks = multiprocessors >= 8 * seq_heads  # few sequences: with more than eight partials each
     if blocks:
         return True, (sequences, config.kv_heads, packed_rows)
     across = -(-sequences // config.combine_sequences), -(-packed_rows // COMBINE_PACKED_ROWS)

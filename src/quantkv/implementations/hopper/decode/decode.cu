@@ -4,16 +4,16 @@
 // Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8 packed query rows fill N;
 // a packed query row is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
 // base-2 log-sum-exp. Those in which the runs of a block's warps ended are combined in the block; combine_kernel combines the rest.
-// Where WHOLE_PAIRS, there is one launch: see whole_pairs.cuh.
+// Where UNSPLIT, there is one launch: see unsplit.cuh.
 //
 // Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
-// QUERY_BF16 SOFTCAP RANGES FOLLOWS AFTER_WRITE WHOLE_PAIRS SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
+// QUERY_BF16 SOFTCAP RANGES FOLLOWS AFTER_WRITE UNSPLIT SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS TEAM BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
 // ARGUMENT_BYTES PARTIAL_BYTES SPARE_LANES_COPY PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
 // VALUE_BITS VALUE_META_BYTES.
 #include "kernels.cuh"
 #include "query_mapper.cuh"
 #include "softmax.cuh"
-#include "whole_pairs.cuh"
+#include "unsplit.cuh"
 
 constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
 
@@ -28,12 +28,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const int window = a.window;
   int head, s, tile, left;
   OwnRun run;
-  OwnPair pair;
-  if constexpr (WHOLE_PAIRS) {
-    pair = OwnPair(a, warp), head = pair.head, s = pair.s;
-    pair.open();
-    pair.ask_for_pages(a, warp);
-    pair.take(sequences, warp, tile, left);
+  Unsplit unsplit;
+  if constexpr (UNSPLIT) {
+    unsplit = Unsplit(a, warp), head = unsplit.head, s = unsplit.s;
+    unsplit.open();
+    unsplit.ask_for_pages(a, warp);
+    unsplit.take(sequences, warp, tile, left);
   } else {
     run = OwnRun(sequences, a.resident);
     if (!run.is_of(worker - warp)) return;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     head = run.head, s = run.s, tile = run.tile, left = run.left;
   }
   GivenQuery given;
-  const auto is_mapper = [&](int nt) { return !SHARED_QUERIES || min(nt, pair.warps - 1) == warp - pair.first; };
+  const auto is_mapper = [&](int nt) { return !SHARED_QUERIES || min(nt, unsplit.warps - 1) == warp - unsplit.first; };
   if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, packed_row0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
@@ -64,12 +64,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   OwnPartials own;
   int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
   bool is_new = true;
-  if constexpr (WHOLE_PAIRS && INVARIANT) pair.meet();
+  if constexpr (UNSPLIT && INVARIANT) unsplit.meet();
   if constexpr (KEY_MAP == MATRIX) {
     mapper.finish(begun_in);
     __syncthreads();
   }
-  if constexpr (SHARED_QUERIES) query.share(given, ring + MAPPED_AT, ring - (warp - pair.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
+  if constexpr (SHARED_QUERIES) query.share(given, ring + MAPPED_AT, ring - (warp - unsplit.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
   while (left > 0) {
     if (INVARIANT && is_new) own = OwnPartials(sequences, s, tile);
     const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
       u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
       const int index = INVARIANT ? own.place(a) : 0;
       u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
-                : goes_on || WHOLE_PAIRS ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
-      const auto place = [&](int packed_row) { return WHOLE_PAIRS && INVARIANT ? pair.place(a, index, packed_row) : to + packed_row * PARTIAL; };
+                : goes_on || UNSPLIT ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
+      const auto place = [&](int packed_row) { return UNSPLIT && INVARIANT ? unsplit.place(a, index, packed_row) : to + packed_row * PARTIAL; };
       softmax.write(place, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0), is_held ? held : nullptr);
       is_held = goes_on;
     }
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, packed_row0);
     else given.forget();
   }
-  if constexpr (WHOLE_PAIRS && INVARIANT) finish_partials(a, sequences, pair, warp, packed_row0);
-  else if constexpr (WHOLE_PAIRS) finish_pair(a, sequences, pair, warp, packed_row0);
+  if constexpr (UNSPLIT && INVARIANT) finish_unsplit_invariant(a, sequences, unsplit, warp, packed_row0);
+  else if constexpr (UNSPLIT) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
   else if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
 }

@@ -21,15 +21,15 @@ struct Turn {
   }
 };
 
-// What the runs of a block's workers ended with, combined where they ended in one pair (-1: a worker without a run), of sequence s.
-DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int pair, int s, int packed_row0) {
+// What the runs of a block's workers ended with, combined where they ended in one (sequence, kv head) (-1: a worker without a run), of sequence s.
+DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int seq_head, int s, int packed_row0) {
   const int index = threadIdx.x / (32 * TEAM);
-  if (threadIdx.x % (32 * TEAM) == 0) ended_in[index] = pair;
+  if (threadIdx.x % (32 * TEAM) == 0) ended_in[index] = seq_head;
   __syncthreads();
-  if (pair < 0) return;
+  if (seq_head < 0) return;
   int first = index, past = index + 1;
-  while (first > 0 && ended_in[first - 1] == pair) first--;
-  while (past < WORKERS && ended_in[past] == pair) past++;
+  while (first > 0 && ended_in[first - 1] == seq_head) first--;
+  while (past < WORKERS && ended_in[past] == seq_head) past++;
   u32* to = a.partials + ((i64)(worker - index + first) * a.all_packed_rows + packed_row0) * PARTIAL;
   combine_partials(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first, min(PACKED_ROWS, sequences.queries(s) * GROUP - packed_row0),
                [&](int packed_row, int at, u32 x, u32 y) { *(uint2*)(to + packed_row * PARTIAL + at) = make_uint2(x, y); });
@@ -43,11 +43,11 @@ struct OwnPartials {
       : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), count(Sequences::partials(all)),
         index(Sequences::partial_at(tile - first, all, count)) {}
   DI int end() const { return first + Sequences::partial_begin(index + 1, all, count); }
-  DI int place(const AttendArguments& a) const { return min(index, a.pair_partials - 1); }  // lengths may break a promise
+  DI int place(const AttendArguments& a) const { return min(index, a.partial_slots - 1); }  // lengths may break a promise
   DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
     const int row = place(a);
     index++;
-    return a.partials + (((i64)head * a.sequences + s) * a.pair_partials + row) * a.all_packed_rows * PARTIAL + (i64)sequences.packed_row0 * PARTIAL;
+    return a.partials + (((i64)head * a.sequences + s) * a.partial_slots + row) * a.all_packed_rows * PARTIAL + (i64)sequences.packed_row0 * PARTIAL;
   }
 };
 

@@ -132,7 +132,7 @@ struct KeyLane {
   u32 before_keys, before_values;  // bits of a neighbour's last code that count: none where a chain begins
   Share<K_ROW, K_BITS, KEY::BITS> key;
   DI KeyLane(int g, int c) : token(g), pair(2 * c * V_META), key(g, c) {
-    const u32 block = WHOLE_PAIRS ? shared_address(shared) & ~WITHIN_BLOCK : 0;
+    const u32 block = UNSPLIT ? shared_address(shared) & ~WITHIN_BLOCK : 0;
     table = block + KEY::lane(), value_table = block + VALUE::lane() + VALUE_TABLE_AT;
   }
   DI void keep_all(int g, int c) {  // once all that a lane holds is there: the order decides in which registers

@@ -54,13 +54,13 @@ template <class Put> DI void combine_partials(const u8* partials, int count, int
 }
 
 // Where the partials of a sequence and kv head lie: one for each block in which the run of some worker ended in it, in the row of
-// the first such worker, and one for the worker, if any, that went on to the next sequence, in row `workers + pair`.
+// the first such worker, and one for the worker, if any, that went on to the next sequence, in row `workers + seq_head`.
 struct Partials {
   int together, first, blocks, count, other;  // together: workers of a block
   DI Partials() {}
   DI Partials(int first, int count) : first(first), count(count) {}
-  DI Partials(const Cut& cut, int begin, int tiles, int pair, int together = WORKERS)
-      : together(together), first(0), blocks(0), count(0), other(cut.workers + pair) {
+  DI Partials(const Cut& cut, int begin, int tiles, int seq_head, int together = WORKERS)
+      : together(together), first(0), blocks(0), count(0), other(cut.workers + seq_head) {
     if (tiles == 0) return;
     first = cut.worker_of(begin);
     const int last = cut.worker_of(begin + tiles - 1);

@@ -213,7 +213,7 @@ struct Query {
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) park(nt);
   }
-  // The same by all warps of a block together: those that have one pair give the same `at`, where each parks its own tiles for all of them.
+  // The same by all warps of a block together: those that have one (sequence, kv head) give the same `at`, where each parks its own tiles for all of them.
   template <class Mine> DI void share(const GivenQuery& given, u32 assembled, u32 at, Mine mine) {
     parked = at + threadIdx.x % 32 * PARKED_LANE;
     map_tiles(given, assembled, mine);

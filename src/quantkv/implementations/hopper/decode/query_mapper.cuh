@@ -3,10 +3,10 @@
 #include "query.cuh"
 #include "ring.cuh"
 
-// A block's warps together map by a matrix the queries with which each of them begins, `begun_in` (pairs, -1: none): each
+// A block's warps together map by a matrix the queries with which each of them begins, `begun_in` ((sequence, kv head)s, -1: none): each
 // warp some tiles of all of them. What begin() reads is asked for before the tiles, behind which it would queue.
 struct QueryMapper {
-  static constexpr int EARLY = 2;  // distinct pairs that begin() reads
+  static constexpr int EARLY = 2;  // distinct ones that begin() reads
   const Queries& q;
   const u16* matrices;
   int stride;
@@ -18,16 +18,16 @@ struct QueryMapper {
   DI QueryMapper(const Queries& q, const u16* matrices, int stride, const Sequences& sequences, int packed_row0)
       : q(q), matrices(matrices), stride(stride), sequences(sequences), packed_row0(packed_row0) {}
   static DI u32 slot(int warp) { return shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES + MAPPED_AT; }
-  static DI int next(const int* begun_in, int w) {  // the next warp that begins with another pair than warp w
-    const int pair = begun_in[w];
-    while (++w < WARPS && begun_in[w] == pair) {}
+  static DI int next(const int* begun_in, int w) {  // the next warp that begins with another (sequence, kv head) than warp w
+    const int seq_head = begun_in[w];
+    while (++w < WARPS && begun_in[w] == seq_head) {}
     return w < WARPS && begun_in[w] >= 0 ? w : WARPS;
   }
-  DI int head(int pair) const { return pair / sequences.count; }
-  DI KeyMatrix tile(int pair, int t) const { return KeyMatrix(matrices + (i64)head(pair) * stride, t); }
-  DI void read(u32 (&words)[NT][DK / 8], int pair) const {
+  DI int head(int seq_head) const { return seq_head / sequences.count; }
+  DI KeyMatrix tile(int seq_head, int t) const { return KeyMatrix(matrices + (i64)head(seq_head) * stride, t); }
+  DI void read(u32 (&words)[NT][DK / 8], int seq_head) const {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) GivenQuery::ask(words[nt], q, sequences, pair % sequences.count, head(pair), packed_row0, nt);
+    for (int nt = 0; nt < NT; nt++) GivenQuery::ask(words[nt], q, sequences, seq_head % sequences.count, head(seq_head), packed_row0, nt);
   }
   DI void map(const u32 (&words)[NT][DK / 8], int t, u32 to) const {
 #pragma unroll
@@ -62,15 +62,15 @@ struct QueryMapper {
       }
     }
   }
-  // Where the mapped query of a pair is: a pair with which none of the warps begins, this one maps alone.
-  DI u32 mapped(const int* begun_in, int pair) {
+  // Where the mapped query of a (sequence, kv head) is: one with which none of the warps begins, this one maps alone.
+  DI u32 mapped(const int* begun_in, int seq_head) {
     for (int w = 0; w < WARPS; w++)
-      if (begun_in[w] == pair) return slot(w);
+      if (begun_in[w] == seq_head) return slot(w);
     const u32 own = slot(threadIdx.x / 32) + QUERY_BYTES;
-    read(words[0], pair);
+    read(words[0], seq_head);
     __syncwarp();
 #pragma unroll 1
-    for (int t = 0; t < DK / 16; t++) rows = tile(pair, t), map(words[0], t, own);
+    for (int t = 0; t < DK / 16; t++) rows = tile(seq_head, t), map(words[0], t, own);
     __syncwarp();
     return own;
   }

@@ -11,7 +11,7 @@ constexpr int PARKED_AT = RING_BYTES + OFFSET_BYTES, LOOP_BYTES = PARKED_AT + PA
 constexpr int MAPPED_AT = LOOP_BYTES > PACKED_ROWS * PARTIAL_BYTES ? LOOP_BYTES : PACKED_ROWS * PARTIAL_BYTES;
 constexpr int MAPPED_BYTES = KEY_MAP == MATRIX ? 2 * QUERY_BYTES : BY_CHUNKS ? 2 * DK * 8 * PARKED_NT : 0;
 static_assert(WORKER_BYTES == MAPPED_AT + MAPPED_BYTES, "shared memory is laid out in another way in Python");
-// Where parked queries are. Warps of a block that have one pair map these together; but not integers, which each makes for itself, and not where what one
+// Where parked queries are. Warps of a block that have one (sequence, kv head) map these together; but not integers, which each makes for itself, and not where what one
 // of them ends with would go over them.
 constexpr int QUERIES_AT = ASSEMBLED ? MAPPED_AT : PARKED_AT;
-constexpr bool SHARED_QUERIES = WHOLE_PAIRS && PARKED && !BY_INTEGERS && KEY_MAP != MATRIX && (INVARIANT || QUERIES_AT >= PACKED_ROWS * PARTIAL_BYTES);
+constexpr bool SHARED_QUERIES = UNSPLIT && PARKED && !BY_INTEGERS && KEY_MAP != MATRIX && (INVARIANT || QUERIES_AT >= PACKED_ROWS * PARTIAL_BYTES);

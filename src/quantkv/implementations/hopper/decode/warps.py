@@ -19,7 +19,7 @@ INTEGER_PACKED_ROWS = 4  # that share products with keys by integers; more take 
 EXACT_TILES = 8  # of a sequence that the combine kernel attends to itself, at most
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
 SPARE_LANES_COPY = True  # the metadata of a tile, as other lanes do: `TileCopier.copy`. False for a checker that takes it for a race
-BARRIER_BYTES = 8  # of a warp: in which pair its run began, and ended
+BARRIER_BYTES = 8  # of a warp: in which (sequence, kv head) its run began, and ended
 COMBINE_PACKED_ROWS, COMBINE_WARPS = 4, 8  # packed query rows of a block of combine_kernel; warps of a block of combine_one_kernel
 # Of an invariant cut (`Sequences.partials`): `partials_first` partials or fewer, of PARTIAL_LEAST tiles or more; twice as many where these
 # are no shorter; and twice as many again, and so on, where they would be longer than PARTIAL_MOST, until one sequence has enough for all
@@ -55,8 +55,8 @@ class DecodeConfig:
     invariant: bool = False  # the cut of a sequence is its own
     scaled: bool = False  # values without a map have a per-tensor scale
     after_write: bool = False  # launched right behind the write of the queries' own tokens
-    partial_room: int = 0  # shared memory of a block for the partials of whole pairs, where the cut is invariant
-    whole_pairs: bool = False  # the results of a sequence and kv head are its warps' own: no kernel combines them
+    partial_room: int = 0  # shared memory of a block for the partials where the call is unsplit and the cut invariant
+    unsplit: bool = False  # the results of a sequence and kv head are its warps' own: no kernel combines them
     by_integers: bool = False
     partials_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
     exact: int = 0  # tokens of a page of the segment that the combine kernel attends to itself; 0: there is none
@@ -90,7 +90,7 @@ class DecodeConfig:
     @property
     def with_fewer_warps(self) -> DecodeConfig | None:
         """The same with 12 warps in place of 16; with 8 in place of 12, where the cut is invariant: tiles take longer, but partials of
-        whole pairs stay in shared memory."""
+        an unsplit call stay in shared memory."""
         if self.warps == 16:
             return replace(self, warps=12)
         return replace(self, warps=8) if self.invariant and self.warps == 12 and self.team == 1 else None
@@ -224,7 +224,7 @@ class DecodeConfig:
     @property
     def inbox_bytes(self) -> int:
         """Shared memory of a block for what the others of its cluster send it, and its counter."""
-        return 32 + (self.packed_rows + LARGEST_CLUSTER) * self.partial_bytes if self.whole_pairs and not self.invariant else 0
+        return 32 + (self.packed_rows + LARGEST_CLUSTER) * self.partial_bytes if self.unsplit and not self.invariant else 0
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
@@ -235,7 +235,7 @@ class DecodeConfig:
             KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
             KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
-            AFTER_WRITE=int(self.after_write), WHOLE_PAIRS=int(self.whole_pairs), LARGEST_CLUSTER=LARGEST_CLUSTER,
+            AFTER_WRITE=int(self.after_write), UNSPLIT=int(self.unsplit), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PARTIALS_FIRST=self.partials_first, PARTIAL_LEAST=self.partial_least, PARTIAL_MOST=PARTIAL_MOST,
             PARTIALS_ENOUGH=PARTIALS_ENOUGH // self.team, PARTIALS_AT_ONCE=self.partials_at_once,

@@ -53,11 +53,11 @@ struct AttendArguments {
   int exact_table_stride;
   float exact_scale;      // as scale
   int chunk_lookback;     // where windows are CHUNKED, and window the size of a chunk
-  int pair_partials;        // rows of `partials` that a sequence and kv head has, where the cut is INVARIANT
-  int other_pair_partials[3];
+  int partial_slots;        // rows of `partials` that a sequence and kv head has, where the cut is INVARIANT
+  int other_partial_slots[3];
   float plain_gain;       // of values without a map, where they are SCALED: their per-tensor scale
-  int pair_blocks;        // where WHOLE_PAIRS: blocks of a cluster, which have a sequence and kv head together, or 1
-  int pair_warps;         // and warps of a block that have one
+  int unsplit_blocks;        // where UNSPLIT: blocks of a cluster, which have a (sequence, kv head) together, or 1
+  int unsplit_warps;         // and warps of a block that have one
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and heads in bytes.

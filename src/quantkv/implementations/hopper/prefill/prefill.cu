@@ -53,10 +53,10 @@ static_assert(sizeof(Work) == WORK_BYTES, "as it is handed on");
 // Number i of all work: of some sequences and kv heads, whose keys stay in the cache, what takes longest; then of the next ones. No tiles: there is none
 // of the number.
 DI Work work_of(const PrefillArguments& a, int i) {
-  const int pairs = a.kv_heads * a.sequences, first = i / (a.together * a.tiles) * a.together, width = min(a.together, pairs - first), left = i - first * a.tiles;
-  const int pair = first + left % width;
+  const int seq_heads = a.kv_heads * a.sequences, first = i / (a.together * a.tiles) * a.together, width = min(a.together, seq_heads - first), left = i - first * a.tiles;
+  const int seq_head = first + left % width;
   Work w;
-  w.head = pair % a.kv_heads, w.s = pair / a.kv_heads, w.row = (a.tiles - 1 - left / width) * ROWS;
+  w.head = seq_head % a.kv_heads, w.s = seq_head / a.kv_heads, w.row = (a.tiles - 1 - left / width) * ROWS;
   w.begin = a.queries[w.s], w.queries = a.queries[w.s + 1] - w.begin, w.used = a.used[w.s];
   const int end = a.right < 0 ? w.used : min(w.used, w.position(w.row + ROWS - 1) + a.right + 1);
   w.first = LEFT ? min(max(w.position(w.row) - a.left, 0), max(end - 1, 0)) : 0;

@@ -1,5 +1,5 @@
-"""Which calls have whole pairs: each sequence and kv head is read by the warps of one block, or of the blocks of one cluster, which write
-its results. There is one launch then in place of two."""
+"""Which calls are unsplit: each (sequence, kv head) is read by the warps of one block, or of the blocks of one cluster, which write its
+results. There is one launch then in place of two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..host.launch import SHARED_BYTES, Kernel
 from .warps import COMBINE_WARPS, TILE, DecodeConfig
 
 # That the longest run of a warp may have beyond an even share of all tiles: they take less than a second launch and its combining, which
-# has little to combine where pairs are few.
+# has little to combine where (sequence, kv head)s are few.
 SPARE_TILES, SPARE_TILES_OF_FEW, FEW = 6.0, 3.0, 16
 # Where lengths may differ, tiles of a run, at most: the longest sequence decides, as no warp of another one helps it.
 MOST_TILES_RAGGED = 8
@@ -19,27 +19,27 @@ EVEN = 1 / 32  # lengths are even where the longest is above their mean by no la
 
 
 @dataclass(frozen=True)
-class WholePairs:
+class Unsplit:
     """Who reads a sequence and kv head: blocks of a cluster, or 1, and warps of a block."""
 
     blocks: int
     warps: int
-    of_block: int  # pairs of a block
-    partials: int = 0  # that a pair has room for, where the cut is invariant
+    of_block: int  # (sequence, kv head)s of a block
+    partials: int = 0  # that a (sequence, kv head) has room for, where the cut is invariant
 
-    def grid(self, pairs: int) -> int:
-        """Blocks that have so many pairs."""
-        return -(-pairs // self.of_block) * self.blocks
+    def grid(self, seq_heads: int) -> int:
+        """Blocks that have so many (sequence, kv head)s."""
+        return -(-seq_heads // self.of_block) * self.blocks
 
     def room(self, config: DecodeConfig) -> int:
         """Shared memory of a block for the partials of the packed query rows that it finishes."""
         return self.of_block * self.partials * -(-config.packed_rows // self.blocks) * config.partial_bytes
 
     def has_room(self, config: DecodeConfig) -> bool:
-        """Whether shared memory holds that too, and what combiners of partials come to, in float32, in place of a pair's rings."""
+        """Whether shared memory holds that too, and what combiners of partials come to, in float32, in place of the rings of its warps."""
         combiners = min(COMBINE_WARPS, -(-self.partials // config.partials_at_once))
         combined = -(-config.packed_rows // self.blocks) * combiners * 4 * (1024 // config.partials_at_once + 4)
-        all_ = replace(config, whole_pairs=True, partial_room=self.room(config)).shared_bytes
+        all_ = replace(config, unsplit=True, partial_room=self.room(config)).shared_bytes
         return all_ <= SHARED_BYTES - 1024 and combined <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
 
     def fit(self, kernel: Kernel, grid: tuple[int, int, int]) -> bool:
@@ -73,40 +73,40 @@ def _tiles(call: AttendCall, tokens: int) -> tuple[int, bool]:
     return (reach + TILE - 2) // TILE + 1, True  # the first may be any of a tile
 
 
-def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> tuple[DecodeConfig, WholePairs | None]:
-    """Who reads the pairs of `call`, which has so many blocks at once for each group of its packed query rows; None where pairs are not
-    whole. With the configuration for it, which has more warps or fewer where pairs are whole with these alone."""
+def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> tuple[DecodeConfig, Unsplit | None]:
+    """Who reads each (sequence, kv head) of `call`, which has so many blocks at once for each group of its packed query rows; None where
+    they are split. With the configuration for it, which has more warps or fewer where the call is unsplit with these alone."""
     for each in (config, config.with_more_warps, config.with_fewer_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
-            return replace(each, whole_pairs=True, partial_room=found.room(each)), found
+            return replace(each, unsplit=True, partial_room=found.room(each)), found
     return config, None
 
 
-def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> WholePairs | None:
+def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> Unsplit | None:
     ways = config.team > 1 or config.segments > 1 or config.exact or config.follows
     if ways or "MATRIX" in (config.key_map, config.value_map) or len(call.segments) > 1:
         return None
-    pairs, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call, longest(call, call.segments[0]))
-    if pairs == 0 or pairs > blocks * config.warps:
+    seq_heads, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call, longest(call, call.segments[0]))
+    if seq_heads == 0 or seq_heads > blocks * config.warps:
         return None
     units = config.partials(tiles * TILE) if config.invariant else tiles  # which no two warps share
-    most = max(1, min(largest_cluster, blocks // pairs))
+    most = max(1, min(largest_cluster, blocks // seq_heads))
     if config.invariant:
         cluster = min(most, units)  # partials are long: the fewer a multiprocessor has the better
     else:
         most = min(most, -(-tiles // config.warps))
         cluster = -(-tiles // (-(-tiles // (most * config.warps)) * config.warps))  # no more blocks than make the longest run shorter
-    warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or pairs <= blocks * (config.warps // n)))
+    warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or seq_heads <= blocks * (config.warps // n)))
     most_tiles, _ = _tiles(call, longest_of_shape(call, call.segments[0]))
-    found = WholePairs(cluster, warps, config.warps // warps, config.partials(most_tiles * TILE) if config.invariant else 0)
+    found = Unsplit(cluster, warps, config.warps // warps, config.partials(most_tiles * TILE) if config.invariant else 0)
     if not found.has_room(config):
         return None
-    run, share = -(-units // (cluster * warps)) * tiles / units, tiles * pairs / (blocks * config.warps)
+    run, share = -(-units // (cluster * warps)) * tiles / units, tiles * seq_heads / (blocks * config.warps)
     if config.invariant:
         share = max(share, tiles / units)  # that of any other way
     if run > MOST_TILES_RAGGED and not by_window and not is_even(call.batch):
         return None
-    return found if run - share <= (SPARE_TILES if pairs > FEW else SPARE_TILES_OF_FEW) else None
+    return found if run - share <= (SPARE_TILES if seq_heads > FEW else SPARE_TILES_OF_FEW) else None
 
 
 def is_even(batch: Batch) -> bool:
