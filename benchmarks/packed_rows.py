@@ -2,10 +2,10 @@
 
     python benchmarks/packed_rows.py [--peers DIR] [--shapes B32xL16384xHK2 ..] [--formats int4] [--json FILE]
 
-The ways: a warp alone (decode.cu); a team of four warps that shares what it unpacks (many.cu), its products by wgmma, or by mma.sync out of
-the same shared memory; Triton; and FlashAttention-3 over 16 bits, where there is one (`--peers` as `quantkv bench` takes it). Each is
-compared with float64 attention over what its cache holds before it is timed; the rounds of all take turns. Exit code 1 where one is wrong.
-"""
+The ways: a warp alone (decode.cu); a consumer warpgroup that shares what it unpacks (decode_wgmma.cu), its products by wgmma, or by
+mma.sync out of the same shared memory; Triton; and FlashAttention-3 over 16 bits, where there is one (`--peers` as `quantkv bench` takes
+it). Each is compared with float64 attention over what its cache holds before it is timed; the rounds of all take turns. Exit code 1
+where one is wrong."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from quantkv.implementations.hopper.decode import wgmma
 # GLM-4; one kv head of 16 and of 8 query heads; queries of a verification.
 SHAPES = ("B32xL16384xHK2", "B64xL8192xHQ16xHK1", "B64xL8192xHQ8xHK1", "B32xL8192xQ5", "B64xL8192xQ8", "B32xL8192xQ16")
 FLASH3 = "FlashAttention-3"
-WAYS = {  # what is set in implementations/hopper/many.py
+WAYS = {  # what is set in implementations/hopper/decode/wgmma.py
     "a warp": {"MANY_PACKED_ROWS": wgmma.MOST_PACKED_ROWS + 1},
-    "a team, wgmma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": True},
-    "a team, mma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": False},
+    "a warpgroup, wgmma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": True},
+    "a warpgroup, mma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": False},
 }
 
 

@@ -65,7 +65,7 @@ def test_who_has_no_read_behind_a_write(monkeypatch, tmp_path):
     monkeypatch.setattr(hopper, "_kernels", lambda *_: [SimpleNamespace()] * 3)
     b = Batch.make("int4", (5, 4), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     call = b.call(max_query_len=5)
-    assert hopper.prepare(call).plan.main.config.team == wgmma.TEAM and hopper.prepare(call).after_write is None
+    assert hopper.prepare(call).plan.main.config.worker_warps == wgmma.WORKER_WARPS and hopper.prepare(call).after_write is None
     few = Batch.make("int4", (1, 1), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     assert hopper.prepare(few.call(max_query_len=1)).after_write is not None
     assert hopper.prepare(few.call(max_query_len=1, batch_invariant=True)).after_write is None

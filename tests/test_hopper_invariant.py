@@ -25,7 +25,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 
 
 @pytest.fixture(autouse=True)
-def teams_of_few_packed_rows(monkeypatch):
+def warpgroups_of_few_packed_rows(monkeypatch):
     """Tested from fewer packed query rows on than they are chosen from."""
     monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 9)
 
@@ -84,7 +84,8 @@ def assert_invariant(call, serve, monkeypatch):
 CASES = [
     ("int4", dict(group=4), {}),
     ("tq4", dict(group=3, maps=calibrated(1, 64)), dict(window=300, softcap=30.0)),  # a matrix, a bias, an offset
-    ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),  # teams, of 16 packed_rows: two groups of them for two queries
+    # consumer warpgroups, of 16 packed_rows: two groups of them for two queries
+    ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),
     ("fp8", dict(group=8, head_size=96), dict(window=300, chunk_lookback=1)),
 ]
 
@@ -99,18 +100,20 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one partial, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
     alike = {
-        dataclasses.replace(config, unsplit=False, partial_room=0, packed_rows=8, warps=8) for config in device.compiled if config.team == 1
+        dataclasses.replace(config, unsplit=False, partial_room=0, packed_rows=8, warps=8)
+        for config in device.compiled
+        if config.worker_warps == 1
     }
     assert len(alike) == (shape["group"] <= 8)
     check(b, (call.out, call.lse), **options)
 
 
 @emulated
-def test_teams_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
+def test_warpgroups_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
     b = Batch.make("int4", (1, 1), (1500, 700), head_size=64, num_kv_heads=1, group=12, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, batch_invariant=True)
     main = hopper.Plan(call, 1).main
-    assert main.resident < main.partial_slots == 6 and main.config.team == 4
+    assert main.resident < main.partial_slots == 6 and main.config.worker_warps == 4
     Device(monkeypatch, tmp_path, 1).serve(call)
     check(b, (call.out, call.lse))
 
@@ -199,22 +202,22 @@ def test_room_for_partials(monkeypatch):
     expected = [1, 1, 1, 2, 5, 6, 6, 12, 12, 24, 24, 48, 768, 1536, 1536, 3072]
     eight = [1, 19, 20, 79, 80, 159, 160, 704, 705, 45056, 45057, 1048576, 1048577]  # warps
     of_eight = [1, 1, 2, 7, 8, 8, 16, 16, 32, 1024, 1024, 1024, 2048]
-    spans = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
-    of_teams = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
+    kv_tiles = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
+    of_warpgroups = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
     monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 17)
-    for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, spans, of_teams)):
+    for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, kv_tiles, of_warpgroups)):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
-        assert [config.partials(16 * config.team * n) for n in lines] == found
-        assert [config.partials(16 * config.team * n - 15) for n in lines] == found
-        room = [config.partials(16 * config.team * n) for n in range(1, 3000)]
+        assert [config.partials(16 * config.worker_warps * n) for n in lines] == found
+        assert [config.partials(16 * config.worker_warps * n - 15) for n in lines] == found
+        room = [config.partials(16 * config.worker_warps * n) for n in range(1, 3000)]
         assert room == sorted(room)  # no shorter sequence has more
     assert [dataclasses.replace(config, kv_heads=8).partials(64 * n) for n in (1056, 1057, 4000)] == [24, 48, 48]
 
 
 CHUNKS = [
     ("int4", VERIFY, dict(window=150, chunk_lookback=2, softcap=20.0)),
-    ("tq3", (8, 8, 1, 8), dict(window=99, chunk_lookback=0)),  # teams
+    ("tq3", (8, 8, 1, 8), dict(window=99, chunk_lookback=0)),  # consumer warpgroups
 ]
 
 
@@ -259,7 +262,7 @@ def scaled(b, k_scale, v_scale):
 
 SCALED = [
     ("fp8_e5m2", VERIFY, dict(head_size=80), 3.1, 0.02),
-    ("fp8", (8, 8, 1, 8), dict(head_size=64), 0.37, 1.0),  # teams
+    ("fp8", (8, 8, 1, 8), dict(head_size=64), 0.37, 1.0),  # consumer warpgroups
     ("fp8/int4", VERIFY, dict(head_size=128), 2.0, 0.41),  # values with a map
     ("int4", VERIFY, dict(head_size=128, maps=calibrated()), 0.3, 2.9),  # keys with an offset, which is not scaled
 ]
@@ -368,7 +371,7 @@ LENS = (700, 33, 1, 5000, 9000, 129)
         ("none", dict(group=2)),
         ("levels4", dict(group=12, maps=signed())),
     ],
-    ids=["warps", "teams", "matrix", "wide", "rows", "signs"],
+    ids=["warps", "warpgroups", "matrix", "wide", "rows", "signs"],
 )
 def test_bits(name, shape, queries, monkeypatch):
     b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", **shape})

@@ -150,8 +150,8 @@ GEOMETRIES = [  # shares of keys and runs of values that begin in the middle of 
     ("levels2/levels3", DECODE, dict(head_size=48, head_size_v=80)),
     ("int2", DECODE, dict(head_size=64, head_size_v=128, block_size=8)),
     ("trellis2", DECODE, dict(head_size=192)),
-    # Hadamard matrices smaller than a row: queries that a warp has, or a team, in 8, 16 and more packed query rows; outputs of any number
-    # of lanes.
+    # Hadamard matrices smaller than a row: queries that a warp has, or a consumer warpgroup, in 8, 16 and more packed query rows; outputs
+    # of any number of lanes.
     ("int4", DECODE, dict(head_size=48, head_size_v=208)),
     ("int4", DECODE, dict(head_size=192, group=12, num_kv_heads=1)),
     ("int4", VERIFY, dict(head_size=96, group=8, num_kv_heads=1)),

@@ -136,7 +136,7 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
     mapped = sum(s.maps.v is not None for s in call.segments) or len(combined)
     ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
     chosen = {i: _configuration(call, call.segments[i], wgmma.choose) for i in sorted(combined)}
-    if len({config.team for config in chosen.values()}) > 1:  # the combine kernel knows one way to cut a line
+    if len({config.worker_warps for config in chosen.values()}) > 1:  # the combine kernel knows one way to cut a line
         chosen = {i: _configuration(call, call.segments[i], warps.choose) for i in chosen}
     options = call.options
     given = dict(ranges=ranges, chunked=options.chunk_lookback >= 0, invariant=options.batch_invariant, scaled=_is_scaled(call))
@@ -158,7 +158,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
     # What suits one query of each of many sequences, or two; half as many packed query rows, or twice as many, where these come to the same
     # bits.
     config = usual = choose(*shape, bf16, max(group, 8), *options)
-    alone = usual.packed_rows == 8 and usual.team == 1
+    alone = usual.packed_rows == 8 and usual.worker_warps == 1
     if alone and packed_rows <= 4:
         config = replace(usual, packed_rows=4)
     elif alone and packed_rows > 8:
@@ -302,7 +302,7 @@ class Prepared:
         """The same for calls right behind a write, with nothing launched between them, of which `write.Prepared.starts_next` is true and
         which stores the rows of the queries' own tokens, at most: only who reads those waits for it. None where all wait."""
         configs = [part.config for part in self.plan.parts.values()]
-        follows = AFTER_WRITE and len(configs) == 1 and self.exact is None and configs[0].team == 1 and not configs[0].invariant
+        follows = AFTER_WRITE and len(configs) == 1 and self.exact is None and configs[0].worker_warps == 1 and not configs[0].invariant
         return Prepared(self.first, after_write=True) if follows and self.first is not None else None
 
     def __call__(self, call: AttendCall) -> None:

@@ -11,7 +11,8 @@ from .host.records import pages_of, unsuitable
 WIDER = True  # than head sizes of 64, 128 and 256, of keys and values alike, codes of 64 dimensions in whole words, pages of 16 and more
 HEAD_SIZES = (*range(48, 257, 16), 512)
 CHOSEN_BY_ERRORS = (64, 128, 256)  # head sizes of rows that are searched, or rounded in a metric, K and V alike
-FOR_TEAMS = 256  # the largest head size, of keys and of values, that four warps of many.cu share: their registers have no room for more
+# the largest head size, of keys and of values, that four warps of decode_wgmma.cu share: their registers have no room for more
+FOR_WGMMA = 256
 READ_PAGES = (8, 16, 32, 64, 128)  # tokens
 WRITTEN_PAGES = range(8, 1025, 8)
 TENSOR_SCALES = True  # rows that are read may have a scale of the whole layer, and none of their own
@@ -66,9 +67,10 @@ def unwritable(fmt: Format, head_size: int, head_size_v: int, block_size: int, b
     return _other_head_sizes(fmt.k, head_size) or _other_head_sizes(fmt.v, head_size_v, "head_size_v")
 
 
-def is_for_teams(value: Codec, head_size: int, head_size_v: int) -> bool:
-    """Whether many.cu has code for such rows; decode.cu has it for all that are read. Of a table's codes a warp takes at least four."""
-    return max(head_size, head_size_v) <= FOR_TEAMS and (head_size_v >= 128 or not value.hopper().values_by_table)
+def is_for_wgmma(value: Codec, head_size: int, head_size_v: int) -> bool:
+    """Whether decode_wgmma.cu has code for such rows; decode.cu has it for all that are read. Of a table's codes a warp takes at least
+    four."""
+    return max(head_size, head_size_v) <= FOR_WGMMA and (head_size_v >= 128 or not value.hopper().values_by_table)
 
 
 def _other_head_sizes(codec: Codec, head_size: int, argument: str = "head_size") -> str | None:

@@ -23,8 +23,8 @@ struct Turn {
 
 // What the runs of a block's workers ended with, combined where they ended in one (sequence, kv head) (-1: a worker without a run), of sequence s.
 DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int seq_head, int s, int packed_row0) {
-  const int index = threadIdx.x / (32 * TEAM);
-  if (threadIdx.x % (32 * TEAM) == 0) ended_in[index] = seq_head;
+  const int index = threadIdx.x / (32 * WORKER_WARPS);
+  if (threadIdx.x % (32 * WORKER_WARPS) == 0) ended_in[index] = seq_head;
   __syncthreads();
   if (seq_head < 0) return;
   int first = index, past = index + 1;

@@ -6,7 +6,7 @@ constexpr int DV = VALUE_SIZE, DK = (D + 8 * KEY::HALF - 1) / (8 * KEY::HALF) * 
 static_assert(D == KEY_SIZE && D % 16 == 0 && DV % 16 == 0 && DK == KEY_DIMENSIONS, "head sizes are others in Python");
 template <class C, int SIZE> constexpr float GAIN_OF = C::GAIN * (C::PER_DIMENSION ? SIZE : 1);
 constexpr float KEY_GAIN = GAIN_OF<KEY, D> / (BY_INTEGERS ? SUBNORMAL : 1.f), VALUE_GAIN = GAIN_OF<VALUE, DV>;
-constexpr int NT = TEAM > 1 ? 1 : (PACKED_ROWS + 7) / 8, EVEN_NT = (NT + 1) / 2 * 2;  // tiles of packed query rows of which a warp holds the queries
+constexpr int NT = WORKER_WARPS > 1 ? 1 : (PACKED_ROWS + 7) / 8, EVEN_NT = (NT + 1) / 2 * 2;  // tiles of packed query rows of which a warp holds the queries
 // A tile is the eight packed query rows of a product, of which a lane has scores of 2 c and 2 c + 1. A last tile of four has these in its even places,
 // so that every lane has one of them, and no lane spends time on scores of an empty place.
 constexpr int OWN = PACKED_ROWS / 4, PLACES = (PACKED_ROWS + 7) / 8 * 8;
@@ -21,7 +21,7 @@ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 constexpr bool PARKED = D > 256 || NT > 1 && NT * D > 128;  // the query's operands wait in shared memory: outputs fill the registers
 
 static_assert(KEY::HALF == KEY_HALF && KEY::ODD_UNIT == KEY_ODD_UNIT, "the order of the keys' dimensions is another in Python");
-static_assert(BY_INTEGERS <= KEY::INTEGERS && (!BY_INTEGERS || DK % 32 == 0 && PACKED_ROWS == 4 && TEAM == 1), "what is multiplied as integers");
+static_assert(BY_INTEGERS <= KEY::INTEGERS && (!BY_INTEGERS || DK % 32 == 0 && PACKED_ROWS == 4 && WORKER_WARPS == 1), "what is multiplied as integers");
 constexpr int KEY_TABLE = BY_INTEGERS ? 0 : KEY::TABLE_BYTES;
 static_assert(KEY_TABLE == KEY_TABLE_BYTES, "the keys' table is of another size in Python");
 // Keys and values of one codec share a table.

@@ -29,7 +29,7 @@ struct Joined {
 // One partial out of those of `count` workers, from address `partials` on; this worker, the index-th of so many, combines its share.
 // put(packed query row, at, x, y): two words of the partial.
 template <class Put> DI void combine_partials(const u8* partials, int count, int index, int combiners, int packed_rows, Put put) {
-  for (int i = index * 32 * TEAM + threadIdx.x % (32 * TEAM); i < packed_rows * (DV / 4); i += combiners * 32 * TEAM) {
+  for (int i = index * 32 * WORKER_WARPS + threadIdx.x % (32 * WORKER_WARPS); i < packed_rows * (DV / 4); i += combiners * 32 * WORKER_WARPS) {
     const int packed_row = i / (DV / 4), at = i % (DV / 4) * 2;
     auto partial = [&](int w) { return (const u32*)(partials + w * WORKER_BYTES) + packed_row * PARTIAL; };
     float top = minus_infinity(), sum = 0.f, factor = 0.f;

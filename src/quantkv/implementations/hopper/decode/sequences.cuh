@@ -6,12 +6,12 @@
 constexpr int PER_PAGE = BLOCK_SIZE < TILE ? 1 : BLOCK_SIZE / TILE, PAGES = BLOCK_SIZE < TILE ? TILE / BLOCK_SIZE : 1;  // tiles; pages of a tile
 static_assert(TILE == 16, "rows of an mma");  // a tile: TILE tokens of one kv head
 static_assert(PER_PAGE * TILE == PAGES * BLOCK_SIZE && PAGES <= 2, "whole tiles of a page, or two pages of a tile");
-constexpr int WORKERS = WARPS / TEAM;  // of a block: warps that work alone, or teams that take TEAM tiles at a time
-constexpr int SPAN = TEAM * TILE;      // tokens of what the line is cut into
+constexpr int WORKERS = WARPS / WORKER_WARPS;  // of a block: warps that work alone, or consumer warpgroups that take WORKER_WARPS tiles at a time
+constexpr int KV_TILE = WORKER_WARPS * TILE;      // tokens of what the line is cut into
 
 // All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both kernels
 // derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change. Where workers are
-// teams, its tiles are spans of TEAM tiles.
+// consumer warpgroups, its tiles are KV tiles of WORKER_WARPS tiles.
 //
 // Where the cut is INVARIANT a sequence is cut by its own number of tiles alone: a worker has the partials that begin in its part of the line.
 //
@@ -28,8 +28,8 @@ struct Sequences {
   }
   struct Slots {
     int first, past;
-    DI int first_tile(int tokens = SPAN) const { return first / tokens; }
-    DI int last_tile(int tokens = SPAN) const { return RANGES && past <= first ? first / tokens : (past + tokens - 1) / tokens; }
+    DI int first_tile(int tokens = KV_TILE) const { return first / tokens; }
+    DI int last_tile(int tokens = KV_TILE) const { return RANGES && past <= first ? first / tokens : (past + tokens - 1) / tokens; }
   };
   DI Slots all(int s) const {  // slots that some query may see
     const int len = lens[s], begin = start(s);
@@ -52,7 +52,7 @@ struct Sequences {
   static DI u32 partials(u32 all) {
     u32 n = max(1, min(all / PARTIAL_LEAST, PARTIALS_FIRST));
     const auto is_long = [&] { return n == PARTIALS_FIRST ? all >= 2 * n * PARTIAL_LEAST : all > n * PARTIAL_MOST && n * KV_HEADS < PARTIALS_ENOUGH; };
-    while (n >= PARTIALS_FIRST && (is_long() || all > n * max(MAX_TILES / TEAM, 1))) n *= 2;
+    while (n >= PARTIALS_FIRST && (is_long() || all > n * max(MAX_TILES / WORKER_WARPS, 1))) n *= 2;
     return n;
   }
   static DI u32 over_partials(u32 x, u32 count) {  // x / count, which is a power of two, or three of them, where it is not small
@@ -64,7 +64,7 @@ struct Sequences {
   static DI u32 partial_at(u32 within, u32 all, u32 count) { return all ? (whole_steps(within + STEP - 1) * count + all - 1) / all : 0; }
   static DI u32 partial_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(over_partials(i * all, count)) : all; }
   // No partial is as short as two steps, so that none is empty; only tests have a MAX_TILES by which one could be.
-  static constexpr u32 STEP = PARTIAL_LEAST >= 2 * TILES_PER_STEP && PARTIAL_MOST >= 4 * TILES_PER_STEP && MAX_TILES >= 4 * TILES_PER_STEP * TEAM ? TILES_PER_STEP : 1;
+  static constexpr u32 STEP = PARTIAL_LEAST >= 2 * TILES_PER_STEP && PARTIAL_MOST >= 4 * TILES_PER_STEP && MAX_TILES >= 4 * TILES_PER_STEP * WORKER_WARPS ? TILES_PER_STEP : 1;
   static DI u32 whole_steps(u32 tiles) { return tiles / STEP * STEP; }
   // From `within` tiles of a sequence to the first partial that does not begin before, or to the sequence's end.
   DI int to_next_partial(int s, int within) const {

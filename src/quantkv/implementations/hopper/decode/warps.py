@@ -23,8 +23,8 @@ BARRIER_BYTES = 8  # of a warp: in which (sequence, kv head) its run began, and 
 COMBINE_PACKED_ROWS, COMBINE_WARPS = 4, 8  # packed query rows of a block of combine_kernel; warps of a block of combine_one_kernel
 # Of an invariant cut (`Sequences.partials`): `partials_first` partials or fewer, of PARTIAL_LEAST tiles or more; twice as many where these
 # are no shorter; and twice as many again, and so on, where they would be longer than PARTIAL_MOST, until one sequence has enough for all
-# warps. Shorter partials balance better; each costs a softmax that begins anew and outputs that are combined. Of a team all this is in
-# spans.
+# warps. Shorter partials balance better; each costs a softmax that begins anew and outputs that are combined. Of a consumer warpgroup all
+# this is in KV tiles.
 PARTIAL_LEAST, PARTIAL_MOST, PARTIALS_ENOUGH = 10, 44, 1024
 
 
@@ -71,14 +71,14 @@ class DecodeConfig:
         return Path(__file__).with_name("decode.cu")
 
     @property
-    def team(self) -> int:
+    def worker_warps(self) -> int:
         """Warps that share a run of tiles."""
         return 1
 
     @property
     def workers(self) -> int:
         """Of a block: each has a run of tiles."""
-        return self.warps // self.team
+        return self.warps // self.worker_warps
 
     @property
     def with_more_warps(self) -> DecodeConfig | None:
@@ -93,17 +93,17 @@ class DecodeConfig:
         an unsplit call stay in shared memory."""
         if self.warps == 16:
             return replace(self, warps=12)
-        return replace(self, warps=8) if self.invariant and self.warps == 12 and self.team == 1 else None
+        return replace(self, warps=8) if self.invariant and self.warps == 12 and self.worker_warps == 1 else None
 
     @property
     def partial_least(self) -> int:
-        """Tiles, or a team's spans, of a partial of an invariant cut, at least, where a sequence has as many."""
-        return -(-PARTIAL_LEAST // self.team)
+        """Tiles, or a consumer warpgroup's KV tiles, of a partial of an invariant cut, at least, where a sequence has as many."""
+        return -(-PARTIAL_LEAST // self.worker_warps)
 
     def partials(self, tokens: int) -> int:
         """Of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
-        line = -(-tokens // (TILE * self.team))
-        first, enough, longest = self.partials_first, PARTIALS_ENOUGH // self.team, max(MAX_TILES // self.team, 1)
+        line = -(-tokens // (TILE * self.worker_warps))
+        first, enough, longest = self.partials_first, PARTIALS_ENOUGH // self.worker_warps, max(MAX_TILES // self.worker_warps, 1)
         n = max(1, min(line // self.partial_least, first))
         while n >= first:
             long = line >= 2 * n * self.partial_least if n == first else line > n * PARTIAL_MOST and n * self.kv_heads < enough
@@ -238,8 +238,9 @@ class DecodeConfig:
             AFTER_WRITE=int(self.after_write), UNSPLIT=int(self.unsplit), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PARTIALS_FIRST=self.partials_first, PARTIAL_LEAST=self.partial_least, PARTIAL_MOST=PARTIAL_MOST,
-            PARTIALS_ENOUGH=PARTIALS_ENOUGH // self.team, PARTIALS_AT_ONCE=self.partials_at_once,
-            EXACT=self.exact, PACKED_ROWS=self.packed_rows, BY_INTEGERS=int(self.by_integers), WARPS=self.warps, TEAM=self.team,
+            PARTIALS_ENOUGH=PARTIALS_ENOUGH // self.worker_warps, PARTIALS_AT_ONCE=self.partials_at_once,
+            EXACT=self.exact, PACKED_ROWS=self.packed_rows, BY_INTEGERS=int(self.by_integers), WARPS=self.warps,
+            WORKER_WARPS=self.worker_warps,
             BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,
             WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PARTIAL_BYTES=self.partial_bytes,
             SPARE_LANES_COPY=int(SPARE_LANES_COPY),

@@ -11,9 +11,9 @@ from . import warps
 from .warps import TILE, DecodeConfig
 
 MOST_PACKED_ROWS = 128  # of a kv head: its query heads times the queries of a sequence
-MANY_PACKED_ROWS = 17  # from so many on a team shares what it unpacks; above MOST_PACKED_ROWS: never
-BY_WGMMA = True  # products of a team: of all four warps, by wgmma; or of each, by mma, out of the same shared memory
-TEAM = 4  # warps
+MANY_PACKED_ROWS = 17  # from so many on a consumer warpgroup shares what it unpacks; above MOST_PACKED_ROWS: never
+BY_WGMMA = True  # products of a consumer warpgroup: of all four warps, by wgmma; or of each, by mma, out of the same shared memory
+WORKER_WARPS = 4  # warps
 PACKED_ROW_TILES = (1, 2, 3, 4, 6, 8)  # that wgmma is written for
 
 
@@ -33,7 +33,7 @@ def unserved(group: int, queries: int) -> str | None:
 
 @dataclass(frozen=True)
 class WgmmaConfig(DecodeConfig):
-    """What one compiled kernel is made for where a team of warps has a run of tiles."""
+    """What one compiled kernel is made for where a consumer warpgroup has a run of tiles."""
 
     by_wgmma: bool = True
 
@@ -43,33 +43,33 @@ class WgmmaConfig(DecodeConfig):
         return Path(__file__).with_name("decode_wgmma.cu")
 
     @property
-    def team(self) -> int:
-        """Warps that share a run of spans."""
-        return TEAM
+    def worker_warps(self) -> int:
+        """Warps that share a run of KV tiles."""
+        return WORKER_WARPS
 
     @property
     def room(self) -> int:
-        """Shared memory of a team for its ring."""
-        per_team = (SHARED_BYTES - 1024 - self.table_bytes) // self.workers // 1024 * 1024
-        return per_team - self.beside_ring
+        """Shared memory of a consumer warpgroup for its ring."""
+        per_warpgroup = (SHARED_BYTES - 1024 - self.table_bytes) // self.workers // 1024 * 1024
+        return per_warpgroup - self.beside_ring
 
     @property
     def stages(self) -> int:
-        """Spans that a ring holds."""
-        return min(self.room // (TEAM * self.tile_bytes), self.max_stages)
+        """KV tiles that a ring holds."""
+        return min(self.room // (WORKER_WARPS * self.tile_bytes), self.max_stages)
 
     @property
     def worker_bytes(self) -> int:
-        """Shared memory of a team, as WORKER_BYTES in team.cuh."""
-        return -(-(self.stages * TEAM * self.tile_bytes + self.beside_ring) // 1024) * 1024
+        """Shared memory of a consumer warpgroup, as WORKER_BYTES in consumer.cuh."""
+        return -(-(self.stages * WORKER_WARPS * self.tile_bytes + self.beside_ring) // 1024) * 1024
 
     @property
     def beside_ring(self) -> int:
-        """Shared memory of a team that its ring cannot have, as in team.cuh: matrices of 128 bytes a packed query row (queries, their
-        sums, two of weights); what warps tell each other; zero points; sums; scores of offsets."""
+        """Shared memory of a consumer warpgroup that its ring cannot have, as in consumer.cuh: matrices of 128 bytes a packed query row
+        (queries, their sums, two of weights); what warps tell each other; zero points; sums; scores of offsets."""
         packed_rows = self.packed_rows
         matrices = (-(-self.key_dimensions // 64) + 3) * 128 * packed_rows
-        return matrices + TEAM * (2 * packed_rows + 4) * 4 + 4 * TEAM * TILE + 4 * packed_rows + self.score_bytes
+        return matrices + WORKER_WARPS * (2 * packed_rows + 4) * 4 + 4 * WORKER_WARPS * TILE + 4 * packed_rows + self.score_bytes
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with, how products are made included."""
@@ -81,19 +81,19 @@ def choose(
 ) -> DecodeConfig:
     """The configuration for one shape, of either kernel: arguments as of `warps.choose`; maps: key_map, value_map, key_offset.
 
-    Three teams have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 packed query rows where it takes
-    all of them together, else up to 12."""
+    Three consumer warpgroups have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 packed query rows
+    where it takes all of them together, else up to 12."""
     shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
     size = max(key.hopper().dimensions(head_size), head_size_v)
     alone = warps.choose(*shape, packed_rows, softcap, *maps, capacity=capacity)
     few = packed_rows < MANY_PACKED_ROWS and (alone.packed_rows >= packed_rows or packed_rows < MANY_PACKED_ROWS - 4)
-    if few or MANY_PACKED_ROWS > MOST_PACKED_ROWS or not geometry.is_for_teams(value, head_size, head_size_v):
+    if few or MANY_PACKED_ROWS > MOST_PACKED_ROWS or not geometry.is_for_wgmma(value, head_size, head_size_v):
         return alone
     most = 4 if size > 128 else 8  # tiles of a block, as registers allow
     blocks = -(-packed_rows // (8 * most))
     packed_row_tiles = next(n for n in PACKED_ROW_TILES if 8 * n * blocks >= packed_rows)
-    teams = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or packed_row_tiles * size > 512 else 3  # little work is spread
-    config = WgmmaConfig(*shape, 8 * packed_row_tiles, softcap, *maps, warps=TEAM * teams, by_wgmma=BY_WGMMA)
-    while config.stages < 3 and config.warps > TEAM:
-        config = replace(config, warps=config.warps - TEAM)
+    warpgroups = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or packed_row_tiles * size > 512 else 3  # little work is spread
+    config = WgmmaConfig(*shape, 8 * packed_row_tiles, softcap, *maps, warps=WORKER_WARPS * warpgroups, by_wgmma=BY_WGMMA)
+    while config.stages < 3 and config.warps > WORKER_WARPS:
+        config = replace(config, warps=config.warps - WORKER_WARPS)
     return config

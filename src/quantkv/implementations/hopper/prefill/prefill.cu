@@ -8,7 +8,7 @@
 // TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
 #include "arguments.cuh"
 #include "pipeline.cuh"
-#include "warpgroup.cuh"
+#include "wgmma.cuh"
 
 static_assert(sizeof(PrefillArguments) == ARGUMENT_BYTES, "arguments are laid out in another way in Python");
 constexpr int ROWS = 64 * CONSUMERS, TILES = KEYS / 8, VALUE_TILES = DV / 8;  // tiles: of eight columns

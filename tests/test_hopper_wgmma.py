@@ -1,5 +1,5 @@
 """The Hopper kernel for many packed query rows of one kv head: on a Hopper GPU; and, anywhere, its source run on a CPU over a model of
-wgmma's fragments, descriptors and asynchrony (cuda_on_cpu/warpgroup.cuh), and what it is compiled to."""
+wgmma's fragments, descriptors and asynchrony (cuda_on_cpu/wgmma.cuh), and what it is compiled to."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ SEVERAL = dict(queries=VERIFY, window=200, softcap=25.0)
 
 
 @pytest.fixture(autouse=True)
-def teams_of_few_packed_rows(monkeypatch):
+def warpgroups_of_few_packed_rows(monkeypatch):
     """Tested from fewer packed query rows on than they are chosen from."""
     monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 9)
 
@@ -81,7 +81,7 @@ def test_on_a_cpu(name, arguments, monkeypatch, tmp_path):
 
 
 def rise(b):
-    """Keys that grow, so that maxima rise from span to span, and values far from zero, so that biases count."""
+    """Keys that grow, so that maxima rise from KV tile to KV tile, and values far from zero, so that biases count."""
     growing = b.key * torch.linspace(0.2, 2, len(b.key))[:, None, None]
     b.q.mul_(4)
     b.cache.write(growing.to(b.key.dtype), b.value + 2, b.slots, b.positions, implementation="reference")
@@ -119,13 +119,13 @@ def all_alike(b):
 
 @emulated
 def test_packed_rows_that_meet_keys_late_on_a_cpu(monkeypatch, tmp_path):
-    """The first span is in the window of two queries of five: for the others the maximum of nothing is not 0."""
+    """The first KV tile is in the window of two queries of five: for the others the maximum of nothing is not 0."""
     on_a_cpu(monkeypatch, tmp_path, "bf16/int4", (5,), (600,), group=4, num_kv_heads=1, window=470, change=all_alike)
 
 
 @emulated
-def test_more_spans_than_ids_are_held_on_a_cpu(monkeypatch, tmp_path):
-    """Runs of three teams, as of more work: each loads page ids anew within a sequence, and the next sequence's."""
+def test_more_kv_tiles_than_ids_are_held_on_a_cpu(monkeypatch, tmp_path):
+    """Runs of three consumer warpgroups, as of more work: each loads page ids anew within a sequence, and the next sequence's."""
     chosen = []
     choose = wgmma.choose
     monkeypatch.setattr(wgmma, "choose", lambda *shape, capacity: chosen.append(choose(*shape)) or chosen[-1])
@@ -166,11 +166,11 @@ def config(key, value, head_size=128, packed_rows=16, *maps, head_size_v=None, b
     [("int4", "int4", 16, 302), ("int4", "int4", 24, 325), ("int4", "int4", 32, 348), ("int4", "int4", 64, 428), ("tq4", "u4", 32, 436)],
 )
 def test_step_fits_its_budget(key, value, packed_rows, most, tmp_path, monkeypatch):
-    """Instructions of a warp for a span, of 16 tokens to unpack: nothing in local memory, and products that run on. Where operands were
+    """Instructions of a warp for a KV tile, of 16 tokens to unpack: nothing in local memory, and products that run on. Where operands were
     unpacked while some run, the compiler would wait for each of them."""
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
-    cubin = tmp_path / "many.cubin"
+    cubin = tmp_path / "wgmma.cubin"
     cubin.write_bytes(config(key, value, packed_rows=packed_rows).cubin())
     names = step(cubin)
     assert 250 < len(names) <= most
@@ -179,7 +179,7 @@ def test_step_fits_its_budget(key, value, packed_rows, most, tmp_path, monkeypat
     assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == 2
 
 
-@pytest.mark.parametrize("name", ["WORKER_BYTES", "TABLES_BYTES", "PARTIAL_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES", "TEAM"])
+@pytest.mark.parametrize("name", ["WORKER_BYTES", "TABLES_BYTES", "PARTIAL_BYTES", "BARRIER_BYTES", "ARGUMENT_BYTES", "WORKER_WARPS"])
 def test_a_number_that_differs_between_host_and_device_does_not_compile(name, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     from quantkv.implementations.hopper.host.nvrtc import compile_cubin
@@ -192,7 +192,7 @@ def test_a_number_that_differs_between_host_and_device_does_not_compile(name, tm
 
 
 def test_every_configuration_has_a_ring():
-    """A span on its way beside the one that is read, in the shared memory that there is; and a packed query row of its own for every
+    """A KV tile on its way beside the one that is read, in the shared memory that there is; and a packed query row of its own for every
     query."""
     halves = {name: codec.hopper() for name, codec in CODECS.items() if codec.hopper is not None}
     keys, values = ([name for name, half in halves.items() if getattr(half, use)] for use in ("keys", "values"))
@@ -213,20 +213,20 @@ CHOSEN = [("int4", 128, 8, 1, 1), ("int4", 128, 16, 1, 2), ("int4", 128, 17, 4, 
 CHOSEN += [("int4", 256, 17, 4, 3), ("int8", 256, 12, 1, 1), ("int8", 256, 13, 4, 2)]
 
 
-@pytest.mark.parametrize("codec, head_size, packed_rows, team, packed_row_tiles", CHOSEN)
-def test_what_is_chosen(codec, head_size, packed_rows, team, packed_row_tiles, monkeypatch):
+@pytest.mark.parametrize("codec, head_size, packed_rows, warpgroup, packed_row_tiles", CHOSEN)
+def test_what_is_chosen(codec, head_size, packed_rows, warpgroup, packed_row_tiles, monkeypatch):
     """What was faster on an H200 (docs/performance.md)."""
     monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 17)
     chosen = config(codec, codec, head_size, packed_rows)
-    assert (chosen.team, chosen.packed_row_tiles) == (team, packed_row_tiles)
+    assert (chosen.worker_warps, chosen.packed_row_tiles) == (warpgroup, packed_row_tiles)
 
 
 def test_segments_are_cut_in_one_way():
     """Where one of them has no kernel for many packed query rows, none has."""
-    for name, team in (("int4", 4), ("int8/trellis2", 1)):
+    for name, warpgroup in (("int4", 4), ("int8/trellis2", 1)):
         parts = [Part("int4", None, [(0, 20)]), Part(name, None, [(20, 33)])]
         call = Several.make(parts, (1,), (33,), head_size=64, group=16, num_kv_heads=1).call
-        assert [c.team for c in hopper.configurations(call)] == [team, team]
+        assert [c.worker_warps for c in hopper.configurations(call)] == [warpgroup, warpgroup]
 
 
 def test_what_the_rule_refuses():
@@ -238,13 +238,13 @@ def test_what_the_rule_refuses():
     assert "max_query_len=17" in hopper._unsupported(b.call(max_query_len=17))
 
 
-def test_what_is_served_without_teams(monkeypatch):
+def test_what_is_served_without_wgmma(monkeypatch):
     """Of the constant: what ran on a GPU before."""
     monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", wgmma.MOST_PACKED_ROWS + 1)
     b = Batch.make("int4", (9,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
     assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9))
     b = Batch.make("int4", (8,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
-    assert hopper._unsupported(b.call(max_query_len=8)) is None and hopper.configurations(b.call(max_query_len=8))[0].team == 1
+    assert hopper._unsupported(b.call(max_query_len=8)) is None and hopper.configurations(b.call(max_query_len=8))[0].worker_warps == 1
     b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, group=17, dtype=torch.bfloat16)
     assert "at most 16 share one" in hopper._unsupported(b.call(max_query_len=1))
 
@@ -352,7 +352,7 @@ def test_segments(queries):
 
 @hopper_only
 def test_long_runs_within_a_sequence(monkeypatch):
-    """More than 1,024 tiles for each team: its accumulator begins anew, with what it held kept beside it."""
+    """More than 1,024 tiles for each consumer warpgroup: its accumulator begins anew, with what it held kept beside it."""
     monkeypatch.setattr(launch, "multiprocessors", lambda index: 1)
     b = batch("int4", (1, 2), (500_000, 100), num_kv_heads=1)
     call = b.call(max_query_len=2)
@@ -361,7 +361,7 @@ def test_long_runs_within_a_sequence(monkeypatch):
 
 
 @hopper_only
-@pytest.mark.parametrize("lens", [(1, 15, 16, 17), (63, 64, 65), (9000,), tuple(range(1, 600, 9))], ids=["tiny", "span", "one", "many"])
+@pytest.mark.parametrize("lens", [(1, 15, 16, 17), (63, 64, 65), (9000,), tuple(range(1, 600, 9))], ids=["tiny", "kv_tile", "one", "many"])
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_lengths(lens, kv_heads):
     attend(batch("int4", (1,) * len(lens), lens, num_kv_heads=kv_heads))

@@ -1,11 +1,11 @@
-// A team: four warps that share what they unpack, their queries, and a ring of spans, of four tiles each.
+// A consumer warpgroup: four warps that share what they unpack, their queries, and a ring of KV tiles, of four tiles each.
 #pragma once
 #include "scores.cuh"
-#include "warpgroup.cuh"
+#include "wgmma.cuh"
 
-static_assert(TEAM == 4 && WARPS % TEAM == 0 && D <= 256 && DV <= 256, "a warpgroup, whose registers have room for such rows");
+static_assert(WORKER_WARPS == 4 && WARPS % WORKER_WARPS == 0 && D <= 256 && DV <= 256, "a warpgroup, whose registers have room for such rows");
 constexpr int TILES = PACKED_ROWS / 8, SLABS = (DK + 63) / 64;  // tiles of 8 packed query rows; matrices of 64 numbers of a query a row
-constexpr int AHEAD = STAGES - 1, SPAN_BYTES = TEAM * TILE_BYTES;
+constexpr int AHEAD = STAGES - 1, KV_TILE_BYTES = WORKER_WARPS * TILE_BYTES;
 
 // Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as two fp16 numbers.
 // Both are moved by 16, so that the sum is no larger than a number of the query may be.
@@ -13,13 +13,13 @@ constexpr bool SUMMED = KEY::ZERO_POINTS || KEY::ZERO > 0.f;
 constexpr float MOVED = 16.f;
 static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f, "zeros are fp16 numbers in the unit of the codes");
 
-// Shared memory of a team, in bytes: the queries, SLABS matrices of a row a packed query row; their sums, the first 16 numbers of such a row (whether SUMMED or not); weights
-// of a span's tokens, a row a packed query row, of this span and the last; the ring; what warps tell each other; values'
-// zero points, of this span and the last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
+// Shared memory of a consumer warpgroup, in bytes: the queries, SLABS matrices of a row a packed query row; their sums, the first 16 numbers of such a row (whether SUMMED or not); weights
+// of a KV tile's tokens, a row a packed query row, of this KV tile and the last; the ring; what warps tell each other; values'
+// zero points, of this KV tile and the last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
 constexpr int SLAB = PACKED_ROWS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
-constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, TOLD_AT = RING_AT + STAGES * SPAN_BYTES;
+constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, TOLD_AT = RING_AT + STAGES * KV_TILE_BYTES;
 constexpr int TOLD = 2 * PACKED_ROWS + 4;  // numbers of a warp
-constexpr int ZEROS_AT = TOLD_AT + TEAM * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * SPAN, OFFSETS_AT = QUERY_SUMS_AT + 4 * PACKED_ROWS;
+constexpr int ZEROS_AT = TOLD_AT + WORKER_WARPS * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * KV_TILE, OFFSETS_AT = QUERY_SUMS_AT + 4 * PACKED_ROWS;
 constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * PACKED_ROWS * 4 : 0);
 static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0, "shared memory is laid out in another way in Python");
 static_assert(PACKED_ROWS * PARTIAL_BYTES <= TOLD_AT, "a partial lies over queries, weights and the ring");
@@ -44,63 +44,63 @@ template <class C, bool ADD = true> DI void multiply(float (&d)[TILES][4], u32 a
   }
 }
 
-// Brings this warp's tile of every span of the line, from span `span` of sequence `seq` and kv head `head` on, into slots of a ring, one
-// copy group a span. Tiles beyond a sequence arrive as zero.
-struct SpanLoader {
+// Brings this warp's tile of every KV tile of the line, from KV tile `kv_tile` of sequence `seq` and kv head `head` on, into slots of a ring, one
+// copy group a KV tile. Tiles beyond a sequence arrive as zero.
+struct KvTileLoader {
   const Sequences& sequences;
   const int* block_table;
   const u8* records;
   u32 page_stride;
-  int table_width, table_stride, member, seq, left;  // left: spans beyond the run
-  int span, run_end;         // until run_end this warp's tiles are whole, and their page ids at hand
-  int ids_from, ids[PAGES];  // lane i holds those of the pages of this warp's tile of span ids_from + i
+  int table_width, table_stride, member, seq, left;  // left: KV tiles beyond the run
+  int kv_tile, run_end;         // until run_end this warp's tiles are whole, and their page ids at hand
+  int ids_from, ids[PAGES];  // lane i holds those of the pages of this warp's tile of KV tile ids_from + i
   TileCopier tiles;
 
-  DI SpanLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int span, int left)
+  DI KvTileLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int kv_tile, int left)
       : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width), table_stride(a.table_stride),
-        member(member), seq(seq), left(left), span(span), run_end(span), tiles(records, a.pages, head) {
-    keep(tiles.meta_from);  // teams have a register for it
+        member(member), seq(seq), left(left), kv_tile(kv_tile), run_end(kv_tile), tiles(records, a.pages, head) {
+    keep(tiles.meta_from);  // consumer warpgroups have a register for it
     load_ids();
   }
-  DI int tile() const { return span * TEAM + member; }
+  DI int tile() const { return kv_tile * WORKER_WARPS + member; }
   DI void load_ids() {
-    const int at = (tile() + (int)tiles.lane * TEAM) / PER_PAGE * PAGES;
+    const int at = (tile() + (int)tiles.lane * WORKER_WARPS) / PER_PAGE * PAGES;
     const int* id = block_table + (i64)seq * table_stride + at;
-    ids_from = span;
+    ids_from = kv_tile;
 #pragma unroll
     for (int i = 0; i < PAGES; i++) ids[i] = at + i < table_width ? id[i] : 0;
-    constexpr int LATER = 32 * TEAM * PAGES / PER_PAGE;
+    constexpr int LATER = 32 * WORKER_WARPS * PAGES / PER_PAGE;
     if (at + LATER < table_width) prefetch(id + LATER);
   }
   // The next tile, of which the tokens from `from` to `valid` are read; see TileCopier.
   DI void copy(u32 to, int valid, int from) {
     u32 pages[PAGES], read[PAGES];
 #pragma unroll
-    for (int i = 0; i < PAGES; i++) pages[i] = __shfl_sync(~0u, ids[i], span - ids_from);
+    for (int i = 0; i < PAGES; i++) pages[i] = __shfl_sync(~0u, ids[i], kv_tile - ids_from);
 #pragma unroll
     for (int i = 0; i < PAGES; i++) read[i] = valid > 0 ? pages[TileCopier::page_of(i, valid, from)] : 0;
     tiles.copy(records, page_stride, read, tile() % PER_PAGE, to, valid, from);
-    span++;
+    kv_tile++;
   }
   DI void turn(u32 to) {  // what stands between two runs: the next sequence, the next page ids, or a tile that is not whole
     if (left <= 0) return;
-    if (span == sequences.last_tile(seq)) {
+    if (kv_tile == sequences.last_tile(seq)) {
       do {
         const bool next_head = seq + 1 == sequences.count;
-        records += next_head ? RECORD_BYTES : 0, seq = next_head ? 0 : seq + 1, span = sequences.first_tile(seq);
-      } while (span == sequences.last_tile(seq));
+        records += next_head ? RECORD_BYTES : 0, seq = next_head ? 0 : seq + 1, kv_tile = sequences.first_tile(seq);
+      } while (kv_tile == sequences.last_tile(seq));
       load_ids();
-    } else if (span - ids_from == 32) {
+    } else if (kv_tile - ids_from == 32) {
       load_ids();
     }
     const int slots = sequences.slots(seq), from = FOREIGN ? max(sequences.first_slot(seq) - tile() * TILE, 0) : 0;
-    const int whole = (slots / TILE - member + TEAM - 1) / TEAM;  // spans whose tile of this warp is
-    const int run = from > 0 ? 0 : max(min(min(left, whole - span), ids_from + 32 - span), 0);
-    left -= max(run, 1), run_end = span + run;
+    const int whole = (slots / TILE - member + WORKER_WARPS - 1) / WORKER_WARPS;  // KV tiles whose tile of this warp is
+    const int run = from > 0 ? 0 : max(min(min(left, whole - kv_tile), ids_from + 32 - kv_tile), 0);
+    left -= max(run, 1), run_end = kv_tile + run;
     if (run > 0) copy(to, TILE, 0); else copy(to, from < TILE ? min(max(slots - tile() * TILE, 0), TILE) : 0, min(from, TILE));
   }
   DI void next(u32 to) {
-    if (span < run_end) copy(to, TILE, 0); else turn(to);
+    if (kv_tile < run_end) copy(to, TILE, 0); else turn(to);
     commit_copies();
   }
 };
@@ -109,8 +109,8 @@ struct SpanLoader {
 // its products. a: tokens 2 c and 2 c + 1, 16 bits of each in a register; b: those 8 further. Where four warps do not share a row evenly the
 // last of its lanes have none of it: they read what others have, and dim() is beyond the row.
 constexpr int V_CHUNKS = V_ROW / 16, STEP = RUN > 1 ? 1 : 2;                             // of 16 bytes; chunks that hold pairs of dimensions
-constexpr int SHARING = IN_HALVES && V_CHUNKS < TEAM ? TEAM / V_CHUNKS : 1;              // warps that have a part of the 16 bits of a chunk
-constexpr int OWN_CHUNKS = V_CHUNKS < TEAM ? 1 : (V_CHUNKS + TEAM * STEP - 1) / (TEAM * STEP) * STEP;  // of a warp
+constexpr int SHARING = IN_HALVES && V_CHUNKS < WORKER_WARPS ? WORKER_WARPS / V_CHUNKS : 1;              // warps that have a part of the 16 bits of a chunk
+constexpr int OWN_CHUNKS = V_CHUNKS < WORKER_WARPS ? 1 : (V_CHUNKS + WORKER_WARPS * STEP - 1) / (WORKER_WARPS * STEP) * STEP;  // of a warp
 constexpr int OWN_RUN = IN_HALVES ? RUN / SHARING : DV <= 64 ? 2 : DV <= 128 ? 4 : 8;    // successive dimensions of a lane
 constexpr int OWN_DIMS = IN_HALVES ? OWN_CHUNKS * OWN_RUN : OWN_RUN, OWN_SLABS = OWN_DIMS / 2;  // of a lane; products of 64 dimensions
 constexpr int OWN_PAIRS = IN_HALVES ? OWN_CHUNKS : 4, ALL_OWN_PAIRS = OWN_PAIRS * (VALUE::OVERLAP ? 2 : 1);
@@ -125,7 +125,7 @@ template <bool IN_HALVES> struct OwnValues {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; i++) {
       const int chunk = member * OWN_CHUNKS / SHARING + i;
-      at[i] = TILE_V + lane / 16 * TILE_BYTES + chunk_address<V_ROW>(lane % 16, OWN_CHUNKS * TEAM > V_CHUNKS * SHARING ? min(chunk, V_CHUNKS - 1) : chunk);
+      at[i] = TILE_V + lane / 16 * TILE_BYTES + chunk_address<V_ROW>(lane % 16, OWN_CHUNKS * WORKER_WARPS > V_CHUNKS * SHARING ? min(chunk, V_CHUNKS - 1) : chunk);
       keep(at[i]);
     }
   }
@@ -170,8 +170,8 @@ template <> struct OwnValues<false> {  // codes lie across 16-bit boundaries, or
 };
 
 // The queries of one sequence and kv head in shared memory, each warp some of the packed query rows.
-struct TeamQueries {
-  u32 base;  // the team's shared memory
+struct WarpgroupQueries {
+  u32 base;  // the consumer warpgroup's shared memory
   DI u32 operand(int nt, int w, int half) const {  // of this lane: what is b[2 w + half] of its Query
     const int lane = threadIdx.x % 32, row = 8 * nt + lane / 4;
     return base + w / 4 * SLAB + matrix_chunk(row, w % 4 * 2 + half) + lane % 4 * 4;
@@ -184,10 +184,10 @@ struct TeamQueries {
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
   }
-  // given: the first packed query rows of this warp, `member` of the team.
+  // given: the first packed query rows of this warp, `member` of the warpgroup.
   DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int head, int packed_row0, int member) const {
 #pragma unroll 1
-    for (int nt = member; nt < TILES; nt += TEAM) {
+    for (int nt = member; nt < TILES; nt += WORKER_WARPS) {
       Query query;
       if (nt > member) given.ask(q, a.key_map, sequences, s, head, packed_row0 + 8 * nt);
       if constexpr (KEY_MAP == MATRIX) {
@@ -232,7 +232,7 @@ struct TeamQueries {
   }
   DI void score_offsets(const u16* table, int sixteen, float factor, int member) const {
 #pragma unroll 1
-    for (int nt = member; nt < TILES; nt += TEAM) {
+    for (int nt = member; nt < TILES; nt += WORKER_WARPS) {
       Query query;
       recall(nt, query);
       query.score_offsets(table, sixteen, factor, base + OFFSETS_AT + nt * 32);

@@ -1,4 +1,4 @@
-// Stands in for the package's warpgroup.cuh, as instructions.cuh beside it. What wgmma reads it finds by its descriptor alone, as the PTX ISA
+// Stands in for the package's wgmma.cuh, as instructions.cuh beside it. What wgmma reads it finds by its descriptor alone, as the PTX ISA
 // has it. Products run as late as they may; what they read or add to must not change until then, and a thread's stores that wgmma reads
 // must have been fenced.
 #pragma once

@@ -1,15 +1,15 @@
-// Scores, softmax and the weighted sum of values: what a team does with a span.
+// Scores, softmax and the weighted sum of values: what a consumer warpgroup does with a KV tile.
 #pragma once
-#include "team.cuh"
+#include "consumer.cuh"
 
 constexpr bool SUBTRACT = VALUE::CENTRE > 0;  // codes are taken about their zero: many packed query rows share them
 
-// What a lane is in its team, and where it finds its part of a span.
-struct TeamLane : KeyLane {
+// What a lane is in its consumer warpgroup, and where it finds its part of a KV tile.
+struct WarpgroupLane : KeyLane {
   int member, c, barrier;
-  u32 base, weights;  // of the team's shared memory; to where this lane's row of a matrix of weights is, for two tiles of packed query rows
+  u32 base, weights;  // of the consumer warpgroup's shared memory; to where this lane's row of a matrix of weights is, for two tiles of packed query rows
   OwnValues<IN_HALVES> values;
-  DI TeamLane(int member, int barrier, u32 base)
+  DI WarpgroupLane(int member, int barrier, u32 base)
       : KeyLane(threadIdx.x % 32 / 4, threadIdx.x % 4), member(member), c(threadIdx.x % 4), barrier(barrier), base(base), values(member) {
     const int lane = threadIdx.x % 32;
     keep_all(lane / 4, c);
@@ -19,13 +19,13 @@ struct TeamLane : KeyLane {
   DI float* told(int by) const { return (float*)(shared + (base - shared_address(shared)) + TOLD_AT) + by * TOLD; }
 };
 
-// The running softmax of a team, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in all lanes of a packed query row; l and bias
+// The running softmax of a consumer warpgroup, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in all lanes of a packed query row; l and bias
 // are of this lane's tokens; o is of this warp's dimensions.
-struct TeamSoftmax {
+struct WarpgroupSoftmax {
   float o[OWN_SLABS][TILES][4], m[TILES][2], l[TILES][2], bias[TILES][2], v_norm;
   u32 seen;  // a bit for each packed query row of this lane that has met a key
 
-  DI TeamSoftmax() : v_norm(as_float(0x53800000u)), seen(0) {
+  DI WarpgroupSoftmax() : v_norm(as_float(0x53800000u)), seen(0) {
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
@@ -37,7 +37,7 @@ struct TeamSoftmax {
   }
 
   // Moves m up to the scores s (relative to m); v: the largest scale of this lane's values.
-  DI void rescale(float (&s)[TILES][4], float v, const TeamLane& at) {
+  DI void rescale(float (&s)[TILES][4], float v, const WarpgroupLane& at) {
     const int lane = threadIdx.x % 32;
     float* mine = at.told(at.member);
 #pragma unroll
@@ -50,7 +50,7 @@ struct TeamSoftmax {
     v = max_over_tokens(v);
     if (lane == 0) mine[PACKED_ROWS] = v;
     meet(at.barrier);
-    for (int w = 0; w < TEAM; w++) v = fmaxf(v, at.told(w)[PACKED_ROWS]);
+    for (int w = 0; w < WORKER_WARPS; w++) v = fmaxf(v, at.told(w)[PACKED_ROWS]);
     u32 fit = 0x7f000000u - (as_bits(v) & 0x7f800000u);  // the power of two that brings v to [1, 2)
     fit = min(fit, as_bits(v_norm));
     const float rv = as_float(0x3f800000u + fit - as_bits(v_norm));
@@ -61,7 +61,7 @@ struct TeamSoftmax {
       for (int e = 0; e < 2; e++) {
         const u32 bit = 1u << (2 * nt + e);
         float top = at.told(0)[nt * 8 + 2 * at.c + e];
-        for (int w = 1; w < TEAM; w++) top = fmaxf(top, at.told(w)[nt * 8 + 2 * at.c + e]);
+        for (int w = 1; w < WORKER_WARPS; w++) top = fmaxf(top, at.told(w)[nt * 8 + 2 * at.c + e]);
         const float up = seen & bit ? fmaxf(top, 0.f) : top == minus_infinity() ? 0.f : top;
         float r = seen & bit ? pow2(-up) : 1.f;
         if (top != minus_infinity()) seen |= bit;
@@ -74,7 +74,7 @@ struct TeamSoftmax {
 
   // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply.
   template <class Meanwhile>
-  DI void score(float (&s)[TILES][4], u32 tile, int span, const TeamLane& at, float scale, float softcap, Meanwhile meanwhile) {
+  DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at, float scale, float softcap, Meanwhile meanwhile) {
     u32 ka[ALL_K_WORDS], kb[ALL_K_WORDS], meta[2] = {}, squares[2] = {};
     at.key.load(tile, ka), at.key.load(tile + 8 * K_ROW, kb);
     if constexpr (K_META > 0) {
@@ -110,19 +110,19 @@ struct TeamSoftmax {
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++) {
       u32 offset[2] = {}, sum[2] = {};  // of both packed query rows
-      if (KEY_OFFSET) load_shared<8>(at.base + OFFSETS_AT + (span % 16 * PACKED_ROWS + nt * 8 + 2 * at.c) * 4, offset);
+      if (KEY_OFFSET) load_shared<8>(at.base + OFFSETS_AT + (kv_tile % 16 * PACKED_ROWS + nt * 8 + 2 * at.c) * 4, offset);
       if (KEY::BIASED) load_shared<8>(at.base + QUERY_SUMS_AT + (nt * 8 + 2 * at.c) * 4, sum);
 #pragma unroll
       for (int i = 0; i < 4; i++) s[nt][i] = key(i / 2, s[nt][i], as_float(offset[i & 1]), as_float(sum[i & 1]), softcap, m[nt][i & 1]);
     }
   }
 
-  // Where the zero point of token `row` of a tile's half r is: what lane c reads of a span lies together.
+  // Where the zero point of token `row` of a tile's half r is: what lane c reads of a KV tile lies together.
   static DI int zero_place(int tile, int r, int row) { return row / 2 * 32 + tile * 8 + r * 4 + row % 2 * 2; }
   // What a lane's tokens weigh: their values' scales, and biases about CENTRE.
   struct Weigh {
     float scale[2] = {1.f, 1.f}, bias[2] = {};
-    template <class Ours> DI void load(u32 tile, const TeamLane& at, u32 zeros, bool masked, Ours ours) {
+    template <class Ours> DI void load(u32 tile, const WarpgroupLane& at, u32 zeros, bool masked, Ours ours) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 meta = 0;
@@ -134,15 +134,15 @@ struct TeamSoftmax {
     }
   };
 
-  // Adds the span at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt, e): may packed query row 2 c + e of
+  // Adds the KV tile at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt, e): may packed query row 2 c + e of
   // nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both are asked if `masked`.
   template <class Copies, class Valid, class Ours>
-  DI void add(u32 slot, const TeamLane& at, int span, float scale, float softcap, bool masked, Copies copies, Valid valid, Ours ours) {
-    const u32 odd = __shfl_sync(~0u, span & 1, 0);  // by a shuffle: uniform, as the compiler sees it
-    const u32 tile = slot + at.member * TILE_BYTES, weights = at.base + WEIGHTS_AT + odd * SLAB, zeros = at.base + ZEROS_AT + odd * (2 * SPAN);
+  DI void add(u32 slot, const WarpgroupLane& at, int kv_tile, float scale, float softcap, bool masked, Copies copies, Valid valid, Ours ours) {
+    const u32 odd = __shfl_sync(~0u, kv_tile & 1, 0);  // by a shuffle: uniform, as the compiler sees it
+    const u32 tile = slot + at.member * TILE_BYTES, weights = at.base + WEIGHTS_AT + odd * SLAB, zeros = at.base + ZEROS_AT + odd * (2 * KV_TILE);
     Weigh weigh;
     float s[TILES][4];
-    score(s, tile, span, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
+    score(s, tile, kv_tile, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
     if (masked) {
 #pragma unroll
       for (int nt = 0; nt < TILES; nt++)
@@ -182,7 +182,7 @@ struct TeamSoftmax {
       limit = -minus_infinity(), unseen = false;
     }
     multiply_values(slot, weights, zeros, at);
-    copies();  // no warp reads the span before any more
+    copies();  // no warp reads the KV tile before any more
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
@@ -195,11 +195,11 @@ struct TeamSoftmax {
     for (int i = 0; i < OWN_SLABS; i++) keep_tiles(o[i]);
   }
 
-  DI void multiply_values(u32 slot, u32 weights, u32 zeros, const TeamLane& at) {
-    u32 x[TEAM][OWN_SLABS][4], zero[TEAM * 2] = {};
+  DI void multiply_values(u32 slot, u32 weights, u32 zeros, const WarpgroupLane& at) {
+    u32 x[WORKER_WARPS][OWN_SLABS][4], zero[WORKER_WARPS * 2] = {};
     if (ZERO_POINTS) load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero), load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
 #pragma unroll
-    for (int t0 = 0; t0 < TEAM; t0 += 2) {
+    for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2) {
       u32 va[2][ALL_OWN_PAIRS], vb[2][ALL_OWN_PAIRS];
       at.values.load(at, slot + t0 * TILE_BYTES, va, vb);
 #pragma unroll
@@ -217,7 +217,7 @@ struct TeamSoftmax {
     }
     begin_products();
 #pragma unroll
-    for (int t = 0; t < TEAM; t++)
+    for (int t = 0; t < WORKER_WARPS; t++)
 #pragma unroll
       for (int i = 0; i < OWN_SLABS; i++)
         multiply<VALUE>(o[i], x[t][i][0], x[t][i][1], x[t][i][2], x[t][i][3], matrix_descriptor(weights) + 2 * t);
@@ -225,8 +225,8 @@ struct TeamSoftmax {
   }
 
   // The result so far to `to` [packed_rows, PARTIAL], in shared or global memory; packed query rows beyond `packed_rows` are not written. held: what
-  // earlier spans of the same sequence came to, in the same form and possibly at the same place, or null.
-  DI void write(u32* to, const TeamLane& at, int packed_rows, const u32* held) {
+  // earlier KV tiles of the same sequence came to, in the same form and possibly at the same place, or null.
+  DI void write(u32* to, const WarpgroupLane& at, int packed_rows, const u32* held) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = at.c;
     const auto value = [&](int nt, int e, int j) -> float& { return o[j / 2][nt][e + j % 2 * 2]; };
     const auto place = [&](int j) { return OwnValues<IN_HALVES>::dim(at.member, OWN_RUN == 1 ? g & ~1 : g, j + (OWN_RUN == 1 ? g % 2 : 0)) / 2; };
@@ -246,7 +246,7 @@ struct TeamSoftmax {
       for (int e = 0; e < 2; e++) {
         const int packed_row = nt * 8 + 2 * c + e;
         float sum = 0.f, z = 0.f;
-        for (int w = 0; w < TEAM; w++) sum += at.told(w)[packed_row], z += VALUE::BIASED ? at.told(w)[PACKED_ROWS + packed_row] : 0.f;
+        for (int w = 0; w < WORKER_WARPS; w++) sum += at.told(w)[packed_row], z += VALUE::BIASED ? at.told(w)[PACKED_ROWS + packed_row] : 0.f;
         const float r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
         z *= r, lse[nt][e] = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity();
 #pragma unroll
@@ -293,7 +293,7 @@ struct TeamSoftmax {
         const int packed_row = nt * 8 + 2 * c + e;
         if (WIDE) {
           float top = 0.f;
-          for (int w = 0; w < TEAM; w++) top = fmaxf(top, at.told(w)[packed_row]);
+          for (int w = 0; w < WORKER_WARPS; w++) top = fmaxf(top, at.told(w)[packed_row]);
           factor[nt][e] = partial_factor(top);
         }
         if (packed_row >= packed_rows) continue;
