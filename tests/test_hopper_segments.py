@@ -116,7 +116,7 @@ def test_the_order_of_the_kernels_is_free(monkeypatch, on_cpu):
         monkeypatch.setattr(hopper, "SMALL_FIRST", small_first)
         several = Several.make(exact("int4", LENS), DECODE, LENS)
         configs = hopper.configurations(several.call)
-        assert [config.follows for config in configs] == [small_first, not small_first]
+        assert [config.pdl_after_decode for config in configs] == [small_first, not small_first]
         on_cpu(several)
         outs.append(several.call.out)
     assert torch.equal(*outs)
@@ -287,6 +287,6 @@ def test_the_small_segment_takes_few_blocks(monkeypatch):
     quantized, latest = plan.parts.values()
     assert plan.launched == [1, 0] and plan.combined == [0, 1]
     assert latest.decode_grid[0] <= 16 and quantized.decode_grid[0] * quantized.config.warps <= plan.main.resident
-    assert not latest.config.follows and quantized.config.follows
+    assert not latest.config.pdl_after_decode and quantized.config.pdl_after_decode
     assert (quantized.config.segments, quantized.config.mapped_segments, latest.config.segments) == (2, 1, 1)
     assert latest.scratch_begin == quantized.scratch_bytes and plan.scratch_bytes == quantized.scratch_bytes + latest.scratch_bytes

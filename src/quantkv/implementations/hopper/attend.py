@@ -140,7 +140,7 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
         chosen = {i: _configuration(call, call.segments[i], warps.choose) for i in chosen}
     options = call.options
     given = dict(ranges=ranges, chunked=options.chunk_lookback >= 0, invariant=options.batch_invariant, scaled=_is_scaled(call))
-    configs = {i: replace(config, **given, follows=i != launched[0]) for i, config in chosen.items()}
+    configs = {i: replace(config, **given, pdl_after_decode=i != launched[0]) for i, config in chosen.items()}
     combines = dict(segments=len(combined), mapped_segments=mapped, exact=0 if exact is None else call.segments[exact].k.codes.shape[1])
     configs[combined[0]] = replace(configs[combined[0]], **combines)
     return list(configs.values())
@@ -200,7 +200,7 @@ class Plan:
     combined: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
 
     def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = warps.LARGEST_CLUSTER, after_write: bool = False):
-        configs = [replace(config, after_write=after_write) for config in configurations(call)]
+        configs = [replace(config, pdl_after_write=after_write) for config in configurations(call)]
         self.exact, (self.launched, self.combined) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
         sequences, seq_heads = call.batch.num_seqs, call.batch.num_seqs * kv_heads

@@ -82,7 +82,7 @@ struct KvTileLoader {
     tiles.copy(records, page_stride, read, tile() % PER_PAGE, to, valid, from);
     kv_tile++;
   }
-  DI void turn(u32 to) {  // what stands between two runs: the next sequence, the next page ids, or a tile that is not whole
+  DI void next_run(u32 to) {  // what stands between two runs: the next sequence, the next page ids, or a tile that is not whole
     if (left <= 0) return;
     if (kv_tile == sequences.last_tile(seq)) {
       do {
@@ -100,7 +100,7 @@ struct KvTileLoader {
     if (run > 0) copy(to, TILE, 0); else copy(to, from < TILE ? min(max(slots - tile() * TILE, 0), TILE) : 0, min(from, TILE));
   }
   DI void next(u32 to) {
-    if (kv_tile < run_end) copy(to, TILE, 0); else turn(to);
+    if (kv_tile < run_end) copy(to, TILE, 0); else next_run(to);
     commit_copies();
   }
 };

@@ -9,11 +9,11 @@
 #include "kernels.cuh"
 #include "consumer_softmax.cuh"
 
-static_assert(!AFTER_WRITE, "a consumer warpgroup's loader waits for no write");
+static_assert(!PDL_AFTER_WRITE, "a consumer warpgroup's loader waits for no write");
 
 // Grid (blocks, packed query row groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_wgmma_kernel(const __grid_constant__ AttendArguments a) {
-  const Turn turn;
+  const DependentLaunch dependent_launch;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / WORKER_WARPS, member = warp % WORKER_WARPS, lane = threadIdx.x % 32;
   const int worker = blockIdx.x * WORKERS + warpgroup, packed_row0 = blockIdx.y * PACKED_ROWS;
   const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? packed_row0 : 0);

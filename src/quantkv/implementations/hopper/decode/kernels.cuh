@@ -1,4 +1,4 @@
-// What the kernels that read tiles have in common: their turn, and the combine kernels.
+// What the kernels that read tiles have in common: programmatic dependent launch (PDL), and the combine kernels.
 #pragma once
 #include "combine.cuh"
 
@@ -6,18 +6,18 @@ static_assert(sizeof(AttendArguments) == ARGUMENT_BYTES, "Python fills in anothe
 static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
 
 // The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one start: that one
-// need not wait to begin. It does before it ends (FOLLOWS), so that whoever waits for the last of them waits for all. No kernel reads what another of these wrote before
+// need not wait to begin. It does before it ends (PDL_AFTER_DECODE), so that whoever waits for the last of them waits for all. No kernel reads what another of these wrote before
 // it has waited; combine reads exact tokens before, which is right as no decode block lets it start before that block has waited.
 //
-// AFTER_WRITE: the kernel before this one writes the rows of the queries' own tokens, and let this one start when it had itself waited.
+// PDL_AFTER_WRITE: the kernel before this one writes the rows of the queries' own tokens, and let this one start when it had itself waited.
 // So all else that is read here is there; a loader waits before the first tile with a new row (tiles.cuh), and every thread before it ends.
-struct Turn {
-  DI Turn() {
-    if (FOLLOWS || AFTER_WRITE) forget_what_was_read(); else wait_for_previous_kernel();
+struct DependentLaunch {
+  DI DependentLaunch() {
+    if (PDL_AFTER_DECODE || PDL_AFTER_WRITE) forget_what_was_read(); else wait_for_previous_kernel();
     launch_next_kernel();
   }
-  DI ~Turn() {
-    if (FOLLOWS || AFTER_WRITE) wait_for_previous_kernel();
+  DI ~DependentLaunch() {
+    if (PDL_AFTER_DECODE || PDL_AFTER_WRITE) wait_for_previous_kernel();
   }
 };
 

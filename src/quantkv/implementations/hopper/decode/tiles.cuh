@@ -124,7 +124,7 @@ struct Loader {
     tiles.copy(records, page_stride, pages, sub, slot, valid, from);
     next_tile++;
   }
-  DI void turn(u32 slot) {  // what stands between two runs: the next sequence, the next page ids, or a last tile that is not full
+  DI void next_run(u32 slot) {  // what stands between two runs: the next sequence, the next page ids, or a last tile that is not full
     if (left == 0) return;
     while (first() + next_tile == sequences.last_tile(seq)) {
       const bool next_head = seq + 1 == sequences.count;
@@ -135,7 +135,7 @@ struct Loader {
     const int from = FOREIGN ? max(0, sequences.first_slot(seq) - (first() + next_tile) * TILE) : 0;
     const int full = sequences.slots(seq) / TILE - first();
     int run = from > 0 ? 0 : min(min(left, full - next_tile), HELD - next_tile);
-    if constexpr (AFTER_WRITE) {
+    if constexpr (PDL_AFTER_WRITE) {
       const int old = (sequences.lens[seq] - sequences.queries(seq) - sequences.start(seq)) / TILE - first() - next_tile;
       if (old > 0) run = min(run, old); else wait_for_previous_kernel();
     }
@@ -149,7 +149,7 @@ struct Loader {
     } else {
 #pragma unroll
       for (int n = 0; n < N; n++) {
-        if (next_tile < run_end) copy(slots[n], TILE); else turn(slots[n]);
+        if (next_tile < run_end) copy(slots[n], TILE); else next_run(slots[n]);
         commit_copies();
       }
     }

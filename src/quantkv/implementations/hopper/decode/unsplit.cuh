@@ -3,7 +3,7 @@
 #pragma once
 #include "combine.cuh"
 
-static_assert(!UNSPLIT || WORKER_WARPS == 1 && SEGMENTS == 1 && !EXACT && !FOLLOWS && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
+static_assert(!UNSPLIT || WORKER_WARPS == 1 && SEGMENTS == 1 && !EXACT && !PDL_AFTER_DECODE && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
               "what is unsplit only");
 // Behind what warps have: where blocks of a cluster send each other partials, a packed query row's to the block that finishes it, and the counter of their bytes.
 constexpr int COUNTER_AT = TABLES_BYTES + (WARPS * (WORKER_BYTES + BARRIER_BYTES) + 15) / 16 * 16, INBOX_AT = COUNTER_AT + 16;

@@ -48,13 +48,13 @@ class DecodeConfig:
     value_map: str = "NO_MAP"
     key_offset: bool = False
     ranges: bool = False  # segments with key_start or key_range
-    follows: bool = False  # the kernel of another segment
+    pdl_after_decode: bool = False  # programmatic dependent launch: it overlaps the decode kernel of another segment
     segments: int = 1  # that are combined
     mapped_segments: int = 1  # of them: those whose values have the map, or all of them where none has one
     chunked: bool = False  # windows
     invariant: bool = False  # the cut of a sequence is its own
     scaled: bool = False  # values without a map have a per-tensor scale
-    after_write: bool = False  # launched right behind the write of the queries' own tokens
+    pdl_after_write: bool = False  # and the write of the queries' own tokens, right behind which it is launched
     partial_room: int = 0  # shared memory of a block for the partials where the call is unsplit and the cut invariant
     unsplit: bool = False  # the results of a sequence and kv head are its warps' own: no kernel combines them
     by_integers: bool = False
@@ -234,8 +234,9 @@ class DecodeConfig:
             KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size, RECORD_BYTES=self.record_bytes, KEY_HALF=key.half,
             KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
             KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
-            RANGES=int(self.ranges), FOLLOWS=int(self.follows), SEGMENTS=self.segments, MAPPED_SEGMENTS=self.mapped_segments,
-            AFTER_WRITE=int(self.after_write), UNSPLIT=int(self.unsplit), LARGEST_CLUSTER=LARGEST_CLUSTER,
+            RANGES=int(self.ranges), PDL_AFTER_DECODE=int(self.pdl_after_decode), SEGMENTS=self.segments,
+            MAPPED_SEGMENTS=self.mapped_segments,
+            PDL_AFTER_WRITE=int(self.pdl_after_write), UNSPLIT=int(self.unsplit), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),
             PARTIALS_FIRST=self.partials_first, PARTIAL_LEAST=self.partial_least, PARTIAL_MOST=PARTIAL_MOST,
             PARTIALS_ENOUGH=PARTIALS_ENOUGH // self.worker_warps, PARTIALS_AT_ONCE=self.partials_at_once,

@@ -52,7 +52,7 @@ def test_new_rows_are_waited_for(case, unsplit, monkeypatch, tmp_path):
     device.unwritten = new_rows(b)
     call = b.call(max_query_len=max(queries), max_seq_len=max(lens), **options)
     behind = hopper.Prepared(call, after_write=True)
-    assert (behind.plan.main.unsplit is not None) == unsplit and behind.plan.main.config.after_write
+    assert (behind.plan.main.unsplit is not None) == unsplit and behind.plan.main.config.pdl_after_write
     call.out.fill_(float("nan"))
     behind(call)
     assert device.early_copies() == EARLY[case]
