@@ -100,7 +100,7 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one partial, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
     alike = {
-        dataclasses.replace(config, unsplit=False, partial_room=0, packed_rows=8, warps=8)
+        dataclasses.replace(config, unsplit=False, partial_capacity=0, packed_rows=8, warps=8)
         for config in device.compiled
         if config.worker_warps == 1
     }

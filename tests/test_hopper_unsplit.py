@@ -75,7 +75,7 @@ def test_on_a_cpu(case, monkeypatch, tmp_path):
 @pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("group", [4, 8, 12, 16])
 def test_every_way_to_hold_queries(head_size, group, monkeypatch, tmp_path):
-    """As integers or not, in registers or parked, put together in shared memory, shared by the warps of a (sequence, kv head): by head
+    """As integers or not, in registers or spilled, put together in shared memory, shared by the warps of a (sequence, kv head): by head
     size and packed query rows."""
     b = batch("int4", (1, 1), (40, 70), head_size=head_size, num_kv_heads=1, group=group)
     call = b.call(max_query_len=1, max_seq_len=70)
@@ -253,8 +253,8 @@ def test_what_combiners_come_to_fits_in_place_of_the_rings(name, fits):
     b = batch(name, (4, 4), (64, 64), num_kv_heads=8, head_size=64)
     (config,) = hopper.configurations(b.call(max_query_len=4, batch_invariant=True))
     found = unsplit.Unsplit(blocks=1, warps=1, of_block=config.warps, partials=1)
-    assert config.packed_rows == 16 and found.has_room(config) == fits
-    assert dataclasses.replace(found, warps=2, of_block=config.warps // 2).has_room(config)
+    assert config.packed_rows == 16 and found.has_capacity(config) == fits
+    assert dataclasses.replace(found, warps=2, of_block=config.warps // 2).has_capacity(config)
 
 
 def test_calls_of_even_lengths_have_kernels_of_their_own():

@@ -141,10 +141,10 @@ struct Combined {
   }
 };
 
-// Of a sequence and kv head that has room for so many, where the cut is INVARIANT.
-DI Partials own_partials(const Sequences& sequences, int s, int head, int room) {
+// Of a sequence and kv head with a capacity of so many, where the cut is INVARIANT.
+DI Partials own_partials(const Sequences& sequences, int s, int head, int capacity) {
   const int all = sequences.tiles(s);
-  return Partials((head * sequences.count + s) * room, all ? min((int)Sequences::partials(all), room) : 0);
+  return Partials((head * sequences.count + s) * capacity, all ? min((int)Sequences::partials(all), capacity) : 0);
 }
 
 // Outputs of a row whose partials have been combined: with its sink, and under the values' map but where that is a matrix. Its lse is

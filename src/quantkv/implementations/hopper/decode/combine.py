@@ -28,7 +28,7 @@ def by_blocks(rows: int, partials: int, at_once: int, multiprocessors: int) -> b
     """Whether a block combines each of so many rows, or a warp, where the cut is invariant: then both come to the same bits, so the batch
     may decide. By how many batches of partials, `at_once` of which a warp loads together, some warp has one after the other, and by what
     goes before and behind: by a fit to times on an H200, in us, 1.7 a batch, 2.2 beside them for a warp and 0.6 for a block. Of
-    `partials`, what there is room for, most calls have fewer."""
+    `partials`, the capacity, most calls have fewer."""
     batches = -(-min(partials, 128) // at_once)
     by_warps = -(-rows // (32 * multiprocessors)) * (2.2 + 1.7 * batches)
     return -(-rows // (32 // COMBINE_WARPS * multiprocessors)) * (0.6 + 1.7 * -(-batches // COMBINE_WARPS)) < by_warps

@@ -16,9 +16,9 @@ template <class Key> struct IntegerQuery : Query {
   DI float total(int) const { return 0.f; }  // what a bias would be multiplied by
 
   DI void step(int w, u32 (&x)[2]) const {
-    if (PARKED) load_shared<8>(parked + parked_place(0, w), x); else x[0] = bytes[2 * w], x[1] = bytes[2 * w + 1];
+    if (SPILLED) load_shared<8>(spilled + spilled_place(0, w), x); else x[0] = bytes[2 * w], x[1] = bytes[2 * w + 1];
   }
-  // at: where what does not fit in registers is parked.
+  // at: where what does not fit in registers is spilled.
   DI void load(const GivenQuery& given, u32 assembled, u32 at) {
     Query::load<false>(given, assembled, at);
     u32 high[2 * STEPS], low[2 * STEPS];
@@ -37,10 +37,10 @@ template <class Key> struct IntegerQuery : Query {
       for (int w = 0; w < STEPS; w++) mma_integers(sums, ONE, ONE, ONE, ONE, bytes[2 * w], bytes[2 * w + 1]);
     }
     sum = whole(sums[0], sums[1]);
-    if constexpr (PARKED) {
-      parked = at + lane * PARKED_LANE;
+    if constexpr (SPILLED) {
+      spilled = at + lane * SPILLED_LANE;
 #pragma unroll
-      for (int w = 0; w < STEPS; w++) store_shared(parked + parked_place(0, w), bytes[2 * w], bytes[2 * w + 1]);
+      for (int w = 0; w < STEPS; w++) store_shared(spilled + spilled_place(0, w), bytes[2 * w], bytes[2 * w + 1]);
     }
   }
   static DI int whole(int high, int low) { return high * 256 + low; }

@@ -18,7 +18,7 @@ enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 template <int N> struct Constant { static constexpr int value = N; };
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
-constexpr bool PARKED = D > 256 || NT > 1 && NT * D > 128;  // the query's operands wait in shared memory: outputs fill the registers
+constexpr bool SPILLED = D > 256 || NT > 1 && NT * D > 128;  // the query's operands wait in shared memory: outputs fill the registers
 
 static_assert(KEY::HALF == KEY_HALF && KEY::ODD_UNIT == KEY_ODD_UNIT, "the order of the keys' dimensions is another in Python");
 static_assert(BY_INTEGERS <= KEY::INTEGERS && (!BY_INTEGERS || DK % 32 == 0 && PACKED_ROWS == 4 && WORKER_WARPS == 1), "what is multiplied as integers");

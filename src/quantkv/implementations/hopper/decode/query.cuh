@@ -79,21 +79,21 @@ struct Query {
   static constexpr float NORM = KEY_MAP == HADAMARD ? (KEY_BLOCK > 256 ? 0.03125f : KEY_BLOCK > 128 ? 0.0625f : 0.125f) : 1.f;
   u32 b[NT][DK / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for packed query rows 2 c and 2 c + 1
-  u32 parked;        // shared address of b, where it is not kept in registers
+  u32 spilled;        // shared address of b, where it is not kept in registers
 
   // Every lane keeps what only it reads: two tiles of packed query rows beside each other, or the only one.
-  static constexpr int PARKED_LANE = NT > 1 ? 16 : 8;
-  static DI u32 parked_place(int nt, int w) { return NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256; }
-  DI void park(int nt) const {
+  static constexpr int SPILLED_LANE = NT > 1 ? 16 : 8;
+  static DI u32 spilled_place(int nt, int w) { return NT > 1 ? (nt / 2 * (DK / 16) + w) * 512 + nt % 2 * 8 : w * 256; }
+  DI void spill(int nt) const {
 #pragma unroll
-    for (int w = 0; w < DK / 16; w++) store_shared(parked + parked_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
+    for (int w = 0; w < DK / 16; w++) store_shared(spilled + spilled_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
   }
   DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt; beside the last of an odd number lies nothing
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
-      if (!PARKED) x[2 * nt] = b[nt][2 * w], x[2 * nt + 1] = b[nt][2 * w + 1];
-      else if (NT == 1) load_shared<8>(parked + parked_place(0, w), x);
-      else if (nt % 2 == 0) load_shared<16>(parked + parked_place(nt, w), x + 2 * nt);
+      if (!SPILLED) x[2 * nt] = b[nt][2 * w], x[2 * nt + 1] = b[nt][2 * w + 1];
+      else if (NT == 1) load_shared<8>(spilled + spilled_place(0, w), x);
+      else if (nt % 2 == 0) load_shared<16>(spilled + spilled_place(nt, w), x + 2 * nt);
     }
   }
 
@@ -196,31 +196,31 @@ struct Query {
         gather(b[nt], place(nt));
       } else if constexpr (KEY_MAP == MATRIX) {
 #pragma unroll
-        for (int w = 0; w < DK / 16; w++) load_shared<8>(parked + parked_place(nt, w), &b[nt][2 * w]);
+        for (int w = 0; w < DK / 16; w++) load_shared<8>(spilled + spilled_place(nt, w), &b[nt][2 * w]);
       } else {
         map(b[nt], given.words[nt], given.signs);
       }
     }
   }
-  // All of them, to registers or, where they PARK, to shared memory at `at`.
-  template <bool PARK = PARKED> DI void load(const GivenQuery& given, u32 assembled, u32 at) {
-    parked = (KEY_MAP == MATRIX ? assembled : at) + threadIdx.x % 32 * PARKED_LANE;
+  // All of them, to registers or, where they SPILL, to shared memory at `at`.
+  template <bool SPILL = SPILLED> DI void load(const GivenQuery& given, u32 assembled, u32 at) {
+    spilled = (KEY_MAP == MATRIX ? assembled : at) + threadIdx.x % 32 * SPILLED_LANE;
     map_tiles(given, assembled, EveryTile{});
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) add_up(sum[nt], b[nt]);
-    if constexpr (BY_CHUNKS && PARKED) __syncwarp();  // what is parked goes over what it was put together from
-    if constexpr (PARK && KEY_MAP != MATRIX)
+    if constexpr (BY_CHUNKS && SPILLED) __syncwarp();  // what is spilled goes over what it was put together from
+    if constexpr (SPILL && KEY_MAP != MATRIX)
 #pragma unroll
-      for (int nt = 0; nt < NT; nt++) park(nt);
+      for (int nt = 0; nt < NT; nt++) spill(nt);
   }
-  // The same by all warps of a block together: those that have one (sequence, kv head) give the same `at`, where each parks its own tiles for all of them.
+  // The same by all warps of a block together: those that have one (sequence, kv head) give the same `at`, where each spills its own tiles for all of them.
   template <class Mine> DI void share(const GivenQuery& given, u32 assembled, u32 at, Mine mine) {
-    parked = at + threadIdx.x % 32 * PARKED_LANE;
+    spilled = at + threadIdx.x % 32 * SPILLED_LANE;
     map_tiles(given, assembled, mine);
     if constexpr (BY_CHUNKS) __syncthreads();  // as above, of another warp
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
-      if (mine(nt)) park(nt);
+      if (mine(nt)) spill(nt);
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < DK / 16; w++) {
@@ -255,7 +255,7 @@ struct Query {
       u32 x[DK / 8];
 #pragma unroll
       for (int w = 0; w < DK / 16; w++) {
-        if (PARKED) load_shared<8>(parked + parked_place(nt, w), x + 2 * w);
+        if (SPILLED) load_shared<8>(spilled + spilled_place(nt, w), x + 2 * w);
         else x[2 * w] = b[nt][2 * w], x[2 * w + 1] = b[nt][2 * w + 1];
         if (KEY::BFLOAT) x[2 * w] = query_pair(x[2 * w]), x[2 * w + 1] = query_pair(x[2 * w + 1]);
       }

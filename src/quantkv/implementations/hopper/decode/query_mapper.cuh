@@ -37,7 +37,7 @@ struct QueryMapper {
       Query::arrange(x, words[nt]);
       rows.multiply(y, x);
       Query::operands(b0, b1, y, t);
-      store_shared(to + threadIdx.x % 32 * Query::PARKED_LANE + Query::parked_place(nt, t), b0, b1);
+      store_shared(to + threadIdx.x % 32 * Query::SPILLED_LANE + Query::spilled_place(nt, t), b0, b1);
     }
   }
 

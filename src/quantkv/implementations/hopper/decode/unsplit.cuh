@@ -77,20 +77,20 @@ DI void finish_unsplit(const AttendArguments& a, const Sequences& sequences, con
   const int packed_rows = unsplit.is_there ? min(PACKED_ROWS, sequences.queries(unsplit.s) * GROUP - packed_row0) : 0;
   const u8* own = shared + TABLES_BYTES + unsplit.first * WORKER_BYTES;
   const i64 first_query = sequences.first_query(unsplit.s);
-  const int blocks = unsplit.blocks, room = unsplit.packed_rows_at_most();
+  const int blocks = unsplit.blocks, capacity = unsplit.packed_rows_at_most();
   const bool is_cluster = blocks > 1;
   int count = unsplit.workers, step = WORKER_BYTES;  // partials of a packed query row, and from one to the next
   __syncthreads();
   if (is_cluster) {
     const u32 inbox = shared_address(shared) + INBOX_AT, counter = shared_address(shared) + COUNTER_AT;
     const int mine = max(0, min(unsplit.workers - unsplit.rank * WARPS, WARPS));
-    count = (unsplit.workers + WARPS - 1) / WARPS, step = room * PARTIAL_BYTES;
+    count = (unsplit.workers + WARPS - 1) / WARPS, step = capacity * PARTIAL_BYTES;
     if (threadIdx.x == 0) expect(counter, count * unsplit.own_packed_rows(packed_rows) * (DV * 2 + 8));
     wait_for_cluster();  // all counters are open
     if (mine > 0) {
       combine_partials(own, mine, warp, WARPS, packed_rows, [&](int packed_row, int at, u32 x, u32 y) {
         const int to = packed_row % blocks;
-        send(in_block(inbox, to) + (unsplit.rank * room + packed_row / blocks) * PARTIAL_BYTES + at * 4, in_block(counter, to), x, y);
+        send(in_block(inbox, to) + (unsplit.rank * capacity + packed_row / blocks) * PARTIAL_BYTES + at * 4, in_block(counter, to), x, y);
       });
     }
     wait_for_bytes(counter);

@@ -25,21 +25,21 @@ class Unsplit:
     blocks: int
     warps: int
     of_block: int  # (sequence, kv head)s of a block
-    partials: int = 0  # that a (sequence, kv head) has room for, where the cut is invariant
+    partials: int = 0  # capacity of a (sequence, kv head), where the cut is invariant
 
     def grid(self, seq_heads: int) -> int:
         """Blocks that have so many (sequence, kv head)s."""
         return -(-seq_heads // self.of_block) * self.blocks
 
-    def room(self, config: DecodeConfig) -> int:
+    def capacity(self, config: DecodeConfig) -> int:
         """Shared memory of a block for the partials of the packed query rows that it finishes."""
         return self.of_block * self.partials * -(-config.packed_rows // self.blocks) * config.partial_bytes
 
-    def has_room(self, config: DecodeConfig) -> bool:
-        """Whether shared memory holds that too, and what combiners of partials come to, in float32, in place of the rings of its warps."""
+    def has_capacity(self, config: DecodeConfig) -> bool:
+        """Whether shared memory holds these too, and what combiners of partials come to, in float32, in place of the rings of its warps."""
         combiners = min(COMBINE_WARPS, -(-self.partials // config.partials_at_once))
         combined = -(-config.packed_rows // self.blocks) * combiners * 4 * (1024 // config.partials_at_once + 4)
-        all_ = replace(config, unsplit=True, partial_room=self.room(config)).shared_bytes
+        all_ = replace(config, unsplit=True, partial_capacity=self.capacity(config)).shared_bytes
         return all_ <= SHARED_BYTES - 1024 and combined <= self.warps * config.worker_bytes  # 1024: which a device keeps for itself
 
     def fit(self, kernel: Kernel, grid: tuple[int, int, int]) -> bool:
@@ -49,8 +49,8 @@ class Unsplit:
 
 def longest(call: AttendCall, segment: Segment) -> int:
     """Tokens of a sequence in a segment, at most."""
-    promised, room = call.batch.max_seq_len, segment.block_table.shape[1] * segment.k.codes.shape[1]
-    return room if promised is None else min(room, promised)
+    promised, capacity = call.batch.max_seq_len, segment.block_table.shape[1] * segment.k.codes.shape[1]
+    return capacity if promised is None else min(capacity, promised)
 
 
 def rounded_tiles(call: AttendCall, segment: Segment) -> int:
@@ -59,7 +59,7 @@ def rounded_tiles(call: AttendCall, segment: Segment) -> int:
 
 
 def longest_of_shape(call: AttendCall, segment: Segment) -> int:
-    """Tokens of a sequence in a segment, at most, of any call that is prepared as this one: what room is made for."""
+    """Tokens of a sequence in a segment, at most, of any call that is prepared as this one: for which memory is taken."""
     return min(TILE * rounded_tiles(call, segment), segment.block_table.shape[1] * segment.k.codes.shape[1])
 
 
@@ -78,7 +78,7 @@ def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster:
     they are split. With the configuration for it, which has more warps or fewer where the call is unsplit with these alone."""
     for each in (config, config.with_more_warps, config.with_fewer_warps):
         if each is not None and (found := _of(call, each, blocks, largest_cluster)):
-            return replace(each, unsplit=True, partial_room=found.room(each)), found
+            return replace(each, unsplit=True, partial_capacity=found.capacity(each)), found
     return config, None
 
 
@@ -99,7 +99,7 @@ def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: in
     warps = max(n for n in range(1, config.warps + 1) if config.warps % n == 0 and (n == 1 or seq_heads <= blocks * (config.warps // n)))
     most_tiles, _ = _tiles(call, longest_of_shape(call, call.segments[0]))
     found = Unsplit(cluster, warps, config.warps // warps, config.partials(most_tiles * TILE) if config.invariant else 0)
-    if not found.has_room(config):
+    if not found.has_capacity(config):
         return None
     run, share = -(-units // (cluster * warps)) * tiles / units, tiles * seq_heads / (blocks * config.warps)
     if config.invariant:

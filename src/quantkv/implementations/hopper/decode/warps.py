@@ -55,7 +55,7 @@ class DecodeConfig:
     invariant: bool = False  # the cut of a sequence is its own
     scaled: bool = False  # values without a map have a per-tensor scale
     pdl_after_write: bool = False  # and the write of the queries' own tokens, right behind which it is launched
-    partial_room: int = 0  # shared memory of a block for the partials where the call is unsplit and the cut invariant
+    partial_capacity: int = 0  # bytes of shared memory of a block for the partials where the call is unsplit and the cut invariant
     unsplit: bool = False  # the results of a sequence and kv head are its warps' own: no kernel combines them
     by_integers: bool = False
     partials_first: int = 6  # of an invariant cut: 6 or 8, as the warps of a multiprocessor are 12 or 8
@@ -146,7 +146,7 @@ class DecodeConfig:
         return page_bytes(self.key, self.value, self.head_size, self.head_size_v, TILE)
 
     @property
-    def room(self) -> int:
+    def ring_capacity(self) -> int:
         """Shared memory of a warp for its ring."""
         per_warp = (SHARED_BYTES // self.blocks_per_sm - 1024 - self.table_bytes) // self.warps
         return per_warp - self.beside_ring - self.mapped_bytes
@@ -154,7 +154,7 @@ class DecodeConfig:
     @property
     def stages(self) -> int:
         """Tiles that a warp's ring of copies holds."""
-        return min(self.room // self.tile_bytes, self.max_stages)
+        return min(self.ring_capacity // self.tile_bytes, self.max_stages)
 
     @property
     def combine_sequences(self) -> int:
@@ -185,12 +185,12 @@ class DecodeConfig:
 
     @property
     def beside_ring(self) -> int:
-        """Shared memory of a warp that its ring cannot have: scores of offsets, parked queries."""
-        return self.score_bytes + self.parked_bytes
+        """Shared memory of a warp that its ring cannot have: scores of offsets, spilled queries."""
+        return self.score_bytes + self.spilled_bytes
 
     @property
-    def parked_tiles(self) -> int:
-        """Tiles of packed query rows, as they are parked: one, or in pairs."""
+    def spilled_tiles(self) -> int:
+        """Tiles of packed query rows, as they are spilled: one, or in pairs."""
         return self.packed_row_tiles + (self.packed_row_tiles % 2 if self.packed_row_tiles > 1 else 0)
 
     @property
@@ -199,18 +199,18 @@ class DecodeConfig:
         return 2 * self.key_dimensions * 8 * self.packed_row_tiles
 
     @property
-    def parked_bytes(self) -> int:
-        """Shared memory of a warp for queries that its registers have no room for."""
+    def spilled_bytes(self) -> int:
+        """Shared memory of a warp for queries that are spilled from its registers."""
         if self.mapped_bytes:
             return 0  # they stay there
-        parked = self.head_size > 256 or (self.packed_row_tiles > 1 and self.packed_row_tiles * self.head_size > 128)
-        return 16 * self.key_dimensions * self.parked_tiles if parked else 0
+        spilled = self.head_size > 256 or (self.packed_row_tiles > 1 and self.packed_row_tiles * self.head_size > 128)
+        return 16 * self.key_dimensions * self.spilled_tiles if spilled else 0
 
     @property
     def mapped_bytes(self) -> int:
         """Shared memory of a warp where queries are put together: under a matrix, or BY_CHUNKS as in linear.cuh."""
         if self.key_map == "HADAMARD" and (self.head_size & (self.head_size - 1) or self.key_dimensions > self.head_size):
-            return 16 * self.key_dimensions * self.parked_tiles
+            return 16 * self.key_dimensions * self.spilled_tiles
         return 2 * self.query_bytes if self.key_map == "MATRIX" else 0
 
     @property
@@ -218,7 +218,7 @@ class DecodeConfig:
         """Shared memory of a block, in all. No two blocks are to share a multiprocessor while another has none, which those of a cluster
         would where registers are few: so each takes more than half."""
         own = self.table_bytes + self.workers * (self.worker_bytes + BARRIER_BYTES)
-        used = own + (self.inbox_bytes or (self.partial_room and 16 + self.partial_room))
+        used = own + (self.inbox_bytes or (self.partial_capacity and 16 + self.partial_capacity))
         return max(used, SHARED_BYTES // 2 + 1024) if self.blocks_per_sm == 1 else used
 
     @property

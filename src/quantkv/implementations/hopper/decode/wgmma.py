@@ -48,7 +48,7 @@ class WgmmaConfig(DecodeConfig):
         return WORKER_WARPS
 
     @property
-    def room(self) -> int:
+    def ring_capacity(self) -> int:
         """Shared memory of a consumer warpgroup for its ring."""
         per_warpgroup = (SHARED_BYTES - 1024 - self.table_bytes) // self.workers // 1024 * 1024
         return per_warpgroup - self.beside_ring
@@ -56,7 +56,7 @@ class WgmmaConfig(DecodeConfig):
     @property
     def stages(self) -> int:
         """KV tiles that a ring holds."""
-        return min(self.room // (WORKER_WARPS * self.tile_bytes), self.max_stages)
+        return min(self.ring_capacity // (WORKER_WARPS * self.tile_bytes), self.max_stages)
 
     @property
     def worker_bytes(self) -> int:
