@@ -19,7 +19,6 @@ from quantkv.calls import AttendCall, WriteCall
 from quantkv.implementations.hopper import attend, prefill, write
 from quantkv.implementations.hopper.decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS
 from quantkv.implementations.hopper.host import launch, nvrtc
-from quantkv.implementations.hopper.write import round, search
 
 
 def available() -> bool:
@@ -55,17 +54,32 @@ def compile_library(folder: Path, source: Path, macros: dict[str, object], snipp
     known = "".join([text, *(path.read_text() for path in snippets)]).encode()
     library = kept / f"{hashlib.sha256(known).hexdigest()[:32]}.so"
     if not library.exists():
-        _compile(text, library, OPTIMIZED.get(source.name, "-O0"))
+        _compile(text, library, source)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as own:
         own.write(library.read_bytes())
     return ctypes.CDLL(own.name)
 
 
-def _compile(text: str, library: Path, level: str) -> None:
+def _compile(text: str, library: Path, source: Path) -> None:
     """Whole or not at all, also where several processes compile."""
+    level = OPTIMIZED.get(source.name, "-O0")
     sources, part = _headers(library.parent, level), library.with_suffix(f".{os.getpid()}")
-    command = ["g++", *FLAGS, level, "-shared", f"-I{sources}", "-include", str(sources / "standard.h"), "-x", "c++", "-", "-o", str(part)]
+    command = [
+        "g++",
+        *FLAGS,
+        level,
+        "-shared",
+        f"-I{sources}",
+        f"-I{source.parent}",
+        "-include",
+        str(sources / "standard.h"),
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(part),
+    ]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     part.replace(library)
@@ -109,8 +123,6 @@ class Device:
         self.clusters = lambda blocks: multiprocessors // blocks  # that are held at once
         monkeypatch.setattr(attend, "_kernels", self._decode_kernels)
         monkeypatch.setattr(write, "_kernel", self._write_kernel)
-        monkeypatch.setattr(round, "kernel", self._round_kernel)
-        monkeypatch.setattr(search, "kernel", self._search_kernel)
         monkeypatch.setattr(prefill, "kernel", self._prefill_kernel)
         monkeypatch.setattr(prefill, "tensor_map", _tensor_map)
         for module in (attend, write, prefill):
@@ -140,15 +152,8 @@ class Device:
         return [SimpleNamespace(run=library[f"run_{name}"], threads=n, shared_bytes=b, **clusters) for name, (n, b) in zip(names, sizes)]
 
     def _write_kernel(self, config, index):
-        return SimpleNamespace(run=self._library(write.SOURCE, config)["run_write_kernel"], threads=32 * config.warps, shared_bytes=0)
-
-    def _round_kernel(self, config, index):
-        run = self._library(round.SOURCE, config)["run_round_kernel"]
-        return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
-
-    def _search_kernel(self, config, index):
-        run = self._library(search.SOURCE, config)["run_search_kernel"]
-        return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
+        run = self._library(config.source, config)[f"run_{config.source.stem}_kernel"]
+        return SimpleNamespace(run=run, threads=config.threads, shared_bytes=config.shared_bytes)
 
     def _prefill_kernel(self, config, index):
         if config not in self.compiled:

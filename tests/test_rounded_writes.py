@@ -141,7 +141,7 @@ def test_what_no_kernel_rounds_is_the_reference_s():
     call = call_of(given.caches("trellis2", maps, 1)[0], given)
     assert "trellis2" in triton_write.refusal(call)
     call = call_of(given.caches("levels4", layer("levels4", 64), 1)[0], given)
-    assert hopper._unsupported(call) is None and hopper.ways(call) == ((False, True),) * 2
+    assert hopper._unsupported(call) is None and hopper.ways(call) == ((None, True),) * 2
     odd = replace(get_format("levels4").k, cubic=None)
     assert "levels4" in hopper._unsupported(replace(call, fmt=replace(call.fmt, k=odd)))
 
@@ -191,9 +191,8 @@ def test_the_kernel_keeps_what_it_rounds_in_registers(bits, head_size, rows_of_k
 
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format(f"levels{bits}").k
-    config = rounds.RoundConfig.of(
-        hopper.WriteConfig(codec, codec, head_size, head_size, 16, True, True, 1.0, 1.0, key_shifted=True), rows_of_k
-    )
+    rows = hopper.WriteConfig(codec, codec, head_size, head_size, 16, True, True, 1.0, 1.0, key_shifted=True)
+    config = rounds.RoundConfig.of(rows, True, rows_of_k)
     cubin = tmp_path / "round.cubin"
     cubin.write_bytes(config.cubin())
     names = opcodes(cubin)

@@ -85,7 +85,6 @@ def watch(stop: bool) -> tuple[list[str], list[str]]:
 
     from quantkv.implementations.hopper import prefill, write
     from quantkv.implementations.hopper.decode import warps
-    from quantkv.implementations.hopper.write import round, search
 
     seen, by_nvrtc, known = [], [], set()
     report = jit_monitor._handle_jit_event
@@ -108,7 +107,7 @@ def watch(stop: bool) -> tuple[list[str], list[str]]:
             print(f"NVRTC {source.name} {macros}", flush=True)
         return compile_cubin(source, macros, *rest)
 
-    for module in (warps, prefill, round, search, write):
+    for module in (warps, prefill, write):
         module.compile_cubin = compiled
     return seen, by_nvrtc
 

@@ -10,7 +10,7 @@ from .host.records import pages_of, unsuitable
 
 WIDER = True  # than head sizes of 64, 128 and 256, of keys and values alike, codes of 64 dimensions in whole words, pages of 16 and more
 HEAD_SIZES = (*range(48, 257, 16), 512)
-CHOSEN_BY_ERRORS = (64, 128, 256)  # head sizes of rows that are searched, or rounded in a metric, K and V alike
+CHOSEN_BY_ERRORS = (64, 128, 256)  # head sizes of rows that a kernel of their codec writes, or that are rounded by a Hessian, K and V alike
 # the largest head size, of keys and of values, that four warps of decode_wgmma.cu share: their registers have no room for more
 FOR_WGMMA = 256
 READ_PAGES = (8, 16, 32, 64, 128)  # tokens
@@ -58,12 +58,13 @@ def unreadable(fmt: Format, head_size: int, head_size_v: int, block_size: int) -
 
 
 def unwritable(fmt: Format, head_size: int, head_size_v: int, block_size: int, by_errors: bool) -> str | None:
-    """Why no Hopper GPU writes such rows; None where it does. by_errors: codes of one side are searched, or rounded in a metric."""
+    """Why no Hopper GPU writes such rows; None where it does. by_errors: rows of one side are written by a kernel of their codec, or
+    rounded by a Hessian."""
     if block_size not in WRITTEN_PAGES:
         return f"block_size {block_size}: a multiple of {WRITTEN_PAGES.step} up to {WRITTEN_PAGES[-1]}"
     if (by_errors or not WIDER) and (head_size not in CHOSEN_BY_ERRORS or head_size_v != head_size):
         sizes = ", ".join(map(str, CHOSEN_BY_ERRORS))
-        return f"head_size {head_size}, head_size_v {head_size_v}: both one of {sizes} where codes are searched or rounded in a metric"
+        return f"head_size {head_size}, head_size_v {head_size_v}: both one of {sizes} where rows are trellis-coded or rounded by a Hessian"
     return _other_head_sizes(fmt.k, head_size) or _other_head_sizes(fmt.v, head_size_v, "head_size_v")
 
 

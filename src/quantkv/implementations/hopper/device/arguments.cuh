@@ -84,7 +84,7 @@ struct WriteArguments {
   float value_scale;
 };
 
-// What rounds rows in a metric: F of each head as round.py lays it out, heads so many bytes apart (0: one for all).
+// What rounds rows by a Hessian: F of each head as round.py lays it out, heads so many bytes apart (0: one for all).
 struct RoundArguments {
   WriteArguments rows;
   const u8* key_feedback;

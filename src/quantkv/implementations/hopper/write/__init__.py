@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from ctypes import sizeof
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +21,6 @@ from ..host.launch import Kernel, Launch
 from ..host.nvrtc import compile_cubin
 from ..host.operands import kept
 from ..host.records import pages_of, row_macros, unsuitable
-from . import round, search
 
 SOURCE = Path(__file__).with_name("write.cu")
 CHUNK = 8  # numbers of one load
@@ -88,6 +88,8 @@ class WriteConfig:
     wide_positions: bool = False
     warps: int = 4
     sides: int = BOTH
+    source = SOURCE
+    shared_bytes = 0
 
     @property
     def alike(self) -> bool:
@@ -106,12 +108,44 @@ class WriteConfig:
             ARGUMENT_BYTES=sizeof(launch.arguments("WriteArguments")),
         )  # fmt: skip
 
+    @property
+    def rows(self) -> WriteConfig:
+        """Itself: configurations of other kernels have one."""
+        return self
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps
+
+    @property
+    def tokens_of_block(self) -> int:
+        """Tokens whose rows a block writes."""
+        return 8 * self.warps
+
+    def compiled(self, config: Config) -> bytes:
+        """The cubin of a kernel that writes these rows: this one's, or another's whose configuration has these `rows`."""
+        return compile_cubin(config.source, config.macros(), (codec.hopper().source for codec in (self.key, self.value)))
+
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin(SOURCE, self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
+        return self.compiled(self)
 
 
-Config = WriteConfig | round.RoundConfig | search.SearchConfig
+class Config(Protocol):
+    """What a kernel that writes rows is compiled for. source: its file, which has the kernel's name."""
+
+    rows: WriteConfig
+    source: Path
+    threads: int
+    tokens_of_block: int
+    shared_bytes: int
+
+    def macros(self) -> dict[str, object]:
+        """What the kernel is compiled with."""
+
+    def cubin(self) -> bytes:
+        """Compiled, once."""
 
 
 def _integer(wide: bool) -> str:
@@ -149,8 +183,8 @@ def _unsupported(call: WriteCall) -> str | None:
         return "maps: a Hadamard matrix of the head size, or none"
     for codec, map_ in ((fmt.k, call.maps.k), (fmt.v, call.maps.v)):
         cubic = codec.cubic is not None and not codec.round_mapped and codec.row.meta_bytes == 2
-        if rounding_of(codec, map_) is not None and not cubic and not codec.hopper().searched:
-            return f"maps: a metric, and {codec.name} has no code for Hopper that rounds in one"
+        if rounding_of(codec, map_) is not None and not cubic and codec.hopper().writer is None:
+            return f"maps: a metric, and {codec.name} has no code for Hopper that rounds by a Hessian"
     return None
 
 
@@ -178,21 +212,31 @@ def configurations(call: WriteCall) -> list[Config]:
     return [_config(replace(config, sides=side), way, rows) for side, way in ((KEYS, key_way), (VALUES, value_way))]
 
 
-def _config(config: WriteConfig, way: tuple[bool, bool], rows: int) -> Config:
-    searched, metric = way
-    if searched:
-        return search.SearchConfig.of(config, metric)
-    return round.RoundConfig.of(config, rows) if metric else config
+# how rows of one side are written: by a kernel of their codec, `HopperCodec.writer`; by a Hessian
+Way = tuple[Callable[[], Any] | None, bool]
 
 
-def ways(call: WriteCall) -> tuple[tuple[bool, bool], ...]:
-    """Of keys and of values: whether codes are searched for, and whether errors cost by a metric."""
+def _config(config: WriteConfig, way: Way, rows: int) -> Config:
+    kind = _kind(way)
+    return config if kind is None else kind.of(config, way[1], rows)
+
+
+def _kind(way: Way) -> Any:
+    """The class of the configurations of what writes rows in this way; None: WriteConfig."""
+    from .round import RoundConfig
+
+    writer, hessian = way
+    return writer() if writer is not None else RoundConfig if hessian else None
+
+
+def ways(call: WriteCall) -> tuple[Way, ...]:
+    """Of keys and of values."""
     sides = ((call.fmt.k, call.maps.k), (call.fmt.v, call.maps.v))
-    return tuple((codec.hopper().searched, rounding_of(codec, map_) is not None) for codec, map_ in sides)
+    return tuple((codec.hopper().writer, rounding_of(codec, map_) is not None) for codec, map_ in sides)
 
 
 def configuration(call: WriteCall) -> WriteConfig:
-    """What a kernel that serves `call` is compiled for, where nothing is rounded in a metric."""
+    """What a kernel that serves `call` is compiled for, where no codec has a kernel of its own and nothing is rounded by a Hessian."""
     key_factor, value_factor, _, key_scaled, value_scaled, shifted, *_ = _layer(call)
     tokens, heads, D = call.key.shape
     return WriteConfig(
@@ -214,8 +258,10 @@ def configuration(call: WriteCall) -> WriteConfig:
 
 
 @cache
-def _kernel(config: WriteConfig, index: int) -> Kernel:
-    return Kernel(launch.load(config.cubin(), index), "write_kernel", 32 * config.warps, 0, index)
+def _kernel(config: Config, index: int) -> Kernel:
+    """The kernel of a configuration on a device, compiled and loaded once."""
+    module = launch.load(config.cubin(), index)
+    return Kernel(module, f"{config.source.stem}_kernel", config.threads, config.shared_bytes, index)
 
 
 def _layer(call: WriteCall) -> tuple:
@@ -260,14 +306,9 @@ class Prepared:
         self.starts_next = tokens > 0  # once all that came before it is there: see `attend.Prepared.after_write`
 
     def _launch_of(self, config: Config, tokens: int, heads: int) -> Launch:
-        if isinstance(config, WriteConfig):
-            rows, kernel, arguments = config, _kernel, self.arguments
-        else:
-            rows, arguments = config.rows, self.rounding
-            kernel = round.kernel if isinstance(config, round.RoundConfig) else search.kernel
-        tokens_of_block = search.ROWS if kernel is search.kernel else 8 * rows.warps
-        grid = (rows.sides.bit_count() * -(-tokens // tokens_of_block), heads, 1)
-        return Launch(kernel(config, self.index), grid, arguments)
+        arguments = self.arguments if isinstance(config, WriteConfig) else self.rounding
+        grid = (config.rows.sides.bit_count() * -(-tokens // config.tokens_of_block), heads, 1)
+        return Launch(_kernel(config, self.index), grid, arguments)
 
     def __call__(self, call: WriteCall) -> None:
         if self.arguments.tokens == 0:
@@ -300,10 +341,7 @@ class Prepared:
             offset = maps.k.operands.mapped_offset  # [buckets, HK or 1, D] float32, contiguous
             a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
             a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0
-        feedback = [
-            None if not metric else (search.metric_of if searched else round.feedback_of)(map_.rounding)
-            for (searched, metric), map_ in zip(ways(call), (maps.k, maps.v))
-        ]
+        feedback = [_kind(way).feedback_of(map_.rounding) if way[1] else None for way, map_ in zip(ways(call), (maps.k, maps.v))]
         r = self.rounding
         r.key_feedback, r.value_feedback = (None if t is None else t.data_ptr() for t in feedback)
         r.key_head, r.value_head = (0 if t is None or t.shape[0] == 1 else t.stride(0) for t in feedback)

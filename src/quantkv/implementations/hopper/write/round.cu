@@ -1,7 +1,7 @@
-// Rows -> page records, rounded in a metric, for K, V or both in one launch, written for sm_90. What the codes are: rounded.cuh.
+// Rows -> page records, rounded by a Hessian, for K, V or both in one launch, written for sm_90. What the codes are: rounded.cuh.
 //
 // A warp writes 8 tokens of one kv head: four lanes map a row (mapped.cuh), four round it, each at another candidate scale, and the
-// one whose result has the largest cosine to the row, in the metric, is stored, with the scale that makes it unbiased.
+// one whose result has the largest cosine to the row, by the Hessian, is stored, with the scale that makes it unbiased.
 //
 // Compile-time, from round.py: what write.cu has, and KEY_LEVEL KEY_PLACE KEY_REFINE, the same of VALUE (of the sides that are rounded),
 // SAME_LEVELS (of both), RESIDENT (blocks of an SM that registers must suffice for), HOST_FEEDBACK_BYTES HOST_ROUNDING_BYTES.

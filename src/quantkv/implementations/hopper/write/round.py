@@ -1,4 +1,4 @@
-"""Rounding in a metric on Hopper: what its kernel is compiled for, and the metric in the order in which it is read."""
+"""Rounding by a Hessian on Hopper: what its kernel is compiled for, and the Hessian in the order in which it is read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import torch
 from ....rounding import CANDIDATES, Rounding
 from ..codec import literal
 from ..host import launch
-from ..host.launch import Kernel
-from ..host.nvrtc import compile_cubin
 from ..host.operands import kept
 
 if TYPE_CHECKING:
@@ -35,11 +33,6 @@ def feedback_bytes(head_size: int) -> int:
 def rounding_bytes(head_size: int) -> int:
     """Of shared memory that a warp rounds in: levels in fp16 of 32 lanes, products in float32 of 8 rows."""
     return 32 * 2 * head_size + 8 * 4 * head_size
-
-
-def feedback_of(rounding: Rounding) -> torch.Tensor:
-    """uint8 `[HK or 1, feedback_bytes]` as rounded.cuh reads it, kept as long as the rounding."""
-    return kept(rounding.feedback, "rounded", lambda: _laid_out(rounding))
 
 
 def _laid_out(rounding: Rounding) -> torch.Tensor:
@@ -82,11 +75,27 @@ class RoundConfig:
     """What one compiled kernel is made for. rows: of the sides that it writes; their codecs have a `cubic`."""
 
     rows: WriteConfig
+    source = SOURCE
 
     @staticmethod
-    def of(rows: WriteConfig, count: int) -> RoundConfig:
-        """For so many rows of K."""
+    def of(rows: WriteConfig, hessian: bool, count: int) -> RoundConfig:
+        """For `count` rows of K, whose errors cost by a Hessian."""
         return RoundConfig(replace(rows, warps=1 if count <= FEW else WARPS[rows.head_size][0]))
+
+    @staticmethod
+    def feedback_of(rounding: Rounding) -> torch.Tensor:
+        """uint8 `[HK or 1, feedback_bytes]` as rounded.cuh reads it, kept as long as the rounding."""
+        return kept(rounding.feedback, "rounded", lambda: _laid_out(rounding))
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.rows.threads
+
+    @property
+    def tokens_of_block(self) -> int:
+        """Tokens whose rows a block writes."""
+        return self.rows.tokens_of_block
 
     @property
     def resident(self) -> int:
@@ -95,7 +104,7 @@ class RoundConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the metric's feedback, and each warp's rows."""
+        """Shared memory of a block: the Hessian's feedback, and each warp's rows."""
         return feedback_bytes(self.rows.head_size) + self.rows.warps * rounding_bytes(self.rows.head_size)
 
     def macros(self) -> dict[str, object]:
@@ -117,10 +126,4 @@ class RoundConfig:
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin(SOURCE, self.macros(), (codec.hopper().source for codec in (self.rows.key, self.rows.value)))
-
-
-@cache
-def kernel(config: RoundConfig, index: int) -> Kernel:
-    """The kernel of a configuration on a device, compiled and loaded once."""
-    return Kernel(launch.load(config.cubin(), index), "round_kernel", 32 * config.rows.warps, config.shared_bytes, index)
+        return self.rows.compiled(self)

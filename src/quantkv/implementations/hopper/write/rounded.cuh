@@ -1,4 +1,4 @@
-// Rounding of rows in a metric (rounding.py): a warp rounds 8 rows of one kv head at four candidate scales.
+// Rounding of rows by a Hessian (rounding.py): a warp rounds 8 rows of one kv head at four candidate scales.
 //
 // With M = (1 + F)^T diag(gain) (1 + F), F strictly lower triangular, and p = (1 + F) row: from first to last dimension, the nearest
 // level of u = p - F z is taken, z being the levels so far. Of what is left, d = u - z,
@@ -67,7 +67,7 @@ template <int SIDE> DI float level_of(float code) {
   return Odd<SIDE>::BITS < 5 ? z : low(half2(z, 0.f));  // as it is read: what is left of a row is no longer large beside that
 }
 
-// What is left of a rounded row, in the metric: sum gain d^2, and sum gain p d with p of the row's own units.
+// What is left of a rounded row, by the Hessian: sum gain d^2, and sum gain p d with p of the row's own units.
 struct Left {
   float cost, cross;
 };

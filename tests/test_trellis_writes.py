@@ -1,4 +1,4 @@
-"""Rows of the trellis as the Hopper kernel searches them, run on a CPU, and on a Hopper GPU."""
+"""Trellis-coded rows as the Hopper kernel writes them, run on a CPU, and on a Hopper GPU."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ import torch
 
 from hopper_on_cpu import Device
 from quantkv import get_format
+from quantkv.formats.trellis.hopper import TrellisConfig, hessian_bytes
 from quantkv.implementations.hopper import write
-from quantkv.implementations.hopper.write import search
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.rounding import Rounding
 from quantkv.testing import POISON
@@ -74,8 +74,8 @@ def test_one_metric_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_the_bytes_of_a_metric(head_size):
     """As many as the kernel counts with; one set for each head of the metric."""
-    laid_out = search.metric_of(Rounding.of(metric_of(3, head_size)))
-    assert laid_out.shape == (3, search.metric_bytes(head_size)) and laid_out.stride(0) % 16 == 0
+    laid_out = TrellisConfig.feedback_of(Rounding.of(metric_of(3, head_size)))
+    assert laid_out.shape == (3, hessian_bytes(head_size)) and laid_out.stride(0) % 16 == 0
 
 
 # ---- compiled
@@ -92,14 +92,14 @@ def test_it_compiles_within_its_budget_and_its_registers(head_size, metric, tmp_
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
     codec = get_format("trellis2").k
     rows = write.WriteConfig(codec, codec, head_size, head_size, 16, True, True, head_size**-0.5, head_size**-0.5)
-    config = search.SearchConfig.of(rows, metric)
-    (tmp_path / "search.cubin").write_bytes(config.cubin())
-    names = opcodes(tmp_path / "search.cubin")
+    config = TrellisConfig.of(rows, metric)
+    (tmp_path / "trellis.cubin").write_bytes(config.cubin())
+    names = opcodes(tmp_path / "trellis.cubin")
     assert not {"LDL", "STL"} & set(names), "registers are spilled"
     assert 1000 < len(names) <= BUDGET[head_size, metric]
     assert 2 * (config.shared_bytes + 1024) <= 228 * 1024  # two blocks an SM
     shifted = replace(rows, key_shifted=True, key_scaled=True, sides=write.KEYS)
-    search.SearchConfig.of(shifted, metric).cubin()
+    TrellisConfig.of(shifted, metric).cubin()
 
 
 # ---- on a Hopper GPU

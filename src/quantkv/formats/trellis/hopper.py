@@ -1,38 +1,27 @@
-"""Rows whose codes are searched for, on Hopper: what the kernel is compiled for, and a metric in the order in which it is read."""
+"""The kernel that writes trellis-coded rows on Hopper: what it is compiled for, and a Hessian in the order in which it is read."""
 
 from __future__ import annotations
 
 from ctypes import sizeof
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from ....rounding import Rounding
-from ..host import launch
-from ..host.launch import Kernel
-from ..host.nvrtc import compile_cubin
-from ..host.operands import kept, tiles
+from ...implementations.hopper.host import launch
+from ...implementations.hopper.host.operands import kept, tiles
+from ...implementations.hopper.write import WriteConfig
+from ...rounding import Rounding
 
-if TYPE_CHECKING:
-    from . import WriteConfig
-
-SOURCE = Path(__file__).with_name("search.cu")
+SOURCE = Path(__file__).with_name("trellis.cu")
 ROWS = 8  # of a block: a warp each
 CHAIN, BLOCK = 64, 8  # dimensions that hang together, and that one product feeds
 
 
-def metric_bytes(head_size: int) -> int:
-    """Of one head, as weighed.cuh lays it out."""
+def hessian_bytes(head_size: int) -> int:
+    """Of one head, as viterbi_hessian.cuh lays it out."""
     inside = (CHAIN // BLOCK) ** 2 // 4 * 256
     return 4 * head_size**2 + head_size // CHAIN * inside + head_size // BLOCK * BLOCK * (BLOCK + 1) * 4
-
-
-def metric_of(rounding: Rounding) -> torch.Tensor:
-    """uint8 `[HK or 1, metric_bytes]`, kept as long as the rounding."""
-    return kept(rounding.feedback, "searched", lambda: _laid_out(rounding))
 
 
 def _laid_out(rounding: Rounding) -> torch.Tensor:
@@ -58,37 +47,39 @@ def _laid_out(rounding: Rounding) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class SearchConfig:
-    """What one compiled kernel is made for. rows: of the sides that it writes. metric: errors cost by one."""
+class TrellisConfig:
+    """What one compiled kernel is made for. rows: of the sides that it writes. hessian: errors cost by one."""
 
     rows: WriteConfig
-    metric: bool
+    hessian: bool
+    source = SOURCE
+    tokens_of_block = ROWS
+    threads = 32 * ROWS
 
     @staticmethod
-    def of(rows: WriteConfig, metric: bool) -> SearchConfig:
-        """The configuration for rows of a write's, in a metric or plainly."""
-        return SearchConfig(replace(rows, warps=ROWS), metric)
+    def of(rows: WriteConfig, hessian: bool, count: int = 0) -> TrellisConfig:
+        """For rows of a write, any number of them."""
+        return TrellisConfig(replace(rows, warps=ROWS), hessian)
+
+    @staticmethod
+    def feedback_of(rounding: Rounding) -> torch.Tensor:
+        """uint8 `[HK or 1, hessian_bytes]`, kept as long as the rounding."""
+        return kept(rounding.feedback, "trellis", lambda: _laid_out(rounding))
 
     @property
     def shared_bytes(self) -> int:
-        """Of `Block` in search.cu."""
-        return 1088 + 34 * self.rows.head_size + (29184 + 96 * self.rows.head_size if self.metric else 6144)
+        """Of `Block` in trellis.cu."""
+        return 1088 + 34 * self.rows.head_size + (29184 + 96 * self.rows.head_size if self.hessian else 6144)
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
         return self.rows.macros() | {
             "ARGUMENT_BYTES": sizeof(launch.arguments("RoundArguments")),
-            "METRIC": int(self.metric),
-            "HOST_METRIC_BYTES": metric_bytes(self.rows.head_size),
+            "HESSIAN": int(self.hessian),
+            "HOST_HESSIAN_BYTES": hessian_bytes(self.rows.head_size),
             "SHARED_BYTES": self.shared_bytes,
         }
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin(SOURCE, self.macros(), (codec.hopper().source for codec in (self.rows.key, self.rows.value)))
-
-
-@cache
-def kernel(config: SearchConfig, index: int) -> Kernel:
-    """The kernel of a configuration on a device, compiled and loaded once."""
-    return Kernel(launch.load(config.cubin(), index), "search_kernel", 32 * ROWS, config.shared_bytes, index)
+        return self.rows.compiled(self)

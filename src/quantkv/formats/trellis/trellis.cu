@@ -1,19 +1,19 @@
-// Rows -> page records, of codecs whose codes are searched for, for K, V or both in one launch, written for sm_90.
+// Rows -> page records of trellis codes, for K, V or both in one launch, written for sm_90.
 //
-// A block writes 8 tokens of one kv head: one warp maps the rows (mapped.cuh), then each of 8 searches the codes of one.
+// A block writes 8 tokens of one kv head: one warp maps the rows (mapped.cuh), then each of 8 finds the codes of one by the Viterbi algorithm.
 //
-// Compile-time, from search.py: what write.cu has, and METRIC: whether errors cost by one; HOST_METRIC_BYTES, of a head.
+// Compile-time, from hopper.py: what write.cu has, and HESSIAN: whether errors cost by a Hessian; HOST_HESSIAN_BYTES, of a head.
 #include "arguments.cuh"
-#include "weighed.cuh"
+#include "viterbi_hessian.cuh"
 
 static_assert(sizeof(RoundArguments) == ARGUMENT_BYTES, "Python fills in another struct");
-constexpr float WIDE = METRIC ? SEARCHED::WIDE : 1.f;
+constexpr float WIDE = HESSIAN ? CODEC::WIDE : 1.f;
 static_assert(WARPS == ROWS, "a warp a row");
 DI float sum_over_warp(float x) { for (int k = 1; k < 32; k <<= 1) x += __shfl_xor_sync(~0u, x, k); return x; }
 
 // By the first warp, four lanes a row.
 template <bool MAPPED, bool SCALED, bool SHIFTED, bool SIGNED>
-DI void map_rows(Searching& s, const RowSource& side, float factor, const Offset& offset, int token, bool given) {
+DI void map_rows(TrellisRows& s, const RowSource& side, float factor, const Offset& offset, int token, bool given) {
   Row<!MAPPED && !SCALED> row = {};
   const int g = threadIdx.x / 4, c = threadIdx.x % 4;
   const bool alone = load_row<MAPPED, false, SCALED, SHIFTED, SIGNED>(row, side, factor, offset, token, given);
@@ -27,18 +27,18 @@ DI void map_rows(Searching& s, const RowSource& side, float factor, const Offset
 }
 
 // Grid (tokens / 8 for each of SIDES, kv heads), K and V in turns.
-template <bool> struct Scratch { Plain plain[2 * ROWS]; };
+template <bool> struct Scratch { Viterbi plain[2 * ROWS]; };
 template <> struct Scratch<true> {
-  WeighedRows rows;
-  Weighed weighed[ROWS];
+  HessianRows rows;
+  HessianViterbi viterbi_hessian[ROWS];
 };
 struct Block {
-  Searching searching;
-  Scratch<METRIC> scratch;
+  TrellisRows rows;
+  Scratch<HESSIAN> scratch;
 };
 static_assert(sizeof(Block) <= SHARED_BYTES, "shared memory is larger than Python takes");
 
-DI void search_rows(Searching& s, Scratch<false>& scratch, const u8*) {
+DI void encode_rows(TrellisRows& s, Scratch<false>& scratch, const u8*) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = lane / STATES;
   const Branches branches(s.pairs);
 #pragma unroll 1
@@ -48,23 +48,23 @@ DI void search_rows(Searching& s, Scratch<false>& scratch, const u8*) {
     if (lane % STATES == 0) ((uint4*)s.words[warp])[mine] = found;
   }
 }
-DI void search_rows(Searching& s, Scratch<true>& scratch, const u8* metric) {
-  search_rows(s, scratch.rows, scratch.weighed[threadIdx.x / 32], metric);
+DI void encode_rows(TrellisRows& s, Scratch<true>& scratch, const u8* hessian) {
+  encode_rows(s, scratch.rows, scratch.viterbi_hessian[threadIdx.x / 32], hessian);
 }
-DI const float* products(const Searching& s, const Scratch<false>&, int row) { return s.rows[row]; }
-DI const float* products(const Searching&, const Scratch<true>& scratch, int row) { return scratch.rows.products[row]; }
+DI const float* products(const TrellisRows& s, const Scratch<false>&, int row) { return s.rows[row]; }
+DI const float* products(const TrellisRows&, const Scratch<true>& scratch, int row) { return scratch.rows.products[row]; }
 
 // Grid (tokens / 8 for each of SIDES, kv heads), K and V in turns.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) search_kernel(const __grid_constant__ RoundArguments arguments) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) trellis_kernel(const __grid_constant__ RoundArguments arguments) {
   wait_for_previous_kernel();
   launch_next_kernel();
   const WriteArguments& a = arguments.rows;
   Block& block = *(Block*)shared;
-  Searching& s = block.searching;
+  TrellisRows& s = block.rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x / (SIDES == 3 ? 2 : 1) * ROWS;
   const bool is_key = SIDES == 3 ? blockIdx.x % 2 == 0 : SIDES == 1;
   const i64 head = blockIdx.y;
-  for (int e = threadIdx.x; e < STATES * STATES; e += 32 * WARPS) s.pairs[e] = SEARCHED::PAIRS[e];
+  for (int e = threadIdx.x; e < STATES * STATES; e += 32 * WARPS) s.pairs[e] = CODEC::PAIRS[e];
   if (warp == 0) {
     const int token = first + lane / 4;
     const RowSource side = is_key ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) search_kernel(const 
       map_rows<VALUE_FACTOR != 0.f, VALUE_SCALED, false, false>(s, side, VALUE_FACTOR, offset, token, token < a.tokens);
   }
   __syncthreads();
-  search_rows(s, block.scratch, is_key ? arguments.key_feedback + head * arguments.key_head : arguments.value_feedback + head * arguments.value_head);
+  encode_rows(s, block.scratch, is_key ? arguments.key_feedback + head * arguments.key_head : arguments.value_feedback + head * arguments.value_head);
   __syncwarp();
   float itself = 0.f, dot = 0.f;
   for (int at = lane; at < D / 4; at += 32) {
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) search_kernel(const 
   if (slot < 0) return;
   const unsigned long long place = slot;  // unsigned: a shift and a mask
   u8* record = a.pages + head * a.head_stride + (i64)(place / BLOCK_SIZE) * a.page_stride;
-  const int at = place % BLOCK_SIZE, row_bytes = D * SEARCHED::BITS / 8;
+  const int at = place % BLOCK_SIZE, row_bytes = D * CODEC::BITS / 8;
   if (lane < CHAINS) ((uint4*)(record + (is_key ? 0 : PAGE_V) + at * row_bytes))[lane] = ((const uint4*)s.words[warp])[lane];
   if (lane == 0) *(u16*)(record + (is_key ? PAGE_KM : PAGE_VM) + at * 2) = half1(s.alone[warp] ? -scale : scale);
 }

@@ -1,4 +1,4 @@
-// The search in a metric: each of the 16 ways that are kept open feeds back its own errors (formats/trellis/search.py). A warp a row, two
+// The search in a hessian: each of the 16 ways that are kept open feeds back its own errors (formats/trellis/search.py). A warp a row, two
 // lanes a state, which share its branches.
 //
 // With M = (1 + F)^T diag(gain) (1 + F), F strictly lower triangular, what dimension j is aimed at is the row's number and the errors
@@ -6,16 +6,16 @@
 // of the tensor core, of the errors of 16 ways in fp16; what earlier chains add, one of what was chosen for 8 rows.
 #pragma once
 #include "matrix.cuh"
-#include "searched.cuh"
+#include "viterbi.cuh"
 
 constexpr int BLOCK = 8, BLOCKS = CHAIN / BLOCK;
-// A head's metric: fp16 tiles of M and of F between chains (matrix.cuh), F inside chains in the order of `fed`, then for each block F by
+// A head's hessian: fp16 tiles of M and of F between chains (matrix.cuh), F inside chains in the order of `fed`, then for each block F by
 // the dimension that errs, and gains.
 constexpr int MATRIX_BYTES = 2 * D * D, FED_BYTES = BLOCKS * BLOCKS / 4 * 256, BLOCK_FLOATS = BLOCK * (BLOCK + 1);
-constexpr int FED_AT = 2 * MATRIX_BYTES, BLOCKS_AT = FED_AT + CHAINS * FED_BYTES, METRIC_BYTES = BLOCKS_AT + D / BLOCK * BLOCK_FLOATS * 4;
-static_assert(METRIC_BYTES == HOST_METRIC_BYTES, "a metric is laid out in another way in Python");
+constexpr int FED_AT = 2 * MATRIX_BYTES, BLOCKS_AT = FED_AT + CHAINS * FED_BYTES, HESSIAN_BYTES = BLOCKS_AT + D / BLOCK * BLOCK_FLOATS * 4;
+static_assert(HESSIAN_BYTES == HOST_HESSIAN_BYTES, "a hessian is laid out in another way in Python");
 
-struct Weighed {
+struct HessianViterbi {
   float4 states[2][STATES];               // what the next two numbers are aimed at, after each last code, and what it cost
   float fed[STATES][BLOCK];               // to a block's numbers, by the chain's blocks before it
   u16 errors[STATES][CHAIN + BLOCK];      // padded: rows of 8 lie in 32 banks
@@ -96,7 +96,7 @@ struct Weighed {
 };
 
 // What a block shares: of 8 rows.
-struct WeighedRows {
+struct HessianRows {
   float aimed[ROWS][D];        // the rows, and the errors of the chains that are done fed forward
   float products[ROWS][D];     // rows M
   u16 numbers[2][ROWS][D];     // the rows in two fp16 parts, then errors, 0 where a chain is not done
@@ -117,7 +117,7 @@ DI void multiply_rows(float (&sums)[4], const u8* matrix, int tile, const u16 (*
 }
 
 // The codes of 8 rows, a warp a row, and their products.
-DI void search_rows(Searching& s, WeighedRows& w, Weighed& own, const u8* metric) {
+DI void encode_rows(TrellisRows& s, HessianRows& w, HessianViterbi& own, const u8* hessian) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
   const float* row = s.rows[warp];
   for (int d = lane; d < D; d += 32) {
@@ -128,7 +128,7 @@ DI void search_rows(Searching& s, WeighedRows& w, Weighed& own, const u8* metric
   __syncthreads();
   for (int tile = warp; tile < D / 16; tile += WARPS) {
     float sums[4] = {};
-    multiply_rows(sums, metric, tile, w.numbers, 2);
+    multiply_rows(sums, hessian, tile, w.numbers, 2);
     for (int i = 0; i < 4; i++) w.products[2 * c + i % 2][16 * tile + g + i / 2 * 8] = sums[i];
   }
   __syncthreads();
@@ -139,18 +139,18 @@ DI void search_rows(Searching& s, WeighedRows& w, Weighed& own, const u8* metric
       __syncthreads();  // the errors of all rows are there
       if (warp < CHAIN / 16) {
         float sums[4] = {};
-        multiply_rows(sums, metric + MATRIX_BYTES, chain * (CHAIN / 16) + warp, w.numbers, 1);
+        multiply_rows(sums, hessian + MATRIX_BYTES, chain * (CHAIN / 16) + warp, w.numbers, 1);
         for (int i = 0; i < 4; i++) w.aimed[2 * c + i % 2][chain * CHAIN + 16 * warp + g + i / 2 * 8] += sums[i];
       }
       __syncthreads();
     }
-    const uint2* fed = (const uint2*)(metric + FED_AT + chain * FED_BYTES);
-    const float* blocks = (const float*)(metric + BLOCKS_AT) + chain * BLOCKS * BLOCK_FLOATS;
+    const uint2* fed = (const uint2*)(hessian + FED_AT + chain * FED_BYTES);
+    const float* blocks = (const float*)(hessian + BLOCKS_AT) + chain * BLOCKS * BLOCK_FLOATS;
     const uint4 found = own.search(row + chain * CHAIN, w.aimed[warp] + chain * CHAIN, s.pairs, fed, blocks);
     if (lane == 0) ((uint4*)s.words[warp])[chain] = found;
     __syncwarp();
-    if (lane < SEARCHED::CHAIN) {
-      const int at = chain * SEARCHED::CHAIN + lane;
+    if (lane < CODEC::CHAIN) {
+      const int at = chain * CODEC::CHAIN + lane;
       const float4 y = values_of(s.pairs, s.words[warp], at), x = ((const float4*)row)[at];
       *(uint2*)&w.numbers[0][warp][4 * at] = make_uint2(half2(x.x - y.x, x.y - y.y), half2(x.z - y.z, x.w - y.w));
     }

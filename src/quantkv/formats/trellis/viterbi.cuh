@@ -2,15 +2,15 @@
 #pragma once
 #include "mapped.cuh"
 
-template <int> struct SearchedOf { using type = KEY; };
-template <> struct SearchedOf<2> { using type = VALUE; };
-using SEARCHED = SearchedOf<SIDES>::type;  // of both sides, where both are written
+template <int> struct CodecOf { using type = KEY; };
+template <> struct CodecOf<2> { using type = VALUE; };
+using CODEC = CodecOf<SIDES>::type;  // of both sides, where both are written
 
-constexpr int STATES = 16, CHAIN = 8 * SEARCHED::CHAIN / SEARCHED::BITS, CHAINS = D / CHAIN, ROWS = 8;
-static_assert(SEARCHED::OVERLAP == 4 && CHAIN == 64 && SEARCHED::META_BYTES == 2, "chains of 32 codes of 4 bits, and a scale");
+constexpr int STATES = 16, CHAIN = 8 * CODEC::CHAIN / CODEC::BITS, CHAINS = D / CHAIN, ROWS = 8;
+static_assert(CODEC::OVERLAP == 4 && CHAIN == 64 && CODEC::META_BYTES == 2, "chains of 32 codes of 4 bits, and a scale");
 
 // Shared memory of a block. Rows are in units of their size.
-struct Searching {
+struct TrellisRows {
   float rows[ROWS][D], sizes[ROWS];
   u32 pairs[STATES * STATES];        // by the code before, in the low half of the index, and the code
   u32 words[ROWS][D / 16];           // what is found
@@ -52,7 +52,7 @@ DI u32 cheapest(const float* costs) {
 }
 
 // What half a warp needs to search a chain in which all errors cost alike.
-struct Plain {
+struct Viterbi {
   float costs[2][STATES];
   u32 came[4][STATES];
 
@@ -88,7 +88,7 @@ struct Plain {
 // The number of a row's words that a byte of them, and the code before, stand for: dimensions 4 at and on.
 DI float4 values_of(const u32* pairs, const u32* words, int at) {
   const u8* bytes = (const u8*)words;
-  const u32 byte = bytes[at], before = at % SEARCHED::CHAIN ? bytes[at - 1] >> 4 : 0;
+  const u32 byte = bytes[at], before = at % CODEC::CHAIN ? bytes[at - 1] >> 4 : 0;
   const u32 x = pairs[before | (byte & 15) << 4], y = pairs[byte];
   return make_float4(low(x), high(x), low(y), high(y));
 }
