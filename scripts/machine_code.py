@@ -1,10 +1,11 @@
 """Machine code of the kernels that the benchmarks launch, as digests: equal before and after a change of names.
 
-    python scripts/machine_code.py --json FILE [--only decode wgmma ..] [--jobs 2]     # compiles for sm_90a; needs no GPU
+    python scripts/machine_code.py --json FILE [--only decode packed ..] [--jobs 2]     # compiles for sm_90a; needs no GPU
     python scripts/machine_code.py --compare FILE FILE                                 # exit code 1 where the code differs
 
-A digest is of the instructions and constants of one compiled file, and of the registers that each kernel takes; names of files, symbols and
-sections are left out. Hopper's kernels are compiled by NVRTC (`quantkv[hopper]`), those of Triton by Triton's own tools.
+A digest is of the instructions of one compiled file, bit for bit, and of the constants that they read; names of files, symbols and sections
+are left out, and so is where constants lie. Hopper's kernels are compiled by NVRTC (`quantkv[hopper]`), those of Triton by Triton's own
+tools.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import struct
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -26,10 +30,13 @@ from quantkv import PagedCache, get_format
 from quantkv.bench.shapes import Shape
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.hopper import attend, prefill, write
+from quantkv.implementations.hopper.host.sass import disassembler
 from quantkv.maps import LayerMaps, LinearMap, default_map
 
 MULTIPROCESSORS = 132  # of an H100 and an H200
-KEPT_SECTIONS = (".text.", ".nv.constant2", ".nv.constant3", ".nv.constant4", ".nv.global.init")
+SECTION = re.compile(r"\s*\.section\s+\.text\.")
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?\s+/\* (0x[0-9a-f]{16}) \*/")
+LOAD_OF_ADDRESS = re.compile(r"c\[0x4\]\[(0x[0-9a-f]+)\]")
 DECODE = [  # shape, format: those of `quantkv bench`, of geometries.py and of sweep.py
     *((shape, name) for shape in ("B64xL8192", "L2048") for name in ("int4", "int8", "levels4", "trellis2")),
     *(("B8xL32768", name) for name in ("int2", "bf16", "levels2", "levels3", "tq4", "tq3", "fp8", "int8/tq4")),
@@ -43,20 +50,52 @@ PACKED = [  # more packed query rows of a kv head: verification, and kv heads of
 ]  # fmt: skip
 
 
-def compiled_code(cubin: bytes) -> str:
-    """Digest of what a cubin, an ELF file of 64 bits, executes."""
-    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections + i * size) for i in range(count)]
-    names_at = headers[names_index][4]
-    found = []
-    for name_at, _kind, _flags, _address, at, length, _link, info, *_ in headers:
-        name = cubin[names_at + name_at : cubin.index(b"\0", names_at + name_at)].decode()
-        kept = next((prefix for prefix in KEPT_SECTIONS if name.startswith(prefix)), None)
-        if kept is not None:
-            registers = info >> 24 if kept == ".text." else 0
-            found.append(hashlib.sha256(f"{kept} {registers} ".encode() + cubin[at : at + length]).hexdigest())
-    return hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()[:16]
+class Cubin:
+    """An ELF file of 64 bits: its sections, and what symbols stand for."""
+
+    def __init__(self, data: bytes):
+        self.data = data
+        (at,) = struct.unpack_from("<Q", data, 0x28)
+        size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+        self.headers = [struct.unpack_from("<IIQQQQIIQQ", data, at + i * size) for i in range(count)]
+        self.names = [self._text(self.headers[names][4] + header[0]) for header in self.headers]
+
+    def _text(self, at: int) -> str:
+        return self.data[at : self.data.index(b"\0", at)].decode()
+
+    def section(self, name: str) -> bytes:
+        """The bytes of a section; none where the file has no such section."""
+        if name not in self.names:
+            return b""
+        _, _, _, _, at, length, *_ = self.headers[self.names.index(name)]
+        return self.data[at : at + length]
+
+    def constants(self) -> dict[int, str]:
+        """What the addresses in constant bank 4 point to: a digest of the bytes, by the place of the address in the bank."""
+        symbols, found = self.section(".symtab"), {}
+        for at, info, _ in struct.iter_unpack("<QQq", self.section(".rela.nv.constant4")):
+            _, _, _, index, value, size = struct.unpack_from("<IBBHQQ", symbols, 24 * (info >> 32))
+            found[at] = hashlib.sha256(self.section(self.names[index])[value : value + size]).hexdigest()[:16]
+        return found
+
+
+def compiled_code(data: bytes) -> str:
+    """Digest of what a cubin executes: its instructions, bit for bit, but for where constants lie: their bytes count in place of it."""
+    cubin = Cubin(data)
+    constants, kernels = cubin.constants(), []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(data), file.flush()
+        listing = subprocess.run([disassembler(), "-c", "-hex", file.name], capture_output=True, text=True, check=True).stdout.splitlines()
+    for line, following in zip(listing, [*listing[1:], ""]):
+        if SECTION.match(line):
+            kernels.append([])
+        elif (found := INSTRUCTION.match(line)) and (name := LOAD_OF_ADDRESS.search(found[1])):
+            kernels[-1].append(f"{found[1].replace(name[0], constants[int(name[1], 16)])} {following.split()[1]}")
+        elif found:
+            kernels[-1].append(f"{found[2]} {following.split()[1]}")
+    digests = sorted(hashlib.sha256("\n".join(kernel).encode()).hexdigest() for kernel in kernels)
+    rest = (cubin.section(name) for name in sorted(cubin.names) if name.startswith((".nv.constant2", ".nv.constant3")))
+    return hashlib.sha256(" ".join(digests).encode() + b"".join(rest)).hexdigest()[:16]
 
 
 def calibrated(name: str, heads: int, size: int, matrix: bool = True, metric: bool = False) -> LayerMaps:
