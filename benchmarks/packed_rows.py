@@ -22,15 +22,14 @@ from quantkv.bench.rivals import rivals
 from quantkv.bench.run import save_rows
 from quantkv.bench.shapes import Shape, shapes
 from quantkv.bench.timing import measure, read_ceiling_gbps
-from quantkv.implementations.hopper.decode import wgmma
+from quantkv.implementations.hopper.decode import warps, wgmma
 
 # GLM-4; one kv head of 16 and of 8 query heads; queries of a verification.
 SHAPES = ("B32xL16384xHK2", "B64xL8192xHQ16xHK1", "B64xL8192xHQ8xHK1", "B32xL8192xQ5", "B64xL8192xQ8", "B32xL8192xQ16")
 FLASH3 = "FlashAttention-3"
 WAYS = {  # what is set in implementations/hopper/decode/wgmma.py
-    "a warp": {"MANY_PACKED_ROWS": wgmma.MOST_PACKED_ROWS + 1},
-    "a warpgroup, wgmma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": True},
-    "a warpgroup, mma": {"MANY_PACKED_ROWS": 1, "BY_WGMMA": False},
+    "a warp": {"choose": warps.choose},
+    "a warpgroup, wgmma": {"MANY_PACKED_ROWS": 1},
 }
 
 
@@ -63,7 +62,7 @@ def of_shape(shape: Shape, device: torch.device, given: argparse.Namespace, ceil
     for name in given.formats:
         contestants += [(quantkv("hopper", name), name, way, WAYS[way]) for way in given.ways]
         contestants += [] if given.no_triton else [(quantkv("triton", name), name, "Triton", {})]
-    usual = {name: getattr(wgmma, name) for name in ("MANY_PACKED_ROWS", "BY_WGMMA")}
+    usual = {name: getattr(wgmma, name) for name in ("MANY_PACKED_ROWS", "choose")}
     for contestant, name, way, chosen in contestants:
         vars(wgmma).update(usual | chosen)
         try:

@@ -33,8 +33,12 @@ from quantkv.implementations.hopper import attend as hopper
 FIRST, LATEST = 16, 24  # tokens that are exact; of the latest up to a page less one more
 FLASH3 = "FlashAttention-3"
 PLAIN, RANGE = "all", "all but exact ones"
-BESIDE = {"exact beside": {}}  # how: what is set in implementations/hopper/attend.py
-BESIDE |= {f"exact beside, own kernel {name}": {"BY_COMBINE": False, "SMALL_FIRST": name == "first"} for name in ("first", "last")}
+ORDER = hopper._launch_order
+BESIDE = {  # how: what is patched in implementations/hopper/attend.py
+    "exact beside": {},
+    "exact beside, own kernel first": {"_exact": lambda call: None},
+    "exact beside, own kernel last": {"_exact": lambda call: None, "_launch_order": lambda *given: ORDER(*given)[::-1]},
+}
 
 
 class Row(NamedTuple):

@@ -4,6 +4,7 @@ CPU."""
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import combine
@@ -14,7 +15,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 
 @pytest.fixture(autouse=True)
 def partials(monkeypatch):
-    monkeypatch.setattr(hopper, "UNSPLIT", False)
+    hopper_ways.split(monkeypatch)
 
 
 @emulated
@@ -60,5 +61,3 @@ def test_who_takes_turns(monkeypatch):
         return hopper.Plan(b.call(max_query_len=max(queries)), multiprocessors).combine_grid
 
     assert grid(8) == (2, 2, 16) and grid(7) == (2, 2, 8) and grid(2) == (2, 2, 4) and grid(1, (1, 1)) == (2, 2, 1)
-    monkeypatch.setattr(combine, "IN_TURNS", False)
-    assert grid(1) == (2, 2, 16)

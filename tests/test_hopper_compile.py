@@ -51,10 +51,11 @@ def empty_cache(cubins, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
 
 
-def config(key, value, head_size=128, packed_rows=4, head_size_v=None, block_size=16, **kwargs):
+def config(key, value, head_size=128, packed_rows=4, head_size_v=None, block_size=16, capacity=1 << 20, **maps):
     key, value, head_size_v = CODECS[key], CODECS[value], head_size_v or head_size
     size = page_bytes(key, value, head_size, head_size_v, block_size)
-    return hopper.choose(key, value, head_size, head_size_v, 4, 8, block_size, size, True, packed_rows, False, **kwargs)
+    shape = hopper.CallShape(key, value, head_size, head_size_v, 4, 8, block_size, size, True, packed_rows, False, **maps)
+    return hopper.choose(shape, capacity)
 
 
 def build(chosen):
@@ -381,7 +382,7 @@ def test_a_format_outside_the_package_compiles(head_size, other, five, tmp_path)
     for pair in {(key, value), (value, key)}:
         size = page_bytes(*pair, head_size, head_size, 16)
         cubin = tmp_path / "decode.cubin"
-        cubin.write_bytes(hopper.choose(*pair, head_size, head_size, 4, 8, 16, size, True, 4, False).cubin())
+        cubin.write_bytes(hopper.choose(hopper.CallShape(*pair, head_size, head_size, 4, 8, 16, size, True, 4)).cubin())
         assert not [name for name in step(cubin) if name.startswith(("LDL", "STL"))]
         cubin.write_bytes(write.WriteConfig(*pair, head_size, head_size, 16, True, True).cubin())
         assert not {"LDL", "STL"} & set(opcodes(cubin))

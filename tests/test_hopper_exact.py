@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE
 from quantkv import LayerMaps, PagedCache, get_format, ops
 from quantkv.implementations.hopper import attend as hopper
@@ -54,7 +55,7 @@ def test_exact_rows_that_come_first_and_have_a_range(multiprocessors, on_cpu):
 def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatch):
     """By the combine kernel, or a kernel of their own."""
     for by_combine in (True, False):
-        monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+        hopper_ways.by_decode(monkeypatch, not by_combine)
         several = Several.make(exact(name, LONG, latest), queries, LONG, **PLAIN)
         assert len(hopper.configurations(several.call)) == 2 - by_combine
         run(several)
@@ -65,7 +66,7 @@ def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatc
 @pytest.mark.parametrize("by_combine", [True, False])
 def test_rows_that_were_just_written_are_read(by_combine, monkeypatch):
     """Steps one after the other, each of which writes the latest row anew with a kernel that the next one overlaps."""
-    monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+    hopper_ways.by_decode(monkeypatch, not by_combine)
     lens = (30000, 700)
     call = Several.make(exact("int4", lens), (1, 1), lens, **PLAIN).call
     latest = call.segments[1]

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import PagedCache
 from quantkv.calls import AttendCall
 from quantkv.calls import Batch as Lengths
 from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import geometry
 from quantkv.implementations.hopper.decode import combine, warps, wgmma
 from quantkv.implementations.hopper.host import launch
 from quantkv.testing import POISON, Batch, check
@@ -62,10 +62,10 @@ def assert_invariant(call, serve, monkeypatch):
     """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; combined by warps
     and by blocks, and unsplit."""
     monkeypatch.setattr(combine, "by_blocks", lambda *_: False)
-    monkeypatch.setattr(hopper, "UNSPLIT", False)
+    hopper_ways.split(monkeypatch)
     serve(call)
     monkeypatch.setattr(combine, "by_blocks", lambda *_: True)
-    monkeypatch.setattr(hopper, "UNSPLIT", True)
+    hopper_ways.split(monkeypatch, False)
     count = call.batch.num_seqs
     lens = call.batch.seq_lens.tolist()
     longest = max(lens)
@@ -123,7 +123,7 @@ def test_warpgroups_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
 def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, monkeypatch, tmp_path):
     """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
     monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
-    monkeypatch.setattr(hopper, "UNSPLIT", whole)
+    hopper_ways.split(monkeypatch, not whole)
     b = Batch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     long = b.call(max_query_len=1, max_seq_len=1000, batch_invariant=True, window=window)
     short = b.call(max_query_len=1, batch_invariant=True, window=window)
@@ -234,7 +234,7 @@ def test_chunks(name, queries, options, monkeypatch, tmp_path):
 @pytest.mark.parametrize("by_combine", [True, False])
 def test_chunks_go_by_position(by_combine, monkeypatch, on_cpu):
     """Where slots do not begin at position 0: in a decode kernel, and where the combine kernel attends."""
-    monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+    hopper_ways.by_decode(monkeypatch, not by_combine)
     lens = (150, 33, 1, 250)
     several = Several.make(exact("int4", lens, 40), VERIFY, lens, window=66, chunk_lookback=1)
     assert (hopper._exact(several.call) is not None) == by_combine
@@ -305,17 +305,11 @@ def test_a_prepared_call_takes_the_scales_of_each_layer(monkeypatch, tmp_path):
 # ---- who serves it
 
 
-def test_what_is_served(monkeypatch):
-    """Without the constants that stand for them, what was refused before is refused."""
+def test_what_is_served():
     b = Batch.make("fp8", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     assert hopper._unsupported(b.call(max_query_len=1)) is None
     assert hopper._unsupported(b.call(max_query_len=8, batch_invariant=True)) is None
     assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9, batch_invariant=True))
-    monkeypatch.setattr(geometry, "TENSOR_SCALES", False)
-    assert "rows with scales of their own" in hopper._unsupported(b.call(max_query_len=1))
-    int8 = Batch.make("tq_k8v4", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
-    assert hopper._unsupported(int8.call(max_query_len=1)) is None
-    assert "per-tensor scales 0.5" in hopper._unsupported(scaled(int8, 0.5, 1.0).call(max_query_len=1))
 
 
 INVARIANT = {"batch_invariant": True}

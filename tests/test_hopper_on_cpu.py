@@ -98,7 +98,7 @@ HALVED = [  # a last tile of four packed query rows, after none, one or two of e
 
 @pytest.mark.parametrize("name, queries, shape, options", HALVED, ids=str)
 def test_half_tiles_of_packed_rows(name, queries, shape, options, monkeypatch, tmp_path):
-    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 1 << 10)
+    monkeypatch.setattr(wgmma, "choose", warps.choose)
     matrix = torch.linalg.qr(torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1)))[0].contiguous()
     b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16})
     assert hopper.Plan(b.call(max_query_len=max(queries)), 2).main.config.packed_rows == 4 * max(queries)

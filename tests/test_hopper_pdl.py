@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import PagedCache, get_format, ops, prepare_attend, prepare_write
 from quantkv.implementations.hopper import attend as hopper
@@ -44,7 +45,7 @@ def new_rows(b):
 def test_new_rows_are_waited_for(case, unsplit, monkeypatch, tmp_path):
     """And no warp waits before it comes to them."""
     name, queries, lens, shape, options = CASES[case]
-    monkeypatch.setattr(hopper, "UNSPLIT", unsplit)
+    hopper_ways.split(monkeypatch, not unsplit)
     for name_of_limit in ("MOST_TILES_RAGGED", "SPARE_TILES"):
         monkeypatch.setattr(whole, name_of_limit, 100)
     device = Device(monkeypatch, tmp_path, 1 if unsplit else 4)  # long runs, and short ones
@@ -69,8 +70,6 @@ def test_who_has_no_read_behind_a_write(monkeypatch, tmp_path):
     few = Batch.make("int4", (1, 1), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     assert hopper.prepare(few.call(max_query_len=1)).after_write is not None
     assert hopper.prepare(few.call(max_query_len=1, batch_invariant=True)).after_write is None
-    monkeypatch.setattr(hopper, "AFTER_WRITE", False)
-    assert hopper.prepare(few.call(max_query_len=1)).after_write is None
 
 
 class Recorded:

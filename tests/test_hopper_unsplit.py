@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
@@ -100,7 +101,7 @@ def test_lengths_that_break_a_promise(monkeypatch, tmp_path):
 @pytest.mark.parametrize("whole", [True, False])
 def test_stretches_whose_values_differ_in_size(whole, monkeypatch, tmp_path):
     """A stretch of small values behind one of large ones is no reason to hold the large ones in units in which they overflow."""
-    monkeypatch.setattr(hopper, "UNSPLIT", whole)
+    hopper_ways.split(monkeypatch, not whole)
     b = batch("int4", (1,), (700,), num_kv_heads=1)
     tiles = torch.randint(2, (44,), generator=torch.Generator().manual_seed(0))
     sizes = torch.where(tiles.repeat_interleave(16)[:700] == 1, 2.0**13, 2.0**-10).to(b.value.dtype)
@@ -143,7 +144,7 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
     call = b.call(lengths=tuple(zip(queries, lens)), batch_invariant=True, **options)
     device, found = Device(monkeypatch, tmp_path, multiprocessors), []
     for whole in (False, True):
-        monkeypatch.setattr(hopper, "UNSPLIT", whole)
+        hopper_ways.split(monkeypatch, not whole)
         call.out.fill_(float("nan")), call.lse.fill_(float("nan"))
         device.serve(call)
         found.append((call.out.clone(), call.lse.clone()))
@@ -221,7 +222,7 @@ CHOSEN = [  # on 132 multiprocessors: blocks and warps of a (sequence, kv head)
 def test_which_calls_are_unsplit(shape, chosen, monkeypatch):
     found = hopper.Plan(meta_call(**shape), 132).main.unsplit
     assert chosen == (None if found is None else (found.blocks, found.warps))
-    monkeypatch.setattr(hopper, "UNSPLIT", False)
+    hopper_ways.split(monkeypatch)
     plan = hopper.Plan(meta_call(**shape), 132)
     assert plan.main.unsplit is None and not plan.main.config.unsplit
 

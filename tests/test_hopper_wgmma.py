@@ -11,6 +11,7 @@ from hopper_on_cpu import AVAILABLE, Device
 from quantkv import available_formats, get_format
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import wgmma
+from quantkv.implementations.hopper.decode.warps import CallShape
 from quantkv.implementations.hopper.decode.wgmma import WgmmaConfig
 from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.hopper.host.records import page_bytes
@@ -36,19 +37,9 @@ def warpgroups_of_few_packed_rows(monkeypatch):
 
 
 def on_a_cpu(
-    monkeypatch,
-    folder,
-    name,
-    queries=(1, 1, 1, 1),
-    lens=(90, 33, 1, 260),
-    multiprocessors=1,
-    max_tiles=1024,
-    by_wgmma=True,
-    change=None,
-    **arguments,
+    monkeypatch, folder, name, queries=(1, 1, 1, 1), lens=(90, 33, 1, 260), multiprocessors=1, max_tiles=1024, change=None, **arguments
 ):
     options = {name: arguments.pop(name) for name in ("window", "softcap") if name in arguments}
-    monkeypatch.setattr(wgmma, "BY_WGMMA", by_wgmma)
     b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 16, "dtype": torch.bfloat16, **arguments})
     if change is not None:
         change(b)
@@ -63,7 +54,7 @@ def on_a_cpu(
     "name, arguments",
     [
         ("int4", dict(group=3, max_tiles=4, **SEVERAL)),  # 24 packed query rows, stretches
-        ("int4", dict(head_size=64, group=8, queries=VERIFY, by_wgmma=False)),  # warps that share chunks of values; 64 packed query rows
+        ("int4", dict(head_size=64, group=8, queries=VERIFY)),  # warps that share chunks of values; 64 packed query rows
         ("int8/int2", dict(multiprocessors=2)),
         ("tq3", dict(group=4, queries=VERIFY, max_tiles=8)),  # values with a bias, across 16-bit boundaries
         ("trellis2", {}),
@@ -128,7 +119,7 @@ def test_more_kv_tiles_than_ids_are_held_on_a_cpu(monkeypatch, tmp_path):
     """Runs of three consumer warpgroups, as of more work: each loads page ids anew within a sequence, and the next sequence's."""
     chosen = []
     choose = wgmma.choose
-    monkeypatch.setattr(wgmma, "choose", lambda *shape, capacity: chosen.append(choose(*shape)) or chosen[-1])
+    monkeypatch.setattr(wgmma, "choose", lambda shape, capacity: chosen.append(choose(shape)) or chosen[-1])
     on_a_cpu(monkeypatch, tmp_path, "int4", (1, 1), (6600, 500), num_kv_heads=1, head_size=64)
     assert {config.workers for config in chosen} == {3}
 
@@ -158,7 +149,7 @@ def test_exact_tokens_on_a_cpu(on_cpu):
 def config(key, value, head_size=128, packed_rows=16, *maps, head_size_v=None, block_size=16):
     key, value, sizes = CODECS[key], CODECS[value], (head_size, head_size_v or head_size)
     size = page_bytes(key, value, *sizes, block_size)
-    return wgmma.choose(key, value, *sizes, 4, 8, block_size, size, True, packed_rows, False, *maps)
+    return wgmma.choose(CallShape(key, value, *sizes, 4, 8, block_size, size, True, packed_rows, False, *maps))
 
 
 @pytest.mark.parametrize(
@@ -238,17 +229,6 @@ def test_what_the_rule_refuses():
     assert "max_query_len=17" in hopper._unsupported(b.call(max_query_len=17))
 
 
-def test_what_is_served_without_wgmma(monkeypatch):
-    """Of the constant: what ran on a GPU before."""
-    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", wgmma.MOST_PACKED_ROWS + 1)
-    b = Batch.make("int4", (9,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
-    assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9))
-    b = Batch.make("int4", (8,), (20,), head_size=128, num_kv_heads=1, group=16, dtype=torch.bfloat16)
-    assert hopper._unsupported(b.call(max_query_len=8)) is None and hopper.configurations(b.call(max_query_len=8))[0].worker_warps == 1
-    b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, group=17, dtype=torch.bfloat16)
-    assert "at most 16 share one" in hopper._unsupported(b.call(max_query_len=1))
-
-
 # ---- on a Hopper GPU
 
 LENS = (700, 33, 1, 1300)
@@ -293,10 +273,8 @@ def attend(b, **options):
 
 
 @hopper_only
-@pytest.mark.parametrize("by_wgmma", [True, False], ids=["wgmma", "mma"])
 @pytest.mark.parametrize("packed_rows", [9, 16, 20, 32, 40, 64, 128])
-def test_packed_rows(packed_rows, by_wgmma, monkeypatch):
-    monkeypatch.setattr(wgmma, "BY_WGMMA", by_wgmma)
+def test_packed_rows(packed_rows):
     attend(batch("int4", num_kv_heads=1, group=packed_rows))
 
 

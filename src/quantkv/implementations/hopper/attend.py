@@ -16,7 +16,7 @@ from ...reads import window_size
 from . import geometry
 from .decode import combine, unsplit, warps, wgmma
 from .decode.unsplit import Unsplit, longest_of_shape, rounded_tiles
-from .decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
+from .decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, EXACT_TILES, TILE, CallShape, DecodeConfig
 from .host import launch
 from .host.launch import Kernel, Launch
 from .host.operands import NO_MAP, kind, map_of, offsets_of
@@ -24,11 +24,7 @@ from .host.operands import NO_MAP, kind, map_of, offsets_of
 HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
-SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
-UNSPLIT = True  # calls whose work is even without help need no kernel that combines
-AFTER_WRITE = True  # a read that is launched right behind the write of its own tokens overlaps it
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
-BY_COMBINE = True  # the combine kernel attends to a few 16-bit rows; where not, they have a decode kernel
 
 
 def refusal(call: AttendCall) -> str | None:
@@ -42,7 +38,7 @@ def _unsupported(call: AttendCall) -> str | None:
     if len(call.segments) > SEGMENTS:
         return f"{len(call.segments)} segments: at most {SEGMENTS}"
     D, HQ, HK, invariant = q.shape[2], q.shape[1], first.k.codes.shape[2], call.options.batch_invariant
-    most = QUERIES[-1] if invariant else wgmma.most_queries()  # what a batch keeps together is served alike
+    most = QUERIES[-1] if invariant else wgmma.MOST_QUERIES  # what a batch keeps together is served alike
     if not batch.max_query_len or batch.max_query_len > most:
         promised = f"1 to {most} queries a sequence must be promised{' with batch_invariant' if invariant else ''}"
         return f"max_query_len={batch.max_query_len}: {promised}"
@@ -110,7 +106,7 @@ def _exact(call: AttendCall) -> int | None:
     """Which of two segments the combine kernel attends to. Of an invariant cut none: it would depend on the width of a table."""
     others = [_is_exact(s, call.q.dtype) for s in call.segments]
     D, D_V = call.q.shape[2], call.segments[0].head_size_v
-    if not BY_COMBINE or call.options.batch_invariant or len(others) != 2 or not any(others) or D_V != D or D not in EXACT_HEAD_SIZES:
+    if call.options.batch_invariant or len(others) != 2 or not any(others) or D_V != D or D not in EXACT_HEAD_SIZES:
         return None
     exact = others.index(True)
     matrix = kind(call.segments[1 - exact].maps.v) == "MATRIX"
@@ -125,8 +121,12 @@ def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
     own = [i for i in range(len(sizes)) if i != exact]
     if call.options.batch_invariant:
         sizes = [0] * len(sizes)  # as they were given, whatever the batch
-    launched = sorted(own, key=sizes.__getitem__, reverse=not SMALL_FIRST)
-    return launched, sorted(own, key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
+    return _launch_order(own, sizes), sorted(own, key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
+
+
+def _launch_order(segments: list[int], sizes: list[int]) -> list[int]:
+    """The one with the least to read first: its kernel is done before the others fill the GPU."""
+    return sorted(segments, key=sizes.__getitem__)
 
 
 def configurations(call: AttendCall) -> list[DecodeConfig]:
@@ -150,19 +150,32 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
     """What suits a segment if it were alone."""
     (_, HQ, D), HK, invariant = call.q.shape, segment.k.codes.shape[2], call.options.batch_invariant
     group, packed_rows = HQ // HK, call.batch.max_query_len * (HQ // HK)
-    shape = segment.fmt.k, segment.fmt.v, D, segment.head_size_v, group, HK, segment.k.codes.shape[1], segment.k.base.stride(1)
-    options = call.options.softcap > 0, kind(segment.maps.k), kind(segment.maps.v), segment.maps.by_position
-    bf16 = call.q.dtype == torch.bfloat16
+    shape = CallShape(
+        segment.fmt.k,
+        segment.fmt.v,
+        D,
+        segment.head_size_v,
+        group,
+        kv_heads=HK,
+        block_size=segment.k.codes.shape[1],
+        record_bytes=segment.k.base.stride(1),
+        bf16=call.q.dtype == torch.bfloat16,
+        packed_rows=max(group, 8) if invariant else packed_rows,
+        softcap=call.options.softcap > 0,
+        key_map=kind(segment.maps.k),
+        value_map=kind(segment.maps.v),
+        key_offset=segment.maps.by_position,
+    )
     if not invariant:
-        return choose(*shape, bf16, packed_rows, *options, capacity=_capacity(call, segment))
+        return choose(shape, _capacity(call, segment))
     # What suits one query of each of many sequences, or two; half as many packed query rows, or twice as many, where these come to the same
     # bits.
-    config = usual = choose(*shape, bf16, max(group, 8), *options)
+    config = usual = choose(shape)
     alone = usual.packed_rows == 8 and usual.worker_warps == 1
     if alone and packed_rows <= 4:
         config = replace(usual, packed_rows=4)
     elif alone and packed_rows > 8:
-        twice = warps.choose(*shape, bf16, 16, *options)
+        twice = warps.choose(replace(shape, packed_rows=16))
         if twice.packed_rows == 16 and twice.tiles_per_step == usual.tiles_per_step:
             config = twice
     return replace(config, partials_first=6 if usual.workers % 3 == 0 else 8)
@@ -211,7 +224,7 @@ class Plan:
             packed_row_blocks = -(-packed_rows // config.packed_rows)
             blocks = max(1, multiprocessors * config.blocks_per_sm // packed_row_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
-            config, whole = unsplit.choose(call, config, blocks, largest_cluster) if UNSPLIT else (config, None)
+            config, whole = unsplit.choose(call, config, blocks, largest_cluster)
             blocks = blocks if whole is None else whole.grid(seq_heads)
             resident = blocks * config.workers
             partial_slots = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
@@ -254,16 +267,7 @@ def _shape(call: AttendCall) -> Hashable:
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
         (call.scale, options.window, options.chunk_lookback, options.softcap, options.sinks is None, options.batch_invariant),
-        (
-            _is_scaled(call),
-            unsplit.is_even(batch),
-            SMALL_FIRST,
-            BY_COMBINE,
-            UNSPLIT,
-            combine.IN_TURNS,
-            wgmma.MANY_PACKED_ROWS,
-            wgmma.BY_WGMMA,
-        ),
+        (_is_scaled(call), unsplit.is_even(batch)),
         *[_segment_shape(call, s) for s in call.segments],
     )
 
@@ -302,7 +306,7 @@ class Prepared:
         """The same for calls right behind a write, with nothing launched between them, of which `write.Prepared.starts_next` is true and
         which stores the rows of the queries' own tokens, at most: only who reads those waits for it. None where all wait."""
         configs = [part.config for part in self.plan.parts.values()]
-        follows = AFTER_WRITE and len(configs) == 1 and self.exact is None and configs[0].worker_warps == 1 and not configs[0].invariant
+        follows = len(configs) == 1 and self.exact is None and configs[0].worker_warps == 1 and not configs[0].invariant
         return Prepared(self.first, after_write=True) if follows and self.first is not None else None
 
     def __call__(self, call: AttendCall) -> None:

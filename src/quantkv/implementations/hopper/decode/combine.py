@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, DecodeConfig
 
-IN_TURNS = True  # a block of combine_kernel combines several groups of a sequence's packed query rows, where they are many
 BLOCKS = 8  # of combine_kernel, that a multiprocessor has at once
 
 
@@ -38,6 +37,6 @@ def turns(config: DecodeConfig, blocks: int, multiprocessors: int) -> int:
     """Groups of packed query rows that a block of combine_kernel combines, one after the other, where each group had a block it would
     take so many: more than there are at once take turns anyway, and what is counted of a sequence and kv head is then counted once. As
     IN_TURNS in combine.cuh."""
-    if not IN_TURNS or config.value_map == "MATRIX" or config.exact:
+    if config.value_map == "MATRIX" or config.exact:
         return 1
     return -(-blocks // (BLOCKS * multiprocessors))

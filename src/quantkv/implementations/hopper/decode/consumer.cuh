@@ -24,24 +24,9 @@ constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * PACKED_ROWS * 4 : 0);
 static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0, "shared memory is laid out in another way in Python");
 static_assert(PACKED_ROWS * PARTIAL_BYTES <= TOLD_AT, "a partial lies over queries, weights and the ring");
 
-// Products of a warpgroup, or the same by each warp for itself: b is what wgmma is told of the matrix.
+// Products of a warpgroup: b is what wgmma is told of the matrix.
 template <class C, bool ADD = true> DI void multiply(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-  if constexpr (BY_WGMMA) {
-    Wgmma<TILES, C::BFLOAT>::template multiply<ADD>(d, a0, a1, a2, a3, b);
-  } else {
-    const u32 at = ((u32)b & 0x3fff) << 4, lane = threadIdx.x % 32, chunk = at % MATRIX_ROW / 16 + lane / 8 % 2;
-#pragma unroll
-    for (int nt = 0; nt < TILES; nt += 2) {
-      const int two = nt + 1 < TILES ? 8 : 0;  // rows further: the second tile, or the first again
-      u32 x[4];
-      load_matrices(at - at % MATRIX_ROW + matrix_chunk(8 * nt + lane / 16 * two + lane % 8, chunk), x);
-#pragma unroll
-      for (int i = 0; i < 2 && nt + i < TILES; i++) {
-        if (!ADD) d[nt + i][0] = d[nt + i][1] = d[nt + i][2] = d[nt + i][3] = 0.f;
-        product<C>(d[nt + i], a0, a1, a2, a3, x[2 * i], x[2 * i + 1]);
-      }
-    }
-  }
+  Wgmma<TILES, C::BFLOAT>::template multiply<ADD>(d, a0, a1, a2, a3, b);
 }
 
 // Brings this warp's tile of every KV tile of the line, from KV tile `kv_tile` of sequence `seq` and kv head `head` on, into slots of a ring, one

@@ -176,7 +176,7 @@ struct WarpgroupSoftmax {
         if (nt + 1 < TILES) store_transposed(to, p[0], p[1], p[2], p[3]); else store_transposed(to, p[0], p[1]);
       }
       const bool must_move = unseen || top > limit;  // before the fence, which takes a while
-      if (BY_WGMMA) stores_before_wgmma();
+      stores_before_wgmma();
       if (!meet_any(at.barrier, must_move)) break;
       rescale(s, v_top, at);
       limit = -minus_infinity(), unseen = false;

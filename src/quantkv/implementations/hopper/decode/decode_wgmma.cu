@@ -5,7 +5,7 @@
 // quarter of the dimensions of the values of all 64, to registers, where wgmma takes them from; queries and weights it takes from shared memory.
 // So a warp meets the others once a KV tile: when the weights are there. Partials are as in decode.cu, with consumer warpgroups in the place of warps.
 //
-// Compile-time, from wgmma.py: as decode.cu, and BY_WGMMA.
+// Compile-time, from wgmma.py: as decode.cu.
 #include "kernels.cuh"
 #include "consumer_softmax.cuh"
 

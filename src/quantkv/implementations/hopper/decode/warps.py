@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ctypes import sizeof
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from ....format import Codec
 from ..codec import HopperCodec
@@ -13,6 +14,7 @@ from ..host.launch import SHARED_BYTES, arguments
 from ..host.nvrtc import compile_cubin
 from ..host.records import page_bytes, row_macros
 
+T = TypeVar("T")
 TILE = 16  # tokens of a tile: rows of an mma
 MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tensor core truncates what it adds
 INTEGER_PACKED_ROWS = 4  # that share products with keys by integers; more take as long by fp16, or longer
@@ -29,9 +31,10 @@ PARTIAL_LEAST, PARTIAL_MOST, PARTIALS_ENOUGH = 10, 44, 1024
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """What one compiled kernel is made for. `record_bytes`: bytes from one head's page record to the next. `packed_rows`: that a block
-    serves. `by_integers`: products with keys are of 8-bit integers."""
+class CallShape:
+    """What of a call's segment decides how it is read. group: query heads of a kv head. block_size: tokens of a page. record_bytes:
+    bytes from one head's page record to the next. packed_rows: packed query rows of a kv head, or of a configuration, those that a block
+    serves. key_map, value_map: `KernelMap.kind`."""
 
     key: Codec
     value: Codec
@@ -43,10 +46,21 @@ class DecodeConfig:
     record_bytes: int
     bf16: bool
     packed_rows: int
-    softcap: bool
-    key_map: str = "NO_MAP"  # or HADAMARD or MATRIX: `KernelMap.kind`
+    softcap: bool = False
+    key_map: str = "NO_MAP"  # or HADAMARD or MATRIX
     value_map: str = "NO_MAP"
     key_offset: bool = False
+
+    def config(self, kind: type[T], packed_rows: int, **chosen) -> T:
+        """A configuration of some kind for it, of which a block serves so many packed query rows."""
+        shape = {field.name: getattr(self, field.name) for field in fields(CallShape)}
+        return kind(**shape | dict(packed_rows=packed_rows) | chosen)
+
+
+@dataclass(frozen=True)
+class DecodeConfig(CallShape):
+    """What one compiled kernel is made for. by_integers: products with keys are of 8-bit integers."""
+
     ranges: bool = False  # segments with key_start or key_range
     pdl_after_decode: bool = False  # programmatic dependent launch: it overlaps the decode kernel of another segment
     segments: int = 1  # that are combined
@@ -254,23 +268,7 @@ class DecodeConfig:
         return compile_cubin(self.source, self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
 
 
-def choose(
-    key: Codec,
-    value: Codec,
-    head_size: int,
-    head_size_v: int,
-    group: int,
-    kv_heads: int,
-    block_size: int,
-    record_bytes: int,
-    bf16: bool,
-    packed_rows: int,
-    softcap: bool,
-    key_map: str = "NO_MAP",
-    value_map: str = "NO_MAP",
-    key_offset: bool = False,
-    capacity: int = 1 << 20,
-) -> DecodeConfig:
+def choose(shape: CallShape, capacity: int = 1 << 20) -> DecodeConfig:
     """The configuration for one shape, by what was fastest on an H200 at head sizes 64, 128 and 256; others are taken as the next larger of
     these, and 512 as what fills the registers.
 
@@ -279,23 +277,26 @@ def choose(
     2 bits, which are limited by arithmetic, are up to 9 % faster with 16 warps, 4 bits 1 % slower. Of small tiles
     more must be on their way, and of head sizes that are no powers of two more are 1 to 3 % faster. Up to 32 packed query rows share
     what is unpacked, 16 of rows of more than 128 numbers; three tiles of 8 packed query rows take less time than four."""
-    size = max(key.hopper().dimensions(head_size), head_size_v)
-    most = 1 if size > 256 else 2 if size > 128 or key_map == "MATRIX" else 4
-    packed_row_tiles = min(-(-packed_rows // 8), most)
-    whole = key.hopper().dimensions(head_size) % 32 == 0  # a product takes so many
-    by_integers = key.hopper().integers and whole and packed_rows <= INTEGER_PACKED_ROWS and key_map != "MATRIX" and not key_offset
-    packed_rows = min(4 * -(-packed_rows // 4), 8 * packed_row_tiles)
+    key, value = shape.key, shape.value
+    codec, head_size = key.hopper(), shape.head_size
+    size = max(codec.dimensions(head_size), shape.head_size_v)
+    most = 1 if size > 256 else 2 if size > 128 or shape.key_map == "MATRIX" else 4
+    packed_row_tiles = min(-(-shape.packed_rows // 8), most)
+    whole = codec.dimensions(head_size) % 32 == 0  # a product takes so many
+    by_integers = (
+        codec.integers and whole and shape.packed_rows <= INTEGER_PACKED_ROWS and shape.key_map != "MATRIX" and not shape.key_offset
+    )
+    packed_rows = min(4 * -(-shape.packed_rows // 4), 8 * packed_row_tiles)
     if size > 256 or packed_row_tiles > 2:
-        shape = dict(warps=8, max_stages=3)
+        chosen = dict(warps=8, max_stages=3)
     else:
         few = packed_row_tiles * size <= 128
-        warps = min(12, key.hopper().warps) if few and capacity > 1 << 14 else 8
+        warps = min(12, codec.warps) if few and capacity > 1 << 14 else 8
         if warps == 12 and by_integers and key.row.code_bits + value.row.code_bits <= 4:
             warps = 16
-        small = few and key.row.code_bits * head_size + value.row.code_bits * head_size_v <= (256 if warps == 16 else 512)
-        shape = dict(warps=warps, tiles_per_step=2, max_stages=6 if small or head_size & head_size - 1 else 4)
-    sizes = (head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, packed_rows, softcap)
-    config = DecodeConfig(key, value, *sizes, key_map, value_map, key_offset, by_integers=by_integers, **shape)
+        small = few and key.row.code_bits * head_size + value.row.code_bits * shape.head_size_v <= (256 if warps == 16 else 512)
+        chosen = dict(warps=warps, tiles_per_step=2, max_stages=6 if small or head_size & head_size - 1 else 4)
+    config = shape.config(DecodeConfig, packed_rows, by_integers=by_integers, **chosen)
     if size > 128 and packed_row_tiles > 1 and config.stages < 4:
         config = replace(config, packed_rows=8)  # two tiles a step of few packed query rows are faster than one of many
     if config.stages < 4:

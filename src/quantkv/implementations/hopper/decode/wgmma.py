@@ -8,24 +8,17 @@ from pathlib import Path
 from .. import geometry
 from ..host.launch import SHARED_BYTES
 from . import warps
-from .warps import TILE, DecodeConfig
+from .warps import TILE, CallShape, DecodeConfig
 
+MOST_QUERIES = 16  # of a sequence
 MOST_PACKED_ROWS = 128  # of a kv head: its query heads times the queries of a sequence
-MANY_PACKED_ROWS = 17  # from so many on a consumer warpgroup shares what it unpacks; above MOST_PACKED_ROWS: never
-BY_WGMMA = True  # products of a consumer warpgroup: of all four warps, by wgmma; or of each, by mma, out of the same shared memory
+MANY_PACKED_ROWS = 17  # from so many on a consumer warpgroup shares what it unpacks
 WORKER_WARPS = 4  # warps
 PACKED_ROW_TILES = (1, 2, 3, 4, 6, 8)  # that wgmma is written for
 
 
-def most_queries() -> int:
-    """Of a sequence."""
-    return 16 if MANY_PACKED_ROWS <= MOST_PACKED_ROWS else 8
-
-
 def unserved(group: int, queries: int) -> str | None:
-    """Why nobody serves so many query heads of a kv head, and queries of a sequence, which are not above `most_queries`."""
-    if MANY_PACKED_ROWS > MOST_PACKED_ROWS and group > 16:
-        return f"{group} query heads of a kv head: at most 16 share one"
+    """Why nobody serves so many query heads of a kv head, and queries of a sequence, at most MOST_QUERIES of them."""
     if group * queries > MOST_PACKED_ROWS:
         return f"{group} query heads of a kv head, max_query_len={queries}: {group * queries} share it, at most {MOST_PACKED_ROWS} do"
     return None
@@ -34,8 +27,6 @@ def unserved(group: int, queries: int) -> str | None:
 @dataclass(frozen=True)
 class WgmmaConfig(DecodeConfig):
     """What one compiled kernel is made for where a consumer warpgroup has a run of tiles."""
-
-    by_wgmma: bool = True
 
     @property
     def source(self) -> Path:
@@ -71,29 +62,22 @@ class WgmmaConfig(DecodeConfig):
         matrices = (-(-self.key_dimensions // 64) + 3) * 128 * packed_rows
         return matrices + WORKER_WARPS * (2 * packed_rows + 4) * 4 + 4 * WORKER_WARPS * TILE + 4 * packed_rows + self.score_bytes
 
-    def macros(self) -> dict[str, object]:
-        """What the kernel is compiled with, how products are made included."""
-        return super().macros() | {"BY_WGMMA": int(self.by_wgmma)}
 
-
-def choose(
-    key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16, packed_rows, softcap, *maps, capacity=1 << 20
-) -> DecodeConfig:
-    """The configuration for one shape, of either kernel: arguments as of `warps.choose`; maps: key_map, value_map, key_offset.
+def choose(shape: CallShape, capacity: int = 1 << 20) -> DecodeConfig:
+    """The configuration for one shape, of either kernel. capacity: as of `warps.choose`.
 
     Three consumer warpgroups have 168 registers a thread, two have 255. On an H200 a warp alone is faster up to 16 packed query rows
     where it takes all of them together, else up to 12."""
-    shape = (key, value, head_size, head_size_v, group, kv_heads, block_size, record_bytes, bf16)
-    size = max(key.hopper().dimensions(head_size), head_size_v)
-    alone = warps.choose(*shape, packed_rows, softcap, *maps, capacity=capacity)
+    size, packed_rows = max(shape.key.hopper().dimensions(shape.head_size), shape.head_size_v), shape.packed_rows
+    alone = warps.choose(shape, capacity)
     few = packed_rows < MANY_PACKED_ROWS and (alone.packed_rows >= packed_rows or packed_rows < MANY_PACKED_ROWS - 4)
-    if few or MANY_PACKED_ROWS > MOST_PACKED_ROWS or not geometry.is_for_wgmma(value, head_size, head_size_v):
+    if few or not geometry.is_for_wgmma(shape.value, shape.head_size, shape.head_size_v):
         return alone
     most = 4 if size > 128 else 8  # tiles of a block, as registers allow
     blocks = -(-packed_rows // (8 * most))
     packed_row_tiles = next(n for n in PACKED_ROW_TILES if 8 * n * blocks >= packed_rows)
     warpgroups = 1 if capacity <= 1 << 10 else 2 if capacity <= 1 << 12 or packed_row_tiles * size > 512 else 3  # little work is spread
-    config = WgmmaConfig(*shape, 8 * packed_row_tiles, softcap, *maps, warps=WORKER_WARPS * warpgroups, by_wgmma=BY_WGMMA)
+    config = shape.config(WgmmaConfig, 8 * packed_row_tiles, warps=WORKER_WARPS * warpgroups)
     while config.stages < 3 and config.warps > WORKER_WARPS:
         config = replace(config, warps=config.warps - WORKER_WARPS)
     return config
