@@ -98,9 +98,9 @@ constexpr int SHARING = IN_HALVES && V_CHUNKS < WORKER_WARPS ? WORKER_WARPS / V_
 constexpr int OWN_CHUNKS = V_CHUNKS < WORKER_WARPS ? 1 : (V_CHUNKS + WORKER_WARPS * STEP - 1) / (WORKER_WARPS * STEP) * STEP;  // of a warp
 constexpr int OWN_RUN = IN_HALVES ? RUN / SHARING : DV <= 64 ? 2 : DV <= 128 ? 4 : 8;    // successive dimensions of a lane
 constexpr int OWN_DIMS = IN_HALVES ? OWN_CHUNKS * OWN_RUN : OWN_RUN, OWN_SLABS = OWN_DIMS / 2;  // of a lane; products of 64 dimensions
-constexpr int OWN_PAIRS = IN_HALVES ? OWN_CHUNKS : 4, ALL_OWN_PAIRS = OWN_PAIRS * VALUE::JOINED;
+constexpr int OWN_PAIRS = IN_HALVES ? OWN_CHUNKS : 4, ALL_OWN_PAIRS = OWN_PAIRS * (VALUE::OVERLAP ? 2 : 1);
 static_assert(OWN_DIMS % 2 == 0 && 32 * OWN_DIMS >= DV && DV % OWN_RUN == 0, "rows of products, for all dimensions");
-static_assert(VALUE::JOINED == 1 || OWN_RUN % 4 == 0, "codes of two numbers, each other of which lies in the words as they are");
+static_assert(VALUE::OVERLAP == 0 || OWN_RUN % 4 == 0, "codes of two numbers, and of a chain each other one lies in the words as they are");
 template <bool IN_HALVES> struct OwnValues {
   u32 at[OWN_CHUNKS];
   int shift;
@@ -120,7 +120,7 @@ template <bool IN_HALVES> struct OwnValues {
     for (int i = 0; i < OWN_CHUNKS; i++) load_transposed(tile + at[i], a[0][i], b[0][i], a[1][i], b[1][i]);
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      lane.join_values<VALUE, OWN_PAIRS>(a[t]), lane.join_values<VALUE, OWN_PAIRS>(b[t]);
+      lane.overlap_values<VALUE, OWN_PAIRS>(a[t]), lane.overlap_values<VALUE, OWN_PAIRS>(b[t]);
       if constexpr (SHARING > 1) {
 #pragma unroll
         for (int i = 0; i < ALL_OWN_PAIRS; i++) a[t][i] >>= shift, b[t][i] >>= shift;

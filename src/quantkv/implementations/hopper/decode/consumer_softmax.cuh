@@ -80,7 +80,7 @@ struct WarpgroupSoftmax {
     if constexpr (K_META > 0) {
       load_shared<K_META>(tile + TILE_KM + at.token * K_META, &meta[0]), load_shared<K_META>(tile + TILE_KM + (at.token + 8) * K_META, &meta[1]);
     }
-    at.join_key<KEY>(ka), at.join_key<KEY>(kb);
+    at.overlap_key<KEY>(ka), at.overlap_key<KEY>(kb);
     u32 x[DK / 16][4], zero[2] = {};
 #pragma unroll
     for (int w = 0; w < DK / 16; w++) {

@@ -42,7 +42,7 @@ constexpr int K_PARTS = D > 256 && K_WORDS >= 32 ? K_WORDS / 16 : 1, V_PARTS = D
 constexpr int PART_K_WORDS = K_WORDS / K_PARTS, PART_V_PAIRS = V_PAIRS / V_PARTS;
 static_assert(IN_HALVES || V_PARTS == 1, "only rows of whole chunks have parts");
 constexpr bool V_ENDS = !IN_HALVES && V_BITS % 16 != 0;  // a lane's last 16 bits are not full: zero stands behind them
-constexpr int ALL_K_WORDS = PART_K_WORDS * KEY::JOINED, ALL_V_PAIRS = PART_V_PAIRS * VALUE::JOINED + V_ENDS;
+constexpr int ALL_K_WORDS = PART_K_WORDS * (KEY::OVERLAP ? 2 : 1), ALL_V_PAIRS = PART_V_PAIRS * (VALUE::OVERLAP ? 2 : 1) + V_ENDS;
 constexpr int RUN = IN_HALVES ? 16 / VALUE::BITS : DV / 8;  // successive dimensions of the output that a lane has
 constexpr u32 ONES = 0x3c003c00u;  // in fp16
 static_assert(QUERY_BF16 || !KEY::BFLOAT && !VALUE::BFLOAT, "queries of another type");
@@ -129,31 +129,42 @@ template <> struct Values<false> {  // codes lie across 16-bit boundaries, or ro
 struct KeyLane {
   int token;
   u32 table, value_table, pair;       // to its copies in the tables; tokens 2 c and 2 c + 1 of the values' meta
-  u32 key_mask, value_mask;           // what a codec keeps of a neighbour's words, where it joins them
+  u32 before_keys, before_values;  // bits of a neighbour's last code that count: none where a chain begins
   Share<K_ROW, K_BITS, KEY::BITS> key;
   DI KeyLane(int g, int c) : token(g), pair(2 * c * V_META), key(g, c) {
     const u32 block = UNSPLIT ? shared_address(shared) & ~WITHIN_BLOCK : 0;
     table = block + KEY::lane(), value_table = block + VALUE::lane() + VALUE_TABLE_AT;
   }
   DI void keep_all(int g, int c) {  // once all that a lane holds is there: the order decides in which registers
-    key_mask = KEY::template key_mask<K_WORDS>(c), value_mask = VALUE::value_mask(g);
+    before_keys = c * K_WORDS * 4 % KEY::CHAIN ? ~0u : 0, before_values = g ? twice((1u << VALUE::OVERLAP) - 1) : 0;
     keep(token);
     if (KEY_TABLE > 0) keep(table);
     if (OWN_TABLE) keep(value_table); else value_table = table;
-    if (KEY::JOINED > 1) keep(key_mask);
-    if (VALUE::JOINED > 1) keep(value_mask);
+    if (KEY::OVERLAP) keep(before_keys);
+    if (VALUE::OVERLAP) keep(before_values);
   }
-  // Adds to a row's words what a codec joins of them and of a neighbour's.
-  template <class Key> DI void join_key(u32 (&w)[ALL_K_WORDS]) const {
-    if constexpr (Key::JOINED > 1) {
-      static_assert(K_BITS % 32 == 0 && K_PARTS == 1 && ALL_K_WORDS == Key::JOINED * K_WORDS, "a lane has whole words");
-      Key::template join_keys<K_WORDS>(w, key_mask);
+  // Adds what is shifted by a code to a row's words; the last code of another lane's by a shuffle.
+  template <class Key> DI void overlap_key(u32 (&w)[ALL_K_WORDS]) const {
+    if constexpr (Key::OVERLAP > 0) {
+      static_assert(Key::CHAIN % 4 == 0 && K_BITS % 32 == 0 && K_PARTS == 1 && ALL_K_WORDS == 2 * K_WORDS, "a lane has whole words");
+      constexpr int IN_CHAIN = Key::CHAIN / 4;  // words
+      constexpr bool BEGINS = K_WORDS % IN_CHAIN == 0;  // a chain, with a lane
+      u32 last = BEGINS ? 0 : __shfl_up_sync(~0u, w[K_WORDS - 1], 1);
+      if (IN_CHAIN % K_WORDS == 0) last &= before_keys;
+#pragma unroll
+      for (int i = 0; i < K_WORDS; i++) {
+        if (BEGINS ? i % IN_CHAIN == 0 : IN_CHAIN % K_WORDS && (threadIdx.x % 4 * K_WORDS + i) % IN_CHAIN == 0) last = 0;
+        w[K_WORDS + i] = __funnelshift_r(last, w[i], 32 - Key::OVERLAP), last = w[i];
+      }
     }
   }
-  template <class Value, int PAIRS = V_PAIRS, int N> DI void join_values(u32 (&x)[N]) const {
-    if constexpr (Value::JOINED > 1) {
-      static_assert(IN_HALVES && V_PARTS == 1, "every lane has two bytes of each 16");
-      Value::template join_values<PAIRS>(x, value_mask);
+  template <class Value, int PAIRS = V_PAIRS, int N> DI void overlap_values(u32 (&x)[N]) const {
+    if constexpr (Value::OVERLAP > 0) {
+      static_assert(IN_HALVES && V_PARTS == 1 && Value::CHAIN == 16, "a chain is the 16 bytes of which every lane has two");
+      constexpr u32 MOVED = twice(0xffffu << Value::OVERLAP & 0xffff);
+#pragma unroll
+      for (int k = 0; k < PAIRS; k++)
+        x[PAIRS + k] = x[k] << Value::OVERLAP & MOVED | __shfl_up_sync(~0u, x[k], 4) >> 16 - Value::OVERLAP & before_values;
     }
   }
 };
@@ -164,14 +175,14 @@ struct Lane : KeyLane {  // and its values, where a warp unpacks all of a tile
 
 // Registers j of two tokens' keys.
 template <class Key> DI uint2 key_pairs(const u32* a, const u32* b, int j, u32 lane) {
-  if constexpr (Key::JOINED > 1) return make_uint2(Key::key_pair(a, a + K_WORDS, j, lane), Key::key_pair(b, b + K_WORDS, j, lane));
+  if constexpr (Key::OVERLAP > 0) return make_uint2(Key::key_pair(a, a + K_WORDS, j, lane), Key::key_pair(b, b + K_WORDS, j, lane));
   else if constexpr (Key::TOKENS == 2) return Key::key_pair(a, b, j, lane);
   else if constexpr (Key::TOKENS == 1) return make_uint2(Key::key_pair(a, j, lane), Key::key_pair(b, j, lane));
   else return make_uint2(Key::key_pair(a, j), Key::key_pair(b, j));
 }
 // Register j of two tokens' values.
 template <class Value, int PAIRS = V_PAIRS> DI u32 value_pair(const u32* x, int j, u32 lane) {
-  if constexpr (Value::JOINED > 1) return Value::pair(x, x + PAIRS, j, lane);
+  if constexpr (Value::OVERLAP > 0) return Value::pair(x, x + PAIRS, j, lane);
   else if constexpr (Value::VALUES_BY_TABLE) return Value::pair(x, j, lane);
   else return Value::pair(x, j);
 }

@@ -158,7 +158,7 @@ struct Softmax {
     }
     copies();
 #pragma unroll
-    for (int n = 0; n < N; n++) at.join_key<KEY>(keys[n][0]), at.join_key<KEY>(keys[n][1]);
+    for (int n = 0; n < N; n++) at.overlap_key<KEY>(keys[n][0]), at.overlap_key<KEY>(keys[n][1]);
     u32 squares[N][2] = {};
     multiply(s, keys, metas, squares, at, q, [&](auto part, int first, int count) {
       constexpr int PART = decltype(part)::value;
@@ -225,7 +225,7 @@ struct Softmax {
         v_top = n + r == 0 ? v_scale[n][r] : fmaxf(v_top, v_scale[n][r]);
       }
       if constexpr (V_PARTS == 1) at.values.template load<0>(tile[n] + TILE_V, va[n], vb[n]);
-      at.join_values<VALUE>(va[n]), at.join_values<VALUE>(vb[n]);
+      at.overlap_values<VALUE>(va[n]), at.overlap_values<VALUE>(vb[n]);
     }
     float top;
 #pragma unroll

@@ -19,8 +19,8 @@
 // of keys that are read by a Table: fill(entry), and key_pair(.., j, lane), of TOKENS tokens at once.
 //   VALUES_BY_TABLE        so are values: pair(.., j, lane). A table of their own begins at a multiple of 2^16 bytes, which is in `lane`, and
 //                          of ENTRIES entries, by which the entries that it is filled in by are larger
-//   JOINED                 2: behind the N words of w, or x, come as many that join_keys<N>(w, mask), or join_values<N>(x, mask), makes
-//                          of them and of a neighbour's; mask: key_mask<N>(c), or value_mask(g), of lane 4 g + c
+//   OVERLAP                bits of a code that is read with the one before it in its CHAIN of bytes, 0 before the first: behind w, or x,
+//                          comes shifted, the same moved up by a code, with the code before in the lowest bits
 // Integer codes stay fp16 *subnormals*: a field masked in place is worth unit * code * 2^-24, the tensor core takes it at full
 // speed, and GAIN / unit is multiplied into the query or the output, never into a code.
 // Every function is pure and j a constant after unrolling, so the compiler shares what two calls have in common.
@@ -49,9 +49,7 @@ template <class TABLE> struct ReadBy : TABLE {
   static constexpr int META_BYTES = 0, HALF = 1;
   static constexpr bool BIASED = false, ZERO_POINTS = false, NORMALISED = false, BFLOAT = false, VALUES_BY_TABLE = false, PER_DIMENSION = false;
   static constexpr bool INTEGERS = false;
-  static constexpr int JOINED = 1;
-  template <int N> static DI u32 key_mask(int) { return 0; }
-  static DI u32 value_mask(int) { return 0; }
+  static constexpr int OVERLAP = 0, CHAIN = 16;
   static constexpr float GAIN = 1.f, ODD_UNIT = 1.f, ZERO = 0.f, CENTRE = 0.f;
   static constexpr __device__ float unit(int) { return 1.f; }
   static constexpr __device__ int byte_dim(int j, int i) { return j / 2 * 8 + j % 2 + 2 * i; }  // every other of eight, then those between
