@@ -4,7 +4,7 @@
     python benchmarks/segments.py --device cpu --shapes B2xL512xHQ8xHK2
 
 For each shape and format, microseconds of attention over all tokens in the format; over all but the first 16 and the latest 24 to 39; over
-these in 16 bits beside the others in the format, read by the kernel that merges, or by a kernel of their own, before or after that of the
+these in 16 bits beside the others in the format, read by the combine kernel, or by a kernel of their own, before or after that of the
 others; and of FlashAttention-3 over 16 bits, where there is one (`--peers` as `quantkv bench` takes it). Each but the second is compared
 with float64 attention over what its caches hold before it is timed; the rounds of all take turns. Exit code 1 where a result is wrong.
 """
@@ -33,8 +33,12 @@ from quantkv.implementations.hopper import attend as hopper
 FIRST, LATEST = 16, 24  # tokens that are exact; of the latest up to a page less one more
 FLASH3 = "FlashAttention-3"
 PLAIN, RANGE = "all", "all but exact ones"
-BESIDE = {"exact beside": {}}  # how: what is set in implementations/hopper/attend.py
-BESIDE |= {f"exact beside, own kernel {name}": {"BY_COMBINE": False, "SMALL_FIRST": name == "first"} for name in ("first", "last")}
+ORDER = hopper._launch_order
+BESIDE = {  # how: what is patched in implementations/hopper/attend.py
+    "exact beside": {},
+    "exact beside, own kernel first": {"_exact": lambda call: None},
+    "exact beside, own kernel last": {"_exact": lambda call: None, "_launch_order": lambda *given: ORDER(*given)[::-1]},
+}
 
 
 class Row(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from quantkv import PagedCache, available_formats, get_format, implementations, ops
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
-from quantkv.implementations.hopper import decode as hopper_decode
+from quantkv.implementations.hopper.decode import warps as hopper_decode
 from quantkv.implementations.reference.attend import compute
 
 PAIRS = ["tq4/int8", "int4/tq3", "fp8_token/int2"]
@@ -48,7 +48,7 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         (3, [1], AttentionOptions()),  # alone: a cluster of blocks has a kv head
         (0, decode, invariant),
         (0, [4, 2, 3], invariant),
-        (3, [1], invariant),  # alone: the blocks of a cluster send each other their pieces
+        (3, [1], invariant),  # alone: the blocks of a cluster send each other their partials
         (3, prompt, AttentionOptions()),
     ):
         q, chosen = rows(sum(counts), 8), slice(first, first + len(counts))

@@ -16,7 +16,7 @@ from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.dense import triton_steps as prefill
 from quantkv.implementations.dense.plan import CAUSAL, Read, Round
 from quantkv.implementations.dense.steps import Part
-from quantkv.implementations.hopper.sass import step
+from quantkv.implementations.hopper.host.sass import step
 from quantkv.implementations.triton import attend, launch, own, write
 
 TARGETS = {
@@ -83,9 +83,9 @@ def compile_steps(cache, rows, widest, several_reads):
     steps.finish(None, part, out, torch.empty(rows.shape[:2]), torch.zeros(rows.shape[1]))
 
 
-def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False, steps=True, dtype=torch.bfloat16):
-    """Compile write, attend for decode and for a long prompt, combine, and with `steps` those around a dense kernel. Returns (kernel, bytes
-    of shared memory) of each. options: with all of them at once, and an output in 8-bit floats."""
+def compile_kernels(name, arch, head_size=128, query_lens=(1, 512), options=False, steps=True, dtype=torch.bfloat16):
+    """Compile write, attend for decode and for a long prompt, combine, and with `steps` those around a dense kernel. Returns (kernel, what
+    Triton made of it) of each. options: with all of them at once, and an output in 8-bit floats."""
     triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
     compiled, stock = [], {(module, kernel): getattr(module, kernel) for module, kernels in KERNELS.items() for kernel in kernels}
     for (module, kernel), function in stock.items():
@@ -113,7 +113,12 @@ def compile_format(name, arch, head_size=128, query_lens=(1, 512), options=False
     finally:
         for (module, kernel), function in stock.items():
             setattr(module, kernel, function)
-    return [(kernel, result.metadata.shared) for kernel, result in compiled]
+    return compiled
+
+
+def compile_format(*given):
+    """(kernel, bytes of shared memory) of each that `compile_kernels` compiles."""
+    return [(kernel, result.metadata.shared) for kernel, result in compile_kernels(*given)]
 
 
 def decode_loop(name, arch, head_size=128):

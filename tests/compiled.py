@@ -11,9 +11,10 @@ from quantkv.implementations.dense import attend as dense
 from quantkv.implementations.dense import backends
 from quantkv.implementations.dense.triton_steps import TritonSteps
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import decode, many, prompt
-from quantkv.implementations.hopper import launch as hopper_launch
+from quantkv.implementations.hopper import prefill
 from quantkv.implementations.hopper import write as hopper_write
+from quantkv.implementations.hopper.decode import warps, wgmma
+from quantkv.implementations.hopper.host import launch as hopper_launch
 from quantkv.implementations.triton import launch
 
 TARGETS = {"H100": launch.Target(90, "tf32x3", 132, 228 << 10), "A100": launch.Target(80, "tf32x3", 108, 164 << 10)}
@@ -52,7 +53,7 @@ class Gpu:
         ]
         patches += [(module, "run", lambda call, m=module: self.found.update(m.compiled_for(call))) for module in (hopper, hopper_write)]
         patches += [
-            (c, "cubin", lambda config: self.found.add(config)) for c in (decode.DecodeConfig, many.ManyConfig, hopper_write.WriteConfig)
+            (c, "cubin", lambda config: self.found.add(config)) for c in (warps.DecodeConfig, wgmma.WgmmaConfig, hopper_write.WriteConfig)
         ]
         for owner, what, value in patches:
             monkeypatch.setattr(owner, what, value)
@@ -71,7 +72,7 @@ class Gpu:
 
     def _attended(self, backend, q, k, v, scale, round, ends, softcap, out, sinks, kept):
         group, left = q.shape[1] // k.shape[0], round.mask[0]
-        of = (q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, left >= 0, 0 <= left < prompt.NARROW, softcap > 0)
+        of = (q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, left >= 0, 0 <= left < prefill.NARROW, softcap > 0)
         self.found.add(("prompt", of))
         rows = out if out is not None else q.new_empty(*q.shape[:2], v.shape[2])
         return rows, q.new_empty(q.shape[:2], dtype=torch.float32)

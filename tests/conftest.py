@@ -57,7 +57,7 @@ def compiled_once(of_the_run, compiled):
 def cubins(compiled, monkeypatch):
     """NVRTC's cubins are kept for other tests, processes and runs, and so is what the disassembler says of them."""
     from quantkv import whole_file
-    from quantkv.implementations.hopper import sass
+    from quantkv.implementations.hopper.host import sass
 
     def listing(cubin: Path) -> list[str]:
         kept = compiled / "listings" / hashlib.sha256(cubin.read_bytes()).hexdigest()[:32]

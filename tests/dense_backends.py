@@ -12,7 +12,7 @@ import torch
 
 from quantkv.implementations.dense import backends, cudnn_graph, flash3
 from quantkv.implementations.dense.plan import Mask
-from quantkv.implementations.hopper import prompt
+from quantkv.implementations.hopper import prefill
 
 # As the library that vLLM ships registers it.
 FLASH3 = """fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
@@ -293,7 +293,7 @@ def installed(monkeypatch, kind):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setattr(flash3, "_operators", lambda: False)
     monkeypatch.setattr(cudnn_graph, "package", lambda: None)
-    monkeypatch.setattr(prompt, "takes", lambda *sizes: False)
+    monkeypatch.setattr(prefill, "takes", lambda *sizes: False)
     library = None
     if kind == "operator":
         if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
@@ -311,8 +311,8 @@ def installed(monkeypatch, kind):
         monkeypatch.setattr(cudnn_graph, "KINDS", {**cudnn_graph.KINDS, torch.float32: "FLOAT"})
         cudnn_graph._kept.cache_clear()
     elif kind == "hopper":
-        monkeypatch.setattr(prompt, "takes", lambda *sizes: {*sizes} <= {*prompt.SIZES})
-        monkeypatch.setattr(prompt, "attend", hopper)
+        monkeypatch.setattr(prefill, "takes", lambda *sizes: {*sizes} <= {*prefill.SIZES})
+        monkeypatch.setattr(prefill, "attend", hopper)
     elif kind == "torch":
         monkeypatch.setattr(backends, "aten", SimpleNamespace(**{name: checked(name, f) for name, f in TORCH.items()}))
     try:

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import torch
 
 from quantkv.calls import AttendCall, WriteCall
-from quantkv.implementations.hopper import attend, launch, nvrtc, prompt, round, search, write
-from quantkv.implementations.hopper.decode import COMBINE_COLUMNS, COMBINE_WARPS
+from quantkv.implementations.hopper import attend, prefill, write
+from quantkv.implementations.hopper.decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS
+from quantkv.implementations.hopper.host import launch, nvrtc
 
 
 def available() -> bool:
@@ -30,49 +31,58 @@ HEADERS = Path(__file__).parent / "cuda_on_cpu"
 COMPILED: Path | None = None  # where compiled libraries are kept for other tests, processes and runs (conftest.py)
 INCLUDED: Path | None = None  # where what they include is put for one run
 FLAGS = ("-std=c++17", "-w", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique")
-OPTIMIZED = {"prompt.cu": "-O1"}  # what runs for longer than it takes to compile
-KERNELS = {
-    "decode.cu": ("Attend", ["decode_kernel", "combine_kernel", "combine_one_kernel"]),
-    "many.cu": ("Attend", ["many_kernel", "combine_kernel", "combine_one_kernel"]),
-    "write.cu": ("Write", ["write_kernel"]),
-    "round.cu": ("Round", ["round_kernel"]),
-    "search.cu": ("Round", ["search_kernel"]),
-    "prompt.cu": ("Prompt", ["prompt_kernel"]),
-}
+OPTIMIZED = {"prefill.cu": "-O1"}  # what runs for longer than it takes to compile
+COMBINE = ["combine_kernel", "combine_one_kernel"]  # beside a kernel that decodes
 
 
-def compile_library(folder: Path, source: str, macros: dict[str, object], snippets: Iterable[Path]) -> ctypes.CDLL:
+def compile_library(folder: Path, source: Path, macros: dict[str, object], snippets: Iterable[Path]) -> ctypes.CDLL:
     """The kernels of `source` as functions `run_NAME(grid, threads, shared bytes, arguments)`. Each call loads a copy: what the kernels
     keep in static memory is of one test."""
-    arguments, names = KERNELS[source]
+    ((name, arguments),) = re.findall(r"(\w+)\(const __grid_constant__ (\w+) \w+\)", source.read_text())
+    names = [name, *COMBINE] if arguments == "AttendArguments" else [name]
     snippets = dict.fromkeys(snippets)
     lines = [f"#define {name} {value}" for name, value in macros.items()]
     lines += ['#include "encode.cuh"'] * bool(snippets) + [f'#include "{path}"' for path in snippets]
-    lines.append((nvrtc.SOURCE / source).read_text())
+    lines.append(source.read_text())
     for name in names:
-        lines.append(f"static {arguments}Arguments given_{name};")
-        lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, int cluster, {arguments}Arguments* a) {{')
+        lines.append(f"static {arguments} given_{name};")
+        lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, int cluster, {arguments}* a) {{')
         lines.append(f"  memcpy((void*)&given_{name}, (const void*)a, sizeof *a);")
         lines.append(f"  cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes, cluster);\n}}")
     lines.append('extern "C" long early_copies() { return cpu_early; }')
     lines.append('extern "C" void set_unwritten(const u8** rows, int count) { cpu_unwritten.assign(rows, rows + count); }')
     text, kept = "\n".join(lines), COMPILED or folder
-    level = OPTIMIZED.get(source, "-O0")
+    level = OPTIMIZED.get(source.name, "-O0")
     known = "".join([text, *(path.read_text() for path in snippets), level, _surroundings()]).encode()
     library = kept / f"{hashlib.sha256(known).hexdigest()[:32]}.so"
     if not library.exists():
-        _compile(text, library, level)
+        _compile(text, library, source)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as own:
         own.write(library.read_bytes())
     return ctypes.CDLL(own.name)
 
 
-def _compile(text: str, library: Path, level: str) -> None:
+def _compile(text: str, library: Path, source: Path) -> None:
     """Whole or not at all, also where several processes compile."""
     library.parent.mkdir(parents=True, exist_ok=True)
+    level = OPTIMIZED.get(source.name, "-O0")
     sources, part = _headers(INCLUDED or library.parent, level), library.with_suffix(f".{os.getpid()}")
-    command = ["g++", *FLAGS, level, "-shared", f"-I{sources}", "-include", str(sources / "standard.h"), "-x", "c++", "-", "-o", str(part)]
+    command = [
+        "g++",
+        *FLAGS,
+        level,
+        "-shared",
+        f"-I{sources}",
+        f"-I{source.parent}",
+        "-include",
+        str(sources / "standard.h"),
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(part),
+    ]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     part.replace(library)
@@ -81,7 +91,7 @@ def _compile(text: str, library: Path, level: str) -> None:
 @cache
 def _surroundings() -> str:
     """All else that a library depends on: headers, flags, the compiler."""
-    headers = [path.read_text() for folder in (nvrtc.SOURCE, HEADERS) for path in sorted(folder.glob("*.cuh"))]
+    headers = [path.read_text() for folder in (*nvrtc.FOLDERS, HEADERS) for path in sorted(folder.glob("*.cuh"))]
     return "".join([*headers, *FLAGS, subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout])
 
 
@@ -90,7 +100,7 @@ def _headers(folder: Path, level: str) -> Path:
     """The headers that the kernels include, those of `cuda_on_cpu` in place of the package's, and the standard ones, precompiled."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = Path(tempfile.mkdtemp(dir=folder))
-    for path in [*nvrtc.SOURCE.glob("*.cuh"), *HEADERS.glob("*.cuh")]:
+    for path in [*(path for folder in nvrtc.FOLDERS for path in folder.glob("*.cuh")), *HEADERS.glob("*.cuh")]:
         shutil.copy(path, sources)
     standard = sorted({line for path in HEADERS.glob("*.cuh") for line in re.findall(r"^#include <.+>$", path.read_text(), re.MULTILINE)})
     (sources / "standard.h").write_text("\n".join(standard))
@@ -123,11 +133,9 @@ class Device:
         self.clusters = lambda blocks: multiprocessors // blocks  # that are held at once
         monkeypatch.setattr(attend, "_kernels", self._decode_kernels)
         monkeypatch.setattr(write, "_kernel", self._write_kernel)
-        monkeypatch.setattr(round, "kernel", self._round_kernel)
-        monkeypatch.setattr(search, "kernel", self._search_kernel)
-        monkeypatch.setattr(prompt, "kernel", self._prompt_kernel)
-        monkeypatch.setattr(prompt, "tensor_map", _tensor_map)
-        for module in (attend, write, prompt):
+        monkeypatch.setattr(prefill, "kernel", self._prefill_kernel)
+        monkeypatch.setattr(prefill, "tensor_map", _tensor_map)
+        for module in (attend, write, prefill):
             monkeypatch.setattr(module, "Launch", Launch)
         monkeypatch.setattr(launch, "current_device", lambda: 0)
         monkeypatch.setattr(launch, "current_stream", lambda index: 0)
@@ -147,27 +155,20 @@ class Device:
 
     def _decode_kernels(self, config, index):
         library = self.compiled.get(config) or self.compiled.setdefault(config, self._library(config.source, config))
-        sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_COLUMNS * config.combined, 0), (32 * COMBINE_WARPS, 0)
-        names, self.early_copies = KERNELS[config.source][1], library.early_copies
+        sizes = (32 * config.warps, config.shared_bytes), (32 * COMBINE_PACKED_ROWS * config.combine_sequences, 0), (32 * COMBINE_WARPS, 0)
+        names, self.early_copies = [f"{config.source.stem}_kernel", *COMBINE], library.early_copies
         library.set_unwritten((ctypes.c_void_p * len(self.unwritten))(*self.unwritten), len(self.unwritten))
         clusters = dict(clusters=self.clusters)
         return [SimpleNamespace(run=library[f"run_{name}"], threads=n, shared_bytes=b, **clusters) for name, (n, b) in zip(names, sizes)]
 
     def _write_kernel(self, config, index):
-        return SimpleNamespace(run=self._library("write.cu", config)["run_write_kernel"], threads=32 * config.warps, shared_bytes=0)
+        run = self._library(config.source, config)[f"run_{config.source.stem}_kernel"]
+        return SimpleNamespace(run=run, threads=config.threads, shared_bytes=config.shared_bytes)
 
-    def _round_kernel(self, config, index):
-        run = self._library("round.cu", config)["run_round_kernel"]
-        return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
-
-    def _search_kernel(self, config, index):
-        run = self._library("search.cu", config)["run_search_kernel"]
-        return SimpleNamespace(run=run, threads=32 * config.rows.warps, shared_bytes=config.shared_bytes)
-
-    def _prompt_kernel(self, config, index):
+    def _prefill_kernel(self, config, index):
         if config not in self.compiled:
-            self.compiled[config] = compile_library(self.folder, "prompt.cu", config.macros(), ())
-        run = self.compiled[config]["run_prompt_kernel"]
+            self.compiled[config] = compile_library(self.folder, prefill.SOURCE, config.macros(), ())
+        run = self.compiled[config]["run_prefill_kernel"]
         return SimpleNamespace(run=run, threads=128 * (config.consumers + 1), shared_bytes=config.shared_bytes)
 
     def serve(self, call: AttendCall | WriteCall) -> None:

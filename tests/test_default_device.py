@@ -31,9 +31,11 @@ from quantkv import vllm_api as backend
 from quantkv.calibration import Calibration, LayerMoments
 from quantkv.calls import WriteCall
 from quantkv.exact import ExactTokens
+from quantkv.formats.trellis.hopper import TrellisConfig
 from quantkv.implementations import refusal
-from quantkv.implementations.hopper import operands, round, search
+from quantkv.implementations.hopper.host import operands
 from quantkv.implementations.hopper.write import Hadamard
+from quantkv.implementations.hopper.write.round import RoundConfig
 from quantkv.maps import default_map, hadamard
 from quantkv.policy import Policy
 from quantkv.shadow import ExactPages, ExactStep, ShadowedCache, shadow_pages
@@ -281,7 +283,7 @@ def test_operands_of_hopper():
         ]
         made += [operands.KernelOffsets.of(keys.operands.mapped_offset, key), Hadamard.of(0.5, signs[:128])]
         tensors = [each.signs if isinstance(each, Hadamard) else each.data for each in made]
-        return tensors, operands.key_order(key, 96), round.feedback_of(keys.rounding), search.metric_of(keys.rounding)
+        return tensors, operands.key_order(key, 96), RoundConfig.feedback_of(keys.rounding), TrellisConfig.feedback_of(keys.rounding)
 
     alike(run)
 

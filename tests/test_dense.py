@@ -19,7 +19,7 @@ from quantkv.implementations.dense import backends as dense
 from quantkv.implementations.dense import cudnn_graph, flash3
 from quantkv.implementations.dense import steps as dense_steps
 from quantkv.implementations.dense.plan import Read
-from quantkv.implementations.hopper import launch
+from quantkv.implementations.hopper.host import launch
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

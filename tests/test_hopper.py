@@ -8,8 +8,8 @@ import torch
 
 from quantkv import LayerMaps, LinearMap, implementations
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import launch
-from quantkv.implementations.hopper.records import pages_of
+from quantkv.implementations.hopper.host import launch
+from quantkv.implementations.hopper.host.records import pages_of
 from quantkv.maps import hadamard, named_map
 from quantkv.testing import Batch, check
 
@@ -89,7 +89,7 @@ def test_shapes(shape):
 
 @hopper_only
 def test_queries_of_a_wider_projection():
-    """Queries that are columns of q, k and v together, as a model computes them."""
+    """Queries that are packed query rows of q, k and v together, as a model computes them."""
     b = batch("int4")
     wider = torch.cat([b.q, torch.full_like(b.q, float("nan"))], 1)
     run(dataclasses.replace(b, q=wider[:, : b.q.shape[1]]))
@@ -341,11 +341,11 @@ def test_arguments_are_read_from_the_header():
     """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
     attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
     assert len(attend._fields_) == 52 and len(write._fields_) == 20
-    for name, offset in (("pieces", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
+    for name, offset in (("partials", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
         assert getattr(attend, name).offset == offset
     for name, offset, size in (
         ("key_start", 184, 8),
-        ("other_pieces", 200, 24),
+        ("other_partials", 200, 24),
         ("other_resident", 272, 12),
         ("other_workers", 284, 12),
         ("exact_scale", 348, 4),

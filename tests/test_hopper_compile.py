@@ -14,18 +14,19 @@ pytest.importorskip("cuda.core")
 from cuda.core import ProgramOptions
 
 from quantkv import available_formats, get_format
-from quantkv.implementations.hopper import decode as hopper
-from quantkv.implementations.hopper import nvrtc, operands, prompt, write
-from quantkv.implementations.hopper.nvrtc import compile_cubin
-from quantkv.implementations.hopper.records import page_bytes
-from quantkv.implementations.hopper.sass import kernels, opcodes, step
+from quantkv.implementations.hopper import prefill, write
+from quantkv.implementations.hopper.decode import warps as hopper
+from quantkv.implementations.hopper.host import nvrtc, operands
+from quantkv.implementations.hopper.host.nvrtc import compile_cubin
+from quantkv.implementations.hopper.host.records import page_bytes
+from quantkv.implementations.hopper.host.sass import kernels, opcodes, step
 
 FORMATS = [get_format(name) for name in available_formats()]
 CODECS = {codec.name: codec for fmt in FORMATS for codec in (fmt.k, fmt.v)}
 HALVES = {name: codec.hopper() for name, codec in CODECS.items() if codec.hopper is not None}
 KEYS, VALUES = ([name for name, half in HALVES.items() if getattr(half, use)] for use in ("keys", "values"))
 
-# Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and query columns: 4, of one query, or 16, 24 and
+# Instructions for 16 tokens of one kv head, keys and values, head size 128, by format and packed query rows: 4, of one query, or 16, 24 and
 # 32, of several. A few more than the compilers of CUDA 13.0 and 13.5 make.
 BUDGET = {
     ("int8", "int8", 4): 204, ("fp8_token", "fp8_token", 4): 225, ("int8", "int4", 4): 177, ("int4", "int4", 4): 181,
@@ -49,38 +50,39 @@ def empty_cache(cubins, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
 
 
-def config(key, value, head_size=128, columns=4, head_size_v=None, block_size=16, **kwargs):
+def config(key, value, head_size=128, packed_rows=4, head_size_v=None, block_size=16, capacity=1 << 20, **maps):
     key, value, head_size_v = CODECS[key], CODECS[value], head_size_v or head_size
     size = page_bytes(key, value, head_size, head_size_v, block_size)
-    return hopper.choose(key, value, head_size, head_size_v, 4, 8, block_size, size, True, columns, False, **kwargs)
+    shape = hopper.CallShape(key, value, head_size, head_size_v, 4, 8, block_size, size, True, packed_rows, False, **maps)
+    return hopper.choose(shape, capacity)
 
 
 def build(chosen):
     return chosen.cubin()
 
 
-@pytest.mark.parametrize("sizes", [(size, size) for size in prompt.SIZES] + [(192, 128), (64, 256)])
+@pytest.mark.parametrize("sizes", [(size, size) for size in prefill.SIZES] + [(192, 128), (64, 256)])
 def test_prompts_compile(sizes, tmp_path):
     """For what every head size, window and softcap asks for: at one size every combination, at the others two. Products run on behind
     the program: were they waited for one by one, there would be more of what waits; a register or two may be spilled, but no tile."""
     cases = itertools.product(((False, False), (True, False), (True, True)), (False, True))
     for (left, narrow), softcap in cases if sizes == (128, 128) else [((False, False), False), ((True, True), True)]:
-        chosen = prompt.PromptConfig(*sizes, 4, True, left, narrow, softcap)
-        assert chosen.shared_bytes <= prompt.SHARED_BYTES
+        chosen = prefill.PrefillConfig(*sizes, 4, True, left, narrow, softcap)
+        assert chosen.shared_bytes <= prefill.SHARED_BYTES
         cubin = tmp_path / "cubin"
         cubin.write_bytes(chosen.cubin())
         found = opcodes(cubin)
         assert found.count("WARPGROUP") == 8 and found.count("STL") <= 8, chosen
 
 
-@pytest.mark.parametrize("key, value, columns", BUDGET)
-def test_step_fits_its_budget(key, value, columns, tmp_path):
+@pytest.mark.parametrize("key, value, packed_rows", BUDGET)
+def test_step_fits_its_budget(key, value, packed_rows, tmp_path):
     """And keeps what it holds in registers: local memory in the loop costs more than it looks."""
-    chosen = config(key, value, columns=columns)
+    chosen = config(key, value, packed_rows=packed_rows)
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(chosen))
     names = step(cubin)
-    assert 150 < len(names) / chosen.tiles_per_step <= BUDGET[key, value, columns]
+    assert 150 < len(names) / chosen.tiles_per_step <= BUDGET[key, value, packed_rows]
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
 
 
@@ -89,7 +91,7 @@ def test_step_fits_its_budget(key, value, columns, tmp_path):
 )
 def test_more_warps_keep_what_they_hold_in_registers(key, value, head_size, tmp_path):
     usual = config(key, value, head_size)
-    more = replace(usual.with_more_warps, whole_pairs=True)
+    more = replace(usual.with_more_warps, unsplit=True)
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(more))
     assert more.warps == 16 and more.stages == usual.stages
@@ -97,7 +99,7 @@ def test_more_warps_keep_what_they_hold_in_registers(key, value, head_size, tmp_
 
 
 def test_more_warps_only_where_they_have_room():
-    assert config("int4", "int4", 256).with_more_warps is None is config("int4", "int4", columns=8).with_more_warps
+    assert config("int4", "int4", 256).with_more_warps is None is config("int4", "int4", packed_rows=8).with_more_warps
     assert config("int8", "int8").with_more_warps is None  # of the ring
 
 
@@ -107,7 +109,7 @@ def test_two_bits_have_16_warps_where_there_is_work_for_them():
         assert usual.warps == small.warps == 16 and (usual.stages, small.stages) == (4, 6)
         assert usual.with_more_warps is None and usual.with_fewer_warps == replace(usual, warps=12)
         assert config(key, value, capacity=1 << 14).warps == 8
-        assert config(key, value, columns=8).warps == 12  # not as integers
+        assert config(key, value, packed_rows=8).warps == 12  # not as integers
     assert config("int2", "u4").warps == config("int4", "int2").warps == 12
 
 
@@ -129,30 +131,30 @@ def test_other_geometries_fit_their_budget(key, value, head_size, head_size_v, b
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
 
 
-@pytest.mark.parametrize("head_size, columns", [(64, 4), (256, 4), (128, 16), (128, 32), (128, 1)])
-def test_other_shapes_compile(head_size, columns):
-    build(config("int4", "int4", head_size, columns))
+@pytest.mark.parametrize("head_size, packed_rows", [(64, 4), (256, 4), (128, 16), (128, 32), (128, 1)])
+def test_other_shapes_compile(head_size, packed_rows):
+    build(config("int4", "int4", head_size, packed_rows))
 
 
 # What maps, and maps with a key offset, add to the instructions of a step, at most, by NVRTC 13.0 and 13.5.
 @pytest.mark.parametrize("key, with_maps, with_offset", [("int4", 0, 9), ("tq3", 2, 16), ("levels4", 0, 22)])
 @pytest.mark.parametrize("key_map, value_map, key_offset", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
 def test_maps_stay_out_of_the_loop(key, with_maps, with_offset, key_map, value_map, key_offset, tmp_path):
-    chosen = config(key, "int4", columns=8, key_map=key_map, value_map=value_map, key_offset=key_offset)  # more than integers serve
+    chosen = config(key, "int4", packed_rows=8, key_map=key_map, value_map=value_map, key_offset=key_offset)  # more than integers serve
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(chosen))
     plain = tmp_path / "plain.cubin"
-    plain.write_bytes(build(config(key, "int4", columns=8)))
+    plain.write_bytes(build(config(key, "int4", packed_rows=8)))
     assert len(step(cubin)) <= len(step(plain)) + (with_offset if key_offset else with_maps)
 
 
 @pytest.mark.parametrize(
-    "key, value_map, columns",
+    "key, value_map, packed_rows",
     [("int4", "HADAMARD", 8), ("int4", "HADAMARD", 4), ("int4", "MATRIX", 4), ("int2", "HADAMARD", 8), ("bf16", "NO_MAP", 4)],
 )
-def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, columns, tmp_path):
-    """And out of local memory, in the kernels that merge as well."""
-    plain = config(key, key, columns=columns, key_map=value_map, value_map=value_map)
+def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, packed_rows, tmp_path):
+    """And out of local memory, in the combine kernels as well."""
+    plain = config(key, key, packed_rows=packed_rows, key_map=value_map, value_map=value_map)
     chosen = replace(plain, ranges=True, follows=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
     steps = []
     for name, each in (("plain", plain), ("chosen", chosen)):
@@ -182,25 +184,25 @@ def unlabelled(kernel):
 @pytest.mark.parametrize(
     "key, map_, segments", [("int4", "HADAMARD", 1), ("int4", "MATRIX", 1), ("int4", "HADAMARD", 2), ("bf16", "NO_MAP", 2)]
 )
-def test_both_kernels_round_the_merge_of_an_invariant_cut_alike(key, map_, segments, tmp_path, monkeypatch):
+def test_both_kernels_round_what_they_combine_of_an_invariant_cut_alike(key, map_, segments, tmp_path, monkeypatch):
     """With no leave to make one operation of a product and a sum the compiler makes the same of either: there is none to make one of."""
     chosen = replace(config(key, key, key_map=map_, value_map=map_), invariant=True, ranges=segments > 1, segments=segments)
-    merges = []
+    combines = []
     for fused in (True, False):
         monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / str(fused)))
         monkeypatch.setattr("cuda.core.ProgramOptions", partial(ProgramOptions, fma=fused))
         cubin = tmp_path / "decode.cubin"
         cubin.write_bytes(build(chosen))
         made = kernels(cubin)
-        merges.append([unlabelled(made[name]) for name in ("combine_kernel", "combine_one_kernel")])
-        assert all(any(name == "FFMA" for _, name, _ in kernel) for kernel in merges[-1])  # those that were asked for
-    assert merges[0] == merges[1]
+        combines.append([unlabelled(made[name]) for name in ("combine_kernel", "combine_one_kernel")])
+        assert all(any(name == "FFMA" for _, name, _ in kernel) for kernel in combines[-1])  # those that were asked for
+    assert combines[0] == combines[1]
 
 
 @pytest.mark.parametrize("key, map_", [("int4", "HADAMARD"), ("levels4", "MATRIX"), ("bf16", "NO_MAP")])
 def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
-    """And out of local memory: what a worker keeps from piece to piece has registers."""
-    plain = config(key, key, columns=8, key_map=map_, value_map=map_)  # of four, integers serve plain calls
+    """And out of local memory: what a worker keeps from partial to partial has registers."""
+    plain = config(key, key, packed_rows=8, key_map=map_, value_map=map_)  # of four, integers serve plain calls
     steps = []
     for each in (plain, replace(plain, invariant=True)):
         cubin = tmp_path / "decode.cubin"
@@ -213,9 +215,9 @@ def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
 def test_every_configuration_has_a_ring():
     """At least a tile on its way beyond those of a step, in the shared memory that there is."""
     shapes = itertools.product(KEYS, VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
-    for key, value, head_size, columns, key_map, key_offset in shapes:
+    for key, value, head_size, packed_rows, key_map, key_offset in shapes:
         if head_size > 64 or not any(16 % CODECS[side].row.code_bits for side in (key, value)):
-            chosen = config(key, value, head_size, columns, key_map=key_map, key_offset=key_offset)
+            chosen = config(key, value, head_size, packed_rows, key_map=key_map, key_offset=key_offset)
             assert chosen.stages >= chosen.tiles_per_step + 1, chosen
             assert chosen.blocks_per_sm * (chosen.shared_bytes + 1024) <= 228 * 1024, chosen
 
@@ -302,9 +304,10 @@ def test_a_write_with_offsets_and_scales_compiles():
 
 def test_an_edit_of_one_kernel_leaves_the_others_cubin(tmp_path, monkeypatch):
     """A cubin is kept by the text of what its source includes, and by nothing else."""
-    for path in nvrtc.SOURCE.glob("*.cu*"):
+    for path in (path for folder in nvrtc.FOLDERS for path in folder.glob("*.cuh")):
         (tmp_path / path.name).write_text(path.read_text())
-    monkeypatch.setattr(nvrtc, "SOURCE", tmp_path)
+    monkeypatch.setattr(nvrtc, "FOLDERS", (tmp_path,))
+    monkeypatch.setattr(nvrtc, "find", lambda header, *beside: tmp_path / header)
     of_write, of_decode = write_config("bf16", "bf16"), config("int8", "int8")
     of_write.cubin(), of_decode.cubin()
     (tmp_path / "rows.cuh").write_text((tmp_path / "rows.cuh").read_text() + "// edited")
@@ -333,8 +336,8 @@ DECODE_NUMBERS = ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES"
 DECODE_NUMBERS += [
     "TABLES_BYTES",
     "WORKER_BYTES",
-    "PIECE_BYTES",
-    "PIECES_AT_ONCE",
+    "PARTIAL_BYTES",
+    "PARTIALS_AT_ONCE",
     "BARRIER_BYTES",
     "ARGUMENT_BYTES",
     "KEY_DIMENSIONS",
@@ -349,14 +352,14 @@ def test_a_number_that_differs_between_host_and_device_does_not_compile(name):
     macros = chosen.macros()
     assert name in macros
     with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
-        compile_cubin("decode.cu", macros | {name: 2 * macros[name] + 2}, (HALVES[n].source for n in ("int4", "int2")))
+        compile_cubin(chosen.source, macros | {name: 2 * macros[name] + 2}, (HALVES[n].source for n in ("int4", "int2")))
 
 
 @pytest.mark.parametrize("name", ["KEY_BITS", "KEY_META_BYTES", "VALUE_BITS", "VALUE_META_BYTES", "CHUNK", "ARGUMENT_BYTES"])
 def test_a_number_of_a_write_that_differs_does_not_compile(name):
     macros = write_config("int4", "int2").macros()
     with pytest.raises(Exception, match=r"static assertion failed|static_assert"):
-        compile_cubin("write.cu", macros | {name: 2 * macros[name]}, (HALVES[n].source for n in ("int4", "int2")))
+        compile_cubin(write.SOURCE, macros | {name: 2 * macros[name]}, (HALVES[n].source for n in ("int4", "int2")))
 
 
 def test_several_threads_compile_at_once(empty_cache):
@@ -380,7 +383,7 @@ def test_a_format_outside_the_package_compiles(head_size, other, five, tmp_path)
     for pair in {(key, value), (value, key)}:
         size = page_bytes(*pair, head_size, head_size, 16)
         cubin = tmp_path / "decode.cubin"
-        cubin.write_bytes(hopper.choose(*pair, head_size, head_size, 4, 8, 16, size, True, 4, False).cubin())
+        cubin.write_bytes(hopper.choose(hopper.CallShape(*pair, head_size, head_size, 4, 8, 16, size, True, 4)).cubin())
         assert not [name for name in step(cubin) if name.startswith(("LDL", "STL"))]
         cubin.write_bytes(write.WriteConfig(*pair, head_size, head_size, 16, True, True).cubin())
         assert not {"LDL", "STL"} & set(opcodes(cubin))

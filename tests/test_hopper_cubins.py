@@ -11,8 +11,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from quantkv import whole_file
-from quantkv.implementations.hopper import nvrtc
+from quantkv.implementations.hopper.host import nvrtc
 
+SOURCE = nvrtc.HOPPER / "prefill/prefill.cu"
 CODE = bytes(range(256)) * 16
 
 
@@ -43,7 +44,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def compile_cubin(**macros):
-    return nvrtc.compile_cubin("prompt.cu", macros)
+    return nvrtc.compile_cubin(SOURCE, macros)
 
 
 def only_file(folder):

@@ -1,8 +1,9 @@
-"""A few 16-bit rows beside quantized ones, which the merging Hopper kernel attends to: on a Hopper GPU, and its sources run on a CPU."""
+"""A few 16-bit rows beside quantized ones, which the Hopper combine kernel attends to: on a Hopper GPU, and its sources run on a CPU."""
 
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE
 from quantkv import LayerMaps, PagedCache, get_format, ops
 from quantkv.implementations.hopper import attend as hopper
@@ -29,7 +30,7 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
     ids=str,
 )
 def test_a_few_exact_rows_have_no_kernel(name, latest, queries, multiprocessors, shape, on_cpu):
-    """The kernels that merge attend to them: of more tiles than they have warps, of columns that are no multiple of theirs."""
+    """The combine kernels attend to them: of more tiles than they have warps, of packed query rows that are no multiple of theirs."""
     parts = exact(name, LENS, latest, block_size=shape.get("block_size", 16), maps=shape.get("maps"))
     several = Several.make(parts, queries, LENS, **{key: value for key, value in shape.items() if key != "maps"})
     assert hopper._exact(several.call) == 1 and len(hopper.configurations(several.call)) == 1
@@ -52,9 +53,9 @@ def test_exact_rows_that_come_first_and_have_a_range(multiprocessors, on_cpu):
 @pytest.mark.parametrize("latest", [24, 100])
 @pytest.mark.parametrize("queries", [DECODE, VERIFY, WIDE])
 def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatch):
-    """The one that merges, or one of their own."""
+    """By the combine kernel, or a kernel of their own."""
     for by_combine in (True, False):
-        monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+        hopper_ways.by_decode(monkeypatch, not by_combine)
         several = Several.make(exact(name, LONG, latest), queries, LONG, **PLAIN)
         assert len(hopper.configurations(several.call)) == 2 - by_combine
         run(several)
@@ -65,7 +66,7 @@ def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatc
 @pytest.mark.parametrize("by_combine", [True, False])
 def test_rows_that_were_just_written_are_read(by_combine, monkeypatch):
     """Steps one after the other, each of which writes the latest row anew with a kernel that the next one overlaps."""
-    monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+    hopper_ways.by_decode(monkeypatch, not by_combine)
     lens = (30000, 700)
     call = Several.make(exact("int4", lens), (1, 1), lens, **PLAIN).call
     latest = call.segments[1]

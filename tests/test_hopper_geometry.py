@@ -8,7 +8,9 @@ import torch
 
 from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
 from quantkv.calls import WriteCall
-from quantkv.implementations.hopper import attend, geometry, many, write
+from quantkv.implementations.hopper import attend, geometry, write
+from quantkv.implementations.hopper.decode import wgmma
+from quantkv.implementations.hopper.decode.warps import CallShape
 from quantkv.testing import POISON, Batch, check, rows
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -162,18 +164,6 @@ def test_what_is_served():
         assert reason(name, 128, block_size=24) == ("block_size 24: one of 8, 16, 32, 64, 128", None)
 
 
-def test_what_is_served_without_wider_geometry(monkeypatch):
-    """Of the constant: what ran on a GPU before."""
-    monkeypatch.setattr(geometry, "WIDER", False)
-    fmt = get_format("int4")
-    for rule in (geometry.unreadable, lambda *sizes: geometry.unwritable(*sizes, False)):
-        assert {size for size in range(8, 600, 8) if rule(fmt, size, size, 16) is None} == {64, 128, 256}
-        assert all(rule(fmt, *sizes, 16) is not None for sizes in PAIRS)
-    assert [size for size in geometry.READ_PAGES if geometry.unreadable(fmt, 128, 128, size) is None] == [16, 32, 64, 128]
-    odd = get_format("levels3/int4")
-    assert [geometry.unreadable(odd, size, size, 16) is None for size in (64, 128)] == [False, True]
-
-
 def test_what_is_chosen_by_errors():
     """Rows of whole chains are read; those that are searched for are written at three sizes, K and V alike."""
     assert reason("trellis2", 192)[0] is None and "multiples of 64 from 64 to 256" in reason("trellis2", 80)[0]
@@ -192,10 +182,11 @@ def test_every_geometry_has_a_configuration():
             for head_size, head_size_v in (*((size, size) for size in (48, 80, 112, 160, 192, 512)), *PAIRS):
                 if key.hopper().dimensions(head_size) * key.row.code_bits % 8 or head_size % key.hopper().step:
                     continue
-                for columns in (4, 32, 128):
+                for packed_rows in (4, 32, 128):
                     for map_ in ("NO_MAP", "MATRIX"):
                         sizes = (head_size, head_size_v, 4, 8, 16, 1024)
-                        chosen = many.choose(key, value, *sizes, True, columns, False, map_, map_, map_ == "MATRIX")
+                        shape = CallShape(key, value, *sizes, True, packed_rows, False, map_, map_, map_ == "MATRIX")
+                        chosen = wgmma.choose(shape)
                         assert chosen.warps >= 2 and chosen.stages >= chosen.tiles_per_step + 1, chosen
                         assert chosen.shared_bytes + 1024 <= 228 * 1024 < 2 * (chosen.shared_bytes + 1024), chosen
                         assert chosen.beside_ring % 16 == 0, chosen

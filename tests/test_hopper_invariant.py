@@ -7,13 +7,15 @@ import itertools
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import PagedCache
 from quantkv.calls import AttendCall
 from quantkv.calls import Batch as Lengths
 from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import decode, geometry, launch, many, merging
+from quantkv.implementations.hopper.decode import combine, warps, wgmma
+from quantkv.implementations.hopper.host import launch
 from quantkv.testing import POISON, Batch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
@@ -23,9 +25,9 @@ emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 
 
 @pytest.fixture(autouse=True)
-def teams_of_few_columns(monkeypatch):
-    """Tested from fewer columns on than they are chosen from."""
-    monkeypatch.setattr(many, "MANY_COLUMNS", 9)
+def warpgroups_of_few_packed_rows(monkeypatch):
+    """Tested from fewer packed query rows on than they are chosen from."""
+    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 9)
 
 
 VERIFY = (2, 4, 1, 3)
@@ -57,13 +59,13 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
 
 
 def assert_invariant(call, serve, monkeypatch):
-    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; merged by warps
-    and by blocks, and where pairs are whole."""
-    monkeypatch.setattr(merging, "by_blocks", lambda *_: False)
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", False)
+    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; combined by warps
+    and by blocks, and unsplit."""
+    monkeypatch.setattr(combine, "by_blocks", lambda *_: False)
+    hopper_ways.split(monkeypatch)
     serve(call)
-    monkeypatch.setattr(merging, "by_blocks", lambda *_: True)
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", True)
+    monkeypatch.setattr(combine, "by_blocks", lambda *_: True)
+    hopper_ways.split(monkeypatch, False)
     count = call.batch.num_seqs
     lens = call.batch.seq_lens.tolist()
     longest = max(lens)
@@ -82,7 +84,8 @@ def assert_invariant(call, serve, monkeypatch):
 CASES = [
     ("int4", dict(group=4), {}),
     ("tq4", dict(group=3, maps=calibrated(1, 64)), dict(window=300, softcap=30.0)),  # a matrix, a bias, an offset
-    ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),  # teams, of 16 columns: two groups of them for two queries
+    # consumer warpgroups, of 16 packed_rows: two groups of them for two queries
+    ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),
     ("fp8", dict(group=8, head_size=96), dict(window=300, chunk_lookback=1)),
 ]
 
@@ -94,21 +97,23 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
     call = b.call(max_query_len=4, batch_invariant=True, **options)
     device = Device(monkeypatch, tmp_path, 11)
     busy = itertools.cycle((11, 1, 15, 1))
-    monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one piece, or several of some sequences
+    monkeypatch.setattr(launch, "multiprocessors", lambda index: next(busy))  # a worker has one partial, or several of some sequences
     assert_invariant(call, device.serve, monkeypatch)
     alike = {
-        dataclasses.replace(config, whole_pairs=False, piece_room=0, columns=8, warps=8) for config in device.compiled if config.team == 1
+        dataclasses.replace(config, unsplit=False, partial_capacity=0, packed_rows=8, warps=8)
+        for config in device.compiled
+        if config.worker_warps == 1
     }
     assert len(alike) == (shape["group"] <= 8)
     check(b, (call.out, call.lse), **options)
 
 
 @emulated
-def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
+def test_warpgroups_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
     b = Batch.make("int4", (1, 1), (1500, 700), head_size=64, num_kv_heads=1, group=12, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, batch_invariant=True)
     main = hopper.Plan(call, 1).main
-    assert main.resident < main.pair_pieces == 6 and main.config.team == 4
+    assert main.resident < main.partial_slots == 6 and main.config.worker_warps == 4
     Device(monkeypatch, tmp_path, 1).serve(call)
     check(b, (call.out, call.lse))
 
@@ -117,8 +122,8 @@ def test_teams_with_several_pieces_of_a_sequence(monkeypatch, tmp_path):
 @pytest.mark.parametrize("whole, window", [(False, 0), (True, 0), (True, 850)])
 def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, monkeypatch, tmp_path):
     """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
-    monkeypatch.setattr(decode, "PIECE_LEAST", 2), monkeypatch.setattr(decode, "PIECE_MOST", 2)
-    monkeypatch.setattr(hopper, "WHOLE_PAIRS", whole)
+    monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
+    hopper_ways.split(monkeypatch, not whole)
     b = Batch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     long = b.call(max_query_len=1, max_seq_len=1000, batch_invariant=True, window=window)
     short = b.call(max_query_len=1, batch_invariant=True, window=window)
@@ -126,28 +131,29 @@ def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, 
     assert hopper._shape(short) == hopper._shape(long)
     Device(monkeypatch, tmp_path, 4)
     prepared = hopper.prepare(short)
-    assert (prepared.plan.main.pairs is not None) == whole
+    assert (prepared.plan.main.unsplit is not None) == whole
     prepared(long)
     check(b, (long.out, long.lse), window=window)
 
 
 @emulated
 @pytest.mark.parametrize("others", [2, 4])
-def test_empty_columns_decide_nothing(others, monkeypatch, tmp_path):
-    """The first tile has one key that the only query sees, and none that queries behind it would: alone, no column stands for these."""
+def test_empty_packed_rows_decide_nothing(others, monkeypatch, tmp_path):
+    """The first tile has one key that the only query sees, and none that queries behind it would: alone, no packed query row stands for
+    these."""
     b = Batch.make("int4", (1, others), (395, 100), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     b.q.mul_(0.25)  # no score is so much larger than the first that weights begin anew
     call = b.call(max_query_len=others, batch_invariant=True, window=300)
     device = Device(monkeypatch, tmp_path, 2)
     alone, _ = part_of(call, [0], 1)
     device.serve(call), device.serve(alone)
-    assert [config.columns for config in device.compiled] == [4 * others, 4]
+    assert [config.packed_rows for config in device.compiled] == [4 * others, 4]
     assert torch.equal(alone.out[0], call.out[0]) and torch.equal(alone.lse[0], call.lse[0])
 
 
 @emulated
 def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
-    """One of which few rows would be read by the kernel that merges, if the table were not wider than that."""
+    """One of which few rows would be read by the combine kernel, if the table were not wider than that."""
     lens = (90, 33, 1, 250)
     several = Several.make(exact("int4", lens, 30), (1, 1, 1, 1), lens, num_kv_heads=1, head_size=64, batch_invariant=True)
     device = Device(monkeypatch, tmp_path, 9)
@@ -157,22 +163,22 @@ def test_segments_are_cut_by_themselves(monkeypatch, tmp_path):
 
 @emulated
 @pytest.mark.parametrize("lens", [(1500, 470, 20), (1100, 1)], ids=str)
-def test_as_many_pieces_on_both_sides(lens, monkeypatch, tmp_path):
+def test_as_many_partials_on_both_sides(lens, monkeypatch, tmp_path):
     """Also of sequences that have enough for all warps, and of those that would have too many tiles of one accumulator: where the kernel
-    made more pieces than there is room for, some would be lost."""
-    for name, value in (("PIECE_LEAST", 1), ("PIECE_MOST", 2), ("PIECES_ENOUGH", 48), ("MAX_TILES", 3)):
-        monkeypatch.setattr(decode, name, value)
+    made more partials than there is room for, some would be lost."""
+    for name, value in (("PARTIAL_LEAST", 1), ("PARTIAL_MOST", 2), ("PARTIALS_ENOUGH", 48), ("MAX_TILES", 3)):
+        monkeypatch.setattr(warps, name, value)
     device = Device(monkeypatch, tmp_path, 3, max_tiles=3)
     b = Batch.make("int4", (1,) * len(lens), lens, head_size=64, num_kv_heads=2, group=2, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
-    assert hopper.Plan(call, 3).main.pair_pieces == {1500: 48, 1100: 24}[lens[0]]
+    assert hopper.Plan(call, 3).main.partial_slots == {1500: 48, 1100: 24}[lens[0]]
     device.serve(call)
     check(b, (call.out, call.lse))
 
 
 @emulated
-def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_path):
-    """Every length from few tiles to many: pieces lie where they have room (`Device` sees to that). What is longer than promised gets a
+def test_partials_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_path):
+    """Every length from few tiles to many: partials lie where they have room (`Device` sees to that). What is longer than promised gets a
     wrong answer, in its own place."""
     device = Device(monkeypatch, tmp_path, 2)
     lens = (*range(1, 1300, 161), 1040, 1024, 512, 513)
@@ -189,29 +195,29 @@ def test_pieces_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_
     assert torch.equal(broken.out[kept], call.out[kept])
 
 
-def test_room_for_pieces(monkeypatch):
-    """As many as `Sequences.pieces` makes, of any length up to the one that there is room for."""
+def test_room_for_partials(monkeypatch):
+    """As many as `Sequences.partials` makes, of any length up to the one that there is room for."""
     b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
     tiles = [1, 9, 19, 20, 59, 60, 119, 120, 528, 529, 1056, 1057, 33792, 33793, 1572864, 1572865]
     expected = [1, 1, 1, 2, 5, 6, 6, 12, 12, 24, 24, 48, 768, 1536, 1536, 3072]
     eight = [1, 19, 20, 79, 80, 159, 160, 704, 705, 45056, 45057, 1048576, 1048577]  # warps
     of_eight = [1, 1, 2, 7, 8, 8, 16, 16, 32, 1024, 1024, 1024, 2048]
-    spans = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
-    of_teams = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
-    monkeypatch.setattr(many, "MANY_COLUMNS", 17)
-    for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, spans, of_teams)):
+    kv_tiles = [1, 5, 6, 17, 18, 35, 36, 528, 529, 8448, 8449, 98304, 98305]
+    of_warpgroups = [1, 1, 2, 5, 6, 6, 12, 12, 24, 192, 384, 384, 768]
+    monkeypatch.setattr(wgmma, "MANY_PACKED_ROWS", 17)
+    for group, lines, found in ((4, tiles, expected), (12, eight, of_eight), (17, kv_tiles, of_warpgroups)):
         wide = dataclasses.replace(b, q=b.q[:, :1].expand(1, group, 128).contiguous())
         (config,) = hopper.configurations(wide.call(max_query_len=1, batch_invariant=True))
-        assert [config.pieces(16 * config.team * n) for n in lines] == found
-        assert [config.pieces(16 * config.team * n - 15) for n in lines] == found
-        room = [config.pieces(16 * config.team * n) for n in range(1, 3000)]
+        assert [config.partials(16 * config.worker_warps * n) for n in lines] == found
+        assert [config.partials(16 * config.worker_warps * n - 15) for n in lines] == found
+        room = [config.partials(16 * config.worker_warps * n) for n in range(1, 3000)]
         assert room == sorted(room)  # no shorter sequence has more
-    assert [dataclasses.replace(config, kv_heads=8).pieces(64 * n) for n in (1056, 1057, 4000)] == [24, 48, 48]
+    assert [dataclasses.replace(config, kv_heads=8).partials(64 * n) for n in (1056, 1057, 4000)] == [24, 48, 48]
 
 
 CHUNKS = [
     ("int4", VERIFY, dict(window=150, chunk_lookback=2, softcap=20.0)),
-    ("tq3", (8, 8, 1, 8), dict(window=99, chunk_lookback=0)),  # teams
+    ("tq3", (8, 8, 1, 8), dict(window=99, chunk_lookback=0)),  # consumer warpgroups
 ]
 
 
@@ -227,8 +233,8 @@ def test_chunks(name, queries, options, monkeypatch, tmp_path):
 @emulated
 @pytest.mark.parametrize("by_combine", [True, False])
 def test_chunks_go_by_position(by_combine, monkeypatch, on_cpu):
-    """Where slots do not begin at position 0: in a decode kernel, and where the merging kernel attends."""
-    monkeypatch.setattr(hopper, "BY_COMBINE", by_combine)
+    """Where slots do not begin at position 0: in a decode kernel, and where the combine kernel attends."""
+    hopper_ways.by_decode(monkeypatch, not by_combine)
     lens = (150, 33, 1, 250)
     several = Several.make(exact("int4", lens, 40), VERIFY, lens, window=66, chunk_lookback=1)
     assert (hopper._exact(several.call) is not None) == by_combine
@@ -256,7 +262,7 @@ def scaled(b, k_scale, v_scale):
 
 SCALED = [
     ("fp8_e5m2", VERIFY, dict(head_size=80), 3.1, 0.02),
-    ("fp8", (8, 8, 1, 8), dict(head_size=64), 0.37, 1.0),  # teams
+    ("fp8", (8, 8, 1, 8), dict(head_size=64), 0.37, 1.0),  # consumer warpgroups
     ("fp8/int4", VERIFY, dict(head_size=128), 2.0, 0.41),  # values with a map
     ("int4", VERIFY, dict(head_size=128, maps=calibrated()), 0.3, 2.9),  # keys with an offset, which is not scaled
 ]
@@ -299,24 +305,18 @@ def test_a_prepared_call_takes_the_scales_of_each_layer(monkeypatch, tmp_path):
 # ---- who serves it
 
 
-def test_what_is_served(monkeypatch):
-    """Without the constants that stand for them, what was refused before is refused."""
+def test_what_is_served():
     b = Batch.make("fp8", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     assert hopper._unsupported(b.call(max_query_len=1)) is None
     assert hopper._unsupported(b.call(max_query_len=8, batch_invariant=True)) is None
     assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9, batch_invariant=True))
-    monkeypatch.setattr(geometry, "TENSOR_SCALES", False)
-    assert "rows with scales of their own" in hopper._unsupported(b.call(max_query_len=1))
-    int8 = Batch.make("tq_k8v4", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
-    assert hopper._unsupported(int8.call(max_query_len=1)) is None
-    assert "per-tensor scales 0.5" in hopper._unsupported(scaled(int8, 0.5, 1.0).call(max_query_len=1))
 
 
 INVARIANT = {"batch_invariant": True}
 
 
 @pytest.mark.parametrize(
-    "name, head_size, group, options, columns",
+    "name, head_size, group, options, packed_rows",
     [
         ("int4", 128, 4, INVARIANT, (4, 4, 8, 16)),
         ("tq4", 256, 4, INVARIANT, (4, 4, 8, 8)),
@@ -325,18 +325,18 @@ INVARIANT = {"batch_invariant": True}
         ("int4", 128, 4, {}, None),
     ],
 )
-def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options, columns):
-    """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls; but for the columns
-    that a warp serves together, where more of them come to the same bits."""
+def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options, packed_rows):
+    """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls; but for the packed
+    query rows that a warp serves together, where more of them come to the same bits."""
     b = Batch.make(name, (1,), (20,), head_size=head_size, num_kv_heads=8, group=group, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, **options)
     more = [part_of(call, [0] * 64, most, None, wider)[0] for most, wider in ((1, 1 << 12), (2, 0), (8, 0))]
     config, *others = (hopper.configurations(each)[0] for each in (call, *more))
-    if columns is None:
+    if packed_rows is None:
         assert config not in others
     else:
-        assert tuple(each.columns for each in (config, *others)) == columns
-        assert all(dataclasses.replace(each, columns=config.columns, warps=config.warps) == config for each in others)
+        assert tuple(each.packed_rows for each in (config, *others)) == packed_rows
+        assert all(dataclasses.replace(each, packed_rows=config.packed_rows, warps=config.warps) == config for each in others)
 
 
 def test_prompts_beside_decodes_are_runs_of_their_own():
@@ -365,7 +365,7 @@ LENS = (700, 33, 1, 5000, 9000, 129)
         ("none", dict(group=2)),
         ("levels4", dict(group=12, maps=signed())),
     ],
-    ids=["warps", "teams", "matrix", "wide", "rows", "signs"],
+    ids=["warps", "warpgroups", "matrix", "wide", "rows", "signs"],
 )
 def test_bits(name, shape, queries, monkeypatch):
     b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", **shape})

@@ -7,7 +7,7 @@ from hopper_on_cpu import AVAILABLE, Device, available
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calls import WriteCall
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.implementations.hopper import decode, many
+from quantkv.implementations.hopper.decode import warps, wgmma
 from quantkv.maps import default_map
 from quantkv.testing import OUTPUT_BUDGET, POISON, Batch, check, relative_error, rows
 
@@ -58,7 +58,7 @@ def test_stretches(name, queries, options, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["int4", "tq4/int8", "tq3"])
 def test_spare_lanes_have_nothing_of_their_own_to_copy(name, monkeypatch, tmp_path):
     """As a checker of races sees the kernels (benchmarks/small_run.py): what they are spared is copied by other lanes."""
-    monkeypatch.setattr(decode, "SPARE_LANES_COPY", False)
+    monkeypatch.setattr(warps, "SPARE_LANES_COPY", False)
     attend(monkeypatch, tmp_path, name)
 
 
@@ -73,7 +73,7 @@ def test_shapes(shape, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, "int4", multiprocessors=1, max_tiles=6, **shape)
 
 
-FOUR = [  # columns or fewer, which integers serve: queries of a sequence times query heads of a kv head
+FOUR = [  # packed query rows or fewer, which integers serve: queries of a sequence times query heads of a kv head
     ("int4", (4, 2, 1, 3), 1, {"window": 200}),
     ("int8", (2, 2, 1, 2), 2, {"softcap": 25.0}),
     ("int2", DECODE, 3, {"window": 90, "sinks": torch.linspace(-2, 2, 6)}),
@@ -86,7 +86,7 @@ def test_integers(name, queries, group, options, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name, queries, options=options, group=group)
 
 
-HALVED = [  # a last tile of four columns, after none, one or two of eight: under chunks of a Hadamard matrix, any matrix, offsets
+HALVED = [  # a last tile of four packed query rows, after none, one or two of eight: under chunks of a Hadamard matrix, any matrix, offsets
     ("levels4", (3, 2, 1, 3), {}, dict(window=200)),
     ("tq4", (5, 2, 1, 4), dict(head_size=64), dict(softcap=25.0)),
     ("fp8_token", (1, 3, 1, 2), dict(head_size=96), {}),
@@ -97,18 +97,18 @@ HALVED = [  # a last tile of four columns, after none, one or two of eight: unde
 
 
 @pytest.mark.parametrize("name, queries, shape, options", HALVED, ids=str)
-def test_half_tiles_of_columns(name, queries, shape, options, monkeypatch, tmp_path):
-    monkeypatch.setattr(many, "MANY_COLUMNS", 1 << 10)
+def test_half_tiles_of_packed_rows(name, queries, shape, options, monkeypatch, tmp_path):
+    monkeypatch.setattr(wgmma, "choose", warps.choose)
     matrix = torch.linalg.qr(torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1)))[0].contiguous()
     b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16})
-    assert hopper.Plan(b.call(max_query_len=max(queries)), 2).main.config.columns == 4 * max(queries)
+    assert hopper.Plan(b.call(max_query_len=max(queries)), 2).main.config.packed_rows == 4 * max(queries)
     if "maps" in shape:
         shape = dict(maps=signed_maps(128, matrix))
     attend(monkeypatch, tmp_path, name, queries, max_tiles=6, options=options, **shape)
 
 
 def by_integers(monkeypatch, folder, name, change, **shape):
-    """The outputs and the right ones, of four columns, after `change(q, rows)`: q [sequences, heads, D]."""
+    """The outputs and the right ones, of four packed query rows, after `change(q, rows)`: q [sequences, heads, D]."""
     device = Device(monkeypatch, folder, 1)
     b = Batch.make(name, (1, 1), (70, 33), **{"head_size": 128, "num_kv_heads": 1, "group": 4, "dtype": torch.bfloat16, **shape})
     change(b.q)
@@ -119,7 +119,7 @@ def by_integers(monkeypatch, folder, name, change, **shape):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_the_unit_of_a_column_is_its_own(value, monkeypatch, tmp_path):
+def test_the_unit_of_a_packed_row_is_its_own(value, monkeypatch, tmp_path):
     """Heads of other sizes by a thousand, and beside them one that is not finite in fp16."""
 
     def change(q):
@@ -150,7 +150,8 @@ GEOMETRIES = [  # shares of keys and runs of values that begin in the middle of 
     ("levels2/levels3", DECODE, dict(head_size=48, head_size_v=80)),
     ("int2", DECODE, dict(head_size=64, head_size_v=128, block_size=8)),
     ("trellis2", DECODE, dict(head_size=192)),
-    # Hadamard matrices smaller than a row: queries that a warp has, or a team, in 8, 16 and more columns; outputs of any number of lanes.
+    # Hadamard matrices smaller than a row: queries that a warp has, or a consumer warpgroup, in 8, 16 and more packed query rows; outputs
+    # of any number of lanes.
     ("int4", DECODE, dict(head_size=48, head_size_v=208)),
     ("int4", DECODE, dict(head_size=192, group=12, num_kv_heads=1)),
     ("int4", VERIFY, dict(head_size=96, group=8, num_kv_heads=1)),

@@ -7,7 +7,8 @@ import hopper_on_cpu
 from quantkv.implementations.dense import backends
 from quantkv.implementations.dense.flash3 import bounds
 from quantkv.implementations.dense.plan import ALL, APART, CAUSAL, Mask, Read, Round
-from quantkv.implementations.hopper import launch, prompt
+from quantkv.implementations.hopper import prefill
+from quantkv.implementations.hopper.host import launch
 
 GPU = torch.cuda.is_available() and launch.elsewhere(torch.device("cuda")) is None
 pytestmark = pytest.mark.skipif(not GPU and not hopper_on_cpu.AVAILABLE, reason="neither a Hopper GPU nor g++")
@@ -41,7 +42,7 @@ def check(lengths, mask=CAUSAL, sizes=(64, 64), heads=(4, 2), dtype=torch.bfloat
         v[:, read.at + read.count : read.at + read.room] = 0
     target = torch.full((*q.shape[:2], sizes[1]), torch.nan, device=DEVICE, dtype=dtype) if out else None
     scale = sizes[0] ** -0.5
-    rows, lse = prompt.attend(q, k, v, scale, round.longest[0], mask, bounds(round, DEVICE), softcap, target, sinks)
+    rows, lse = prefill.attend(q, k, v, scale, round.longest[0], mask, bounds(round, DEVICE), softcap, target, sinks)
     assert target is None or rows.data_ptr() == target.data_ptr()
     start, unit = 0, torch.finfo(dtype).eps / 2
     for read in round.reads:
@@ -88,7 +89,7 @@ def test_softcap_of_one_score():
     round = round_of([(1, 1)] * len(scores), CAUSAL)
     q = (scores / 8).half()[:, None, None].repeat(1, 2, 64)
     k = q.new_ones(2, round.room, 64)
-    _, lse = prompt.attend(q, k, k, 1 / 8, 1, CAUSAL, bounds(round, DEVICE), 50.0, None)
+    _, lse = prefill.attend(q, k, k, 1 / 8, 1, CAUSAL, bounds(round, DEVICE), 50.0, None)
     want = 50 * torch.tanh(q[:, 0, 0].double() * 8 / 50)
     assert ((lse.double() - want[:, None]).abs() <= 2e-5 + 3e-6 * want.abs()[:, None]).all()
 
@@ -128,8 +129,8 @@ def test_rows_of_a_token_that_lie_together():
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, h, 64, device=DEVICE).bfloat16() for n, h in ((33, 4), (77, 2), (77, 2)))
     ends = bounds(Round((Read(0, 33, 0, 77, 0, 77),), CAUSAL, 77), DEVICE)
-    given = [prompt.attend(q, *(t.transpose(0, 1) for t in (k, v)), 0.125, 33, CAUSAL, ends, 0.0, None)]
-    given.append(prompt.attend(q, *(t.transpose(0, 1).contiguous() for t in (k, v)), 0.125, 33, CAUSAL, ends, 0.0, None))
+    given = [prefill.attend(q, *(t.transpose(0, 1) for t in (k, v)), 0.125, 33, CAUSAL, ends, 0.0, None)]
+    given.append(prefill.attend(q, *(t.transpose(0, 1).contiguous() for t in (k, v)), 0.125, 33, CAUSAL, ends, 0.0, None))
     assert all(torch.equal(a, b) for a, b in zip(*given))
 
 

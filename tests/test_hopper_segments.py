@@ -4,6 +4,7 @@ few, its sources run on a CPU."""
 import pytest
 import torch
 
+import hopper_ways
 from hopper_on_cpu import AVAILABLE
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
@@ -89,7 +90,7 @@ def test_key_start_and_range_on_a_cpu(on_cpu):
     ids=str,
 )
 def test_exact_tokens_on_a_cpu(name, queries, multiprocessors, shape, on_cpu):
-    """Beside quantized ones, merged by either kernel: lengths without any quantized token, and of one token."""
+    """Beside quantized ones, combined by either kernel: lengths without any quantized token, and of one token."""
     dtype = shape.get("dtype", torch.bfloat16)
     on_cpu(Several.make(exact(name, LENS), queries, LENS, **{"dtype": dtype, **shape}), multiprocessors)
 
@@ -111,12 +112,12 @@ def test_no_key_is_seen_anywhere(on_cpu):
 def test_the_order_of_the_kernels_is_free(monkeypatch, on_cpu):
     """That of the smaller segment may come last; both outputs are the same to the bit."""
     outs = []
-    monkeypatch.setattr(hopper, "BY_COMBINE", False)
+    hopper_ways.by_decode(monkeypatch)
     for small_first in (True, False):
-        monkeypatch.setattr(hopper, "SMALL_FIRST", small_first)
+        hopper_ways.small_last(monkeypatch, not small_first)
         several = Several.make(exact("int4", LENS), DECODE, LENS)
         configs = hopper.configurations(several.call)
-        assert [config.follows for config in configs] == [small_first, not small_first]
+        assert [config.pdl_after_decode for config in configs] == [small_first, not small_first]
         on_cpu(several)
         outs.append(several.call.out)
     assert torch.equal(*outs)
@@ -199,9 +200,9 @@ def test_exact_tokens_with_maps(name, lens):
 @pytest.mark.parametrize("lens", [(1,), (5, 20), (0, 1, 15, 16, 17), (24, 25, 40, 41), (9000,), tuple(range(0, 600, 9))], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_lengths(lens, kv_heads, small_first, monkeypatch):
-    """Sequences that are shorter than what is exact, or have no token at all. None: without a kernel for what is exact."""
-    monkeypatch.setattr(hopper, "SMALL_FIRST", small_first)
-    monkeypatch.setattr(hopper, "BY_COMBINE", small_first is None)
+    """Sequences that are shorter than what is exact, or have no token at all. None: by the combine kernel."""
+    hopper_ways.small_last(monkeypatch, small_first is False)
+    hopper_ways.by_decode(monkeypatch, small_first is not None)
     queries = tuple(min(n, 1) for n in lens)
     run(Several.make(exact("int4", lens), queries, lens, num_kv_heads=kv_heads, device="cuda"))
 
@@ -210,8 +211,8 @@ def test_lengths(lens, kv_heads, small_first, monkeypatch):
 @pytest.mark.parametrize("small_first", [True, False, None])
 def test_kernels_that_overlap_wait_for_each_other(small_first, monkeypatch):
     """Calls one after the other over the same scratch, of which each must find what the one before it left in q."""
-    monkeypatch.setattr(hopper, "SMALL_FIRST", small_first)
-    monkeypatch.setattr(hopper, "BY_COMBINE", small_first is None)
+    hopper_ways.small_last(monkeypatch, small_first is False)
+    hopper_ways.by_decode(monkeypatch, small_first is not None)
     lens = (30000, 700)
     several = Several.make(exact("int4", lens), (1, 1), lens, **PLAIN)
     ops.attend(several.call, "hopper")
@@ -279,14 +280,14 @@ def test_what_the_rule_refuses():
 
 
 def test_the_small_segment_takes_few_blocks(monkeypatch):
-    """And what may follow waits for nobody: the last to be launched merges, or the one with the values' map."""
+    """And what may follow waits for nobody: the last to be launched combines, or the one with the values' map."""
     lens = (2048,) * 2
     several = Several.make(exact("int4", lens), (1, 1), lens, num_kv_heads=8)
-    monkeypatch.setattr(hopper, "BY_COMBINE", False)
+    hopper_ways.by_decode(monkeypatch)
     plan = hopper.Plan(several.call, 132)
     quantized, latest = plan.parts.values()
-    assert plan.launched == [1, 0] and plan.merged == [0, 1]
+    assert plan.launched == [1, 0] and plan.combined == [0, 1]
     assert latest.decode_grid[0] <= 16 and quantized.decode_grid[0] * quantized.config.warps <= plan.main.resident
-    assert not latest.config.follows and quantized.config.follows
+    assert not latest.config.pdl_after_decode and quantized.config.pdl_after_decode
     assert (quantized.config.segments, quantized.config.mapped_segments, latest.config.segments) == (2, 1, 1)
     assert latest.scratch_begin == quantized.scratch_bytes and plan.scratch_bytes == quantized.scratch_bytes + latest.scratch_bytes

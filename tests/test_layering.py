@@ -187,6 +187,12 @@ def test_kernels_are_small():
                 assert node.end_lineno - node.lineno < 120, (path, node.name)
 
 
+def test_headers_have_names_of_their_own():
+    """CUDA headers are included by name alone, from whatever folder they lie in; each codec's snippet is given by its path."""
+    names = [path.name for path in ROOT.rglob("*.cuh") if path.name != "hopper.cuh"]
+    assert len(names) == len(set(names)) and len(names) > 20
+
+
 @pytest.mark.parametrize(
     "statement,absent",
     [

@@ -8,8 +8,8 @@ import torch
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv import get_format
 from quantkv.formats.levels import CUBICS
-from quantkv.implementations.hopper import round as rounds
 from quantkv.implementations.hopper import write as hopper
+from quantkv.implementations.hopper.write import round as rounds
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.prepared import prepare_write
 from rounded import Rows, call_of, check_contained, compare, layer, on_host
@@ -141,7 +141,7 @@ def test_what_no_kernel_rounds_is_the_reference_s():
     call = call_of(given.caches("trellis2", maps, 1)[0], given)
     assert "trellis2" in triton_write.refusal(call)
     call = call_of(given.caches("levels4", layer("levels4", 64), 1)[0], given)
-    assert hopper._unsupported(call) is None and hopper.ways(call) == ((False, True),) * 2
+    assert hopper._unsupported(call) is None and hopper.ways(call) == ((None, True),) * 2
     odd = replace(get_format("levels4").k, cubic=None)
     assert "levels4" in hopper._unsupported(replace(call, fmt=replace(call.fmt, k=odd)))
 
@@ -187,12 +187,11 @@ def test_prepared_and_captured_on_a_gpu():
 @pytest.mark.parametrize("bits, head_size, rows_of_k", [(4, 128, 1 << 16), (4, 128, 64), (8, 256, 1 << 16)])
 def test_the_kernel_keeps_what_it_rounds_in_registers(bits, head_size, rows_of_k, tmp_path, cubins):
     pytest.importorskip("cuda.core")
-    from quantkv.implementations.hopper.sass import opcodes
+    from quantkv.implementations.hopper.host.sass import opcodes
 
     codec = get_format(f"levels{bits}").k
-    config = rounds.RoundConfig.of(
-        hopper.WriteConfig(codec, codec, head_size, head_size, 16, True, True, 1.0, 1.0, key_shifted=True), rows_of_k
-    )
+    rows = hopper.WriteConfig(codec, codec, head_size, head_size, 16, True, True, 1.0, 1.0, key_shifted=True)
+    config = rounds.RoundConfig.of(rows, True, rows_of_k)
     cubin = tmp_path / "round.cubin"
     cubin.write_bytes(config.cubin())
     names = opcodes(cubin)

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,12 +55,13 @@ def test_combine_of_rows_with_and_without_keys(mapped, sinks, rows):
     lse = torch.full((heads, tokens), math.nan, device=DEVICE).T  # strided
     sink = None if sink is None else sink.float().to(DEVICE)
     target = launch.Target.of(out.device)
-    attend.combine_launch(part, out, lse, 2, matrix.to(DEVICE), mapped, 0.5, 3.0, sink, None, rows, target)()
+    combining = attend.Combining(out, lse, 2, matrix.to(DEVICE), mapped, 0.5, 3.0, sink, rows=rows)
+    attend.combine_launch(part, combining, target)()
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-5)
     assert bool((out[1] == 0).all()) and (sinks or bool((lse[1] == -math.inf).all()))
     before = out.clone()
-    attend.combine_launch(part, out.fill_(math.nan), None, 2, matrix.to(DEVICE), mapped, 0.5, 3.0, sink, None, rows, target)()
+    attend.combine_launch(part, replace(combining, out=out.fill_(math.nan), lse=None), target)()
     assert torch.equal(out, before)
 
 

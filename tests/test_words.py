@@ -145,7 +145,7 @@ def test_entries_of_the_notebook_are_dated_and_listed():
 
 def test_what_is_looked_for_is_found():
     assert len(faults("The team takes a span in place of 12, at commit.")) == 4
-    assert faults("`whole_pairs.py` has a `team` of `shadow` pages, in place of a matrix. A spanner.") == []
+    assert faults("`pieces.py` has a `team` of `shadow` pages, in place of a matrix. A spanner.") == []
     for text, count in (
         ("of d15c6e4.", 1),
         ("commit 1059700,", 1),

@@ -83,7 +83,8 @@ def watch(stop: bool) -> tuple[list[str], list[str]]:
     quantkv. stop: the monitor raises, as it is set to."""
     from vllm.utils import jit_monitor
 
-    from quantkv.implementations.hopper import decode, prompt, round, search, write
+    from quantkv.implementations.hopper import prefill, write
+    from quantkv.implementations.hopper.decode import warps
 
     seen, by_nvrtc, known = [], [], set()
     report = jit_monitor._handle_jit_event
@@ -96,17 +97,17 @@ def watch(stop: bool) -> tuple[list[str], list[str]]:
             report(backend=backend, event=event, fn_name=fn_name, detail=detail)
 
     jit_monitor._handle_jit_event = reported
-    compile_cubin = decode.compile_cubin
+    compile_cubin = warps.compile_cubin
 
-    def compiled(source: str, macros: dict, *rest) -> bytes:
+    def compiled(source: Path, macros: dict, *rest) -> bytes:
         key = source, str(sorted(macros.items(), key=str))
         if key not in known:
             known.add(key)
-            by_nvrtc.append(source)
-            print(f"NVRTC {source} {macros}", flush=True)
+            by_nvrtc.append(source.name)
+            print(f"NVRTC {source.name} {macros}", flush=True)
         return compile_cubin(source, macros, *rest)
 
-    for module in (decode, prompt, round, search, write):
+    for module in (warps, prefill, write):
         module.compile_cubin = compiled
     return seen, by_nvrtc
 

@@ -382,7 +382,7 @@ def test_findings_of_other_machines(monkeypatch):
     old = next(what for level, what, _ in told(Torch(Cuda(False)), None, GPU) if level == "slower")
     assert old == "Some GPU cannot be used: torch is built for CUDA 13.0, the driver is 535.1"
     assert ("ok", "Some GPU, compute capability 8.9", None) in told(Torch(Cuda(capability=(8, 9))), None, GPU)
-    import quantkv.implementations.hopper.launch as launch
+    import quantkv.implementations.hopper.host.launch as launch
 
     monkeypatch.setattr(launch, "missing", lambda: "the package cuda.core is missing")
     hopper = [what for level, what, _ in told(Torch(Cuda()), None, GPU) if level == "slower"]

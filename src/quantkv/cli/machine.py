@@ -128,7 +128,7 @@ def _of_gpus(torch: Any) -> list[Finding]:
 
 
 def _hopper() -> Finding:
-    from ..implementations.hopper.launch import missing
+    from ..implementations.hopper.host.launch import missing
 
     reason = missing()
     if reason is not None:

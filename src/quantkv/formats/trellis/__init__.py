@@ -69,6 +69,14 @@ TRELLIS2 = Codec(
     map="rht",
     head_size_multiple=16,
     triton=half_of(__name__, "TRELLIS"),
-    hopper=cuda_half(__file__, "Trellis", searched=True, table_bytes=1 << 16, values_by_table=True, step=CHAIN, numbers=_numbers),
+    hopper=cuda_half(
+        __file__,
+        "Trellis",
+        writer=half_of(__name__, "TrellisConfig", "hopper"),
+        table_bytes=1 << 16,
+        values_by_table=True,
+        step=CHAIN,
+        numbers=_numbers,
+    ),
 )
 register(Format("trellis2", TRELLIS2, TRELLIS2, "2 bits by a trellis of 16 states, one scale a row"))

@@ -3,7 +3,7 @@
 struct Trellis : ReadBy<Table<256, 1, 256>> {
   static constexpr int BITS = 2, META_BYTES = 2, OVERLAP = 4;
   static constexpr bool VALUES_BY_TABLE = true;
-  static constexpr float WIDE = TRELLIS_WIDE;  // of rows that are searched in a metric
+  static constexpr float WIDE = TRELLIS_WIDE;  // of rows whose errors cost by a Hessian
   static DI float scale(u32 meta) { return low(meta); }
   static constexpr u32 PAIRS[] = {TRELLIS_PAIRS};
   static DI void fill(u32 e) { put(e, PAIRS[e % ENTRIES]); }

@@ -26,7 +26,7 @@ import torch
 from ...calls import AttendCall, AttentionOptions
 from ...maps import LayerMaps
 from ...reads import window_size
-from ..hopper import launch
+from ..hopper.host import launch
 from . import backends, flash3, own
 from .plan import Group, Reach, Round, groups
 from .steps import Part, TorchSteps

@@ -1,6 +1,6 @@
 """Dense attention over 16-bit rows, by whatever is here: `(out, log-sum-exp)`, so that calls over disjoint keys merge.
 
-On a Hopper GPU our own kernel (`implementations/hopper/prompt.cu`) has all that calls need; with a window it is the fastest.
+On a Hopper GPU our own kernel (`implementations/hopper/prefill/prefill.cu`) has all that calls need; with a window it is the fastest.
 FlashAttention-3, where its package is installed or an engine loaded its operators, takes the same, and is up to 5 % faster without one,
 11 % with a softcap (results/h200-prefill.json). Both align masks to the bottom right, so that a chunk sees its prefix and itself in one
 call. cuDNN's kernels, as torch calls them, align the causal mask to the top left: the prefix and the chunk are two calls and a merge.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..hopper import prompt
+from ..hopper import prefill
 from . import cudnn_graph, flash3
 from .plan import ALL, CAUSAL, Limits, Mask, Round
 
@@ -95,7 +95,7 @@ def fitting(
         return []
     same = head_size == head_size_v <= 256
     by_torch = max(head_size, head_size_v) <= 128 and torch.backends.cudnn.is_available()
-    own = capability == (9, 0) and scale > 0 and prompt.takes(head_size, head_size_v)
+    own = capability == (9, 0) and scale > 0 and prefill.takes(head_size, head_size_v)
     there = {
         **({"hopper": own} if window else {}),  # the place of a name is the first that it is given
         "flash3": capability[0] == 9 and same and flash3.takes(window=window, softcap=softcap),
@@ -147,7 +147,7 @@ def attend(
         return rows, lse.mT
     if backend == "hopper":
         ends = flash3.bounds(round, q.device) if ends is None else ends
-        return prompt.attend(q, k, v, scale, round.longest[0], round.mask, ends, softcap, out, sinks)
+        return prefill.attend(q, k, v, scale, round.longest[0], round.mask, ends, softcap, out, sinks)
     if backend == "cudnn graph":
         ends = flash3.bounds(round, q.device) if ends is None else ends
         return cudnn_graph.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, PLANNED, out, kept)

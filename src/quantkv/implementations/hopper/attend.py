@@ -1,33 +1,31 @@
 """Reads on Hopper: paged decode and verification, of one call or of all that share its shape.
 
-A call with several segments is a decode kernel for each, which overlap, and one that merges their pieces. Where one of two segments holds
-a few 16-bit rows, the kernel that merges attends to it by itself."""
+A call with several segments is a decode kernel for each, which overlap, and one that combines their partials. Where one of two segments
+holds a few 16-bit rows, the combine kernel attends to it by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 
 import torch
 
 from ...calls import AttendCall, Segment
-from ...reads import window_size
-from . import decode, geometry, launch, many, merging, whole_pairs
-from .decode import COMBINE_COLUMNS, COMBINE_WARPS, EXACT_TILES, TILE, DecodeConfig
-from .launch import Kernel, Launch
-from .operands import NO_MAP, kind, map_of, offsets_of
-from .whole_pairs import WholePairs, longest_of_shape, rounded_tiles
+from . import geometry
+from .decode import combine, unsplit, warps, wgmma
+from .decode.read import Part, Read, layer_of, scale_of
+from .decode.unsplit import longest_of_shape, rounded_tiles
+from .decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, EXACT_TILES, TILE, CallShape, DecodeConfig
+from .host import launch
+from .host.launch import Kernel, Launch
+from .host.operands import kind
 
 HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 OWN_ROWS = "copied"  # into pages: only those are read
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
-SMALL_FIRST = True  # the order of several segments' kernels: the one with the least to read first, or last
-WHOLE_PAIRS = True  # calls whose work is even without help need no kernel that merges
-AFTER_WRITE = True  # a read that is launched right behind the write of its own tokens overlaps it
-EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the kernel that merges attends to
-BY_COMBINE = True  # the kernel that merges attends to a few 16-bit rows; where not, they have a decode kernel
+EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
 
 
 def refusal(call: AttendCall) -> str | None:
@@ -41,13 +39,13 @@ def _unsupported(call: AttendCall) -> str | None:
     if len(call.segments) > SEGMENTS:
         return f"{len(call.segments)} segments: at most {SEGMENTS}"
     D, HQ, HK, invariant = q.shape[2], q.shape[1], first.k.codes.shape[2], call.options.batch_invariant
-    most = QUERIES[-1] if invariant else many.most_queries()  # what a batch keeps together is served alike
+    most = QUERIES[-1] if invariant else wgmma.MOST_QUERIES  # what a batch keeps together is served alike
     if not batch.max_query_len or batch.max_query_len > most:
         promised = f"1 to {most} queries a sequence must be promised{' with batch_invariant' if invariant else ''}"
         return f"max_query_len={batch.max_query_len}: {promised}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q.dtype {q.dtype}: bfloat16 or float16"
-    if reason := many.unserved(HQ // HK, 1 if invariant else batch.max_query_len):
+    if reason := wgmma.unserved(HQ // HK, 1 if invariant else batch.max_query_len):
         return reason
     for segment in call.segments:
         if reason := geometry.unreadable_segment(segment, D, q.dtype):
@@ -89,7 +87,7 @@ def compiled_for(call: AttendCall) -> set[DecodeConfig]:
 def _plans(call: AttendCall) -> list[Plan]:
     """What `call` may be cut like: a device that does not hold enough clusters is given blocks that work alone."""
     multiprocessors = launch.multiprocessors(launch.device_index(call.q.device))
-    return [Plan(call, multiprocessors, largest) for largest in (decode.LARGEST_CLUSTER, 1)]
+    return [Plan(call, multiprocessors, largest) for largest in (warps.LARGEST_CLUSTER, 1)]
 
 
 def _capacity(call: AttendCall, segment: Segment) -> int:
@@ -106,10 +104,10 @@ def _is_exact(segment: Segment, dtype: torch.dtype) -> bool:
 
 
 def _exact(call: AttendCall) -> int | None:
-    """Which of two segments the kernel that merges attends to. Of an invariant cut none: it would depend on the width of a table."""
+    """Which of two segments the combine kernel attends to. Of an invariant cut none: it would depend on the width of a table."""
     others = [_is_exact(s, call.q.dtype) for s in call.segments]
     D, D_V = call.q.shape[2], call.segments[0].head_size_v
-    if not BY_COMBINE or call.options.batch_invariant or len(others) != 2 or not any(others) or D_V != D or D not in EXACT_HEAD_SIZES:
+    if call.options.batch_invariant or len(others) != 2 or not any(others) or D_V != D or D not in EXACT_HEAD_SIZES:
         return None
     exact = others.index(True)
     matrix = kind(call.segments[1 - exact].maps.v) == "MATRIX"
@@ -117,53 +115,71 @@ def _exact(call: AttendCall) -> int | None:
 
 
 def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
-    """Of the segments with kernels of their own: in which order these are launched, and in which order their pieces are merged. The
-    kernels of the first to be merged have the values' map, if there is one, and merge the others, of which those without a map come
+    """Of the segments with kernels of their own: in which order these are launched, and in which order their partials are combined. The
+    kernels of the first to be combined have the values' map, if there is one, and combine the others, of which those without a map come
     last."""
     sizes, exact = [_capacity(call, s) for s in call.segments], _exact(call)
     own = [i for i in range(len(sizes)) if i != exact]
     if call.options.batch_invariant:
         sizes = [0] * len(sizes)  # as they were given, whatever the batch
-    launched = sorted(own, key=sizes.__getitem__, reverse=not SMALL_FIRST)
-    return launched, sorted(own, key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
+    return _launch_order(own, sizes), sorted(own, key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
+
+
+def _launch_order(segments: list[int], sizes: list[int]) -> list[int]:
+    """The one with the least to read first: its kernel is done before the others fill the GPU."""
+    return sorted(segments, key=sizes.__getitem__)
 
 
 def configurations(call: AttendCall) -> list[DecodeConfig]:
     """What a kernel that serves `call` is compiled for, for each of its segments that has one."""
-    launched, merged = _orders(call)
+    launched, combined = _orders(call)
     exact = _exact(call)
-    mapped = sum(s.maps.v is not None for s in call.segments) or len(merged)
+    mapped = sum(s.maps.v is not None for s in call.segments) or len(combined)
     ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
-    chosen = {i: _configuration(call, call.segments[i], many.choose) for i in sorted(merged)}
-    if len({config.team for config in chosen.values()}) > 1:  # the kernel that merges knows one way to cut a line
-        chosen = {i: _configuration(call, call.segments[i], decode.choose) for i in chosen}
+    chosen = {i: _configuration(call, call.segments[i], wgmma.choose) for i in sorted(combined)}
+    if len({config.worker_warps for config in chosen.values()}) > 1:  # the combine kernel knows one way to cut a line
+        chosen = {i: _configuration(call, call.segments[i], warps.choose) for i in chosen}
     options = call.options
     given = dict(ranges=ranges, chunked=options.chunk_lookback >= 0, invariant=options.batch_invariant, scaled=_is_scaled(call))
-    configs = {i: replace(config, **given, follows=i != launched[0]) for i, config in chosen.items()}
-    merges = dict(segments=len(merged), mapped_segments=mapped, exact=0 if exact is None else call.segments[exact].k.codes.shape[1])
-    configs[merged[0]] = replace(configs[merged[0]], **merges)
+    configs = {i: replace(config, **given, pdl_after_decode=i != launched[0]) for i, config in chosen.items()}
+    combines = dict(segments=len(combined), mapped_segments=mapped, exact=0 if exact is None else call.segments[exact].k.codes.shape[1])
+    configs[combined[0]] = replace(configs[combined[0]], **combines)
     return list(configs.values())
 
 
 def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., DecodeConfig]) -> DecodeConfig:
     """What suits a segment if it were alone."""
     (_, HQ, D), HK, invariant = call.q.shape, segment.k.codes.shape[2], call.options.batch_invariant
-    group, columns = HQ // HK, call.batch.max_query_len * (HQ // HK)
-    shape = segment.fmt.k, segment.fmt.v, D, segment.head_size_v, group, HK, segment.k.codes.shape[1], segment.k.base.stride(1)
-    options = call.options.softcap > 0, kind(segment.maps.k), kind(segment.maps.v), segment.maps.by_position
-    bf16 = call.q.dtype == torch.bfloat16
+    group, packed_rows = HQ // HK, call.batch.max_query_len * (HQ // HK)
+    shape = CallShape(
+        segment.fmt.k,
+        segment.fmt.v,
+        D,
+        segment.head_size_v,
+        group,
+        kv_heads=HK,
+        block_size=segment.k.codes.shape[1],
+        record_bytes=segment.k.base.stride(1),
+        bf16=call.q.dtype == torch.bfloat16,
+        packed_rows=max(group, 8) if invariant else packed_rows,
+        softcap=call.options.softcap > 0,
+        key_map=kind(segment.maps.k),
+        value_map=kind(segment.maps.v),
+        key_offset=segment.maps.by_position,
+    )
     if not invariant:
-        return choose(*shape, bf16, columns, *options, capacity=_capacity(call, segment))
-    # What suits one query of each of many sequences, or two; half as many columns, or twice as many, where these come to the same bits.
-    config = usual = choose(*shape, bf16, max(group, 8), *options)
-    alone = usual.columns == 8 and usual.team == 1
-    if alone and columns <= 4:
-        config = replace(usual, columns=4)
-    elif alone and columns > 8:
-        twice = decode.choose(*shape, bf16, 16, *options)
-        if twice.columns == 16 and twice.tiles_per_step == usual.tiles_per_step:
+        return choose(shape, _capacity(call, segment))
+    # What suits one query of each of many sequences, or two; half as many packed query rows, or twice as many, where these come to the same
+    # bits.
+    config = usual = choose(shape)
+    alone = usual.packed_rows == 8 and usual.worker_warps == 1
+    if alone and packed_rows <= 4:
+        config = replace(usual, packed_rows=4)
+    elif alone and packed_rows > 8:
+        twice = warps.choose(replace(shape, packed_rows=16))
+        if twice.packed_rows == 16 and twice.tiles_per_step == usual.tiles_per_step:
             config = twice
-    return replace(config, pieces_first=6 if usual.workers % 3 == 0 else 8)
+    return replace(config, partials_first=6 if usual.workers % 3 == 0 else 8)
 
 
 def _is_scaled(call: AttendCall) -> bool:
@@ -171,55 +187,37 @@ def _is_scaled(call: AttendCall) -> bool:
     return any(s.maps.v is None and s.v.scale != 1.0 for s in call.segments)
 
 
-def _scale(call: AttendCall) -> float:
-    """Of scores, as the kernels take it: base 2, over half of softcap where there is one."""
-    return call.scale * launch.LOG2E * (2 / call.options.softcap if call.options.softcap else 1.0)
-
-
-@dataclass(frozen=True)
-class Part:
-    """How a segment is cut: the configuration, the grid of its decode kernel, the workers that work at once, the pieces that a sequence
-    and kv head has room for where the cut is invariant, its place in the scratch, who has the pairs where they are whole."""
-
-    config: DecodeConfig
-    decode_grid: tuple[int, int, int]
-    resident: int
-    pair_pieces: int
-    scratch_begin: int
-    scratch_bytes: int
-    pairs: WholePairs | None = None
-
-
 class Plan:
-    """How a call is cut: its segments, the grid of the kernel that merges them, the scratch.
+    """How a call is cut: its segments, the grid of the combine kernel, the scratch.
 
-    exact: index of the segment that the kernel that merges attends to, see `_exact`. parts: of the others, by their indices. launched,
-    merged: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
+    exact: index of the segment that the combine kernel attends to, see `_exact`. parts: of the others, by their indices. launched,
+    combined: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
 
-    def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = decode.LARGEST_CLUSTER, after_write: bool = False):
-        configs = [replace(config, after_write=after_write) for config in configurations(call)]
-        self.exact, (self.launched, self.merged) = _exact(call), _orders(call)
+    def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = warps.LARGEST_CLUSTER, after_write: bool = False):
+        configs = [replace(config, pdl_after_write=after_write) for config in configurations(call)]
+        self.exact, (self.launched, self.combined) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
-        sequences, pairs = call.batch.num_seqs, call.batch.num_seqs * kv_heads
-        self.columns = columns = call.batch.max_query_len * group
+        sequences, seq_heads = call.batch.num_seqs, call.batch.num_seqs * kv_heads
+        self.packed_rows = packed_rows = call.batch.max_query_len * group
         self.parts: dict[int, Part] = {}
         self.scratch_bytes = 0
-        for i, config in zip(sorted(self.merged), configs):
-            column_blocks = -(-columns // config.columns)
-            blocks = max(1, multiprocessors * config.blocks_per_sm // column_blocks)
+        for i, config in zip(sorted(self.combined), configs):
+            packed_row_blocks = -(-packed_rows // config.packed_rows)
+            blocks = max(1, multiprocessors * config.blocks_per_sm // packed_row_blocks)
             blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
-            config, whole = whole_pairs.choose(call, config, blocks, largest_cluster) if WHOLE_PAIRS else (config, None)
-            blocks = blocks if whole is None else whole.grid(pairs)
+            config, whole = unsplit.choose(call, config, blocks, largest_cluster)
+            blocks = blocks if whole is None else whole.grid(seq_heads)
             resident = blocks * config.workers
-            pair_pieces = config.pieces(longest_of_shape(call, call.segments[i])) if config.invariant else 0
+            partial_slots = config.partials(longest_of_shape(call, call.segments[i])) if config.invariant else 0
             if whole is not None:
-                pair_pieces = whole.pieces  # in shared memory
-            size = (pairs * pair_pieces if pair_pieces and whole is None else resident + pairs) * columns * config.piece_bytes
-            self.parts[i] = Part(config, (blocks, column_blocks, 1), resident, pair_pieces, self.scratch_bytes, size, whole)
+                partial_slots = whole.partials  # in shared memory
+            slots = seq_heads * partial_slots if partial_slots and whole is None else resident + seq_heads
+            size = slots * packed_rows * config.partial_bytes
+            self.parts[i] = Part(config, (blocks, packed_row_blocks, 1), resident, partial_slots, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
-        self.main = self.parts[self.merged[0]]
-        pieces = sum(part.pair_pieces for part in self.parts.values())
-        self.by_blocks, self.combine_grid = merging.launched(self.main.config, sequences, columns, pieces, multiprocessors)
+        self.main = self.parts[self.combined[0]]
+        partials = sum(part.partial_slots for part in self.parts.values())
+        self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, packed_rows, partials, multiprocessors)
 
 
 @cache
@@ -227,21 +225,15 @@ def _kernels(config: DecodeConfig, index: int) -> tuple[Kernel, Kernel, Kernel]:
     """The decode kernel and the two combine kernels, for one configuration and device."""
     module = launch.load(config.cubin(), index)
     return (
-        Kernel(module, config.source.replace(".cu", "_kernel"), 32 * config.warps, config.shared_bytes, index),
-        Kernel(module, "combine_kernel", 32 * COMBINE_COLUMNS * config.combined, 0, index),
+        Kernel(module, config.source.stem + "_kernel", 32 * config.warps, config.shared_bytes, index),
+        Kernel(module, "combine_kernel", 32 * COMBINE_PACKED_ROWS * config.combine_sequences, 0, index),
         Kernel(module, "combine_one_kernel", 32 * COMBINE_WARPS, 0, index),
     )
 
 
-def _layer(s: Segment) -> Hashable:
-    """What may differ between layers, and is compiled for."""
-    key, value = s.fmt.k, s.fmt.v  # which a configuration keeps alive
-    return kind(s.maps.k), kind(s.maps.v), s.maps.by_position, id(key), id(value)
-
-
 def _segment_shape(call: AttendCall, s: Segment) -> Hashable:
     pages = s.k.base.stride(), s.k.codes.shape[1:3], s.block_table.shape, s.block_table.stride(0), _capacity(call, s)
-    return pages, s.head_size_v, s.key_start is None, s.key_range is None, _layer(s)
+    return pages, s.head_size_v, s.key_start is None, s.key_range is None, layer_of(s)
 
 
 def _shape(call: AttendCall) -> Hashable:
@@ -250,16 +242,7 @@ def _shape(call: AttendCall) -> Hashable:
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
         (call.scale, options.window, options.chunk_lookback, options.softcap, options.sinks is None, options.batch_invariant),
-        (
-            _is_scaled(call),
-            whole_pairs.is_even(batch),
-            SMALL_FIRST,
-            BY_COMBINE,
-            WHOLE_PAIRS,
-            merging.IN_TURNS,
-            many.MANY_COLUMNS,
-            many.BY_WGMMA,
-        ),
+        (_is_scaled(call), unsplit.is_even(batch)),
         *[_segment_shape(call, s) for s in call.segments],
     )
 
@@ -271,12 +254,14 @@ class Prepared:
         self.index, self.first = launch.device_index(call.q.device), None
         multiprocessors = launch.multiprocessors(self.index)
         plan = Plan(call, multiprocessors, after_write=after_write)
-        while (pairs := plan.main.pairs) is not None and not pairs.fit(_kernels(plan.main.config, self.index)[0], plan.main.decode_grid):
-            plan = Plan(call, multiprocessors, pairs.blocks - 1, after_write)
+        while (clusters := plan.main.unsplit) is not None and not clusters.fit(
+            _kernels(plan.main.config, self.index)[0], plan.main.decode_grid
+        ):
+            plan = Plan(call, multiprocessors, clusters.blocks - 1, after_write)
         self.plan = plan
-        self.reads = {i: Read(call, call.segments[i], part, plan.columns) for i, part in plan.parts.items()}
+        self.reads = {i: Read(call, call.segments[i], part, plan.packed_rows) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
-        self.main, self.others, self.exact = self.reads[plan.merged[0]], plan.merged[1:], plan.exact
+        self.main, self.others, self.exact = self.reads[plan.combined[0]], plan.combined[1:], plan.exact
         if self.exact is not None:
             exact, main = call.segments[self.exact], self.main.arguments
             main.exact_page_stride, main.exact_head_stride = exact.k.base.stride(0), exact.k.base.stride(1)
@@ -284,19 +269,19 @@ class Prepared:
         for place, i in enumerate(self.others):
             self.main.arguments.other_resident[place] = plan.parts[i].resident
             self.main.arguments.other_workers[place] = plan.parts[i].config.workers
-            self.main.arguments.other_pair_pieces[place] = plan.parts[i].pair_pieces
-        if pairs is not None:
-            self.launches = [Launch(kernels[plan.merged[0]][0], plan.main.decode_grid, self.main.arguments, pairs.blocks)]
+            self.main.arguments.other_partial_slots[place] = plan.parts[i].partial_slots
+        if clusters is not None:
+            self.launches = [Launch(kernels[plan.combined[0]][0], plan.main.decode_grid, self.main.arguments, clusters.blocks)]
             return
         self.launches = [Launch(kernels[i][0], plan.parts[i].decode_grid, self.reads[i].arguments) for i in plan.launched]
-        self.launches.append(Launch(kernels[plan.merged[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
+        self.launches.append(Launch(kernels[plan.combined[0]][1 + plan.by_blocks], plan.combine_grid, self.main.arguments))
 
     @cached_property
     def after_write(self) -> Prepared | None:
         """The same for calls right behind a write, with nothing launched between them, of which `write.Prepared.starts_next` is true and
         which stores the rows of the queries' own tokens, at most: only who reads those waits for it. None where all wait."""
         configs = [part.config for part in self.plan.parts.values()]
-        follows = AFTER_WRITE and len(configs) == 1 and self.exact is None and configs[0].team == 1 and not configs[0].invariant
+        follows = len(configs) == 1 and self.exact is None and configs[0].worker_warps == 1 and not configs[0].invariant
         return Prepared(self.first, after_write=True) if follows and self.first is not None else None
 
     def __call__(self, call: AttendCall) -> None:
@@ -324,7 +309,7 @@ class Prepared:
                 main.sinks, main.sinks_stride, main.sinks_type = sinks.data_ptr(), sinks.stride(0), launch.SINK_TYPES[sinks.dtype]
             for place, i in enumerate(self.others):
                 other = self.reads[i].arguments
-                main.other_pieces[place] = other.pieces
+                main.other_partials[place] = other.partials
                 main.other_starts[place], main.other_ranges[place] = other.key_start, other.key_range
             for each in self.launches:
                 each(stream)
@@ -334,60 +319,8 @@ class Prepared:
         if segment.maps.k is not None or segment.maps.v is not None:
             raise ValueError("segments: maps where the call that was prepared had none")
         a.exact_pages, a.exact_table = segment.k.base.data_ptr(), segment.block_table.data_ptr()
-        a.exact_scale = _scale(call) * segment.k.scale
+        a.exact_scale = scale_of(call) * segment.k.scale
         a.exact_start, a.exact_range = segment.key_start.data_ptr(), None if range_ is None else range_.data_ptr()
-
-
-class Read:
-    """The arguments of the kernels of one segment."""
-
-    def __init__(self, call: AttendCall, segment: Segment, part: Part, columns: int):
-        options = call.options
-        self.key_half, self.begin, self.layer = part.config.key_half, part.scratch_begin, _layer(segment)
-        self.scale = _scale(call)
-        self.arguments = launch.arguments("AttendArguments")(
-            q_token=call.q.stride(0),
-            q_head=call.q.stride(1),
-            page_stride=segment.k.base.stride(0),
-            table_width=segment.block_table.shape[1],
-            table_stride=segment.block_table.stride(0),
-            sequences=call.batch.num_seqs,
-            window=max(window_size(options)),
-            chunk_lookback=options.chunk_lookback,
-            resident=part.resident,
-            pair_pieces=part.pair_pieces,
-            pair_blocks=part.pairs.blocks if part.pairs else 0,
-            pair_warps=part.pairs.warps if part.pairs else 0,
-            all_columns=columns,
-            softcap=options.softcap * launch.LOG2E,
-        )
-        self.take_maps(segment)
-
-    def fill(self, call: AttendCall, segment: Segment, q: int, scratch: int) -> None:
-        """The addresses of a call, and its maps and scales where they are others."""
-        if segment.maps.k is not self.maps.k or segment.maps.v is not self.maps.v or self.scales != (segment.k.scale, segment.v.scale):
-            self.take_maps(segment)
-        a, batch, start, range_ = self.arguments, call.batch, segment.key_start, segment.key_range
-        a.q, a.pages, a.block_table = q, segment.k.base.data_ptr(), segment.block_table.data_ptr()
-        a.seq_lens, a.cu_queries = batch.seq_lens.data_ptr(), batch.cu_seqlens_q.data_ptr()
-        a.key_start, a.key_range = None if start is None else start.data_ptr(), None if range_ is None else range_.data_ptr()
-        a.pieces = scratch + self.begin
-
-    def take_maps(self, segment: Segment) -> None:
-        """Point the arguments at a segment's maps, times its per-tensor scales. ValueError where they are of another kind than those
-        prepared for."""
-        if _layer(segment) != self.layer:
-            raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
-        maps, a = segment.maps, self.arguments
-        key_map, value_map = map_of(maps.k, self.key_half) or NO_MAP, map_of(maps.v, None) or NO_MAP
-        offsets = offsets_of(maps.k, self.key_half)
-        self.scales = k_scale, v_scale = segment.k.scale, segment.v.scale
-        a.key_map, a.key_map_stride, a.scale = key_map.address, key_map.head_stride, self.scale * key_map.gain * k_scale
-        a.value_map, a.value_map_stride, a.value_gain = value_map.address, value_map.head_stride, value_map.gain * v_scale
-        if offsets is not None:
-            a.key_offset, a.offset_stride = offsets.data.data_ptr(), offsets.head_stride
-            a.offset_groups, a.offset_gain = offsets.groups, offsets.gain / k_scale  # what an offset is not divided by
-        self.maps, self.operands = maps, (key_map, value_map, offsets)  # alive while their addresses are here
 
 
 _PREPARED = launch.ByShape(_shape, Prepared)

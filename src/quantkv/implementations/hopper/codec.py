@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class HopperCodec:
     """A codec for the Hopper kernels. The snippet is included after `encode.cuh`, which says, with `unpack.cuh`, what the struct has.
 
     source: file of the snippet. type: name of the struct in it.
-    keys, values, written: what it has code for. searched: rows are written by `search.cu`.
+    keys, values, written: what it has code for. writer: loads the class of the configurations of a kernel
+    of its own that writes its rows, where `write.cu` and `round.cu` have no code: as `write.round.RoundConfig`.
     half: the two dimensions of a key that share a register are so far apart (`HALF`).
     odd_unit: odd registers of a key are worth so much more than even ones (`ODD_UNIT`).
     table_bytes: of the table in shared memory that keys are read by. values_by_table: so are values.
@@ -29,7 +31,7 @@ class HopperCodec:
     keys: bool = True
     values: bool = True
     written: bool = True
-    searched: bool = False
+    writer: Callable[[], Any] | None = None
     half: int = 1
     odd_unit: float = 1.0
     table_bytes: int = 0

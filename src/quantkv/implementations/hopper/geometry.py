@@ -6,15 +6,14 @@ import torch
 
 from ...calls import Segment
 from ...format import Codec, Format
-from .records import pages_of, unsuitable
+from .host.records import pages_of, unsuitable
 
-WIDER = True  # than head sizes of 64, 128 and 256, of keys and values alike, codes of 64 dimensions in whole words, pages of 16 and more
 HEAD_SIZES = (*range(48, 257, 16), 512)
-CHOSEN_BY_ERRORS = (64, 128, 256)  # head sizes of rows that are searched, or rounded in a metric, K and V alike
-FOR_TEAMS = 256  # the largest head size, of keys and of values, that four warps of many.cu share: their registers have no room for more
+CHOSEN_BY_ERRORS = (64, 128, 256)  # head sizes of rows that a kernel of their codec writes, or that are rounded by a Hessian, K and V alike
+# the largest head size, of keys and of values, that four warps of decode_wgmma.cu share: their registers have no room for more
+FOR_WGMMA = 256
 READ_PAGES = (8, 16, 32, 64, 128)  # tokens
 WRITTEN_PAGES = range(8, 1025, 8)
-TENSOR_SCALES = True  # rows that are read may have a scale of the whole layer, and none of their own
 
 
 def unreadable_segment(segment: Segment, D: int, dtype: torch.dtype) -> str | None:
@@ -25,8 +24,6 @@ def unreadable_segment(segment: Segment, D: int, dtype: torch.dtype) -> str | No
             return f"format {fmt.name}: {name} of {codec.name} have no code for Hopper"
         if codec.code_dtype == torch.bfloat16 != dtype:
             return f"format {fmt.name}: {name} of {codec.name} need queries of it, and q.dtype is {dtype}"
-    if not TENSOR_SCALES and (k.scale != 1.0 or v.scale != 1.0 or any(c.hopper().per_tensor for c in (fmt.k, fmt.v))):
-        return f"format {fmt.name}, per-tensor scales {k.scale}, {v.scale}: rows with scales of their own, and 1, are needed"
     if reason := unreadable(fmt, D, segment.head_size_v, block_size):
         return reason
     pages = pages_of(k, v)
@@ -48,27 +45,26 @@ def unreadable_segment(segment: Segment, D: int, dtype: torch.dtype) -> str | No
 
 def unreadable(fmt: Format, head_size: int, head_size_v: int, block_size: int) -> str | None:
     """Why no Hopper GPU reads such rows of such pages; None where it does."""
-    if block_size not in READ_PAGES or not (WIDER or block_size > 8):
-        return f"block_size {block_size}: one of {', '.join(map(str, READ_PAGES if WIDER else READ_PAGES[1:]))}"
-    odd = any(16 % codec.row.code_bits for codec in (fmt.k, fmt.v))
-    if not WIDER and (head_size not in CHOSEN_BY_ERRORS or head_size_v != head_size or (head_size == 64 and odd)):
-        return f"head sizes {head_size}, {head_size_v}: both 64 (with 2, 4, 8 or 16 bits), 128 or 256"
+    if block_size not in READ_PAGES:
+        return f"block_size {block_size}: one of {', '.join(map(str, READ_PAGES))}"
     return _other_head_sizes(fmt.k, head_size) or _other_head_sizes(fmt.v, head_size_v, "head_size_v")
 
 
 def unwritable(fmt: Format, head_size: int, head_size_v: int, block_size: int, by_errors: bool) -> str | None:
-    """Why no Hopper GPU writes such rows; None where it does. by_errors: codes of one side are searched, or rounded in a metric."""
+    """Why no Hopper GPU writes such rows; None where it does. by_errors: rows of one side are written by a kernel of their codec, or
+    rounded by a Hessian."""
     if block_size not in WRITTEN_PAGES:
         return f"block_size {block_size}: a multiple of {WRITTEN_PAGES.step} up to {WRITTEN_PAGES[-1]}"
-    if (by_errors or not WIDER) and (head_size not in CHOSEN_BY_ERRORS or head_size_v != head_size):
+    if by_errors and (head_size not in CHOSEN_BY_ERRORS or head_size_v != head_size):
         sizes = ", ".join(map(str, CHOSEN_BY_ERRORS))
-        return f"head_size {head_size}, head_size_v {head_size_v}: both one of {sizes} where codes are searched or rounded in a metric"
+        return f"head_size {head_size}, head_size_v {head_size_v}: both one of {sizes} where rows are trellis-coded or rounded by a Hessian"
     return _other_head_sizes(fmt.k, head_size) or _other_head_sizes(fmt.v, head_size_v, "head_size_v")
 
 
-def is_for_teams(value: Codec, head_size: int, head_size_v: int) -> bool:
-    """Whether many.cu has code for such rows; decode.cu has it for all that are read. Of a table's codes a warp takes at least four."""
-    return max(head_size, head_size_v) <= FOR_TEAMS and (head_size_v >= 128 or not value.hopper().values_by_table)
+def is_for_wgmma(value: Codec, head_size: int, head_size_v: int) -> bool:
+    """Whether decode_wgmma.cu has code for such rows; decode.cu has it for all that are read. Of a table's codes a warp takes at least
+    four."""
+    return max(head_size, head_size_v) <= FOR_WGMMA and (head_size_v >= 128 or not value.hopper().values_by_table)
 
 
 def _other_head_sizes(codec: Codec, head_size: int, argument: str = "head_size") -> str | None:

@@ -198,9 +198,8 @@ def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Laun
     factor = 1.0 if matrix is None else segments[0].v.scale * segments[0].maps.v.operands.inverse_factor
     rows = 1 if call.options.batch_invariant else None
     heads, scale = segments[0].k.codes.shape[2], call.options.output_scale
-    launches.append(
-        combine_launch(part, out, lse, heads, matrix, mapped_splits, factor, segments[-1].v.scale, sinks, scale, rows, plan.target)
-    )
+    combining = Combining(out, lse, heads, matrix, mapped_splits, factor, segments[-1].v.scale, sinks, scale, rows)
+    launches.append(combine_launch(part, combining, plan.target))
     for made in launches:
         made()
     return launches
@@ -252,44 +251,50 @@ def _attend_launch(
     return launch.Launch(attend_kernel, (plan.blocks * s.k.codes.shape[2], count), arguments, options, ATTEND_PLACES)
 
 
-def combine_launch(
-    part: Partials,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    num_kv_heads: int,
-    matrix: torch.Tensor | None,
-    mapped_splits: int,
-    mapped_factor: float,
-    plain_factor: float,
-    sinks: torch.Tensor | None,
-    output_scale: float | None,
-    rows: int | None,
-    target: Target,
-) -> launch.Launch:
-    """Merges partials into out and lse: the first mapped_splits of them through the matrix, times mapped_factor, the others times
-    plain_factor. rows: of a program; None: by the number of rows."""
+@dataclass(frozen=True)
+class Combining:
+    """What partials are combined into, and how: the first mapped_splits of them through the matrix, times mapped_factor, the others times
+    plain_factor. out: `[M, HQ, D]`; lse: `[M, HQ]`. rows: of a program; None: by the number of rows."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    num_kv_heads: int
+    matrix: torch.Tensor | None
+    mapped_splits: int
+    mapped_factor: float
+    plain_factor: float
+    sinks: torch.Tensor | None = None
+    output_scale: float | None = None
+    rows: int | None = None
+
+
+def combine_launch(part: Partials, into: Combining, target: Target) -> launch.Launch:
+    """The launch of the combine kernel."""
     tokens, num_heads, splits, head_size = part.out.shape
-    group = num_heads // num_kv_heads
-    rows = rows or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
+    group = num_heads // into.num_kv_heads
+    out, lse, output_scale = into.out, into.lse, into.output_scale
+    rows = into.rows or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
     arguments = {
         "part": part.out,
         "lse": part.lse,
         "out": launch.rows_view(out if output_scale is None else out.view(torch.uint8)),
         "out_lse": RowsView(None, 0, 0) if lse is None else launch.rows_view(lse),
-        "v_map": MapView() if matrix is None else launch.map_view(matrix),
-        "sinks": sinks,
+        "v_map": MapView() if into.matrix is None else launch.map_view(into.matrix),
+        "sinks": into.sinks,
         "num_rows": tokens * group,
         "splits": splits,
-        "mapped_splits": mapped_splits,
-        "mapped_factor": mapped_factor,
-        "plain_factor": plain_factor,
+        "mapped_splits": into.mapped_splits,
+        "mapped_factor": into.mapped_factor,
+        "plain_factor": into.plain_factor,
         "output_scale": output_scale or 1.0,
         "GROUP": group,
         "D": head_size,
         "WIDTH": max(16, triton.next_power_of_2(head_size)),
         "ROWS": rows,
-        "MAPPED": mapped_splits > 0,
-        "PLAIN": mapped_splits < splits,
+        "MAPPED": into.mapped_splits > 0,
+        "PLAIN": into.mapped_splits < splits,
         "PRECISION": target.precision,
     }
-    return launch.Launch(combine_kernel, (triton.cdiv(tokens * group, rows), num_kv_heads), arguments, {"num_warps": 4}, COMBINE_PLACES)
+    return launch.Launch(
+        combine_kernel, (triton.cdiv(tokens * group, rows), into.num_kv_heads), arguments, {"num_warps": 4}, COMBINE_PLACES
+    )

@@ -1,0 +1,1 @@
+"""Decode and verification: the kernels, which configuration suits a call, and how results are combined."""

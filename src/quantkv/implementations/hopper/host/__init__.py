@@ -1,0 +1,1 @@
+"""What the host does for all kernels: compiles, loads and launches them, and lays out what they read."""

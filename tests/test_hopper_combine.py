@@ -1,0 +1,63 @@
+"""The Hopper combine kernels: rows of few and of many, and blocks that take turns at a sequence's packed query rows; their source run on a
+CPU."""
+
+import pytest
+import torch
+
+import hopper_ways
+from hopper_on_cpu import AVAILABLE, Device
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper.decode import combine
+from quantkv.testing import Batch, check
+
+emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def partials(monkeypatch):
+    hopper_ways.split(monkeypatch)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "multiprocessors, kv_heads, lens, by_blocks",
+    [
+        (2, 1, (700,), False),
+        (4, 1, (700,), False),
+        (7, 1, (1000,), False),
+        (15, 2, (2000, 5), False),
+        (20, 1, (2700,), True),
+        (40, 1, (5200,), True),
+    ],
+)
+def test_rows_of_so_many_partials(multiprocessors, kv_heads, lens, by_blocks, monkeypatch, tmp_path):
+    """A warp loads two together, or four, or eight, or has several such batches."""
+    device = Device(monkeypatch, tmp_path, multiprocessors)
+    b = Batch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16)
+    call = b.call(max_query_len=1)
+    plan = hopper.Plan(call, multiprocessors)
+    assert plan.by_blocks == by_blocks and plan.main.decode_grid == (multiprocessors, 1, 1)
+    device.serve(call)
+    check(b, (call.out, call.lse))
+
+
+@emulated
+@pytest.mark.parametrize("name, queries, group, grid", [("int4", (8, 5, 8, 1), 4, (4, 2, 2)), ("bf16", (5, 8, 1, 3), 3, (4, 2, 2))])
+def test_blocks_that_take_turns(name, queries, group, grid, monkeypatch, tmp_path):
+    """A sequence may have packed query rows in each turn, in some, or in the first alone."""
+    monkeypatch.setattr(combine, "BLOCKS", 16)
+    device = Device(monkeypatch, tmp_path, 1)
+    b = Batch.make(name, queries, (90, 33, 40, 20), head_size=64, num_kv_heads=2, group=group, dtype=torch.bfloat16)
+    call = b.call(max_query_len=max(queries))
+    call.out.fill_(float("nan"))
+    assert hopper.Plan(call, 1).combine_grid == grid
+    device.serve(call)
+    check(b, (call.out, call.lse))
+
+
+def test_who_takes_turns(monkeypatch):
+    def grid(multiprocessors, queries=(16, 16), head_size=128, **maps):
+        b = Batch.make("int4", queries, (40, 40), head_size=head_size, num_kv_heads=2, group=4, dtype=torch.bfloat16, **maps)
+        return hopper.Plan(b.call(max_query_len=max(queries)), multiprocessors).combine_grid
+
+    assert grid(8) == (2, 2, 16) and grid(7) == (2, 2, 8) and grid(2) == (2, 2, 4) and grid(1, (1, 1)) == (2, 2, 1)
