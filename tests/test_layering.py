@@ -60,6 +60,7 @@ ALLOWED = {
     "policy": {"policy_file", "calibration", "checks", "exact", "format", "formats", "maps", "tensor_file", "whole_file"},
     "engine": {
         "cache",
+        "calibration",
         "calls",
         "checks",
         "exact",
@@ -93,6 +94,7 @@ ALLOWED = {
         "names",
         "options",
         "policy",
+        "policy_file",
         "reference",
         "shadow",
         "spec",
