@@ -33,6 +33,8 @@ logger = init_logger("vllm.quantkv")
 TOKENS, TOKENS_ON_CPU = 1024, 512  # of the pass
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 IN_MEMORY = ("OffloadingConnector", "CPUOffloadingSpec")  # a connector whose pages end with the engine
+SAME = 2**-6  # relative distance of rows that differ by a factor each, in bfloat16
+TINY = torch.finfo(torch.float32).tiny
 ROTARIES = "vllm.model_executor.layers.rotary_embedding"
 WITHIN_ROTARIES = ("ApplyRotaryEmb",)  # steps of a rotary embedding, which are given parts of rows
 
@@ -101,7 +103,7 @@ class Observer:
                 found = turned["key"]
                 name = id(found.module), key.shape[2], found.dims
                 self.rotaries[name], sums.rotation = found.module, name
-                query, key = (turned[name].before.reshape(rows.shape) for name, rows in (("query", query), ("key", key)))
+                query, key = (turned[name].before for name in ("query", "key"))
         sums.add(query, key)
 
     def forget(self) -> None:
@@ -109,10 +111,14 @@ class Observer:
         self._rotated = []
 
     def _find(self, rows: torch.Tensor) -> Rotated | None:
-        """The call of a rotary embedding that made these rows."""
+        """The call of a rotary embedding that made rows `[T, H, D]`; its rows before are scaled as these were afterwards (Llama 4 norms
+        rows after their rotation, and scales queries by position)."""
         for call in reversed(self._rotated):
-            if call.after.numel() == rows.numel() and torch.equal(call.after.reshape(rows.shape), rows):
-                return call
+            if call.after.numel() == rows.numel():
+                before, after, given = (t.reshape(rows.shape).float() for t in (call.before, call.after, rows))
+                scale = (given * after).sum(2, keepdim=True) / after.square().sum(2, keepdim=True).clamp(min=TINY)
+                if (given - scale * after).norm() <= SAME * given.norm():
+                    return call._replace(before=before * scale)
         return None
 
     def moments(self, limit: int, dtype: torch.dtype) -> dict[int, Any]:
