@@ -7,13 +7,13 @@ import prompts
 import pytest
 import tiny_models
 import torch
-from test_exact import PREFIX, differences
 from test_smollm2 import BOUNDS, TIGHT, TOKENS
 from transformers import AutoModelForCausalLM
 
 from quantkv.calibration import Calibration
 from quantkv.integrations.sample_tokens import sample_tokens
 from quantkv.integrations.transformers import calibrate
+from test_exact import PREFIX, differences
 
 LIMIT = 256  # positions: so few that moments are averaged over all of them
 ARGUMENTS = {"skip_tokenizer_init": True, "max_model_len": LIMIT}
