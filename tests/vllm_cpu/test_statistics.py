@@ -90,6 +90,13 @@ def test_models_without_rotations_have_one_key_mean(tmp_path):
     assert [tuple(layer.key_offset.shape) for layer in Calibration.load(file).layers.values()] == [(1, 4, 32)] * 2
 
 
+def test_layers_at_16_bits_are_not_measured(tmp_path):
+    folder = tiny_models.write("llama", tmp_path / "model")
+    report = engine.run(folder, "quantkv_4bit", PROMPTS, kv_cache_dtype_skip_layers=["0"], **ARGUMENTS)
+    assert report.error == "" and report.formats == ["fp32", "levels4"]
+    assert "key means and Hessians of 1 layers" in report.log
+
+
 def test_two_ranks_measure_their_own_heads(tmp_path):
     folder = tiny_models.write("biases", tmp_path / "model")
     arguments = {"tokens": 8, "scored": True, "max_num_batched_tokens": 64, **ARGUMENTS}

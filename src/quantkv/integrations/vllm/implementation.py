@@ -284,10 +284,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def _observed(self, layer, query, key, value, output):
         """Attention of the pass that measures the model, over its own rows; layers without keys of their own attend to the owner's."""
+        self.observer.see(layer, self, query, key)
         if self.owner is None:
-            self.observer.see(layer, self, query, key)
             self.seen = key.clone(), value.clone()
-        else:
-            self.observer.forget()
         key, value = (self.owner or self).seen
         return output.copy_(causal_attention(self.attention, query, key, value))

@@ -91,9 +91,13 @@ class Observer:
             self._rotated.append(Rotated(module, before, after.clone(), positions.ndim))
 
     def see(self, layer: torch.nn.Module, impl: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-        """`query [T, HQ, D]` and `key [T, HK, D]` of a layer with pages of its own, as they are attended to."""
-        number = extract_layer_index(layer.layer_name)
-        sums, rotated = self.layers.setdefault(number, LayerSums()), self._rotated
+        """`query [T, HQ, D]` and `key [T, HK, D]` of a layer, as they are attended to. A layer that reads another's pages, or whose rows are
+        stored as they are, is left out."""
+        rotated = self._rotated
+        if impl.owner is not None or not impl.wants_statistics:
+            self._rotated = []
+            return
+        sums = self.layers.setdefault(impl.number, LayerSums())
         turned = {name: self._find(rows) for name, rows in (("query", query), ("key", key))}
         self._rotated = []
         if rotated:
@@ -105,10 +109,6 @@ class Observer:
                 self.rotaries[name], sums.rotation = found.module, name
                 query, key = (turned[name].before for name in ("query", "key"))
         sums.add(query, key)
-
-    def forget(self) -> None:
-        """Drop rows of a layer without pages of its own."""
-        self._rotated = []
 
     def _find(self, rows: torch.Tensor) -> Rotated | None:
         """The call of a rotary embedding that made rows `[T, H, D]`; its rows before are scaled as these were afterwards (Llama 4 norms
