@@ -72,7 +72,6 @@ def test_large_key_biases_are_not_stored(tmp_path, name, stored):
     preset = scores(engine.run(folder, f"quantkv_{name}", PROMPTS, scored=True, **ARGUMENTS))
     without = scores(engine.run(folder, "quantkv_policy", PROMPTS, scored=True, **ARGUMENTS, **off))
     lost, before = ((found - plain).abs().mean() for found in (preset, without))
-    print(lost, before)
     assert 0 < lost < before / 2  # at 4 bits the greater loss ends where a row says nothing
 
 
@@ -104,9 +103,7 @@ def test_two_ranks_measure_their_own_heads(tmp_path):
     one = scores(engine.run(folder, "quantkv_4bit", PROMPTS, **arguments))
     report = engine.run(folder, "quantkv_4bit", PROMPTS, **arguments, **TWO)
     lost = (one - plain).abs().mean()
-    print(lost, (scores(report) - one).abs().mean())
-    assert lost > 0
-    assert (scores(report) - plain).abs().mean() < 1.5 * lost
+    assert (scores(report) - one).abs().mean() < lost / 4  # a sum over ranks is rounded otherwise
     assert report.log.count("key means and Hessians of 2 layers") == 2
 
 
@@ -154,5 +151,4 @@ def test_rows_written_again_mean_the_same(smollm2, arguments):
     assert (sum(found.answers[-1].cached) > 300) == (arguments is PREFIX)
     assert "key means and Hessians of 30 layers (512 tokens of text)" in whole.log
     off = differences(found, whole)
-    print(off.mean())
     assert len(off) > TOKENS * len(asked) / 2 and off.mean() < BOUNDS["int4"] / 2

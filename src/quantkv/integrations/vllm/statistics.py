@@ -91,8 +91,8 @@ class Observer:
             self._rotated.append(Rotated(module, before, after.clone(), positions.ndim))
 
     def see(self, layer: torch.nn.Module, impl: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-        """`query [T, HQ, D]` and `key [T, HK, D]` of a layer, as they are attended to. A layer that reads another's pages, or whose rows are
-        stored as they are, is left out."""
+        """`query [T, HQ, D]` and `key [T, HK, D]` of a layer, as they are attended to. Left out are layers that read another's pages, and
+        layers whose rows are stored as they are."""
         rotated = self._rotated
         if impl.owner is not None or not impl.wants_statistics:
             self._rotated = []
