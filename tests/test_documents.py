@@ -147,7 +147,7 @@ def check_vllm(arguments: list[str]) -> None:
     """vLLM is not installed here; tests/vllm_cpu starts it. What is ours of its options is checked."""
     options = dict(pairwise(arguments))
     kind = options.get("--kv-cache-dtype")
-    assert kind is None or kind == plugin.POLICY or kind in plugin.names(), kind
+    assert kind is None or kind == plugin.POLICY or kind in {**plugin.presets(), **plugin.names()}, kind
     assert json.loads(options.get("--additional-config", "{}")).keys() <= {plugin.POLICY_OPTION}
 
 

@@ -61,6 +61,7 @@ ALLOWED = {
     "policy": {"policy_file", "calibration", "checks", "exact", "format", "formats", "maps", "tensor_file", "whole_file"},
     "engine": {
         "cache",
+        "calibration",
         "calls",
         "checks",
         "exact",

@@ -214,7 +214,7 @@ def test_what_vllm_calls_by_other_means_is_there():
 
 
 def test_types_are_known():
-    for name in (*plug_in.names(), plug_in.POLICY):
+    for name in (*plug_in.presets(), *plug_in.names(), plug_in.POLICY):
         assert get_kv_cache_dtype_handler(name).torch_dtype() == torch.uint8
         assert QuantKVBackend.supports_kv_cache_dtype(name)
     assert not QuantKVBackend.supports_kv_cache_dtype("fp8")

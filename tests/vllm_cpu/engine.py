@@ -48,6 +48,7 @@ class Report:
     served: dict[str, Any] = field(default_factory=dict)
 
 
+MEASURED = "MEASURED"  # of the environment: the file that takes what the engine has measured of its model
 COMMON = {
     "max_model_len": 512,
     "dtype": "float32",
@@ -129,6 +130,8 @@ def _report(
     config = scheduler.kv_cache_config
     context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     layers = [layer for layer in context.values() if hasattr(layer, "impl")]
+    if MEASURED in environment:
+        layers[0].impl.measured.save(environment[MEASURED])
     preempted = _count(scheduler, "_preempt_request")
     plug_in.calls.clear()
     sampling = SamplingParams(

@@ -22,9 +22,11 @@ SIZES = {
     "eos_token_id": 2,
 }
 WINDOW = 20
+LARGE_BIAS = 30.0  # as Qwen2.5's: what 4 bits leave of a key then says nothing
 CHUNK = 32  # tokens that see each other and nothing before them, in some layers of Llama 4
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "biases": ("Qwen2", {"hidden_size": 256}),  # of its keys, which are large
     "window": ("Mistral", {"sliding_window": WINDOW}),
     "softcap": ("Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
     "sinks": ("GptOss", {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
@@ -75,6 +77,8 @@ def write(family: str, folder: Path) -> str:
         for key, parameter in model.named_parameters():
             if key.endswith("sinks"):
                 parameter.normal_(0, 2)
+            if key.endswith("k_proj.bias"):
+                parameter.zero_().view(-1, 2, 32)[:, :, -8:].normal_(0, LARGE_BIAS)  # [head, half, frequency]: where rotations are slow
     model.save_pretrained(folder)
     if family == "scales":
         _add_scales(folder)

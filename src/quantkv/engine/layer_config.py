@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..calibration import Calibration
 from ..checks import ROW_DTYPES
 from ..exact import ExactTokens
 from ..format import Format
@@ -75,6 +76,12 @@ class LayerConfig:
         fmt, maps = policy.of(number, dtype), policy.maps_of(number)
         maps = maps if whole is None else shard.maps(maps, whole, heads.num_kv_heads)
         return cls(fmt, maps, exact_tokens(policy.exact, by_position, fmt))
+
+    def with_calibration(self, calibration: Calibration, number: int) -> LayerConfig:
+        """The same with the maps of layer `number` of a calibration of this rank's heads, on the sides that have no map of their own."""
+        made, own = calibration.maps(number, self.format), self.maps
+        k, v = made.k if own.k is None else own.k, made.v if own.v is None else own.v
+        return replace(self, maps=LayerMaps(k, v, made.calibration))
 
     def with_format(self, fmt: Format, tokens: ExactTokens | None) -> LayerConfig:
         """The same in another format, where the layer's kind keeps `tokens` at full precision."""

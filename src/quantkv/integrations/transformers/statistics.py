@@ -11,17 +11,17 @@ import logging
 import time
 import weakref
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ... import weights, whole_file
-from ...calibration import MIN_TOKENS, Calibration
+from ...calibration import Calibration
 from ...policy import Policy
+from ..sample_tokens import sample_tokens
 from .calibrate import calibrate
 from .config import geometry_of, max_positions
 
@@ -104,18 +104,7 @@ def _ids(model: PreTrainedModel) -> tuple[torch.Tensor, str]:
     config = model.config.get_text_config(decoder=True)
     count = TOKENS_ON_CPU if model.device.type == "cpu" else TOKENS
     context = min(max_positions(model.config) or count, count)
-    ids, source = None, f"{count} tokens at random: no tokenizer of it is here"
-    if config.name_or_path or model.config.name_or_path:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                model.config.name_or_path or config.name_or_path, local_files_only=True, trust_remote_code=False
-            )
-            text = resources.files("quantkv").joinpath("sample_text.txt").read_text("utf-8")
-            ids, source = tokenizer(text, return_tensors="pt").input_ids[:, :count], f"{count} tokens of text"
-        except Exception as error:  # whatever a tokenizer's files do; random tokens serve nearly as well
-            log.info("quantkv: no tokenizer of %s: %s", model.config.name_or_path, error)
-    if ids is None or ids.numel() < MIN_TOKENS or int(ids.max()) >= config.vocab_size:
-        ids = torch.randint(config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0), device="cpu")
+    ids, source = sample_tokens(model.config.name_or_path or config.name_or_path, config.vocab_size, count)
     contexts = max(ids.shape[1] // context, 1)
     return ids[:, : contexts * context].view(contexts, -1), source
 

@@ -12,6 +12,7 @@ from collections import Counter
 from itertools import permutations
 
 from ...format import available_formats, get_format
+from ...policy_file import PRESETS
 
 PREFIX = "quantkv_"  # of the names that --kv-cache-dtype takes: quantkv_int4, quantkv_k8v4, ..
 POLICY = PREFIX + "policy"  # formats by layer, from the file that --additional-config names
@@ -34,6 +35,11 @@ def names() -> dict[str, str]:
     single = [*available_formats(), "none"]
     halves = [name for name in single if (fmt := get_format(name)).k.name == fmt.v.name]
     return {PREFIX + name: name for name in (*single, *(f"{k}/{v}" for k, v in permutations(halves, 2)))}
+
+
+def presets() -> dict[str, str]:
+    """What --kv-cache-dtype takes -> the preset, a policy by bits."""
+    return {PREFIX + name: name for name in PRESETS}
 
 
 def asked_type(kv_cache_dtype: str) -> str:
@@ -72,7 +78,7 @@ def register() -> None:
     from .connectors import name_page_types
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    for name in (*names(), POLICY):
+    for name in (*presets(), *names(), POLICY):
         make_known(name)
     name_page_types()
     if current_platform.is_cpu():

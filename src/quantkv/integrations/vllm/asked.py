@@ -11,7 +11,13 @@ from huggingface_hub import snapshot_download
 from ... import weights
 from ...policy import Policy
 from ...policy_file import check_prompt
-from . import POLICY, POLICY_OPTION, PROMPT_OPTION, asked_type
+from . import POLICY, POLICY_OPTION, PROMPT_OPTION, asked_type, presets
+
+
+@cache
+def preset(name: str) -> Policy:
+    """The policy of a preset, one object in each process."""
+    return Policy.given(name)
 
 
 @cache
@@ -21,11 +27,17 @@ def read_policy(path: str) -> Policy:
 
 
 def policy_of(config: Any) -> Policy | None:
-    """The policy that a vLLM configuration asks for. ValueError where it names a file and another type, or this type and no file."""
+    """The policy of a file or a preset that a vLLM configuration asks for.
+
+    ValueError where it names a file and another type, or this type and no file.
+    """
     path, asked = _options(config).get(POLICY_OPTION), asked_type(config.cache_config.cache_dtype) == POLICY
     if asked != (path is not None):
         needed = f"--kv-cache-dtype {POLICY} and --additional-config '{{\"{POLICY_OPTION}\": FILE}}' need each other"
         raise ValueError(f"kv_cache_dtype={config.cache_config.cache_dtype!r}, {POLICY_OPTION}={path!r}: {needed}")
+    name = presets().get(asked_type(config.cache_config.cache_dtype))
+    if name is not None:
+        return preset(name)
     return read_policy(path) if asked else None
 
 

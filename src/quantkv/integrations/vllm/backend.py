@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ... import vllm_pages
 from ...format import Format
 from ...formats import get_format
+from ...policy_file import PRESETS
 from ...spec import CacheSpec
 from . import POLICY, PREFIX, asked_type
 
@@ -23,8 +24,9 @@ CHUNKS = "ChunkedLocalAttention_"  # how vLLM names the class that it derives fr
 
 
 def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:
-    """The format of a vLLM type name; dtype: what the model computes in. ValueError for one that is none."""
-    return get_format("none" if kv_cache_dtype in UNQUANTIZED else asked_type(kv_cache_dtype).removeprefix(PREFIX), dtype)
+    """The format that a vLLM type name or a preset stores; dtype: what the model computes in. ValueError for one that is none."""
+    name = "none" if kv_cache_dtype in UNQUANTIZED else asked_type(kv_cache_dtype).removeprefix(PREFIX)
+    return get_format(PRESETS[name]["format"] if name in PRESETS else name, dtype)
 
 
 def token_bytes(spec: CacheSpec) -> int:

@@ -20,9 +20,11 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ...cache import PagedCache
+from ...calibration import Calibration
 from ...engine.layer import LayerAttention, PagedLayer
 from ...engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ...engine.layer_config import LayerConfig, Shard
+from ...engine.observed import causal_attention
 from ...engine.warm_up import StepLimits, claim_scratch, warm_up, who_serves
 from ...exact import ExactTokens
 from ...format import Format
@@ -35,6 +37,7 @@ from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_o
 from .connectors import check_connectors
 from .metadata import Metadata
 from .mixed import check_hybrid, warn_of_padding
+from .statistics import check_statistics, measure_before_sizing
 
 logger = init_logger("vllm.quantkv")
 LOAD_AHEAD = ("OffloadingConnector",)  # connectors of which a request waits for its blocks, before a step is made of it
@@ -58,12 +61,19 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     """One layer's attention. How its rows are stored is known once the weights are loaded.
 
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
+    number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
+    seen: keys and values of its own rows in that pass, while it runs.
+    measured: what that pass has measured of this rank's heads.
     """
 
     attention: LayerAttention
     paged: PagedLayer | None = None
     owner: QuantKVImpl | None = None
     lends: bool = False  # whether other layers read its pages, and its rows
+    number: int | None = None
+    observer: Any = None
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None
+    measured: Calibration | None = None
 
     def __init__(
         self,
@@ -97,6 +107,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.policy = policy_of(self.config)
         if self.policy is not None:
             self._check_policy()
+            if self.policy.wants_statistics:
+                check_statistics(self.config, self.policy)
         if not any(isinstance(getattr(layer, "impl", None), QuantKVImpl) for layer in _layers(self.config)):  # once a model
             check_weights(self.config.model_config, self.policy)
             check_hybrid(self.config, self.policy, self.head_size, self.dtype)
@@ -156,7 +168,12 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         if self.policy is None or self.kv_cache_dtype in UNQUANTIZED:
             stored = LayerConfig(format_of(self.kv_cache_dtype, self.dtype))
         else:
-            stored = self._by_policy(extract_layer_index(owner), heads)
+            self.number = extract_layer_index(owner)
+            stored = self._by_policy(self.number, heads)
+            if self.measured is not None:  # weights are loaded again: pages stay what they were
+                stored = stored.with_calibration(self.measured, self.number)
+            if self.policy.wants_statistics:
+                measure_before_sizing(self.config)
         given = getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
         scales = tuple(s if codec.scaled_per_tensor else 1.0 for s, codec in zip(given, (stored.format.k, stored.format.v)))
         if self.paged is None:
@@ -172,6 +189,16 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             block_size, num_seqs = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
             self.paged.reserve_copies(block_size, num_seqs, torch.device(current_platform.device_type))
         layer.attn_backend = QuantKVBackend if self.kv_cache_dtype in UNQUANTIZED else backend_of(stored.format)
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether its rows are to be stored by statistics of the model that are not there yet."""
+        return self.number is not None and self.policy.wants_statistics and self.measured is None
+
+    def take_statistics(self, made: Calibration) -> None:
+        """Store rows by a calibration of this rank's heads from now on. No row may have been stored."""
+        self.measured = made
+        self.paged.config = self.paged.config.with_calibration(made, self.number)
 
     def _by_policy(self, number: int, heads: Heads) -> LayerConfig:
         """What the policy says of a layer, for the kv heads of this rank."""
@@ -249,6 +276,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         """Attention of `query [T, HQ, D]` into `output [T, HQ, D_V]`."""
+        if self.observer is not None:
+            return self._observed(layer, query, key, value, output)
         if attn_metadata is None:  # profiling: claim the scratch that attention will take, so that it is left free
             claim_scratch(query)
             return output.fill_(0)
@@ -270,3 +299,11 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         if self.lends:  # what comes later in a graph may take their memory
             rows = step.lent[id(self)] = {name: t.clone() for name, t in rows.items()}
         return rows
+
+    def _observed(self, layer, query, key, value, output):
+        """Attention of the pass that measures the model, over its own rows; layers without keys of their own attend to the owner's."""
+        self.observer.see(layer, self, query, key)
+        if self.owner is None:
+            self.seen = key.clone(), value.clone()
+        key, value = (self.owner or self).seen
+        return output.copy_(causal_attention(self.attention, query, key, value))

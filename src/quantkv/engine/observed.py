@@ -1,0 +1,136 @@
+"""Statistics of one layer from rows that an engine shows: second moments of its queries and the mean of its keys, before rotation.
+
+Rotations are given as matrices, so an engine's own rotary embedding says what they are: its image of the identity at each position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..calibration import LayerMoments
+from ..maps import OFFSET_BUCKET
+from .layer import LayerAttention
+
+SKIPPED = 8  # tokens at the beginning of a context: their keys are not like others'
+BUCKETS_AT_ONCE = 4  # of positions, whose rotations are matrices in memory
+POSITIONS = 256  # over which second moments are averaged: more change them by less than the text does
+GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, are spread evenly and have no period that a frequency could meet
+LARGEST_HALF = torch.finfo(torch.float16).max
+
+Rotate = Callable[[torch.Tensor], torch.Tensor]  # positions [P] int64 -> [P, D, D]: row i is the rotated unit vector i
+
+
+class LayerSums:
+    """Sums over the rows of one layer on one rank.
+
+    understood: whether the rotation of every key was found. rotation: by which callers know the rotation of its rows; None: none.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.keys, self.moments = 0, 0.0, 0.0
+        self.understood, self.rotation = True, None
+
+    def add(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Rows of one context before rotation: `query [T, HQ, D]`, `key [T, HK, D]`."""
+        query, key = query[SKIPPED:].float(), key[SKIPPED:].float()
+        rows = query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [HK, .., D]
+        self.moments = self.moments + (rows.mT @ rows).double() / (rows.shape[1] // len(key))
+        self.keys = self.keys + key.sum(0).double()
+        self.count += len(key)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Mean key `[HK, D]` float32."""
+        return (self.keys / self.count).float()
+
+    @property
+    def metric(self) -> torch.Tensor:
+        """Second moments of the queries `[HK, D, D]` float32."""
+        return (self.moments / self.count).float()
+
+
+def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor], rotations: dict, limit: int) -> dict[int, LayerMoments]:
+    """`LayerMoments` of layers by number. values: `[HK, D_V, D_V]` of each. rotations: `Rotate` by `LayerSums.rotation`. limit: positions
+    that offsets cover and moments are averaged over."""
+    offsets: dict[int, torch.Tensor | None] = {}
+    metrics = {number: sums.metric for number, sums in layers.items()}
+    for rotation in {sums.rotation for sums in layers.values()}:
+        own = [number for number, sums in layers.items() if sums.rotation == rotation]
+        means = [layers[number].mean for number in own]
+        if rotation is None:
+            offsets |= {number: mean[None] for number, mean in zip(own, means)}
+            continue
+        turned = rotated_means(means, rotations[rotation], limit)
+        offsets |= dict(zip(own, turned))
+        metrics |= dict(zip(own, rotated_moments([metrics[number] for number in own], rotations[rotation], limit)))
+    made = {}
+    for number, sums in layers.items():
+        offset = offsets[number].clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu() if sums.understood else None
+        made[number] = LayerMoments(offset, metrics[number].cpu(), values[number].float().cpu())
+    return made
+
+
+def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
+    """Means `[HK, D]` at every position below limit, averaged over buckets: `[buckets, HK, D]` of each."""
+    parts, step, device = [], BUCKETS_AT_ONCE * OFFSET_BUCKET, means[0].device
+    stacked, heads = torch.cat(means), [len(mean) for mean in means]
+    for start in range(0, limit, step):
+        positions = torch.arange(start, min(start + step, -(-limit // OFFSET_BUCKET) * OFFSET_BUCKET), device=device)
+        matrices = rotate(positions.clamp(max=limit - 1)).float().unflatten(0, (-1, OFFSET_BUCKET)).mean(1)
+        parts.append(torch.einsum("hd,bde->bhe", stacked, matrices))
+    return list(torch.cat(parts).split(heads, 1))
+
+
+def rotated_moments(metrics: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
+    """Second moments `[HK, D, D]`, averaged over positions below limit: over all of them, or over 256 that are spread evenly."""
+    device = metrics[0].device
+    places = torch.arange(min(limit, POSITIONS), device=device)
+    if limit > POSITIONS:
+        places = ((places.double() + 0.5) * GOLDEN % 1 * limit).long()
+    matrices = rotate(places).float()
+    flat, made = matrices.flatten(0, 1), []
+    for metric in metrics:
+        heads = [flat.mT @ (head @ matrices).flatten(0, 1) / len(places) for head in metric]
+        made.append(torch.stack(heads))
+    return made
+
+
+def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention of one whole sequence over its own rows, in float32: `query [T, HQ, D]`, `key [T, HK, D]`, `value [T, HK, D_V]` ->
+    `[T, HQ, D_V]`. Windows, chunks, softcap, sinks and ALiBi slopes are as `attention` says."""
+    options, tokens, heads = attention.options, len(query), key.shape[1]
+    at = torch.arange(tokens, device=query.device)
+    distance = at[:, None] - at
+    unseen = distance < 0
+    if options.window and options.chunk_lookback >= 0:
+        chunks = at // (options.window // (options.chunk_lookback + 1))
+        unseen |= chunks[:, None] - chunks > options.chunk_lookback
+    elif options.window:
+        unseen |= distance >= options.window
+    extra = {name: t.float().view(heads, -1, 1, 1) for name, t in attention.tensors(query.device).items()}
+    scale = attention.scale or query.shape[2] ** -0.5
+    out = []
+    for head, rows in enumerate(query.float().unflatten(1, (heads, -1)).unbind(1)):  # [T, G, D]
+        score = rows.transpose(0, 1) @ key[:, head].float().mT * scale  # [G, T, T]
+        if options.softcap:
+            score = torch.tanh(score / options.softcap) * options.softcap
+        if "alibi_slopes" in extra:
+            score = score - extra["alibi_slopes"][head] * distance
+        score = score.masked_fill(unseen, -math.inf)
+        if "sinks" in extra:
+            score = torch.cat([score, extra["sinks"][head].expand(-1, tokens, 1)], 2)
+        out.append((score.softmax(2)[..., :tokens] @ value[:, head].float()).transpose(0, 1))
+    return torch.cat(out, 1).to(query.dtype)
+
+
+def projection_moments(weights: Iterable[torch.Tensor], heads: int, size: int, num_heads: int) -> torch.Tensor | None:
+    """`[HK, D_V, D_V]`: second moments of the columns of the first weight `[hidden, HQ * D_V]` that has them; None where none does."""
+    for weight in weights:
+        plain = isinstance(weight, torch.Tensor) and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if plain and weight.ndim == 2 and weight.shape[1] == num_heads * size:
+            columns = weight.detach().float().unflatten(1, (heads, -1, size))
+            return torch.einsum("ohgd,ohge->hde", columns, columns)
+    return None
