@@ -20,9 +20,9 @@ import torch
 from quantkv import PagedCache, get_format
 from quantkv.bench.rivals import flash3_over_pages, load_flash3
 from quantkv.calls import AttendCall, Batch
-from quantkv.implementations.dense import attend as dense
-from quantkv.implementations.dense import backends
 from quantkv.implementations.hopper.attend import scratch_bytes
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends
 from quantkv.prepared import prepare_attend, prepare_write
 
 HEADS, KV_HEADS, SIZE, BATCH, LENGTH = 32, 8, 128, 8, 256
@@ -48,18 +48,18 @@ def host_us(call) -> float:
 
 def of_prompts(cache: PagedCache, table: torch.Tensor) -> dict[str, float]:
     """By each dense kernel: all prompts as one call, and the longest alone."""
-    found, usual = {}, dense.KEPT
+    found, usual = {}, prefill.KEPT
     for what, lengths in (("prompts", PROMPTS), ("one prompt", PROMPTS[-1:])):
         starts = torch.tensor([0, *[queries for queries, _ in lengths]], device="cuda").cumsum(0).int()
         lens = torch.tensor([keys for _, keys in lengths], device="cuda").int()
         q = torch.randn(int(starts[-1]), HEADS, SIZE, dtype=torch.bfloat16, device="cuda")
         call = AttendCall(q, (cache.segment(table[: len(lengths)]),), Batch(starts, lens, lengths=tuple(lengths)))
         for backend in backends.fitting(q.device, q.dtype, SIZE, SIZE):
-            for dense.KEPT in (True, False):
-                plan = dense.plan(call, backend=backend)
-                mark = "" if dense.KEPT else ", nothing kept"
-                found[f"{what}, {backend}{mark}"] = host_us(lambda plan=plan, call=call: dense.follow(call, plan))
-    dense.KEPT = usual
+            for prefill.KEPT in (True, False):
+                plan = prefill.plan(call, backend=backend)
+                mark = "" if prefill.KEPT else ", nothing kept"
+                found[f"{what}, {backend}{mark}"] = host_us(lambda plan=plan, call=call: prefill.follow(call, plan))
+    prefill.KEPT = usual
     return found
 
 

@@ -36,7 +36,7 @@ OWN_MAPS = "int4+maps"
 FEW = ("int8", "int4", "int2", "tq4")
 FLASH3 = "FlashAttention-3"
 # What is chosen on a Hopper GPU; writes of formats that its kernel does not take are Triton's.
-CHOSEN = {"decode": ("hopper",), "verify": ("hopper",), "step": ("hopper",), "write": ("hopper", "triton"), "prefill": ("dense",)}
+CHOSEN = {"decode": ("hopper",), "verify": ("hopper",), "step": ("hopper",), "write": ("hopper", "triton"), "prefill": ("prefill",)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     python benchmarks/prefill.py [--peers DIR] [--format int4] [--cases NAME ...] [--seconds S] [--json FILE]
     python benchmarks/prefill.py --device cpu --divide 128
 
-For each case, microseconds of quantkv's dense path by every kernel that is here and takes the case (quantkv's own for Hopper;
+For each case, microseconds of quantkv's prefill path by every kernel that is here and takes the case (quantkv's own for Hopper;
 FlashAttention-3; cuDNN by its frontend's package; cuDNN as torch calls it; torch's flash kernel), each as it is cut now and, marked
 "before", with each sequence on its own, one stream and what a context has over as a call of its own, and marked "captured" the first
 kernel's call as a CUDA graph, which has no host work; and by Triton, which served the options before. Times are CUDA events around calls
@@ -32,8 +32,8 @@ from quantkv.bench.run import save_rows
 from quantkv.bench.timing import capture, measure
 from quantkv.calls import AttendCall, Batch
 from quantkv.implementations import refusal
-from quantkv.implementations.dense import attend as dense
-from quantkv.implementations.dense import backends
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends
 from quantkv.options import AttentionOptions
 from quantkv.testing import relative_error
 
@@ -176,8 +176,8 @@ def contestants(problem: Problem) -> dict[str, tuple[Callable[[], Any], PagedCac
 
 def ours(problem: Problem, **how) -> Callable[[], None]:
     call = problem.call(problem.cache)
-    plan = dense.plan(call, **how)
-    return lambda: dense.follow(call, plan)
+    plan = prefill.plan(call, **how)
+    return lambda: prefill.follow(call, plan)
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # compute-sanitizer over every kernel of quantkv's: memcheck, racecheck (every hazard), synccheck, initcheck. Needs a GPU and CUDA's tools.
 # Prints a line for each tool: the reports that name a kernel of ours, which must be 0, and those of others (cuDNN's attention, which
-# "dense" calls). Arguments go to small_run.py. Exit code 1 where a kernel of ours is reported or a result is wrong.
+# "prefill" calls). Arguments go to small_run.py. Exit code 1 where a kernel of ours is reported or a result is wrong.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1
 OURS='(decode|many|combine|combine_one|write|prompt|attend|gather|fold)_kernel'
 log=${OUT:-$(mktemp -d)}/sanitize.log
-run() { python benchmarks/small_run.py --implementation hopper triton dense "$@"; }
+run() { python benchmarks/small_run.py --implementation hopper triton prefill "$@"; }
 run "$@" >"$log.warm" 2>&1 || { tail -20 "$log.warm"; exit 1; } # compiles the kernels, which are kept
 failed=0
 for tool in memcheck racecheck synccheck initcheck; do
   more=(--print-limit 100000); [ $tool = racecheck ] && more+=(--racecheck-report all)
-  # What cuDNN stores by bulk copies, initcheck does not see: "dense", which reads it, would be reported.
-  who="hopper triton dense"; [ $tool = initcheck ] && who="hopper triton"
+  # What cuDNN stores by bulk copies, initcheck does not see: "prefill", which reads it, would be reported.
+  who="hopper triton prefill"; [ $tool = initcheck ] && who="hopper triton"
   # API errors: the CUDA binding asks for entry points that a driver may lack.
   # shellcheck disable=SC2086
   timeout "${SECONDS_EACH:-240}" compute-sanitizer --tool $tool --report-api-errors no "${more[@]}" \

@@ -1,6 +1,6 @@
 """One small run of every kernel in every format, for a checker to watch (benchmarks/sanitize.sh runs all of compute-sanitizer's over it):
 
-    PYTHONPATH=src python benchmarks/small_run.py [--implementation triton hopper dense] [--formats ...]
+    PYTHONPATH=src python benchmarks/small_run.py [--implementation triton hopper prefill] [--formats ...]
 
 Exit code 1 if a result differs from the reference's.
 """
@@ -84,7 +84,7 @@ def beside_exact(call: AttendCall, lens: list[int], rows) -> AttendCall:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--implementation", nargs="+", default=["triton"], help="hopper, dense, triton: each in turn")
+    parser.add_argument("--implementation", nargs="+", default=["triton"], help="hopper, prefill, triton: each in turn")
     parser.add_argument("--formats", nargs="+", default=[*available_formats(), *PAIRS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--head-size", type=int, default=128)

@@ -54,7 +54,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "reads": f"tests/test_reads.py {FACTS} {ATTENTION}",
     "own": "tests/test_own_rows.py",
     "implementations/own": "tests/test_own_rows.py",
-    "implementations/dense/own": "tests/test_own_rows.py tests/test_dense_rounds.py::test_own_rows",
+    "implementations/prefill/own": "tests/test_own_rows.py tests/test_prefill_rounds.py::test_own_rows",
     "implementations/batches": f"tests/test_batches.py {FACTS}",
     "packing": f"{FACTS} {ROWS} {ATTENTION}",
     "formats/int8/__init__": GOLDEN,

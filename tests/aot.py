@@ -13,10 +13,10 @@ from triton.runtime.jit import create_function_from_signature
 import five_bits  # noqa: F401  a format outside the package
 from quantkv import PagedCache, get_format
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
-from quantkv.implementations.dense import triton_steps as prefill
-from quantkv.implementations.dense.plan import CAUSAL, Read, Round
-from quantkv.implementations.dense.steps import Part
 from quantkv.implementations.hopper.host.sass import step
+from quantkv.implementations.prefill import triton_steps as prefill
+from quantkv.implementations.prefill.plan import CAUSAL, Read, Round
+from quantkv.implementations.prefill.steps import Part
 from quantkv.implementations.triton import attend, launch, own, write
 
 TARGETS = {

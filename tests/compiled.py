@@ -7,14 +7,14 @@ import triton.language as tl
 
 from quantkv import implementations
 from quantkv.implementations import batches, own
-from quantkv.implementations.dense import attend as dense
-from quantkv.implementations.dense import backends
-from quantkv.implementations.dense.triton_steps import TritonSteps
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper import prefill
 from quantkv.implementations.hopper import write as hopper_write
 from quantkv.implementations.hopper.decode import warps, wgmma
 from quantkv.implementations.hopper.host import launch as hopper_launch
+from quantkv.implementations.prefill import attend as prefill_attend
+from quantkv.implementations.prefill import backends
+from quantkv.implementations.prefill.triton_steps import TritonSteps
 from quantkv.implementations.triton import launch
 
 TARGETS = {"H100": launch.Target(90, "tf32x3", 132, 228 << 10), "A100": launch.Target(80, "tf32x3", 108, 164 << 10)}
@@ -44,7 +44,7 @@ class Gpu:
             (launch.Launch, "__call__", lambda made: self._launched(made)),
             (launch.Launch, "again", lambda made, *given: False),
             (own, "has_launches", lambda device: True),
-            (dense, "_steps", lambda triton: TritonSteps),
+            (prefill_attend, "_steps", lambda triton: TritonSteps),
             (backends, "fitting", lambda *rows, **needs: ["hopper" if self.hopper else "flash"]),
             (backends, "attend", self._attended),
             (hopper_launch, "elsewhere", lambda device: None),

@@ -27,7 +27,7 @@ def test_attend_of_every_format(format_name):
 
 @pytest.mark.parametrize("implementation", implementations.NAMES)
 def test_attend_by_every_implementation(implementation):
-    queries = 128 if implementation == "dense" else 2
+    queries = 128 if implementation == "prefill" else 2
     b = Batch.make("int4", (queries,), (140,), dtype=torch.float32 if DEVICE == "cpu" else torch.float16, device=DEVICE)
     if reason := implementations.refusal(implementation, b.call(max_query_len=queries)):
         pytest.skip(reason)

@@ -7,7 +7,7 @@ import torch
 
 from quantkv import ops
 from quantkv.implementations import batches
-from quantkv.implementations.dense import attend as prefill
+from quantkv.implementations.prefill import attend as prefill
 from quantkv.testing import Batch, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -144,7 +144,7 @@ def test_prompts(lengths):
 
     def run():
         b = Batch.make("levels4/int4", *zip(*lengths), maps=maps_of("levels4/int4", 64), dtype=torch.float32)
-        how = "dense" if min(n for n, _ in lengths) >= 128 else "auto"
+        how = "prefill" if min(n for n, _ in lengths) >= 128 else "auto"
         return [b.attend(implementation=how, lengths=lengths, **given) for given in ({}, {"window": 50})]
 
     alike(run)

@@ -212,7 +212,7 @@ def test_triton_reads_the_same():
 
 def test_prompts_by_the_dense_path():
     """Long chunks, of which the queries come before, in and after what is exact."""
-    engine = Engine(seqs=1, few=False, implementation="dense")
+    engine = Engine(seqs=1, few=False, implementation="prefill")
     for count in (130, 128, 141):
         assert engine.step([count]) == [rule(len(engine.seqs[0]), 16, 24)]
     engine.overwrite(0, 0)

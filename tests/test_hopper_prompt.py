@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import hopper_on_cpu
-from quantkv.implementations.dense import backends
-from quantkv.implementations.dense.flash3 import bounds
-from quantkv.implementations.dense.plan import ALL, APART, CAUSAL, Mask, Read, Round
 from quantkv.implementations.hopper import prefill
 from quantkv.implementations.hopper.host import launch
+from quantkv.implementations.prefill import backends
+from quantkv.implementations.prefill.flash3 import bounds
+from quantkv.implementations.prefill.plan import ALL, APART, CAUSAL, Mask, Read, Round
 
 GPU = torch.cuda.is_available() and launch.elsewhere(torch.device("cuda")) is None
 pytestmark = pytest.mark.skipif(not GPU and not hopper_on_cpu.AVAILABLE, reason="neither a Hopper GPU nor g++")

@@ -57,4 +57,4 @@ def test_honoured_by_the_reference(monkeypatch):
     out, _ = ops.attend(call(gain))
     assert relative_error(out, plain * gain[:, None]) < 1e-6
     with pytest.raises(ValueError, match="head_gain: not honoured; reference would"):
-        ops.attend(call(gain), "dense")
+        ops.attend(call(gain), "prefill")

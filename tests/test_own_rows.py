@@ -10,14 +10,14 @@ import hopper_on_cpu
 from oracle import attention
 from quantkv import PagedCache, implementations, ops, prepare_attend
 from quantkv.implementations import batches
-from quantkv.implementations.dense import attend as prefill
-from quantkv.implementations.dense import backends
 from quantkv.implementations.own import Lowered
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends
 from quantkv.implementations.triton import launch
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, Batch, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-READERS = [name for name in implementations.NAMES if name not in ("dense", "hopper")]
+READERS = [name for name in implementations.NAMES if name not in ("prefill", "hopper")]
 GROUP, HEADS = 2, 2
 QUERIES, KEYS = (5, 1, 3, 9, 0), (21, 18, 3, 26, 7)  # a chunk, a decode, a prompt, a chunk over a page's end, nothing
 
@@ -261,7 +261,7 @@ def test_runs_of_a_batch_are_what_sequences_read():
     runs = batches.pieces(call)
     assert [run.call.batch.num_seqs for run in runs] == [1, 1, 1, 2, 1, 1]
     assert [run.call.own is None for run in runs] == [True, False, True, False, False, True]
-    assert implementations.refusal("dense", runs[3].call) is None and prefill.plan(runs[3].call).fresh
+    assert implementations.refusal("prefill", runs[3].call) is None and prefill.plan(runs[3].call).fresh
     for run in runs:
         ops.prepare(run.call, "reference")(run.of(call))
     wanted = b.oracle(own=own)
@@ -277,7 +277,7 @@ def test_prompts_with_a_context_and_without_in_turns_are_one_run():
     assert [run.call.batch.num_seqs for run in runs] == [1, 10]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton", "dense"])
+@pytest.mark.parametrize("implementation", ["reference", "triton", "prefill"])
 def test_a_prompt_from_its_beginning_reads_no_page(implementation):
     """There need not be one."""
     count = prefill.MIN_QUERIES
@@ -286,7 +286,7 @@ def test_a_prompt_from_its_beginning_reads_no_page(implementation):
     wanted = b.oracle(own=own)
     nowhere = torch.full((1, 0), 0, dtype=torch.int32, device=DEVICE)
     b.cache.buffer.fill_(POISON)
-    if implementation == "dense" and DEVICE == "cuda":
+    if implementation == "prefill" and DEVICE == "cuda":
         pytest.skip("no dense kernel of a GPU takes float32")
     for lengths in (((count, count),), None):
         check(replace(b, block_table=nowhere).attend(own=own, implementation=implementation, lengths=lengths), wanted, torch.float32)

@@ -11,7 +11,7 @@ from quantkv import CacheSpec, LayerMaps, LinearMap, PagedCache, get_format, imp
 from quantkv.testing import Batch, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-READERS = [name for name in implementations.NAMES if name != "dense"]
+READERS = [name for name in implementations.NAMES if name != "prefill"]
 
 
 def batch(name="int4", queries=(1, 1), keys=(40, 23), **arguments):
@@ -54,7 +54,7 @@ def test_dense_attention_reads_lengths_that_the_host_does_not_know(known):
     """Of a batch whose lengths the host knows they are those; else they are the device's, when the call runs."""
     b = batch("int8", (130, 130), (170, 140), dtype=torch.float16)
     lens = b.seq_lens.clone()
-    attend = prepared(replace(b, seq_lens=lens), implementation="dense", **({"lengths": [(130, 170), (130, 140)]} if known else {}))
+    attend = prepared(replace(b, seq_lens=lens), implementation="prefill", **({"lengths": [(130, 170), (130, 140)]} if known else {}))
     check(b, attend(b.cache, b.q, return_lse=True))
     if not known:
         lens.copy_(torch.tensor([140, 130]))

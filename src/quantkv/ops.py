@@ -37,7 +37,7 @@ def write(call: WriteCall, implementation: str = "auto") -> None:
 def attend(call: AttendCall, implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor | None]:
     """Serve `call`: its out, and its lse, filled.
 
-    implementation: "auto", "hopper", "dense", "triton", "cpu" or "reference"; ValueError where an explicit choice cannot run.
+    implementation: "auto", "hopper", "prefill", "triton", "cpu" or "reference"; ValueError where an explicit choice cannot run.
     On a GPU "auto" tries the Hopper kernel, dense attention over a dequantized scratch, and Triton, which serves every call; on a CPU the
     compiled kernels, and the reference. Where the host knows the lengths, a batch of several kinds is cut into runs, and each is served
     by what suits it.

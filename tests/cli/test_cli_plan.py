@@ -305,7 +305,7 @@ def test_formats_lists_the_registry(run):
     rows = {row["name"]: row for row in json.loads(out)}
     assert code == 0 and rows["int4"]["aliases"] == ["int4_per_token_head"] and rows["int4"]["bytes"] == 136
     assert rows["int4"]["k"] == "4 bits, rotated, 4 bytes a row" and rows["fp8"]["k"] == "float8_e4m3"
-    assert rows["fp32"]["read"] == ["dense", "triton", "cpu", "reference"] and rows["fp8"]["written"] == ["hopper", "triton", "reference"]
+    assert rows["fp32"]["read"] == ["prefill", "triton", "cpu", "reference"] and rows["fp8"]["written"] == ["hopper", "triton", "reference"]
     assert rows["trellis2"]["written"] == ["hopper", "reference"] and rows["trellis2"]["calibration"] == "offset and metric"
     assert (rows["int4"]["calibration"], rows["int8"]["calibration"], rows["k4v2"]["bits"]) == ("offset", "offset", 3.25)
     int8 = get_format("int8")
@@ -313,7 +313,7 @@ def test_formats_lists_the_registry(run):
     try:
         code, out, _ = run("formats")
         (line,) = [line for line in out.splitlines() if line.strip().startswith("mine")]
-        assert line.split()[:2] == ["mine", "me"] and "DTCR" in line and "HDTCR" not in line
+        assert line.split()[:2] == ["mine", "me"] and "PTCR" in line and "HPTCR" not in line
     finally:
         unregister("mine")
 

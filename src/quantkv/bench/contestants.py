@@ -13,7 +13,7 @@ from ..calls import AttendCall
 from ..formats import get_format
 from ..implementations import refusal
 from ..implementations.cpu.compiling import missing
-from ..implementations.dense import backends
+from ..implementations.prefill import backends
 from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
 from ..prepared import prepare_attend, prepare_write
 from .problem import Entry, Problem, RowsOf, Unavailable
@@ -51,7 +51,7 @@ def quantkv(implementation: str, format_name: str) -> Contestant:
     """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for. format_name: with
     "+maps" the format under maps and a table of key offsets of the layer's own, as calibration gives them: `layer_maps`."""
     few = ("decode", "verify", "write", "step")
-    kinds = {"dense": ("prefill",), "hopper": few, "cpu": few}.get(implementation, KINDS)
+    kinds = {"prefill": ("prefill",), "hopper": few, "cpu": few}.get(implementation, KINDS)
     prepare = lambda problem: _prepare(problem, implementation, format_name)
     return Contestant(f"quantkv {implementation}", format_name, prepare, ours=True, kinds=kinds)
 
@@ -89,9 +89,9 @@ def _reader(problem: Problem, implementation: str, cache: PagedCache, rows: Rows
     lengths = [(s.Q, s.L)] * s.B  # as an engine knows them
     attend = prepare_attend(**batch, lengths=lengths, window=s.W, implementation=implementation)
     out, note = problem.q.new_empty(*problem.q.shape[:2], s.head_size_v), ""
-    if implementation == "dense":
+    if implementation == "prefill":
         call = AttendCall(problem.q, (cache.segment(problem.block_table),), attend.batch, problem.scale, attend.options, out)
-        if why := refusal("dense", call):
+        if why := refusal("prefill", call):
             raise Unavailable(why)
         note = backends.choose(problem.device, problem.q.dtype, s.D, s.head_size_v)
     return Entry(lambda: attend(cache, problem.q, out=out, new=new), rows, nbytes, implementation != "reference", note=note)
@@ -142,5 +142,5 @@ def implementations(device: torch.device) -> list[str]:
     if device.type == "cuda":
         if importlib.util.find_spec("quantkv.ops"):
             found += ["triton", "hopper"] if torch.cuda.get_device_capability(device)[0] == 9 else ["triton"]
-        found.append("dense")
+        found.append("prefill")
     return found

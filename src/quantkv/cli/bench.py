@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import deprecated
 from . import completion, options, output
 from .options import Device
 from .output import Json
@@ -65,7 +66,7 @@ def bench_command(
             "--implementations",
             metavar="A,B,...",
             show_default="all that run here",
-            help="Of quantkv: reference, cpu, triton, hopper, dense (prefill).",
+            help="Of quantkv: reference, cpu, triton, hopper, prefill.",
         ),
     ] = None,
     rivals: Annotated[bool, typer.Option("--rivals/--no-rivals", help="Also what else can be imported.")] = True,
@@ -189,7 +190,7 @@ def _contestants(formats: list[str], implementations: str | None, device: Any) -
     from ..bench.contestants import quantkv
 
     available = found(device)
-    named = available if implementations is None else [part.strip() for part in implementations.split(",")]
+    named = available if implementations is None else [deprecated.implementation(part.strip()) for part in implementations.split(",")]
     if not set(named) <= set(available):
         raise ValueError(f"--implementations {implementations}: on {device.type} there are {', '.join(available)}")
     return [quantkv(implementation, name) for name in formats for implementation in named]

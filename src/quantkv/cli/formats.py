@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..format import Codec
 
 HEAD_SIZE = 128
-LETTERS = {"hopper": "H", "dense": "D", "triton": "T", "cpu": "C", "reference": "R"}
+LETTERS = {"hopper": "H", "prefill": "P", "triton": "T", "cpu": "C", "reference": "R"}
 
 
 def add_to(commands: typer.Typer) -> None:

@@ -1,13 +1,13 @@
-"""What can serve a call, by the names that users type: hopper, dense, triton, cpu, reference. The one place that chooses.
+"""What can serve a call, by the names that users type: hopper, prefill, triton, cpu, reference. The one place that chooses.
 
-Each is a folder with a module for reads, `attend`, and one for writes, `write` (dense only reads), which have
+Each is a folder with a module for reads, `attend`, and one for writes, `write` (prefill only reads), which have
 
     HONOURED                    the names of the options that it honours (reads only); any other that is given is refused here
     refusal(call) -> str | None why it cannot serve the call, in words; it reads no tensor of an accelerator
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
     OWN_ROWS                    of reads: "read" where it takes a call's own rows. Else they are one more segment: "copied" into pages,
-                                "dense" (one after the other) or, without it, read where they lie
+                                "prefill" (one after the other) or, without it, read where they lie
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
+from .. import deprecated
 from ..calls import AttendCall, WriteCall
 from ..format import Format
 from .own import Lowered
 
-NAMES = ("hopper", "dense", "triton", "cpu", "reference")  # the order in which "auto" tries them
+NAMES = ("hopper", "prefill", "triton", "cpu", "reference")  # the order in which "auto" tries them
 ON_CPU = ("cpu", "reference")
-READS_ONLY = ("dense",)
+READS_ONLY = ("prefill",)
 Call = AttendCall | WriteCall
 
 
@@ -60,7 +61,7 @@ def _lowered(name: str, call: Call) -> Lowered | None:
     if isinstance(call, WriteCall) or call.own is None:
         return None
     how = getattr(module(name, "attend"), "OWN_ROWS", None)
-    return None if how == "read" else Lowered(call, how == "copied", how == "dense")
+    return None if how == "read" else Lowered(call, how == "copied", how == "prefill")
 
 
 def plain(name: str, call: Call) -> Call:
@@ -101,6 +102,7 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
     "auto" tries all of them on a GPU, and elsewhere those that run on a CPU. ValueError where an explicit choice cannot serve the call:
     it never becomes another one.
     """
+    implementation = deprecated.implementation(implementation)
     if implementation not in ("auto", *NAMES):
         raise ValueError(f"implementation={implementation!r}: one of auto, {', '.join(NAMES)}")
     device = call.q.device if isinstance(call, AttendCall) else call.key.device
@@ -115,13 +117,13 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
 
 def scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], itemsize: int) -> int:
     """Most bytes that attention of `num_tokens` queries takes on a GPU beside its tensors. sizes: of a key and a value."""
-    return module("dense", "attend").most_scratch_bytes(num_tokens, num_heads, sizes, itemsize)
+    return module("prefill", "attend").most_scratch_bytes(num_tokens, num_heads, sizes, itemsize)
 
 
 def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
     """Whether an implementation has code that reads ("attend") or writes ("write") a format, on the right device and at head sizes that it
     takes. None where that cannot be told without a package that is missing."""
-    if name == "dense":
+    if name == "prefill":
         return kind == "attend"
     if name == "hopper":
         halves = [(codec.hopper and codec.hopper(), use) for codec, use in ((fmt.k, "keys"), (fmt.v, "values"))]

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
-from quantkv.implementations.dense import backends, cudnn_graph, flash3
-from quantkv.implementations.dense.plan import Mask
 from quantkv.implementations.hopper import prefill
+from quantkv.implementations.prefill import backends, cudnn_graph, flash3
+from quantkv.implementations.prefill.plan import Mask
 
 # As the library that vLLM ships registers it.
 FLASH3 = """fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,

@@ -1,4 +1,4 @@
-"""How the dense path cuts a batch into calls of a kernel, and what these give: options, sequences of all lengths, bounds, the order of
+"""How the prefill path cuts a batch into calls of a kernel, and what these give: options, sequences of all lengths, bounds, the order of
 events."""
 
 import os
@@ -9,18 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dense_backends
+import prefill_backends
 import quantkv
 from quantkv import testing
 from quantkv.calls import AttendCall
 from quantkv.calls import Batch as CallBatch
 from quantkv.formats import get_format
 from quantkv.implementations import refusal
-from quantkv.implementations.dense import attend as prefill
-from quantkv.implementations.dense import backends as dense
-from quantkv.implementations.dense import cudnn_graph, flash3
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends, cudnn_graph, flash3
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="backends are played on a CPU; tests/test_dense.py runs them on a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="backends are played on a CPU; tests/test_prefill.py runs them on a GPU")
 TRITON = [False] + [True] * (os.environ.get("TRITON_INTERPRET") == "1")
 HEADS, HEAD_SIZE, GROUP = 2, 16, 3
 SINKS = torch.linspace(-2, 3, HEADS * GROUP)
@@ -55,7 +54,7 @@ ROW = HEADS * 2 * HEAD_SIZE * 4  # bytes of a key and its value
 
 @pytest.fixture(autouse=True)
 def fine_cuts(monkeypatch):
-    monkeypatch.setattr(dense, "PLANNED", 32)
+    monkeypatch.setattr(backends, "PLANNED", 32)
     monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
 
 
@@ -71,8 +70,8 @@ def test_options(backend, name, rows, query_bytes, overlap, monkeypatch):
     b, options = make(), OPTIONS[name]
     call = b.call(**options)
     call.out.fill_(torch.nan)
-    with dense_backends.installed(monkeypatch, KIND[backend]) as calls:
-        assert refusal("dense", call) is None
+    with prefill_backends.installed(monkeypatch, KIND[backend]) as calls:
+        assert refusal("prefill", call) is None
         how = {"scratch_bytes": rows * ROW * (1 + overlap), "query_bytes": query_bytes, "overlap": overlap}
         prefill.serve(call, backend=NAME.get(backend, backend), **how)
         assert {kind for kind, *_ in calls} == {NAME.get(backend, backend)} - {"math"}
@@ -97,7 +96,7 @@ def test_own_rows(fresh, backend, name, rows, overlap, monkeypatch):
         side.meta[replaced // 16, replaced % 16] = torch.nan
     call = b.call(own=(key, value), lengths=tuple(zip(counts.tolist(), b.seq_lens.tolist())), **options)
     call.out.fill_(torch.nan)
-    with dense_backends.installed(monkeypatch, KIND[backend]):
+    with prefill_backends.installed(monkeypatch, KIND[backend]):
         plan = prefill.plan(call, backend=NAME.get(backend, backend), scratch_bytes=rows * ROW * (1 + overlap), overlap=overlap)
         for triton in (False, True) if backend in ("hopper", "cudnn", "cudnn graph") and TRITON[-1] else (False,):
             prefill.follow(call, plan, triton)
@@ -115,9 +114,9 @@ def test_sinks_by_the_kernel(asked, rows, monkeypatch):
     call = b.call(sinks=sinks, window=70)
     if asked != "out and lse":
         call = call.with_tensors(call.q, call.out, None, call.segments)
-    attend = dense.attend
-    monkeypatch.setattr(dense, "attend", lambda *args: given.append((len(args[5].reads), args[9])) or attend(*args))
-    with dense_backends.installed(monkeypatch, "operator"):
+    attend = backends.attend
+    monkeypatch.setattr(backends, "attend", lambda *args: given.append((len(args[5].reads), args[9])) or attend(*args))
+    with prefill_backends.installed(monkeypatch, "operator"):
         prefill.serve(call, backend="flash3", scratch_bytes=rows * ROW, overlap=False)
         takes = [own is not None for _, own in given]
         monkeypatch.setattr(flash3, "SINKS", False)
@@ -133,10 +132,10 @@ def test_sinks_by_the_kernel(asked, rows, monkeypatch):
 @pytest.mark.parametrize("rows", [1 << 16, 64])
 def test_sinks_by_our_kernel(rows, monkeypatch):
     """It takes them where no results are merged, whatever they are, and whether the log-sum-exp is asked for or not."""
-    b, given, attend = make(), [], dense.attend
+    b, given, attend = make(), [], backends.attend
     call = b.call(sinks=SINKS, window=70)
-    monkeypatch.setattr(dense, "attend", lambda *args: given.append(args[9]) or attend(*args))
-    with dense_backends.installed(monkeypatch, "hopper"):
+    monkeypatch.setattr(backends, "attend", lambda *args: given.append(args[9]) or attend(*args))
+    with prefill_backends.installed(monkeypatch, "hopper"):
         prefill.serve(call, backend="hopper", scratch_bytes=rows * ROW, overlap=False)
     assert any(own is not None for own in given) and all(own is not None for own in given) == (rows > 64)
     testing.check(b, (call.out, call.lse), sinks=SINKS, window=70)
@@ -148,7 +147,7 @@ def test_sinks_by_our_kernel(rows, monkeypatch):
 def test_steps_of_several_sequences(name, back, rows, token_major, triton, monkeypatch):
     """Pages of many sequences in one launch; merged, with sinks, and mapped back or not; either order of what is written out."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
-    monkeypatch.setitem(dense.BACKENDS, "math", replace(dense.BACKENDS["math"], token_major=token_major))
+    monkeypatch.setitem(backends.BACKENDS, "math", replace(backends.BACKENDS["math"], token_major=token_major))
     b, options = make(name, head_size=64), {"sinks": SINKS.to(torch.bfloat16), "window": 70}
     call = b.call(**options)
     prefill.serve(call, triton=triton, scratch_bytes=rows * 4 * ROW)
@@ -163,12 +162,12 @@ def test_rows_of_any_strides(backend, monkeypatch):
     fused, wide = torch.zeros(73, hq + 4, size), torch.full((73, hq + 1, size + 8), torch.nan)
     fused[:, :hq] = b.q
     call = call.with_tensors(fused[:, :hq], wide[:, :hq, :size], call.lse, call.segments)
-    with dense_backends.installed(monkeypatch, KIND[backend]):
+    with prefill_backends.installed(monkeypatch, KIND[backend]):
         prefill.serve(call, backend=NAME.get(backend, backend))
     testing.check(b, (call.out, call.lse))
     assert wide[:, hq:].isnan().all() and wide[..., size:].isnan().all()
     call = call.with_tensors(b.q.permute(2, 1, 0).contiguous().permute(2, 1, 0), call.out, call.lse, call.segments)
-    with dense_backends.installed(monkeypatch, KIND[backend]):
+    with prefill_backends.installed(monkeypatch, KIND[backend]):
         prefill.serve(call, backend=NAME.get(backend, backend))
     testing.check(b, (call.out, call.lse))
 
@@ -194,7 +193,7 @@ def test_what_is_not_finite_stays_with_its_sequence(backend, overlap, monkeypatc
     """A tile reads on into the next sequence's rows, with probabilities of zero: there must be nothing there."""
     b = make("none", queries=(40, 33, 64), keys=(40, 100, 64))
     call, expected = b.call(), b.oracle()[0]
-    with dense_backends.installed(monkeypatch, KIND[backend]):
+    with prefill_backends.installed(monkeypatch, KIND[backend]):
         for slot in (b.slots[41], b.slots[150]):  # of the second sequence, and of the third
             b.cache.v.codes[slot // 16, slot % 16].view(torch.float32)[:] = torch.inf
         prefill.serve(call, backend=NAME.get(backend, backend), overlap=overlap)
@@ -214,11 +213,11 @@ def test_sequences_share_calls(monkeypatch):
     ):
         b = make(queries=[n for n, _ in sizes], keys=[n for _, n in sizes])
         call = b.call()
-        with dense_backends.installed(monkeypatch, KIND[backend]) as calls:
+        with prefill_backends.installed(monkeypatch, KIND[backend]) as calls:
             prefill.serve(call, backend=NAME.get(backend, backend), scratch_bytes=1 << 26)
             assert len(calls) == (2 if backend == "cudnn" and sizes[0][1] > 64 else 1)
         testing.check(b, (call.out, call.lse))
-        with dense_backends.installed(monkeypatch, KIND[backend]) as calls:
+        with prefill_backends.installed(monkeypatch, KIND[backend]) as calls:
             prefill.serve(call, backend=NAME.get(backend, backend), scratch_bytes=1 << 26, together=False)
             assert len(calls) >= len(sizes)
 
@@ -228,9 +227,9 @@ def test_cudnn_gets_planned_lengths(monkeypatch):
     kernel."""
     b = make(queries=(33, 70, 32), keys=(100, 75, 96))
     for front, kinds in ((True, {"cudnn"}), (False, {"cudnn", "flash"})):
-        monkeypatch.setattr(dense, "FRONT", front)
+        monkeypatch.setattr(backends, "FRONT", front)
         call = b.call()
-        with dense_backends.installed(monkeypatch, "torch") as calls:
+        with prefill_backends.installed(monkeypatch, "torch") as calls:
             prefill.serve(call, backend="cudnn")
             assert {kind for kind, *_ in calls} == kinds
             assert all(q[2] % 32 == k[2] % 32 == 0 for kind, q, k, _ in calls if kind == "cudnn")
@@ -252,7 +251,7 @@ def test_memory_is_bounded(backend, overlap, rows, monkeypatch):
         alive.update(held)
         most[kind] = max(most[kind], sum(s.nbytes() for (_, of), s in held.items() if of == kind))
 
-    attend = dense.attend
+    attend = backends.attend
 
     def counted(backend, q, k, v, *rest):
         for t in (k, v):
@@ -272,11 +271,11 @@ def test_memory_is_bounded(backend, overlap, rows, monkeypatch):
         return merged
 
     monkeypatch.setattr(prefill.TorchSteps, "merge", counted_merge)
-    monkeypatch.setattr(dense, "attend", counted)
+    monkeypatch.setattr(backends, "attend", counted)
     for queries, keys in (((700,), (900,)), ((33,) * 20, (60,) * 20), ((1,) * 40, (300,) * 40)):
         b = make("int4", queries=queries, keys=keys)
         call = b.call(sinks=SINKS)
-        with dense_backends.installed(monkeypatch, KIND[backend]):
+        with prefill_backends.installed(monkeypatch, KIND[backend]):
             prefill.serve(call, backend=NAME.get(backend, backend), scratch_bytes=scratch_bytes, query_bytes=query_bytes, overlap=overlap)
         testing.check(b, (call.out, call.lse), sinks=SINKS)
     assert 0 < most["scratch"] <= scratch_bytes and 0 < most["queries"] <= query_bytes
@@ -286,7 +285,7 @@ def test_a_graph_that_is_captured_gets_one_stream_and_no_copies(monkeypatch):
     """Each sequence has its own calls then; numbers that are on the device already, from a call that was prepared before, are used."""
     b = make()
     call, told = b.call(), b.call(lengths=tuple(zip(QUERIES, KEYS)))
-    with dense_backends.installed(monkeypatch, "operator") as calls:
+    with prefill_backends.installed(monkeypatch, "operator") as calls:
         prepared = prefill.prepare(told)
         prepared(told)
         told.out.zero_()
@@ -310,7 +309,7 @@ def test_layers_share_what_is_prepared(monkeypatch):
     """The lengths are read once; numbers on the device lie at addresses that are multiples of 16."""
     b = make()
     call = b.call(lengths=tuple(zip(QUERIES, KEYS)))
-    with dense_backends.installed(monkeypatch, "operator"):
+    with prefill_backends.installed(monkeypatch, "operator"):
         prepared = prefill.plan(call, backend="flash3")
         assert all(t.data_ptr() % 16 == 0 for tensors in prepared.placed.values() for t in tensors) and prepared.placed
         monkeypatch.setattr(CallBatch, "host_lengths", lambda self: pytest.fail("lengths are read again"))
@@ -326,20 +325,20 @@ def test_what_is_refused(monkeypatch):
     monkeypatch.setattr(prefill, "MIN_QUERIES", 32)
     b = make(queries=(40, 32), keys=(40, 64))
     lengths = ((40, 40), (32, 64))
-    why = lambda **given: refusal("dense", b.call(**given))
+    why = lambda **given: refusal("prefill", b.call(**given))
     assert why() is None and why(lengths=lengths, window=9, softcap=1.0, sinks=SINKS) is None
     assert "alibi_slopes: not honoured" in why(alibi_slopes=SINKS) and "causal: not honoured" in why(causal=False)
     assert "prefix_ranges" in why(prefix_ranges=torch.zeros(2, 1, 2, dtype=torch.int32)) and "output_scale" in why(output_scale=1.0)
     assert "batch_invariant" in why(batch_invariant=True) and "qq_bias" in why(qq_bias=torch.zeros(40, 1))
     assert "chunks of 20 tokens, fewer than 32" in why(window=20, chunk_lookback=0) and why(window=4000, chunk_lookback=1) is None
     assert "key" in why(key_range=torch.tensor([[0, 40], [0, 64]])) and "key" in why(key_start=torch.tensor([0, 0]))
-    monkeypatch.setattr(dense, "choose", lambda *args, window, softcap, **needs: None if softcap or window else "math")
+    monkeypatch.setattr(backends, "choose", lambda *args, window, softcap, **needs: None if softcap or window else "math")
     assert why(window=4000, lengths=lengths) is None, "a window that all keys fit in is none"
     assert why(window=9).endswith("on cpu with window") and why(window=9, softcap=1.0).endswith("with window, softcap")
     few = make(queries=(40, 0, 31), keys=(40, 5, 64))
-    assert "fewer than 32" in refusal("dense", few.call(lengths=((40, 40), (0, 5), (31, 64))))
+    assert "fewer than 32" in refusal("prefill", few.call(lengths=((40, 40), (0, 5), (31, 64))))
     few = make(queries=(40, 0, 32), keys=(40, 5, 64))
-    assert refusal("dense", few.call(lengths=((40, 40), (0, 5), (32, 64)))) is None
+    assert refusal("prefill", few.call(lengths=((40, 40), (0, 5), (32, 64)))) is None
 
 
 def test_who_is_chosen(monkeypatch):
@@ -348,42 +347,46 @@ def test_who_is_chosen(monkeypatch):
     capability = lambda *found: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     needs = ({}, {"window": True}, {"softcap": True}, {"window": True, "softcap": True})
-    chosen = lambda *sizes, dtype=half: [dense.choose(gpu, dtype, *sizes, **need) for need in needs]
+    chosen = lambda *sizes, dtype=half: [backends.choose(gpu, dtype, *sizes, **need) for need in needs]
     for kind in ("operator", "package"):
-        with dense_backends.installed(monkeypatch, kind):
+        with prefill_backends.installed(monkeypatch, kind):
             capability(9, 0)
             assert chosen(128, 128) == chosen(256, 256) == ["flash3"] * 4
             assert chosen(128, 64) == ["cudnn", None, None, None] and chosen(128, 128, dtype=torch.float32) == [None] * 4
             capability(8, 0)
             assert chosen(128, 128) == ["cudnn", "flash", None, None] and chosen(256, 256) == ["flash", "flash", None, None]
-    with dense_backends.installed(monkeypatch, "graph"):
+    with prefill_backends.installed(monkeypatch, "graph"):
         capability(9, 0)
         assert chosen(128, 128) == chosen(256, 192) == ["cudnn graph", "cudnn graph", None, None]
-        assert dense.choose(gpu, half, 128, 128, short=True) == "cudnn graph"
-        assert dense.choose(gpu, half, 128, 128, alike=True) == "cudnn"  # torch's calls are faster where all lengths are the same
-        assert dense.choose(gpu, half, 128, 128, alike=True, window=True) == dense.choose(gpu, half, 256, 256, alike=True) == "cudnn graph"
+        assert backends.choose(gpu, half, 128, 128, short=True) == "cudnn graph"
+        assert backends.choose(gpu, half, 128, 128, alike=True) == "cudnn"  # torch's calls are faster where all lengths are the same
+        assert (
+            backends.choose(gpu, half, 128, 128, alike=True, window=True)
+            == backends.choose(gpu, half, 256, 256, alike=True)
+            == "cudnn graph"
+        )
         capability(8, 0)
         assert chosen(128, 128)[0] == "cudnn graph" and chosen(256, 256)[0] == "flash"
-        monkeypatch.setattr(dense, "GRAPH", False)
+        monkeypatch.setattr(backends, "GRAPH", False)
         assert chosen(128, 128)[0] == "cudnn"
-        monkeypatch.setattr(dense, "GRAPH", True)
-    with dense_backends.installed(monkeypatch, "none"):
+        monkeypatch.setattr(backends, "GRAPH", True)
+    with prefill_backends.installed(monkeypatch, "none"):
         capability(9, 0)
         assert chosen(128, 128) == ["cudnn", "flash", None, None]
-        assert dense.choose(gpu, half, 128, 128, short=True) == "flash" and dense.choose(gpu, half, 128, 64, short=True) == "cudnn"
+        assert backends.choose(gpu, half, 128, 128, short=True) == "flash" and backends.choose(gpu, half, 128, 64, short=True) == "cudnn"
         capability(7, 5)
         assert chosen(128, 128) == [None] * 4
-    with dense_backends.installed(monkeypatch, "hopper"):
+    with prefill_backends.installed(monkeypatch, "hopper"):
         capability(9, 0)
         assert chosen(128, 128) == chosen(192, 128) == ["hopper"] * 4 and chosen(72, 72) == ["cudnn", "flash", None, None]
-        assert dense.choose(gpu, half, 128, 128, alike=True) == dense.choose(gpu, half, 128, 128, short=True) == "hopper"
-        assert dense.choose(gpu, half, 128, 128, scale=-1.0) == dense.choose(gpu, half, 128, 128, scale=0.0) == "cudnn"
+        assert backends.choose(gpu, half, 128, 128, alike=True) == backends.choose(gpu, half, 128, 128, short=True) == "hopper"
+        assert backends.choose(gpu, half, 128, 128, scale=-1.0) == backends.choose(gpu, half, 128, 128, scale=0.0) == "cudnn"
         monkeypatch.setattr(flash3, "_operators", lambda: True)
         assert chosen(128, 128) == ["flash3", "hopper", "flash3", "hopper"]  # ours is faster with a window
         capability(10, 0)
         assert chosen(128, 128) == ["cudnn", "flash", None, None]
-    monkeypatch.setattr(dense_backends, "flash_attn_func", lambda q, k, v, softmax_scale=None, causal=False: None)
-    with dense_backends.installed(monkeypatch, "package"):  # an old release
+    monkeypatch.setattr(prefill_backends, "flash_attn_func", lambda q, k, v, softmax_scale=None, causal=False: None)
+    with prefill_backends.installed(monkeypatch, "package"):  # an old release
         capability(9, 0)
         assert chosen(128, 128) == ["flash3", "flash", None, None] and flash3.takes_many()
 
@@ -404,14 +407,14 @@ def test_who_is_chosen(monkeypatch):
 def test_short_sequences_share_a_call(lengths, short, monkeypatch):
     """cuDNN as torch calls it takes sequences of several lengths one by one; where these are short the flash kernel takes all at once."""
     asked = []
-    monkeypatch.setattr(dense, "choose", lambda *args, **needs: asked.append(needs) or "math")
+    monkeypatch.setattr(backends, "choose", lambda *args, **needs: asked.append(needs) or "math")
     # The lengths are of 32 heads of 128.
-    monkeypatch.setattr(dense, "WORTH_A_CALL", dense.WORTH_A_CALL * HEADS * GROUP * HEAD_SIZE // (32 * 128))
+    monkeypatch.setattr(backends, "WORTH_A_CALL", backends.WORTH_A_CALL * HEADS * GROUP * HEAD_SIZE // (32 * 128))
     monkeypatch.setattr(prefill, "groups", lambda *args: [])
     call = make(queries=(40,), keys=(40,)).call()
     prefill.plan(call, lengths=lengths)
     assert [needs["short"] for needs in asked] == [short]
-    monkeypatch.setattr(dense, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(backends, "WORTH_A_CALL", 0)
     prefill.plan(call, lengths=lengths)
     assert asked[-1]["short"] is False
 

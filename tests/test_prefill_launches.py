@@ -1,4 +1,4 @@
-"""What calls of one plan share on the dense path: launches that are made again with other addresses, numbers that stay on the device.
+"""What calls of one plan share on the prefill path: launches that are made again with other addresses, numbers that stay on the device.
 
 What Triton would compile is played: a launch that is made again gets addresses and numbers alone, and the interpreter runs the kernel over
 the memory at these. So a stale address, or a number of another layer, gives another layer's result. On a GPU the first
@@ -11,17 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-import dense_backends
+import prefill_backends
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format, testing
-from quantkv.implementations.dense import attend as prefill
-from quantkv.implementations.dense import backends as dense
-from quantkv.implementations.dense import cudnn_graph, flash3
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends, cudnn_graph, flash3
 
 pytest.importorskip("triton")
 
-from quantkv.implementations.dense import triton_steps
+from quantkv.implementations.prefill import triton_steps
 from quantkv.implementations.triton import launch
-from test_dense_rounds import fine_cuts  # noqa: F401  a fixture
+from test_prefill_rounds import fine_cuts  # noqa: F401  a fixture
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -317,7 +316,7 @@ def test_what_a_call_does_beside_its_kernels(shape, asked, counts, monkeypatch):
     it is asked for. No number is made on the device."""
     _, call, _ = layer("int8", 1, shape)
     call = call if asked else call.with_tensors(call.q, call.out, None, call.segments)
-    with dense_backends.installed(monkeypatch, "operator"):
+    with prefill_backends.installed(monkeypatch, "operator"):
         plan = prefill.plan(call, backend="flash3")
         prefill.follow(call, plan, True)
         made = counts["log"] = []
@@ -340,7 +339,7 @@ def test_numbers_of_a_graph(counts, monkeypatch):
     monkeypatch.setattr(flash3, "bounds", lambda *a: made.append(a) or stock(*a))
     for kind, backend in (("operator", "flash3"), ("graph", "cudnn graph")):
         monkeypatch.setattr(prefill, "_capturing", lambda q: False)
-        with dense_backends.installed(monkeypatch, kind):
+        with prefill_backends.installed(monkeypatch, kind):
             plan = prefill.plan(call, backend=backend, scratch_bytes=100 * ROWS)
             rounds = sum(len(group.rounds) for group in plan.groups)
             for n, capturing in enumerate((True, False, True, False)):
@@ -361,7 +360,7 @@ def test_numbers_of_cudnn_are_kept(counts, monkeypatch):
     layers, made = [layer("maps", n) for n in (1, 2, 3)], []
     stock = cudnn_graph._numbers
     monkeypatch.setattr(cudnn_graph, "_numbers", lambda *a: made.append(a) or stock(*a))
-    with dense_backends.installed(monkeypatch, "graph"):
+    with prefill_backends.installed(monkeypatch, "graph"):
         plan = prefill.plan(layers[0][1], backend="cudnn graph")
         for n, (b, call, options) in enumerate(layers):
             call = strided(call) if n == 1 else call
@@ -400,4 +399,4 @@ def test_memory_that_is_kept_is_no_scratch(counts):
 
 
 def test_backends_say_whether_they_want_the_ends():
-    assert [name for name, backend in dense.BACKENDS.items() if backend.ends] == ["flash3", "hopper", "cudnn graph"]
+    assert [name for name, backend in backends.BACKENDS.items() if backend.ends] == ["flash3", "hopper", "cudnn graph"]

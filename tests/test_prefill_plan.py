@@ -1,10 +1,10 @@
-"""How the dense path cuts a batch: pure host arithmetic."""
+"""How the prefill path cuts a batch: pure host arithmetic."""
 
 import random
 
 import pytest
 
-from quantkv.implementations.dense.plan import APART, Limits, Reach, groups
+from quantkv.implementations.prefill.plan import APART, Limits, Reach, groups
 
 
 def visible(reach, position):

@@ -14,12 +14,11 @@ from quantkv.bench import rivals
 from quantkv.calls import AttendCall, Batch, Segment
 from quantkv.formats import get_format
 from quantkv.implementations import refusal
-from quantkv.implementations.dense import attend as prefill
-from quantkv.implementations.dense import backends as dense
-from quantkv.implementations.dense import cudnn_graph, flash3
-from quantkv.implementations.dense import steps as dense_steps
-from quantkv.implementations.dense.plan import Read
 from quantkv.implementations.hopper.host import launch
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends, cudnn_graph, flash3
+from quantkv.implementations.prefill import steps as prefill_steps
+from quantkv.implementations.prefill.plan import Read
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +58,7 @@ def batch(format_name, head_size=HEAD_SIZE, lengths=LENGTHS, maps=None, dtype=to
 
 
 def serve(q, k, v, fmt, *, block_table, maps, out=None, lengths=None, cu_seqlens_q, seq_lens, scale, **how):
-    """By the dense path, whatever it would choose."""
+    """By the prefill path, whatever it would choose."""
     segment = Segment(k, v, fmt, block_table, maps)
     call = direct.attend_call(q, [segment], cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale, out=out, lengths=lengths)
     prefill.serve(call, **how)
@@ -77,7 +76,7 @@ def compare(cache, q, arguments, bound, **how):
 
 @pytest.fixture(autouse=True)
 def fine_cuts(monkeypatch):
-    monkeypatch.setattr(dense, "PLANNED", 32)
+    monkeypatch.setattr(backends, "PLANNED", 32)
 
 
 # A row, a mapped query, a part and the result are each rounded once: to float32, by sums of up to 100 terms.
@@ -115,7 +114,7 @@ def test_a_block_table_in_columns(triton):
     compare(cache, q, arguments, FLOAT32, triton=triton)
 
 
-GPU = pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is a GPU's kernels; tests/test_dense_rounds.py plays them on a CPU")
+GPU = pytest.mark.skipif(DEVICE == "cpu", reason="what runs there is a GPU's kernels; tests/test_prefill_rounds.py plays them on a CPU")
 BACKENDS = pytest.mark.parametrize("backend", ["cudnn", "cudnn graph", "flash", "flash3", "hopper"])
 
 
@@ -139,8 +138,8 @@ def test_on_a_gpu(backend, dtype, front, monkeypatch):
     """Ragged queries are padded to a planned size; a ragged rest of the prefix joins them, or goes to the flash kernel. One rounding more
     than above: the kernels round probabilities."""
     skip_unless_here(backend)
-    monkeypatch.setattr(dense, "PLANNED", 256)
-    monkeypatch.setattr(dense, "FRONT", front)
+    monkeypatch.setattr(backends, "PLANNED", 256)
+    monkeypatch.setattr(backends, "FRONT", front)
     cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
     sides = (cache.k, cache.v, cache.format)
     expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)
@@ -161,7 +160,7 @@ def test_options_on_a_gpu(backend, name, head_size, monkeypatch):
     """Each with several sequences, whole and in slices, over which events order two streams; captured, too. What is allowed is the error of
     float32 attention over the same 16-bit rows, and half a kernel's budget: what rounded scores and probabilities leave."""
     skip_unless_here(backend)
-    monkeypatch.setattr(dense, "PLANNED", 256)
+    monkeypatch.setattr(backends, "PLANNED", 256)
     sinks = torch.linspace(-2, 3, 6, device=DEVICE).bfloat16()
     given = {
         "window": {"window": 300},
@@ -171,7 +170,7 @@ def test_options_on_a_gpu(backend, name, head_size, monkeypatch):
         "sinks": {"sinks": sinks},
         "all": {"window": 130, "softcap": 3.0, "sinks": sinks},
     }[name]
-    served = dense.BACKENDS[backend]
+    served = backends.BACKENDS[backend]
     if ("window" in given and "chunk_lookback" not in given) > served.windows or ("softcap" in given) > served.softcap:
         pytest.skip(f"{backend} has no {name}")
     b = testing.Batch.make(
@@ -299,7 +298,7 @@ def test_writes_into_out():
 
 
 def test_rows_without_a_backend_are_refused(monkeypatch):
-    monkeypatch.setattr(dense, "choose", lambda *args, **asked: None)
+    monkeypatch.setattr(backends, "choose", lambda *args, **asked: None)
     cache, q, arguments = batch("int4")
     with pytest.raises(ValueError, match=r"q: no dense backend for torch\.float32 rows of 64 and 64"):
         serve(q, cache.k, cache.v, cache.format, **arguments)
@@ -316,7 +315,7 @@ def test_the_rule():
         lens = torch.tensor([n for _, n in lengths], device=DEVICE) if lengths else ends.diff().long()
         batch = Batch(ends, lens, lengths=lengths)
         call = AttendCall(q, (cache.segment(tables),), batch)
-        return refusal("dense", call)
+        return refusal("prefill", call)
 
     assert why() is None
     assert "fewer" in why(q[1:]) and "fewer" in why(seqs=2)
@@ -328,8 +327,8 @@ def test_the_rule():
 
 def test_backends():
     cpu = torch.device("cpu")
-    assert dense.choose(cpu, torch.bfloat16, 96, 64) == "math"
-    assert dense.choose(torch.device("meta"), torch.bfloat16, 128, 128) is None
+    assert backends.choose(cpu, torch.bfloat16, 96, 64) == "math"
+    assert backends.choose(torch.device("meta"), torch.bfloat16, 128, 128) is None
 
 
 @pytest.mark.parametrize("triton", TRITON)
@@ -368,7 +367,7 @@ def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for():
     shadow = quantkv.PagedCache(get_format("none", torch.float32).cache_spec(2, 64), 2)
     shadow.buffer.fill_(0xFF)
     table, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    steps = dense_steps.TorchSteps((pages.k, pages.v), pages.format, pages.maps, 2)
+    steps = prefill_steps.TorchSteps((pages.k, pages.v), pages.format, pages.maps, 2)
     scratch = [torch.ones(2, 600, 64), torch.ones(2, 600, 64)]
     steps.patch(shadow.segment(table, start), Read(0, 1, 0, 600, 0, 600), 600, scratch)
     assert all(bool((t == 1).all()) for t in scratch)

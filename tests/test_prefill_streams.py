@@ -1,14 +1,13 @@
-"""Two streams of the dense path share no memory that an event does not order."""
+"""Two streams of the prefill path share no memory that an event does not order."""
 
 import pytest
 import torch
 
-import dense_backends
+import prefill_backends
 from quantkv import testing
-from quantkv.implementations.dense import attend as prefill
-from quantkv.implementations.dense import backends as dense
-from quantkv.implementations.dense import streams
-from test_dense_rounds import KIND, NAME, ROW, SINKS, fine_cuts, make  # noqa: F401  a fixture
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends, streams
+from test_prefill_rounds import KIND, NAME, ROW, SINKS, fine_cuts, make  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="streams are played on a CPU")
 
@@ -66,7 +65,7 @@ def recorded(monkeypatch, without=None):
         kept.extend(tensors)
         return {t.untyped_storage().data_ptr() for t in tensors if t is not None}
 
-    steps, attend = prefill.TorchSteps, dense.attend
+    steps, attend = prefill.TorchSteps, backends.attend
     stock = {name: getattr(steps, name) for name in ("gather", "map_query", "merge", "finish")}
 
     def gather(self, table, round, scratch, blocks=None):
@@ -96,7 +95,7 @@ def recorded(monkeypatch, without=None):
 
     for name, function in (("gather", gather), ("map_query", map_query), ("merge", merge), ("finish", finish)):
         monkeypatch.setattr(steps, name, function)
-    monkeypatch.setattr(dense, "attend", attended)
+    monkeypatch.setattr(backends, "attend", attended)
 
 
 @pytest.mark.parametrize("backend", ["math", "flash3 operator", "hopper", "cudnn", "cudnn graph"])
@@ -105,7 +104,7 @@ def test_the_order_of_events(backend, monkeypatch):
     b = make("int4", queries=(150, 33, 20), keys=(300, 100, 20))
     recorded(monkeypatch)
     call = b.call(sinks=SINKS)
-    with dense_backends.installed(monkeypatch, KIND[backend]):
+    with prefill_backends.installed(monkeypatch, KIND[backend]):
         prefill.serve(call, backend=NAME.get(backend, backend), overlap=True, scratch_bytes=2 * 64 * ROW)
     testing.check(b, (call.out, call.lse), sinks=SINKS)
     log = Recorder.last.log
@@ -118,14 +117,14 @@ def test_what_another_stream_uses_is_lent(monkeypatch):
     """Memory that one stream made and another reads is told so to the allocator."""
     b = make("int4", queries=(150,), keys=(300,))
     recorded(monkeypatch)
-    seen, attend = [], dense.attend
+    seen, attend = [], backends.attend
 
     def attended(backend, q, *rest):
         found = attend(backend, q, *rest)
         seen.append((Recorder.last.lane, q.untyped_storage().data_ptr(), found))
         return found
 
-    monkeypatch.setattr(dense, "attend", attended)
+    monkeypatch.setattr(backends, "attend", attended)
     call = b.call()
     prefill.serve(call, overlap=True, scratch_bytes=2 * 64 * ROW)
     lent = set(Recorder.last.lent)
