@@ -22,7 +22,7 @@ from quantkv.cli import eval as evaluation
 from quantkv.cli import html, models, readers, report, text, trials, tune
 from quantkv.cli.allocation import allocate
 from quantkv.cli.metrics import Comparison
-from quantkv.cli.recipes import Recipe, exact_of
+from quantkv.cli.recipes import Recipe, full_precision_of
 from quantkv.formats import get_format
 from quantkv.integrations.transformers import calibrate
 from quantkv.integrations.transformers.sensitivity import sensitivities
@@ -50,7 +50,7 @@ class Row:
     formats: tuple[str, ...]
     must: float
     aim: float
-    exact: str = WINDOW
+    full_precision: str = WINDOW
     head_size: int = 64
 
     @property
@@ -63,19 +63,19 @@ ROWS = (
     Row("KL, <= 80", "kl", "smollm2", 80, ("levels4", "tuned"), 0.0012, 0.0008),
     Row("KL, <= 72", "kl", "smollm2", 72, ("tuned",), 0.0024, 0.0016),
     Row("KL, <= 64", "kl", "smollm2", 64, ("levels3", "tuned"), 0.0033, 0.0022),
-    Row("KL, <= 64, fewer exact tokens", "kl", "smollm2", 64, ("tuned",), 0.0033, 0.0022, FEW_WINDOW),
+    Row("KL, <= 64, fewer full-precision tokens", "kl", "smollm2", 64, ("tuned",), 0.0033, 0.0022, FEW_WINDOW),
     Row("KL, <= 56", "kl", "smollm2", 56, ("tuned",), 0.0078, 0.0055),
     Row("KL, <= 48", "kl", "smollm2", 48, ("levels2", "trellis2"), 0.0187, 0.0120),
-    Row("KL, <= 48, fewer exact tokens", "kl", "smollm2", 48, ("tuned",), 0.0187, 0.0120, SHORT_WINDOW),
+    Row("KL, <= 48, fewer full-precision tokens", "kl", "smollm2", 48, ("tuned",), 0.0187, 0.0120, SHORT_WINDOW),
     Row("KL, <= 40, first tokens exact only", "kl", "smollm2", 40, ("trellis2",), 0.17, 0.12, NO_WINDOW),
     Row("copied passage found, %, <= 80", "copy", "smollm2", 80, ("levels4",), 96.2, 96.7),
     Row("copied passage found, %, <= 64", "copy", "smollm2", 64, ("levels4/trellis2", "tuned"), 95.5, 96.2),
     Row("copied passage found, %, <= 48", "copy", "smollm2", 48, ("levels2", "trellis2"), 92.9, 95.0),
-    Row("copied passage found, %, <= 48, fewer exact tokens", "copy", "smollm2", 48, FINER_KEYS, 92.9, 95.0, FEWEST_WINDOW),
+    Row("copied passage found, %, <= 48, fewer full-precision tokens", "copy", "smollm2", 48, FINER_KEYS, 92.9, 95.0, FEWEST_WINDOW),
     Row("digits of codes right, %, <= 80", "codes", "smollm2", 80, ("levels4",), 78.0, 78.8),
     Row("digits of codes right, %, <= 60", "codes", "smollm2", 60, ("tuned",), 78.0, 78.5),
     Row("digits of codes right, %, <= 48", "codes", "smollm2", 48, ("levels2", "trellis2"), 68.0, 74.0),
-    Row("digits of codes right, %, <= 48, fewer exact tokens", "codes", "smollm2", 48, FINER_KEYS, 68.0, 74.0, FEWEST_WINDOW),
+    Row("digits of codes right, %, <= 48, fewer full-precision tokens", "codes", "smollm2", 48, FINER_KEYS, 68.0, 74.0, FEWEST_WINDOW),
     Row("KL, context 4,096, <= 80", "long", "smollm2", 80, ("levels4",), 0.0004, 0.0003, LONG_WINDOW),
     Row("KL, context 4,096, <= 48", "long", "smollm2", 48, ("trellis2",), 0.0091, 0.0065, LONG_WINDOW),
     Row("Qwen2 (key bias): KL, <= 80", "kl", "qwen", 80, ("levels4", "tuned"), 0.0031, 0.002),
@@ -107,26 +107,26 @@ class Bench:
         return self._calibration
 
     def recipe(self, name: str, row: Row) -> Recipe | None:
-        """A calibrated one with the row's exact tokens; None for a format that is not there."""
-        exact = exact_of(row.exact)
+        """A calibrated one with the row's full-precision tokens; None for a format that is not there."""
+        full_precision = full_precision_of(row.full_precision)
         if name == "tuned":
-            return Recipe(f"tuned {row.limit:g} +{row.exact}", self.tuned(row))
+            return Recipe(f"tuned {row.limit:g} +{row.full_precision}", self.tuned(row))
         try:
             get_format(name)
         except ValueError:
             return None
-        return Recipe(f"{name} +{row.exact}", Policy(name, calibration=self.calibration, exact=exact))
+        return Recipe(f"{name} +{row.full_precision}", Policy(name, calibration=self.calibration, full_precision=full_precision))
 
     def tuned(self, row: Row) -> Policy:
         """Formats by layer that fill the row's bytes, chosen by what each layer loses over the other text."""
-        base = Policy(CHOICES[0], calibration=self.calibration, exact=exact_of(row.exact))
-        if row.exact not in self._lost:
+        base = Policy(CHOICES[0], calibration=self.calibration, full_precision=full_precision_of(row.full_precision))
+        if row.full_precision not in self._lost:
             ids = text.cut(self.other, self.loaded.tokenizer, 1024, 1024)
             say(f"{self.name}: sensitivities over {self.other.name}")
-            self._lost[row.exact] = sensitivities(self.loaded.model, ids, CHOICES, base)
+            self._lost[row.full_precision] = sensitivities(self.loaded.model, ids, CHOICES, base)
         room = tune.Room(self.loaded.config, list(CHOICES), base, CONTEXTS["kl"])
         limit = row.limit * row.head_size / 64
-        return tune.policy_of(allocate(room.choices(self._lost[row.exact]), room.left(limit)), base)
+        return tune.policy_of(allocate(room.choices(self._lost[row.full_precision]), room.left(limit)), base)
 
     def trials(self, part: str) -> list[trials.Trial]:
         """Contexts of unseen text, and what is asked of them."""
@@ -178,11 +178,11 @@ def rival(model: Any, contexts: torch.Tensor, backend: str, options: dict[str, i
 
     comparison, size = Comparison(), 0.0
     for ids in contexts.to(model.device):
-        exact = readers.last_logits(model, ids, TAIL, use_cache=False)
+        full_precision = readers.last_logits(model, ids, TAIL, use_cache=False)
         cache = QuantizedCache(backend, model.config, nbits=4, **options)
         model(ids[None, :-TAIL], past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = model(ids[None, -TAIL:], past_key_values=cache, use_cache=True).logits[0]
-        comparison.add(exact, logits, ids[-TAIL:])
+        comparison.add(full_precision, logits, ids[-TAIL:])
         geometry = model.config.get_text_config()
         heads = len(cache.layers) * geometry.num_key_value_heads
         stored = sum(nbytes(layer._quantized_keys) + nbytes(layer._quantized_values) for layer in cache.layers) / (len(ids) - TAIL)
@@ -227,7 +227,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
 
 def measured(row: Row, run: dict[str, Any]) -> list[str]:
     """A row's recipes, each with its bytes, figure and standard error; bold where it reaches what it must."""
-    names = {f"{name} +{row.exact}" for name in row.formats if name != "tuned"} | {f"tuned {row.limit:g} +{row.exact}"}
+    names = {f"{name} +{row.full_precision}" for name in row.formats if name != "tuned"} | {f"tuned {row.limit:g} +{row.full_precision}"}
     shown = []
     for found in run["formats"]:
         if found["format"] in names:
@@ -240,8 +240,8 @@ def measured(row: Row, run: dict[str, Any]) -> list[str]:
                     f"{'**' * reached}{text_}{'**' * reached} `{found['format']}` {found['bytes_per_head']:.1f} B",
                 )
             )
-    exact = "" if row.less_is_better else [f"16 bits {run['reference'][row.part]['share']:.1f}"]
-    return [words for _, words in sorted(shown)] + list(exact)
+    full_precision = "" if row.less_is_better else [f"16 bits {run['reference'][row.part]['share']:.1f}"]
+    return [words for _, words in sorted(shown)] + list(full_precision)
 
 
 def summary(runs: list[dict[str, Any]]) -> list[str]:

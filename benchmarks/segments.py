@@ -1,4 +1,4 @@
-"""What exact tokens in front of quantized pages cost a decoding step, in one run on random data:
+"""What full-precision tokens in front of quantized pages cost a decoding step, in one run on random data:
 
     python benchmarks/segments.py [--peers DIR] [--shapes B8xL32768 B64xL8192] [--formats none int4 int2] [--json FILE]
     python benchmarks/segments.py --device cpu --shapes B2xL512xHQ8xHK2
@@ -117,7 +117,7 @@ def of_shape(shape: Shape, device: torch.device, given, implementation: str, wro
 
 
 def ours(problem: Problem, name: str, implementation: str) -> dict[str, Entry]:
-    """Attention over one format, alone and beside exact tokens."""
+    """Attention over one format, alone and beside full-precision tokens."""
     s, device, format_name = problem.shape, problem.device, get_format(name).name
     cache, rows = filled(problem, format_name)
     latest = max(s.L - LATEST, 0) // s.P * s.P
@@ -172,7 +172,7 @@ def serve(problem: Problem, segments: tuple[Segment, ...], implementation: str, 
 
 
 def show(rows: list[Row], ceiling: float | None) -> None:
-    """A table of one shape: against FlashAttention-3, and against the format without exact tokens."""
+    """A table of one shape: against FlashAttention-3, and against the format without full-precision tokens."""
     us = {(row.format, row.what): row.us for row in rows}
     flash = us.get(("bf16", FLASH3))
     columns = ("format", -8), ("what", -32), ("us", 8), ("+-", 6), ("GB/s", 6), ("of read", 8), ("FA3 /", 6), ("+ %", 6), ("error", 8)

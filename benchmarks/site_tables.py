@@ -19,7 +19,7 @@ PAGES = ("README.md", "docs/choose.md", "docs/performance-by-model.md", "docs/en
 BLOCK = re.compile(r"(<!-- site:(\w+) -->\n).*?(<!-- /site -->)", re.DOTALL)
 SHAPE = "B64xL8192"  # the batch that times are of
 NOT_MEASURED = "not measured"
-# What a recipe is for, and its name in the file of quality; without exact tokens (+FIRST,LATEST) in that of every format as it is.
+# What a recipe is for, and its name in the file of quality; without full-precision tokens (+SINK,RECENT) in that of every format as it is.
 RECIPES = (
     ("nothing may change, and nothing is to be set up", "int8"),
     ("keys at 8 bits, values at 4, nothing to set up", "k8v4"),

@@ -59,7 +59,7 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
             got, _ = ops.attend(call, implementation)
             want, _ = compute(call, torch.float64)
             worst.append(((got.double() - want).norm() / want.norm()).item())
-        if counts is decode:  # the same beside exact tokens
+        if counts is decode:  # the same beside full-precision tokens
             call = beside_exact(call, lens[chosen], rows)
             if implementations.refusal(implementation, call) is None:
                 got, _ = ops.attend(call, implementation)

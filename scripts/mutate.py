@@ -38,7 +38,7 @@ ROWS, ATTENTION, FACTS = (f"tests/{name}" for name in ("test_fuzz.py::test_rows"
 WHOLE = f"{ATTENTION} tests/test_reference.py tests/test_properties.py"
 GOLDEN = f"tests/test_golden.py {FACTS} {ROWS}"
 CPU = "tests/test_cpu.py --deselect tests/test_cpu.py::test_without_numba_auto_is_the_reference_and_an_explicit_choice_says_what_to_install"
-EXACT = "tests/test_exact.py --deselect tests/test_exact.py::test_triton_reads_the_same"
+EXACT = "tests/test_full_precision.py --deselect tests/test_full_precision.py::test_triton_reads_the_same"
 MODELS = "tests/test_transformers_models.py"
 HUGGING = (  # without those that take longest: whole models, compiled ones
     f"tests/test_transformers.py --deselect tests/test_transformers.py::test_a_real_model_generates_the_same_tokens {MODELS} "
@@ -71,7 +71,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     **{f"implementations/cpu/{name}": CPU for name in ("attend", "kernels", "rows", "sides", "threads", "write")},
     "prepared": f"tests/test_prepared.py tests/test_calls.py tests/test_cache.py {FACTS} {EXACT}",
     "policy": "tests/test_policy.py --deselect tests/test_policy.py::test_a_maps_file_in_which_any_bit_is_flipped_is_refused",
-    "shadow": EXACT,
+    "copies": EXACT,
     "page_table": "tests/test_page_table.py",
     "offload": "tests/test_offload.py",
     **{f"engine/{name}": HUGGING for name in ("batch_layer", "cache_positions", "forward_metadata", "padded_metadata", "sequences")},

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkv import LayerMaps, LinearMap, PagedCache, available_formats, get_format
 from quantkv.calibration import Calibration, LayerMoments
-from quantkv.exact import ExactTokens
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.geometry import Geometry, Heads
 from quantkv.policy import Policy
 
@@ -239,8 +239,8 @@ def write(folder, **given):
 def test_a_policy_carries_it(tmp_path):
     made = calibration()
     made.save(tmp_path / "toy.safetensors")
-    policy = Policy.load(write(tmp_path, layers={"3": "fp8"}, calibration="toy.safetensors", exact={"latest": 24}))
-    assert policy.calibration.digest == made.digest and policy.exact == ExactTokens(0, 24)
+    policy = Policy.load(write(tmp_path, layers={"3": "fp8"}, calibration="toy.safetensors", full_precision={"latest": 24}))
+    assert policy.calibration.digest == made.digest and policy.full_precision == FullPrecisionTokens(0, 24)
     assert policy.maps_of(1).k.offset is not None and policy.maps_of(3) == LayerMaps()
     own = LinearMap(2 * torch.eye(SIZE)[None], torch.eye(SIZE)[None] / 2)
     mixed = Policy("levels4", maps={1: LayerMaps(k=own)}, calibration=made).maps_of(1)
@@ -256,7 +256,7 @@ def test_a_policy_can_be_saved(tmp_path):
     made = calibration()
     given = LayerMaps(LinearMap(2 * torch.eye(4)[None], torch.eye(4)[None] / 2, torch.randn(2, 3, 4), torch.eye(4).repeat(3, 1, 1)))
     layers = {0: "none", 2: "int8", 3: "int8", 4: "int8", 5: "int4"}
-    policy = Policy("levels3", layers, {7: given, 8: given}, made, ExactTokens(16, 24))
+    policy = Policy("levels3", layers, {7: given, 8: given}, made, FullPrecisionTokens(16, 24))
     policy.save(tmp_path / "mine.json")
     assert json.loads((tmp_path / "mine.json").read_text()) == {
         "policy_version": 1,
@@ -264,10 +264,15 @@ def test_a_policy_can_be_saved(tmp_path):
         "layers": {"0": "none", "2-4": "int8", "5": "int4"},
         "maps": "mine.maps.safetensors",
         "calibration": "mine.calibration.safetensors",
-        "exact": {"first": 16, "latest": 24},
+        "full_precision": {"sink": 16, "recent": 24},
     }
     read = Policy.load(tmp_path / "mine.json")
-    assert (read.format, read.layers, read.exact, read.calibration.digest) == (policy.format, policy.layers, policy.exact, made.digest)
+    assert (read.format, read.layers, read.full_precision, read.calibration.digest) == (
+        policy.format,
+        policy.layers,
+        policy.full_precision,
+        made.digest,
+    )
     assert read.maps[7].fingerprint() == given.fingerprint() and torch.equal(read.maps[7].k.metric, given.k.metric)
     made.save(tmp_path / "model.safetensors")
     Policy("levels3", calibration=made).save(tmp_path / "other.json", calibration="model.safetensors")
@@ -281,11 +286,11 @@ def test_a_policy_can_be_saved(tmp_path):
 BAD_POLICIES = {
     "no file": ({"calibration": "absent.safetensors"}, "calibration=.*absent"),
     "no name": ({"calibration": 3}, "policy.calibration=3"),
-    "exact no object": ({"exact": 24}, "policy.exact=24"),
-    "exact of something else": ({"exact": {"last": 24}}, "policy.exact="),
-    "exact of none": ({"exact": {"first": 0}}, "first or latest is at least 1"),
-    "exact negative": ({"exact": {"latest": -1}}, "exact.latest=-1"),
-    "exact broken": ({"exact": {"latest": 2.5}}, "exact.latest=2.5"),
+    "exact no object": ({"full_precision": 24}, "policy.full_precision=24"),
+    "exact of something else": ({"full_precision": {"last": 24}}, "policy.full_precision="),
+    "exact of none": ({"full_precision": {"sink": 0}}, "sink or recent is at least 1"),
+    "exact negative": ({"full_precision": {"recent": -1}}, "full_precision.recent=-1"),
+    "exact broken": ({"full_precision": {"recent": 2.5}}, "full_precision.recent=2.5"),
 }
 
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa:
 from architectures import ARCHITECTURES  # noqa: E402
 from quantkv import PagedCache, format_table, geometry, parameters  # noqa: E402
 from quantkv.capacity import LayerCache, Recipe, capacity, state_bytes  # noqa: E402
-from quantkv.exact import ExactTokens  # noqa: E402
 from quantkv.format import aliases_of, available_formats, get_format  # noqa: E402
+from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
 from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer  # noqa: E402
@@ -32,7 +32,7 @@ REAL = (
 )
 
 
-def one(name: str, exact: ExactTokens | None = None) -> Recipe:
+def one(name: str, exact: FullPrecisionTokens | None = None) -> Recipe:
     return Recipe(name, lambda layer: name, exact)
 
 
@@ -71,10 +71,10 @@ def test_bytes_are_those_of_an_allocated_cache(name: str):
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "GPT-OSS"])
 def test_bytes_are_those_of_a_cache_in_use(name: str):
-    """A batch of two, decoded beyond its windows, with formats by layer and exact tokens."""
-    architecture, exact, length = NAMES[name], ExactTokens(16, 24), 61
+    """A batch of two, decoded beyond its windows, with formats by layer and full-precision tokens."""
+    architecture, exact, length = NAMES[name], FullPrecisionTokens(16, 24), 61
     model = use_quantkv_attention(architecture.build())
-    cache = QuantizedCache(model.config, Policy("int4", {1: "k8v4"}, exact=exact), dtype=torch.bfloat16)
+    cache = QuantizedCache(model.config, Policy("int4", {1: "k8v4"}, full_precision=exact), dtype=torch.bfloat16)
     made = capacity(geometry.read(written(architecture)), Recipe("mixed", lambda layer: "k8v4" if layer == 1 else "int4", exact))
     most = 0
     with torch.no_grad():
@@ -82,8 +82,8 @@ def test_bytes_are_those_of_a_cache_in_use(name: str):
             model(torch.tensor([[5], [6]]), past_key_values=cache)
             most = max(most, cache.nbytes)
     assert most == 2 * sum(layer.pages(length) * layer.spec.block_bytes for layer in made.layers.values())
-    assert cache.exact_nbytes == 2 * sum(layer.exact_bytes for layer in made.layers.values())
-    assert made.sequence_bytes(length) == (most + cache.exact_nbytes) // 2
+    assert cache.full_precision_nbytes == 2 * sum(layer.full_precision_bytes for layer in made.layers.values())
+    assert made.sequence_bytes(length) == (most + cache.full_precision_nbytes) // 2
 
 
 @pytest.mark.parametrize("kind", [Kind(), *(Kind(w) for w in (1, 2, 16, 17, 100, 128)), *(Kind(w, True) for w in (16, 24, 30, 100))])
@@ -98,7 +98,7 @@ def test_pages_are_those_that_a_table_holds(kind: Kind):
 
 
 def test_tokens_fill_the_memory():
-    made, free = capacity(geometry.read(config_of("gemma-3-4b")), one("int4", ExactTokens(16, 24))), 3 * 10**9 + 7
+    made, free = capacity(geometry.read(config_of("gemma-3-4b")), one("int4", FullPrecisionTokens(16, 24))), 3 * 10**9 + 7
     longest = made.longest(free)
     assert longest % 16 == 0 and made.sequence_bytes(longest) <= free < made.sequence_bytes(longest + 16)
     count = made.sequences(free, 5000)
@@ -126,7 +126,7 @@ def test_ranks_that_cannot_share():
     whole, shared = capacity(latent, one("int4")), capacity(latent, one("int4"), 4)
     assert whole.layers == shared.layers  # every rank holds the latents
     with pytest.raises(NotImplementedError, match="latents"):
-        capacity(latent, one("int4", ExactTokens(16, 24)))
+        capacity(latent, one("int4", FullPrecisionTokens(16, 24)))
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE"])

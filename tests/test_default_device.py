@@ -30,15 +30,15 @@ from quantkv import (
 from quantkv import vllm_api as backend
 from quantkv.calibration import Calibration, LayerMoments
 from quantkv.calls import WriteCall
-from quantkv.exact import ExactTokens
+from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
 from quantkv.formats.trellis.hopper import TrellisConfig
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.implementations import refusal
 from quantkv.implementations.hopper.host import operands
 from quantkv.implementations.hopper.write import Hadamard
 from quantkv.implementations.hopper.write.round import RoundConfig
 from quantkv.maps import default_map, hadamard
 from quantkv.policy import Policy
-from quantkv.shadow import ExactPages, ExactStep, ShadowedCache, shadow_pages
 from quantkv.testing import POISON, Batch, check, rows
 
 SOURCE = Path(__file__).parent.parent / "src" / "quantkv"
@@ -176,16 +176,16 @@ def test_exact_tokens():
     """A step over pages of which the first and latest are read exactly."""
 
     def run():
-        b, tokens = Batch.make("int4", **BATCH, dtype=torch.float32), ExactTokens(16, 8)
-        exact = ExactPages(tokens, 16, 2, b.cache.num_blocks)
-        cache = ShadowedCache(b.cache, shadow_pages(b.cache, exact.num_shadows, torch.float32), exact)
+        b, tokens = Batch.make("int4", **BATCH, dtype=torch.float32), FullPrecisionTokens(16, 8)
+        exact = CopiedPages(tokens, 16, 2, b.cache.num_blocks)
+        cache = CacheWithCopies(b.cache, cache_of_copies(b.cache, exact.num_copies, torch.float32), exact)
         exact.watch(b.cache)
         ends, starts = b.seq_lens.tolist(), numbers([0, 4, 24])
-        step = ExactStep(tokens, 16, 2, sum(ends), torch.device("cpu"), False)
+        step = FullPrecisionStep(tokens, 16, 2, sum(ends), torch.device("cpu"), False)
         table = b.block_table.clamp_min(0)
         exact.advance(table, b.seq_lens, starts, b.slots, step)
-        prepare_write(b.slots, b.positions, exact=step)(cache, b.key, b.value)
-        attend = prepare_attend(block_table=table, seq_lens=b.seq_lens, cu_seqlens_q=b.cu_seqlens_q, max_query_len=5, exact=step)
+        prepare_write(b.slots, b.positions, full_precision=step)(cache, b.key, b.value)
+        attend = prepare_attend(block_table=table, seq_lens=b.seq_lens, cu_seqlens_q=b.cu_seqlens_q, max_query_len=5, full_precision=step)
         exact.forget(numbers([0], torch.int64))
         exact.make_room(5, 40)
         return exact.state, attend(cache, b.q)
@@ -224,7 +224,7 @@ def test_calibrations_and_policies(tmp_path):
         v[0] = 0  # a head that no query reads
         made = Calibration(2, {0: LayerMoments(normal(3, 2, 64, seed=2).half(), k, v), 1: LayerMoments(None, k, v)})
         maps = {0: LayerMaps(LinearMap(*(scale * hadamard(64).float()[None] for scale in (1.0, 1 / 64))))}
-        Policy("levels3", {1: "int8"}, maps, made, ExactTokens(16, 8)).save(tmp_path / "toy.json")
+        Policy("levels3", {1: "int8"}, maps, made, FullPrecisionTokens(16, 8)).save(tmp_path / "toy.json")
         read = Policy.load(tmp_path / "toy.json")
         tensors = [part for moments in read.calibration.layers.values() for part in moments.tensors().values()]
         names = ("levels3", "int8", "int4", "none")
@@ -289,7 +289,8 @@ def test_operands_of_hopper():
 
 
 def test_a_model():
-    """Passes over a cache with padding, windows and exact tokens, of a fixed size too; sequences that part and join; a calibration."""
+    """Passes over a cache with padding, windows and full-precision tokens, of a fixed size too; sequences that part and join; a
+    calibration."""
     pytest.importorskip("transformers")
     from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention
     from test_transformers import logits, prompts, tiny
@@ -299,7 +300,7 @@ def test_a_model():
 
     def run():
         outs = []
-        for kept, room in (("int4", 0), ("int4", 40), (Policy("int4", exact=ExactTokens(16, 8)), 0)):
+        for kept, room in (("int4", 0), ("int4", 40), (Policy("int4", full_precision=FullPrecisionTokens(16, 8)), 0)):
             cache = QuantizedCache(model.config, kept, num_tokens=room)
             outs.append(logits(model, cache, ids[:, :24], mask[:, :24], [0, 8, 22, 23]))
             cache.reorder_cache(numbers([1, 1], torch.int64))

@@ -7,17 +7,17 @@ import torch
 
 from quantkv import PagedCache, get_format, implementations
 from quantkv.calls import AttentionOptions, Batch
+from quantkv.copies import CacheWithCopies
 from quantkv.engine.exact_group import ExactGroup
 from quantkv.engine.forward_metadata import ForwardMetadata
 from quantkv.engine.layer import LayerAttention, PagedLayer
 from quantkv.engine.layer_config import LayerConfig, Shard, exact_tokens
 from quantkv.engine.padded_metadata import PaddedMetadata
 from quantkv.engine.warm_up import StepLimits, claim_scratch, who_serves
-from quantkv.exact import ExactTokens
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.geometry import Heads
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.policy import Policy
-from quantkv.shadow import ShadowedCache
 
 SIZE, BLOCK = 16, 16
 CPU = torch.device("cpu")
@@ -77,10 +77,10 @@ def test_maps_of_other_heads_are_refused():
     [("int4", False, (16, 24)), ("int4", True, (0, 24)), ("none", False, None), ("fp32", False, None), ("int8/none", False, (16, 24))],
 )
 def test_which_tokens_a_layer_keeps_at_full_precision(fmt, by_position, kept):
-    policy = Policy("int8", {1: fmt}, exact=ExactTokens(16, 24))
+    policy = Policy("int8", {1: fmt}, full_precision=FullPrecisionTokens(16, 24))
     found = LayerConfig.of(policy, 1, torch.bfloat16, by_position=by_position).exact
-    assert found == (None if kept is None else ExactTokens(*kept))
-    assert exact_tokens(ExactTokens(16, 0), by_position=True) is None
+    assert found == (None if kept is None else FullPrecisionTokens(*kept))
+    assert exact_tokens(FullPrecisionTokens(16, 0), by_position=True) is None
 
 
 def test_a_pass_writes_and_reads_what_the_cache_does():
@@ -140,7 +140,7 @@ def test_a_pass_reads_its_own_rows_as_given(padded, context):
 
 
 def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
-    layer, reader = layer_of("int4", exact=ExactTokens(16, 0)), layer_of("int4", exact=ExactTokens(16, 0))
+    layer, reader = layer_of("int4", full_precision=FullPrecisionTokens(16, 0)), layer_of("int4", full_precision=FullPrecisionTokens(16, 0))
     reader.owner = layer
     pages = layer.allocate(8, BLOCK, CPU)
     assert layer.cache(pages) is pages and reader.cache(pages) is pages  # nothing says which pages have a copy
@@ -152,10 +152,10 @@ def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
     held = layer.copies
     group.pool.make_room(num_seqs=3, num_blocks=8)
     cache = layer.cache(pages)
-    assert layer.copies.num_blocks == 3 * held.num_blocks == group.pool.num_shadows
+    assert layer.copies.num_blocks == 3 * held.num_blocks == group.pool.num_copies
     assert torch.equal(layer.copies.buffer[: held.num_blocks], held.buffer) and held.buffer.any()
     other = reader.cache(pages)
-    assert isinstance(other, ShadowedCache) and other.shadow is cache.shadow and reader.copies is None
+    assert isinstance(other, CacheWithCopies) and other.copies is cache.copies and reader.copies is None
     assert layer.cache(pages) is cache and reader.cache(pages) is other
     second = step([1], [20])
     second.slots = torch.full((1,), -1)
@@ -168,7 +168,7 @@ def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
 
 
 def test_a_captured_step_moves_no_state():
-    layer = layer_of("int4", exact=ExactTokens(16, 24))
+    layer = layer_of("int4", full_precision=FullPrecisionTokens(16, 24))
     group = ExactGroup([layer], num_seqs=4, num_tokens=64, pool_seqs=2, device=CPU)
     pages, found = layer.allocate(8, BLOCK, CPU), [step([1, 1], [4, 4]) for _ in range(2)]
     group.attach(found[0], pages, advance=False)
@@ -179,9 +179,9 @@ def test_a_captured_step_moves_no_state():
 
 
 def test_a_group_keeps_the_most_that_a_layer_keeps():
-    given = [ExactTokens(16, 0), ExactTokens(0, 40)]
-    group = ExactGroup([layer_of("int4", exact=tokens) for tokens in given], 1, 1, 1, CPU)
-    assert group.tokens == ExactTokens(16, 40)
+    given = [FullPrecisionTokens(16, 0), FullPrecisionTokens(0, 40)]
+    group = ExactGroup([layer_of("int4", full_precision=tokens) for tokens in given], 1, 1, 1, CPU)
+    assert group.tokens == FullPrecisionTokens(16, 40)
 
 
 def test_who_serves_a_layer_is_what_its_calls_choose(monkeypatch):

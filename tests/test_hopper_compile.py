@@ -171,7 +171,7 @@ def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, packed_rows, t
 )
 def test_exact_rows_stay_out_of_local_memory(key, head_size, value_map, tmp_path):
     cubin = tmp_path / "decode.cubin"
-    chosen = replace(config(key, key, head_size, key_map=value_map, value_map=value_map), ranges=True, exact=16)
+    chosen = replace(config(key, key, head_size, key_map=value_map, value_map=value_map), ranges=True, full_precision=16)
     cubin.write_bytes(build(chosen))
     assert not {"LDL", "STL"} & set(opcodes(cubin))
 

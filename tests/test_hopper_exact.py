@@ -89,17 +89,19 @@ def test_rows_that_were_just_written_are_read(by_combine, monkeypatch):
 def test_which_segment_has_no_kernel():
     """Of two, one of a few rows of the queries' type as given, from some position on."""
 
-    def exact_of(parts, lens=(20, 300), **shape):
+    def full_precision_of(parts, lens=(20, 300), **shape):
         return hopper._exact(Several.make(parts, (1, 1), lens, **shape).call)
 
     lens = (20, 300)
-    assert exact_of(exact("int4", lens)) == 1 and exact_of(exact("int4", lens)[::-1]) == 0
-    assert exact_of(exact("int4", lens, 120)) == 1 and exact_of(exact("int4", lens, 130)) is None, "more than 128 rows"
-    assert exact_of(exact("int4", lens, 24, 16)) is None, "three segments"
-    assert exact_of(exact("int4", lens), dtype=torch.float16) == 1
-    assert exact_of([Part("int4", None, [(0, 0), (0, 288)]), Part("fp16", [0, 288])]) is None, "of another type than the queries"
-    assert exact_of([Part("int4", None, [(0, 0), (0, 288)]), Part("bf16", [0, 288], maps=LayerMaps(signed().v, None))]) is None, "mapped"
-    assert exact_of([Part("int4", [16, 288]), Part("bf16", None, [(0, 16), (0, 288)])]) is None, "no key_start"
+    assert full_precision_of(exact("int4", lens)) == 1 and full_precision_of(exact("int4", lens)[::-1]) == 0
+    assert full_precision_of(exact("int4", lens, 120)) == 1 and full_precision_of(exact("int4", lens, 130)) is None, "more than 128 rows"
+    assert full_precision_of(exact("int4", lens, 24, 16)) is None, "three segments"
+    assert full_precision_of(exact("int4", lens), dtype=torch.float16) == 1
+    assert full_precision_of([Part("int4", None, [(0, 0), (0, 288)]), Part("fp16", [0, 288])]) is None, "of another type than the queries"
+    assert full_precision_of([Part("int4", None, [(0, 0), (0, 288)]), Part("bf16", [0, 288], maps=LayerMaps(signed().v, None))]) is None, (
+        "mapped"
+    )
+    assert full_precision_of([Part("int4", [16, 288]), Part("bf16", None, [(0, 16), (0, 288)])]) is None, "no key_start"
     wide = dict(head_size=256, num_kv_heads=1)
-    assert exact_of(exact("int4", lens, maps=signed(256)), **wide) == 1
-    assert exact_of(exact("int4", lens, maps=calibrated(1, 256)), **wide) is None, "shared memory"
+    assert full_precision_of(exact("int4", lens, maps=signed(256)), **wide) == 1
+    assert full_precision_of(exact("int4", lens, maps=calibrated(1, 256)), **wide) is None, "shared memory"

@@ -9,14 +9,14 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from direct import attend_segments  # noqa: E402
-from exact_engine import Engine  # noqa: E402
+from full_precision_engine import Engine  # noqa: E402
 from quantkv import PagedCache, get_format  # noqa: E402
 from quantkv.calls import AttentionOptions  # noqa: E402
-from quantkv.cli.recipes import exact_share  # noqa: E402
-from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.cli.recipes import full_precision_share  # noqa: E402
+from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.judged import Judge, attend, exact_from, judged, reread  # noqa: E402
+from quantkv.integrations.transformers.judged import Judge, attend, full_precision_from, judged, reread  # noqa: E402
 from quantkv.maps import LayerMaps, LinearMap  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
@@ -72,8 +72,8 @@ def by_segments(query, cache, table, exact_cache, exact, kind, options):
         length = p + 1
         first, start = 0, length
         if exact is not None:
-            first = min(exact.first, length)
-            start = max((length - exact.latest) // 16 * 16, 0) if exact.latest else length
+            first = min(exact.sink, length)
+            start = max((length - exact.recent) // 16 * 16, 0) if exact.recent else length
         start = max(start, first)
         parts = ((exact_cache, 0, first), (cache, first, start), (exact_cache, start, length))
         ranged = [
@@ -86,7 +86,15 @@ def by_segments(query, cache, table, exact_cache, exact, kind, options):
     return torch.cat(outs)
 
 
-EXACT = [None, ExactTokens(16, 24), ExactTokens(16, 0), ExactTokens(0, 24), ExactTokens(0, 1), ExactTokens(32, 33), ExactTokens(0, 200)]
+EXACT = [
+    None,
+    FullPrecisionTokens(16, 24),
+    FullPrecisionTokens(16, 0),
+    FullPrecisionTokens(0, 24),
+    FullPrecisionTokens(0, 1),
+    FullPrecisionTokens(32, 33),
+    FullPrecisionTokens(0, 200),
+]
 
 
 @pytest.mark.parametrize("exact", EXACT, ids=str)
@@ -104,7 +112,7 @@ def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softc
     options = AttentionOptions(**kind.options, softcap=softcap, sinks=sink)
     expected = by_segments(query, cache, table, exact_cache, exact, kind, options)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    if exact is not None and exact.latest == 200:  # everything is exact
+    if exact is not None and exact.recent == 200:  # everything is exact
         torch.testing.assert_close(found, attend(query, key, value, (key, value), 0.2, None, kind, softcap, sink), rtol=0, atol=2e-6)
 
 
@@ -112,7 +120,7 @@ def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softc
     "latest, length, start", [(24, 1, 0), (24, 24, 0), (24, 39, 0), (24, 40, 16), (24, 1000, 976), (1, 16, 0), (1, 17, 16)]
 )
 def test_exact_tokens_begin_with_a_page(latest, length, start):
-    assert exact_from(torch.tensor([length - 1]), latest).tolist() == [start]
+    assert full_precision_from(torch.tensor([length - 1]), latest).tolist() == [start]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
@@ -121,8 +129,8 @@ def test_what_follows_a_prompt_is_judged_as_a_cache_answers(name):
     model = use_quantkv_attention(tiny(name))
     ids, mask = prompts([60])
     plain = logits(model, None, ids, mask, [0])
-    for exact, prompt in ((None, 37), (ExactTokens(16, 8), 37), (None, 1), (None, 60)):
-        policy = Policy("int4", exact=exact)
+    for exact, prompt in ((None, 37), (FullPrecisionTokens(16, 8), 37), (None, 1), (None, 60)):
+        policy = Policy("int4", full_precision=exact)
         stepped = logits(model, QuantizedCache(model.config, policy, dtype=torch.float32), ids, mask, [0, *range(prompt, 60)])
         with torch.no_grad():
             with judged(model, policy, prompt):
@@ -136,7 +144,7 @@ def test_what_follows_a_prompt_is_judged_as_a_cache_answers(name):
             assert exact is not None or (stored - plain).norm() > 1.2 * lost
 
 
-@pytest.mark.parametrize("exact", [None, ExactTokens(16, 8)], ids=str)
+@pytest.mark.parametrize("exact", [None, FullPrecisionTokens(16, 8)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2", "gpt_oss", "llama4"])
 def test_models_are_judged_as_they_decode(name, exact):
     """Through a QuantizedCache token by token. Once a layer's rows are off by a rounding, a later layer may round a code the other way:
@@ -145,7 +153,7 @@ def test_models_are_judged_as_they_decode(name, exact):
     ids, mask = prompts([60])
     plain = logits(model, None, ids, mask, [0])
     for fmt, bound in (("none", 1e-5), ("int8", 0.02), ("int4", 0.02)):
-        policy = Policy(fmt, exact=exact)
+        policy = Policy(fmt, full_precision=exact)
         stepped = logits(model, QuantizedCache(model.config, policy, dtype=torch.float32), ids, mask, list(range(60)))
         with judged(model, policy), torch.no_grad():
             once = model(ids, use_cache=False).logits
@@ -153,27 +161,31 @@ def test_models_are_judged_as_they_decode(name, exact):
         assert (once - stepped).norm() <= bound * scale, fmt
 
 
-@pytest.mark.parametrize("exact", [ExactTokens(10, 8), ExactTokens(17)], ids=str)
+@pytest.mark.parametrize("exact", [FullPrecisionTokens(10, 8), FullPrecisionTokens(17)], ids=str)
 def test_first_tokens_are_whole_pages_as_in_a_cache(exact):
     """One layer, so that no rounding is carried on: what is left is the order of float32 sums."""
     model = use_quantkv_attention(tiny("llama", num_hidden_layers=1))
     ids, mask = prompts([40])
-    policy = Policy("int2", exact=exact)
+    policy = Policy("int2", full_precision=exact)
     stepped = logits(model, QuantizedCache(model.config, policy), ids, mask, list(range(40)))
     with judged(model, policy), torch.no_grad():
         once = model(ids, use_cache=False).logits
     assert (once - stepped).norm() <= 1e-5 * stepped.norm()
 
 
-@pytest.mark.parametrize("exact", [ExactTokens(10, 8), ExactTokens(17), ExactTokens(0, 24), ExactTokens(16, 1)], ids=str)
+@pytest.mark.parametrize(
+    "exact", [FullPrecisionTokens(10, 8), FullPrecisionTokens(17), FullPrecisionTokens(0, 24), FullPrecisionTokens(16, 1)], ids=str
+)
 def test_the_share_of_exact_tokens_is_that_of_a_cache(exact):
     """Tokens that a cache reads exactly, counted at each length over which the latest page can end."""
-    engine = Engine(first=exact.first, latest=exact.latest, seqs=1)
+    engine = Engine(first=exact.sink, latest=exact.recent, seqs=1)
     engine.step([99])
     counts = [len(engine.step([1])[0]) for _ in range(16)]  # of 100 to 115 tokens
-    assert exact_share(exact, 100) == pytest.approx(sum(counts) / len(counts) / 100)
-    assert exact_share(exact, 12) == 1.0  # whole pages, and no more than there are
-    assert exact_share(exact, 100, sliding=True) == pytest.approx(exact_share(exact, 100) - -(-exact.first // 16) * 16 / 100)
+    assert full_precision_share(exact, 100) == pytest.approx(sum(counts) / len(counts) / 100)
+    assert full_precision_share(exact, 12) == 1.0  # whole pages, and no more than there are
+    assert full_precision_share(exact, 100, sliding=True) == pytest.approx(
+        full_precision_share(exact, 100) - -(-exact.sink // 16) * 16 / 100
+    )
 
 
 def test_exact_tokens_of_a_model():
@@ -183,15 +195,15 @@ def test_exact_tokens_of_a_model():
         ids, _ = prompts([45])
 
         def once(exact, model=model, ids=ids):
-            with judged(model, Policy("int2", exact=exact)), torch.no_grad():
+            with judged(model, Policy("int2", full_precision=exact)), torch.no_grad():
                 return model(ids, use_cache=False).logits
 
         with torch.no_grad():
             exact = model(ids, use_cache=False).logits
-        assert (once(ExactTokens(latest=45)) - exact).norm() <= 1e-5 * exact.norm()
-        plain, first = once(None), once(ExactTokens(first=16))
+        assert (once(FullPrecisionTokens(recent=45)) - exact).norm() <= 1e-5 * exact.norm()
+        plain, first = once(None), once(FullPrecisionTokens(sink=16))
         assert torch.equal(plain, first) is not first_matters
-        assert not math.isclose((once(ExactTokens(latest=16)) - exact).norm(), (plain - exact).norm(), rel_tol=0.05)
+        assert not math.isclose((once(FullPrecisionTokens(recent=16)) - exact).norm(), (plain - exact).norm(), rel_tol=0.05)
 
 
 def test_the_models_attention_comes_back():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkv import LayerMaps, LinearMap
 from quantkv.calibration import Calibration, LayerMoments
-from quantkv.exact import ExactTokens
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.policy import Policy
 
 
@@ -70,7 +70,7 @@ def test_files_that_are_no_policy(text, tmp_path):
         ({"maps": {0: "maps.safetensors"}}, "maps=.*: a dict of LayerMaps"),
         ({"layers": {0: "int5"}}, "format='int5' is unknown"),
         ({"calibration": "model.safetensors"}, "calibration=.*: Calibration or None"),
-        ({"exact": 16}, "exact=.*: ExactTokens or None"),
+        ({"full_precision": 16}, "full_precision=.*: FullPrecisionTokens or None"),
     ],
     ids=str,
 )
@@ -231,7 +231,7 @@ def test_a_fingerprint_is_of_what_bytes_mean():
     assert len(set(found)) == len(policies)
     assert Policy("int8", {1: "int4", 5: "int2"}).fingerprint(2) == found[0]
     guided = LinearMap(own.forward, own.inverse, metric=2 * eye[None])
-    assert Policy("int4", {0: "int8"}, {1: LayerMaps(guided)}, exact=ExactTokens(16, 24)).fingerprint(2) == found[3]
+    assert Policy("int4", {0: "int8"}, {1: LayerMaps(guided)}, full_precision=FullPrecisionTokens(16, 24)).fingerprint(2) == found[3]
     assert policies[2].fingerprint(2, torch.float32) != found[2]
     moments = LayerMoments(torch.zeros(1, 1, 16).half(), eye[None], eye[None])
     calibrated = [Policy("levels4", {0: name}, calibration=Calibration(2, {1: moments})).fingerprint(2) for name in ("int8", "levels4")]
@@ -243,10 +243,10 @@ def test_a_fingerprint_is_of_what_bytes_mean():
     [
         ('"format": "int4", "format": "int8"', "the key 'format' stands twice"),
         ('"format": "int4", "layers": {"0": "int8", "0": "int4"}', "the key '0' stands twice"),
-        ('"format": "int4", "exact": {"first": 1, "first": 2}', "the key 'first' stands twice"),
-        ('"format": "int4", "exact": {"first": 1000000000000}', "exact.first=1000000000000: at most 1,048,576 tokens"),
-        ('"format": "int4", "exact": {"latest": 1048577}', "exact.latest=1048577: at most"),
-        ('"format": "int4", "exact": {"first": NaN}', "NaN is no number"),
+        ('"format": "int4", "full_precision": {"sink": 1, "sink": 2}', "the key 'sink' stands twice"),
+        ('"format": "int4", "full_precision": {"sink": 1000000000000}', "full_precision.sink=1000000000000: at most 1,048,576 tokens"),
+        ('"format": "int4", "full_precision": {"recent": 1048577}', "full_precision.recent=1048577: at most"),
+        ('"format": "int4", "full_precision": {"sink": NaN}', "NaN is no number"),
     ],
 )
 def test_a_policy_says_each_thing_once_and_what_can_be_kept(tmp_path, text, message):

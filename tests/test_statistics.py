@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from quantkv import get_format, weights  # noqa: E402
 from quantkv.calibration import gains_from_offset  # noqa: E402
-from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, statistics, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from quantkv.policy_file import PRESETS  # noqa: E402
@@ -45,7 +45,7 @@ def test_presets_measure_the_model_before_the_first_row(model, name, caplog):
     run(model, cache)
     assert "key means and Hessians of Qwen2ForCausalLM" in caplog.text and "no statistics" not in caplog.text
     made = statistics.statistics_of(model)
-    policy = Policy(given["format"], calibration=made, exact=ExactTokens(**given["exact"]))
+    policy = Policy(given["format"], calibration=made, full_precision=FullPrecisionTokens(**given["exact"]))
     expected = QuantizedCache(model.config, policy)
     run(model, expected)
     mean = gains_from_offset(get_format(given["format"]).k)
@@ -166,8 +166,8 @@ def test_latents_have_no_statistics():
 
     config = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build().config
     assert QuantizedCache(config, "4bit").cache_positions.statistics == "off"
-    with pytest.raises(NotImplementedError, match=r"policy\.exact: latents"):
-        QuantizedCache(config, Policy("levels4", exact=ExactTokens(16, 24), statistics="require"))
+    with pytest.raises(NotImplementedError, match=r"policy\.full_precision: latents"):
+        QuantizedCache(config, Policy("levels4", full_precision=FullPrecisionTokens(16, 24), statistics="require"))
 
 
 def test_policies_say_it(tmp_path):

@@ -10,12 +10,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
 
-GIVEN = {"policy_version": 1, "format": "int4", "layers": {"0": "int8"}, "exact": {"first": 16, "latest": 8}}
+GIVEN = {"policy_version": 1, "format": "int4", "layers": {"0": "int8"}, "full_precision": {"sink": 16, "recent": 8}}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_policy_is_taken_as_a_file_and_as_a_dict(form, tmp_path, llama):
     given = {"path": file, "text": str(file), "dict": GIVEN, "numbers": numbers, "no version": unversioned}[form]
     cache = QuantizedCache(llama.config, given)
     assert formats(cache) == ["int8", "int4"]
-    assert [sequences.exact for sequences in cache.sequences.values()] == [ExactTokens(16, 8)]
+    assert [sequences.exact for sequences in cache.sequences.values()] == [FullPrecisionTokens(16, 8)]
 
 
 def test_a_file_brings_what_it_names(tmp_path, llama):

@@ -33,7 +33,7 @@ from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
-from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.vllm import connectors, metadata  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
@@ -62,7 +62,7 @@ class Layer:
             "attend of 2 x 9 queries of 9 keys": "triton",
             "attend of 1 x 9 queries of 64 keys": "triton",
         }
-        self.impl = SimpleNamespace(kind=kind, format=get_format(name), exact=None, owner=None)
+        self.impl = SimpleNamespace(kind=kind, format=get_format(name), full_precision=None, owner=None)
         self.impl.warm_up = lambda *given: self.asked.append(given) or told
         self.impl.who_serves = lambda *given: self.asked.append(given) or told
 
@@ -488,13 +488,13 @@ def test_exact_tokens_of_a_step(builder):
     fmt = get_format("int4")
     spec = fmt.cache_spec(HEADS, 64)
     layer = QuantKVImpl.__new__(QuantKVImpl)
-    layer.paged = PagedLayer(LayerConfig(fmt, exact=ExactTokens(16, 24)), Heads(HEADS, 64, 64), torch.bfloat16)
+    layer.paged = PagedLayer(LayerConfig(fmt, full_precision=FullPrecisionTokens(16, 24)), Heads(HEADS, 64, 64), torch.bfloat16)
     layer.attention, layer._pages = LayerAttention(2 * HEADS), (lambda: None, None)
     memory = torch.zeros(16, HEADS, 16, spec.page_bytes // 16, dtype=torch.uint8)
     scheduler = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=128)
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]), scheduler_config=scheduler)
     builder.last = SimpleNamespace(impl=layer, kv_cache=memory)
-    builder.exact = metadata.exact_group([builder.last], config, torch.device("cpu"))
+    builder.full_precision = metadata.exact_group([builder.last], config, torch.device("cpu"))
 
     def step(queries, keys, build):
         given = common(queries, keys)
@@ -502,15 +502,15 @@ def test_exact_tokens_of_a_step(builder):
         return build(replace(given, slot_mapping=torch.tensor(places)))
 
     first = step([1, 1], [4, 4], builder.build_for_cudagraph_capture)
-    assert int(builder.exact.pool.now) == 0 and int(builder.exact.pool.owner.max()) == -1
+    assert int(builder.full_precision.pool.now) == 0 and int(builder.full_precision.pool.owner.max()) == -1
     cache = layer.cache_of(memory)
     k, v = torch.randn(2, 90, HEADS, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = torch.randn(2, 2 * HEADS, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     step([40, 50], [40, 50], lambda m: builder.build(0, m)).write(cache, k, v)
     found = step([1, 1], [41, 51], lambda m: builder.build(0, m))
     found.write(cache, k[:2], v[:2])
-    assert [t.data_ptr() for t in found.exact.joined] == [t.data_ptr() for t in first.exact.joined]
-    assert found.exact.joined[2].tolist() == [[16, 16], [16, 16]] and found.exact.joined[1].tolist() == [0, 0]
+    assert [t.data_ptr() for t in found.full_precision.joined] == [t.data_ptr() for t in first.full_precision.joined]
+    assert found.full_precision.joined[2].tolist() == [[16, 16], [16, 16]] and found.full_precision.joined[1].tolist() == [0, 0]
     own = PagedCache(get_format("bf16").cache_spec(HEADS, 64), 16)
     own.write(torch.cat([k, k[:2]]), torch.cat([v, v[:2]]), torch.cat([torch.arange(40), 128 + torch.arange(50), torch.tensor([40, 178])]))
     expected = own.attend(q, block_table=found.block_table, seq_lens=found.batch.seq_lens, scale=0.125)

@@ -54,9 +54,10 @@ def write_policy(folder: Path, geometry: dict) -> str:
 
 
 def write_calibrated_policy(folder: Path, geometry: dict, fmt: str) -> str:
-    """A format with offsets and metrics at random, and exact tokens: what a calibrated cache costs, whatever it was calibrated on."""
+    """A format with offsets and metrics at random, and full-precision tokens: what a calibrated cache costs, whatever it was calibrated
+    on."""
     from quantkv.calibration import Calibration, LayerMoments
-    from quantkv.exact import ExactTokens
+    from quantkv.full_precision import FullPrecisionTokens
     from quantkv.policy import Policy
 
     heads, generator = geometry["num_key_value_heads"], torch.Generator().manual_seed(8)
@@ -71,5 +72,5 @@ def write_calibrated_policy(folder: Path, geometry: dict, fmt: str) -> str:
     folder = folder / "policy"
     folder.mkdir(exist_ok=True)
     path = folder / f"{fmt}.json"
-    Policy(fmt, calibration=calibration, exact=ExactTokens(first=16, latest=24)).save(path)
+    Policy(fmt, calibration=calibration, full_precision=FullPrecisionTokens(sink=16, recent=24)).save(path)
     return str(path)

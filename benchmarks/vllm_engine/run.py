@@ -7,8 +7,8 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
 
     smoke      a model of two layers: does it start, does it repeat
     main       Llama-3-8B: prefill, a serving mix, and decode over contexts that count as computed, up to all that fit. The type
-               quantkv_policy:FORMAT is FORMAT with a calibration (numbers at random), written in its metric, and exact tokens; its
-               contexts are computed, as exact tokens are of pages that were written here
+               quantkv_policy:FORMAT is FORMAT with a calibration (numbers at random), written in its metric, and full-precision tokens; its
+               contexts are computed, as full-precision tokens are of pages that were written here
     verify     the same model with drafts found in the text (ngram, 4 tokens)
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
     two_gpus   a quarter of Llama-3-70B's layers on two GPUs

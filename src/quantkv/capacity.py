@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import names
-from .exact import ExactTokens
 from .format_table import layout_of
+from .full_precision import FullPrecisionTokens
 from .geometry import Heads, Kind, Layer, Model
 from .spec import CacheSpec
 
-PLAIN = "bf16"  # what "none", latents' rotated dimensions and exact tokens are stored in
+PLAIN = "bf16"  # what "none", latents' rotated dimensions and full-precision tokens are stored in
 MOST_TOKENS = 1 << 40
 RECURRENT_BYTES, CONVOLUTION_BYTES = 4, 2  # of a number of a state, as transformers keeps them beside a model of 16 bits
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -20,11 +20,11 @@ GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a cache is stored. name: for people. format_of: the name of a layer's format. exact: tokens with 16-bit copies."""
+    """How a cache is stored. name: for people. format_of: the name of a layer's format. full_precision: tokens with 16-bit copies."""
 
     name: str
     format_of: Callable[[int], str]
-    exact: ExactTokens | None = None
+    full_precision: FullPrecisionTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class LayerCache:
     """The cache of one layer on one rank.
 
     spec: its pages. kind: which of its keys are seen; pages that no query sees any more are given back.
-    exact_bytes: of the 16-bit copies of exact tokens, for each sequence however long it is.
+    full_precision_bytes: of the 16-bit copies of full-precision tokens, for each sequence however long it is.
     """
 
     spec: CacheSpec
     kind: Kind
-    exact_bytes: int = 0
+    full_precision_bytes: int = 0
 
     def pages(self, tokens: int) -> int:
         """Most pages that a sequence holds until it has so many tokens, added one by one."""
@@ -52,7 +52,7 @@ class LayerCache:
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of a sequence of so many tokens."""
-        return self.pages(tokens) * self.spec.block_bytes + self.exact_bytes
+        return self.pages(tokens) * self.spec.block_bytes + self.full_precision_bytes
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Capacity:
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits for each number of K and V, with metadata and without exact tokens, over all layers."""
+        """Stored bits for each number of K and V, with metadata and without full-precision tokens, over all layers."""
         specs = [layer.spec for layer in self.layers.values()]
         return 8 * sum(spec.bytes_per_token for spec in specs) / sum(spec.elements_per_token for spec in specs)
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes of one sequence of so many tokens, states and exact copies included."""
+        """Bytes of one sequence of so many tokens, states and 16-bit copies included."""
         return sum(layer.nbytes(tokens) for layer in self.layers.values()) + (self.state_bytes or 0)
 
     def sequences(self, free: int, tokens: int) -> int:
@@ -98,7 +98,7 @@ class Capacity:
 
 def capacity(model: Model, recipe: Recipe, ranks: int = 1, block_size: int = 16) -> Capacity:
     """A model's cache on each of `ranks` ranks, tensor-parallel, as `check_ranks` takes them. ValueError, naming the argument, for a format
-    that cannot take the model's heads; NotImplementedError for exact tokens beside latents."""
+    that cannot take the model's heads; NotImplementedError for full-precision tokens beside latents."""
     check_ranks(model, ranks)
     layers = {number: _layer_cache(layer, number, recipe, ranks, block_size) for number, layer in model.attention.items()}
     return Capacity(layers, state_bytes(model, ranks))
@@ -122,20 +122,20 @@ def rank_heads(layer: Layer, ranks: int) -> Heads:
 
 
 def _layer_cache(layer: Layer, number: int, recipe: Recipe, ranks: int, block_size: int) -> LayerCache:
-    name, exact = recipe.format_of(number), recipe.exact
+    name, full_precision = recipe.format_of(number), recipe.full_precision
     plain = layout_of(PLAIN)
     layout = layout_of(name, PLAIN)
     if layer.kind == "latent":
-        if exact is not None:
-            raise NotImplementedError("policy.exact: latents in place of keys and values are read back whole")
+        if full_precision is not None:
+            raise NotImplementedError("policy.full_precision: latents in place of keys and values are read back whole")
         layout = layout_of(names.of_latent(layout.name, PLAIN)) if layout.k != plain.k else layout
     heads = rank_heads(layer, ranks)
     kind = Kind(layer.window, layer.kind == "chunked")
-    if exact is not None and kind.window:
-        exact = exact.without_first()
+    if full_precision is not None and kind.window:
+        full_precision = full_precision.without_sink()
     copies = 0
-    if exact is not None and layout.name not in ("bf16", "fp16", "fp32"):
-        copies = exact.shadows_needed(block_size, 1) * plain.cache_spec(*heads, block_size).block_bytes
+    if full_precision is not None and layout.name not in ("bf16", "fp16", "fp32"):
+        copies = full_precision.copies_needed(block_size, 1) * plain.cache_spec(*heads, block_size).block_bytes
     return LayerCache(layout.cache_spec(*heads, block_size), kind, copies)
 
 

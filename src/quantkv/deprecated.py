@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 IMPLEMENTATIONS = {"dense": "prefill"}
+OPTIONS = {"--exact": "--full-precision"}  # of the command line
 
 
 def warn(old: str, new: str, level: int = 3) -> None:
@@ -22,6 +23,14 @@ def implementation(name: str) -> str:
     if name in IMPLEMENTATIONS:
         warn(f"implementation={name!r}", f"{IMPLEMENTATIONS[name]!r}", level=4)
     return IMPLEMENTATIONS.get(name, name)
+
+
+def option(word: str) -> str:
+    """A word of a command line, with the name that an option has now."""
+    name, equals, value = word.partition("=")
+    if name in OPTIONS:
+        warn(name, OPTIONS[name])
+    return OPTIONS.get(name, name) + equals + value
 
 
 def current(given: dict[str, Any], what: str, level: int = 3, **names: str) -> dict[str, Any]:
@@ -52,9 +61,18 @@ def keywords(**names: str) -> Callable[[T], T]:
         if not isinstance(what, type):
             return call
         what.__init__ = call
+        return attributes(**names)(what)
+
+    return decorate
+
+
+def attributes(**names: str) -> Callable[[T], T]:
+    """A decorator of a class: it has attributes by their old names too. names: old=new."""
+
+    def decorate(owner: T) -> T:
         for old, new in names.items():
-            setattr(what, old, _attribute(what.__name__, old, new))
-        return what
+            setattr(owner, old, _attribute(owner.__name__, old, new))
+        return owner
 
     return decorate
 

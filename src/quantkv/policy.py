@@ -1,4 +1,4 @@
-"""The recipe of a cache, as a file: a policy. Which format each layer is stored in, what guides its writers, which tokens stay exact."""
+"""A policy: how a cache is stored. Each layer's format, what guides its writers, which tokens are read at 16 bits; also as a file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from . import policy_file, tensor_file, whole_file
+from . import deprecated, policy_file, tensor_file, whole_file
 from .calibration import Calibration
 from .checks import digest_of, instance, refuse
-from .exact import ExactTokens
 from .format import Format
 from .formats import get_format
+from .full_precision import FullPrecisionTokens
 from .maps import LayerMaps, LinearMap
 
 MAPS_FORMAT, MAPS_VERSION = "quantkv-maps", "1"
 PARTS = ("forward", "inverse", "offset", "metric")  # of a map, as tensors of a file are named: layers.3.k.forward
 
 
+@deprecated.keywords(exact="full_precision")
 @dataclass(frozen=True)
 class Policy:
     """A format for every layer, what replaces the maps that the formats ask for, and which tokens are read exactly.
@@ -34,7 +35,7 @@ class Policy:
     layers: format of a layer by its number, counted from 0.
     maps: maps of a layer by its number, for all of its kv heads; a side that they name goes before the calibration's.
     calibration: of the model: offsets of keys and metrics for the writers of all layers.
-    exact: tokens with 16-bit copies; None: there are none.
+    full_precision: tokens with 16-bit copies; None: there are none.
     statistics: "auto": without a calibration, an engine measures the model itself before it stores the first row, and says so where it
         cannot; "require": it refuses where it cannot; "off": it never does.
     prompt: "own": a sequence with several new tokens reads the rows of these as the model computed them; "stored": it reads pages alone,
@@ -45,7 +46,7 @@ class Policy:
     layers: dict[int, str] = field(default_factory=dict)
     maps: dict[int, LayerMaps] = field(default_factory=dict)
     calibration: Calibration | None = None
-    exact: ExactTokens | None = None
+    full_precision: FullPrecisionTokens | None = None
     statistics: str = "off"
     prompt: str = policy_file.PROMPTS[0]
 
@@ -56,7 +57,7 @@ class Policy:
                 refuse(name, repr(of), f"a dict of {kind.__name__} by the number of a layer is needed")
         for name in self.layers.values():
             get_format(name)
-        for name, kind in (("calibration", Calibration), ("exact", ExactTokens)):
+        for name, kind in (("calibration", Calibration), ("full_precision", FullPrecisionTokens)):
             instance(name, getattr(self, name), (kind, type(None)), f"{kind.__name__} or None")
         policy_file.check_statistics(self.statistics)
         policy_file.check_prompt("prompt", self.prompt)
@@ -64,19 +65,19 @@ class Policy:
     @classmethod
     def load(cls, path: str | Path, *, elsewhere: bool = False) -> Policy:
         """Read a JSON file: `{"policy_version": 1, "format": "int4", "layers": {"0": "int8", "2-5": "k8v4"}, "maps": "maps.safetensors",
-        "calibration": "model.safetensors", "exact": {"first": 16, "latest": 24}, "statistics": "off"}`.
+        "calibration": "model.safetensors", "full_precision": {"sink": 16, "recent": 24}, "statistics": "off"}`.
 
         All but the version and format may be left out. maps: a file beside this one, with tensors such as `layers.3.k.forward
         [HK or 1, D, D]`, `layers.3.k.inverse` and, where wanted, `layers.3.k.metric` and, for keys, `layers.3.k.offset [buckets, HK or 1,
         D]`, float32; the digest in its metadata, which `save` writes, is checked where there is one. calibration: a file of
-        `Calibration.save`, likewise beside it. exact: numbers of `ExactTokens`. prompt: "own" or "stored".
+        `Calibration.save`, likewise beside it. full_precision: numbers of `FullPrecisionTokens`. prompt: "own" or "stored".
         elsewhere: whether the names of these files may lead out of the policy's folder, by `..` or from the root.
         ValueError naming what is wrong.
         """
         path, given = Path(path), policy_file.read(path, elsewhere=elsewhere)
         maps = _read_maps(path.parent / given.maps) if given.maps is not None else {}
         calibration = Calibration.load(path.parent / given.calibration) if given.calibration is not None else None
-        return cls(given.format, given.layers, maps, calibration, given.exact, given.statistics, given.prompt)
+        return cls(given.format, given.layers, maps, calibration, given.full_precision, given.statistics, given.prompt)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Policy:
@@ -88,7 +89,7 @@ class Policy:
             if file is not None:
                 refuse(f"policy.{name}", repr(file), f"a dict has no folder to look in: write Policy(..., {name}=...) or a policy's path")
         more = {"statistics": parsed.statistics, "prompt": parsed.prompt}
-        return cls(parsed.format, parsed.layers, exact=parsed.exact, **more)
+        return cls(parsed.format, parsed.layers, full_precision=parsed.full_precision, **more)
 
     @classmethod
     def given(cls, value: Any) -> Policy | None:
@@ -127,8 +128,8 @@ class Policy:
                 self.calibration.save(file)
             elif Calibration.load(file).digest != self.calibration.digest:
                 refuse("calibration", str(file), "it holds another calibration than the policy")
-        if self.exact is not None:
-            given["exact"] = {"first": self.exact.first, "latest": self.exact.latest}
+        if self.full_precision is not None:
+            given["full_precision"] = {"sink": self.full_precision.sink, "recent": self.full_precision.recent}
         if self.statistics != "off":
             given["statistics"] = self.statistics
         if self.prompt != policy_file.PROMPTS[0]:

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from . import plain_json, whole_file
-from .exact import ExactTokens
+from . import deprecated, plain_json, whole_file
+from .full_precision import FullPrecisionTokens
 from .refusals import integer, refuse
 
 VERSION = 1
 DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range of so many layers would take all memory
-FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "exact", "statistics", "prompt")
+FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "full_precision", "statistics", "prompt")
 STATISTICS = ("off", "auto", "require")  # whether an engine measures the model where nothing was calibrated
 PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
 _EXACT = {"first": 16, "latest": 24}
 PRESETS: dict[str, dict[str, Any]] = {  # policies by bits, which are right with nothing set up
-    "8bit": {"format": "int8", "exact": _EXACT, "statistics": "auto"},
-    "4bit": {"format": "levels4", "exact": _EXACT, "statistics": "auto"},
-    "3bit": {"format": "levels3", "exact": _EXACT, "statistics": "auto"},
-    "2bit": {"format": "trellis2", "exact": _EXACT, "statistics": "auto"},
+    "8bit": {"format": "int8", "full_precision": _EXACT, "statistics": "auto"},
+    "4bit": {"format": "levels4", "full_precision": _EXACT, "statistics": "auto"},
+    "3bit": {"format": "levels3", "full_precision": _EXACT, "statistics": "auto"},
+    "2bit": {"format": "trellis2", "full_precision": _EXACT, "statistics": "auto"},
 }
 
 
@@ -30,7 +30,7 @@ class PolicyFile:
     """What a file says.
 
     format: of the layers that `layers` does not name. layers: format of a layer by its number. maps, calibration: names of files beside
-    it; None: it names none. exact: tokens with 16-bit copies; None: there are none. statistics: one of `STATISTICS`.
+    it; None: it names none. full_precision: tokens with 16-bit copies; None: there are none. statistics: one of `STATISTICS`.
     prompt: one of `PROMPTS`.
     """
 
@@ -38,7 +38,7 @@ class PolicyFile:
     layers: dict[int, str]
     maps: str | None = None
     calibration: str | None = None
-    exact: ExactTokens | None = None
+    full_precision: FullPrecisionTokens | None = None
     statistics: str = "off"
     prompt: str = PROMPTS[0]
 
@@ -75,6 +75,8 @@ def check_statistics(given: Any) -> None:
 
 def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
     """What the object of a file says; elsewhere: as of `read`. ValueError naming what is wrong."""
+    if isinstance(given, dict):
+        given = deprecated.current(given, "policy.", exact="full_precision")
     if not isinstance(given, dict) or given.keys() - set(FIELDS) or "format" not in given:
         refuse("policy", given, f"an object with format and, where needed, {', '.join(FIELDS)} is needed")
     if given.get("policy_version") != VERSION:
@@ -84,10 +86,14 @@ def parse(given: Any, elsewhere: bool = False) -> PolicyFile:
             refuse(f"policy.{name}", given[name], "the name of a file beside the policy is needed")
         if name in given and not elsewhere:
             check_name(f"policy.{name}", given[name])
-    layers, exact, statistics = _layers(given.get("layers", {})), _exact(given.get("exact")), given.get("statistics", "off")
+    layers, full_precision, statistics = (
+        _layers(given.get("layers", {})),
+        _full_precision(given.get("full_precision")),
+        given.get("statistics", "off"),
+    )
     check_statistics(statistics)
     prompt = check_prompt("policy.prompt", given.get("prompt", PROMPTS[0]))
-    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), exact, statistics, prompt)
+    return PolicyFile(given["format"], layers, given.get("maps"), given.get("calibration"), full_precision, statistics, prompt)
 
 
 def check_prompt(argument: str, given: Any) -> str:
@@ -132,9 +138,11 @@ def _layers(given: Any) -> dict[int, str]:
     return layers
 
 
-def _exact(given: Any) -> ExactTokens | None:
+def _full_precision(given: Any) -> FullPrecisionTokens | None:
     if given is None:
         return None
-    if not isinstance(given, dict) or given.keys() - {"first", "latest"}:
-        refuse("policy.exact", given, 'an object such as {"first": 16, "latest": 24} is needed')
-    return ExactTokens(**given)
+    if isinstance(given, dict):
+        given = deprecated.current(given, "policy.full_precision.", first="sink", latest="recent")
+    if not isinstance(given, dict) or given.keys() - {"sink", "recent"}:
+        refuse("policy.full_precision", given, 'an object such as {"sink": 16, "recent": 24} is needed')
+    return FullPrecisionTokens(**given)

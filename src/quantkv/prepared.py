@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from . import checks, ops
+from . import checks, deprecated, ops
 from .autocast import given_dtypes
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, Segment, WriteCall
+from .copies import CacheWithCopies, FullPrecisionStep, as_segments, goes_by_position
 from .options import AttentionOptions
-from .shadow import ExactStep, ShadowedCache, as_segments, goes_by_position
 
 PER_LAYER = ("sinks", "alibi_slopes", "qq_bias")  # options that may differ from layer to layer
 
@@ -36,24 +36,29 @@ class PreparedWrite:
         slot_mapping: torch.Tensor,
         positions: torch.Tensor | None = None,
         implementation: str = "auto",
-        exact: ExactStep | None = None,
+        full_precision: FullPrecisionStep | None = None,
     ) -> None:
-        self.slot_mapping, self.positions, self.implementation, self.exact = slot_mapping, positions, implementation, exact
+        self.slot_mapping, self.positions, self.implementation, self.full_precision = (
+            slot_mapping,
+            positions,
+            implementation,
+            full_precision,
+        )
         self._prepared: dict[Any, tuple[WriteCall, ops.Launch]] = {}
 
-    def __call__(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with shadows in both."""
-        if not isinstance(cache, ShadowedCache):
+    def __call__(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with copies in both."""
+        if not isinstance(cache, CacheWithCopies):
             self._store(cache, key, value)
             return
-        if self.exact is None:
-            checks.refuse("exact", None, "a write to a cache with shadows needs the step that says which tokens have one")
+        if self.full_precision is None:
+            checks.refuse("full_precision", None, "a write to a cache with copies needs the step that says which tokens have one")
         self._store(cache.pages, key, value)
-        self._store(cache.shadow, key, value, self.exact.slots[: len(self.slot_mapping)])
-        cache.stored(self.slot_mapping, self.exact)
+        self._store(cache.copies, key, value, self.full_precision.slots[: len(self.slot_mapping)])
+        cache.stored(self.slot_mapping, self.full_precision)
 
     def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> bool:
-        """Whether what is launched next may overlap it. copies: slots of a shadow, in place of those of the step."""
+        """Whether what is launched next may overlap it. copies: slots of a copy, in place of those of the step."""
         checks.instance("key", key, torch.Tensor, "a tensor")
         checks.instance("value", value, torch.Tensor, "a tensor")
         aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
@@ -72,12 +77,12 @@ class PreparedWrite:
         return getattr(known[1], "starts_next", False)
 
 
-def _launch(launch: ops.Launch, call: AttendCall, cache: PagedCache | ShadowedCache, new: tuple | None) -> None:
+def _launch(launch: ops.Launch, call: AttendCall, cache: PagedCache | CacheWithCopies, new: tuple | None) -> None:
     """Attention, behind the write of `new`, if there is one. Between the two nothing is launched."""
     if new is not None:
         write, key, value = new
         behind = getattr(launch, "after_write", None)  # prepared before anything runs
-        if isinstance(cache, ShadowedCache):
+        if isinstance(cache, CacheWithCopies):
             write(cache, key, value)
         elif write._store(cache, key, value) and behind is not None:
             launch = behind
@@ -105,17 +110,17 @@ class PreparedAttend:
         key_start: torch.Tensor | None = None,
         key_range: torch.Tensor | None = None,
         implementation: str = "auto",
-        exact: ExactStep | None = None,
+        full_precision: FullPrecisionStep | None = None,
     ) -> None:
-        if exact is not None and (key_start is not None or key_range is not None):
-            checks.refuse("exact", exact, "key_start and key_range are its own")
+        if full_precision is not None and (key_start is not None or key_range is not None):
+            checks.refuse("full_precision", full_precision, "key_start and key_range are its own")
         self.batch, self.block_table, self.scale, self.options = batch, block_table, scale, options
-        self.ranges, self.implementation, self.exact = (key_start, key_range), implementation, exact
+        self.ranges, self.implementation, self.full_precision = (key_start, key_range), implementation, full_precision
         self._prepared: dict[Any, tuple[AttendCall, ops.Launch]] = {}
 
     def __call__(
         self,
-        cache: PagedCache | ShadowedCache,
+        cache: PagedCache | CacheWithCopies,
         q: torch.Tensor,
         *,
         out: torch.Tensor | None = None,
@@ -162,11 +167,11 @@ class PreparedAttend:
             _launch(launch, first.with_tensors(q, out, lse, self._segments(cache, layer, rows), layer, rows), cache, new)
         return (out, lse) if return_lse else out
 
-    def _segments(self, cache: PagedCache | ShadowedCache, options: AttentionOptions, rows: OwnRows | None) -> tuple[Segment, ...]:
+    def _segments(self, cache: PagedCache | CacheWithCopies, options: AttentionOptions, rows: OwnRows | None) -> tuple[Segment, ...]:
         apart = goes_by_position(options) or (rows is not None and self.batch.max_query_len != 1)  # what own rows replace goes by position
-        return as_segments(cache, self.block_table, self.ranges, self.exact, apart)
+        return as_segments(cache, self.block_table, self.ranges, self.full_precision, apart)
 
-    def _first(self, shape, cache: PagedCache | ShadowedCache, q, out, return_lse: bool, new, rows, given: dict[str, torch.Tensor]):
+    def _first(self, shape, cache: PagedCache | CacheWithCopies, q, out, return_lse: bool, new, rows, given: dict[str, torch.Tensor]):
         unknown = given.keys() - set(PER_LAYER)
         if unknown:
             checks.refuse("options", sorted(unknown), f"those of a layer are {', '.join(PER_LAYER)}")
@@ -179,6 +184,7 @@ class PreparedAttend:
         return call.out, call.lse
 
 
+@deprecated.keywords(exact="full_precision")
 def prepare_attend(
     *,
     block_table: torch.Tensor,
@@ -191,20 +197,25 @@ def prepare_attend(
     key_start: torch.Tensor | None = None,
     key_range: torch.Tensor | None = None,
     implementation: str = "auto",
-    exact: ExactStep | None = None,
+    full_precision: FullPrecisionStep | None = None,
     **options: Any,
 ) -> PreparedAttend:
     """A call of `PagedCache.attend` for all layers of a step: `attend(cache, q)` serves each. Arguments as there.
 
-    exact: what the step reads exactly, for caches with shadows; None: they are read quantized."""
+    full_precision: what the step reads exactly, for caches with copies; None: they are read quantized."""
     batch = Batch.of(None, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, lengths)
-    return PreparedAttend(batch, block_table, scale, AttentionOptions.of(options), key_start, key_range, implementation, exact)
+    return PreparedAttend(batch, block_table, scale, AttentionOptions.of(options), key_start, key_range, implementation, full_precision)
 
 
+@deprecated.keywords(exact="full_precision")
 def prepare_write(
-    slot_mapping: torch.Tensor, positions: torch.Tensor | None = None, *, implementation: str = "auto", exact: ExactStep | None = None
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    *,
+    implementation: str = "auto",
+    full_precision: FullPrecisionStep | None = None,
 ) -> PreparedWrite:
     """A call of `PagedCache.write` for all layers of a step: `write(cache, key, value)` serves each. Arguments as there.
 
-    exact: which tokens have copies, for caches with shadows."""
-    return PreparedWrite(slot_mapping, positions, implementation, exact)
+    full_precision: which tokens have copies, for caches with copies."""
+    return PreparedWrite(slot_mapping, positions, implementation, full_precision)

@@ -11,19 +11,20 @@ from itertools import accumulate
 
 import torch
 
-from . import implementations
+from . import deprecated, implementations
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
-from .exact import ExactTokens
+from .copies import FEW_QUERIES, CacheWithCopies, CopiedPages, FullPrecisionStep, as_segments, cache_of_copies, goes_by_position
+from .full_precision import FullPrecisionTokens
 from .implementations import Call, batches
 from .prepared import prepare_attend
-from .shadow import FEW_QUERIES, ExactPages, ExactStep, ShadowedCache, as_segments, goes_by_position, shadow_pages
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
 FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
 ROWS = 16 * 160  # queries times heads from which on kernels are cut as for many: more than of any GPU's multiprocessors
 
 
+@deprecated.keywords(exact="full_precision")
 def warm_up(
     cache: PagedCache,
     num_heads: int,
@@ -36,7 +37,7 @@ def warm_up(
     mixed: Iterable[Sequence[tuple[int, int]]] = (),
     table_width: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-    exact: ExactTokens | None = None,
+    full_precision: FullPrecisionTokens | None = None,
     own: bool = False,
     **options: object,
 ) -> dict[str, str]:
@@ -45,13 +46,13 @@ def warm_up(
     num_heads: query heads. dtype: of queries, keys and values. query_lens: queries of a sequence: 1 for decode, as many as are verified,
     hundreds for a prompt. batch_sizes: sequences of a call. write_sizes: tokens of a write. max_seq_len: positions that a block table has
     room for. mixed: batches whose lengths the host knows, (queries, keys) of each sequence, see `mixed_batches`. table_width: pages of a
-    row of the block tables; None: those of max_seq_len. progress: called with (done, all, what) after each. exact: tokens that are read
-    from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
+    row of the block tables; None: those of max_seq_len. progress: called with (done, all, what) after each. full_precision: tokens that are
+    read from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
     `PagedCache.attend`. options: of `PagedCache.attend`, as requests will have them.
     What can be compiled without a launch is, by as many threads as there are cores.
     """
     batch_sizes, mixed = list(batch_sizes), list(mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, exact, own, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
     calls = dict(given.calls(query_lens, batch_sizes, write_sizes, mixed))
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
     apart: dict[Hashable, None] = {}
@@ -116,7 +117,7 @@ class _Given:
     dtype: torch.dtype
     max_seq_len: int
     table_width: int | None
-    exact: ExactTokens | None
+    full_precision: FullPrecisionTokens | None
     own: bool
     options: dict[str, object]
     held: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -150,18 +151,18 @@ class _Given:
         nowhere = torch.full((count,), -1, dtype=torch.int64, device=device)
         positions = torch.zeros_like(nowhere) if cache.maps.by_position else None  # as those who write give them
         yield f"write of {count} tokens", WriteCall(key, value, cache.k, cache.v, cache.format, nowhere, cache.maps, positions)
-        if self.exact is not None:
-            copies, shadow = nowhere.int(), self.read.shadow
-            yield f"copies of {count} tokens", WriteCall(key, value, shadow.k, shadow.v, shadow.format, copies, shadow.maps)
+        if self.full_precision is not None:
+            slots, copies = nowhere.int(), self.read.copies
+            yield f"copies of {count} tokens", WriteCall(key, value, copies.k, copies.v, copies.format, slots, copies.maps)
 
     @cached_property
-    def read(self) -> PagedCache | ShadowedCache:
-        """The cache, with a shadow of a page where some tokens are exact."""
+    def read(self) -> PagedCache | CacheWithCopies:
+        """The cache, with a copy of a page where some tokens are exact."""
         cache = self.cache
-        if self.exact is None:
+        if self.full_precision is None:
             return cache
-        return ShadowedCache(
-            cache, shadow_pages(cache, 1, self.dtype), ExactPages(self.exact, cache.spec.block_size, 1, device=cache.device)
+        return CacheWithCopies(
+            cache, cache_of_copies(cache, 1, self.dtype), CopiedPages(self.full_precision, cache.spec.block_size, 1, device=cache.device)
         )
 
     def starts(self, lengths: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,8 +186,8 @@ class _Given:
             **self.options,
         )
         step = None
-        if self.exact is not None:
-            step = ExactStep(self.exact, spec.block_size, sequences, 0, device, batch.max_query_len <= FEW_QUERIES)
+        if self.full_precision is not None:
+            step = FullPrecisionStep(self.full_precision, spec.block_size, sequences, 0, device, batch.max_query_len <= FEW_QUERIES)
         rows = None
         if self.own and batch.max_query_len > 1:
             sizes = (("key", spec.head_size), ("value", spec.head_size_v))

@@ -115,7 +115,7 @@ class NoisyCache(DynamicCache):
         self.random = torch.Generator().manual_seed(0)
         self.specs = [self.spec] * config.num_hidden_layers
         self.quantized_layers = range(config.num_hidden_layers)
-        self.nbytes = self.exact_nbytes = 0
+        self.nbytes = self.full_precision_nbytes = 0
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         keys = keys + self.noise * torch.randn(keys.shape, generator=self.random).to(keys)

@@ -95,7 +95,7 @@ def test_one_name_for_one_thing():
         options = {option.opts[0]: option for option in get_command(commands).commands[name].params if option.param_type_name == "option"}
         assert {"--model", "--device"} <= options.keys() and not {"--formats", "--policy"} & options.keys()
         assert ("--kv" in options) == (name != "calibrate")
-        for option in ("--device", "--dtype", "--json", "--exact", "--calibration", "--text", "--plot"):
+        for option in ("--device", "--dtype", "--json", "--full-precision", "--calibration", "--text", "--plot"):
             if option in options:
                 seen.setdefault(option, set()).add(options[option].metavar)
     for name in ("plan", "formats", "doctor"):

@@ -57,7 +57,7 @@ def test_plan_of_ranks_and_shares(planned):
 
 
 def test_plan_of_a_policy(planned, tmp_path):
-    policy = {"policy_version": 1, "format": "int4", "layers": {"0": "none", "1-2": "int8"}, "exact": {"first": 16, "latest": 24}}
+    policy = {"policy_version": 1, "format": "int4", "layers": {"0": "none", "1-2": "int8"}, "full_precision": {"sink": 16, "recent": 24}}
     (tmp_path / "mine.json").write_text(json.dumps(policy))
     _, rows = planned("llama-3-8b", "--kv", f"int4,{tmp_path / 'mine.json'}", "--context", "1024")
     sizes = [512, 264, 264, *[136] * 29]

@@ -11,8 +11,8 @@ from quantkv.cli import models, readers, recipes, text, trials
 from quantkv.cli.eval import RecipeResult
 from quantkv.cli.metrics import Share, standard_error
 from quantkv.cli.recipes import Size
-from quantkv.exact import ExactTokens
 from quantkv.formats import get_format
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.policy import Policy
 
 VOCABULARY = 300
@@ -127,7 +127,7 @@ def test_bytes_of_exact_tokens_are_at_their_share():
     specs = {0: spec, 1: spec}
     plain = recipes.Size.of(specs, None, set(), 1024)
     assert plain.bytes_per_head == 68 and plain.bytes_per_token == 2 * 3 * 68 and plain.bits_per_element == 4.25
-    exact = ExactTokens(16, 24)  # 24 to 39 of the latest, 31.5 on average
+    exact = FullPrecisionTokens(16, 24)  # 24 to 39 of the latest, 31.5 on average
     assert recipes.Size.of(specs, exact, set(), 1024).bytes_per_head == pytest.approx(68 + 256 * (16 + 31.5) / 1024)
     one_slides = recipes.Size.of(specs, exact, {1}, 1024)
     assert one_slides.bytes_per_head == pytest.approx(68 + 256 * (8 + 31.5) / 1024)
@@ -136,13 +136,17 @@ def test_bytes_of_exact_tokens_are_at_their_share():
 
 def test_recipes_have_their_names_and_their_tokens(tmp_path):
     (tmp_path / "mine.json").write_text('{"policy_version": 1, "format": "int4", "layers": {"0": "int8"}}')
-    made = recipes.recipes_of(f"int4,int8/int4,{tmp_path / 'mine.json'}", exact="16,24")
+    made = recipes.recipes_of(f"int4,int8/int4,{tmp_path / 'mine.json'}", full_precision="16,24")
     assert [recipe.name for recipe in made] == ["int4 +16,24", "int8/int4 +16,24", "mine"]
-    assert made[0].policy.exact == ExactTokens(16, 24) and made[2].policy.exact is None and made[2].policy.layers == {0: "int8"}
+    assert (
+        made[0].policy.full_precision == FullPrecisionTokens(16, 24)
+        and made[2].policy.full_precision is None
+        and made[2].policy.layers == {0: "int8"}
+    )
     with pytest.raises(ValueError, match="named twice"):
         recipes.distinct([*made, made[2]])
     with pytest.raises(ValueError, match="a policy brings its own"):
-        recipes.recipes_of(str(tmp_path / "mine.json"), exact="16,24")
+        recipes.recipes_of(str(tmp_path / "mine.json"), full_precision="16,24")
 
 
 def test_figures_without_text():

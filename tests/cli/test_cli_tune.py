@@ -16,7 +16,7 @@ from quantkv.cli import eval as evaluation
 from quantkv.cli import html as report_html
 from quantkv.cli import models, recipes, text, trials, tune
 from quantkv.cli.allocation import Choice, allocate, hull
-from quantkv.exact import ExactTokens
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.integrations.transformers.sensitivity import sensitivities
 from quantkv.policy import Policy
 
@@ -75,7 +75,7 @@ def test_hull_leaves_out_what_no_budget_chooses():
 
 def test_a_budget_that_is_too_small_says_what_is_possible():
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=3)
-    room = tune.Room(config, ["levels2", "levels4"], Policy("levels2", exact=ExactTokens(16, 24)), 1024)
+    room = tune.Room(config, ["levels2", "levels4"], Policy("levels2", full_precision=FullPrecisionTokens(16, 24)), 1024)
     share = 256 * (16 + 31.5) / 1024
     room.check(36 + share)
     with pytest.raises(ValueError, match=rf"--budget 47: {36 + share:.1f} to {68 + share:.1f} bytes"):
@@ -88,8 +88,8 @@ def test_a_budget_that_is_too_small_says_what_is_possible():
     }
     chosen = allocate(room.choices(lost), room.left(52 + share))  # half of the steps
     assert room.bytes_per_head(chosen) == pytest.approx(36 + 2 * 16 * 3 / 6 + share)
-    made = tune.policy_of(chosen, Policy("levels2", exact=ExactTokens(16, 24)))
-    assert made.exact == ExactTokens(16, 24)
+    made = tune.policy_of(chosen, Policy("levels2", full_precision=FullPrecisionTokens(16, 24)))
+    assert made.full_precision == FullPrecisionTokens(16, 24)
     assert [made.of(layer).name for layer in range(3)] == ["levels4", "levels4/levels2", "levels2"]
 
 
@@ -112,18 +112,18 @@ def test_sensitivities_are_those_of_each_layer_alone(model_dir, text_file):
 def test_exact_tokens_make_a_layer_insensitive(model_dir, text_file):
     loaded = models.load(str(model_dir))
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 100, 100)
-    found = sensitivities(loaded.model, contexts, ["int2"], Policy("int2", exact=ExactTokens(latest=100)))
+    found = sensitivities(loaded.model, contexts, ["int2"], Policy("int2", full_precision=FullPrecisionTokens(recent=100)))
     assert max(found.values()) < 1e-9
 
 
 def test_tune_makes_a_policy_that_eval_takes(run, model_dir, text_file, tmp_path):
     policy, figures, report = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "r.html"
     about = ("--text", text_file, "--context", 256, "--tokens", 512)
-    code, out, err = run("tune", model_dir, "--budget", 60, "--exact", "16,0", *about, "--out", policy, "--json")
+    code, out, err = run("tune", model_dir, "--budget", 60, "--full-precision", "16,0", *about, "--out", policy, "--json")
     assert code == 0, err
     figures.write_text(out)  # JSON and nothing else
     size, predicted = re.search(r"([\d.]+) bytes a token and kv head; KL about ([\d.]+)", err).groups()
-    assert float(size) <= 60 and Policy.load(policy).exact == ExactTokens(16, 0)
+    assert float(size) <= 60 and Policy.load(policy).full_precision == FullPrecisionTokens(16, 0)
     (one,) = json.loads(figures.read_text())["tuned"]
     assert (
         one["layers"] == [0, 1]
@@ -136,7 +136,7 @@ def test_tune_makes_a_policy_that_eval_takes(run, model_dir, text_file, tmp_path
         policy,
         "--kv",
         "levels2",
-        "--exact",
+        "--full-precision",
         "16,0",
         "--tests",
         "kl,copy",

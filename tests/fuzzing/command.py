@@ -18,7 +18,7 @@ OPTIONS = (
     "--model",
     "--device",
     "--dtype",
-    "--exact",
+    "--full-precision",
     "--budget",
     "--calibration",
     "--policy",

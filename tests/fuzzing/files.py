@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format
 from quantkv.calibration import Calibration, LayerMoments
-from quantkv.exact import ExactTokens
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.policy import Policy
 
 SHARE = 3
@@ -50,7 +50,7 @@ def cases(draw) -> Case:
     )
     damage = tuple(draw(st.lists(step, max_size=3)))
     if file == "policy" and draw(st.booleans()):
-        keys = st.sampled_from(["policy_version", "format", "layers", "maps", "calibration", "exact", "more"])
+        keys = st.sampled_from(["policy_version", "format", "layers", "maps", "calibration", "full_precision", "more"])
         return Case(
             file,
             "path",
@@ -70,7 +70,9 @@ def policy_of() -> Policy:
     eye = torch.eye(16)[None]
     maps = {1: LayerMaps(LinearMap(2 * eye, eye / 2, torch.ones(2, 1, 16)))}
     moments = LayerMoments(torch.ones(1, 1, 16).half(), eye, eye)
-    return Policy("int4", {0: "int8", 1: "levels4", 2: "levels4"}, maps, Calibration(3, {0: moments, 2: moments}), ExactTokens(16, 24))
+    return Policy(
+        "int4", {0: "int8", 1: "levels4", 2: "levels4"}, maps, Calibration(3, {0: moments, 2: moments}), FullPrecisionTokens(16, 24)
+    )
 
 
 @cache
@@ -99,7 +101,7 @@ def damaged(data: bytes, damage: tuple[tuple[str, float, int], ...]) -> bytes:
 
 def equal(a: Any, b: Any) -> bool:
     """Two policies, their maps and calibrations by their numbers."""
-    same = (a.format, a.layers, a.exact, a.maps.keys()) == (b.format, b.layers, b.exact, b.maps.keys())
+    same = (a.format, a.layers, a.full_precision, a.maps.keys()) == (b.format, b.layers, b.full_precision, b.maps.keys())
     same = same and all(a.maps[n].fingerprint() == b.maps[n].fingerprint() for n in a.maps)
     return (
         same
@@ -142,7 +144,9 @@ def check_policy(case: Case, data: bytes, path: Path) -> None:
     try:
         found = Policy.load(path)
     except ValueError as error:
-        assert any(word in str(error) for word in ("policy", "format", "calibration", "exact", "offset", "forward", "metric")), error
+        assert any(word in str(error) for word in ("policy", "format", "calibration", "full_precision", "offset", "forward", "metric")), (
+            error
+        )
         assert data != whole()[case.file], error
         return
     assert all(isinstance(name, str) for name in (found.format, *found.layers.values()))

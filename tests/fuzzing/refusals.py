@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import quantkv
 from quantkv import LayerMaps, LinearMap, PagedCache, PageStore, get_format
-from quantkv.exact import ExactTokens
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.packing import pack, unpack
 from quantkv.page_table import PageTable
 from quantkv.policy import Policy
@@ -293,8 +293,11 @@ def _entries() -> dict[str, Entry]:
             MATRIX,
         ),
         "LayerMaps": Entry(lambda: None, lambda _, **given: LayerMaps(**given), {}, {"k": lambda v: v is None, "v": lambda v: v is None}),
-        "ExactTokens": Entry(
-            lambda: None, lambda _, **given: ExactTokens(**given), dict(first=1, latest=1), {"first": a.integer(0), "latest": a.integer(0)}
+        "FullPrecisionTokens": Entry(
+            lambda: None,
+            lambda _, **given: FullPrecisionTokens(**given),
+            dict(sink=1, recent=1),
+            {"sink": a.integer(0), "recent": a.integer(0)},
         ),
         "Policy": Entry(
             lambda: None,
@@ -305,7 +308,7 @@ def _entries() -> dict[str, Entry]:
                 "layers": lambda v: v == {},
                 "maps": lambda v: v == {},
                 "calibration": lambda v: v is None,
-                "exact": lambda v: v is None,
+                "full_precision": lambda v: v is None,
             },
         ),
         "Policy.check": Entry(

@@ -1,4 +1,4 @@
-"""Exact tokens in stock vLLM, which knows nothing of them: nothing of int2 is to be seen where all tokens are exact."""
+"""Full-precision tokens in stock vLLM, which knows nothing of them: nothing of int2 is to be seen where all tokens are exact."""
 
 import engine
 import prompts
@@ -29,7 +29,7 @@ def expected(smollm2, asked):
 @pytest.mark.parametrize("arguments", [CHUNKED, TIGHT, PREFIX], ids=["chunked", "preempted", "prefix"])
 def test_all_tokens_exact_say_what_transformers_says(smollm2, asked, expected, tmp_path, arguments):
     """Copies are made again after a preemption, and found with the pages of a prefix while the pool holds them."""
-    given = policy(tmp_path, format="int2", exact={"first": 16, "latest": 512})
+    given = policy(tmp_path, format="int2", full_precision={"sink": 16, "recent": 512})
     report = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, rounds=1 + (arguments is PREFIX), **given, **arguments)
     assert report.error == "" and set(report.formats) == {"int2"} and len(report.formats) == LAYERS
     assert (report.preemptions > 0) == (arguments is TIGHT)
@@ -38,7 +38,7 @@ def test_all_tokens_exact_say_what_transformers_says(smollm2, asked, expected, t
 
 
 def test_a_connector_that_loads_within_a_step_is_refused(tmp_path):
-    given = policy(tmp_path, format="int4", exact={"latest": 24})
+    given = policy(tmp_path, format="int4", full_precision={"recent": 24})
     connector = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -46,13 +46,14 @@ def test_a_connector_that_loads_within_a_step_is_refused(tmp_path):
     }
     folder = tiny_models.write("llama", tmp_path / "model")
     report = engine.run(folder, "quantkv_policy", skip_tokenizer_init=True, max_model_len=256, kv_transfer_config=connector, **given)
-    assert "policy.exact with kv_connector='ExampleConnector'" in report.error + report.log
+    assert "policy.full_precision with kv_connector='ExampleConnector'" in report.error + report.log
 
 
 @pytest.mark.parametrize("arguments", [TIGHT, PREFIX], ids=["preempted", "prefix"])
 def test_lost_copies_cost_no_more_than_the_format(smollm2, asked, tmp_path, arguments):
-    """Of int4 with few exact tokens: blocks that are taken away and computed again, and blocks of a prefix whose copies are gone."""
-    given = policy(tmp_path, format="int4", exact={"first": 16, "latest": 24})
+    """Of int4 with few full-precision tokens: blocks that are taken away and computed again, and blocks of a prefix whose copies are
+    gone."""
+    given = policy(tmp_path, format="int4", full_precision={"sink": 16, "recent": 24})
     whole = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, **given)
     found = engine.run(smollm2, "quantkv_policy", asked, tokens=TOKENS, rounds=1 + (arguments is PREFIX), **given, **arguments)
     assert (found.preemptions > 0) == (arguments is TIGHT)

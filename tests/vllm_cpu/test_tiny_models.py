@@ -83,7 +83,7 @@ def test_exact_tokens_within_chunks(folder_of, tmp_path):
     asked = {
         "tokens": TOKENS,
         "scored": True,
-        **policy(tmp_path, format="int2", exact={"first": 16, "latest": 200}),
+        **policy(tmp_path, format="int2", full_precision={"sink": 16, "recent": 200}),
         **ARGUMENTS,
         **CHUNKED,
     }

@@ -101,7 +101,7 @@ def _model(described: Described, with_torch: bool) -> tuple[dict[str, Any], list
     found = [Finding(UNSUPPORTED, f"{', '.join(sorted(names))}: not for this model: {why}") for why, names in _by_reason(refused).items()]
     latent = any(layer.kind == "latent" for layer in model.attention.values())
     if latent:
-        found.append(Finding(UNSUPPORTED, "latents (MLA): calibration, exact tokens, vLLM; memory is saved, time is not"))
+        found.append(Finding(UNSUPPORTED, "latents (MLA): calibration, full-precision tokens, vLLM; memory is saved, time is not"))
     told = {
         "model": described.name,
         "model_type": model.model_type,
@@ -132,7 +132,7 @@ def _notes(described: Described, read: Keys | None, biased: bool | None) -> list
     windows = sum(layer.window > 0 for layer in model.attention.values())
     if windows:
         notes.append(
-            f"{windows} of {len(model.attention)} layers with a cache have a window: they stop growing, and keep no exact first tokens"
+            f"{windows} of {len(model.attention)} layers with a cache have a window: they stop growing, and keep no full-precision sink"
         )
     states = sum(layer.states for layer in model.layers)
     if states:
@@ -158,7 +158,9 @@ def _advice(latent: bool, biased: bool | None, formats: dict[str, Any]) -> list[
         )
     if "levels4" in formats:
         lines.append("4 bits, next to nothing lost: quantkv calibrate MODEL, then levels4 with the first 16 and the latest 24 tokens exact")
-        lines.append("for the bytes that you have, formats by layer: quantkv tune MODEL --budget BYTES --calibration FILE --exact 16,24")
+        lines.append(
+            "for the bytes that you have, formats by layer: quantkv tune MODEL --budget BYTES --calibration FILE --full-precision 16,24"
+        )
     return lines
 
 

@@ -122,7 +122,7 @@ def evaluate(
     """Teacher-forced comparison of each recipe with the model's own unquantized attention.
 
     trials: each starts with an empty cache.
-    context: tokens of which exact tokens have their share of the bytes; those of the first trial if None.
+    context: tokens of which full-precision tokens have their share of the bytes; those of the first trial if None.
     read: how a recipe is read: `Judged` unless `ThroughCache` is given.
     on_step: called with a recipe's name (or "exact") and the number of passes done, before each pass.
 
@@ -182,4 +182,4 @@ def measure(result: RecipeResult, specs: dict[int, CacheSpec], recipe: Recipe, m
     from ..integrations.transformers.config import plan_layers
 
     sliding = {number for number, plan in enumerate(plan_layers(model.config)) if plan.kind is not None and plan.kind.window}
-    result.size = Size.of(specs, recipe.policy.exact, sliding, context)
+    result.size = Size.of(specs, recipe.policy.full_precision, sliding, context)

@@ -10,7 +10,7 @@ import typer
 from . import completion, options, output, recipes
 from .common import print_table
 from .interrupt import Interrupted
-from .options import CalibrationFile, Device, Dtype, ExactOption
+from .options import CalibrationFile, Device, Dtype, FullPrecisionOption
 from .output import Json
 from .waiting import progress, waiting
 
@@ -53,7 +53,7 @@ def eval_command(
         ),
     ] = None,
     calibration: CalibrationFile = None,
-    exact: ExactOption = None,
+    full_precision: FullPrecisionOption = None,
     tests: Annotated[
         str,
         typer.Option(
@@ -96,7 +96,7 @@ def eval_command(
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
     plan = Plan(tests, context, tokens, lengths, passage, depths)
-    chosen = recipes.distinct(recipes.recipes_of(",".join(kv or ["all"]), calibration, exact))
+    chosen = recipes.distinct(recipes.recipes_of(",".join(kv or ["all"]), calibration, full_precision))
     strict = kv not in (None, ["all"])
     console = options.stderr()
     from . import text as texts

@@ -10,7 +10,7 @@ import typer
 
 from . import completion, options, recipes
 from .interrupt import Interrupted
-from .options import CalibrationFile, Device, Dtype, ExactOption, Model
+from .options import CalibrationFile, Device, Dtype, FullPrecisionOption, Model
 from .waiting import waiting
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def generate_command(
         ),
     ] = "int4",
     calibration: CalibrationFile = None,
-    exact: ExactOption = None,
+    full_precision: FullPrecisionOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the exact cache; show where the two part.")] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of an answer, at most.")] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
@@ -51,7 +51,7 @@ def generate_command(
         raise ValueError(f"{'--compare' if compare else '--raw'}: not with --chat")
     if prompt is None and not chat:
         raise ValueError("PROMPT: what to continue is needed, or --chat")
-    recipe = recipes.recipe_of(kv, calibration, exact)
+    recipe = recipes.recipe_of(kv, calibration, full_precision)
     errors = options.stderr()
     found = options.find(model, device, dtype, errors)
     recipes.fitting([recipe], found.config, strict=True)
@@ -133,7 +133,9 @@ def _answer(writer: Writer, ids: Sequence[int], max_new_tokens: int, errors: Any
     if errors is not None:
         cache, held = writer.cache, writer.held
         sixteen_bits = sum(2 * spec.elements_per_token for spec in cache.specs) * held
-        size = f"the cache holds {held:,} tokens in {cache.nbytes + cache.exact_nbytes:,} bytes; 16 bits would take {sixteen_bits:,}"
+        size = (
+            f"the cache holds {held:,} tokens in {cache.nbytes + cache.full_precision_nbytes:,} bytes; 16 bits would take {sixteen_bits:,}"
+        )
         options.say(errors, f"{read:,} tokens read, {len(steps):,} written; {size}")
     return steps
 

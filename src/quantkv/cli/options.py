@@ -32,9 +32,11 @@ Dtype = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES), help="T
 CalibrationFile = Annotated[
     Path | None, typer.Option("--calibration", metavar="FILE", help="Of `quantkv calibrate`, for the formats named.")
 ]
-ExactOption = Annotated[
+FullPrecisionOption = Annotated[
     str | None,
-    typer.Option("--exact", metavar="FIRST,LATEST", help="Tokens that are also kept at 16 bits, such as 16,24, for the formats named."),
+    typer.Option(
+        "--full-precision", metavar="SINK,RECENT", help="Tokens that are also kept at 16 bits, such as 16,24, for the formats named."
+    ),
 ]
 
 

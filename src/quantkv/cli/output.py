@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from .. import deprecated
+
 PRINTED = "-"  # the FILE of `--json` that is standard output
 TAKE_A_WORD = ("eval", "bench", "tune")  # commands in which the word after `--json` is its FILE
 
@@ -21,7 +23,8 @@ Json = Annotated[
 
 def spelled(args: Sequence[str]) -> list[str]:
     """The words of a command line with `--json` spelled out: a bare one prints, `--json=FILE` writes a file, and where there is no other
-    argument that it could be, so does `--json FILE`."""
+    argument that it could be, so does `--json FILE`. Options are called as they are now."""
+    args = [deprecated.option(word) for word in args]
     command, made = next((word for word in args if not word.startswith("-")), None), []
     for index, word in enumerate(args):
         if word == "--":

@@ -56,7 +56,9 @@ def plan_command(
     kv: Annotated[
         str, typer.Option("--kv", metavar="A,B,FILE.json", autocompletion=completion.caches, help="Formats; K/V pairs two. Or policies.")
     ] = "all",
-    policy: Annotated[Path | None, typer.Option("--policy", metavar="FILE", help="Also formats by layer, with exact tokens.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", metavar="FILE", help="Also formats by layer, with full-precision tokens.")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="SIZE", help="What the weights take, where that is not known.")
     ] = None,
@@ -150,7 +152,7 @@ def _policy(argument: str, file: Path, model: Model) -> Recipe:
             layout_of(name)
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from error
-    return Recipe(file.stem, given.name_of, given.exact)
+    return Recipe(file.stem, given.name_of, given.full_precision)
 
 
 def _row(model: Model, recipe: Recipe, tp: int, page: int, tokens: int, free: int | None, gpu: str) -> Row:
@@ -163,7 +165,7 @@ def _row(model: Model, recipe: Recipe, tp: int, page: int, tokens: int, free: in
     except (ValueError, NotImplementedError) as error:
         return Row(recipe.name, refused=str(error))
     sizes = {layer.heads.head_size for layer in model.attention.values() if layer.kind != "latent"}
-    found = speed(gpu, recipe.name, sizes.pop()) if len(sizes) == 1 and recipe.exact is None else None
+    found = speed(gpu, recipe.name, sizes.pop()) if len(sizes) == 1 and recipe.full_precision is None else None
     fits = (None, None) if free is None else (made.longest(free), made.sequences(free, tokens))
     row = Row(recipe.name, None, made.bits_per_element, made.bytes_per_token, made.sequence_bytes(tokens), *fits, found)
     blocks = pool(model, made)

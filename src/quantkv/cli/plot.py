@@ -58,7 +58,7 @@ def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]], titled: bool = 
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="bytes a token and kv head (K and V, exact tokens at their share)",
+        xlabel="bytes a token and kv head (K and V, full-precision tokens at their share)",
         ylabel="KL to the exact cache (nats a token; lower is better)",
     )
     if titled:

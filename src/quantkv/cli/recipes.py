@@ -1,4 +1,4 @@
-"""What is evaluated: formats, policies, calibrations and exact tokens, by name, and what each takes in bytes."""
+"""What is evaluated: formats, policies, calibrations and full-precision tokens, by name, and what each takes in bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..exact import BLOCK_SIZE, ExactTokens
+from ..full_precision import BLOCK_SIZE, FullPrecisionTokens
 from .common import caches_of, formats_of
 
 if TYPE_CHECKING:
@@ -36,39 +36,39 @@ class Size:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of a number of K or V, metadata and exact tokens included."""
+        """Bits of a number of K or V, metadata and full-precision tokens included."""
         return 8 * self.bytes_per_token / self.elements
 
     @classmethod
-    def of(cls, specs: dict[int, CacheSpec], exact: ExactTokens | None, sliding: set[int], context: int) -> Size:
-        """specs: of the quantized layers, by number. sliding: layers with a window, which keep no exact first tokens."""
+    def of(cls, specs: dict[int, CacheSpec], full_precision: FullPrecisionTokens | None, sliding: set[int], context: int) -> Size:
+        """specs: of the quantized layers, by number. sliding: layers with a window, which keep no full-precision sink tokens."""
         heads = sum(spec.num_kv_heads for spec in specs.values())
         total = sum(
-            spec.bytes_per_token + 2 * spec.elements_per_token * exact_share(exact, context, number in sliding)
+            spec.bytes_per_token + 2 * spec.elements_per_token * full_precision_share(full_precision, context, number in sliding)
             for number, spec in specs.items()
         )
         return cls(total, total / heads, sum(spec.elements_per_token for spec in specs.values()))
 
 
-def exact_share(exact: ExactTokens | None, context: int, sliding: bool = False) -> float:
+def full_precision_share(full_precision: FullPrecisionTokens | None, context: int, sliding: bool = False) -> float:
     """Tokens with a 16-bit copy, of those of a context, on average over where the latest page ends."""
-    if exact is not None and sliding:
-        exact = exact.without_first()
-    return 0.0 if exact is None else exact.share(context, BLOCK_SIZE)
+    if full_precision is not None and sliding:
+        full_precision = full_precision.without_sink()
+    return 0.0 if full_precision is None else full_precision.share(context, BLOCK_SIZE)
 
 
-def exact_of(given: str | None) -> ExactTokens | None:
-    """`--exact first,latest`. ValueError for anything but two numbers of tokens."""
+def full_precision_of(given: str | None) -> FullPrecisionTokens | None:
+    """`--full-precision first,latest`. ValueError for anything but two numbers of tokens."""
     if given is None:
         return None
     words = given.split(",")
     if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
-        raise ValueError(f"--exact {given}: two numbers of tokens are needed, the first and the latest, such as 16,24")
+        raise ValueError(f"--full-precision {given}: two numbers of tokens are needed, the first and the latest, such as 16,24")
     first, latest = map(int, words)
-    return ExactTokens(first=first, latest=latest) if first or latest else None
+    return FullPrecisionTokens(sink=first, recent=latest) if first or latest else None
 
 
-def recipes_of(kv: str, calibration: Path | None = None, exact: str | None = None) -> list[Recipe]:
+def recipes_of(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> list[Recipe]:
     """Recipes of `--kv A,4bit,FILE.json`: formats, of which "all" stands for every one, and policies, which presets are too.
 
     calibration, exact: of the formats; a policy brings its own. ValueError for names, files and numbers that are wrong.
@@ -77,11 +77,11 @@ def recipes_of(kv: str, calibration: Path | None = None, exact: str | None = Non
 
     given, files = caches_of(kv)
     names = formats_of(",".join(given)) if given or not files else []
-    if not names and (calibration is not None or exact is not None):
-        raise ValueError("--calibration and --exact are of the formats of --kv; a policy brings its own")
-    tokens, moments = exact_of(exact), None if calibration is None else load_calibration(calibration)
-    ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.first},{tokens.latest}")
-    guides = {name: value for name, value in (("calibration", moments), ("exact", tokens)) if value is not None}
+    if not names and (calibration is not None or full_precision is not None):
+        raise ValueError("--calibration and --full-precision are of the formats of --kv; a policy brings its own")
+    tokens, moments = full_precision_of(full_precision), None if calibration is None else load_calibration(calibration)
+    ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.sink},{tokens.recent}")
+    guides = {name: value for name, value in (("calibration", moments), ("full_precision", tokens)) if value is not None}
     recipes = [Recipe(name + ending, Policy(name, **guides)) for name in names]
     for file in files:
         try:
@@ -91,9 +91,9 @@ def recipes_of(kv: str, calibration: Path | None = None, exact: str | None = Non
     return recipes
 
 
-def recipe_of(kv: str, calibration: Path | None = None, exact: str | None = None) -> Recipe:
+def recipe_of(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> Recipe:
     """The one recipe of `--kv FORMAT|FILE.json`. ValueError as of `recipes_of`, and for several."""
-    recipes = recipes_of(kv, calibration, exact)
+    recipes = recipes_of(kv, calibration, full_precision)
     if len(recipes) > 1:
         raise ValueError(f"--kv {kv}: one name is needed, not {len(recipes)}")
     return recipes[0]

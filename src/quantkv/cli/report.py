@@ -108,7 +108,7 @@ def table(run: dict[str, Any]) -> Table:
     table = Table(
         title=title(run),
         box=box.SIMPLE_HEAD,
-        caption=f"{run['read']}; bytes: K and V, exact tokens at their share; change, KL, top-1: against the exact cache",
+        caption=f"{run['read']}; bytes: K and V, full-precision tokens at their share; change, KL, top-1: against the exact cache",
         caption_justify="left",
         title_justify="left",
         title_style="bold",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..exact import BLOCK_SIZE
+from ..full_precision import BLOCK_SIZE
 from . import completion, options, output, recipes
 from .allocation import Choice, allocate, limits
 from .common import formats_of
-from .options import CalibrationFile, Device, Dtype, ExactOption, Model, ModelArgument
+from .options import CalibrationFile, Device, Dtype, FullPrecisionOption, Model, ModelArgument
 from .output import Json
 from .waiting import Step, progress
 
@@ -49,7 +49,7 @@ def tune_command(
         ),
     ] = FORMATS,
     calibration: CalibrationFile = None,
-    exact: ExactOption = None,
+    full_precision: FullPrecisionOption = None,
     text: Annotated[
         str, typer.Option("--text", metavar="FILE|news|docs", help=options.TEXT_HELP + " Not what you evaluate with.")
     ] = "docs",
@@ -78,7 +78,7 @@ def tune_command(
         raise ValueError(f"--kv {kv}: two or more are needed to choose from, each for keys and for values alike")
     if tokens < max(context, MIN_TOKENS):
         raise ValueError(f"--tokens {tokens}: at least {max(context, MIN_TOKENS)} are needed")
-    tried = recipes.recipes_of(",".join(names), calibration, exact)
+    tried = recipes.recipes_of(",".join(names), calibration, full_precision)
     console = options.stderr()
     chosen_text = texts.load(text, tokens)
     found = options.find(model, device, dtype, console)
@@ -116,7 +116,7 @@ def tune_command(
 class Room:
     """What each layer's keys and values can take, in bytes of a token.
 
-    config: the model's. policy: its exact tokens take their share of `context`.
+    config: the model's. policy: its full-precision tokens take their share of `context`.
     """
 
     def __init__(self, config: Any, names: list[str], policy: Policy, context: int) -> None:
@@ -128,11 +128,11 @@ class Room:
             raise NotImplementedError("tune: the heads of this model differ from layer to layer")
         self.layers, self.names = list(geometry.heads), names
         self.heads = sum(heads.num_kv_heads for heads in geometry.heads.values())
-        self.exact = 0.0
+        self.full_precision = 0.0
         self.sizes: dict[tuple[int, str, str], float] = {}
         for layer, heads in geometry.heads.items():
-            share = recipes.exact_share(policy.exact, context, bool(plans[layer].kind.window))
-            self.exact += 2 * heads.num_kv_heads * (heads.head_size + heads.head_size_v) * share
+            share = recipes.full_precision_share(policy.full_precision, context, bool(plans[layer].kind.window))
+            self.full_precision += 2 * heads.num_kv_heads * (heads.head_size + heads.head_size_v) * share
             for name in names:
                 spec = get_format(name).cache_spec(*heads, BLOCK_SIZE)
                 k_codes, v_codes, k_meta, v_meta = (size for _, size in spec.sections)
@@ -147,22 +147,22 @@ class Room:
 
     def left(self, budget: float | None) -> float:
         """Bytes of a token for the pages of all layers, of a budget for one kv head."""
-        return float("inf") if budget is None else budget * self.heads - self.exact
+        return float("inf") if budget is None else budget * self.heads - self.full_precision
 
     def check(self, budget: float) -> None:
         """ValueError, with what is possible, for less than the smallest formats take."""
         least, most, _ = limits(self.choices())
         if self.left(budget) < least * (1 - 1e-9):
-            low, high = ((size + self.exact) / self.heads for size in (least, most))
+            low, high = ((size + self.full_precision) / self.heads for size in (least, most))
             raise ValueError(f"--budget {budget:g}: {low:.1f} to {high:.1f} bytes a token and kv head are possible")
 
     def bytes_per_head(self, chosen: dict[tuple[int, str], Choice]) -> float:
-        """Bytes of a token and kv head under a choice of formats, exact tokens included."""
-        return (sum(choice.bytes for choice in chosen.values()) + self.exact) / self.heads
+        """Bytes of a token and kv head under a choice of formats, full-precision tokens included."""
+        return (sum(choice.bytes for choice in chosen.values()) + self.full_precision) / self.heads
 
 
 def policy_of(chosen: dict[tuple[int, str], Choice], base: Policy) -> Policy:
-    """The most common format for all layers, and the others by number; calibration and exact tokens of `base`."""
+    """The most common format for all layers, and the others by number; calibration and full-precision tokens of `base`."""
     from ..formats import get_format
     from ..policy import Policy
 
@@ -170,7 +170,7 @@ def policy_of(chosen: dict[tuple[int, str], Choice], base: Policy) -> Policy:
     names = {layer: get_format(f"{chosen[layer, 'k'].name}/{chosen[layer, 'v'].name}").name for layer in layers}
     common = Counter(names.values()).most_common(1)[0][0]
     others = {layer: name for layer, name in sorted(names.items()) if name != common}
-    return Policy(common, others, calibration=base.calibration, exact=base.exact, prompt=base.prompt)
+    return Policy(common, others, calibration=base.calibration, full_precision=base.full_precision, prompt=base.prompt)
 
 
 def figures(lost: Sensitivities, chosen: dict[tuple[int, str], Choice]) -> dict[str, Any]:

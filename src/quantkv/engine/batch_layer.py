@@ -9,11 +9,11 @@ import torch
 
 from ..cache import PagedCache
 from ..checks import ROW_DTYPES, number, refuse, tensor
+from ..copies import CacheWithCopies
 from ..format import Format
 from ..formats import get_format
 from ..geometry import Heads, Kind
 from ..options import AttentionOptions
-from ..shadow import ShadowedCache
 from .decode_metadata import DecodeMetadata, mask_summary
 from .forward_metadata import to_device
 from .layer import PagedLayer
@@ -45,7 +45,7 @@ class BatchLayer:
         self.pages: PagedCache | None = None
         self.is_initialized = False
         self._like: tuple[torch.Size, torch.dtype, dict[str, Any]] | None = None  # of the last query, and its options
-        self._shadowed: PagedCache | ShadowedCache | None = None  # its cache, where some of its pages have 16-bit copies
+        self._with_copies: PagedCache | CacheWithCopies | None = None  # its cache, where some of its pages have 16-bit copies
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # of the pass under way, where other layers read them too
         self._checked: tuple[Any, ...] | None = None  # shapes, types and options of the last call, which were found right
 
@@ -61,14 +61,14 @@ class BatchLayer:
         return None if self.pages is None else self.pages.device
 
     @property
-    def cache(self) -> PagedCache | ShadowedCache:
+    def cache(self) -> PagedCache | CacheWithCopies:
         """Its pages, with the 16-bit copies in front of them where tokens are exact."""
         pages, pool = self.pages, self.sequences.pool(self.pages.device)
         self.paged.pool = pool
         cache = self.paged.cache(pages)
-        if cache is not pages and cache is not self._shadowed:
-            self._shadowed = cache
-            layers = [layer for layer in self.sequences.layers if layer.home == pages.device and layer._shadowed is not None]
+        if cache is not pages and cache is not self._with_copies:
+            self._with_copies = cache
+            layers = [layer for layer in self.sequences.layers if layer.home == pages.device and layer._with_copies is not None]
             if layers[-1] is self:
                 pool.watch(pages)
         return cache
@@ -77,11 +77,11 @@ class BatchLayer:
     def written(self) -> list[torch.Tensor]:
         """What a pass of one token writes to, beside its `DecodeMetadata`."""
         cache, pool = self.cache, self.sequences.pools.get(self.home)
-        return [self.pages.buffer] + ([cache.shadow.buffer, pool.state, pool.copies] if isinstance(cache, ShadowedCache) else [])
+        return [self.pages.buffer] + ([cache.copies.buffer, pool.state, pool.copies] if isinstance(cache, CacheWithCopies) else [])
 
     @property
-    def exact_nbytes(self) -> int:
-        """Bytes of its 16-bit copies of exact tokens."""
+    def full_precision_nbytes(self) -> int:
+        """Bytes of its 16-bit copies of full-precision tokens."""
         return 0 if self.paged is None else self.paged.copies_nbytes
 
     @property
@@ -97,7 +97,7 @@ class BatchLayer:
     def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
         """Pages for rows such as key and value, `[S, HK, N, D]`."""
         dtype, heads = self.stored_dtype or key.dtype, Heads(key.shape[1], key.shape[3], value.shape[3])
-        self.config = self.config.with_format(get_format(self.requested, dtype), self.sequences.exact)
+        self.config = self.config.with_format(get_format(self.requested, dtype), self.sequences.full_precision)
         self.paged = PagedLayer(self.config, heads, dtype)
         blocks = self.paged.spec(self.sequences.block_size).num_blocks(self.num_tokens) * key.shape[0]
         return self.paged.allocate(max(blocks, 1), self.sequences.block_size, key.device)
@@ -226,7 +226,7 @@ class BatchLayer:
             self.pages.buffer[: old.num_blocks] = old.buffer
         if copies:
             self.pages.copy_pages(*to_device(torch.tensor(copies, device="cpu").T.contiguous(), self.pages.device))
-        if self._shadowed is not None:
+        if self._with_copies is not None:
             _ = self.cache  # as many copies as the pool has now
 
 

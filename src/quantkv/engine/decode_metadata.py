@@ -8,9 +8,9 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from ..calls import Batch
-from ..exact import ExactTokens
+from ..copies import CopiedPages, FullPrecisionStep
+from ..full_precision import FullPrecisionTokens
 from ..geometry import Kind
-from ..shadow import ExactPages, ExactStep
 from .forward_metadata import ForwardMetadata, to_device
 
 
@@ -24,7 +24,7 @@ class DecodeMetadata(ForwardMetadata):
     """
 
     def __init__(
-        self, kind: Kind, block_size: int, batch_size: int, width: int, device: torch.device, tokens: ExactTokens | None = None
+        self, kind: Kind, block_size: int, batch_size: int, width: int, device: torch.device, tokens: FullPrecisionTokens | None = None
     ) -> None:
         padded = -(-batch_size // 4) * 4  # every part begins at a multiple of 16 bytes
         with torch.inference_mode(False):
@@ -37,7 +37,7 @@ class DecodeMetadata(ForwardMetadata):
             super().__init__(Batch(ends, seq_lens, 1), table, slots, positions)
         self.seq_lens = seq_lens
         if tokens is not None:
-            self.exact = ExactStep(tokens, block_size, batch_size, batch_size, device, few=True)
+            self.full_precision = FullPrecisionStep(tokens, block_size, batch_size, batch_size, device, few=True)
         self.kind, self.block_size, self.device = kind, block_size, device
         self.batch_size, self.width, self.capacity = batch_size, width, width * block_size
         self.turn = -1  # the pass that they were advanced for
@@ -57,7 +57,7 @@ class DecodeMetadata(ForwardMetadata):
             self.seq_lens.copy_(self.lengths_now.clamp_min(1))
             self.valid.fill_(True)
 
-    def advance(self, mask: torch.Tensor | None, pool: ExactPages | None = None) -> None:
+    def advance(self, mask: torch.Tensor | None, pool: CopiedPages | None = None) -> None:
         """One token more for every sequence. mask: see `mask_summary`; None: all are real. pool: says what is read exactly."""
         lengths, size = self.lengths_now, self.block_size
         page = self.block_table.gather(1, (lengths // size).clamp_max(self.width - 1).long()[:, None])[:, 0]
@@ -102,7 +102,7 @@ def pooled(
     batch_size: int,
     width: int,
     device: torch.device,
-    tokens: ExactTokens | None = None,
+    tokens: FullPrecisionTokens | None = None,
 ) -> DecodeMetadata:
     """A `DecodeMetadata` that is never freed: its owner's as long as that lives, then another's of the same geometry."""
     free = _FREE.setdefault((geometry, kind, block_size, batch_size, width, device, tokens), [])

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..cache import PagedCache
-from ..exact import ExactTokens
-from ..shadow import ExactPages, ExactStep
+from ..copies import CopiedPages, FullPrecisionStep
+from ..full_precision import FullPrecisionTokens
 from .forward_metadata import ForwardMetadata
 from .layer import PagedLayer
 
@@ -23,12 +23,12 @@ class ExactGroup:
     """
 
     def __init__(self, layers: Sequence[PagedLayer], num_seqs: int, num_tokens: int, pool_seqs: int, device: torch.device) -> None:
-        given = [layer.config.exact for layer in layers]
+        given = [layer.config.full_precision for layer in layers]
         self.layers, self.device = list(layers), device
-        self.tokens = ExactTokens(max(tokens.first for tokens in given), max(tokens.latest for tokens in given))
+        self.tokens = FullPrecisionTokens(max(tokens.sink for tokens in given), max(tokens.recent for tokens in given))
         self.num_seqs, self.num_tokens, self.pool_seqs = num_seqs, num_tokens, pool_seqs
-        self.pool: ExactPages | None = None
-        self._whole: ExactStep | None = None
+        self.pool: CopiedPages | None = None
+        self._whole: FullPrecisionStep | None = None
 
     def attach(self, metadata: ForwardMetadata, pages: PagedCache, advance: bool = True) -> None:
         """Say what a step reads at full precision. pages: of the last of the layers, whose rows depend on the whole context.
@@ -37,12 +37,12 @@ class ExactGroup:
         """
         if self.pool is None:
             size = pages.spec.block_size
-            self.pool = ExactPages(self.tokens, size, self.pool_seqs, pages.num_blocks, self.device)
-            self._whole = ExactStep(self.tokens, size, self.num_seqs, self.num_tokens, self.device, few=True)
+            self.pool = CopiedPages(self.tokens, size, self.pool_seqs, pages.num_blocks, self.device)
+            self._whole = FullPrecisionStep(self.tokens, size, self.num_seqs, self.num_tokens, self.device, few=True)
             for layer in self.layers:
                 layer.pool = self.pool
         if pages is not self.pool.watched:
             self.pool.watch(pages)
-        metadata.exact = self._whole.part(metadata.batch.num_seqs, metadata.few_queries)
+        metadata.full_precision = self._whole.part(metadata.batch.num_seqs, metadata.few_queries)
         if advance:
             metadata.advance_exact(self.pool)

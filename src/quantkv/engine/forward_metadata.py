@@ -9,10 +9,10 @@ import torch
 
 from ..cache import PagedCache
 from ..calls import Batch
+from ..copies import FEW_QUERIES, CacheWithCopies, CopiedPages, FullPrecisionStep
 from ..formats import get_format
 from ..options import AttentionOptions
 from ..prepared import PreparedAttend, PreparedWrite
-from ..shadow import FEW_QUERIES, ExactPages, ExactStep, ShadowedCache
 
 
 class ForwardMetadata:
@@ -38,10 +38,10 @@ class ForwardMetadata:
         num_tokens: int | None = None,
         prefix_ranges: torch.Tensor | None = None,
         num_pages: int = 0,
-        exact: ExactStep | None = None,
+        full_precision: FullPrecisionStep | None = None,
     ) -> None:
         self.batch, self.block_table, self.slots, self.positions = batch, block_table, slots, positions
-        self.num_tokens, self.prefix_ranges, self.num_pages, self.exact = num_tokens, prefix_ranges, num_pages, exact
+        self.num_tokens, self.prefix_ranges, self.num_pages, self.full_precision = num_tokens, prefix_ranges, num_pages, full_precision
         self._writes: dict[Any, PreparedWrite] = {}
         self._attends: dict[Any, PreparedAttend] = {}
 
@@ -50,14 +50,14 @@ class ForwardMetadata:
         """Whether each sequence has so few queries that one table of 16-bit copies serves it."""
         return (self.batch.max_query_len or 0) <= FEW_QUERIES
 
-    def advance_exact(self, pool: ExactPages) -> None:
+    def advance_exact(self, pool: CopiedPages) -> None:
         """Before the first layer: which pages have a 16-bit copy in this pass, into `exact`, which is made where there is none."""
-        if self.exact is None:
+        if self.full_precision is None:
             size = self.batch.num_seqs, len(self.slots)
-            self.exact = ExactStep(pool.tokens, pool.block_size, *size, pool.device, self.few_queries)
-        pool.advance(self.block_table, self.batch.seq_lens, self.batch.cu_seqlens_q, self.slots, self.exact)
+            self.full_precision = FullPrecisionStep(pool.tokens, pool.block_size, *size, pool.device, self.few_queries)
+        pool.advance(self.block_table, self.batch.seq_lens, self.batch.cu_seqlens_q, self.slots, self.full_precision)
 
-    def write(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+    def write(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:
         """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`; rows beyond the slots are padding.
 
         slots: of the layers that share this page table; None: those of the pass."""
@@ -65,14 +65,14 @@ class ForwardMetadata:
         count, by_position = len(slots), cache.maps.by_position
         kind = id(slots), by_position
         if kind not in self._writes:
-            self._writes[kind] = PreparedWrite(slots, self.positions[:count] if by_position else None, exact=self.exact)
+            self._writes[kind] = PreparedWrite(slots, self.positions[:count] if by_position else None, full_precision=self.full_precision)
         if count != key.shape[0]:
             key, value = key[:count], value[:count]
         self._writes[kind](cache, key, value)
 
     def attend(
         self,
-        cache: PagedCache | ShadowedCache,
+        cache: PagedCache | CacheWithCopies,
         q: torch.Tensor,
         scale: float | None = None,
         options: AttentionOptions = AttentionOptions(),
@@ -92,16 +92,16 @@ class ForwardMetadata:
         prepared = self._attends.get((scale, options))
         if prepared is None:
             prepared = self._attends[scale, options] = PreparedAttend(
-                self.batch, self.block_table, scale, self._with_images(options), exact=self.exact
+                self.batch, self.block_table, scale, self._with_images(options), full_precision=self.full_precision
             )
         count, own = self.num_tokens, None if key is None or self.batch.max_query_len == 1 else (key, value)
         if count is not None:
             q, out, own = q[:count], None if out is None else out[:count], own and (key[:count], value[:count])
         return prepared(cache, q, out=out, own=own, **per_layer)
 
-    def as_given(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
+    def as_given(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
         """New pages that hold the pass's own rows as given, and nothing else; key and value as `write` takes them."""
-        pages = cache.pages if isinstance(cache, ShadowedCache) else cache
+        pages = cache.pages if isinstance(cache, CacheWithCopies) else cache
         plain = get_format("none", key.dtype).cache_spec(key.shape[1], key.shape[2], value.shape[2], pages.spec.block_size)
         own = PagedCache(plain, self.num_pages or pages.num_blocks, key.device)
         self.write(own, key, value)

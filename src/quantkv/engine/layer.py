@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..cache import PagedCache
+from ..copies import CacheWithCopies, CopiedPages, cache_of_copies, goes_by_position
 from ..geometry import Heads
 from ..options import AttentionOptions
-from ..shadow import ExactPages, ShadowedCache, goes_by_position, shadow_pages
 from ..spec import CacheSpec
 from .layer_config import LayerConfig
 
@@ -53,9 +53,9 @@ class PagedLayer:
     def __init__(self, config: LayerConfig, heads: Heads, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)) -> None:
         self.config, self.heads, self.dtype, self.scales = config, heads, dtype, scales
         self.owner: PagedLayer | None = None
-        self.pool: ExactPages | None = None
+        self.pool: CopiedPages | None = None
         self.copies: PagedCache | None = None
-        self._shadowed: ShadowedCache | None = None
+        self._with_copies: CacheWithCopies | None = None
 
     def kind(self, attention: LayerAttention) -> Hashable:
         """Equal for layers that the same kernels serve."""
@@ -79,21 +79,21 @@ class PagedLayer:
 
     def reserve_copies(self, block_size: int, num_seqs: int, device: torch.device) -> None:
         """Take the memory of the 16-bit copies of `num_seqs` sequences now, before an engine gives the rest of the GPU to pages."""
-        if self.config.exact is not None:
-            count = self.config.exact.shadows_needed(block_size, num_seqs)
+        if self.config.full_precision is not None:
+            count = self.config.full_precision.copies_needed(block_size, num_seqs)
             self._hold(self.allocate(1, block_size, device), count)
 
-    def cache(self, pages: PagedCache) -> PagedCache | ShadowedCache:
+    def cache(self, pages: PagedCache) -> PagedCache | CacheWithCopies:
         """Pages of the layer as its calls take them: with the 16-bit copies in front of them, where the pool's pages have some."""
         owner = self.owner or self
         pool = owner.pool
-        if pool is None or owner.config.exact is None:
+        if pool is None or owner.config.full_precision is None:
             return pages
-        held, found = owner.copies, self._shadowed
-        if held is None or held.spec.block_size != pages.spec.block_size or held.num_blocks < pool.num_shadows:  # than when it was taken
-            held = owner._hold(pages, pool.num_shadows)
-        if found is None or found.pages is not pages or found.exact is not pool or found.shadow is not held:
-            found = self._shadowed = ShadowedCache(pages, held, pool)
+        held, found = owner.copies, self._with_copies
+        if held is None or held.spec.block_size != pages.spec.block_size or held.num_blocks < pool.num_copies:  # than when it was taken
+            held = owner._hold(pages, pool.num_copies)
+        if found is None or found.pages is not pages or found.full_precision is not pool or found.copies is not held:
+            found = self._with_copies = CacheWithCopies(pages, held, pool)
         return found
 
     @property
@@ -105,7 +105,7 @@ class PagedLayer:
         """Room for `count` copies; those that are there stay."""
         old, self.copies = self.copies, None
         with torch.inference_mode(False):  # as pages: written to in any mode
-            self.copies = shadow_pages(pages, count, self.dtype)
+            self.copies = cache_of_copies(pages, count, self.dtype)
             if old is not None and old.spec == self.copies.spec and old.num_blocks <= count:
                 self.copies.buffer[: old.num_blocks] = old.buffer
         return self.copies

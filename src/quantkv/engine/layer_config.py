@@ -8,9 +8,9 @@ import torch
 
 from ..calibration import Calibration
 from ..checks import ROW_DTYPES
-from ..exact import ExactTokens
 from ..format import Format
 from ..formats import get_format
+from ..full_precision import FullPrecisionTokens
 from ..geometry import Heads
 from ..maps import LayerMaps
 from ..policy import Policy
@@ -51,7 +51,7 @@ class LayerConfig:
 
     format: Format
     maps: LayerMaps = LayerMaps()
-    exact: ExactTokens | None = None
+    full_precision: FullPrecisionTokens | None = None
 
     @classmethod
     def of(
@@ -75,7 +75,7 @@ class LayerConfig:
             policy.calibration.check_layer(number, whole)
         fmt, maps = policy.of(number, dtype), policy.maps_of(number)
         maps = maps if whole is None else shard.maps(maps, whole, heads.num_kv_heads)
-        return cls(fmt, maps, exact_tokens(policy.exact, by_position, fmt))
+        return cls(fmt, maps, exact_tokens(policy.full_precision, by_position, fmt))
 
     def with_calibration(self, calibration: Calibration, number: int) -> LayerConfig:
         """The same with the maps of layer `number` of a calibration of this rank's heads, on the sides that have no map of their own."""
@@ -83,12 +83,12 @@ class LayerConfig:
         k, v = made.k if own.k is None else own.k, made.v if own.v is None else own.v
         return replace(self, maps=LayerMaps(k, v, made.calibration))
 
-    def with_format(self, fmt: Format, tokens: ExactTokens | None) -> LayerConfig:
+    def with_format(self, fmt: Format, tokens: FullPrecisionTokens | None) -> LayerConfig:
         """The same in another format, where the layer's kind keeps `tokens` at full precision."""
-        return replace(self, format=fmt, exact=exact_tokens(tokens, fmt=fmt))
+        return replace(self, format=fmt, full_precision=exact_tokens(tokens, fmt=fmt))
 
 
-def exact_tokens(tokens: ExactTokens | None, by_position: bool = False, fmt: Format | None = None) -> ExactTokens | None:
+def exact_tokens(tokens: FullPrecisionTokens | None, by_position: bool = False, fmt: Format | None = None) -> FullPrecisionTokens | None:
     """The tokens of a policy that a layer keeps at full precision; None: none.
 
     by_position: whether its window moves on or its keys stand where they stand: then it keeps no first tokens. fmt: of its pages; rows
@@ -96,4 +96,4 @@ def exact_tokens(tokens: ExactTokens | None, by_position: bool = False, fmt: For
     """
     if tokens is None or (fmt is not None and fmt.name in UNQUANTIZED):
         return None
-    return tokens.without_first() if by_position else tokens
+    return tokens.without_sink() if by_position else tokens

@@ -8,8 +8,8 @@ import torch
 
 from ..cache import PagedCache
 from ..calls import Batch
+from ..copies import CacheWithCopies
 from ..options import AttentionOptions
-from ..shadow import ShadowedCache
 from .forward_metadata import ForwardMetadata, to_device
 
 
@@ -45,13 +45,13 @@ class PaddedMetadata(ForwardMetadata):
         right_padding = None if self.right_padding is None else self.right_padding.to(device)
         return PaddedMetadata(*there, lengths=self.batch.lengths, right_padding=right_padding, num_pages=self.num_pages)
 
-    def write(self, cache: PagedCache | ShadowedCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+    def write(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:
         """Store the rows of `[S * N, ...]` that are no padding."""
         super().write(cache, self._tokens(key), self._tokens(value), slots)
 
     def attend(
         self,
-        cache: PagedCache | ShadowedCache,
+        cache: PagedCache | CacheWithCopies,
         q: torch.Tensor,
         scale: float | None = None,
         options: AttentionOptions = AttentionOptions(),

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..exact import ExactTokens
+from ..copies import CopiedPages
+from ..full_precision import FullPrecisionTokens
 from ..geometry import Kind
 from ..page_table import PageTable
-from ..shadow import ExactPages
 from .cache_positions import CachePositions
 from .decode_metadata import DecodeMetadata, pooled
 from .forward_metadata import to_device
@@ -41,7 +41,7 @@ class Sequences:
     """The batch as the layers of one kind see it: which pages they hold, and the tensors of the forward pass under way.
 
     cache_positions: what these layers share with those of other kinds; one of its own if None.
-    exact: which tokens are read exactly; None: none. With a window no first ones are, as no query sees them for long.
+    full_precision: which tokens are read exactly; None: none. With a window no first ones are, as no query sees them for long.
     pools: which pages have a 16-bit copy, on each device.
     layers: those of this kind, which join by themselves.
     num_tokens: tokens a sequence whose pages are there from the first pass on, so that a pass of one token can be captured; 0: pages
@@ -50,12 +50,12 @@ class Sequences:
     """
 
     def __init__(
-        self, kind: Kind, block_size: int, cache_positions: CachePositions | None = None, exact: ExactTokens | None = None
+        self, kind: Kind, block_size: int, cache_positions: CachePositions | None = None, full_precision: FullPrecisionTokens | None = None
     ) -> None:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
         self.fixed = False  # num_tokens > 0: torch.compile must not look at the number
         self.windows: set[int | None] = set()
-        self.exact, self.pools = exact_tokens(exact, kind.window > 0), {}
+        self.full_precision, self.pools = exact_tokens(full_precision, kind.window > 0), {}
         self.cache_positions = CachePositions() if cache_positions is None else cache_positions
         self.cache_positions.kinds.append(self)
         self._layers: list[weakref.ref[Layer]] = []
@@ -121,14 +121,14 @@ class Sequences:
         if device not in self._steps:
             self._steps[device] = self._steps[torch.device("cpu")].to(device)
         step = self._steps[device]
-        if self.exact is not None and step.exact is None:
+        if self.full_precision is not None and step.full_precision is None:
             step.advance_exact(self.pool(device))
         return step
 
-    def pool(self, device: torch.device) -> ExactPages | None:
+    def pool(self, device: torch.device) -> CopiedPages | None:
         """Which pages have a 16-bit copy; None where no token is exact."""
-        if self.exact is not None and device not in self.pools:
-            self.pools[device] = ExactPages(self.exact, self.block_size, len(self.table.rows), self.table.num_pages, device)
+        if self.full_precision is not None and device not in self.pools:
+            self.pools[device] = CopiedPages(self.full_precision, self.block_size, len(self.table.rows), self.table.num_pages, device)
         return self.pools.get(device)
 
     def decode(self, counts: list[int]) -> None:
@@ -169,13 +169,15 @@ class Sequences:
         batch_size, width = len(self.table.rows), max(max(map(len, self.table.rows), default=0), 1)
         if not self.static:
             if device not in self._owned or not self._owned[device].fits(batch_size, width):
-                self._owned[device] = DecodeMetadata(self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device, self.exact)
+                self._owned[device] = DecodeMetadata(
+                    self.kind, self.block_size, batch_size, int(width * SPARE) + 4, device, self.full_precision
+                )
             return self._owned[device]
         layers = [layer for layer in self.layers if layer.home == device]
         geometry = tuple(layer.geometry for layer in layers)
         key = (device, batch_size, width, geometry)
         if key not in self._owned:
-            self._owned[key] = pooled(layers[0], geometry, self.kind, self.block_size, batch_size, width, device, self.exact)
+            self._owned[key] = pooled(layers[0], geometry, self.kind, self.block_size, batch_size, width, device, self.full_precision)
         return self._owned[key]
 
     @property
@@ -192,8 +194,8 @@ class Sequences:
                 layer.loaded(decoding)
                 if layer.home.type == "cuda" and not decoding.warm:
                     decoding.slots.fill_(-1)
-                    if decoding.exact is not None:
-                        decoding.exact.slots.fill_(-1)
+                    if decoding.full_precision is not None:
+                        decoding.full_precision.slots.fill_(-1)
                     layer.warm_up()
         for decoding in self.decodings.values():
             decoding.warm = True

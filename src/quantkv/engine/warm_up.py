@@ -42,7 +42,7 @@ def warm_up(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, pa
     calls = _calls(layer, attention, limits, pages.device)
     largest = calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len
     mixed = warmup.mixed_batches(attention.num_heads, *largest, attention.own_rows)
-    return warmup.warm_up(pages, attention.num_heads, mixed=mixed, exact=layer.config.exact, **calls)
+    return warmup.warm_up(pages, attention.num_heads, mixed=mixed, full_precision=layer.config.full_precision, **calls)
 
 
 def _calls(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, device: torch.device) -> dict[str, Any]:

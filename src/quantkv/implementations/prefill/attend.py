@@ -8,7 +8,7 @@ others, unless the call has own rows: these lie beside the others in the scratch
 A sink is one more term of the denominator, which follows from the log-sum-exp: the output is multiplied by `sigmoid(lse - sink)`. So every
 backend has sinks. Windows and the softcap are the backend's own.
 
-Segments beside one that holds all positions, exact tokens say, are written over its rows in the scratch.
+Segments beside one that holds all positions, full-precision tokens say, are written over its rows in the scratch.
 
 Rows may stay in their mapped space, where a slice needs no product: `q . k^ = (A^-T q) . (y^ + A off)`, so q is mapped once, and
 the merged output once. Where there are not many more rows than queries, the rows are mapped back as they are written out: one

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from ... import policy_file
+from ... import deprecated, policy_file
 from ...checks import integer, refuse
 from ...engine.cache_positions import CachePositions
 from ...engine.layer_config import LayerConfig
@@ -28,6 +28,7 @@ from .recurrent_and_latent import HybridLayer, LatentLayer
 from .statistics import wait_for, with_statistics
 
 
+@deprecated.attributes(exact_nbytes="full_precision_nbytes")
 class QuantizedCache(Cache):
     """KV cache of a decoder in quantized pages, for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
@@ -39,7 +40,7 @@ class QuantizedCache(Cache):
         more are given back.
     format: a preset, "8bit", "4bit", "3bit" or "2bit": the best format of so many bits, sink and recent tokens in full precision, and
         statistics of the model, which the first forward pass takes (0.2 s on a GPU, seconds on a CPU). Or a `Policy`, the path of its JSON
-        file, or what that holds as a dict: formats by layer, with what guides their writers, and tokens that are exact. Or the name of a
+        file, or what that holds as a dict: formats by layer, with what guides their writers, and full-precision tokens. Or the name of a
         format, or one for each layer, None for those without keys and values; "none" keeps rows as they are. Of a latent the K half
         counts.
     block_size: tokens of a page.
@@ -72,7 +73,7 @@ class QuantizedCache(Cache):
         plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
         if policy is not None:
             if policy.statistics == "auto" and any(plan.latent for plan in plans):  # as a preset: what latents cannot have is left out
-                policy = replace(policy, exact=None, statistics="off")
+                policy = replace(policy, full_precision=None, statistics="off")
             _check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
@@ -83,7 +84,7 @@ class QuantizedCache(Cache):
             plan.kind is None or plan.latent or plan.own for plan in plans
         )
         kinds = dict.fromkeys(plan.kind for plan in plans if plan.kind is not None)
-        self.sequences = {kind: Sequences(kind, block_size, self.cache_positions, policy and policy.exact) for kind in kinds}
+        self.sequences = {kind: Sequences(kind, block_size, self.cache_positions, policy and policy.full_precision) for kind in kinds}
         options = dtype, prompt, num_tokens
         self._passed = {i: LinearAttentionLayer.__name__ for i, plan in enumerate(plans) if plan.states}
         super().__init__(layers=[self._layer(plan, name, *options) for plan, name in zip(plans, formats)])
@@ -187,12 +188,12 @@ class QuantizedCache(Cache):
     @property
     def allocated_nbytes(self) -> int:
         """Bytes of all pages, used or not, and of the 16-bit copies."""
-        return self.exact_nbytes + sum(layer.pages.nbytes for layer in self.quantized_layers.values() if layer.is_initialized)
+        return self.full_precision_nbytes + sum(layer.pages.nbytes for layer in self.quantized_layers.values() if layer.is_initialized)
 
     @property
-    def exact_nbytes(self) -> int:
-        """Bytes of the 16-bit copies of exact tokens, over all layers: as many for a sequence however long it is."""
-        return sum(layer.exact_nbytes for layer in self.quantized_layers.values())
+    def full_precision_nbytes(self) -> int:
+        """Bytes of the 16-bit copies of full-precision tokens, over all layers: as many for a sequence however long it is."""
+        return sum(layer.full_precision_nbytes for layer in self.quantized_layers.values())
 
     @property
     def batch_size(self) -> int:
@@ -277,8 +278,8 @@ def _check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[Laye
     """Refuse, before anything is made, what was made for another model."""
     geometry = geometry_of(config)
     policy.check(geometry.num_layers)
-    if policy.exact is not None and any(plan.latent for plan in plans):
-        raise NotImplementedError("policy.exact: latents in place of keys and values are read back whole")
+    if policy.full_precision is not None and any(plan.latent for plan in plans):
+        raise NotImplementedError("policy.full_precision: latents in place of keys and values are read back whole")
     if policy.calibration is not None:
         if any(plan.latent for plan in plans):
             raise NotImplementedError("policy.calibration: latents in place of keys and values are not calibrated")

@@ -21,8 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from ...calls import Side
 from ...checks import refuse
 from ...engine.layer_config import exact_tokens
-from ...exact import BLOCK_SIZE, ExactTokens
 from ...format import Codec, Format
+from ...full_precision import BLOCK_SIZE, FullPrecisionTokens
 from ...geometry import Kind
 from ...implementations.reference.write import dequantize, encode
 from ...maps import LayerMaps, LinearMap
@@ -56,9 +56,9 @@ class Judge:
         self.specs: dict[int, CacheSpec] = {}
         self._layers: dict[int, tuple[Format, LinearMap | None, LinearMap | None]] = {}
 
-    def exact(self, layer: int) -> ExactTokens | None:
+    def full_precision(self, layer: int) -> FullPrecisionTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
-        return exact_tokens(self.policy.exact, self.plans[layer].kind.window > 0)
+        return exact_tokens(self.policy.full_precision, self.plans[layer].kind.window > 0)
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""
@@ -78,7 +78,7 @@ class Judge:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
         """Attention of a layer over one sequence: see `attend`."""
-        given = scale, self.exact(layer), self.plans[layer].kind, softcap, sinks, self.prompt
+        given = scale, self.full_precision(layer), self.plans[layer].kind, softcap, sinks, self.prompt
         return attend(query, key, value, self.rows(layer, key, value), *given)
 
     def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
@@ -109,9 +109,9 @@ def reread(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> torch.Te
     return dequantize(page, codec, map_, at, at).transpose(0, 1)
 
 
-def exact_from(positions: torch.Tensor, latest: int) -> torch.Tensor:
+def full_precision_from(positions: torch.Tensor, latest: int) -> torch.Tensor:
     """From where a query at each of `positions` reads exactly: the page in which the latest `latest` of its tokens begin."""
-    return ExactTokens(latest=latest).latest_page(positions + 1, BLOCK_SIZE) * BLOCK_SIZE
+    return FullPrecisionTokens(recent=latest).first_recent_page(positions + 1, BLOCK_SIZE) * BLOCK_SIZE
 
 
 def attend(
@@ -120,7 +120,7 @@ def attend(
     value: torch.Tensor,
     stored: tuple[torch.Tensor, torch.Tensor],
     scale: float,
-    exact: ExactTokens | None = None,
+    full_precision: FullPrecisionTokens | None = None,
     kind: Kind = Kind(),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -139,7 +139,7 @@ def attend(
     groups = query.shape[1]
     key, value = key.float(), value.float()
     stored_key, stored_value = stored
-    latest, first = (0, 0) if exact is None else (exact.latest, exact.first_tokens(BLOCK_SIZE))
+    latest, first = (0, 0) if full_precision is None else (full_precision.recent, full_precision.sink_tokens(BLOCK_SIZE))
     if first:
         head, tail = slice(None, first), slice(first, None)
         stored_key = torch.cat([key[:, head], stored_key[:, tail]], 1)
@@ -155,9 +155,9 @@ def attend(
         block = query[:, :, start:stop].flatten(1, 2)
         score = (block @ stored_key[:, seen].mT).unflatten(1, (groups, -1))
         if latest:
-            near = slice(max(int(exact_from(position[start], latest)), seen.start), stop)
+            near = slice(max(int(full_precision_from(position[start], latest)), seen.start), stop)
             left = near.start - seen.start
-            is_exact = position[None, near] >= exact_from(rows, latest)
+            is_exact = position[None, near] >= full_precision_from(rows, latest)
             nearby = (block @ key[:, near].mT).unflatten(1, (groups, -1))
             score[..., left:] = torch.where(is_exact, nearby, score[..., left:])
         if softcap:

@@ -62,7 +62,8 @@ def sensitivities(
 ) -> Sensitivities:
     """KL in nats a token by layer, side ("k" or "v") and format, of that layer's side alone.
 
-    contexts: tokens `[N, T]` int64. policy: its calibration and exact tokens, which formats are tried with; its formats do not matter.
+    contexts: tokens `[N, T]` int64. policy: its calibration and full-precision tokens, which formats are tried with; its formats do not
+    matter.
     on_step: called with what is done and the number of steps that are through, of N * (1 + layers): a context's gradients, then its layers.
     The sum over layers predicts the KL of all together within a factor of two. ValueError for contexts of at most 64 tokens.
     """
@@ -70,7 +71,10 @@ def sensitivities(
         refuse("contexts.shape[1]", contexts.shape[1], f"more than {SKIPPED} tokens are needed")
     policy = with_statistics(policy, model)
     check_weights(model, policy.calibration)
-    judges = {name: Judge(model.config, Policy(name, calibration=policy.calibration, exact=policy.exact), model.dtype) for name in formats}
+    judges = {
+        name: Judge(model.config, Policy(name, calibration=policy.calibration, full_precision=policy.full_precision), model.dtype)
+        for name in formats
+    }
     judge, sums, step = next(iter(judges.values())), {}, 0
     for index, ids in enumerate(contexts):
         on_step("gradients", step)
@@ -111,10 +115,10 @@ def _losses(layer: int, seen: Seen, judges: dict[str, Judge]) -> dict[tuple[str,
     for name, judge in judges.items():
         fmt = judge.policy.of(layer, judge.dtype)
         stored = judge.rows(layer, key, value)
-        exact, kind = judge.exact(layer), judge.plans[layer].kind
+        full_precision, kind = judge.full_precision(layer), judge.plans[layer].kind
         for side, codec, rows in (("k", fmt.k, (stored[0], value)), ("v", fmt.v, (key, stored[1]))):
             if (side, codec.name) not in known:
-                change = (attend(query, key, value, rows, scale, exact, kind, softcap, sinks) - out.detach()) * out.grad
+                change = (attend(query, key, value, rows, scale, full_precision, kind, softcap, sinks) - out.detach()) * out.grad
                 by_query = change[SKIPPED:].sum((1, 2)).double()
                 known[side, codec.name] = 0.5 * by_query.square().mean().item()
             losses[side, name] = known[side, codec.name]

@@ -21,16 +21,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ...cache import PagedCache
 from ...calibration import Calibration
+from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
 from ...engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ...engine.layer_config import LayerConfig, Shard
 from ...engine.observed import causal_attention
 from ...engine.warm_up import StepLimits, claim_scratch, warm_up, who_serves
-from ...exact import ExactTokens
 from ...format import Format
+from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
 from ...options import AttentionOptions
-from ...shadow import ShadowedCache
 from . import PREFIX, calls
 from .asked import check_weights, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
@@ -140,19 +140,20 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             calibration.check_one(layers, Heads(self._all_kv_heads(), self.head_size, self.head_size))
         for name in {self.policy.format, *self.policy.layers.values()}:
             token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
-        if self.policy.exact is not None:
+        if self.policy.full_precision is not None:
             self._check_exact()
 
     def _check_exact(self) -> None:
         """Refuse what would read copies that are not those of its tokens."""
         if self.config.parallel_config.use_ubatching:
-            raise NotImplementedError("quantkv: policy.exact with steps that are cut into two batches at once (enable_dbo)")
+            raise NotImplementedError("quantkv: policy.full_precision with steps that are cut into two batches at once (enable_dbo)")
         connector = self.config.kv_transfer_config
         if connector is None or not connector.is_kv_consumer:
             return
         if connector.kv_connector not in LOAD_AHEAD or connector.get_from_extra_config("sync_load_budget_bytes", 0):
             raise NotImplementedError(
-                f"quantkv: policy.exact with kv_connector={connector.kv_connector!r}, which may load blocks in the step that reads them; "
+                f"quantkv: policy.full_precision with kv_connector={connector.kv_connector!r}, which may load blocks in the step "
+                "that reads them; "
                 f"allowed: {', '.join(LOAD_AHEAD)} without sync_load_budget_bytes, or one that only stores (kv_role='kv_producer')"
             )
 
@@ -227,9 +228,9 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         return self.paged.config.format
 
     @property
-    def exact(self) -> ExactTokens | None:
+    def full_precision(self) -> FullPrecisionTokens | None:
         """Tokens with 16-bit copies; None: it has none."""
-        return self.paged.config.exact
+        return self.paged.config.full_precision
 
     @property
     def kind(self) -> Hashable:
@@ -260,7 +261,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             self.paged.owner = self.owner and self.owner.paged
         return pages
 
-    def cache_of(self, kv_cache: torch.Tensor) -> PagedCache | ShadowedCache:
+    def cache_of(self, kv_cache: torch.Tensor) -> PagedCache | CacheWithCopies:
         """The same with the 16-bit copies in front of them."""
         return self.paged.cache(self.pages_of(kv_cache))
 

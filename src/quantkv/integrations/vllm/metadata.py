@@ -37,7 +37,7 @@ class Metadata(ForwardMetadata):
 
 def exact_layers(layers: dict[str, Any]) -> dict[str, Any]:
     """Those with full-precision tokens and pages of their own, the last one last."""
-    kept = [name for name, layer in layers.items() if layer.impl.exact is not None and layer.impl.owner is None]
+    kept = [name for name, layer in layers.items() if layer.impl.full_precision is not None and layer.impl.owner is None]
     return {name: layers[name] for name in sorted(kept, key=extract_layer_index)}
 
 
@@ -53,7 +53,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     requires_block_table_width = True  # kernels are compiled for its alignment
-    exact: ExactGroup | None = None  # where some of its layers have full-precision tokens
+    full_precision: ExactGroup | None = None  # where some of its layers have full-precision tokens
     last: Any = None  # of those layers
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
@@ -61,7 +61,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
         if kept := list(exact_layers(named).values()):
-            self.exact, self.last = exact_group(kept, vllm_config, device), kept[-1]
+            self.full_precision, self.last = exact_group(kept, vllm_config, device), kept[-1]
         self.table_width, self.layers, self._seen = block_table_width, list(named.values()), set()
         for layer in self.layers:
             if device.type == "cuda":
@@ -112,13 +112,13 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata):
-        """The same for a graph: no promise about lengths, and exact tokens stay as they are."""
+        """The same for a graph: no promise about lengths, and full-precision tokens stay as they are."""
         return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
 
     def build_for_drafting(self, common_attn_metadata, draft_index):
-        """The same for a model that drafts. NotImplementedError with exact tokens."""
-        if self.exact is not None:
-            raise NotImplementedError("quantkv: policy.exact in a model that drafts")
+        """The same for a model that drafts. NotImplementedError with full-precision tokens."""
+        if self.full_precision is not None:
+            raise NotImplementedError("quantkv: policy.full_precision in a model that drafts")
         return self._build(common_attn_metadata, None)
 
     def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Metadata:
@@ -146,6 +146,6 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         """Of what vLLM says in `m`, what concerns the sequences of `batch`."""
         tensors = m.block_table_tensor[: batch.num_seqs], m.slot_mapping, m.positions
         metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
-        if self.exact is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
-            self.exact.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
+        if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
+            self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
         return metadata

@@ -1,18 +1,19 @@
-"""Exact tokens in front of the pages: what is read exactly, to the token, whatever happens to pages; and nothing wrong is ever read."""
+"""Full-precision tokens in front of the pages: what is read exactly, to the token, whatever happens to pages; and nothing wrong is ever
+read."""
 
 import pytest
 import torch
 
-from exact_engine import HEADS, SIZE, Captured, D, Engine
+from full_precision_engine import HEADS, SIZE, Captured, D, Engine
 from quantkv import PagedCache, get_format, prepare_attend, prepare_write
 from quantkv.calls import AttendCall, Batch
-from quantkv.exact import ExactTokens
+from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.shadow import ExactPages, ExactStep, ShadowedCache, shadow_pages
 
 
 def rule(length, first, latest):
-    """The positions that are exact where every page had room for its shadow."""
+    """The positions that are exact where every page had room for its copy."""
     return {j for j in range(length) if j < -(-first // SIZE) * SIZE or (latest and j >= max(length - latest, 0) // SIZE * SIZE)}
 
 
@@ -55,35 +56,35 @@ def test_random_steps(seed, few, options):
 @pytest.mark.parametrize("queries", [1, 5, 40])
 def test_a_step_that_nothing_filled_reads_pages_alone(queries):
     """Engines run kernels over it before there are sequences, with any lengths."""
-    spec, tokens = get_format("int4").cache_spec(2, 64), ExactTokens(16, 24)
+    spec, tokens = get_format("int4").cache_spec(2, 64), FullPrecisionTokens(16, 24)
     pages = PagedCache(spec, 40)
     pages.buffer.random_(0, 100, generator=torch.Generator().manual_seed(0))
-    cache = ShadowedCache(pages, shadow_pages(pages, 4, torch.float32), ExactPages(tokens, 16, 1, 40))
-    cache.shadow.buffer.fill_(0xFF)
+    cache = CacheWithCopies(pages, cache_of_copies(pages, 4, torch.float32), CopiedPages(tokens, 16, 1, 40))
+    cache.copies.buffer.fill_(0xFF)
     q = torch.randn(queries, 4, 64, generator=torch.Generator().manual_seed(1))
     batch = {"block_table": torch.arange(40, dtype=torch.int32)[None], "seq_lens": torch.tensor([600], dtype=torch.int32)}
     batch["cu_seqlens_q"] = torch.tensor([0, queries], dtype=torch.int32)
-    step = ExactStep(tokens, 16, 1, queries, torch.device("cpu"), few=queries <= 8)
-    out = prepare_attend(**batch, exact=step, max_query_len=queries)(cache, q)
+    step = FullPrecisionStep(tokens, 16, 1, queries, torch.device("cpu"), few=queries <= 8)
+    out = prepare_attend(**batch, full_precision=step, max_query_len=queries)(cache, q)
     torch.testing.assert_close(out, pages.attend(q, **batch), rtol=1e-5, atol=1e-6)
 
 
 def test_room_is_made_where_there_is_too_little_and_nothing_is_lost():
     """Captured graphs hold the state: where there is room it stays the same tensor."""
     engine = prepared()
-    exact, held = engine.exact, engine.exact.state
+    exact, held = engine.full_precision, engine.full_precision.state
     exact.make_room(2, 64), exact.make_room(0, 1)
     assert exact.state is held
     exact.make_room(1, 90)
-    assert exact.state is not held and (exact.num_blocks, exact.num_shadows) == (90, len(exact.owner) - 1)
-    assert len(exact.shadow_of) == 91 and len(exact.owner) == len(exact.stamp) == exact.tokens.shadows_needed(SIZE, 2) + 1
+    assert exact.state is not held and (exact.num_blocks, exact.num_copies) == (90, len(exact.owner) - 1)
+    assert len(exact.copy_of) == 91 and len(exact.owner) == len(exact.stamp) == exact.tokens.copies_needed(SIZE, 2) + 1
     assert engine.step([1, 1]) == [rule(75, 16, 40), rule(95, 16, 40)]
     exact.make_room(3, 1)
-    assert exact.num_blocks == 90 and exact.num_shadows == exact.tokens.shadows_needed(SIZE, 3)
+    assert exact.num_blocks == 90 and exact.num_copies == exact.tokens.copies_needed(SIZE, 3)
 
 
 def test_a_small_pool_leaves_the_copies_to_those_that_have_them():
-    """Room for one sequence of four: some keep their exact tokens, none reads another's."""
+    """Room for one sequence of four: some keep their full-precision tokens, none reads another's."""
     engine = Engine(room=1, few=False)
     assert [len(exact) for exact in engine.step([40, 40, 40, 40])] == [40, 16, 0, 0]
     for _ in range(60):
@@ -122,7 +123,7 @@ def test_first_pages_count_from_the_beginning():
     engine.overwrite(0, 0)
     engine.pool.lose(engine.seqs[0].pages[0])
     assert engine.step([1]) == [set(range(80, 101))]
-    assert int(engine.exact.shadow_of[engine.seqs[0].pages[1]]) >= 0
+    assert int(engine.full_precision.copy_of[engine.seqs[0].pages[1]]) >= 0
 
 
 @pytest.mark.parametrize("part", ["codes", "meta"])
@@ -149,7 +150,7 @@ def test_moved_pages_are_read_quantized():
     engine.step([60, 75])
     engine.drop(0)
     engine.move(1)
-    assert len(set(engine.seqs[1].pages) & {p for p, s in enumerate(engine.exact.shadow_of.tolist()) if s >= 0}) >= 3
+    assert len(set(engine.seqs[1].pages) & {p for p, s in enumerate(engine.full_precision.copy_of.tolist()) if s >= 0}) >= 3
     assert engine.step([0, 1]) == [set(), set()]
     for _ in range(5):
         found = engine.step([0, 1])
@@ -160,13 +161,13 @@ def test_pages_that_are_forgotten_give_their_copies_back():
     """The next page that begins takes one of theirs."""
     engine = prepared()
     forgotten = engine.seqs[0].pages
-    engine.exact.forget(torch.tensor(forgotten))
+    engine.full_precision.forget(torch.tensor(forgotten))
     for page in forgotten:
         engine.pool.lose(page)
-    assert sorted(engine.exact.owner[:-1].tolist()) == sorted(
-        [-1] * (len(engine.pool.stamp) - len(engine.pool.shadow)) + [*engine.pool.shadow]
+    assert sorted(engine.full_precision.owner[:-1].tolist()) == sorted(
+        [-1] * (len(engine.pool.stamp) - len(engine.pool.copies)) + [*engine.pool.copies]
     )
-    assert engine.exact.stamp[:-1].tolist() == engine.pool.stamp
+    assert engine.full_precision.stamp[:-1].tolist() == engine.pool.stamp
     assert engine.step([1, 1]) == [set(), rule(95, 16, 40)]
 
 
@@ -184,19 +185,19 @@ def test_without_copies_the_very_numbers_of_the_format():
     """As after everything was lost. Tokens that are not stored again begin no page, not even the first of one."""
     engine = Engine(seqs=2)
     engine.step([49, 75])
-    engine.exact.clear()
-    engine.pool.shadow.clear()
+    engine.full_precision.clear()
+    engine.pool.copies.clear()
     plain = engine.pages
     seen = []
     for exact in (True, False):
         table = torch.tensor([(s.pages + [0] * 5)[:5] for s in engine.seqs], dtype=torch.int32)
         lens, starts = torch.tensor([49, 75], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
         step = engine.new_step(2, 2)
-        engine.exact.advance(table, lens, starts, torch.full((2,), -1), step)
-        attend = prepare_attend(block_table=table, seq_lens=lens, max_query_len=1, exact=step if exact else None)
+        engine.full_precision.advance(table, lens, starts, torch.full((2,), -1), step)
+        attend = prepare_attend(block_table=table, seq_lens=lens, max_query_len=1, full_precision=step if exact else None)
         q = torch.randn(2, 4, D, generator=torch.Generator().manual_seed(0))
         seen.append(attend(engine.caches[-1] if exact else plain, q, return_lse=True))
-    assert (engine.exact.shadow_of == -1).all()
+    assert (engine.full_precision.copy_of == -1).all()
     assert torch.equal(seen[0][0], seen[1][0]) and torch.equal(seen[0][1], seen[1][1])
 
 
@@ -223,11 +224,11 @@ def test_prompts_by_the_dense_path():
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", ["int4", "tq3", "int8"])
 def test_hopper_takes_both_layouts(name, apart):
-    """Types, strides and shapes of what `ExactPages` fills, for a part of the sequences that it has room for."""
+    """Types, strides and shapes of what `CopiedPages` fills, for a part of the sequences that it has room for."""
     pages = PagedCache(get_format(name).cache_spec(2, 128), 4)
-    exact = ExactPages(ExactTokens(16, 24), 16, 5, 4)
-    cache = ShadowedCache(pages, shadow_pages(pages, 4, torch.bfloat16), exact)
-    step = ExactStep(exact.tokens, 16, 5, 5, pages.device, few=True).part(3, few=True)
+    exact = CopiedPages(FullPrecisionTokens(16, 24), 16, 5, 4)
+    cache = CacheWithCopies(pages, cache_of_copies(pages, 4, torch.bfloat16), exact)
+    step = FullPrecisionStep(exact.tokens, 16, 5, 5, pages.device, few=True).part(3, few=True)
     segments = cache.segments(torch.zeros(3, 4, dtype=torch.int32), step, apart)
     assert len(segments) == 2 + apart
     batch = Batch.of(None, torch.ones(3, dtype=torch.int32))
@@ -253,16 +254,16 @@ def test_on_a_gpu_and_in_a_graph(engine):
 def test_refused():
     engine = Engine(seqs=1)
     cache, rows, slots = engine.caches[0], torch.zeros(1, HEADS, D), torch.zeros(1, dtype=torch.int64)
-    before = [t.clone() for t in (cache.pages.buffer, cache.shadow.buffer)]
-    with pytest.raises(ValueError, match="exact=None"):
+    before = [t.clone() for t in (cache.pages.buffer, cache.copies.buffer)]
+    with pytest.raises(ValueError, match="full_precision=None"):
         prepare_write(slots)(cache, rows, rows)
-    assert all(map(torch.equal, before, (cache.pages.buffer, cache.shadow.buffer)))
+    assert all(map(torch.equal, before, (cache.pages.buffer, cache.copies.buffer)))
     lens, table = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="key_start and key_range"):
-        prepare_attend(block_table=table, seq_lens=lens, exact=engine.new_step(1, 1), key_start=lens)
+        prepare_attend(block_table=table, seq_lens=lens, full_precision=engine.new_step(1, 1), key_start=lens)
     other = PagedCache(get_format("int4").cache_spec(HEADS, D, block_size=32), 2)
-    with pytest.raises(ValueError, match=r"shadow\.spec"):
-        ShadowedCache(other, shadow_pages(engine.pages, 2, torch.float32), engine.exact)
+    with pytest.raises(ValueError, match=r"copies\.spec"):
+        CacheWithCopies(other, cache_of_copies(engine.pages, 2, torch.float32), engine.full_precision)
 
 
 def test_a_cache_with_copies_can_be_read_without_them():

@@ -1,4 +1,4 @@
-"""Exact tokens in transformers' cache: equal to 16 bits where all tokens are exact, and to the token where some are."""
+"""Full-precision tokens in transformers' cache: equal to 16 bits where all tokens are exact, and to the token where some are."""
 
 import copy
 import pickle
@@ -11,15 +11,15 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from quantkv.engine.sequences import Sequences  # noqa: E402
-from quantkv.exact import ExactTokens  # noqa: E402
+from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, use_cuda_graphs, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import MODELS, Attention, logits, prompts, tiny  # noqa: E402
 from test_transformers_static import compilation, graphs, stats  # noqa: E402, F401
 
-ALL = ExactTokens(0, 512)
-SOME = ExactTokens(16, 24)
+ALL = FullPrecisionTokens(0, 512)
+SOME = FullPrecisionTokens(16, 24)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_all_tokens_exact_equal_eager(name, size):
     cuts = [0, 24, *range(40, 50)]
     expected = logits(model, DynamicCache(config=model.config), ids, mask, cuts)
     use_quantkv_attention(model)
-    actual = logits(model, QuantizedCache(model.config, Policy("int2", exact=ALL), num_tokens=size), ids, mask, cuts)
+    actual = logits(model, QuantizedCache(model.config, Policy("int2", full_precision=ALL), num_tokens=size), ids, mask, cuts)
     plain = logits(model, QuantizedCache(model.config, "int2", num_tokens=size), ids, mask, cuts)
     real = mask.bool()
     assert (actual - expected)[real].abs().max() <= 1e-5 * expected[real].abs().max()
@@ -44,7 +44,7 @@ def test_all_tokens_exact_equal_eager(name, size):
 
 
 def exact_positions(length, tokens):
-    return torch.tensor([j < tokens.first or j >= max(length - tokens.latest, 0) // 16 * 16 for j in range(length)])
+    return torch.tensor([j < tokens.sink or j >= max(length - tokens.recent, 0) // 16 * 16 for j in range(length)])
 
 
 @pytest.mark.parametrize("kind", [Kind(), Kind(20), Kind(20, chunked=True)])
@@ -54,9 +54,9 @@ def test_a_layer_reads_what_the_rule_says(fmt, kind):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 110, 64, generator=generator) for heads in (4, 2, 2))
     mask = prompts([110, 83])[1].bool()
-    layer = QuantizedLayer(fmt, Sequences(kind, 16, exact=SOME), None, prompt="stored", num_tokens=0)
+    layer = QuantizedLayer(fmt, Sequences(kind, 16, full_precision=SOME), None, prompt="stored", num_tokens=0)
     layer.activate_past_recording()
-    tokens = SOME if not kind.window else ExactTokens(0, SOME.latest)
+    tokens = SOME if not kind.window else FullPrecisionTokens(0, SOME.recent)
     for a, b in zip([0, 30, 50, *range(51, 110)], [30, 50, *range(51, 111)]):
         pending = layer.update(key[:, :, a:b], value[:, :, a:b])
         out = quantkv_attention(Attention(), query[:, :, a:b], *pending, mask[:, :b])[0]
@@ -80,7 +80,7 @@ def test_chunks_equal_one_shot(llama):
     ids, mask = prompts([90, 71])
     runs = []
     for cuts in ([0], [0, 7, 40, 57]):
-        cache = QuantizedCache(llama.config, Policy("int4", exact=SOME))
+        cache = QuantizedCache(llama.config, Policy("int4", full_precision=SOME))
         logits(llama, cache, ids[:, :1], mask[:, :1], [0])  # the layers below see the same rows, whatever the cuts
         layer, generator = cache.layers[0], torch.Generator().manual_seed(0)
         layer.sequences.cache_positions.reset()
@@ -99,7 +99,7 @@ def test_lost_copies_leave_the_plain_format(llama):
     """As after a preemption that keeps the pages: the very numbers of the format, until new pages begin."""
     ids, mask = prompts([60, 43])
     plain = QuantizedCache(llama.config, "int4")
-    exact = QuantizedCache(llama.config, Policy("int4", exact=SOME))
+    exact = QuantizedCache(llama.config, Policy("int4", full_precision=SOME))
     for cache in (plain, exact):
         logits(llama, cache, ids[:, :50], mask[:, :50], [0])
     kept = copy.deepcopy(exact)
@@ -117,7 +117,7 @@ def test_crop_select_repeat_and_reset(name):
     ids, mask = prompts([40, 33])
     other, _ = prompts([60, 60], seed=2)
     results = []
-    for fmt in ("none", Policy("int2", exact=ALL)):
+    for fmt in ("none", Policy("int2", full_precision=ALL)):
         cache = QuantizedCache(model.config, fmt)
         logits(model, cache, *prompts([70, 5, 20], seed=3), [0, 31])
         cache.reset()
@@ -139,35 +139,37 @@ def logits_from(model, cache, ids, mask, first):
 
 def test_a_batch_that_grows_gets_a_larger_pool(llama):
     ids, mask = prompts([48, 33])
-    cache = QuantizedCache(llama.config, Policy("int2", exact=SOME))
+    cache = QuantizedCache(llama.config, Policy("int2", full_precision=SOME))
     logits(llama, cache, ids[:, :47], mask[:, :47], [0])
-    before = cache.exact_nbytes
+    before = cache.full_precision_nbytes
     cache.batch_repeat_interleave(3)
     ids, mask = (t.repeat_interleave(3, 0) for t in (ids, mask))
     with torch.no_grad():
         rows = step(llama, cache, ids, mask, 47)
-    assert cache.exact_nbytes == 3 * before and cache.allocated_nbytes >= cache.nbytes + cache.exact_nbytes
+    assert cache.full_precision_nbytes == 3 * before and cache.allocated_nbytes >= cache.nbytes + cache.full_precision_nbytes
     assert torch.equal(rows[0], rows[1])  # both read a copy of the last page
 
 
 def test_a_chunk_of_nothing_but_padding(llama):
     ids, mask = prompts([40])
     ids, mask = (torch.nn.functional.pad(t, (20, 0)) for t in (ids, mask))
-    results = [logits(llama, QuantizedCache(llama.config, fmt), ids, mask, [0, 16, 30, 58]) for fmt in ("none", Policy("int2", exact=ALL))]
+    results = [
+        logits(llama, QuantizedCache(llama.config, fmt), ids, mask, [0, 16, 30, 58]) for fmt in ("none", Policy("int2", full_precision=ALL))
+    ]
     assert (results[0] - results[1])[:, 20:].abs().max() <= 1e-5 * results[0].abs().max()
 
 
 def test_latents_are_refused():
     config = transformers.DeepseekV3Config(num_hidden_layers=1, kv_lora_rank=32)
-    with pytest.raises(NotImplementedError, match=r"policy\.exact: latents"):
-        QuantizedCache(config, Policy("int4", exact=SOME))
+    with pytest.raises(NotImplementedError, match=r"policy\.full_precision: latents"):
+        QuantizedCache(config, Policy("int4", full_precision=SOME))
 
 
 def test_layers_of_16_bits_have_no_copies(llama):
     ids, mask = prompts([40])
-    cache = QuantizedCache(llama.config, Policy("int4", layers={0: "none"}, exact=SOME))
+    cache = QuantizedCache(llama.config, Policy("int4", layers={0: "none"}, full_precision=SOME))
     logits(llama, cache, ids, mask, [0, *range(30, 40)])
-    assert [layer.exact_nbytes > 0 for layer in cache.layers] == [False, True]
+    assert [layer.full_precision_nbytes > 0 for layer in cache.layers] == [False, True]
     assert cache.layers[1].sequences.pools[torch.device("cpu")].watched is cache.layers[1].pages
 
 
@@ -182,7 +184,7 @@ def step(model, cache, ids, mask, at):
 @torch.no_grad()
 def test_copies_of_a_cache_keep_their_exact_tokens(llama, again):
     ids, mask = prompts([60, 43])
-    cache = QuantizedCache(llama.config, Policy("int2", exact=SOME))
+    cache = QuantizedCache(llama.config, Policy("int2", full_precision=SOME))
     logits(llama, cache, ids[:, :50], mask[:, :50], [0, 30])
     other = again(cache)
     first, second = ([step(llama, c, ids, mask, i) for i in range(50, 60)] for c in (cache, other))
@@ -193,17 +195,17 @@ def test_copies_of_a_cache_keep_their_exact_tokens(llama, again):
 def test_reorder(llama):
     """Whole pages that beams share stay exact for both; the page that one of them copies is read quantized, until it begins another."""
     ids, mask = prompts([56, 56])
-    cache = QuantizedCache(llama.config, Policy("int2", exact=ExactTokens(16, 8)))
+    cache = QuantizedCache(llama.config, Policy("int2", full_precision=FullPrecisionTokens(16, 8)))
     logits(llama, cache, ids[:, :40], mask[:, :40], [0])
     cache.reorder_cache(torch.tensor([1, 1]))
     sequences = cache.layers[0].sequences
     for i in range(40, 56):
         step(llama, cache, ids, mask, i)
         pool, rows = sequences.pools[torch.device("cpu")], sequences.table.rows
-        shadowed = [[int(pool.shadow_of[page]) >= 0 for page in row] for row in rows]
+        copied = [[int(pool.copy_of[page]) >= 0 for page in row] for row in rows]
         assert rows[0][:2] == rows[1][:2] and rows[0][2] != rows[1][2]
         begun = [True] * (i >= 48)
-        assert sorted(shadowed) == [[True, False, False, *begun], [True, False, True, *begun]]
+        assert sorted(copied) == [[True, False, False, *begun], [True, False, True, *begun]]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
@@ -215,7 +217,7 @@ def test_generate_with_everything_exact(name, options):
     fixed = {"attention_mask": mask, "max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, **options}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **fixed)
     use_quantkv_attention(model)
-    found = model.generate(ids, past_key_values=QuantizedCache(model.config, Policy("int2", exact=ALL)), **fixed)
+    found = model.generate(ids, past_key_values=QuantizedCache(model.config, Policy("int2", full_precision=ALL)), **fixed)
     plain = model.generate(ids, past_key_values=QuantizedCache(model.config, "int2"), **fixed)
     assert not torch.equal(plain, expected)
     assert torch.equal(found, expected) if not options else (found == expected).sum() > (plain == expected).sum()
@@ -227,13 +229,13 @@ def test_compiled_and_captured_passes(name, stats, graphs):  # noqa: F811
     model = use_quantkv_attention(tiny(name))
     ids, mask = prompts([24, 17, 9, 3])
     fixed = {"attention_mask": mask, "max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
-    expected = model.generate(ids, past_key_values=QuantizedCache(model.config, Policy("int4", exact=SOME)), **fixed)
+    expected = model.generate(ids, past_key_values=QuantizedCache(model.config, Policy("int4", full_precision=SOME)), **fixed)
     for _ in range(2):
-        cache = QuantizedCache(model.config, Policy("int4", exact=SOME), num_tokens=96)
+        cache = QuantizedCache(model.config, Policy("int4", full_precision=SOME), num_tokens=96)
         assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=compilation(fullgraph=True), **fixed), expected)
         assert stats["unique_graphs"] == 1
     use_cuda_graphs(model)
     for _ in range(2):
-        cache = QuantizedCache(model.config, Policy("int4", exact=SOME), num_tokens=96)
+        cache = QuantizedCache(model.config, Policy("int4", full_precision=SOME), num_tokens=96)
         assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=compilation(), **fixed), expected)
     assert len(graphs) == 2

@@ -1,11 +1,11 @@
-"""An engine with exact tokens, small enough to be checked: pages are given out, moved and taken away, and what every query must read is
-worked out again in plain Python, page by page and token by token."""
+"""An engine with full-precision tokens, small enough to be checked: pages are given out, moved and taken away, and what every query must
+read is worked out again in plain Python, page by page and token by token."""
 
 import torch
 
 from quantkv import PagedCache, get_format, prepare_attend, prepare_write
-from quantkv.exact import ExactTokens
-from quantkv.shadow import ExactPages, ExactStep, ShadowedCache, shadow_pages
+from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
+from quantkv.full_precision import FullPrecisionTokens
 
 SIZE, HEADS, GROUP, D = 16, 2, 2, 32
 
@@ -21,57 +21,57 @@ class Sequence:
 
 
 class Pool:
-    """Which pages have a shadow: dictionaries and loops, nothing else."""
+    """Which pages have a copy: dictionaries and loops, nothing else."""
 
     def __init__(self, size):
-        self.shadow, self.stamp, self.now = {}, [0] * size, 0
+        self.copies, self.stamp, self.now = {}, [0] * size, 0
 
     def lose(self, page):
-        if page in self.shadow:
-            self.stamp[self.shadow.pop(page)] = 0
+        if page in self.copies:
+            self.stamp[self.copies.pop(page)] = 0
 
     def step(self, interest, written):
         """interest: pages that sequences read exactly if they can, in order; written: those of which the first slot is written now."""
         self.now += 1
         for page in interest:
-            if page in self.shadow:
-                self.stamp[self.shadow[page]] = self.now
+            if page in self.copies:
+                self.stamp[self.copies[page]] = self.now
         order = sorted(range(len(self.stamp)), key=lambda i: (self.stamp[i], i))
-        claims = [page for page in dict.fromkeys(interest) if page in written and page not in self.shadow]
+        claims = [page for page in dict.fromkeys(interest) if page in written and page not in self.copies]
         for page, taken in zip(claims, order):
             if self.stamp[taken] == self.now:
                 continue
-            for owner in [p for p, s in self.shadow.items() if s == taken]:
-                del self.shadow[owner]
-            self.shadow[page], self.stamp[taken] = taken, self.now
+            for owner in [p for p, s in self.copies.items() if s == taken]:
+                del self.copies[owner]
+            self.copies[page], self.stamp[taken] = taken, self.now
 
 
 class Engine:
-    """Sequences over layers with shadows; what the last layer reads is checked. room: sequences that the pool has room for. own: whether
+    """Sequences over layers with copies; what the last layer reads is checked. room: sequences that the pool has room for. own: whether
     steps read their own rows as given. how: of `prepare_attend`."""
 
     def __init__(
         self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, few=True, seed=0, layers=1, device="cpu", **how
     ):
         self.own = how.pop("own", False)
-        self.tokens, self.generator, self.how = ExactTokens(first, latest), torch.Generator().manual_seed(seed), how
-        self.device, self.exact = torch.device(device), ExactPages(self.tokens, SIZE, room or seqs, num_blocks, device)
+        self.tokens, self.generator, self.how = FullPrecisionTokens(first, latest), torch.Generator().manual_seed(seed), how
+        self.device, self.full_precision = torch.device(device), CopiedPages(self.tokens, SIZE, room or seqs, num_blocks, device)
         self.caches = []
         for _ in range(layers):
             pages = PagedCache(get_format(fmt).cache_spec(HEADS, D, block_size=SIZE), num_blocks, device)
             pages.buffer.random_(0, 256)
-            shadow = shadow_pages(pages, self.exact.num_shadows, torch.float32)
-            shadow.buffer.fill_(0xFF)
-            self.caches.append(ShadowedCache(pages, shadow, self.exact))
-        self.exact.watch(self.caches[-1].pages)
+            copies = cache_of_copies(pages, self.full_precision.num_copies, torch.float32)
+            copies.buffer.fill_(0xFF)
+            self.caches.append(CacheWithCopies(pages, copies, self.full_precision))
+        self.full_precision.watch(self.caches[-1].pages)
         self.pages = self.caches[-1].pages
-        self.pool, self.few = Pool(self.exact.num_shadows), few
+        self.pool, self.few = Pool(self.full_precision.num_copies), few
         order = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.free, self.references = order, dict.fromkeys(order, 0)
         self.seqs = [Sequence() for _ in range(seqs)]
 
     def new_step(self, num_seqs, num_tokens):
-        return ExactStep(self.tokens, SIZE, num_seqs, num_tokens, self.device, self.few)
+        return FullPrecisionStep(self.tokens, SIZE, num_seqs, num_tokens, self.device, self.few)
 
     def rand(self, *shape):
         return torch.randn(*shape, generator=self.generator)
@@ -119,22 +119,22 @@ class Engine:
     def interest(self, length):
         """Numbers of the pages of a sequence that are to be exact."""
         pages = -(-length // SIZE)
-        first = range(min(-(-self.tokens.first // SIZE), pages))
-        return [*first, *range(self.latest_page(length), pages)]
+        first = range(min(-(-self.tokens.sink // SIZE), pages))
+        return [*first, *range(self.first_recent_page(length), pages)]
 
-    def latest_page(self, length):
+    def first_recent_page(self, length):
         """The page in which the latest tokens begin."""
-        return max(length - self.tokens.latest, 0) // SIZE if self.tokens.latest else -(-length // SIZE)
+        return max(length - self.tokens.recent, 0) // SIZE if self.tokens.recent else -(-length // SIZE)
 
-    def exact_set(self, seq, length, queries, joined):
-        """Positions that are read exactly: the first pages up to the first without a shadow, and the latest back to the first without."""
+    def full_precision_set(self, seq, length, queries, joined):
+        """Positions that are read exactly: the first pages up to the first without a copy, and the latest back to the first without."""
         pages = -(-length // SIZE)
-        has = [page in self.pool.shadow for page in seq.pages[:pages]]
+        has = [page in self.pool.copies for page in seq.pages[:pages]]
         begin = 0
-        while begin < min(-(-self.tokens.first // SIZE), pages) and has[begin]:
+        while begin < min(-(-self.tokens.sink // SIZE), pages) and has[begin]:
             begin += 1
         end = pages
-        while end > self.latest_page(length) and has[end - 1]:
+        while end > self.first_recent_page(length) and has[end - 1]:
             end -= 1
         end = max(end, begin)
         latest_from = end * SIZE if end < pages or begin == pages else length
@@ -168,7 +168,7 @@ class Engine:
         self._consistent()
         found = []
         for i, (seq, count) in enumerate(zip(self.seqs, counts)):
-            exact = self.exact_set(seq, len(seq), count, self.few and not options and not (self.own and max(counts) > 1))
+            exact = self.full_precision_set(seq, len(seq), count, self.few and not options and not (self.own and max(counts) > 1))
             if self.own and count > 1:
                 exact |= set(range(len(seq) - count, len(seq)))
             found.append(exact)
@@ -176,20 +176,20 @@ class Engine:
         return found
 
     def _consistent(self):
-        """Each page that has a shadow is the one that owns it, and each owner has it."""
-        owners, shadows = self.exact.owner[:-1].tolist(), self.exact.shadow_of[:-1].tolist()
+        """Each page that has a copy is the one that owns it, and each owner has it."""
+        owners, shadows = self.full_precision.owner[:-1].tolist(), self.full_precision.copy_of[:-1].tolist()
         assert {p: s for s, p in enumerate(owners) if p >= 0} == {p: s for p, s in enumerate(shadows) if s >= 0}
 
     def serve(self, table, seq_lens, starts, slots, key, value, q, longest, options):
         step = self.new_step(len(seq_lens), len(slots))
-        write = prepare_write(slots, exact=step)
+        write = prepare_write(slots, full_precision=step)
         batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": longest}
         return self.run(
-            step, write, prepare_attend(**batch, exact=step, **self.how, **options), table, seq_lens, starts, slots, key, value, q
+            step, write, prepare_attend(**batch, full_precision=step, **self.how, **options), table, seq_lens, starts, slots, key, value, q
         )
 
     def run(self, step, write, attend, table, seq_lens, starts, slots, key, value, q):
-        self.exact.advance(table, seq_lens, starts, slots, step)
+        self.full_precision.advance(table, seq_lens, starts, slots, step)
         for cache in self.caches:
             write(cache, key, value)
         return attend(self.caches[-1], q, own=(key, value) if self.own else None)
@@ -233,7 +233,7 @@ class Captured(Engine):
         self.held, step = tensors, self.new_step(len(tensors[1]), len(tensors[3]))
         table, seq_lens, starts, slots, *_ = tensors
         batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": 1}
-        calls = step, prepare_write(slots, exact=step), prepare_attend(**batch, exact=step, **self.how, **options)
+        calls = step, prepare_write(slots, full_precision=step), prepare_attend(**batch, full_precision=step, **self.how, **options)
         out = self.run(*calls, *tensors).clone()  # compiles, and allocates what lasts
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
