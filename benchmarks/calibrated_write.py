@@ -1,8 +1,8 @@
-"""What rounding in a metric costs a write: microseconds of plain and calibrated writes, K and V of 8 heads, in one run.
+"""What rounding by a Hessian costs a write: microseconds of plain and calibrated writes, K and V of 8 heads, in one run.
 
     PYTHONPATH=src python benchmarks/calibrated_write.py [--formats levels4 ...] [--implementations hopper triton] [--json FILE]
 
-First the calibrated bytes of 256 tokens are compared with the reference's, by what they cost in the metric; nothing is timed that costs
+First the calibrated bytes of 256 tokens are compared with the reference's, by what they cost by the Hessian; nothing is timed that costs
 1 % more. Times are of prepared calls in CUDA graphs, their rows changed between replays only by what else the GPU does.
 """
 
@@ -23,7 +23,7 @@ from quantkv.prepared import prepare_write
 HEADS, CHECKED = 8, 256
 
 
-def metric_of(size: int, seed: int) -> torch.Tensor:
+def hessian_of(size: int, seed: int) -> torch.Tensor:
     """Moments `[HEADS, size, size]` of rows of which few directions are large."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.linalg.qr(torch.randn(HEADS, size, size, generator=generator))[0]
@@ -31,21 +31,21 @@ def metric_of(size: int, seed: int) -> torch.Tensor:
     return factor.mT @ factor / (2 * size)
 
 
-def maps_of(name: str, size: int, metric: bool, offset: bool) -> LayerMaps:
+def maps_of(name: str, size: int, hessian: bool, key_mean: bool) -> LayerMaps:
     fmt, sides = get_format(name), []
     for seed, codec in enumerate((fmt.k, fmt.v)):
         plain = default_map(codec, size)
-        table = torch.randn(8, HEADS, size, generator=torch.Generator().manual_seed(9)) if offset and seed == 0 else None
-        sides.append(LinearMap(plain.forward, plain.inverse, table, metric_of(size, seed) if metric else None))
+        table = torch.randn(8, HEADS, size, generator=torch.Generator().manual_seed(9)) if key_mean and seed == 0 else None
+        sides.append(LinearMap(plain.forward, plain.inverse, table, hessian_of(size, seed) if hessian else None))
     return LayerMaps(*sides)
 
 
 def costs(cache: PagedCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> list[float]:
-    """Mean cost, in the metric, of what the cache holds of K and V."""
+    """Mean cost, by the Hessian, of what the cache holds of K and V."""
     found = []
     for rows, read, map_ in zip((key, value), cache.dequantize(slots, slots), (cache.maps.k, cache.maps.v)):
         error = (read.double() - rows.double()).cpu() @ map_.forward[0].double().cpu().mT
-        found.append(torch.einsum("thd,hde,the->th", error, map_.rounding.metric.double().cpu(), error).mean().item())
+        found.append(torch.einsum("thd,hde,the->th", error, map_.rounding.hessian.double().cpu(), error).mean().item())
     return found
 
 
@@ -72,9 +72,9 @@ def main() -> None:
     key, value = torch.randn(2, most, HEADS, size, dtype=torch.bfloat16, device="cuda")
     for name in args.formats:
         for implementation in args.implementations:
-            for what, metric, offset in (("plain", False, False), ("metric", True, False), ("metric, offset", True, True)):
-                maps = maps_of(name, size, metric, offset)
-                ratio = check(name, maps, implementation, key, value) if metric else None
+            for what, hessian, key_mean in (("plain", False, False), ("metric", True, False), ("metric, offset", True, True)):
+                maps = maps_of(name, size, hessian, key_mean)
+                ratio = check(name, maps, implementation, key, value) if hessian else None
                 if ratio is not None and max(ratio) > 1.01:
                     raise SystemExit(f"{name} by {implementation}, {what}: costs {ratio} of the reference's")
                 for tokens in args.tokens:

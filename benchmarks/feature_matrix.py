@@ -66,15 +66,15 @@ def options_of(feature: str, requests: list[str], device: str) -> AttentionOptio
 
 
 def random_maps(head_size: int, head_size_v: int) -> LayerMaps:
-    """A well-conditioned map for each head and an offset for each bucket, in place of what the format asks for."""
+    """A well-conditioned map for each head and a key mean for each bucket, in place of what the format asks for."""
     generator = torch.Generator().manual_seed(11)
     sides = []
     for d in (head_size, head_size_v):
         a = torch.linalg.qr(torch.randn(HK, d, d, generator=generator, dtype=torch.float64))[0]
         a = a * torch.exp(0.3 * torch.randn(HK, 1, d, generator=generator, dtype=torch.float64))
         sides.append((a.float(), torch.linalg.inv(a).float()))
-    offset = 0.5 * torch.randn(3, HK, head_size, generator=generator)
-    return LayerMaps(LinearMap(*sides[0], offset), LinearMap(*sides[1]))
+    key_mean = 0.5 * torch.randn(3, HK, head_size, generator=generator)
+    return LayerMaps(LinearMap(*sides[0], key_mean), LinearMap(*sides[1]))
 
 
 def case(name: str, sizes: tuple[int, int], requests: list[str], implementation: str, device: str) -> list[dict]:

@@ -129,7 +129,7 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     },
     ("implementations/cpu/threads", "parts = min(torch.get_num_threads()", "1 -> 2"): TUNED,
     ("implementations/cpu/threads", "others = [_pool", "Sub -> Add"): "threads that are never used",
-    ("implementations/cpu/sides", "kernels.BUCKET_BITS: (maps.OFFSET_BUCKET", "1 -> 2"): "62 has as many bits as 63",
+    ("implementations/cpu/sides", "kernels.BUCKET_BITS: (maps.KEY_MEAN_BUCKET", "1 -> 2"): "62 has as many bits as 63",
     ("implementations/cpu/sides", "patterns = torch.arange(2 **", "8 -> 9"): "patterns that no code has",
     ("implementations/cpu/sides", "return None if bits in (4, 8)", "4 -> 5"): "the numbers by a table; no codec of the package has 5 bits",
     **{

@@ -1,4 +1,4 @@
-"""Writes of rows that are rounded in a metric: a layer with metrics, and what a kernel's bytes cost beside the reference's."""
+"""Writes of rows that are rounded by a Hessian: a layer with metrics, and what a kernel's bytes cost beside the reference's."""
 
 import math
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from quantkv import PagedCache, get_format
 from quantkv.calls import WriteCall
 from quantkv.maps import LayerMaps, LinearMap, default_map, rounding_of
 from quantkv.testing import POISON, rows
-from test_rounding import cost, metric_of
+from test_rounding import cost, hessian_of
 
 
-def layer(name, head_size=128, heads=2, *, metrics=(True, True), offset=False, shared=False, seed=0):
+def layer(name, head_size=128, heads=2, *, hessians=(True, True), key_mean=False, shared=False, seed=0):
     """Maps of a layer: the format's own, with metrics for K and V where `metrics` says so, one for all heads if `shared`."""
     fmt, sides = get_format(name), []
     for i, codec in enumerate((fmt.k, fmt.v)):
         plain = default_map(codec, head_size)
-        table = 3 * torch.randn(4, heads, head_size, generator=torch.Generator().manual_seed(seed + 7)) if offset and i == 0 else None
-        metric = metric_of(1 if shared else heads, head_size, seed + i) if metrics[i] else None
-        sides.append(plain if metric is None and table is None else LinearMap(plain.forward, plain.inverse, table, metric))
+        table = 3 * torch.randn(4, heads, head_size, generator=torch.Generator().manual_seed(seed + 7)) if key_mean and i == 0 else None
+        hessian = hessian_of(1 if shared else heads, head_size, seed + i) if hessians[i] else None
+        sides.append(plain if hessian is None and table is None else LinearMap(plain.forward, plain.inverse, table, hessian))
     return LayerMaps(*sides)
 
 
@@ -42,7 +42,7 @@ class Rows:
         key, value = (rows(tokens, heads, head_size, dtype, seed) for seed in (0, 1))
         positions = torch.arange(tokens) * 300 // tokens
         if maps.by_position:
-            key = (key.float() + maps.k.offset_rows(positions)).to(dtype)
+            key = (key.float() + maps.k.key_mean_rows(positions)).to(dtype)
             key[[3, 9]] *= 0.01
         return cls(key, value, slots, positions)
 
@@ -62,7 +62,7 @@ class Rows:
 
 @dataclass
 class Compared:
-    """mean, worst: what a row costs in the metric, over what the reference's bytes cost. other: share of rows with other codes. scale: the
+    """mean, worst: what a row costs by the Hessian, over what the reference's bytes cost. other: share of rows with other codes. scale: the
     largest relative difference of scales where codes are the same."""
 
     mean: float
@@ -98,13 +98,13 @@ def compare(cache, expected, given: Rows) -> list[Compared]:
             torch.testing.assert_close(meta[~same], meta_there[~same], rtol=2e-2, atol=0)
             continue
         x = rows_[kept].float()
-        row = map_.apply(x if map_.offset is None else x - map_.offset_rows(positions), torch.float32)
-        if map_.offset is not None:
+        row = map_.apply(x if map_.key_mean is None else x - map_.key_mean_rows(positions), torch.float32)
+        if map_.key_mean is not None:
             assert torch.equal(meta < 0, meta_there < 0) and 0 < (meta < 0).sum() < len(meta)
             row = torch.where(meta < 0, -map_.apply(x, torch.float32), row)
-        metric = map_.rounding.metric.double()
+        hessian = map_.rounding.hessian.double()
         costs = [
-            cost(codec.dequantize(c, m.abs(), torch.float64) - row.double(), metric) for c, m in ((codes, meta), (codes_there, meta_there))
+            cost(codec.dequantize(c, m.abs(), torch.float64) - row.double(), hessian) for c, m in ((codes, meta), (codes_there, meta_there))
         ]
         size, same = row.square().sum(-1), (codes == codes_there).all(-1)
         assert bool((meta.abs()[size == 0] < 1e-6).all())

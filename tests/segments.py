@@ -118,23 +118,23 @@ def exact(format_name: str, seq_lens: Sequence[int], latest: int = 24, first: in
 
 
 def calibrated(heads=2, head_size=128, seed=1, buckets=5):
-    """A matrix for each head, for K with an offset, and for V."""
+    """A matrix for each head, for K with key means, and for V."""
     generator = torch.Generator().manual_seed(seed)
     sides = []
-    for offset in (torch.randn(buckets, heads, head_size, generator=generator), None):
+    for key_mean in (torch.randn(buckets, heads, head_size, generator=generator), None):
         a = torch.linalg.qr(torch.randn(heads, head_size, head_size, generator=generator, dtype=torch.float64))[0]
         a = a * (1 + torch.rand(heads, 1, head_size, generator=generator))
-        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
+        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), key_mean))
     return LayerMaps(*sides)
 
 
 def signed(head_size=128):
-    """Hadamard matrices with signs, and for K an offset."""
+    """Hadamard matrices with signs, and for K a key mean."""
     sides = []
-    for seed, offset in enumerate((torch.randn(4, 1, head_size, generator=torch.Generator().manual_seed(8)), None)):
+    for seed, key_mean in enumerate((torch.randn(4, 1, head_size, generator=torch.Generator().manual_seed(8)), None)):
         signs = 1.0 - 2.0 * (torch.rand(head_size, generator=torch.Generator().manual_seed(seed)) < 0.5)
         a = hadamard(head_size).float() * signs / head_size**0.5
-        sides.append(LinearMap(a[None], a.mT[None].contiguous(), offset))
+        sides.append(LinearMap(a[None], a.mT[None].contiguous(), key_mean))
     return LayerMaps(*sides)
 
 

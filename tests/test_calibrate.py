@@ -19,7 +19,7 @@ from quantkv.policy import Policy  # noqa: E402
 from test_transformers import tiny  # noqa: E402
 
 MODULE = importlib.import_module("quantkv.integrations.transformers.calibrate")
-SKIPPED, BUCKET = MODULE.SKIPPED, MODULE.OFFSET_BUCKET
+SKIPPED, BUCKET = MODULE.SKIPPED, MODULE.KEY_MEAN_BUCKET
 LIMIT = 2 * BUCKET
 FAMILIES = {  # each for another way to turn
     "Llama": {},
@@ -119,13 +119,13 @@ def test_against_the_models_own_rotation(name, caplog):
             moments[number] = moments[number] + second_moments(queries[number], key.shape[1]) / LIMIT
     turned = 0
     for number, layer in made.layers.items():
-        offset = layer.key_offset.double()
+        key_mean = layer.key_mean.double()
         brute = torch.stack([torch.stack(part).mean(0) for part in (means[number][:BUCKET], means[number][BUCKET:])])
-        if len(offset) == 1:
+        if len(key_mean) == 1:
             assert torch.equal(means[number][0], means[number][-1])  # it does not turn
-        turned += len(offset) > 1
-        assert (offset - brute).norm() <= 1e-3 * brute.norm()  # of half precision
-        assert (layer.key_metric.double() - moments[number]).norm() <= 1e-4 * moments[number].norm()
+        turned += len(key_mean) > 1
+        assert (key_mean - brute).norm() <= 1e-3 * brute.norm()  # of half precision
+        assert (layer.key_hessian.double() - moments[number]).norm() <= 1e-4 * moments[number].norm()
     assert turned >= 1 and len(made.layers) == len(keys)
 
 
@@ -157,8 +157,8 @@ def test_without_rotation():
     made = calibrate(model, ids)
     keys, queries = record(model, ids, None)
     for number, layer in made.layers.items():
-        assert torch.allclose(layer.key_offset[0].float(), keys[number][:, :, SKIPPED:].mean((0, 2)), atol=1e-2)
-        assert torch.allclose(layer.key_metric.double(), second_moments(queries[number], 4), rtol=1e-4, atol=1e-4)
+        assert torch.allclose(layer.key_mean[0].float(), keys[number][:, :, SKIPPED:].mean((0, 2)), atol=1e-2)
+        assert torch.allclose(layer.key_hessian.double(), second_moments(queries[number], 4), rtol=1e-4, atol=1e-4)
     assert made.positions == BUCKET  # one bucket, for all
 
 
@@ -184,7 +184,7 @@ def test_metric_of_values_is_what_an_error_does_behind_the_projection(name):
         for head in range(heads):
             read_by = range(head * group, (head + 1) * group)
             cost = sum((weight[:, q * size : (q + 1) * size] @ error[head]).square().sum() for q in read_by)
-            assert torch.allclose(error[head] @ layer.value_metric[head].double() @ error[head], cost, rtol=1e-5)
+            assert torch.allclose(error[head] @ layer.value_hessian[head].double() @ error[head], cost, rtol=1e-5)
 
 
 def norm_after_rotation():
@@ -213,9 +213,9 @@ def test_what_is_not_understood_gets_no_offset(make, caplog):
     assert [message.split(":")[1] for message in said(caplog)] == [" layer 0", " layer 1"]
     _, queries = record(model, ids, None)
     for number, layer in made.layers.items():
-        assert layer.key_offset is None
-        assert torch.allclose(layer.key_metric.double(), second_moments(queries[number], 2), rtol=1e-4, atol=1e-4)
-    assert made.positions == 0 and Policy("levels4", calibration=made).maps_of(0).k.offset is None
+        assert layer.key_mean is None
+        assert torch.allclose(layer.key_hessian.double(), second_moments(queries[number], 2), rtol=1e-4, atol=1e-4)
+    assert made.positions == 0 and Policy("levels4", calibration=made).maps_of(0).k.key_mean is None
 
 
 def test_layouts_are_told_apart():
@@ -262,7 +262,7 @@ def test_the_model_stays_as_it_was(attention):
 
 @torch.no_grad()
 def test_a_calibrated_cache_loses_less():
-    """Keys with large biases, which is what an offset is for."""
+    """Keys with large biases, which is what a key mean is for."""
     model = use_quantkv_attention(tiny("qwen2"))
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias *= 4

@@ -18,8 +18,8 @@ HEADS, SIZE, SIZE_V = 2, 32, 16
 def moments(seed=0, buckets=3, heads=HEADS, size=SIZE, size_v=SIZE_V):
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(heads, n, 2 * n, generator=generator) for n in (size, size_v))
-    offset = None if buckets is None else 3 * torch.randn(buckets, heads, size, generator=generator).half()
-    return LayerMoments(offset, k @ k.mT, v @ v.mT)
+    key_mean = None if buckets is None else 3 * torch.randn(buckets, heads, size, generator=generator).half()
+    return LayerMoments(key_mean, k @ k.mT, v @ v.mT)
 
 
 def calibration(**changes):
@@ -41,7 +41,7 @@ def test_a_file_holds_it_all(tmp_path):
     assert tensors["layers.1.k.offset"].shape == (3, HEADS, SIZE) and tensors["layers.1.k.offset"].dtype == torch.float16
     without = calibration(buckets=None)
     without.save(tmp_path / "toy.safetensors")
-    assert Calibration.load(tmp_path / "toy.safetensors").layers[1].key_offset is None
+    assert Calibration.load(tmp_path / "toy.safetensors").layers[1].key_mean is None
     assert without.positions == 0 and without.digest != made.digest
 
 
@@ -76,7 +76,7 @@ WRONG = {
     "a tensor of another dtype": ({}, {"layers.1.k.offset": torch.zeros(3, HEADS, SIZE)}, "float16 is needed"),
     "a tensor of another name": ({}, {"layers.1.k.mean": torch.zeros(2)}, "they are named"),
     "a number that is none": ({}, {"layers.1.k.metric": torch.full((HEADS, SIZE, SIZE), float("nan"))}, "not finite"),
-    "a part missing": ({}, {"layers.2.k.metric": torch.eye(SIZE).repeat(HEADS, 1, 1)}, "value_metric"),
+    "a part missing": ({}, {"layers.2.k.metric": torch.eye(SIZE).repeat(HEADS, 1, 1)}, "value_hessian"),
 }
 
 
@@ -173,44 +173,44 @@ def test_maps_are_the_formats_own_with_what_its_writer_can_use():
     made = calibration()
     own = LayerMaps.of(get_format("levels4"), SIZE, SIZE_V)
     levels = made.maps(1, get_format("levels4"))
-    assert torch.equal(levels.k.forward, own.k.forward) and torch.equal(levels.k.offset, made.layers[1].key_offset.float())
-    assert levels.v.offset is None and levels.calibration == made.digest
-    for map_, given in ((levels.k, made.layers[1].key_metric), (levels.v, made.layers[1].value_metric)):
+    assert torch.equal(levels.k.forward, own.k.forward) and torch.equal(levels.k.key_mean, made.layers[1].key_mean.float())
+    assert levels.v.key_mean is None and levels.calibration == made.digest
+    for map_, given in ((levels.k, made.layers[1].key_hessian), (levels.v, made.layers[1].value_hessian)):
         error = torch.randn(5, HEADS, map_.forward.shape[-1], dtype=torch.float64)
         mapped = error @ map_.forward.double()[0].mT  # what an error costs does not depend on where it is seen, but for one factor a head
         cost = torch.einsum("thd,hde,the->th", error, given.double(), error)
-        seen = torch.einsum("thd,hde,the->th", mapped, map_.metric.double(), mapped)
+        seen = torch.einsum("thd,hde,the->th", mapped, map_.hessian.double(), mapped)
         factor = seen / cost
         assert torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5)
-        assert torch.allclose(map_.metric.diagonal(dim1=1, dim2=2).mean(1), torch.ones(HEADS), atol=1e-5)
+        assert torch.allclose(map_.hessian.diagonal(dim1=1, dim2=2).mean(1), torch.ones(HEADS), atol=1e-5)
     assert made.maps(1, get_format("levels4")) is levels  # made once
-    assert made.maps(1, get_format("levels4"), offset=False).k.offset is None
+    assert made.maps(1, get_format("levels4"), key_mean=False).k.key_mean is None
     for name in ("bf16", "fp8"):
         assert made.maps(1, get_format(name)) == LayerMaps()
-    with_offset = {name for name in available_formats() if (k := made.maps(3, get_format(name)).k) is not None and k.offset is not None}
+    with_key_mean = {name for name in available_formats() if (k := made.maps(3, get_format(name)).k) is not None and k.key_mean is not None}
     four_bits = {"int4", "k4v2", "tq4", "int8", "k8v4", "k8v2", "fp8_token"}  # and more, with a scale for each row
-    assert with_offset == four_bits | {name for name in available_formats() if get_format(name).k.signed} > four_bits
-    assert made.maps(3, get_format("int4")).k.metric is None and made.maps(3, get_format("int4")).v is None
+    assert with_key_mean == four_bits | {name for name in available_formats() if get_format(name).k.signed} > four_bits
+    assert made.maps(3, get_format("int4")).k.hessian is None and made.maps(3, get_format("int4")).v is None
     int8 = made.maps(1, get_format("int8")).k  # a codec without a map of its own
-    assert torch.equal(int8.forward[0], torch.eye(SIZE)) and int8.offset is not None and int8.metric is None
+    assert torch.equal(int8.forward[0], torch.eye(SIZE)) and int8.key_mean is not None and int8.hessian is None
 
 
 def test_a_head_that_nothing_reads_has_a_plain_metric():
     layer = moments()
-    layer.key_metric[1] = 0
-    metric = Calibration(1, {0: layer}).maps(0, get_format("levels4")).k.metric
-    assert torch.equal(metric[1], torch.eye(SIZE)) and not torch.equal(metric[0], torch.eye(SIZE))
+    layer.key_hessian[1] = 0
+    hessian = Calibration(1, {0: layer}).maps(0, get_format("levels4")).k.hessian
+    assert torch.equal(hessian[1], torch.eye(SIZE)) and not torch.equal(hessian[0], torch.eye(SIZE))
 
 
 @pytest.mark.parametrize("name", ["levels2", "levels4"])
 def test_a_calibrated_cache_attends_as_its_rows_read_back(name):
-    """Attention over what the slots hold, in float64; and rounding in the metric costs less than plain rounding, in the metric."""
+    """Attention over what the slots hold, in float64; and rounding by the Hessian costs less than plain rounding, by the Hessian."""
     layer = moments(heads=HEADS, size=64, size_v=64)
     calibrated = Calibration(1, {0: layer})
     fmt, generator = get_format(name), torch.Generator().manual_seed(5)
     tokens = 150  # in three buckets
-    offsets = layer.key_offset.float().repeat_interleave(64, 0)[:tokens]
-    key, value = offsets + torch.randn(tokens, HEADS, 64, generator=generator), torch.randn(tokens, HEADS, 64, generator=generator)
+    key_means = layer.key_mean.float().repeat_interleave(64, 0)[:tokens]
+    key, value = key_means + torch.randn(tokens, HEADS, 64, generator=generator), torch.randn(tokens, HEADS, 64, generator=generator)
     key[::20] *= 0.05  # nearer to zero than to the mean key
     query, slots = torch.randn(2, 4, 64, generator=generator), torch.arange(tokens)
     costs = []
@@ -219,7 +219,7 @@ def test_a_calibrated_cache_attends_as_its_rows_read_back(name):
         cache.write(key, value, slots, slots if maps else None)
         k, v = cache.dequantize(slots, slots if maps else None, dtype=torch.float64)
         error = (k - key).double(), (v - value).double()
-        costs.append([torch.einsum("thd,hde,the->", e, m.double(), e) for e, m in zip(error, (layer.key_metric, layer.value_metric))])
+        costs.append([torch.einsum("thd,hde,the->", e, m.double(), e) for e, m in zip(error, (layer.key_hessian, layer.value_hessian))])
         table, lengths = torch.arange(10)[None].int(), torch.tensor([tokens]).int()
         out = cache.attend(query, block_table=table, seq_lens=lengths, cu_seqlens_q=torch.tensor([0, 2]).int())
         for i in range(2):
@@ -241,13 +241,13 @@ def test_a_policy_carries_it(tmp_path):
     made.save(tmp_path / "toy.safetensors")
     policy = Policy.load(write(tmp_path, layers={"3": "fp8"}, calibration="toy.safetensors", full_precision={"latest": 24}))
     assert policy.calibration.digest == made.digest and policy.full_precision == FullPrecisionTokens(0, 24)
-    assert policy.maps_of(1).k.offset is not None and policy.maps_of(3) == LayerMaps()
+    assert policy.maps_of(1).k.key_mean is not None and policy.maps_of(3) == LayerMaps()
     own = LinearMap(2 * torch.eye(SIZE)[None], torch.eye(SIZE)[None] / 2)
     mixed = Policy("levels4", maps={1: LayerMaps(k=own)}, calibration=made).maps_of(1)
-    assert mixed.k is own and mixed.v.metric is not None  # a side that is given goes before the calibration's
+    assert mixed.k is own and mixed.v.hessian is not None  # a side that is given goes before the calibration's
     values = LinearMap(2 * torch.eye(SIZE_V)[None], torch.eye(SIZE_V)[None] / 2)
     mixed = Policy("levels4", maps={1: LayerMaps(v=values)}, calibration=made).maps_of(1)
-    assert mixed.v is values and mixed.k.offset is not None
+    assert mixed.v is values and mixed.k.key_mean is not None
     with pytest.raises(ValueError, match=r"layer=2: the calibration holds"):
         policy.maps_of(2)
 
@@ -273,7 +273,7 @@ def test_a_policy_can_be_saved(tmp_path):
         policy.full_precision,
         made.digest,
     )
-    assert read.maps[7].fingerprint() == given.fingerprint() and torch.equal(read.maps[7].k.metric, given.k.metric)
+    assert read.maps[7].fingerprint() == given.fingerprint() and torch.equal(read.maps[7].k.hessian, given.k.hessian)
     made.save(tmp_path / "model.safetensors")
     Policy("levels3", calibration=made).save(tmp_path / "other.json", calibration="model.safetensors")
     assert Policy.load(tmp_path / "other.json").calibration.digest == made.digest
@@ -308,7 +308,7 @@ def test_a_page_file_names_it_and_no_reader_minds(tmp_path):
     spec = fmt.cache_spec(HEADS, SIZE, SIZE_V)
     one = Calibration(1, {0: moments(0)})
     another = Calibration(
-        1, {0: LayerMoments(one.layers[0].key_offset, *(2 * m + 1 for m in (moments(1).key_metric, moments(1).value_metric)))}
+        1, {0: LayerMoments(one.layers[0].key_mean, *(2 * m + 1 for m in (moments(1).key_hessian, moments(1).value_hessian)))}
     )
     cache, reader, plain = (PagedCache(spec, 2, maps=maps) for maps in (one.maps(0, fmt), another.maps(0, fmt), None))
     slots = torch.arange(32)

@@ -79,8 +79,8 @@ def test_sizes_of_heads_and_pages(sizes):
 def test_maps_of_each_head_offsets_and_scales():
     generator = torch.Generator().manual_seed(0)
     forward = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator))[0] * 1.5
-    offset = torch.randn(3, 2, 64, generator=generator)  # of 64 positions each; those after 192 use the last
-    maps = LayerMaps(*(LinearMap(forward.contiguous(), forward.inverse(), o) for o in (offset, None)))
+    key_mean = torch.randn(3, 2, 64, generator=generator)  # of 64 positions each; those after 192 use the last
+    maps = LayerMaps(*(LinearMap(forward.contiguous(), forward.inverse(), o) for o in (key_mean, None)))
     for name in ("int4", "levels4", "fp8"):  # levels say of each key whether its offset was taken off
         b = batch(name, (1, 2), (300, 40), maps=maps)
         check(b, served(b))
@@ -97,9 +97,9 @@ def test_maps_of_each_head_offsets_and_scales():
 def test_offsets_go_by_position_where_the_first_slot_is_another(name):
     """Keys from 70 on, in slots from 0 on, have the offsets of their positions: three buckets, of which the first slots see none."""
     generator = torch.Generator().manual_seed(0)
-    offset = 3 * torch.randn(4, 2, 64, generator=generator)
+    key_mean = 3 * torch.randn(4, 2, 64, generator=generator)
     plain = LayerMaps.of(get_format(name), 64, 64)
-    maps = LayerMaps(replace(plain.k, offset=offset, operands=None), plain.v)
+    maps = LayerMaps(replace(plain.k, key_mean=key_mean, operands=None), plain.v)
     b = batch(name, (1, 2), (300, 90), maps=maps)
     start = {"key_start": torch.tensor([70, 64])}
     check(b, served(b, **start), **start)
@@ -279,12 +279,12 @@ def test_auto_takes_the_kernels_and_leaves_the_rest_to_the_reference():
 
 
 def test_writes_that_gain_nothing_or_need_more_are_the_references():
-    offset = torch.ones(1, 1, 64)
+    key_mean = torch.ones(1, 1, 64)
     plain = LayerMaps.of(get_format("int4"), 64, 64)
     cases = {
         "int8 has neither": batch("int8"),
         "trellis2 has no half": batch("trellis2", head_size=64),
-        "maps of Hadamard": batch("int4", maps=LayerMaps(LinearMap(plain.k.forward, plain.k.inverse, offset))),
+        "maps of Hadamard": batch("int4", maps=LayerMaps(LinearMap(plain.k.forward, plain.k.inverse, key_mean))),
     }
     for reason, b in cases.items():
         c = b.cache

@@ -80,13 +80,13 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 
 def maps_of(name, head_size, heads=2):
-    """The format's own map with offsets and, where its writer takes one, a metric."""
+    """The format's own map with offsets and, where its writer takes one, a Hessian."""
     fmt, eye = get_format(name), torch.eye(head_size, device="cpu")
     half = normal(heads, head_size, 2 * head_size, seed=1)
     sides = []
-    for codec, offset in ((fmt.k, normal(4, heads, head_size, seed=2)), (fmt.v, None)):
+    for codec, key_mean in ((fmt.k, normal(4, heads, head_size, seed=2)), (fmt.v, None)):
         plain = default_map(codec, head_size) or LinearMap(eye[None], eye[None])
-        sides.append(LinearMap(plain.forward, plain.inverse, offset, half @ half.mT if codec.encode_in else None))
+        sides.append(LinearMap(plain.forward, plain.inverse, key_mean, half @ half.mT if codec.encode_in else None))
     return LayerMaps(*sides)
 
 
@@ -229,7 +229,7 @@ def test_calibrations_and_policies(tmp_path):
         tensors = [part for moments in read.calibration.layers.values() for part in moments.tensors().values()]
         names = ("levels3", "int8", "int4", "none")
         sides = [side for name in names for n in (0, 1) for m in [made.maps(n, get_format(name))] for side in (m.k, m.v) if side]
-        matrices = [t for side in sides for t in (side.forward, side.offset, side.metric) if t is not None]
+        matrices = [t for side in sides for t in (side.forward, side.key_mean, side.hessian) if t is not None]
         return tensors, read.maps[0].k.forward, read.calibration.digest, matrices, read.maps[0].fingerprint()
 
     alike(run)
@@ -281,7 +281,7 @@ def test_operands_of_hopper():
             operands.KernelMap.matrix(keys.inverse),
             operands.KernelMap.hadamard(signs, 1),
         ]
-        made += [operands.KernelOffsets.of(keys.operands.mapped_offset, key), Hadamard.of(0.5, signs[:128])]
+        made += [operands.KernelOffsets.of(keys.operands.mapped_key_mean, key), Hadamard.of(0.5, signs[:128])]
         tensors = [each.signs if isinstance(each, Hadamard) else each.data for each in made]
         return tensors, operands.key_order(key, 96), RoundConfig.feedback_of(keys.rounding), TrellisConfig.feedback_of(keys.rounding)
 

@@ -394,5 +394,5 @@ def test_any_other_map_is_a_product_in_float64_rounded_once():
 
 def test_values_have_no_offset():
     eye = torch.eye(16)[None]
-    with pytest.raises(ValueError, match=r"v\.offset: shape \(3, 1, 16\); None is needed"):
+    with pytest.raises(ValueError, match=r"v\.key_mean: shape \(3, 1, 16\); None is needed"):
         LayerMaps(v=LinearMap(eye, eye, torch.zeros(3, 1, 16)))

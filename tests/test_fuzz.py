@@ -152,7 +152,7 @@ def test_rows_too_large_for_sums_in_float32_are_stored_as_finite_numbers(name):
 
 def test_caches_of_one_map_share_it():
     """Each made a copy, so that a call of both as segments was refused: the map of V was not shared."""
-    maps = refusals.offset_map()
+    maps = refusals.key_mean_map()
     assert all(cache.maps.k is maps.k for cache in (refusals.cache_of(maps=maps), refusals.cache_of("int4", maps=maps)))
 
 

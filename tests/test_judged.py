@@ -28,12 +28,12 @@ def rows(seed=0, heads=HK, count=N):
     return torch.randn(heads, count, D, generator=torch.Generator().manual_seed(seed))
 
 
-def a_map(seed, offset=False, metric=False):
+def a_map(seed, key_mean=False, hessian=False):
     """A map that is no Hadamard matrix, another for each head."""
     generator = torch.Generator().manual_seed(seed)
     forward = torch.linalg.qr(torch.randn(HK, D, D, generator=generator, dtype=torch.float64)).Q * 1.5
-    table = torch.randn(2, HK, D, generator=generator) if offset else None
-    spread = torch.randn(HK, D, D, generator=generator) if metric else None
+    table = torch.randn(2, HK, D, generator=generator) if key_mean else None
+    spread = torch.randn(HK, D, D, generator=generator) if hessian else None
     weights = None if spread is None else spread @ spread.mT / D + torch.eye(D)
     return LinearMap(forward.float(), torch.linalg.inv(forward).float(), table, weights)
 
@@ -48,8 +48,8 @@ def pages(fmt, key, value, maps=None):
     return cache, torch.arange(cache.num_blocks)[None]
 
 
-MAPS = LayerMaps(a_map(1, offset=True), a_map(2))
-METRICS = LayerMaps(a_map(1, offset=True, metric=True), a_map(2, metric=True))
+MAPS = LayerMaps(a_map(1, key_mean=True), a_map(2))
+METRICS = LayerMaps(a_map(1, key_mean=True, hessian=True), a_map(2, hessian=True))
 STORED = [("int4", None), ("int8/int2", None), ("tq3", None), ("fp8", None), ("none", None), ("int4", MAPS), ("levels3", MAPS)]
 STORED += [("levels4/levels2", METRICS), ("levels2", None)]
 
@@ -104,7 +104,7 @@ EXACT = [
 def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softcap, sinks):
     monkeypatch.setattr("quantkv.integrations.transformers.judged.QUERIES_AT_ONCE", 32)
     query, key, value = rows(0, HQ), rows(1), rows(2)
-    cache, table = pages("int4", key, value, LayerMaps(a_map(1, offset=True)))
+    cache, table = pages("int4", key, value, LayerMaps(a_map(1, key_mean=True)))
     exact_cache, _ = pages("none", key, value, LayerMaps(None, cache.maps.v))  # segments share the map of their values
     stored = tuple(t.transpose(0, 1) for t in cache.dequantize(torch.arange(N), torch.arange(N)))
     sink = torch.linspace(-1, 1, HQ) if sinks else None

@@ -259,13 +259,13 @@ def random_map(heads, size, seed, buckets=None):
     """Well-conditioned, another for each head; offsets as large as the rows."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.linalg.qr(torch.randn(heads, size, size, generator=generator))[0] * torch.linspace(0.5, 2, size)
-    offset = None if buckets is None else torch.randn(buckets, 1, size, generator=generator) * 2
-    return LinearMap(a, torch.linalg.inv(a.double()).float(), offset)
+    key_mean = None if buckets is None else torch.randn(buckets, 1, size, generator=generator) * 2
+    return LinearMap(a, torch.linalg.inv(a.double()).float(), key_mean)
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "tq3/int2"])
 def test_any_map_and_offset(name):
-    """Nothing in a kernel may assume a Hadamard matrix; what an offset adds to the scores is exact."""
+    """Nothing in a kernel may assume a Hadamard matrix; what a key mean adds to the scores is exact."""
     maps = LayerMaps(random_map(2, 64, 0, buckets=2), random_map(2, 64, 1))
     sinks = torch.randn(6, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     b = batch(name, ((3, 12), (40, 150)), maps=maps)
@@ -283,8 +283,8 @@ def test_any_map_and_offset(name):
 def test_keys_that_are_stored_without_their_offset(name, head_size):
     """Some are, some are not: what reads them adds the offset to the others alone, and what writes them chooses as the reference does."""
     maps = LayerMaps(random_map(2, head_size, 0, buckets=3), None)
-    maps.k.offset.mul_(0.15)
-    maps = LayerMaps(LinearMap(maps.k.forward, maps.k.inverse, maps.k.offset), None)
+    maps.k.key_mean.mul_(0.15)
+    maps = LayerMaps(LinearMap(maps.k.forward, maps.k.inverse, maps.k.key_mean), None)
     b = batch(name, ((3, 12), (40, 150)), head_size=head_size, maps=maps)
     stored = b.cache.k.meta[b.slots // 16, b.slots % 16].clone()
     assert 0.1 < (stored < 0).float().mean() < 0.9
@@ -359,9 +359,9 @@ def test_strided_options(option, stride):
 @pytest.mark.parametrize("layout", ["last axis strided", "expanded"])
 def test_offsets_of_any_strides(layout):
     table = torch.randn(3, 1, 128, generator=torch.Generator().manual_seed(0)) * 2
-    offset = table[..., ::2] if layout == "last axis strided" else table[..., :1].expand(3, 1, 64)
+    key_mean = table[..., ::2] if layout == "last axis strided" else table[..., :1].expand(3, 1, 64)
     eye, written = torch.eye(64)[None], []
-    for given in (offset, offset.contiguous()):
+    for given in (key_mean, key_mean.contiguous()):
         b = batch("int8", ((2,), (150,)), maps=LayerMaps(LinearMap(eye, eye, given), None))
         check(b, b.attend(**TRITON))
         by_reference = b.cache.buffer.clone()
@@ -446,7 +446,7 @@ def test_segments_of_a_sequence_in_several_caches():
 
 @pytest.mark.parametrize("name", ["int8", "tq4"])
 def test_foreign_layouts(name):
-    """Token-major slots with the metadata inline and padding behind, one buffer for several layers, at an offset."""
+    """Token-major slots with the metadata inline and padding behind, one buffer for several layers, at a key mean."""
     b = batch(name, RAGGED)
     expected, _ = b.attend(**TRITON)
     parts = [t for s in (b.cache.k, b.cache.v) for t in (s.codes, s.meta)]

@@ -59,7 +59,7 @@ def test_statistics_stand_at_every_position(limit):
     rows = QUERY[SKIPPED:].unflatten(1, (HEADS, GROUP))
     seen = torch.einsum("thgd,thge->hde", rows, rows) / (TOKENS - SKIPPED) / GROUP
     expected = torch.einsum("pde,hdf,pfg->heg", matrices, seen, matrices) / limit
-    assert (made.key_metric - expected).norm() < (1e-5 if limit <= 256 else 0.02) * expected.norm()
+    assert (made.key_hessian - expected).norm() < (1e-5 if limit <= 256 else 0.02) * expected.norm()
 
 
 def test_rows_whose_rotation_is_not_known_have_no_mean():

@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from quantkv import PagedCache, deprecated, implementations, prepare_attend, prepare_write, warm_up  # noqa: E402
+from quantkv import LinearMap, PagedCache, deprecated, implementations, prepare_attend, prepare_write, warm_up  # noqa: E402
+from quantkv.calibration import Calibration, LayerMoments  # noqa: E402
 from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies  # noqa: E402
 from quantkv.formats import get_format  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
@@ -100,3 +101,22 @@ def test_the_command_line_takes_exact():
             "--full-precision=16,24",
             "x=--exact",
         ]
+
+
+def test_a_map_had_an_offset_and_a_metric():
+    eye, table = torch.eye(4)[None], torch.ones(2, 1, 4)
+    with says("offset", "key_mean"), says("metric", "hessian"):
+        map_ = LinearMap(eye, eye, offset=table, metric=2 * eye)
+    assert map_.key_mean is table and torch.equal(map_.hessian, 2 * eye)
+    with says("LinearMap.offset", "key_mean"), says("LinearMap.metric", "hessian"):
+        assert map_.offset is map_.key_mean and map_.metric is map_.hessian
+
+
+def test_moments_had_offsets_and_metrics():
+    eye = torch.eye(16)[None]
+    with says("key_offset", "key_mean"), says("key_metric", "key_hessian"), says("value_metric", "value_hessian"):
+        moments = LayerMoments(key_offset=torch.ones(1, 1, 16, dtype=torch.float16), key_metric=eye, value_metric=eye)
+    made = Calibration(1, {0: moments})
+    assert set(moments.tensors()) == {"k.offset", "k.metric", "v.metric"}  # names in files never change
+    with says("offset", "key_mean"):
+        assert made.maps(0, get_format("int8"), offset=True).k.key_mean is not None

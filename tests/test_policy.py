@@ -113,7 +113,7 @@ def test_maps(tmp_path):
     save_file(tensors, tmp_path / "maps.safetensors")
     policy = Policy.load(write(tmp_path, maps="maps.safetensors"))
     assert list(policy.maps) == [2] and policy.maps[2].v is None
-    assert torch.equal(policy.maps[2].k.forward, eye) and torch.equal(policy.maps[2].k.offset, tables)
+    assert torch.equal(policy.maps[2].k.forward, eye) and torch.equal(policy.maps[2].k.key_mean, tables)
     with pytest.raises(ValueError, match=r"policy.maps=\[2\]"):
         policy.check(2)
     for name, message in (("layers.2.k.scale", "tensors are named"), ("layers.x.k.forward", "tensors are named")):
@@ -128,11 +128,11 @@ def test_maps(tmp_path):
 def test_maps_of_some_heads():
     """Of a rank of a tensor-parallel group: its own heads' matrices and offsets; what heads share stays as it is."""
     forward = torch.eye(4) * torch.arange(1.0, 5)[:, None, None]
-    offset = torch.arange(8.0).view(2, 4, 1).expand(2, 4, 4).contiguous()
-    maps = LayerMaps(LinearMap(forward, torch.linalg.inv(forward), offset), LinearMap(forward[:1], forward[:1]))
+    key_mean = torch.arange(8.0).view(2, 4, 1).expand(2, 4, 4).contiguous()
+    maps = LayerMaps(LinearMap(forward, torch.linalg.inv(forward), key_mean), LinearMap(forward[:1], forward[:1]))
     part = maps.heads(2, 4)
     assert part.k.forward.diagonal(dim1=1, dim2=2)[:, 0].tolist() == [3, 4]
-    assert part.k.offset[:, :, 0].tolist() == [[2, 3], [6, 7]]
+    assert part.k.key_mean[:, :, 0].tolist() == [[2, 3], [6, 7]]
     rows = torch.randn(5, 4, 4)
     assert torch.equal(part.k.apply(rows[:, 2:], torch.float32), maps.k.apply(rows, torch.float32)[:, 2:])
     assert part.v is maps.v
@@ -149,7 +149,7 @@ def test_a_maps_file_in_which_any_bit_is_flipped_is_refused(tmp_path):
     with_files(3.0).save(tmp_path / "kept.json")
     file = tmp_path / "kept.maps.safetensors"
     whole = file.read_bytes()
-    assert torch.equal(Policy.load(tmp_path / "kept.json").maps[1].k.offset, torch.full((2, 1, 4), 3.0))
+    assert torch.equal(Policy.load(tmp_path / "kept.json").maps[1].k.key_mean, torch.full((2, 1, 4), 3.0))
     for place in range(len(whole)):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
         with pytest.raises(ValueError, match=r"policy\.maps="):
@@ -218,19 +218,19 @@ def test_a_fingerprint_is_of_what_bytes_mean():
     """Not of how that is said, nor of what only guides a writer; layers without keys and values have no part in it."""
     eye = torch.eye(16)
     own, turned = LinearMap(eye[None], eye[None]), LinearMap(2 * eye[None], eye[None] / 2)
-    offset = LinearMap(eye[None], eye[None], torch.ones(1, 1, 16))
+    key_mean = LinearMap(eye[None], eye[None], torch.ones(1, 1, 16))
     policies = [
         Policy("int4", {0: "int8"}),
         Policy("int4", {1: "int8"}),
         Policy("int4", {0: "none"}),
-        *(Policy("int4", {0: "int8"}, {1: maps}) for maps in map(LayerMaps, (own, turned, offset))),
+        *(Policy("int4", {0: "int8"}, {1: maps}) for maps in map(LayerMaps, (own, turned, key_mean))),
         Policy("int4", {0: "int8"}, {0: LayerMaps(own)}),
         Policy("int4", {0: "int8"}, {1: LayerMaps(v=own)}),
     ]
     found = [policy.fingerprint(2) for policy in policies]
     assert len(set(found)) == len(policies)
     assert Policy("int8", {1: "int4", 5: "int2"}).fingerprint(2) == found[0]
-    guided = LinearMap(own.forward, own.inverse, metric=2 * eye[None])
+    guided = LinearMap(own.forward, own.inverse, hessian=2 * eye[None])
     assert Policy("int4", {0: "int8"}, {1: LayerMaps(guided)}, full_precision=FullPrecisionTokens(16, 24)).fingerprint(2) == found[3]
     assert policies[2].fingerprint(2, torch.float32) != found[2]
     moments = LayerMoments(torch.zeros(1, 1, 16).half(), eye[None], eye[None])

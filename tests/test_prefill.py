@@ -210,8 +210,8 @@ def random_maps(heads):
     forward = torch.linalg.qr(torch.randn(2, heads, HEAD_SIZE, HEAD_SIZE, dtype=torch.float64))[0]
     forward = forward * torch.linspace(0.5, 3, HEAD_SIZE, dtype=torch.float64)[:, None] * 10
     inverse = forward.inverse().float()
-    offset = torch.randn(1, heads, HEAD_SIZE)
-    key, value = (LinearMap(f.float(), i, o) for f, i, o in zip(forward, inverse, (torch.cat([offset, -offset]), None)))
+    key_mean = torch.randn(1, heads, HEAD_SIZE)
+    key, value = (LinearMap(f.float(), i, o) for f, i, o in zip(forward, inverse, (torch.cat([key_mean, -key_mean]), None)))
     return LayerMaps(key, value)
 
 
@@ -222,8 +222,8 @@ def test_keys_that_are_stored_without_their_offset(name, back, triton, monkeypat
     """Some are, some are not, whether rows are mapped back or queries are mapped."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
     maps = quantkv.LayerMaps.of(get_format(name), HEAD_SIZE, HEAD_SIZE)
-    offset = 0.3 * torch.randn(2, HEADS, HEAD_SIZE, generator=torch.Generator().manual_seed(2)) + 0.3
-    cache, q, arguments = batch(name, maps=LayerMaps(LinearMap(maps.k.forward, maps.k.inverse, offset), maps.v))
+    key_mean = 0.3 * torch.randn(2, HEADS, HEAD_SIZE, generator=torch.Generator().manual_seed(2)) + 0.3
+    cache, q, arguments = batch(name, maps=LayerMaps(LinearMap(maps.k.forward, maps.k.inverse, key_mean), maps.v))
     scales = cache.k.meta[cache.k.meta.isfinite()]
     assert 0.1 < (scales < 0).float().mean() < 0.9
     compare(cache, q, arguments, FLOAT32, triton=triton)
@@ -337,9 +337,9 @@ def test_backends():
 def test_segments_beside_one_that_holds_all_positions(name, slice_tokens, back, triton, monkeypatch):
     """Exact first and latest tokens of some sequences: as by the reference, which reads three segments."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
-    name, offsets = name.split()[0], "offsets" in name
+    name, key_means = name.split()[0], "offsets" in name
     own = quantkv.PagedCache(get_format(name).cache_spec(HEADS, HEAD_SIZE), 1).maps
-    maps = LayerMaps(LinearMap(own.k.forward, own.k.inverse, torch.randn(3, HEADS, HEAD_SIZE))) if offsets else None
+    maps = LayerMaps(LinearMap(own.k.forward, own.k.inverse, torch.randn(3, HEADS, HEAD_SIZE))) if key_means else None
     cache, q, arguments = batch(name, maps=maps)
     exact = quantkv.PagedCache(
         get_format("fp32").cache_spec(HEADS, HEAD_SIZE, block_size=BLOCK), 12, DEVICE, v_scale=2.0 if cache.maps.v is None else 1.0

@@ -100,20 +100,20 @@ def played(monkeypatch):
     return found
 
 
-def turned(seed, heads=1, offset=True, stretch=1.0):
+def turned(seed, heads=1, key_mean=True, stretch=1.0):
     """Maps of a layer: any matrix, offsets of 2 buckets; its gain is that of stretch."""
     generator = torch.Generator().manual_seed(seed)
     forward = torch.linalg.qr(torch.randn(2, heads, SIZE, SIZE, generator=generator, dtype=torch.float64))[0] * stretch
-    offsets = torch.randn(2, heads, SIZE, generator=generator) if offset else None
-    return LayerMaps(*(LinearMap(f.float(), f.inverse().float(), o) for f, o in zip(forward, (offsets, None))))
+    key_means = torch.randn(2, heads, SIZE, generator=generator) if key_mean else None
+    return LayerMaps(*(LinearMap(f.float(), f.inverse().float(), o) for f, o in zip(forward, (key_means, None))))
 
 
 def signed(seed, size):
-    """Hadamard matrices with signs of their own, and an offset: rows are mapped back in a 16-bit product."""
+    """Hadamard matrices with signs of their own, and a key mean: rows are mapped back in a 16-bit product."""
     own = PagedCache(get_format("int4").cache_spec(2, size), 1).maps.k
     signs = 1 - 2 * (torch.rand(size, generator=torch.Generator().manual_seed(seed)) < 0.5).float()
     map_ = LinearMap(own.forward * signs, own.inverse * signs[:, None])
-    return LayerMaps(replace(map_, offset=torch.full((1, 1, size), float(seed)), operands=None), map_)
+    return LayerMaps(replace(map_, key_mean=torch.full((1, 1, size), float(seed)), operands=None), map_)
 
 
 KINDS = {
@@ -279,9 +279,9 @@ def test_what_lies_otherwise(change, counts):
 
 @pytest.mark.parametrize("other", ["signs", "maps", "no offset", "one head", "scales", "none"])
 def test_layers_of_other_maps(other, counts, monkeypatch):
-    """Matrices of signs or any, one for all heads or one each, with an offset or without, scales or 1: kernels of their own."""
+    """Matrices of signs or any, one for all heads or one each, with key means or without, scales or 1: kernels of their own."""
     kinds = {
-        "no offset": lambda n: ("int8", turned(n, 2, offset=False), 1.0),
+        "no offset": lambda n: ("int8", turned(n, 2, key_mean=False), 1.0),
         "one head": lambda n: ("int8", turned(n, 1), 1.0),
         "scales": lambda n: ("int8", turned(n, 2), 0.5),
         "none": lambda n: ("int8", None, 1.0),

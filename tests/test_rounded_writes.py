@@ -1,4 +1,4 @@
-"""Rows rounded in a metric by kernels: the Hopper kernel run on a CPU, Triton's interpreted; on a GPU both as they are."""
+"""Rows rounded by a Hessian by kernels: the Hopper kernel run on a CPU, Triton's interpreted; on a GPU both as they are."""
 
 from dataclasses import replace
 
@@ -39,11 +39,11 @@ def check(results, bits, mean):
 
 
 @on_cpu
-@pytest.mark.parametrize("head_size, dtype, offset", [(64, torch.float16, False), (128, torch.bfloat16, True)], ids=str)
+@pytest.mark.parametrize("head_size, dtype, key_mean", [(64, torch.float16, False), (128, torch.bfloat16, True)], ids=str)
 @pytest.mark.parametrize("bits", BITS)
-def test_hopper_costs_what_the_reference_does(bits, head_size, dtype, offset, monkeypatch, tmp_path):
+def test_hopper_costs_what_the_reference_does(bits, head_size, dtype, key_mean, monkeypatch, tmp_path):
     name = f"levels{bits}"
-    maps = layer(name, head_size, 4, offset=offset)
+    maps = layer(name, head_size, 4, key_mean=key_mean)
     given = Rows.make(77, maps, 4, head_size, dtype)
     assert len(check(compare(*on_a_cpu(name, maps, given, monkeypatch, tmp_path), given), bits, 0.05 if bits < 6 else 0.12)) == 2
 
@@ -58,7 +58,7 @@ def test_hopper_rounds_rows_of_256(monkeypatch, tmp_path):
 @on_cpu
 @pytest.mark.parametrize("name", ["levels2/levels4", "levels4"])
 def test_many_warps_of_a_block_write_what_one_does(name, monkeypatch, tmp_path):
-    maps = layer(name, offset=True)
+    maps = layer(name, key_mean=True)
     given = Rows.make(77, maps)
     few, many = given.caches(name, maps)
     Device(monkeypatch, tmp_path / "few").serve(call_of(few, given))
@@ -68,9 +68,11 @@ def test_many_warps_of_a_block_write_what_one_does(name, monkeypatch, tmp_path):
 
 
 @on_cpu
-@pytest.mark.parametrize("name, metrics", [("levels4", (True, False)), ("levels4", (False, True)), ("levels3/int4", (True, True))], ids=str)
-def test_a_side_without_metric_has_its_plain_bytes(name, metrics, monkeypatch, tmp_path):
-    maps = layer(name, metrics=metrics)
+@pytest.mark.parametrize(
+    "name, hessians", [("levels4", (True, False)), ("levels4", (False, True)), ("levels3/int4", (True, True))], ids=str
+)
+def test_a_side_without_metric_has_its_plain_bytes(name, hessians, monkeypatch, tmp_path):
+    maps = layer(name, hessians=hessians)
     given = Rows.make(45, maps)
     assert len(compare(*on_a_cpu(name, maps, given, monkeypatch, tmp_path), given)) == 1
 
@@ -83,7 +85,7 @@ def test_a_row_that_is_not_finite_changes_no_other(monkeypatch, tmp_path):
 @on_cpu
 def test_a_prepared_write_takes_the_metrics_of_each_layer(monkeypatch, tmp_path):
     Device(monkeypatch, tmp_path)
-    layers = [layer("levels3", offset=True, shared=True, seed=seed) for seed in (0, 20)]
+    layers = [layer("levels3", key_mean=True, shared=True, seed=seed) for seed in (0, 20)]
     given = Rows.make(45, layers[0])
     prepared = None
     for maps in layers:
@@ -93,13 +95,13 @@ def test_a_prepared_write_takes_the_metrics_of_each_layer(monkeypatch, tmp_path)
         hopper.prepare(call_of(fresh, given))(call_of(fresh, given))
         assert torch.equal(cache.buffer, fresh.buffer) and not torch.equal(cache.buffer, given.caches("levels3", maps)[0].buffer)
     with pytest.raises(ValueError, match="of another kind"):
-        prepared(replace(call_of(cache, given), maps=layer("levels3", offset=True, metrics=(True, False))))
+        prepared(replace(call_of(cache, given), maps=layer("levels3", key_mean=True, hessians=(True, False))))
 
 
 @on_cpu
 def test_one_metric_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
     shared = layer("levels4", shared=True)
-    each = LayerMaps(*(LinearMap(m.forward, m.inverse, None, m.metric.expand(2, -1, -1).contiguous()) for m in (shared.k, shared.v)))
+    each = LayerMaps(*(LinearMap(m.forward, m.inverse, None, m.hessian.expand(2, -1, -1).contiguous()) for m in (shared.k, shared.v)))
     given = Rows.make(45, shared)
     caches = [given.caches("levels4", maps, 1)[0] for maps in (shared, each)]
     for cache in caches:
@@ -113,7 +115,7 @@ def test_one_metric_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
 @pytest.mark.parametrize("bits, head_size", [(2, 64), (4, 64), (8, 48)])
 def test_triton_costs_what_the_reference_does(bits, head_size):
     name, tokens = f"levels{bits}", 2000 if DEVICE == "cuda" else 20
-    maps = layer(name, head_size, offset=True)
+    maps = layer(name, head_size, key_mean=True)
     given = Rows.make(tokens, maps, head_size=head_size)
     (expected,), (cache,) = given.caches(name, maps, 1), given.caches(name, maps, 1, DEVICE)
     expected.write(*given.given, implementation="reference")
@@ -154,7 +156,7 @@ def test_what_no_kernel_rounds_is_the_reference_s():
 @pytest.mark.parametrize("bits", BITS)
 def test_many_rows_on_a_gpu(bits, head_size):
     name = f"levels{bits}"
-    maps = layer(name, head_size, 8, offset=True)
+    maps = layer(name, head_size, 8, key_mean=True)
     given = Rows.make(1000, maps, 8, head_size)
     (expected,), (cache,) = given.caches(name, maps, 1), given.caches(name, maps, 1, "cuda")
     expected.write(*given.given, implementation="reference")
@@ -165,7 +167,7 @@ def test_many_rows_on_a_gpu(bits, head_size):
 @on_hopper
 def test_prepared_and_captured_on_a_gpu():
     """`auto` chooses the kernel; a graph writes what an eager call does."""
-    maps = layer("levels4", offset=True)
+    maps = layer("levels4", key_mean=True)
     given = Rows.make(64, maps)
     eager, prepared, captured = given.caches("levels4", maps, 3, "cuda")
     key, value, slots, positions = (t.cuda() for t in given.given)

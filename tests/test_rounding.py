@@ -1,4 +1,4 @@
-"""Rounding in a metric, and the levels of a Gaussian."""
+"""Rounding by a Hessian, and the levels of a Gaussian."""
 
 import math
 
@@ -15,7 +15,7 @@ BITS = sorted(CUBICS)
 LLOYD_MAX = {2: 0.117482, 3: 0.034548, 4: 0.009501, 5: 0.002505, 6: 0.000644}  # mean squared error of N(0, 1), e.g. Max 1960
 
 
-def metric_of(heads: int, size: int, seed: int = 0) -> torch.Tensor:
+def hessian_of(heads: int, size: int, seed: int = 0) -> torch.Tensor:
     """Moments of rows of which few directions are large."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.linalg.qr(torch.randn(heads, size, size, generator=generator))[0]
@@ -23,8 +23,8 @@ def metric_of(heads: int, size: int, seed: int = 0) -> torch.Tensor:
     return factor.mT @ factor / (2 * size)
 
 
-def cost(error: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("thd,hde,the->th", error, metric.expand(error.shape[1], -1, -1), error)
+def cost(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("thd,hde,the->th", error, hessian.expand(error.shape[1], -1, -1), error)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -42,25 +42,25 @@ def test_levels_are_nearly_those_of_least_error(bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_the_product_of_a_row_with_its_rounded_self_is_not_biased(bits):
     rows = torch.randn(64, 3, 64, generator=torch.Generator().manual_seed(2)) * 5
-    codec, rounding = get_format(f"levels{bits}").k, Rounding.of(metric_of(3, 64))
-    for encoded, metric in ((codec.encode(rows), torch.eye(64)[None]), (codec.encode_in(rows, rounding), rounding.metric)):
+    codec, rounding = get_format(f"levels{bits}").k, Rounding.of(hessian_of(3, 64))
+    for encoded, hessian in ((codec.encode(rows), torch.eye(64)[None]), (codec.encode_in(rows, rounding), rounding.hessian)):
         rounded = codec.dequantize(*encoded)
-        with_itself = cost(rows, metric)
-        product = torch.einsum("thd,hde,the->th", rows, metric.expand(3, -1, -1), rounded)
+        with_itself = cost(rows, hessian)
+        product = torch.einsum("thd,hde,the->th", rows, hessian.expand(3, -1, -1), rounded)
         torch.testing.assert_close(product, with_itself, rtol=2e-3, atol=0)  # the scale's 11 bits
 
 
 def test_feedback_and_gain_are_the_metric():
-    rounding = Rounding.of(metric_of(2, 32))
+    rounding = Rounding.of(hessian_of(2, 32))
     unit = rounding.feedback.double() + torch.eye(32, dtype=torch.float64)
     assert (rounding.feedback.triu() == 0).all()
     made = unit.mT @ (rounding.gain.double()[..., None] * unit)
-    torch.testing.assert_close(made, rounding.metric.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(made, rounding.hessian.double(), rtol=1e-5, atol=1e-6)
 
 
-def greedy(row: list[float], metric: torch.Tensor, table: list[float]) -> list[int]:
+def greedy(row: list[float], hessian: torch.Tensor, table: list[float]) -> list[int]:
     """What LDLQ means, spelled out: each code is the best one given those before, if those after it could be any real numbers."""
-    size, inverse_free, chosen = len(row), metric.double(), []
+    size, inverse_free, chosen = len(row), hessian.double(), []
     error = torch.zeros(size, dtype=torch.float64)
     for i in range(size):
         best = None
@@ -79,38 +79,38 @@ def greedy(row: list[float], metric: torch.Tensor, table: list[float]) -> list[i
 
 
 def test_rounding_is_that_of_the_definition():
-    metric, table = metric_of(1, 8, seed=3), levels(2)
-    rounding = Rounding.of(metric)
+    hessian, table = hessian_of(1, 8, seed=3), levels(2)
+    rounding = Rounding.of(hessian)
     rows, taken = torch.randn(10, 1, 8, generator=torch.Generator().manual_seed(26)), set()
 
     def cosine(codes):
         z = table[torch.tensor(codes)]
-        return (row @ rounding.metric[0] @ z).square() / (z @ rounding.metric[0] @ z)
+        return (row @ rounding.hessian[0] @ z).square() / (z @ rounding.hessian[0] @ z)
 
     for row, (codes,), scale in zip(rows[:, 0], *round_to_levels(rows, rounding, table)):
         size = row.square().mean().sqrt().item()
-        tries = [greedy((row / (size * g)).tolist(), rounding.metric[0], table.tolist()) for g in (0.85, 1.0, 1.15, 1.3)]
+        tries = [greedy((row / (size * g)).tolist(), rounding.hessian[0], table.tolist()) for g in (0.85, 1.0, 1.15, 1.3)]
         best = max(tries, key=cosine)
         assert codes.tolist() == best
         taken |= {tries.index(best)} if tries.count(best) == 1 else set()
         z = table[codes]
-        expected = (row @ rounding.metric[0] @ row) / (row @ rounding.metric[0] @ z)
+        expected = (row @ rounding.hessian[0] @ row) / (row @ rounding.hessian[0] @ z)
         assert math.isclose(scale.item(), expected.item(), rel_tol=1e-4)
     assert taken == {0, 1, 2, 3}  # each of the scales that are tried is some row's best
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_rounding_in_a_metric_costs_less_there(bits):
-    rounding, codec = Rounding.of(metric_of(2, 64)), get_format(f"levels{bits}").k
+    rounding, codec = Rounding.of(hessian_of(2, 64)), get_format(f"levels{bits}").k
     rows = torch.randn(200, 2, 64, generator=torch.Generator().manual_seed(5))
     encoded = codec.encode(rows), codec.encode_in(rows, rounding)
-    plain, metric = (cost(codec.dequantize(*e) - rows, rounding.metric).mean() for e in encoded)
-    assert metric < 0.55 * plain
+    plain, hessian = (cost(codec.dequantize(*e) - rows, rounding.hessian).mean() for e in encoded)
+    assert hessian < 0.55 * plain
 
 
 def test_rows_are_rounded_one_by_one():
     """How many rows come at once changes no byte."""
-    rounding, codec = Rounding.of(metric_of(3, 64)), get_format("levels3").k
+    rounding, codec = Rounding.of(hessian_of(3, 64)), get_format("levels3").k
     rows = torch.randn(37, 3, 64, generator=torch.Generator().manual_seed(6))
     codes, scale = codec.encode_in(rows, rounding)
     for part in (slice(0, 1), slice(1, 9), slice(9, 37)):
@@ -119,16 +119,16 @@ def test_rows_are_rounded_one_by_one():
 
 
 def test_a_metric_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="metric"):
+    with pytest.raises(ValueError, match="hessian"):
         LinearMap(torch.eye(16)[None], torch.eye(16)[None], None, -torch.eye(16)[None])
 
 
-def calibrated(offset_scale: float = 3.0) -> LayerMaps:
+def calibrated(mean_scale: float = 3.0) -> LayerMaps:
     plain = default_map(get_format("levels2").k, 64)
-    k_metric, v_metric = metric_of(2, 64, 8), metric_of(2, 64, 9)
-    offset = offset_scale * torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(7))
-    k = LinearMap(plain.forward, plain.inverse, offset, k_metric)
-    return LayerMaps(k, LinearMap(plain.forward, plain.inverse, None, v_metric))
+    k_hessian, v_hessian = hessian_of(2, 64, 8), hessian_of(2, 64, 9)
+    key_mean = mean_scale * torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(7))
+    k = LinearMap(plain.forward, plain.inverse, key_mean, k_hessian)
+    return LayerMaps(k, LinearMap(plain.forward, plain.inverse, None, v_hessian))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -142,14 +142,14 @@ def test_a_key_is_stored_without_the_offset_where_that_is_shorter():
     maps = calibrated()
     cache = PagedCache(get_format("levels4").cache_spec(2, 64), 16, maps=maps)
     positions = torch.arange(200)
-    key = maps.k.offset_rows(positions) + torch.randn(200, 2, 64, generator=torch.Generator().manual_seed(10))
+    key = maps.k.key_mean_rows(positions) + torch.randn(200, 2, 64, generator=torch.Generator().manual_seed(10))
     key[[5, 70, 130]] *= 0.05  # of low norm: far from the offset
     cache.write(key, torch.randn_like(key), positions, positions)
     stored = cache.k.meta[positions // 16, positions % 16, :, 0]
     assert ((stored < 0).all(1).nonzero()[:, 0]).tolist() == [5, 70, 130] and (stored != 0).all()
     read = cache.dequantize(positions, positions)[0]
-    kept = torch.where(stored[..., None] < 0, key, key - maps.k.offset_rows(positions))
-    error, size = (cost(t @ maps.k.forward[0].mT, maps.k.rounding.metric) for t in (read - key, kept))
+    kept = torch.where(stored[..., None] < 0, key, key - maps.k.key_mean_rows(positions))
+    error, size = (cost(t @ maps.k.forward[0].mT, maps.k.rounding.hessian) for t in (read - key, kept))
     assert (error / size).sqrt().max() < 0.15
     q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(11))
     table, lens = torch.arange(13, dtype=torch.int32)[None], torch.tensor([200], dtype=torch.int32)

@@ -182,7 +182,7 @@ def test_a_run_of_another_layer_has_that_layers_options_and_its_own_sequences():
 
 
 def test_damping_of_a_metric():
-    """A ten-thousandth of the mean diagonal is added: it is in the bytes that rows rounded in a metric become."""
+    """A ten-thousandth of the mean diagonal is added: it is in the bytes that rows rounded by a Hessian become."""
     rounding = Rounding.of(2 * torch.eye(4)[None])
     assert (rounding.gain.double() - 2.0002).abs().max() < 1e-6 and not rounding.feedback.any()
 

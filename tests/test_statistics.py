@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from quantkv import get_format, weights  # noqa: E402
-from quantkv.calibration import gains_from_offset  # noqa: E402
+from quantkv.calibration import gains_from_key_mean  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, statistics, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
@@ -48,9 +48,9 @@ def test_presets_measure_the_model_before_the_first_row(model, name, caplog):
     policy = Policy(given["format"], calibration=made, full_precision=FullPrecisionTokens(**given["exact"]))
     expected = QuantizedCache(model.config, policy)
     run(model, expected)
-    mean = gains_from_offset(get_format(given["format"]).k)
+    mean = gains_from_key_mean(get_format(given["format"]).k)
     for layer, other in zip(cache.quantized_layers.values(), expected.quantized_layers.values()):
-        assert torch.equal(layer.pages.buffer, other.pages.buffer) and (layer.pages.maps.k.offset is not None) == mean
+        assert torch.equal(layer.pages.buffer, other.pages.buffer) and (layer.pages.maps.k.key_mean is not None) == mean
     assert Policy.given(name) == Policy.from_dict(given)
 
 
@@ -147,7 +147,7 @@ def test_another_configuration(model, caplog):
 def test_copies_wait_too(model):
     cache = copy.deepcopy(QuantizedCache(model.config, "4bit"))
     run(model, cache)
-    assert cache.quantized_layers[0].pages.maps.k.offset is not None
+    assert cache.quantized_layers[0].pages.maps.k.key_mean is not None
 
 
 def test_caches_that_are_never_used_are_not_kept(model):

@@ -10,7 +10,7 @@ from quantkv.formats.trellis import pairs
 from quantkv.formats.trellis.search import search
 from quantkv.rounding import Rounding
 from quantkv.testing import Batch, check
-from test_rounding import calibrated, cost, metric_of
+from test_rounding import calibrated, cost, hessian_of
 
 CODEC, LEVELS = get_format("trellis2").k, get_format("levels2").k
 
@@ -33,21 +33,21 @@ def test_bytes_mean_what_the_docs_say(size):
     assert rows.shape == (3, 2, size) and rows[2, 1].tolist() == [2 * x for x in spelled(codes[2, 1])]
 
 
-@pytest.mark.parametrize("metric", [False, True], ids=["plain", "metric"])
-def test_the_search_finds_what_costs_least(metric):
-    """Every sequence of three codes tried. In a metric only ways that end in different codes stay open: the least is not always found."""
+@pytest.mark.parametrize("hessian", [False, True], ids=["plain", "metric"])
+def test_the_search_finds_what_costs_least(hessian):
+    """Every sequence of three codes tried. In a Hessian only ways that end in different codes stay open: the least is not always found."""
     rows = torch.randn(40, 1, 6, generator=torch.Generator().manual_seed(1)) * 1.3
-    m = metric_of(1, 6, 2) if metric else torch.eye(6)[None]
-    rounding = Rounding.of(m) if metric else None
+    m = hessian_of(1, 6, 2) if hessian else torch.eye(6)[None]
+    rounding = Rounding.of(m) if hessian else None
     _, rounded = search(rows, pairs(), rounding)
     every = torch.tensor(list(itertools.product(range(16), repeat=3)))
     before = torch.nn.functional.pad(every[:, :-1], (1, 0))
     values = pairs()[before, every].flatten(1)[:, None]
-    m = rounding.metric if metric else m
+    m = rounding.hessian if hessian else m
     least = torch.stack([cost(row - values, m).min() for row in rows])
     found = cost(rows - rounded, m)[:, 0]
     assert (found >= least - 1e-5).all()
-    if metric:
+    if hessian:
         assert (found <= least * 1.001 + 1e-6).float().mean() > 0.6 and found.mean() < 1.5 * least.mean()
     else:
         torch.testing.assert_close(found, least)
@@ -55,15 +55,15 @@ def test_the_search_finds_what_costs_least(metric):
 
 def test_codes_are_those_of_the_rounded_row():
     rows = torch.randn(20, 3, 128, generator=torch.Generator().manual_seed(3))
-    for rounding in (None, Rounding.of(metric_of(3, 128))):
+    for rounding in (None, Rounding.of(hessian_of(3, 128))):
         codes, rounded = search(rows, pairs(), rounding)
         packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
         assert torch.equal(CODEC.dequantize(packed, torch.ones(20, 3, 1).half()), rounded)
 
 
 def test_rows_are_searched_in_units_of_their_root_mean_square():
-    """In a metric of 1.1 times that: what other numbers feed back comes on top."""
-    rows, rounding = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(6)), Rounding.of(metric_of(2, 64))
+    """In a Hessian of 1.1 times that: what other numbers feed back comes on top."""
+    rows, rounding = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(6)), Rounding.of(hessian_of(2, 64))
     size = rows.square().mean(-1, keepdim=True).sqrt()
     for (packed, _), wide, given in ((CODEC.encode(rows), 1.0, None), (CODEC.encode_in(rows, rounding), 1.1, rounding)):
         codes, _ = search(rows / (size * wide), pairs(), given)
@@ -71,14 +71,14 @@ def test_rows_are_searched_in_units_of_their_root_mean_square():
 
 
 def test_it_beats_levels_at_the_same_bytes():
-    rows, rounding = torch.randn(400, 2, 64, generator=torch.Generator().manual_seed(4)), Rounding.of(metric_of(2, 64))
+    rows, rounding = torch.randn(400, 2, 64, generator=torch.Generator().manual_seed(4)), Rounding.of(hessian_of(2, 64))
     plain = [(codec.dequantize(*codec.encode(rows)) - rows).square().mean() for codec in (CODEC, LEVELS)]
-    metric = [cost(codec.dequantize(*codec.encode_in(rows, rounding)) - rows, rounding.metric).mean() for codec in (CODEC, LEVELS)]
-    assert plain[0] < 0.70 * plain[1] and metric[0] < 0.75 * metric[1]
+    hessian = [cost(codec.dequantize(*codec.encode_in(rows, rounding)) - rows, rounding.hessian).mean() for codec in (CODEC, LEVELS)]
+    assert plain[0] < 0.70 * plain[1] and hessian[0] < 0.75 * hessian[1]
 
 
 def test_rows_are_searched_one_by_one():
-    rows, rounding = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(5)), Rounding.of(metric_of(2, 128))
+    rows, rounding = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(5)), Rounding.of(hessian_of(2, 128))
     codes, scale = CODEC.encode_in(rows, rounding)
     for part in (slice(0, 1), slice(1, 21)):
         some = CODEC.encode_in(rows[part], rounding)

@@ -14,7 +14,7 @@ from quantkv.rounding import Rounding
 from quantkv.testing import POISON
 from rounded import Compared, Rows, call_of, check_contained, compare, layer, on_host
 from test_rounded_writes import on_a_cpu, on_cpu, on_hopper
-from test_rounding import metric_of
+from test_rounding import hessian_of
 
 
 def check(results: list[Compared], mean: float, sides: int = 2) -> None:
@@ -74,7 +74,7 @@ def test_one_metric_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_the_bytes_of_a_metric(head_size):
     """As many as the kernel counts with; one set for each head of the metric."""
-    laid_out = TrellisConfig.feedback_of(Rounding.of(metric_of(3, head_size)))
+    laid_out = TrellisConfig.feedback_of(Rounding.of(hessian_of(3, head_size)))
     assert laid_out.shape == (3, hessian_bytes(head_size)) and laid_out.stride(0) % 16 == 0
 
 

@@ -37,7 +37,7 @@ def write_weights(folder: Path, geometry: dict) -> None:
 
 
 def write_policy(folder: Path, geometry: dict) -> str:
-    """int8 with another rotation, and other offsets of keys, for each kv head: a rank that took another's would answer otherwise."""
+    """int8 with another rotation, and other key means, for each kv head: a rank that took another's would answer otherwise."""
     heads, generator = geometry["num_key_value_heads"], torch.Generator().manual_seed(6)
     maps = {}
     for i in range(geometry["num_hidden_layers"]):
@@ -66,8 +66,8 @@ def write_calibrated_policy(folder: Path, geometry: dict, fmt: str) -> str:
         rows = torch.randn(heads, 2 * HEAD_SIZE, HEAD_SIZE, generator=generator) * torch.logspace(0, -1, HEAD_SIZE)
         return rows.mT @ rows / HEAD_SIZE
 
-    offset = 0.1 * torch.randn(-(-POSITIONS // 64), heads, HEAD_SIZE, generator=generator).half()
-    layer = LayerMoments(offset, moments(), moments())
+    key_mean = 0.1 * torch.randn(-(-POSITIONS // 64), heads, HEAD_SIZE, generator=generator).half()
+    layer = LayerMoments(key_mean, moments(), moments())
     calibration = Calibration(geometry["num_hidden_layers"], dict.fromkeys(range(geometry["num_hidden_layers"]), layer))
     folder = folder / "policy"
     folder.mkdir(exist_ok=True)

@@ -131,7 +131,7 @@ class PagedCache:
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) in slots `slot_mapping [T]`.
 
         Slot s is token `s % block_size` of page `s // block_size`; a negative slot skips its token. positions: int `[T]`,
-        needed where the keys' map has an offset. implementation: see `ops.write`.
+        needed where the keys' map has key means. implementation: see `ops.write`.
         """
         ops.write(WriteCall(key, value, self.k, self.v, self.format, slot_mapping, self.maps, positions), implementation)
 
@@ -183,7 +183,7 @@ class PagedCache:
             checks.tensor("positions", positions, slots.shape, checks.INDEX_DTYPES, self.device)
             checks.not_negative("positions", positions)
         elif self.maps.by_position:
-            checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
+            checks.refuse("positions", None, "the keys' map has a key mean for each bucket of positions")
         if dtype not in (*checks.ROW_DTYPES, torch.float64):
             checks.refuse("dtype", dtype, f"one of {', '.join(map(str, (*checks.ROW_DTYPES, torch.float64)))} is needed")
         sides = ((self.k, self.format.k, self.maps.k), (self.v, self.format.v, self.maps.v))

@@ -18,39 +18,39 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from . import plain_json, tensor_file, weights, whole_file
+from . import deprecated, plain_json, tensor_file, weights, whole_file
 from .checks import digest_of, instance, integer, refuse
 from .format import Codec, Format
 from .geometry import MOST_LAYERS, Geometry, Heads
-from .maps import OFFSET_BUCKET, LayerMaps, LinearMap, default_map
+from .maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap, default_map
 
 MIN_TOKENS = 256  # fewer say too little of a model
 NUMBERS = frozenset(map(str, range(MOST_LAYERS)))  # of layers, as a file spells them
 FILE_FORMAT, FILE_VERSION, VERSIONS = "quantkv-calibration", "2", ("1", "2")  # version 1 has no weights
-PARTS = {"k.offset": "key_offset", "k.metric": "key_metric", "v.metric": "value_metric", "weights": "weights"}  # tensor: field
-OPTIONAL = ("key_offset", "weights")
+PARTS = {"k.offset": "key_mean", "k.metric": "key_hessian", "v.metric": "value_hessian", "weights": "weights"}  # tensor: field
+OPTIONAL = ("key_mean", "weights")
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMoments:
     """Of one layer, for all of its kv heads, in the model's own space.
 
-    key_offset: float16 `[buckets, HK, D]`: the mean key of each bucket of 64 positions; None where the model's rotation of keys is not
+    key_mean: float16 `[buckets, HK, D]`: the mean key of each bucket of 64 positions; None where the model's rotation of keys is not
         understood.
-    key_metric: float32 `[HK, D, D]`: what an error e of a key costs, `e^T key_metric e`: second moments of the queries.
-    value_metric: float32 `[HK, D_V, D_V]`: the same of values: of the output projection's columns.
+    key_hessian: float32 `[HK, D, D]`: what an error e of a key costs, `e^T key_hessian e`: second moments of the queries.
+    value_hessian: float32 `[HK, D_V, D_V]`: the same of values: of the output projection's columns.
     weights: float16 `[64]`: the sample of the layer's key projection (`weights.sample`), by which another model is told; None: not known.
     """
 
-    key_offset: torch.Tensor | None
-    key_metric: torch.Tensor
-    value_metric: torch.Tensor
+    key_mean: torch.Tensor | None
+    key_hessian: torch.Tensor
+    value_hessian: torch.Tensor
     weights: torch.Tensor | None = None
 
     @property
     def heads(self) -> Heads:
         """kv heads and head sizes of K and V."""
-        return Heads(*self.key_metric.shape[:2], self.value_metric.shape[1])
+        return Heads(*self.key_hessian.shape[:2], self.value_hessian.shape[1])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By their names in a file, without those of absent parts."""
@@ -64,8 +64,8 @@ class LayerMoments:
                 instance(f"layers.{layer}.{part}", t, torch.Tensor, "a tensor")
                 if name != "weights" and (t.ndim != 3 or not t.numel()):
                     refuse(f"layers.{layer}.{part}", tuple(t.shape), "three dimensions are needed, none of them 0")
-        (heads, size, size_v), offset = self.heads, self.key_offset
-        buckets = 1 if offset is None else offset.shape[0]
+        (heads, size, size_v), key_mean = self.heads, self.key_mean
+        buckets = 1 if key_mean is None else key_mean.shape[0]
         needed = {"k.offset": ((buckets, heads, size), torch.float16)}
         needed |= {"k.metric": ((heads, size, size), torch.float32), "v.metric": ((heads, size_v, size_v), torch.float32)}
         needed |= {"weights": ((weights.SAMPLE,), torch.float16)}
@@ -104,10 +104,10 @@ class Calibration:
 
     @property
     def positions(self) -> int:
-        """Positions that the offsets of all layers cover; beyond them the last bucket's is used. A layer with one bucket, whose keys do
-        not turn with their position, covers all. 0: no layer has an offset."""
-        buckets = {m.key_offset.shape[0] for m in self.layers.values() if m.key_offset is not None}
-        return OFFSET_BUCKET * min(buckets - {1}, default=max(buckets, default=0))
+        """Positions that the key means of all layers cover; beyond them the last bucket's is used. A layer with one bucket, whose keys do
+        not turn with their position, covers all. 0: no layer has key means."""
+        buckets = {m.key_mean.shape[0] for m in self.layers.values() if m.key_mean is not None}
+        return KEY_MEAN_BUCKET * min(buckets - {1}, default=max(buckets, default=0))
 
     @cached_property
     def digest(self) -> str:
@@ -173,22 +173,23 @@ class Calibration:
         """ValueError where it was made of another model than samples of weights, by layer, were found in (`weights.check`)."""
         weights.check({number: layer.weights for number, layer in self.layers.items()}, found)
 
-    def maps(self, layer: int, fmt: Format, offset: bool | None = None) -> LayerMaps:
-        """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the offset of the keys and with the
-        metric in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either.
+    @deprecated.keywords(offset="key_mean")
+    def maps(self, layer: int, fmt: Format, key_mean: bool | None = None) -> LayerMaps:
+        """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the key means and with
+        the Hessian in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either.
 
-        offset: whether keys are stored without their mean; None: where `gains_from_offset`.
+        key_mean: whether keys are stored without their mean; None: where `gains_from_key_mean`.
         ValueError for a layer that it does not hold, or a head size that the format cannot take.
         """
         known = self._maps
-        key = layer, fmt.name, offset
+        key = layer, fmt.name, key_mean
         if key not in known:
             if layer not in self.layers:
                 refuse("layer", layer, f"the calibration holds layers {sorted(self.layers)}")
             moments = self.layers[layer]
-            with_offset = gains_from_offset(fmt.k) if offset is None else offset
-            k = _map(fmt.k, moments.key_metric, moments.key_offset if with_offset else None)
-            v = _map(fmt.v, moments.value_metric)
+            with_key_mean = gains_from_key_mean(fmt.k) if key_mean is None else key_mean
+            k = _map(fmt.k, moments.key_hessian, moments.key_mean if with_key_mean else None)
+            v = _map(fmt.v, moments.value_hessian)
             known[key] = LayerMaps(k, v, None if k is None and v is None else self.digest)
         return known[key]
 
@@ -218,10 +219,10 @@ def _parse(metadata: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> 
         if prefix != "layers" or part not in PARTS or number not in NUMBERS:
             refuse("tensor", name, f"they are named layers.NUMBER and one of {', '.join(PARTS)}")
         parts.setdefault(int(number), {})[PARTS[part]] = t
-    return num_layers, {number: LayerMoments(**{"key_offset": None, **given}) for number, given in sorted(parts.items())}, made_of
+    return num_layers, {number: LayerMoments(**{"key_mean": None, **given}) for number, given in sorted(parts.items())}, made_of
 
 
-def gains_from_offset(codec: Codec) -> bool:
+def gains_from_key_mean(codec: Codec) -> bool:
     """Whether keys in this codec are known to lose less without their mean.
 
     Those of a codec that stores a row either way do (`Codec.signed`), and so do those of 4 bits and more with a scale for each row: with
@@ -230,21 +231,21 @@ def gains_from_offset(codec: Codec) -> bool:
     return codec.signed or (codec.row.code_bits >= 4 and bool(codec.row.meta))
 
 
-def _map(codec: Codec, metric: torch.Tensor, offset: torch.Tensor | None = None) -> LinearMap | None:
-    """The codec's own map with what its writer can use of the metric `[HK, D, D]` and of the offset; None where that is nothing."""
-    if offset is None and codec.encode_in is None:
+def _map(codec: Codec, hessian: torch.Tensor, key_mean: torch.Tensor | None = None) -> LinearMap | None:
+    """The codec's own map with what its writer can use of the Hessian `[HK, D, D]` and of the key mean; None where that is nothing."""
+    if key_mean is None and codec.encode_in is None:
         return None
-    size = metric.shape[1]
+    size = hessian.shape[1]
     codec.check_head_size(size)
     own = default_map(codec, size)
     if own is None:
-        eye = torch.eye(size, device=metric.device)[None]
+        eye = torch.eye(size, device=hessian.device)[None]
         own = LinearMap(eye, eye)
     mapped = None
     if codec.encode_in is not None:
         inverse = own.inverse.double()
-        mapped = inverse.mT @ metric.double() @ inverse
+        mapped = inverse.mT @ hessian.double() @ inverse
         mean = mapped.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        unread = torch.eye(size, dtype=torch.float64, device=metric.device)  # of a head that no query reads
+        unread = torch.eye(size, dtype=torch.float64, device=hessian.device)  # of a head that no query reads
         mapped = torch.where(mean > 0, mapped / mean, unread).float()
-    return LinearMap(own.forward, own.inverse, None if offset is None else offset.float(), metric=mapped)
+    return LinearMap(own.forward, own.inverse, None if key_mean is None else key_mean.float(), hessian=mapped)

@@ -300,7 +300,7 @@ class WriteCall:
     """One write: `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) into slots `slot_mapping [T]` of a cache.
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
-    maps: the layer's linear maps. positions: int `[T]`, needed where the keys' map has an offset.
+    maps: the layer's linear maps. positions: int `[T]`, needed where the keys' map has key means.
     ValueError, before anything is written, naming the argument, its value and what is allowed.
     """
 
@@ -328,7 +328,7 @@ class WriteCall:
         if self.positions is not None:
             checks.tensor("positions", self.positions, (tokens,), checks.INDEX_DTYPES, device)
         elif self.maps.by_position:
-            checks.refuse("positions", None, "the keys' map has an offset for each bucket of positions")
+            checks.refuse("positions", None, "the keys' map has a key mean for each bucket of positions")
         if device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_values()
 

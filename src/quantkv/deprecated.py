@@ -20,6 +20,8 @@ def warn(old: str, new: str, level: int = 3) -> None:
 
 def implementation(name: str) -> str:
     """The name that an implementation has now."""
+    if not isinstance(name, str):
+        return name
     if name in IMPLEMENTATIONS:
         warn(f"implementation={name!r}", f"{IMPLEMENTATIONS[name]!r}", level=4)
     return IMPLEMENTATIONS.get(name, name)

@@ -52,10 +52,10 @@ class Codec(ByName):
         of a narrower one that holds its numbers exactly.
     planes: P > 1: the operand comes as its planes (`packing.py`), `[P, ..., D / P]`, so that packed codes need no shuffle.
     encode_in: (rows `[T, HK, D]` float32, `Rounding`) -> codes and meta as of `encode`, chosen so that errors cost little in a layer's
-        metric. None: the codec rounds in one way, and a metric changes nothing.
+        hessian. None: the codec rounds by one way, and a Hessian changes nothing.
     cubic: (a, b) of a codec whose codes c of B bits stand for `t (a + b t^2)`, t = c - (2^B - 1) / 2, times one fp16 scale: what kernels
-        that round in a metric must know of it. None: it has other numbers, and only the reference rounds them so.
-    signed: the first metadata field is a scale, and a key whose scale is negative was stored without its map's offset.
+        that round by a Hessian must know of it. None: it has other numbers, and only the reference rounds them so.
+    signed: the first metadata field is a scale, and a key whose scale is negative was stored without its map's key mean.
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from . import deprecated
 from .format import Codec, Format
 from .rounding import Rounding
 
-OFFSET_BUCKET = 64  # positions that share one row of an offset table
+KEY_MEAN_BUCKET = 64  # positions that share one row of a table of key means
 SIDE_TENSORS = 12  # of `LayerMaps.flatten`, for K and for V
 RHT_SEED = 0x9E3779B9
 LARGEST_INVERSE_ERROR = 2.0**-8  # of an entry of A^-1 A: what bfloat16 rounds a number near 1 by, at most
@@ -83,7 +84,7 @@ class MapOperands(NamedTuple):
     forward: torch.Tensor  # A
     query: torch.Tensor  # A^-T
     output: torch.Tensor  # A^-1
-    mapped_offset: torch.Tensor | None  # A offset, [buckets, HK or 1, D] float32
+    mapped_key_mean: torch.Tensor | None  # A key_mean, [buckets, HK or 1, D] float32
     # [D] float32, where A is forward_factor * H diag(signs), and A^-T inverse_factor * H diag(signs), for all heads, H Hadamard matrices
     # in blocks of the largest power of two that divides D.
     signs: torch.Tensor | None
@@ -109,27 +110,28 @@ def _hadamard_signs(matrix: torch.Tensor) -> torch.Tensor | None:
     return signs.float() if bool(signs.abs().amin() > 0) and torch.equal(matrix[0], h * signs) else None
 
 
+@deprecated.keywords(offset="key_mean", metric="hessian")
 @dataclass(frozen=True)
 class LinearMap:
-    """One side's map: `y = A (x - offset[position // 64])`.
+    """One side's map: `y = A (x - key_mean[position // 64])`.
 
     forward, inverse: A and A^-1, `[HK or 1, D, D]` float32; no entry of `inverse @ forward` is further than 2^-8 from the identity's.
-    offset: `[buckets, HK or 1, D]` float32, keys only; positions beyond the table use its last row. None: no offset.
-    metric: `[HK or 1, D, D]` float32, symmetric: an error e of a mapped row costs `e^T metric e`. It guides codecs that can round so
+    key_mean: `[buckets, HK or 1, D]` float32, keys only; positions beyond the table use its last row. None: no key means.
+    hessian: `[HK or 1, D, D]` float32, symmetric: an error e of a mapped row costs `e^T hessian e`. It guides codecs that can round so
         (`Codec.encode_in`), and changes nothing for who reads. None: all errors cost alike.
     """
 
     forward: torch.Tensor
     inverse: torch.Tensor
-    offset: torch.Tensor | None = None
-    metric: torch.Tensor | None = None
+    key_mean: torch.Tensor | None = None
+    hessian: torch.Tensor | None = None
     operands: MapOperands = field(default=None, repr=False, compare=False)  # derived; given only to spare the work
-    rounding: Rounding | None = field(default=None, repr=False, compare=False)  # of the metric; likewise
+    rounding: Rounding | None = field(default=None, repr=False, compare=False)  # of the Hessian; likewise
 
     def __post_init__(self) -> None:
-        for name in ("forward", "inverse", "offset", "metric"):
+        for name in ("forward", "inverse", "key_mean", "hessian"):
             t = getattr(self, name)
-            if t is None and name in ("offset", "metric"):
+            if t is None and name in ("key_mean", "hessian"):
                 continue
             if not isinstance(t, torch.Tensor):
                 raise ValueError(f"{name}={type(t).__name__}: a tensor is needed")
@@ -138,19 +140,19 @@ class LinearMap:
         if self.forward.shape != self.inverse.shape or self.forward.shape[-1] != self.forward.shape[-2]:
             raise ValueError(f"forward, inverse: shapes {tuple(self.forward.shape)}, {tuple(self.inverse.shape)}; both [HK or 1, D, D]")
         size = self.forward.shape[-1]
-        for name, fits in (("offset", lambda t: t.shape[2] == size), ("metric", lambda t: t.shape[1:] == (size, size))):
+        for name, fits in (("key_mean", lambda t: t.shape[2] == size), ("hessian", lambda t: t.shape[1:] == (size, size))):
             t = getattr(self, name)
             if t is not None and not fits(t):
                 raise ValueError(f"{name}: shape {tuple(t.shape)}; rows of {size} numbers, as the matrices', are needed")
         if self.operands is None:
-            for name in ("forward", "inverse", "offset", "metric"):
+            for name in ("forward", "inverse", "key_mean", "hessian"):
                 t = getattr(self, name)
                 if t is not None and not bool(t.isfinite().all()):
                     raise ValueError(f"{name}: numbers that are not finite; finite ones are needed")
             self._check_inverse()
             object.__setattr__(self, "operands", self._operands())
-        if self.metric is not None and self.rounding is None:
-            object.__setattr__(self, "rounding", Rounding.of(self.metric))
+        if self.hessian is not None and self.rounding is None:
+            object.__setattr__(self, "rounding", Rounding.of(self.hessian))
 
     def _check_inverse(self) -> None:
         """ValueError where the one matrix does not undo the other: what was written with them would be read as something else."""
@@ -162,9 +164,9 @@ class LinearMap:
 
     def check(self, head_size: int, num_kv_heads: int, side: str) -> None:
         """ValueError unless the map fits rows of `head_size` of `num_kv_heads` heads. side: "k" or "v", for the message."""
-        for name in ("forward", "offset", "metric"):
+        for name in ("forward", "key_mean", "hessian"):
             t = getattr(self, name)
-            if t is not None and (t.shape[-1] != head_size or t.shape[1 if name == "offset" else 0] not in (1, num_kv_heads)):
+            if t is not None and (t.shape[-1] != head_size or t.shape[1 if name == "key_mean" else 0] not in (1, num_kv_heads)):
                 raise ValueError(
                     f"maps.{side}.{name}.shape={tuple(t.shape)}: the cache has {num_kv_heads} kv heads of {head_size} "
                     f"({'keys' if side == 'k' else 'values'})"
@@ -173,14 +175,14 @@ class LinearMap:
     @property
     def num_heads(self) -> int:
         """Kv heads that it tells apart; 1: all share what it holds."""
-        return max(1 if t is None else t.shape[axis] for t, axis in ((self.forward, 0), (self.offset, 1), (self.metric, 0)))
+        return max(1 if t is None else t.shape[axis] for t, axis in ((self.forward, 0), (self.key_mean, 1), (self.hessian, 0)))
 
     @cached_property
     def traits(self) -> tuple:
         """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
-        offset = None if self.offset is None else (self.offset.shape, self.offset.stride())
-        metric = None if self.metric is None else self.metric.shape
-        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], offset, metric
+        key_mean = None if self.key_mean is None else (self.key_mean.shape, self.key_mean.stride())
+        hessian = None if self.hessian is None else self.hessian.shape
+        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], key_mean, hessian
 
     @cached_property
     def _forward64(self) -> torch.Tensor:
@@ -213,8 +215,8 @@ class LinearMap:
     def _operands(self) -> MapOperands:
         (forward, forward_factor), (inverse, inverse_factor) = _signs(self.forward), _signs(self.inverse)
         mapped = None
-        if self.offset is not None:
-            rows = self.offset.double().transpose(0, 1) @ self.forward.double().mT  # [HK or 1, buckets, D]
+        if self.key_mean is not None:
+            rows = self.key_mean.double().transpose(0, 1) @ self.forward.double().mT  # [HK or 1, buckets, D]
             mapped = rows.transpose(0, 1).float().contiguous()
         query = inverse.mT.contiguous()
         return MapOperands(
@@ -227,7 +229,7 @@ class LinearMap:
         def part(t: torch.Tensor | None, axis: int) -> torch.Tensor | None:
             return t if t is None or t.shape[axis] == 1 else t.narrow(axis, start, stop - start)
 
-        given = self.forward, self.inverse, self.offset, self.metric
+        given = self.forward, self.inverse, self.key_mean, self.hessian
         own = [part(t, axis) for t, axis in zip(given, (0, 0, 1, 0))]
         return self if all(a is b for a, b in zip(own, given)) else LinearMap(*own)
 
@@ -237,16 +239,16 @@ class LinearMap:
         def move(values):
             return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
 
-        given = self.forward, self.inverse, self.offset, self.metric
+        given = self.forward, self.inverse, self.key_mean, self.hessian
         moved = move(given)
         if all(a is b for a, b in zip(given, moved)):
             return self
         rounding = None if self.rounding is None else Rounding(*move(self.rounding))
         return LinearMap(*moved, MapOperands(*move(self.operands)), rounding)
 
-    def offset_rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Rows `[..., HK or 1, D]` of the offset table for integer positions `[...]`."""
-        return self.offset[(positions // OFFSET_BUCKET).clamp_max(self.offset.shape[0] - 1).long()]
+    def key_mean_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Rows `[..., HK or 1, D]` of the table of key means for integer positions `[...]`."""
+        return self.key_mean[(positions // KEY_MEAN_BUCKET).clamp_max(self.key_mean.shape[0] - 1).long()]
 
 
 def rounding_of(codec: Codec, map_: LinearMap | None) -> Rounding | None:
@@ -270,7 +272,7 @@ def _default_map(kind: str, head_size: int, device: str) -> LinearMap | None:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """The maps of one layer's K and V; None: rows are stored as they are. ValueError for a V map with an offset: none is added back.
+    """The maps of one layer's K and V; None: rows are stored as they are. ValueError for a V map with key means: none is added back.
 
     calibration: the digest of the `Calibration` that they are of, for people; it changes nothing.
     """
@@ -283,8 +285,8 @@ class LayerMaps:
         for name in ("k", "v"):
             if not isinstance(getattr(self, name), (LinearMap, type(None))):
                 raise ValueError(f"{name}={type(getattr(self, name)).__name__}: a LinearMap or None is needed")
-        if self.v is not None and self.v.offset is not None:
-            raise ValueError(f"v.offset: shape {tuple(self.v.offset.shape)}; None is needed: only keys have offsets")
+        if self.v is not None and self.v.key_mean is not None:
+            raise ValueError(f"v.key_mean: shape {tuple(self.v.key_mean.shape)}; None is needed: only keys have means")
 
     @classmethod
     def of(cls, fmt: Format, head_size: int, head_size_v: int, device: torch.device | str = "cpu") -> LayerMaps:
@@ -293,8 +295,8 @@ class LayerMaps:
 
     @property
     def by_position(self) -> bool:
-        """Whether what is stored of a key depends on its position: its map has an offset."""
-        return self.k is not None and self.k.offset is not None
+        """Whether what is stored of a key depends on its position: its map has key means."""
+        return self.k is not None and self.k.key_mean is not None
 
     def heads(self, start: int, stop: int) -> LayerMaps:
         """The maps of kv heads start to before stop."""
@@ -309,7 +311,7 @@ class LayerMaps:
                 factors += [1.0, 1.0]
             else:
                 rounding = [None] * 3 if side.rounding is None else side.rounding
-                tensors += [side.forward, side.inverse, side.offset, side.metric, *side.operands[:5], *rounding]
+                tensors += [side.forward, side.inverse, side.key_mean, side.hessian, *side.operands[:5], *rounding]
                 factors += side.operands[5:]
         return tensors, factors
 
@@ -324,10 +326,11 @@ class LayerMaps:
         return cls(side(tensors[:SIDE_TENSORS], factors[:2]), side(tensors[SIDE_TENSORS:], factors[2:]))
 
     def fingerprint(self) -> str:
-        """Hash of what bytes mean: two caches with the same one hold comparable bytes. Metrics, which only guide a writer, are left out."""
+        """Hash of what bytes mean: two caches with the same one hold comparable bytes. Hessians, which only guide a writer, are left
+        out."""
         digest = hashlib.sha256()
         for side in (self.k, self.v):
-            for tensor in () if side is None else (side.forward, side.inverse, side.offset):
+            for tensor in () if side is None else (side.forward, side.inverse, side.key_mean):
                 digest.update(b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes())
             digest.update(b"|")
         return digest.hexdigest()[:16]

@@ -75,7 +75,7 @@ def copy_pages_between(
 
 def meaning(cache: PagedCache | PageViews) -> dict[str, Any]:
     """What has to be equal for bytes of pages to mean the same, as plain values: geometry with the format, maps, per-tensor scales.
-    Metrics are not among them: they only guide who writes."""
+    Hessians are not among them: they only guide who writes."""
     return {"spec": cache.spec.to_dict(), "maps": cache.maps.fingerprint(), "scales": [float(cache.k.scale), float(cache.v.scale)]}
 
 

@@ -23,7 +23,8 @@ from .full_precision import FullPrecisionTokens
 from .maps import LayerMaps, LinearMap
 
 MAPS_FORMAT, MAPS_VERSION = "quantkv-maps", "1"
-PARTS = ("forward", "inverse", "offset", "metric")  # of a map, as tensors of a file are named: layers.3.k.forward
+# Tensors of a map in a file, such as layers.3.k.forward: fields of `LinearMap`. Names in files never change.
+PARTS = {"forward": "forward", "inverse": "inverse", "offset": "key_mean", "metric": "hessian"}
 
 
 @deprecated.keywords(exact="full_precision")
@@ -34,7 +35,7 @@ class Policy:
     format: of the layers that `layers` does not name; "K/V" pairs and "none" (16 bits, as the model computes) are formats too.
     layers: format of a layer by its number, counted from 0.
     maps: maps of a layer by its number, for all of its kv heads; a side that they name goes before the calibration's.
-    calibration: of the model: offsets of keys and metrics for the writers of all layers.
+    calibration: of the model: key means, and Hessians for the writers of all layers.
     full_precision: tokens with 16-bit copies; None: there are none.
     statistics: "auto": without a calibration, an engine measures the model itself before it stores the first row, and says so where it
         cannot; "require": it refuses where it cannot; "off": it never does.
@@ -190,8 +191,8 @@ def _map_tensors(maps: dict[int, LayerMaps]) -> Iterator[tuple[str, torch.Tensor
     """As a file names them, the reverse of `_read_maps`."""
     for number, layer in maps.items():
         for side in ("k", "v"):
-            for part in PARTS:
-                t = getattr(getattr(layer, side), part, None)
+            for part, field_name in PARTS.items():
+                t = getattr(getattr(layer, side), field_name, None)
                 if t is not None:
                     yield f"layers.{number}.{side}.{part}", t.clone(memory_format=torch.contiguous_format)  # layers may share one
 

@@ -1,4 +1,4 @@
-"""Rounding of rows in a metric: codes that cost the reader least, in the bytes that a format has anyway.
+"""Rounding of rows by a Hessian: codes that cost the reader least, in the bytes that a format has anyway.
 
 What an error e of a cached row costs is `e^T M e`, M the second moments of what the row is multiplied with: the queries for a key, the
 output projection's columns for a value. Codes are chosen one dimension after the other, each making up for the errors before it (LDLQ,
@@ -13,35 +13,35 @@ import torch
 
 CANDIDATES = (0.85, 1.0, 1.15, 1.3)  # scales to try, in units of the row's root mean square
 TINY = torch.finfo(torch.float32).tiny
-DAMPING = 1e-4  # of the metric's mean diagonal: what keeps it positive definite
+DAMPING = 1e-4  # of the Hessian's mean diagonal: what keeps it positive definite
 
 
 class Rounding(NamedTuple):
-    """A metric, and what follows from it. `e^T metric e = sum_i gain_i (e_i + sum_{j < i} feedback_ij e_j)^2`.
+    """A Hessian, and what follows from it. `e^T hessian e = sum_i gain_i (e_i + sum_{j < i} feedback_ij e_j)^2`.
 
-    metric: `[HK or 1, D, D]` float32, positive definite. feedback: of its shape, strictly lower triangular. gain: `[HK or 1, D]`.
+    hessian: `[HK or 1, D, D]` float32, positive definite. feedback: of its shape, strictly lower triangular. gain: `[HK or 1, D]`.
     """
 
-    metric: torch.Tensor
+    hessian: torch.Tensor
     feedback: torch.Tensor
     gain: torch.Tensor
 
     @classmethod
-    def of(cls, metric: torch.Tensor) -> Rounding:
-        """metric: `[HK or 1, D, D]`, symmetric. ValueError where it is not positive semidefinite."""
-        wide, size = metric.double(), metric.shape[-1]
+    def of(cls, hessian: torch.Tensor) -> Rounding:
+        """hessian: `[HK or 1, D, D]`, symmetric. ValueError where it is not positive semidefinite."""
+        wide, size = hessian.double(), hessian.shape[-1]
         mean = wide.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        wide = wide + DAMPING * mean * torch.eye(size, dtype=torch.float64, device=metric.device)
+        wide = wide + DAMPING * mean * torch.eye(size, dtype=torch.float64, device=hessian.device)
         root, failed = torch.linalg.cholesky_ex(wide.flip(-1, -2))  # the last dimension, which can mend most, is eliminated first
         if bool(failed.any()):
-            raise ValueError("metric: a positive semidefinite matrix for each head is needed")
+            raise ValueError("hessian: a positive semidefinite matrix for each head is needed")
         scale = root.diagonal(dim1=-2, dim2=-1)
         unit = (root / scale[..., None, :]).mT.flip(-1, -2)  # lower triangular, ones on the diagonal
         return cls(wide.float(), unit.tril(-1).float().contiguous(), scale.square().flip(-1).float().contiguous())
 
     def weigh(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows M` of rows `[T, HK, D]` float32, in float64 on the way."""
-        return (rows.double().transpose(0, 1) @ self.metric.double()).transpose(0, 1).float()
+        return (rows.double().transpose(0, 1) @ self.hessian.double()).transpose(0, 1).float()
 
 
 def root_mean_square(rows: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def root_mean_square(rows: torch.Tensor) -> torch.Tensor:
 def round_to_levels(rows: torch.Tensor, rounding: Rounding, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int64 `[T, HK, D]` and scales `[T, HK, 1]` of rows `[T, HK, D]` float32, so that `scale * levels[code]` costs little.
 
-    levels: `[n]` float32, rising. Of the candidates the one with the largest cosine, in the metric, to the row is taken; its scale is
+    levels: `[n]` float32, rising. Of the candidates the one with the largest cosine, by the Hessian, to the row is taken; its scale is
     then such that row and rounded row have the product that the row has with itself: what reads it is not biased.
     """
     tokens, _, size = rows.shape

@@ -58,7 +58,7 @@ class Case:
     block_size: int = 8
     dtype: str = "fp32"
     index: str = "int32"
-    maps: str = "own"  # of the formats; "dense": other matrices; "offset": with offsets of the keys, too
+    maps: str = "own"  # of the formats; "dense": other matrices; "offset": with key means, too
     scales: tuple[float, float] = (1.0, 1.0)
     entry: str = "call"  # or "cache", "prepared"
     promises: tuple[str, ...] = ()
@@ -222,13 +222,13 @@ class Made:
         view.copy_(rows)
         return view.to(self.device)
 
-    def _map(self, size: int, offset: bool) -> LinearMap:
+    def _map(self, size: int, key_mean: bool) -> LinearMap:
         shared = bool(self.rng.integers(2))
         heads = 1 if shared else self.case.heads
         turn = np.linalg.qr(self.rng.standard_normal((heads, size, size)))[0] * self.rng.uniform(0.7, 1.4, (heads, 1, size))
         forward = torch.from_numpy(turn).float()
         inverse = torch.linalg.inv(forward.double()).float()
-        table = torch.from_numpy(self.rng.standard_normal((2, 1 if shared else self.case.heads, size))).float() if offset else None
+        table = torch.from_numpy(self.rng.standard_normal((2, 1 if shared else self.case.heads, size))).float() if key_mean else None
         return LinearMap(forward, inverse, table)
 
     def _maps(self) -> LayerMaps | None:

@@ -59,7 +59,7 @@ def cache_of(name: str = "int8", pages: int = PAGES, **options: Any) -> PagedCac
     return cache
 
 
-def offset_map(heads: int = 1) -> LayerMaps:
+def key_mean_map(heads: int = 1) -> LayerMaps:
     eye = torch.eye(D).expand(heads, D, D).contiguous()
     return LayerMaps(LinearMap(eye, eye, torch.ones(2, heads, D)))
 
@@ -114,7 +114,7 @@ WRITES = {
     "implementation": a.among("auto", "reference"),
 }
 NAMED = {"key": ("key", "value", "slot_mapping"), "value": ("value", "key")}  # two sizes that differ: either may be named
-MATRIX = {"forward": ("forward",), "inverse": ("inverse",), "offset": ("offset",), "metric": ("metric",)}
+MATRIX = {"forward": ("forward",), "inverse": ("inverse",), "key_mean": ("key_mean",), "hessian": ("hessian",)}
 
 
 def _filled(v: Any) -> bool:
@@ -175,12 +175,12 @@ def _entries() -> dict[str, Entry]:
             {**SPREAD, "chunk_lookback": ("chunk_lookback", "window")},
             bytes_of,
         ),
-        "write": Entry(_layered("int8", maps=offset_map()), lambda cache, **given: cache.write(**given), WRITE, WRITES, NAMED, bytes_of),
+        "write": Entry(_layered("int8", maps=key_mean_map()), lambda cache, **given: cache.write(**given), WRITE, WRITES, NAMED, bytes_of),
         "prepare_write": Entry(
             _layered("levels4"), _prepared_write, WRITE, {**WRITES, "positions": a.tensor((4,), INDEX, none=True, low=0)}, NAMED, bytes_of
         ),
         "dequantize": Entry(
-            _layered("levels4", maps=offset_map()),
+            _layered("levels4", maps=key_mean_map()),
             lambda cache, **given: cache.dequantize(**given),
             dict(slots=torch.arange(4), positions=torch.arange(4)),
             {"slots": a.tensor((4,), INDEX, low=0, high=PAGES * SIZE), "positions": a.tensor((4,), INDEX, low=0), "dtype": a.never},
@@ -279,14 +279,14 @@ def _entries() -> dict[str, Entry]:
         "LinearMap": Entry(
             lambda: None,
             lambda _, **given: LinearMap(**given),
-            dict(forward=torch.ones(1, 1, 1), inverse=torch.ones(1, 1, 1), offset=None, metric=None),
+            dict(forward=torch.ones(1, 1, 1), inverse=torch.ones(1, 1, 1), key_mean=None, hessian=None),
             {
                 "forward": _one,
                 "inverse": _one,
-                "offset": lambda v: (
+                "key_mean": lambda v: (
                     v is None or (a.tensor((None, 1, 1), ["float32"])(v) and v.shape[0] > 0 and v.fill in (0, 1, 2, -1, 100))
                 ),
-                "metric": lambda v: (
+                "hessian": lambda v: (
                     v is None or ((_filled(v) or (a.tensor((None, 1, 1), ["float32"])(v) and v.fill == 0)) and v.shape[0] > 0)
                 ),
             },

@@ -35,7 +35,7 @@ class Case:
     heads: int
     dtype: str
     scale: float
-    offset: bool
+    key_mean: bool
     extreme: bool
 
 
@@ -201,14 +201,14 @@ def check(case: Case) -> None:
     """The target: what is stored reads back as the document says, and is what the document says of the rows."""
     rng = np.random.default_rng(case.seed)
     fmt, table = get_format(case.format), None
-    if case.offset:
+    if case.key_mean:
         a = torch.from_numpy(matrix(fmt.k.name, case.head_size)).float()[None]
         table = torch.from_numpy(rng.standard_normal((2, case.heads, case.head_size))).float()
         maps = LayerMaps(LinearMap(a, torch.linalg.inv(a.double()).float().contiguous(), table))
     cache = PagedCache(
         fmt.cache_spec(case.heads, case.head_size, case.head_size_v, SIZE),
         2,
-        maps=maps if case.offset else None,
+        maps=maps if case.key_mean else None,
         k_scale=case.scale,
         v_scale=case.scale,
     )
@@ -230,11 +230,11 @@ def check(case: Case) -> None:
         x, added = rows.double().numpy(), np.zeros_like(back)
         either_way = codec.name.startswith(("levels", "trellis"))
         signed = meta.view(np.float16)[..., :1] < 0 if either_way else np.zeros((TOKENS, case.heads, 1), bool)
-        if side == "k" and case.offset:
-            offset = table[np.minimum(positions.numpy() // 64, 1)].double().numpy()
-            added = np.where(signed, 0.0, offset)
+        if side == "k" and case.key_mean:
+            key_mean = table[np.minimum(positions.numpy() // 64, 1)].double().numpy()
+            added = np.where(signed, 0.0, key_mean)
             if either_way and not case.extreme:
-                with_it, alone = (np.linalg.norm(t @ turn.T, axis=-1, keepdims=True) for t in (x - offset, x))
+                with_it, alone = (np.linalg.norm(t @ turn.T, axis=-1, keepdims=True) for t in (x - key_mean, x))
                 assert (np.where(signed, alone, with_it) <= np.minimum(alone, with_it) * (1 + 1e-5)).all(), "the shorter row is stored"
         else:
             assert not signed.any()

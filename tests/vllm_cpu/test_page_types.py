@@ -56,13 +56,13 @@ def saved(folder, made):
 
 def test_policies_that_write_other_bytes_have_other_hashes(seen, tmp_path):
     turned = {1: LayerMaps(TURN)}
-    offset = LinearMap(TURN.forward, TURN.inverse, torch.ones(1, 1, 64))
+    key_mean = LinearMap(TURN.forward, TURN.inverse, torch.ones(1, 1, 64))
     made = {
         "one": Policy("int4", {0: "int8"}),
         "another layer": Policy("int4", {1: "int8"}),
         "another format": Policy("levels4", {0: "int8"}),
         "a map": Policy("int4", {0: "int8"}, turned),
-        "an offset": Policy("int4", {0: "int8"}, {1: LayerMaps(offset)}),
+        "a key mean": Policy("int4", {0: "int8"}, {1: LayerMaps(key_mean)}),
         "the values' map": Policy("int4", {0: "int8"}, {1: LayerMaps(v=TURN)}),
         "all": Policy("int8"),
     }

@@ -59,7 +59,7 @@ def test_rows_that_are_scaled_after_their_rotation_are_understood(tmp_path):
     for number, layer in expected.layers.items():
         found = Calibration.load(file).layers[number]
         torch.testing.assert_close(found.key_offset.norm(dim=2), layer.key_offset.norm(dim=2), rtol=2e-3, atol=1e-3)
-        for ours, theirs in ((found.key_metric, layer.key_metric), (found.value_metric, layer.value_metric)):
+        for ours, theirs in ((found.key_hessian, layer.key_hessian), (found.value_hessian, layer.value_hessian)):
             torch.testing.assert_close(*(t.diagonal(dim1=1, dim2=2).sum(1) for t in (ours, theirs)), rtol=1e-3, atol=0)
 
 

@@ -14,7 +14,7 @@ from ..formats import get_format
 from ..implementations import refusal
 from ..implementations.cpu.compiling import missing
 from ..implementations.prefill import backends
-from ..maps import OFFSET_BUCKET, LayerMaps, LinearMap
+from ..maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap
 from ..prepared import prepare_attend, prepare_write
 from .problem import Entry, Problem, RowsOf, Unavailable
 from .shapes import KINDS
@@ -49,7 +49,7 @@ class Contestant:
 
 def quantkv(implementation: str, format_name: str) -> Contestant:
     """One of quantkv's implementations: what `ops` takes as `implementation`, over the calls that it is made for. format_name: with
-    "+maps" the format under maps and a table of key offsets of the layer's own, as calibration gives them: `layer_maps`."""
+    "+maps" the format under maps and a table of key means of the layer's own, as calibration gives them: `layer_maps`."""
     few = ("decode", "verify", "write", "step")
     kinds = {"prefill": ("prefill",), "hopper": few, "cpu": few}.get(implementation, KINDS)
     prepare = lambda problem: _prepare(problem, implementation, format_name)
@@ -110,13 +110,13 @@ def empty(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:
 
 
 def layer_maps(problem: Problem) -> LayerMaps:
-    """Random rotations `[HK, D, D]` of K and V, and an offset of the keys for every 64 positions: as costly as any."""
+    """Random rotations `[HK, D, D]` of K and V, and a key mean of the keys for every 64 positions: as costly as any."""
     s = problem.shape
     generator = torch.Generator("cpu").manual_seed(1)
     normal = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64, device="cpu")
     k, v = (torch.linalg.qr(normal(s.HK, size, size))[0] for size in (s.D, s.head_size_v))
-    offset = normal(-(-problem.length // OFFSET_BUCKET), s.HK, s.D).float()
-    return LayerMaps(*(LinearMap(a.float(), a.mT.contiguous().float(), off) for a, off in ((k, offset), (v, None))))
+    key_mean = normal(-(-problem.length // KEY_MEAN_BUCKET), s.HK, s.D).float()
+    return LayerMaps(*(LinearMap(a.float(), a.mT.contiguous().float(), off) for a, off in ((k, key_mean), (v, None))))
 
 
 def filled(problem: Problem, format_name: str) -> tuple[PagedCache, RowsOf]:

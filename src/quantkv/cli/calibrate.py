@@ -69,7 +69,7 @@ def calibrate_command(
 
 def _print_summary(console: Any, made: Any, out: Path) -> None:
     count, tokens = len(made.layers), made.made_of["tokens"]
-    without = sum(layer.key_offset is None for layer in made.layers.values())
+    without = sum(layer.key_mean is None for layer in made.layers.values())
     console.print(f"{out}: {count} layers, {made.positions:,} positions, from {tokens:,} tokens; digest {made.digest[:16]}", markup=False)
     if without:
-        console.print(f"{without} layers have no offset: how their keys turn with the position is not understood", style="yellow")
+        console.print(f"{without} layers have no key means: how their keys turn with the position is not understood", style="yellow")

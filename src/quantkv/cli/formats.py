@@ -60,14 +60,14 @@ def formats_command(json_file: Json = None) -> None:
 
 def described() -> list[dict[str, Any]]:
     """What the registry says of each format."""
-    from ..calibration import gains_from_offset
+    from ..calibration import gains_from_key_mean
     from ..format import aliases_of, available_formats, get_format
     from ..implementations import NAMES, can_serve
 
     rows = []
     for name in available_formats():
         fmt = get_format(name)
-        gains = (["offset"] if gains_from_offset(fmt.k) else []) + (["metric"] if fmt.k.encode_in or fmt.v.encode_in else [])
+        gains = (["key mean"] if gains_from_key_mean(fmt.k) else []) + (["Hessian"] if fmt.k.encode_in or fmt.v.encode_in else [])
         size = next(size for size in (HEAD_SIZE, *range(8, 1025, 8)) if _takes(fmt, size))
         spec = fmt.cache_spec(1, size)
         served = {word: {n: can_serve(n, fmt, kind) for n in NAMES} for word, kind in (("read", "attend"), ("written", "write"))}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..calibration import LayerMoments
-from ..maps import OFFSET_BUCKET
+from ..maps import KEY_MEAN_BUCKET
 from .layer import LayerAttention
 
 SKIPPED = 8  # tokens at the beginning of a context: their keys are not like others'
@@ -75,11 +75,11 @@ def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor],
 
 def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
     """Means `[HK, D]` at every position below limit, averaged over buckets: `[buckets, HK, D]` of each."""
-    parts, step, device = [], BUCKETS_AT_ONCE * OFFSET_BUCKET, means[0].device
+    parts, step, device = [], BUCKETS_AT_ONCE * KEY_MEAN_BUCKET, means[0].device
     stacked, heads = torch.cat(means), [len(mean) for mean in means]
     for start in range(0, limit, step):
-        positions = torch.arange(start, min(start + step, -(-limit // OFFSET_BUCKET) * OFFSET_BUCKET), device=device)
-        matrices = rotate(positions.clamp(max=limit - 1)).float().unflatten(0, (-1, OFFSET_BUCKET)).mean(1)
+        positions = torch.arange(start, min(start + step, -(-limit // KEY_MEAN_BUCKET) * KEY_MEAN_BUCKET), device=device)
+        matrices = rotate(positions.clamp(max=limit - 1)).float().unflatten(0, (-1, KEY_MEAN_BUCKET)).mean(1)
         parts.append(torch.einsum("hd,bde->bhe", stacked, matrices))
     return list(torch.cat(parts).split(heads, 1))
 

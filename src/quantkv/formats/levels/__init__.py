@@ -5,10 +5,10 @@ N(0, 1) times one fp16 scale a row.
 squared error of N(0, 1) least: it is that of the best quantizer (Lloyd-Max) at 2 bits, and 0.2, 2, 6 and 11 % more at 3, 4, 5 and 6.
 
 The scale is such that row and rounded row have the product that the row has with itself (RaBitQ's estimator, arXiv 2405.12497): a key
-that matches a query is not scored too low. With a metric, codes are rounded in it (`rounding.py`), to the same bytes.
+that matches a query is not scored too low. With a Hessian, codes are rounded in it (`rounding.py`), to the same bytes.
 
-A key may be stored without its map's offset: then its codes are those of the row's negative, and the scale is negative too, so that
-`scale * level` is the row in either case, and the sign says whether the offset belongs to it.
+A key may be stored without its map's key mean: then its codes are those of the row's negative, and the scale is negative too, so that
+`scale * level` is the row in either case, and the sign says whether the key mean belongs to it.
 """
 
 from __future__ import annotations

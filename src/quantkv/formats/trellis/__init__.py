@@ -22,7 +22,7 @@ from ..levels import stored_scale
 from .pairs import PAIRS
 from .search import CHAIN, STATES, search
 
-WIDE = 1.1  # in a metric: rows are aimed at with the errors of others on top
+WIDE = 1.1  # by a Hessian: rows are aimed at with the errors of others on top
 
 
 @cache

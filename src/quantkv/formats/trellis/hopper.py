@@ -42,7 +42,7 @@ def _laid_out(rounding: Rounding) -> torch.Tensor:
     for first in range(0, size, BLOCK):
         some = slice(first, first + BLOCK)
         blocks += [feedback[:, some, some].mT.flatten(1), gain[:, some]]
-    parts = (tiles(rounding.metric, None)[0].flatten(1), (between * unit).flatten(1), torch.cat(inside, 1), torch.cat(blocks, 1).float())
+    parts = (tiles(rounding.hessian, None)[0].flatten(1), (between * unit).flatten(1), torch.cat(inside, 1), torch.cat(blocks, 1).float())
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
 
 

@@ -13,7 +13,7 @@ CHAIN = 64  # dimensions that hang together; each chain begins after a code of 0
 def search(rows: torch.Tensor, pairs: torch.Tensor, rounding: Rounding | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 `[T, HK, D / 2]` of rows `[T, HK, D]` float32 in units of `pairs`, and the rows that they stand for.
 
-    pairs: `[16, 16, 2]` float32, the two numbers that a code stands for after each code before it. rounding: of the metric in which errors
+    pairs: `[16, 16, 2]` float32, the two numbers that a code stands for after each code before it. rounding: of the Hessian in which errors
     cost (see `rounding.py`): each of the 16 ways that are kept open feeds back its own errors. None: all errors cost alike.
     """
     size = rows.shape[2]

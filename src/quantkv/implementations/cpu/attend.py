@@ -145,13 +145,13 @@ def _attend_segment(
     scale = call.scale * k.scale
     by_map = matrix(sides.query_matrix, maps.k, fmt.k.planes, scale)
     mapped = (q * scale).unflatten(-1, (-1, fmt.k.planes)).mT.flatten(-2) if by_map is None else _by_head(q, by_map, heads)
-    offset = None if maps.k is None else maps.k.offset
-    offsets = q.new_empty(*q.shape[:2], 0) if offset is None else _by_head(q * call.scale, offset.permute(1, 2, 0), heads)
+    key_mean = None if maps.k is None else maps.k.key_mean
+    mean_scores = q.new_empty(*q.shape[:2], 0) if key_mean is None else _by_head(q * call.scale, key_mean.permute(1, 2, 0), heads)
     out, lse = q.new_empty(*q.shape[:2], segment.head_size_v), q.new_empty(q.shape[:2])
     sums, totals = np.empty((plan.columns, segment.head_size_v), np.float32), np.empty((plan.columns, 2), np.float32)
     key, value, size = traits[0].of(k), traits[1].of(v), k.codes.shape[1]
     where = (size, plan.pieces, plan.pages, plan.starts, plan.seen, plan.origins)
-    what = (key, value, mapped.contiguous().numpy(), offsets.contiguous().numpy(), call.options.softcap, sums, totals)
+    what = (key, value, mapped.contiguous().numpy(), mean_scores.contiguous().numpy(), call.options.softcap, sums, totals)
     smallest = SMALLEST_PART // (kernels.CHUNK * (q.shape[2] + segment.head_size_v))
     in_parts(len(plan.pieces) * heads, smallest, lambda first, last: kernels.attend_pieces(first, last, *where, *what))
     kernels.merge_pieces(plan.pieces, plan.first, plan.starts, sums, totals, out.numpy(), lse.numpy())

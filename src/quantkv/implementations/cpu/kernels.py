@@ -148,12 +148,12 @@ def read(side, page, slot, head, count, tile, scales, biases):
 
 
 @njit(fastmath=SUMS)
-def score_keys(key, pages, first, last, size, head, queries, sums, low, high, offsets, origin, tile, scores):
+def score_keys(key, pages, first, last, size, head, queries, sums, low, high, mean_scores, origin, tile, scores):
     """`scores [C, CHUNK]` of the keys in slots first to last, CHUNK of them from first rounded down, for each of the columns
     `queries [C, D]` that sees them: from `low[c]` to before `high[c]`."""
     start, columns = first // CHUNK * CHUNK, queries.shape[0]
     scales, biases = np.empty(ROWS, f32), np.empty(ROWS, f32)
-    signed, buckets, bits = key[SIGNED] != 0, offsets.shape[1], key[BUCKET_BITS]
+    signed, buckets, bits = key[SIGNED] != 0, mean_scores.shape[1], key[BUCKET_BITS]
     slot = first
     while slot < last:
         page, place = slot // size, slot % size
@@ -166,7 +166,7 @@ def score_keys(key, pages, first, last, size, head, queries, sums, low, high, of
                     dot += tile[r, d] * queries[c, d]
                 score = dot * scales[r] + sums[c] * biases[r]
                 if buckets and (not signed or scales[r] >= ZERO):
-                    score += offsets[c, min((origin + slot + r) >> bits, buckets - 1)]
+                    score += mean_scores[c, min((origin + slot + r) >> bits, buckets - 1)]
                 scores[c, slot + r - start] = score
         slot += count
 
@@ -225,13 +225,13 @@ F2, F3, I1, I2 = float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
 
 
 @compiled(void(int64, int64, int64, I2, I2, I1, I2, I1, I1, I1, F3, F3, float32, F2, F2), fastmath=SUMS, nogil=True)
-def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, value, queries, offsets, softcap, sums, totals):
+def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, value, queries, mean_scores, softcap, sums, totals):
     """Pieces first to last (heads innermost) of the work: each is one kv head and CHUNK slots of one sequence.
 
     size: slots of a page. pieces: `[N, 3]`, a sequence, its first slot, and where the piece's columns begin in sums and totals.
     pages `[S, pages]`. starts `[S + 1]`: where a sequence's queries begin. seen `[T, 2]`: which slots a query sees, from, to before.
-    origins `[S]`: the position of slot 0. queries `[T, HQ, D]`: mapped and scaled, in planes. offsets `[T, HQ, buckets]`: what the
-    keys' offset adds to a score. sums `[columns, D_V]`, totals `[columns, 2]`: weighted values; the largest score and the sum of weights.
+    origins `[S]`: the position of slot 0. queries `[T, HQ, D]`: mapped and scaled, in planes. mean_scores `[T, HQ, buckets]`: what the
+    keys' key mean adds to a score. sums `[columns, D_V]`, totals `[columns, 2]`: weighted values; the largest score and the sum of weights.
     """
     heads = key[HEADS]
     group, head_size = queries.shape[1] // heads, queries.shape[2]
@@ -242,7 +242,7 @@ def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, 
         token, count = starts[sequence], starts[sequence + 1] - starts[sequence]
         columns = group * count
         row += head * columns
-        rows, by_offset = np.empty((columns, head_size), f32), np.empty((columns, offsets.shape[2]), f32)
+        rows, by_bucket = np.empty((columns, head_size), f32), np.empty((columns, mean_scores.shape[2]), f32)
         low, high, sums_q = np.empty(columns, np.int64), np.empty(columns, np.int64), np.zeros(columns, f32)
         least, most = begin + CHUNK, begin
         for c in range(columns):
@@ -253,10 +253,10 @@ def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, 
             for d in range(head_size):
                 rows[c, d] = queries[t, h, d]
                 sums_q[c] += queries[t, h, d]
-            for b in range(offsets.shape[2]):
-                by_offset[c, b] = offsets[t, h, b]
+            for b in range(mean_scores.shape[2]):
+                by_bucket[c, b] = mean_scores[t, h, b]
         scores = np.empty((columns, CHUNK), f32)
-        score_keys(key, pages[sequence], least, most, size, head, rows, sums_q, low, high, by_offset, origins[sequence], tile, scores)
+        score_keys(key, pages[sequence], least, most, size, head, rows, sums_q, low, high, by_bucket, origins[sequence], tile, scores)
         for c in range(columns):
             totals[row + c, 0], totals[row + c, 1] = LOWEST, ZERO
             sums[row + c] = ZERO

@@ -65,7 +65,7 @@ def described(side: Side, codec: Codec) -> Description:
         kernels.UNIT_LENGTH: half.unit_length,
         kernels.SIGNED: codec.signed,
         kernels.HEADS: side.codes.shape[2],
-        kernels.BUCKET_BITS: (maps.OFFSET_BUCKET - 1).bit_length(),  # position >> bits: the row of an offset table
+        kernels.BUCKET_BITS: (maps.KEY_MEAN_BUCKET - 1).bit_length(),  # position >> bits: the row of a table of key means
     }
     for name, number in traits.items():
         numbers[name] = number

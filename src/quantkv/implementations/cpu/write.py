@@ -26,8 +26,8 @@ def refusal(call: WriteCall) -> str | None:
     for side, codec, map_ in _sides(call):
         if reason := sides.refusal(side, codec):
             return reason
-        if map_ is not None and (map_.offset is not None or map_.block_signs is None):
-            return "maps of Hadamard matrices with entries of +-1 and without an offset only"
+        if map_ is not None and (map_.key_mean is not None or map_.block_signs is None):
+            return "maps of Hadamard matrices with entries of +-1 and without key means only"
     if all(map_ is None and codec.cpu().encode is None for _, codec, map_ in _sides(call)):
         return f"{call.fmt.name} has neither a map nor a compiled encoder: there is nothing to gain"
     return None

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..triton.kernels.tiles import decode, join_operand, join_planes, load_cached, load_matrix, map_product, offset_row
+from ..triton.kernels.tiles import decode, join_operand, join_planes, key_mean_row, load_cached, load_matrix, map_product
 
 
 class PlacesView(NamedTuple):
@@ -47,7 +47,7 @@ def gather_rows(
     BLOCK_N: tl.constexpr,
 ):
     """Decode the keys of one head, BLOCK_N of each of a program's blocks, times factor, into rows of `target`: mapped as they are, or
-    mapped back, times back_factor. What is beyond a sequence's keys reads as zero bits, which are finite. map.offset: of rows that are
+    mapped back, times back_factor. What is beyond a sequence's keys reads as zero bits, which are finite. map.key_mean: of rows that are
     mapped back; else mapped, and back_factor times it is added. Nothing is added to rows that were stored without it."""
     REPEAT: tl.constexpr = max(BACK, 1)
     MAPPED_BACK: tl.constexpr = BACK > 0 and PLAN.mapped
@@ -78,9 +78,9 @@ def gather_rows(
             if len(affine) > 1:
                 x += affine[1][:, None]
             x *= factor
-            if PLAN.offset and not MAPPED_BACK:
-                offset = offset_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
-                x += tl.where(shifted[:, None], offset * back_factor, 0.0)
+            if PLAN.key_mean and not MAPPED_BACK:
+                key_mean = key_mean_row(map, head, (key // 64)[:, None], (tl.arange(0, W) * P + p)[None, :], D)
+                x += tl.where(shifted[:, None], key_mean * back_factor, 0.0)
             rows = rows + (x.to(target.dtype.element_ty),)
         if MAPPED_BACK:
             if target.dtype.element_ty.primitive_bitwidth == 16:
@@ -88,8 +88,8 @@ def gather_rows(
             else:
                 operand = join_planes(rows)
             joined = map_product(operand, matrix, tl.zeros([BLOCK_N, W * P], tl.float32), "ieee") * back_factor
-            if PLAN.offset:
-                joined += tl.where(shifted[:, None], offset_row(map, head, (key // 64)[:, None], column[None, :], D), 0.0)
+            if PLAN.key_mean:
+                joined += tl.where(shifted[:, None], key_mean_row(map, head, (key // 64)[:, None], column[None, :], D), 0.0)
             joined = joined.to(target.dtype.element_ty)
         else:
             joined = join_planes(rows)

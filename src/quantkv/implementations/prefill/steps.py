@@ -13,7 +13,7 @@ from ...calls import Segment, Side
 from ...format import Format
 from ...maps import LayerMaps, LinearMap
 from ..reference.attend import merge
-from ..reference.write import apply_map, dequantize, stored_offset
+from ..reference.write import apply_map, dequantize, stored_key_mean
 from .plan import Read, Round
 
 
@@ -79,8 +79,8 @@ class TorchSteps:
             position = torch.arange(first, first + count, device=pages.device)
             slots = pages[position // size].long() * size + position % size
             rows = dequantize(side, codec, row_map if self.back else None, slots, position)
-            if map_ is not None and map_.offset is not None:
-                rows = rows + apply_map(map_.forward, stored_offset(side, codec, map_, slots, position).expand_as(rows))
+            if map_ is not None and map_.key_mean is not None:
+                rows = rows + apply_map(map_.forward, stored_key_mean(side, codec, map_, slots, position).expand_as(rows))
             target[:, :count] = rows.transpose(0, 1) / gain(map_)
             target[:, count:] = 0
 

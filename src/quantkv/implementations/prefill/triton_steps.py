@@ -20,7 +20,7 @@ from .steps import Part, TorchSteps, gain
 
 # What differs between calls that one launch serves.
 GATHER_PLACES = (
-    "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.offset", "v_map.matrix",
+    "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.key_mean", "v_map.matrix",
     "places.table", "places.blocks", "keys", "values",
 )  # fmt: skip
 REPEAT = 8  # blocks of a program that maps rows of more than 128 dimensions back: the matrix is read once for all of them
@@ -111,7 +111,7 @@ class TritonSteps(TorchSteps):
         self._launch(key, tensors, numbers, lambda: self._gather_launch(tensors, numbers, round))
 
     def _gather_launch(self, tensors: Sequence, numbers: Sequence[float], round: Round) -> Launch:
-        _, _, _, _, k_matrix, k_offset, v_matrix, table, blocks, *scratch = tensors
+        _, _, _, _, k_matrix, k_key_mean, v_matrix, table, blocks, *scratch = tensors
         heads, room, _ = scratch[0].shape
         sizes, target, read = [t.shape[2] for t in scratch], Target.of(self.device), round.reads[0]
         count = triton.cdiv(room, _block(sizes)) if blocks is None else len(blocks) // 5
@@ -124,7 +124,7 @@ class TritonSteps(TorchSteps):
         arguments = {
             "k_pages": views[0],
             "v_pages": views[1],
-            "k_map": launch.map_view(k_matrix, k_offset),
+            "k_map": launch.map_view(k_matrix, k_key_mean),
             "v_map": launch.map_view(v_matrix),
             "places": PlacesView(table, 0 if blocks is None else table.stride(0), blocks),
             "keys": scratch[0],
@@ -144,13 +144,13 @@ class TritonSteps(TorchSteps):
         return Launch(gather_kernel, grid, arguments, options, GATHER_PLACES, GATHER_NUMBERS)
 
     def _row_map(self, side: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `gather_kernel` does to a side's rows after it decoded them: matrix, and offset."""
+        """What `gather_kernel` does to a side's rows after it decoded them: matrix, and key_mean."""
         map_ = self.row_maps[side]
         if map_ is None:
             return None, None
         if not self.back:
-            return None, map_.operands.mapped_offset
-        return map_.operands.output, launch.dense_rows(map_.offset)
+            return None, map_.operands.mapped_key_mean
+        return map_.operands.output, launch.dense_rows(map_.key_mean)
 
     def merge(self, a: Part, b: Part) -> Part:
         """Attention over the keys of both, float32: the rows in a's memory where they are float32 already. Not its sums: threads that read

@@ -199,19 +199,19 @@ def _add_by_position(
     segment: Segment,
     shifted: torch.Tensor | None,
 ) -> None:
-    """What is added to `score [S, H, G, M, N]`, in place, by where query and key stand: offset, then after the softcap ALiBi, bias.
+    """What is added to `score [S, H, G, M, N]`, in place, by where query and key stand: key_mean, then after the softcap ALiBi, bias.
 
-    shifted: bool `[S, H, 1, N]`, which keys were stored with the offset taken off; None: all."""
+    shifted: bool `[S, H, 1, N]`, which keys were stored with the key mean taken off; None: all."""
     dtype, heads, tile = score.dtype, score.shape[1], read.tile
     map_ = segment.maps.k
-    offset = None if map_ is None else map_.offset
-    if offset is not None or options.alibi_slopes is not None or options.qq_bias is not None:
+    key_mean = None if map_ is None else map_.key_mean
+    if key_mean is not None or options.alibi_slopes is not None or options.qq_bias is not None:
         query, key = positions(tile, segment, score.device)
         since_context = key - tile.column(tile.contexts, score.device)
-    if offset is not None:
-        by_key = map_.offset_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
-        by_offset = (rows * scale) @ by_key
-        score += (by_offset if shifted is None else by_offset * shifted).unflatten(2, score.shape[2:4])
+    if key_mean is not None:
+        by_key = map_.key_mean_rows(key[:, 0]).to(dtype).permute(0, 2, 3, 1)  # [S or 1, H or 1, D, N]
+        by_mean = (rows * scale) @ by_key
+        score += (by_mean if shifted is None else by_mean * shifted).unflatten(2, score.shape[2:4])
     if options.softcap > 0:
         score.div_(options.softcap).tanh_().mul_(options.softcap)
     if options.alibi_slopes is not None:

@@ -67,15 +67,15 @@ def as_integers(t: torch.Tensor) -> torch.Tensor:
 def encode(
     rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - offset) / scale)`. positions: int `[T]`, for an offset.
+    """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - key_mean) / scale)`. positions: int `[T]`, for key means.
 
-    A signed codec stores the negative of `A rows` where that is shorter than `A (rows - offset)`, and a negative scale."""
+    A signed codec stores the negative of `A rows` where that is shorter than `A (rows - key_mean)`, and a negative scale."""
     y, alone = rows.detach().float(), None
     if map_ is not None:
         dtype = rows.dtype if codec.round_mapped else torch.float32
-        if map_.offset is not None and codec.signed:
+        if map_.key_mean is not None and codec.signed:
             alone = map_.apply(y, dtype).float()
-        y = map_.apply(y if map_.offset is None else y - map_.offset_rows(positions), dtype).float()
+        y = map_.apply(y if map_.key_mean is None else y - map_.key_mean_rows(positions), dtype).float()
     if alone is not None:
         alone_is_shorter = alone.square().sum(-1, keepdim=True) < y.square().sum(-1, keepdim=True)
         y = torch.where(alone_is_shorter, -alone, y)
@@ -106,7 +106,7 @@ def dequantize(
     positions: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + offset`. positions: int `[T]`, for an offset."""
+    """The rows `[T, HK, D]` that slots `[T]` hold: `A^-1 y^ + key_mean`. positions: int `[T]`, for key means."""
     return given_dtypes(side.codes, _dequantize, side, codec, map_, slots, positions, dtype)
 
 
@@ -117,12 +117,12 @@ def _dequantize(side, codec, map_, slots, positions, dtype) -> torch.Tensor:
     rows = codec.dequantize(codes, None if side.meta is None else side.meta[at], dtype) * side.scale
     if map_ is not None:
         rows = apply_map(map_.inverse, rows)
-        if map_.offset is not None:
-            rows = rows + stored_offset(side, codec, map_, slots, positions).to(dtype)
+        if map_.key_mean is not None:
+            rows = rows + stored_key_mean(side, codec, map_, slots, positions).to(dtype)
     return rows
 
 
-def stored_offset(side: Side, codec: Codec, map_: LinearMap, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """What belongs to the keys in slots `[T]`, at positions `[T]`, beside what is stored: `[T, HK or 1, D]`, of a map with an offset."""
-    offset, block_size = map_.offset_rows(positions), side.codes.shape[1]
-    return offset * (side.meta[slots // block_size, slots % block_size][..., :1] >= 0) if codec.signed else offset
+def stored_key_mean(side: Side, codec: Codec, map_: LinearMap, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What belongs to the keys in slots `[T]`, at positions `[T]`, beside what is stored: `[T, HK or 1, D]`, of a map with key means."""
+    key_mean, block_size = map_.key_mean_rows(positions), side.codes.shape[1]
+    return key_mean * (side.meta[slots // block_size, slots % block_size][..., :1] >= 0) if codec.signed else key_mean

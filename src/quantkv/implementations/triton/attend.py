@@ -30,7 +30,7 @@ HONOURED = frozenset((
 OWN_ROWS = "dense"
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
 ATTEND_PLACES = (
-    "q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.offset",
+    "q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.key_mean",
     "batch.query_start", "batch.seq_lens", "batch.block_table", "extras.causal", "extras.alibi_slopes", "extras.qq_bias",
     "extras.prefix_ranges", "extras.key_start", "extras.key_range",
 )  # fmt: skip
@@ -175,7 +175,7 @@ def _tensors(call: AttendCall, plan: Plan) -> list[tuple[torch.Tensor | None, ..
     for i in plan.order:
         s = call.segments[i]
         operands = None if s.maps.k is None else s.maps.k.operands
-        key_map = (None, None) if operands is None else (operands.query, operands.mapped_offset)
+        key_map = (None, None) if operands is None else (operands.query, operands.mapped_key_mean)
         table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
         of_batch = (dense(batch.cu_seqlens_q), dense(batch.seq_lens), table)
         extras = (causal, dense(o.alibi_slopes), dense(o.qq_bias), dense(o.prefix_ranges), dense(s.key_start), dense(s.key_range))
@@ -208,7 +208,7 @@ def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Laun
 def _attend_launch(
     call: AttendCall, plan: Plan, part: Partials, s: Segment, tensors, first_split: int, count: int, v_factor: float
 ) -> launch.Launch:
-    q, *_, matrix, offset, query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors
+    q, *_, matrix, key_mean, query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors
     tiling, sizes = plan.tiling, (call.q.shape[2], s.head_size_v)
     views = [launch.pages(side, codec, size) for side, codec, size in zip((s.k, s.v), (s.fmt.k, s.fmt.v), sizes)]
     plans = [
@@ -221,7 +221,7 @@ def _attend_launch(
         "lse": part.lse,
         "k_pages": views[0],
         "v_pages": views[1],
-        "k_map": launch.map_view(matrix, offset),
+        "k_map": launch.map_view(matrix, key_mean),
         "batch": BatchView(query_start, seq_lens, table, table.stride(0)),
         "extras": Extras(
             causal,

@@ -109,15 +109,15 @@ def row_plan(
     lean: torch.dtype | None = None,
 ) -> RowPlan:
     """How rows of a codec lie and are mapped, as a kernel is compiled for it."""
-    offset = map_ is not None and map_.offset is not None
+    key_mean = map_ is not None and map_.key_mean is not None
     return RowPlan(
         device_codec(codec, target.ptx, exact, lean),
         head_size,
         *pages.words.stride()[:2],
         *((0, 0) if pages.meta is None else pages.meta.stride()[:2]),
         map_ is not None,
-        offset,
-        offset and codec.signed,
+        key_mean,
+        key_mean and codec.signed,
         codec.round_mapped,
         scale != 1.0,
         align=math.gcd(16, *pages.words.stride()[:3]),
@@ -149,12 +149,12 @@ def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> Pag
     return PagesView(words, words.stride(2), *fields, _table(codec, head_size, codes.device))
 
 
-def map_view(matrix: torch.Tensor | None, offset: torch.Tensor | None = None, rounding: Rounding | None = None) -> MapView:
-    """matrix `[HK or 1, D, D]`, dense; offset `[buckets, HK or 1, D]`, its last axis dense. rounding: of rows rounded in a metric."""
+def map_view(matrix: torch.Tensor | None, key_mean: torch.Tensor | None = None, rounding: Rounding | None = None) -> MapView:
+    """matrix `[HK or 1, D, D]`, dense; key_mean `[buckets, HK or 1, D]`, its last axis dense. rounding: of rows rounded by a Hessian."""
     view = MapView(matrix, 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0))
-    if offset is not None:
-        head = 0 if offset.shape[1] == 1 else offset.stride(1)
-        view = view._replace(offset=offset, offset_bucket=offset.stride(0), offset_head=head, num_buckets=offset.shape[0])
+    if key_mean is not None:
+        head = 0 if key_mean.shape[1] == 1 else key_mean.stride(1)
+        view = view._replace(key_mean=key_mean, key_mean_bucket=key_mean.stride(0), key_mean_head=head, num_buckets=key_mean.shape[0])
     if rounding is not None:
         heads = [0 if t.shape[0] == 1 else t[0].numel() for t in rounding[1:]]
         view = view._replace(feedback=rounding.feedback, feedback_head=heads[0], gain=rounding.gain, gain_head=heads[1])

@@ -22,7 +22,7 @@ else:
 
 PLACES = (
     "key.ptr", "value.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta",
-    "k_map.matrix", "k_map.offset", "k_map.feedback", "k_map.gain", "v_map.matrix", "v_map.feedback", "v_map.gain",
+    "k_map.matrix", "k_map.key_mean", "k_map.feedback", "k_map.gain", "v_map.matrix", "v_map.feedback", "v_map.gain",
     "slot_mapping", "positions",
 )  # fmt: skip
 
@@ -33,7 +33,7 @@ def refusal(call: WriteCall) -> str | None:
         return "the package triton is missing: pip install 'quantkv[triton]'"
     for codec, map_ in ((call.fmt.k, call.maps.k), (call.fmt.v, call.maps.v)):
         if rounding_of(codec, map_) is not None and codec.cubic is None:
-            return f"maps: a metric, and {codec.name} has no Triton kernel that rounds in one"
+            return f"maps: a Hessian, and {codec.name} has no Triton kernel that rounds by one"
     return launch.refusal(call.key.device, ((call.k, call.fmt.k), (call.v, call.fmt.v)), stored=True)
 
 
@@ -73,7 +73,7 @@ def _tensors(call: WriteCall) -> tuple[torch.Tensor | None, ...]:
         call.v.codes,
         call.v.meta,
         None if k_map is None else k_map.operands.forward,
-        None if k_map is None else launch.dense_rows(k_map.offset),
+        None if k_map is None else launch.dense_rows(k_map.key_mean),
         *_rounding(call.fmt.k, k_map),
         None if v_map is None else v_map.operands.forward,
         *_rounding(call.fmt.v, v_map),
@@ -91,7 +91,7 @@ def _rounding(codec: Codec, map_: LinearMap | None) -> tuple[torch.Tensor | None
 def _launch_of(call: WriteCall) -> launch.Launch:
     target = Target.of(call.key.device)
     tokens, heads, head_size = call.key.shape
-    key, value, *_, k_matrix, k_offset, _, _, v_matrix, _, _, slot_mapping, positions = _tensors(call)
+    key, value, *_, k_matrix, k_key_mean, _, _, v_matrix, _, _, slot_mapping, positions = _tensors(call)
     sides = ((call.fmt.k, key, call.maps.k, call.k), (call.fmt.v, value, call.maps.v, call.v))
     views = [launch.pages(side, codec, rows.shape[2], stored=True) for codec, rows, _, side in sides]
     plans = [launch.row_plan(codec, rows.shape[2], map_, side.scale, view, target) for (codec, rows, map_, side), view in zip(sides, views)]
@@ -104,7 +104,7 @@ def _launch_of(call: WriteCall) -> launch.Launch:
         "value": launch.rows_view(value),
         "k_pages": views[0],
         "v_pages": views[1],
-        "k_map": launch.map_view(k_matrix, k_offset, roundings[0]),
+        "k_map": launch.map_view(k_matrix, k_key_mean, roundings[0]),
         "v_map": launch.map_view(v_matrix, None, roundings[1]),
         "slot_mapping": slot_mapping,
         "positions": positions,
@@ -123,7 +123,7 @@ def _launch_of(call: WriteCall) -> launch.Launch:
 
 
 def write_tile(rows: int, head_size: int, mapped: bool, rounded: bool, target: Target) -> tuple[int, int]:
-    """Tokens of a tile, and warps. A map is a dot, which takes 16 rows or more; rounding in a metric holds each of them four times."""
+    """Tokens of a tile, and warps. A map is a dot, which takes 16 rows or more; rounding by a Hessian holds each of them four times."""
     if rounded:
         return 16, 4 if head_size <= 128 else 8
     if rows <= 64 * target.processors:

@@ -122,7 +122,9 @@ def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
     if found is not None and layer.weights is not None:
         weights.check({layer.index: layer.weights}, {layer.index: found})
     maps, name = layer.config.maps, get_format(layer.requested, torch.bfloat16).name
-    largest = 0.0 if positions.warned or name in UNQUANTIZED or (maps.k and maps.k.offset is not None) else weights.largest_key_bias(module)
+    largest = (
+        0.0 if positions.warned or name in UNQUANTIZED or (maps.k and maps.k.key_mean is not None) else weights.largest_key_bias(module)
+    )
     if largest > weights.LARGE_BIAS:
         positions.warned = True
         log.warning(

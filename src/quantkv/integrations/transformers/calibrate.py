@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ... import weights
 from ...calibration import MIN_TOKENS, Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
-from ...maps import OFFSET_BUCKET
+from ...maps import KEY_MEAN_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
 from .config import geometry_of, max_positions, plan_layers, shares_keys
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
@@ -43,13 +43,13 @@ def calibrate(
 
     positions: int64 like ids, where the tokens stand; None: from 0. They need not span those in use: what is seen is turned back by the
         model's rotary embedding, and from there to every position.
-    limit: offsets for so many positions, and averages over them; None: the model's own limit, or the contexts' length where it has none.
+    limit: key means for so many positions, and averages over them; None: the model's own limit, or the contexts' length where it has none.
     made_of: what is written beside the numbers, for people. on_step: told how many contexts are done, of how many.
     Memory: a batch of contexts with at most some 2,048 tokens, as in any forward pass. Gradients, the model's mode and its attention
     implementation stay as they are.
     Errors: ValueError for fewer than 256 tokens; NotImplementedError for models whose cache cannot be quantized or that keep latents
     (DeepSeek's MLA), and for those that do not ask transformers for their attention function. A layer whose rotation of keys fits no
-    known one gets no offset and the moments at the positions seen; the log says so.
+    known one gets no key means and the moments at the positions seen; the log says so.
     """
     config, decoder = model.config.get_text_config(decoder=True), decoder_of(model)
     plans = plan_layers(model.config)
@@ -80,7 +80,7 @@ def calibrate(
     if observer.layers.keys() != needed:
         apart = sorted(needed ^ observer.layers.keys())
         raise NotImplementedError(f"model: {type(model).__name__} does not attend to the keys of layers {apart} through transformers")
-    moments = observer.moments(-(-limit // OFFSET_BUCKET) * OFFSET_BUCKET)
+    moments = observer.moments(-(-limit // KEY_MEAN_BUCKET) * KEY_MEAN_BUCKET)
     told = {"model": type(model).__name__, "contexts": len(ids), "tokens": ids.numel(), **(made_of or {})}
     return Calibration(geometry_of(model.config).num_layers, moments, told)
 
@@ -271,24 +271,24 @@ class Observer:
         return None
 
     def moments(self, count: int) -> dict[int, LayerMoments]:
-        """Those of all layers, with offsets and averages for positions below `count`."""
+        """Those of all layers, with key means and averages for positions below `count`."""
         averages: dict[Any, Average] = {}
         return {number: self._moments(number, layer, count, averages) for number, layer in sorted(self.layers.items())}
 
     def _moments(self, number: int, layer: LayerSums, count: int, averages: dict[Any, Average]) -> LayerMoments:
-        queries, mean, offset = layer.query_moments / layer.queries, layer.key_sum / layer.keys, None
+        queries, mean, key_mean = layer.query_moments / layer.queries, layer.key_sum / layer.keys, None
         if not layer.understood:
-            log.warning("calibrate: layer %d: how keys turn with their position is not understood: no offset", number)
+            log.warning("calibrate: layer %d: how keys turn with their position is not understood: no key means", number)
         elif layer.layout is None:
-            offset = mean[None]
+            key_mean = mean[None]
         else:
             key = layer.rotary.key, layer.layout, mean.shape[-1]
             if key not in averages:
-                tables = layer.rotary.tables(count, OFFSET_BUCKET)
-                averages[key] = Average.of(tables, layer.layout, mean.shape[-1], OFFSET_BUCKET)
-            offset, queries = averages[key].turned_mean(mean), averages[key].turned_moments(queries)
-        offset = None if offset is None else offset.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
-        return LayerMoments(offset, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu(), layer.weights)
+                tables = layer.rotary.tables(count, KEY_MEAN_BUCKET)
+                averages[key] = Average.of(tables, layer.layout, mean.shape[-1], KEY_MEAN_BUCKET)
+            key_mean, queries = averages[key].turned_mean(mean), averages[key].turned_moments(queries)
+        key_mean = None if key_mean is None else key_mean.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
+        return LayerMoments(key_mean, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu(), layer.weights)
 
 
 WATCHING: list[Observer] = []

@@ -232,7 +232,7 @@ def _measured(config: Any, runner: Any, layers: dict[str, Any]) -> tuple[Calibra
 
 def _own(moments: Any) -> Any:
     """The same numbers in tensors that are no inference tensors."""
-    tensors = moments.key_offset, moments.key_metric, moments.value_metric
+    tensors = moments.key_offset, moments.key_hessian, moments.value_hessian
     return type(moments)(*(None if t is None else t.clone() for t in tensors))
 
 

@@ -66,7 +66,8 @@ NO_MAP = KernelMap("NO_MAP", None, 1.0)
 
 @dataclass(frozen=True)
 class KernelOffsets:
-    """The rows of an offset table as the kernels read them, times `gain`: groups of 16, the last of them all copies of the last row."""
+    """The rows of a table of key means as the kernels read them, times `gain`: groups of 16, the last of them all copies of the last
+    row."""
 
     data: torch.Tensor
     groups: int
@@ -129,7 +130,7 @@ def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
 
 def offsets_of(map_: LinearMap | None, key: HopperCodec) -> KernelOffsets | None:
     """A map's offsets as the kernel reads them, kept with the map; None where it has none."""
-    if map_ is None or map_.offset is None:
+    if map_ is None or map_.key_mean is None:
         return None
-    table = map_.operands.mapped_offset
+    table = map_.operands.mapped_key_mean
     return kept(table, key, lambda: KernelOffsets.of(table, key))

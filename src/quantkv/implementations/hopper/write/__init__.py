@@ -184,7 +184,7 @@ def _unsupported(call: WriteCall) -> str | None:
     for codec, map_ in ((fmt.k, call.maps.k), (fmt.v, call.maps.v)):
         cubic = codec.cubic is not None and not codec.round_mapped and codec.row.meta_bytes == 2
         if rounding_of(codec, map_) is not None and not cubic and codec.hopper().writer is None:
-            return f"maps: a metric, and {codec.name} has no code for Hopper that rounds by a Hessian"
+            return f"maps: a Hessian, and {codec.name} has no code for Hopper that rounds by a Hessian"
     return None
 
 
@@ -338,7 +338,7 @@ class Prepared:
         key_map, value_map = hadamard_of(maps.k), hadamard_of(maps.v)
         a.key_signs, a.value_signs, a.key_scale, a.value_scale = key_map.address, value_map.address, call.k.scale, call.v.scale
         if maps.by_position:
-            offset = maps.k.operands.mapped_offset  # [buckets, HK or 1, D] float32, contiguous
+            offset = maps.k.operands.mapped_key_mean  # [buckets, HK or 1, D] float32, contiguous
             a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
             a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0
         feedback = [_kind(way).feedback_of(map_.rounding) if way[1] else None for way, map_ in zip(ways(call), (maps.k, maps.v))]

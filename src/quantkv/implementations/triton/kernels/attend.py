@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, used_slots, visible, whole_tiles
-from .tiles import decode, join_operand, join_planes, load_cached, load_rows, offset_row, split_planes, zero_of
+from .tiles import decode, join_operand, join_planes, key_mean_row, load_cached, load_rows, split_planes, zero_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -105,9 +105,9 @@ def key_score(q_operand, q_sum, operand, affine, zero, factor, K: tl.constexpr, 
 
 
 @triton.jit
-def offset_score(score, q_planes, map, head, key, first_key, affine, factor, K: tl.constexpr, KEYS: tl.constexpr):
-    """score + factor * q . offset, of each key's bucket of 64 positions; nothing where a key was stored without. key `[N]` counts up from
-    first_key; map.offset is mapped."""
+def key_mean_score(score, q_planes, map, head, key, first_key, affine, factor, K: tl.constexpr, KEYS: tl.constexpr):
+    """score + factor * q . key_mean, of each key's bucket of 64 positions; nothing where a key was stored without. key `[N]` counts up from
+    first_key; map.key_mean is mapped."""
     FACTORS: tl.constexpr = K.factors
     P: tl.constexpr = len(q_planes)
     word = tl.arange(0, K.width)
@@ -115,8 +115,8 @@ def offset_score(score, q_planes, map, head, key, first_key, affine, factor, K: 
     for i in tl.static_range((key.shape[0] + 62) // 64 + 1):
         row = tl.zeros([q_planes[0].shape[0]], tl.float32)
         for p in tl.static_range(P):
-            offset = offset_row(map, head, bucket + i, word * P + p, K.head_size) * (FACTORS[0] / FACTORS[p])
-            row += tl.sum(q_planes[p].to(tl.float32) * offset[None, :], axis=1)
+            key_mean = key_mean_row(map, head, bucket + i, word * P + p, K.head_size) * (FACTORS[0] / FACTORS[p])
+            row += tl.sum(q_planes[p].to(tl.float32) * key_mean[None, :], axis=1)
         here = key // 64 == bucket + i
         if K.signed:
             here = here & (affine[0] >= 0)
@@ -248,7 +248,7 @@ def attend_kernel(
     """Grid (tiles of queries x kv heads, splits of the keys). A tile: BLOCK_M // GROUP queries by the GROUP heads of a kv head.
 
     Writes part `[T, HQ, all_splits, D_V]` float32, normalised, in V's mapped space, and lse `[T, HQ, all_splits]`, base 2, from first_split
-    on; a split without keys writes lse -inf and no part. k_scale multiplies what was encoded, not the offset; extras.v_factor values."""
+    on; a split without keys writes lse -inf and no part. k_scale multiplies what was encoded, not the key mean; extras.v_factor values."""
     BLOCK_Q: tl.constexpr = 1 if F.single else BLOCK_M // GROUP
     V_CODEC: tl.constexpr = V.codec  # Triton 3.6 passes on what is bound to a name, not the attribute of an attribute
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
@@ -316,8 +316,8 @@ def attend_kernel(
             if F.joined:
                 operand = (tl.trans(join_operand(operand)),)
             score = key_score(q_operand, q_sum, operand, affine, zero_of(meta, K), factor * k_scale, K, KEYS, PRECISION)
-            if K.offset:
-                score = offset_score(score, q_planes, k_map, head, key, start + first_slot, affine, factor, K, KEYS)
+            if K.key_mean:
+                score = key_mean_score(score, q_planes, k_map, head, key, start + first_slot, affine, factor, K, KEYS)
             if NATURAL:
                 asked, slopes = tl.expand_dims(row_mask, KEYS), tl.expand_dims(slope, KEYS)
                 score *= tl.expand_dims(q_unit, KEYS)

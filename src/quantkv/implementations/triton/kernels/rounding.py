@@ -1,4 +1,4 @@
-"""Rounding of rows in a metric, for codecs whose levels are an odd cubic of the code: blocks of 16 dimensions, one after the other."""
+"""Rounding of rows by a Hessian, for codecs whose levels are an odd cubic of the code: blocks of 16 dimensions, one after the other."""
 
 import triton
 import triton.language as tl

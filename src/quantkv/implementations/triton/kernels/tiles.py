@@ -81,15 +81,15 @@ def load_matrix(map, head, out, start, D: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def offset_row(map, head, bucket, column, D: tl.constexpr):
-    """Columns of the head's offset for each bucket of positions; the last row serves what lies beyond the table."""
+def key_mean_row(map, head, bucket, column, D: tl.constexpr):
+    """Columns of the head's key mean for each bucket of positions; the last row serves what lies beyond the table."""
     row = tl.minimum(bucket, map.num_buckets - 1).to(tl.int64)
-    return tl.load(map.offset + row * map.offset_bucket + head * map.offset_head + column, mask=column < D, other=0.0)
+    return tl.load(map.key_mean + row * map.key_mean_bucket + head * map.key_mean_head + column, mask=column < D, other=0.0)
 
 
 @triton.jit
-def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows at the pointers `rows [R]` as planes `[R, W]`: less their offset and mapped, in float32, or as they are."""
+def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, KEY_MEAN: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows at the pointers `rows [R]` as planes `[R, W]`: less their key mean and mapped, in float32, or as they are."""
     P: tl.constexpr = PLAN.codec.planes
     D: tl.constexpr = PLAN.head_size
     W: tl.constexpr = PLAN.width
@@ -102,8 +102,8 @@ def load_rows(rows, row_mask, map, head, position, PLAN: tl.constexpr, OFFSET: t
         for start in tl.static_range(0, D, CHUNK):
             column = (start + tl.arange(0, CHUNK))[None, :]
             x = tl.load(rows[:, None] + column, mask=row_mask[:, None] & (column < D), other=0.0)
-            if OFFSET:
-                x = x.to(tl.float32) - offset_row(map, head, (position // 64)[:, None], column, D)
+            if KEY_MEAN:
+                x = x.to(tl.float32) - key_mean_row(map, head, (position // 64)[:, None], column, D)
             updated = ()
             for p in tl.static_range(P):
                 matrix = load_matrix(map, head, word * P + p, start, D, CHUNK)

@@ -33,15 +33,15 @@ class PagesView(NamedTuple):
 
 
 class MapView(NamedTuple):
-    """`y = matrix (x - offset[position // 64])` for each kv head."""
+    """`y = matrix (x - key_mean[position // 64])` for each kv head."""
 
     matrix: Any = None  # [HK or 1, D, D]: y[out] = sum_in matrix[out, in] x[in]
     stride_head: Any = 0
-    offset: Any = None  # [buckets, HK or 1, D] float32
-    offset_bucket: Any = 0
-    offset_head: Any = 0
+    key_mean: Any = None  # [buckets, HK or 1, D] float32
+    key_mean_bucket: Any = 0
+    key_mean_head: Any = 0
     num_buckets: Any = 0
-    feedback: Any = None  # of a metric, [HK or 1, D, D] float32
+    feedback: Any = None  # of a Hessian, [HK or 1, D, D] float32
     feedback_head: Any = 0
     gain: Any = None  # [HK or 1, D] float32
     gain_head: Any = 0
@@ -158,11 +158,11 @@ class RowPlan(_Constant):
     page_meta: int  # elements of metadata
     slot_meta: int
     mapped: bool = False
-    offset: bool = False
-    signed: bool = False  # rows with a negative scale were stored without the offset
+    key_mean: bool = False
+    signed: bool = False  # rows with a negative scale were stored without the key mean
     rounded: bool = False  # the mapped row is rounded to the input's dtype before it is encoded
     scaled: bool = False  # a per-tensor scale other than 1
-    cubic: tuple[float, float] | None = None  # rows are rounded in a metric, to these levels: see `Codec.cubic`
+    cubic: tuple[float, float] | None = None  # rows are rounded by a Hessian, to these levels: see `Codec.cubic`
     align: int = 1  # rows begin at multiples of so many words: what Triton cannot see where strides are no multiples of 16
 
     @property

@@ -9,10 +9,10 @@ from .tiles import load_rows, meta_pointers, word_pointers
 
 
 @triton.jit
-def mapped_rows(at, given, map, head, position, factor, PLAN: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr):
-    """The rows at the pointers `at [R]` as planes in float32: less their offset, mapped, rounded as the codec wants them."""
+def mapped_rows(at, given, map, head, position, factor, PLAN: tl.constexpr, KEY_MEAN: tl.constexpr, PRECISION: tl.constexpr):
+    """The rows at the pointers `at [R]` as planes in float32: less their key mean, mapped, rounded as the codec wants them."""
     DTYPE: tl.constexpr = at.dtype.element_ty
-    loaded = load_rows(at, given, map, head, position, PLAN, OFFSET, PRECISION)
+    loaded = load_rows(at, given, map, head, position, PLAN, KEY_MEAN, PRECISION)
     x = ()
     for p in tl.static_range(len(loaded)):
         plane = loaded[p].to(tl.float32)
@@ -44,7 +44,7 @@ def write_rows(
     P: tl.constexpr = PLAN.codec.planes
     NUM_META: tl.constexpr = PLAN.codec.num_meta
     at = rows.ptr + token * rows.stride_token + head * rows.stride_head
-    x = mapped_rows(at, given, map, head, position, factor, PLAN, PLAN.offset, PRECISION)
+    x = mapped_rows(at, given, map, head, position, factor, PLAN, PLAN.key_mean, PRECISION)
     if PLAN.signed:
         x, alone = choose_rows(x, mapped_rows(at, given, map, head, position, factor, PLAN, False, PRECISION))
     if PLAN.scaled:
@@ -104,7 +104,7 @@ def write_kernel(
     page = index // PAGE
     slot = index % PAGE
     if tl.program_id(2) == 0:
-        position = tl.load(positions + token, mask=given, other=0).to(tl.int64) if K.offset else token
+        position = tl.load(positions + token, mask=given, other=0).to(tl.int64) if K.key_mean else token
         write_rows(key, k_pages, k_map, token, head, page, slot, position, given, mask, k_factor, k_scale, K, PRECISION)
     else:
         write_rows(value, v_pages, v_map, token, head, page, slot, token, given, mask, v_factor, v_scale, V, PRECISION)

@@ -1,4 +1,4 @@
-"""Keys with an offset for each bucket of positions, in transformers: every pass must know where its tokens stand. Buckets are of 4
+"""Keys with a key mean for each bucket of positions, in transformers: every pass must know where its tokens stand. Buckets are of 4
 positions here, offsets larger than keys, and 16-bit formats stand for all: a wrong position is a wrong answer."""
 
 import copy
@@ -26,18 +26,18 @@ BUCKET = 4
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(maps, "OFFSET_BUCKET", BUCKET)
+    monkeypatch.setattr(maps, "KEY_MEAN_BUCKET", BUCKET)
 
 
-def offset_map(heads=2, size=64, seed=0):
-    """A matrix for each head, and an offset that is another in each bucket."""
+def key_mean_map(heads=2, size=64, seed=0):
+    """A matrix for each head, and a key mean that is another in each bucket."""
     generator = torch.Generator().manual_seed(seed)
     forward = torch.linalg.qr(torch.randn(heads, size, size, generator=generator, dtype=torch.float64))[0].float()
     return LinearMap(forward, forward.mT.contiguous(), 4 * torch.randn(40, heads, size, generator=generator))
 
 
 def policy(format="none", layers=2, **shape):
-    return Policy(format, maps={i: LayerMaps(k=offset_map(**shape, seed=i)) for i in range(layers)})
+    return Policy(format, maps={i: LayerMaps(k=key_mean_map(**shape, seed=i)) for i in range(layers)})
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "llama4"])
@@ -58,7 +58,7 @@ def test_generate(options, prompt):
     tokens = expected(model, [24, 17, 9, 3], **options)
     cache = QuantizedCache(model.config, policy(), prompt=prompt)
     assert torch.equal(generate(model, [24, 17, 9, 3], cache, **options), tokens)
-    assert cache.layers[0].pages.maps.k.offset is not None and cache.layers[0].pages.num_blocks > 4  # grown, with its maps
+    assert cache.layers[0].pages.maps.k.key_mean is not None and cache.layers[0].pages.num_blocks > 4  # grown, with its maps
 
 
 def test_padding_after_tokens():
@@ -126,12 +126,12 @@ def test_crop_reorder_and_go_on():
 @pytest.mark.parametrize("kind", [Kind(), Kind(20), Kind(20, chunked=True)])
 @pytest.mark.parametrize("name", ["int4", "levels4", "levels2"])
 def test_bytes_do_not_depend_on_the_cuts(name, kind):
-    """The same rows in one pass and in several, with an offset, a metric and padding: not one byte differs."""
+    """The same rows in one pass and in several, with key means, a Hessian and padding: not one byte differs."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 48, 64, generator=generator) for heads in (4, 2, 2))
     factor = torch.randn(2, 64, 64, generator=generator)
-    made, mask, results = offset_map(), prompts([48, 31])[1].bool(), []
-    given = LayerMaps(k=LinearMap(made.forward, made.inverse, made.offset, metric=factor @ factor.mT))
+    made, mask, results = key_mean_map(), prompts([48, 31])[1].bool(), []
+    given = LayerMaps(k=LinearMap(made.forward, made.inverse, made.key_mean, hessian=factor @ factor.mT))
     for cuts in ([0], [0, 5, 16, 17, 40, 41, 42]):
         layer = QuantizedLayer(name, Sequences(kind, 16, CachePositions()), None, prompt="stored", num_tokens=48)
         layer.config = replace(layer.config, maps=given)
@@ -155,7 +155,7 @@ def test_latents():
             cache = QuantizedCache(model.config, recipe)
             outs.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split([16, 9, 1, 1, 1], 1)], 1))
     assert torch.allclose(*outs, atol=1e-4 * float(outs[0].abs().max()))
-    assert cache.quantized_layers[0].pages.maps.k.offset is not None
+    assert cache.quantized_layers[0].pages.maps.k.key_mean is not None
 
 
 @torch.no_grad()
