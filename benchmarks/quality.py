@@ -1,8 +1,8 @@
 """What the cache costs on real models, row by row against what was aimed at: `python benchmarks/quality.py --out quality.json`.
 
 SmolLM2-135M is the default model; others are named by path (`--qwen DIR --gemma DIR`), and a row of a model that is not given is left out.
-For each text the calibration and the formats by layer come from the other text. transformers' own 4-bit caches run beside the recipes where
-their packages (optimum-quanto, hqq) are installed. `--parts` runs some of it, "" nothing; a file that exists is added to.
+For each text the calibration and the formats by layer come from the other text. transformers' own 4-bit caches run beside the policies
+where their packages (optimum-quanto, hqq) are installed. `--parts` runs some of it, "" nothing; a file that exists is added to.
 `--into FILE.md ...` replaces the lines between `<!-- quality:NAME -->` and `<!-- /quality:NAME -->`: summary, targets, rivals.
 """
 
@@ -22,7 +22,7 @@ from quantkv.cli import eval as evaluation
 from quantkv.cli import html, models, readers, report, text, trials, tune
 from quantkv.cli.allocation import allocate
 from quantkv.cli.metrics import Comparison
-from quantkv.cli.recipes import Recipe, full_precision_of
+from quantkv.cli.policies import full_precision_of
 from quantkv.formats import get_format
 from quantkv.integrations.transformers import calibrate
 from quantkv.integrations.transformers.sensitivity import sensitivities
@@ -40,7 +40,7 @@ TAIL = 126  # tokens that they keep at 16 bits, at most 127; hqq packs two group
 
 @dataclass(frozen=True)
 class Row:
-    """One target. figure: of a recipe's JSON; least: smaller is better. formats: uniform ones, and "tuned" for formats by layer that fill
+    """One target. figure: of a policy's JSON; least: smaller is better. formats: uniform ones, and "tuned" for formats by layer that fill
     `limit` bytes of a token and kv head at head size 64, or `limit` of the model's own."""
 
     label: str
@@ -106,16 +106,16 @@ class Bench:
             self._calibration = calibrate(self.loaded.model, ids, limit=8192)
         return self._calibration
 
-    def recipe(self, name: str, row: Row) -> Recipe | None:
-        """A calibrated one with the row's full-precision tokens; None for a format that is not there."""
+    def policy(self, name: str, row: Row) -> tuple[str, Policy] | None:
+        """A name and a calibrated policy with the row's full-precision tokens; None for a format that is not there."""
         full_precision = full_precision_of(row.full_precision)
         if name == "tuned":
-            return Recipe(f"tuned {row.limit:g} +{row.full_precision}", self.tuned(row))
+            return f"tuned {row.limit:g} +{row.full_precision}", self.tuned(row)
         try:
             get_format(name)
         except ValueError:
             return None
-        return Recipe(f"{name} +{row.full_precision}", Policy(name, calibration=self.calibration, full_precision=full_precision))
+        return f"{name} +{row.full_precision}", Policy(name, calibration=self.calibration, full_precision=full_precision)
 
     def tuned(self, row: Row) -> Policy:
         """Formats by layer that fill the row's bytes, chosen by what each layer loses over the other text."""
@@ -140,18 +140,18 @@ class Bench:
         return [trials.Text(ids) for ids in contexts]
 
     def run(self, part: str) -> dict[str, Any] | None:
-        """The figures of all recipes of a part; None where no row asks for it."""
-        made: dict[str, Recipe] = {}
+        """The figures of all policies of a part; None where no row asks for it."""
+        made: dict[str, Policy] = {}
         for row in self.rows:
             if row.part == part:
-                made |= {r.name: r for r in (self.recipe(name, row) for name in row.formats) if r is not None}
+                made |= dict(named for named in (self.policy(name, row) for name in row.formats) if named is not None)
         if not made:
             return None
         if part in ("kl", "copy", "codes"):
-            made["int4"] = Recipe("int4", Policy("int4"))  # as others store it
+            made["int4"] = Policy("int4")  # as others store it
         say(f"{self.name}, {self.on.name}, {part}: {', '.join(made)}")
         asked = self.trials(part)
-        result = evaluation.evaluate(self.loaded.model, asked, list(made.values()), context=CONTEXTS[part] if part == "long" else 1024)
+        result = evaluation.evaluate(self.loaded.model, asked, made, context=CONTEXTS[part] if part == "long" else 1024)
         told = {"part": part, "model": self.name, "text": self.on.name, "calibrated_on": self.other.name, "read": readers.Judged.name}
         return {**told, "contexts": len(asked), **result.to_dict()}
 
@@ -160,7 +160,7 @@ class Bench:
         contexts = text.cut(self.on, self.loaded.tokenizer, CONTEXTS["rivals"], CONTEXTS["rivals"] * self.count)
         row = next(row for row in self.rows if row.limit == 80)
         tails = [trials.Text(ids, TAIL) for ids in contexts]
-        ours = [self.recipe("levels4", row), Recipe("int4", Policy("int4"))]
+        ours = dict([self.policy("levels4", row), ("int4", Policy("int4"))])
         say(f"{self.name}, {self.on.name}, rivals")
         rows = evaluation.evaluate(self.loaded.model, tails, ours).to_dict()["formats"]
         for backend, options in (("quanto", {}), ("hqq", {"axis_key": 1, "axis_value": 1})):
@@ -205,14 +205,14 @@ def nbytes(value: Any) -> float:
 
 
 def figure(row: Row, found: dict[str, Any]) -> tuple[float, float | None]:
-    """What a recipe's JSON says for a row, with its standard error."""
+    """What a policy's JSON says for a row, with its standard error."""
     if row.less_is_better:
         return found["kl"], found["kl_error"]
     return found[row.part]["share"], found[row.part]["error"]
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """Markdown: every target with what was measured, the best recipe within the bytes first; exact caches' shares beside theirs."""
+    """Markdown: every target with what was measured, the best policy within the bytes first; exact caches' shares beside theirs."""
     texts = list(dict.fromkeys(run["text"] for run in runs))
     lines = ["| target | must | aim | " + " | ".join(texts) + " |", "|---|--:|--:|" + "---|" * len(texts)]
     for row in ROWS:
@@ -226,7 +226,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def measured(row: Row, run: dict[str, Any]) -> list[str]:
-    """A row's recipes, each with its bytes, figure and standard error; bold where it reaches what it must."""
+    """A row's policies, each with its bytes, figure and standard error; bold where it reaches what it must."""
     names = {f"{name} +{row.full_precision}" for name in row.formats if name != "tuned"} | {f"tuned {row.limit:g} +{row.full_precision}"}
     shown = []
     for found in run["formats"]:
@@ -245,7 +245,7 @@ def measured(row: Row, run: dict[str, Any]) -> list[str]:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[str]:
-    """Markdown: a few recipes over the first model and text."""
+    """Markdown: a few policies over the first model and text."""
     first = {part: next((r for r in runs if r["part"] == part), {"formats": []}) for part in ("kl", "copy")}
     kl, copied = ({found["format"]: found for found in run["formats"]} for run in first.values())
     told = "reference" in first["copy"]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa:
 
 from architectures import ARCHITECTURES  # noqa: E402
 from quantkv import PagedCache, format_table, geometry, parameters  # noqa: E402
-from quantkv.capacity import LayerCache, Recipe, capacity, state_bytes  # noqa: E402
+from quantkv.capacity import LayerCache, capacity, state_bytes  # noqa: E402
 from quantkv.format import aliases_of, available_formats, get_format  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
@@ -23,6 +23,7 @@ from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer  
 from quantkv.known_models import config_of  # noqa: E402
 from quantkv.page_table import PageTable  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
+from quantkv.policy_file import PolicyFile  # noqa: E402
 from test_geometry import NAMES, written  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +33,8 @@ REAL = (
 )
 
 
-def one(name: str, exact: FullPrecisionTokens | None = None) -> Recipe:
-    return Recipe(name, lambda layer: name, exact)
+def one(name: str, exact: FullPrecisionTokens | None = None) -> PolicyFile:
+    return PolicyFile(name, {}, full_precision=exact)
 
 
 def rows_of(name: str) -> tuple[transformers.PreTrainedConfig, DynamicCache]:
@@ -75,7 +76,7 @@ def test_bytes_are_those_of_a_cache_in_use(name: str):
     architecture, exact, length = NAMES[name], FullPrecisionTokens(16, 24), 61
     model = use_quantkv_attention(architecture.build())
     cache = QuantizedCache(model.config, Policy("int4", {1: "k8v4"}, full_precision=exact), dtype=torch.bfloat16)
-    made = capacity(geometry.read(written(architecture)), Recipe("mixed", lambda layer: "k8v4" if layer == 1 else "int4", exact))
+    made = capacity(geometry.read(written(architecture)), PolicyFile("int4", {1: "k8v4"}, full_precision=exact))
     most = 0
     with torch.no_grad():
         for _ in range(length):

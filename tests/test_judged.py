@@ -12,7 +12,7 @@ from direct import attend_segments  # noqa: E402
 from full_precision_engine import Engine  # noqa: E402
 from quantkv import PagedCache, get_format  # noqa: E402
 from quantkv.calls import AttentionOptions  # noqa: E402
-from quantkv.cli.recipes import full_precision_share  # noqa: E402
+from quantkv.cli.policies import full_precision_share  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402

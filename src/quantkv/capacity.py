@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import names
 from .format_table import layout_of
@@ -18,13 +18,15 @@ RECURRENT_BYTES, CONVOLUTION_BYTES = 4, 2  # of a number of a state, as transfor
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a cache is stored. name: for people. format_of: the name of a layer's format. full_precision: tokens with 16-bit copies."""
+class Stored(Protocol):
+    """What is asked of a policy: a `Policy`, or its file's `PolicyFile`."""
 
-    name: str
-    format_of: Callable[[int], str]
-    full_precision: FullPrecisionTokens | None = None
+    @property
+    def full_precision(self) -> FullPrecisionTokens | None:
+        """Tokens with 16-bit copies."""
+
+    def name_of(self, layer: int) -> str:
+        """Name of a layer's format."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,11 @@ class Capacity:
         return low * size
 
 
-def capacity(model: Model, recipe: Recipe, ranks: int = 1, block_size: int = 16) -> Capacity:
+def capacity(model: Model, policy: Stored, ranks: int = 1, block_size: int = 16) -> Capacity:
     """A model's cache on each of `ranks` ranks, tensor-parallel, as `check_ranks` takes them. ValueError, naming the argument, for a format
     that cannot take the model's heads; NotImplementedError for full-precision tokens beside latents."""
     check_ranks(model, ranks)
-    layers = {number: _layer_cache(layer, number, recipe, ranks, block_size) for number, layer in model.attention.items()}
+    layers = {number: _layer_cache(layer, number, policy, ranks, block_size) for number, layer in model.attention.items()}
     return Capacity(layers, state_bytes(model, ranks))
 
 
@@ -121,8 +123,8 @@ def rank_heads(layer: Layer, ranks: int) -> Heads:
     return layer.heads._replace(num_kv_heads=max(layer.heads.num_kv_heads // ranks, 1))
 
 
-def _layer_cache(layer: Layer, number: int, recipe: Recipe, ranks: int, block_size: int) -> LayerCache:
-    name, full_precision = recipe.format_of(number), recipe.full_precision
+def _layer_cache(layer: Layer, number: int, policy: Stored, ranks: int, block_size: int) -> LayerCache:
+    name, full_precision = policy.name_of(number), policy.full_precision
     plain = layout_of(PLAIN)
     layout = layout_of(name, PLAIN)
     if layer.kind == "latent":

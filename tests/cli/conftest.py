@@ -107,9 +107,9 @@ def run(capsys):
 class NoisyCache(DynamicCache):
     """Stores keys and values with an error that grows as the format's bits shrink."""
 
-    def __init__(self, model, recipe):
+    def __init__(self, model, policy):
         super().__init__(config=model.config)
-        config, name = model.config, recipe if isinstance(recipe, str) else recipe.format
+        config, name = model.config, policy if isinstance(policy, str) else policy.format
         self.spec = quantkv.get_format(name).cache_spec(config.num_key_value_heads, config.head_dim)
         self.noise = 0.0 if name == "fp32" else 2.0**-self.spec.bits_per_element
         self.random = torch.Generator().manual_seed(0)

@@ -11,8 +11,7 @@ from transformers import LlamaConfig
 
 import quantkv
 from quantkv.cli import eval as eval_module
-from quantkv.cli import generate, models, plot, readers, recipes, text, trials
-from quantkv.cli.recipes import Recipe
+from quantkv.cli import generate, models, plot, policies, readers, text, trials
 from quantkv.policy import Policy
 
 
@@ -64,7 +63,7 @@ def test_eval_prints_json(run, noisy, model_dir, text_file):
 def evaluated(loaded, contexts, name, read=None):
     """The comparison of one format over contexts."""
     made = [trials.Text(ids) for ids in contexts]
-    return eval_module.evaluate(loaded.model, made, [Recipe(name, Policy(name))], read=read)
+    return eval_module.evaluate(loaded.model, made, {name: Policy(name)}, read=read)
 
 
 def test_perplexity_is_transformers_own_loss(noisy, model_dir, text_file):
@@ -80,7 +79,7 @@ def test_perplexity_is_transformers_own_loss(noisy, model_dir, text_file):
 def test_an_exact_cache_changes_nothing(model_dir, text_file, read):
     loaded = models.load(str(model_dir))
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 50, 100)
-    comparison = evaluated(loaded, contexts, "fp32", read).recipes[0].scores.comparison
+    comparison = evaluated(loaded, contexts, "fp32", read).policies[0].scores.comparison
     assert comparison.perplexity == pytest.approx(comparison.reference_perplexity, rel=1e-5)
     assert abs(comparison.kl) < 1e-6 and comparison.predictions == 100
 
@@ -110,11 +109,11 @@ def test_png_and_labels_that_do_not_overlap(tmp_path, monkeypatch):
 
 def test_formats_that_cannot_take_the_head_size_are_named():
     config = LlamaConfig(hidden_size=160, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
-    given = [Recipe(name, Policy(name)) for name in ("int8", "int2")]
-    kept, reasons = recipes.fitting(given, config, strict=False)
-    assert [recipe.name for recipe in kept] == ["int8"] and list(reasons) == ["int2"] and "80" in reasons["int2"]
+    given = {name: Policy(name) for name in ("int8", "int2")}
+    kept, reasons = policies.fitting(given, config, strict=False)
+    assert list(kept) == ["int8"] and list(reasons) == ["int2"] and "80" in reasons["int2"]
     with pytest.raises(ValueError, match=r"int2: head_size=80"):
-        recipes.fitting(given, config, strict=True)
+        policies.fitting(given, config, strict=True)
 
 
 def test_front_is_what_nothing_beats():

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from quantkv.cli import eval as evaluation
-from quantkv.cli import models, readers, recipes, text, trials
-from quantkv.cli.eval import RecipeResult
+from quantkv.cli import models, policies, readers, text, trials
+from quantkv.cli.eval import PolicyResult
 from quantkv.cli.metrics import Share, standard_error
-from quantkv.cli.recipes import Size
+from quantkv.cli.policies import Size
 from quantkv.formats import get_format
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.policy import Policy
@@ -99,8 +99,8 @@ def test_greedy_agreement_is_that_of_two_generations(model_dir):
 
     loaded = models.load(str(model_dir))
     prompt = torch.tensor(text.plain(loaded.tokenizer, "The quick brown fox jumps over the lazy dog. " * 2))
-    recipe = recipes.Recipe("int2", Policy("int2"))
-    result = evaluation.evaluate(loaded.model, [trials.Greedy(prompt[:n], 25) for n in (20, 40, 60)], [recipe])
+    policy = {"int2": Policy("int2")}
+    result = evaluation.evaluate(loaded.model, [trials.Greedy(prompt[:n], 25) for n in (20, 40, 60)], policy)
     expected = []
     for n in (20, 40, 60):
         exact = [s.token for s in greedy(loaded.model, prompt[:n], DynamicCache(config=loaded.model.config), 24, set())]
@@ -108,7 +108,7 @@ def test_greedy_agreement_is_that_of_two_generations(model_dir):
             own = [s.token for s in greedy(loaded.model, prompt[:n], readers.quantized_cache(loaded.model, "int2"), 24, set())]
         index = leaves_at(own, exact)
         expected.append(24 if index is None else index)
-    assert result.recipes[0].scores.agreed == expected and result.exact.scores.agreed == [24] * 3
+    assert result.policies[0].scores.agreed == expected and result.exact.scores.agreed == [24] * 3
 
 
 def test_standard_errors():
@@ -125,32 +125,32 @@ def test_standard_errors():
 def test_bytes_of_exact_tokens_are_at_their_share():
     spec = get_format("levels4").cache_spec(3, 64)
     specs = {0: spec, 1: spec}
-    plain = recipes.Size.of(specs, None, set(), 1024)
+    plain = policies.Size.of(specs, None, set(), 1024)
     assert plain.bytes_per_head == 68 and plain.bytes_per_token == 2 * 3 * 68 and plain.bits_per_element == 4.25
     exact = FullPrecisionTokens(16, 24)  # 24 to 39 of the latest, 31.5 on average
-    assert recipes.Size.of(specs, exact, set(), 1024).bytes_per_head == pytest.approx(68 + 256 * (16 + 31.5) / 1024)
-    one_slides = recipes.Size.of(specs, exact, {1}, 1024)
+    assert policies.Size.of(specs, exact, set(), 1024).bytes_per_head == pytest.approx(68 + 256 * (16 + 31.5) / 1024)
+    one_slides = policies.Size.of(specs, exact, {1}, 1024)
     assert one_slides.bytes_per_head == pytest.approx(68 + 256 * (8 + 31.5) / 1024)
-    assert recipes.Size.of(specs, exact, set(), 32).bytes_per_head == 68 + 256  # no more copies than tokens
+    assert policies.Size.of(specs, exact, set(), 32).bytes_per_head == 68 + 256  # no more copies than tokens
 
 
-def test_recipes_have_their_names_and_their_tokens(tmp_path):
+def test_policies_have_their_names_and_their_tokens(tmp_path):
     (tmp_path / "mine.json").write_text('{"policy_version": 1, "format": "int4", "layers": {"0": "int8"}}')
-    made = recipes.recipes_of(f"int4,int8/int4,{tmp_path / 'mine.json'}", full_precision="16,24")
-    assert [recipe.name for recipe in made] == ["int4 +16,24", "int8/int4 +16,24", "mine"]
+    made = policies.policies_of(f"int4,int8/int4,{tmp_path / 'mine.json'}", full_precision="16,24")
+    assert list(made) == ["int4 +16,24", "int8/int4 +16,24", "mine"]
     assert (
-        made[0].policy.full_precision == FullPrecisionTokens(16, 24)
-        and made[2].policy.full_precision is None
-        and made[2].policy.layers == {0: "int8"}
+        made["int4 +16,24"].full_precision == FullPrecisionTokens(16, 24)
+        and made["mine"].full_precision is None
+        and made["mine"].layers == {0: "int8"}
     )
     with pytest.raises(ValueError, match="named twice"):
-        recipes.distinct([*made, made[2]])
+        policies.policies_of(f"int4,{tmp_path / 'mine.json'},{tmp_path / 'mine.json'}")
     with pytest.raises(ValueError, match="a policy brings its own"):
-        recipes.recipes_of(str(tmp_path / "mine.json"), full_precision="16,24")
+        policies.policies_of(str(tmp_path / "mine.json"), full_precision="16,24")
 
 
 def test_figures_without_text():
     """Passages alone: nothing is said of what was not measured."""
     scores = trials.Scores(copied={(64, 0.5): Share([3, 4], [4, 4])})
-    values = RecipeResult("int4", scores, size=Size(100.0, 10.0, 200)).to_dict()
+    values = PolicyResult("int4", scores, size=Size(100.0, 10.0, 200)).to_dict()
     assert values["copy"]["share"] == 87.5 and not {"kl", "perplexity", "same_top1"} & values.keys()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from quantkv.calibration import Calibration, LayerMoments
 from quantkv.cli import eval as evaluation
 from quantkv.cli import html as report_html
-from quantkv.cli import models, recipes, text, trials, tune
+from quantkv.cli import models, text, trials, tune
 from quantkv.cli.allocation import Choice, allocate, hull
 from quantkv.full_precision import FullPrecisionTokens
 from quantkv.integrations.transformers.sensitivity import sensitivities
@@ -102,8 +102,8 @@ def test_sensitivities_are_those_of_each_layer_alone(model_dir, text_file):
     assert sorted(found) == sorted((layer, side, name) for layer in range(2) for side in "kv" for name in names)
     made = [trials.Text(ids) for ids in contexts]
     alone = {(layer, side, name): Policy("none", {layer: f"{name}/none" if side == "k" else f"none/{name}"}) for layer, side, name in found}
-    result = evaluation.evaluate(loaded.model, made, [recipes.Recipe(str(key), policy) for key, policy in alone.items()])
-    measured = {r.name: r.scores.comparison.kl for r in result.recipes}
+    result = evaluation.evaluate(loaded.model, made, {str(key): policy for key, policy in alone.items()})
+    measured = {r.name: r.scores.comparison.kl for r in result.policies}
     for key, value in found.items():
         assert value == pytest.approx(measured[str(key)], rel=0.6), key
     assert all(p.requires_grad for p in loaded.model.parameters()) and loaded.model.config._attn_implementation != "quantkv_captured"

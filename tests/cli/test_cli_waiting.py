@@ -8,7 +8,6 @@ import pytest
 from quantkv import under_way
 from quantkv.cli import costs, generate, models, options, text, trials, waiting
 from quantkv.cli import eval as evaluation
-from quantkv.cli.recipes import Recipe
 from quantkv.cli.waiting import EVERY, Estimate, Step, Work
 from quantkv.implementations.cpu import compiling
 from quantkv.integrations.transformers.judged import Judge
@@ -144,7 +143,7 @@ def test_a_thread_says_it_while_the_command_works(monkeypatch):
     assert lines == ["0 of 2 steps: 11 s so far", "loading the model: 11 s so far"]
 
 
-RECIPES = [Recipe("int4", Policy("int4")), Recipe("mixed", Policy("int8", {1: "trellis2"}))]
+POLICIES = {"int4": Policy("int4"), "mixed": Policy("int8", {1: "trellis2"})}
 
 
 @pytest.fixture
@@ -155,8 +154,8 @@ def loaded(model_dir):
 def test_the_steps_of_an_evaluation_are_those_that_it_takes(loaded, text_file):
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 100, 200)
     made, seen = [trials.Text(contexts[0]), trials.Greedy(contexts[1][:-8], 9)], []
-    evaluation.evaluate(loaded.model, made, RECIPES, on_step=lambda name, step: seen.append((step, name)))
-    steps = costs.steps_of(made, RECIPES)
+    evaluation.evaluate(loaded.model, made, POLICIES, on_step=lambda name, step: seen.append((step, name)))
+    steps = costs.steps_of(made, POLICIES)
     assert [cost for _, cost in steps] == [100] * 3 + [92] * 3
     assert seen == [*enumerate(kind.partition(",")[0] for kind, _ in steps), (len(steps), "")]
 
@@ -181,7 +180,7 @@ def test_what_formats_take_is_tried_on_a_few_rows(loaded, monkeypatch):
         clock.now += {"int4": 0.125, "int8": 0.25, "trellis2": 64.0}[tried[-1]]
 
     monkeypatch.setattr(Judge, "rows", rows)
-    found = costs.beyond(loaded.model, RECIPES)
+    found = costs.beyond(loaded.model, POLICIES)
     assert found == {costs.CONTINUED: 0.0, "int4": 2 * 0.125 / 64, "mixed": (0.25 + 64) / 64}
     assert tried == ["int4", "int4", "int8", "int8", "trellis2", "trellis2"]  # each once to make tables, and once by the clock
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quantkv import capacity, geometry
 from quantkv.cli import configs
 from quantkv.known_models import MODELS, config_of
+from quantkv.policy_file import PolicyFile
 
 SHARE = 2
 
@@ -75,7 +76,7 @@ def check(case: Case) -> None:
     assert configs.in_words(model) and len(model.layers) <= geometry.MOST_LAYERS
     assert weights is None or f"{weights.nbytes / 2**30:.2f}{(weights.parameters or 0) / 1e9:.2f}"
     try:
-        made = capacity.capacity(model, capacity.Recipe("int4", lambda layer: "int4"))
+        made = capacity.capacity(model, PolicyFile("int4", {}))
     except (ValueError, NotImplementedError) as error:
         assert str(error), error
         return

@@ -11,10 +11,11 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_
 from vllm.v1.worker.utils import customize_attention_spec
 
 from quantkv import geometry, get_format
-from quantkv.capacity import Recipe, capacity
+from quantkv.capacity import capacity
 from quantkv.geometry import Heads, Layer, Model
 from quantkv.integrations.vllm.backend import backend_of
 from quantkv.known_models import config_of
+from quantkv.policy_file import PolicyFile
 from quantkv.vllm_pages import pool
 
 FREE = 8 << 30
@@ -35,11 +36,11 @@ FORMATS = {
 }
 
 
-def planned(model, recipe, length, in_flight):
+def planned(model, policy, length, in_flight):
     """The tokens that vLLM would log, of specs as its attention layers make them."""
     specs = {}
     for number, layer in model.attention.items():
-        backend, heads = backend_of(get_format(recipe.format_of(number))), layer.heads
+        backend, heads = backend_of(get_format(policy.name_of(number))), layer.heads
         common = {"num_kv_heads": heads.num_kv_heads, "head_size": heads.head_size, "head_size_v": heads.head_size_v}
         common |= {"dtype": torch.uint8, "block_size": 16, "kv_quant_mode": pages.KVQuantMode.CUSTOM}
         kinds = {
@@ -71,7 +72,8 @@ def planned(model, recipe, length, in_flight):
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_that_vllm_plans(name, stored):
-    model, recipe = Model("made", MODELS[name], 8, None, {}), Recipe(stored, FORMATS[stored])
-    made = pool(model, capacity(model, recipe))
+    model = Model("made", MODELS[name], 8, None, {})
+    policy = PolicyFile("int4", {layer: FORMATS[stored](layer) for layer in range(len(model.layers))})
+    made = pool(model, capacity(model, policy))
     for length, in_flight in ((4096, 16384), (8192, 1025), (1000, 100)):
-        assert made.tokens(FREE, length, in_flight) == pytest.approx(planned(model, recipe, length, in_flight), abs=1)
+        assert made.tokens(FREE, length, in_flight) == pytest.approx(planned(model, policy, length, in_flight), abs=1)

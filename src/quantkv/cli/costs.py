@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,42 +15,37 @@ from .waiting import Step
 if TYPE_CHECKING:
     from ..geometry import Heads
     from ..integrations.transformers.judged import Judge
-    from .recipes import Recipe
+    from ..policy import Policy
 
 TOKENS = 64  # that each format is tried with
 CONTINUED = f"{EXACT}, continued"
 
 
-def steps_of(trials: Iterable[Trial], recipes: Sequence[Recipe]) -> list[Step]:
+def steps_of(trials: Iterable[Trial], policies: Iterable[str]) -> list[Step]:
     """The steps of `evaluate` over these, in its order; a unit of cost is a token."""
-    return [
-        Step(name, len(trial.ids))
-        for trial in trials
-        for name in (CONTINUED if isinstance(trial, Greedy) else EXACT, *(recipe.name for recipe in recipes))
-    ]
+    return [Step(name, len(trial.ids)) for trial in trials for name in (CONTINUED if isinstance(trial, Greedy) else EXACT, *policies)]
 
 
 @torch.inference_mode()
-def beyond(model: Any, recipes: Iterable[Recipe]) -> dict[str, float]:
-    """Seconds for a token that a pass takes longer with each recipe: storing and reading rows back in every layer, tried on a few."""
+def beyond(model: Any, policies: Mapping[str, Policy]) -> dict[str, float]:
+    """Seconds for a token that a pass takes longer with each policy: storing and reading rows back in every layer, tried on a few."""
     from ..integrations.transformers.config import geometry_of
     from ..integrations.transformers.judged import Judge
 
     heads, known = {layer: of for layer, of in geometry_of(model.config).heads.items() if of is not None}, {}
     found = {CONTINUED: 0.0}
-    for recipe in recipes:
-        policy = recipe.policy
+    for name, policy in policies.items():
         own = id(policy) if policy.maps or policy.calibration is not None else None
         try:
             judge = Judge(model.config, policy, model.dtype)
         except NotImplementedError:  # what a real cache alone can judge
-            found[recipe.name] = 0.0
+            found[name] = 0.0
             continue
         for layer, of in heads.items():
             key = policy.name_of(layer), of, own
             if key not in known:
                 known[key] = _seconds(judge, layer, of, model.device)
-            found[recipe.name] = found.get(recipe.name, 0.0) + known[key] / TOKENS
+            found[name] = found.get(name, 0.0) + known[key] / TOKENS
     return found
 
 

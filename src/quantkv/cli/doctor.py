@@ -84,15 +84,16 @@ def _served(torch: Any, kv: str, heads: tuple[int, int, int, int]) -> tuple[list
 
 def _model(described: Described, with_torch: bool) -> tuple[dict[str, Any], list[Finding]]:
     """What the model is, what each format does with it, and what to take."""
-    from ..capacity import Recipe, capacity
+    from ..capacity import capacity
     from ..format_table import available
     from ..parameters import key_biases
+    from ..policy_file import PolicyFile
     from . import configs, keys
 
     model, formats, refused = described.model, {}, {}
     for name in available():
         try:
-            made = capacity(model, Recipe(name, lambda layer, name=name: name))
+            made = capacity(model, PolicyFile(name, {}))
             formats[name] = {"bits": made.bits_per_element, "bytes_per_token": made.bytes_per_token}
         except (ValueError, NotImplementedError) as error:
             refused[name] = str(error)

@@ -1,27 +1,28 @@
-"""Run trials through a model with every recipe of a cache, and compare its predictions with the exact cache's."""
+"""Run trials through a model with every policy of a cache, and compare its predictions with the exact cache's."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..policy import Policy
 from ..spec import CacheSpec
 from .metrics import Share, standard_error
+from .policies import Size
 from .readers import Judged, Reader, last_logits
-from .recipes import Recipe, Size
 from .trials import Scores, Trial
 
 EXACT = "exact"
 
 
 @dataclass
-class RecipeResult:
-    """What one recipe costs and saves. seconds: its forward passes'. size: None before the first of them."""
+class PolicyResult:
+    """What one policy costs and saves. seconds: its forward passes'. size: None before the first of them."""
 
     name: str
     scores: Scores = field(default_factory=Scores)
@@ -79,16 +80,16 @@ def _digits(codes: Sequence[tuple[int, int, int]]) -> Share:
 
 @dataclass
 class Result:
-    """A run of `evaluate`: the exact cache's figures and every recipe's, largest first.
+    """A run of `evaluate`: the exact cache's figures and every policy's, largest first.
 
-    complete: False where the run was interrupted; `trials` and `recipes` are then what was finished.
+    complete: False where the run was interrupted; `trials` and `policies` are then what was finished.
     """
 
     context: int
     trials: int
     dtype: str
-    exact: RecipeResult
-    recipes: list[RecipeResult]
+    exact: PolicyResult
+    policies: list[PolicyResult]
     complete: bool = True
 
     @property
@@ -97,7 +98,7 @@ class Result:
         return self.exact.scores.comparison.predictions
 
     def to_dict(self) -> dict[str, Any]:
-        """The run's entry in the file of `--json`: the exact cache's figures, and those of each recipe."""
+        """The run's entry in the file of `--json`: the exact cache's figures, and those of each policy."""
         c = self.exact.scores.comparison
         perplexity = {"perplexity": c.reference_perplexity} if c.predictions else {}
         return {
@@ -105,7 +106,7 @@ class Result:
             "context": self.context,
             "tokens": self.tokens,
             "reference": {"dtype": self.dtype, **perplexity, **found(self.exact.scores), "seconds": self.exact.seconds},
-            "formats": [recipe.to_dict() for recipe in self.recipes],
+            "formats": [result.to_dict() for result in self.policies],
         }
 
 
@@ -113,41 +114,41 @@ class Result:
 def evaluate(
     model: Any,
     trials: Sequence[Trial],
-    recipes: Sequence[Recipe],
+    policies: Mapping[str, Policy],
     *,
     read: Reader | None = None,
     context: int | None = None,
     on_step: Callable[[str, int], None] = lambda name, step: None,
 ) -> Result:
-    """Teacher-forced comparison of each recipe with the model's own unquantized attention.
+    """Teacher-forced comparison of each policy with the model's own unquantized attention.
 
-    trials: each starts with an empty cache.
+    trials: each starts with an empty cache. policies: by the names that tables show.
     context: tokens of which full-precision tokens have their share of the bytes; those of the first trial if None.
-    read: how a recipe is read: `Judged` unless `ThroughCache` is given.
-    on_step: called with a recipe's name (or "exact") and the number of passes done, before each pass.
+    read: how a policy is read: `Judged` unless `ThroughCache` is given.
+    on_step: called with a policy's name (or "exact") and the number of passes done, before each pass.
 
     Trials are the outer loop, so only one context's exact logits are held: `[T, vocabulary]`.
-    After Ctrl-C it returns what was finished, with all figures over the same trials: those that every recipe is through, or the
-    recipes that are through the first. KeyboardInterrupt where there is nothing yet.
+    After Ctrl-C it returns what was finished, with all figures over the same trials: those that every policy is through, or the
+    policies that are through the first. KeyboardInterrupt where there is nothing yet.
     """
     context, finished = context or len(trials[0].ids), None
     try:
-        for state in _finished(model, trials, recipes, Judged() if read is None else read, context, on_step):
+        for state in _finished(model, trials, policies, Judged() if read is None else read, context, on_step):
             finished = state
     except KeyboardInterrupt:
         if finished is None:
             raise
     done, exact, results = finished
     results.sort(key=lambda r: (-r.size.bytes_per_token, r.scores.comparison.divergence))
-    complete = done == len(trials) and len(results) == len(recipes)
+    complete = done == len(trials) and len(results) == len(policies)
     return Result(context, done, str(model.dtype).removeprefix("torch."), exact, results, complete)
 
 
 def _finished(
-    model: Any, trials: Sequence[Trial], recipes: Sequence[Recipe], read: Reader, context: int, on_step: Callable[[str, int], None]
-) -> Iterator[tuple[int, RecipeResult, list[RecipeResult]]]:
-    """Trials done, the exact cache's result and the recipes', each time that all of these are over the same trials."""
-    step, exact_result, results = 0, RecipeResult(EXACT), [RecipeResult(recipe.name) for recipe in recipes]
+    model: Any, trials: Sequence[Trial], policies: Mapping[str, Policy], read: Reader, context: int, on_step: Callable[[str, int], None]
+) -> Iterator[tuple[int, PolicyResult, list[PolicyResult]]]:
+    """Trials done, the exact cache's result and the policies', each time that all of these are over the same trials."""
+    step, exact_result, results = 0, PolicyResult(EXACT), [PolicyResult(name) for name in policies]
     for index, trial in enumerate(trials):
         on_step(EXACT, step)
         ids = trial.tokens(model)
@@ -156,30 +157,30 @@ def _finished(
         exact_result = copy.deepcopy(exact_result)
         _score(exact_result, trial, exact, exact, ids, start)
         step, before, results = step + 1, results, []
-        for recipe, result in zip(recipes, copy.deepcopy(before)):
-            on_step(recipe.name, step)
+        for (name, policy), result in zip(policies.items(), copy.deepcopy(before)):
+            on_step(name, step)
             start = time.perf_counter()
-            logits, specs = read(model, ids, recipe, trial.keep)
+            logits, specs = read(model, ids, policy, trial.keep)
             _score(result, trial, exact, logits, ids, start)
-            measure(result, specs, recipe, model, context)
+            measure(result, specs, policy, model, context)
             results.append(result)
             step += 1
-            if index == 0 or len(results) == len(recipes):
+            if index == 0 or len(results) == len(policies):
                 yield index + 1, exact_result, list(results)
         del exact
     on_step("", step)
 
 
-def _score(result: RecipeResult, trial: Trial, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, start: float) -> None:
+def _score(result: PolicyResult, trial: Trial, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, start: float) -> None:
     if ids.is_cuda:
         torch.cuda.synchronize(ids.device)
     result.seconds += time.perf_counter() - start
     trial.score(result.scores, exact, logits, ids)
 
 
-def measure(result: RecipeResult, specs: dict[int, CacheSpec], recipe: Recipe, model: Any, context: int) -> None:
+def measure(result: PolicyResult, specs: dict[int, CacheSpec], policy: Policy, model: Any, context: int) -> None:
     """Take sizes from the geometry of the layers."""
     from ..integrations.transformers.config import plan_layers
 
     sliding = {number for number, plan in enumerate(plan_layers(model.config)) if plan.kind is not None and plan.kind.window}
-    result.size = Size.of(specs, recipe.policy.full_precision, sliding, context)
+    result.size = Size.of(specs, policy.full_precision, sliding, context)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion, options, output, recipes
+from . import completion, options, output, policies
 from .common import print_table
 from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, FullPrecisionOption
@@ -15,9 +15,9 @@ from .output import Json
 from .waiting import progress, waiting
 
 if TYPE_CHECKING:
+    from ..policy import Policy
     from .eval import Reader
     from .models import Found
-    from .recipes import Recipe
     from .text import Text
     from .trials import Trial
 
@@ -96,7 +96,7 @@ def eval_command(
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
     plan = Plan(tests, context, tokens, lengths, passage, depths)
-    chosen = recipes.distinct(recipes.recipes_of(",".join(kv or ["all"]), calibration, full_precision))
+    chosen = policies.policies_of(",".join(kv or ["all"]), calibration, full_precision)
     strict = kv not in (None, ["all"])
     console = options.stderr()
     from . import text as texts
@@ -181,14 +181,14 @@ def _number(argument: str, word: str, low: float, high: float) -> float:
 
 
 def _prepare(
-    found: Found, plan: Plan, chosen: list[Recipe], strict: bool, texts: list[Text], console: Any
-) -> tuple[list[Recipe], list[list[Trial]]]:
-    """The recipes that the model can take, and the trials of each text. ValueError for what does not fit the model."""
+    found: Found, plan: Plan, chosen: dict[str, Policy], strict: bool, texts: list[Text], console: Any
+) -> tuple[dict[str, Policy], list[list[Trial]]]:
+    """The policies that the model can take, and the trials of each text. ValueError for what does not fit the model."""
     from . import models
 
     for length in {plan.context, *plan.lengths}:
         models.check_positions(found, f"--{'context' if length == plan.context else 'lengths'} {length}", length)
-    usable, reasons = recipes.fitting(chosen, found.config, strict)
+    usable, reasons = policies.fitting(chosen, found.config, strict)
     for name, reason in reasons.items():
         options.say(console, f"{name} is left out: {reason}", "yellow")
     if not usable:
@@ -203,7 +203,7 @@ def _prepare(
 
 def _run(
     found: Found,
-    usable: list[Recipe],
+    usable: dict[str, Policy],
     tried: list[tuple[Text, list[Trial]]],
     plan: Plan,
     read: Reader,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion, options, recipes
+from . import completion, options, policies
 from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, FullPrecisionOption, Model
 from .waiting import waiting
@@ -51,14 +51,14 @@ def generate_command(
         raise ValueError(f"{'--compare' if compare else '--raw'}: not with --chat")
     if prompt is None and not chat:
         raise ValueError("PROMPT: what to continue is needed, or --chat")
-    recipe = recipes.recipe_of(kv, calibration, full_precision)
+    name, policy = policies.one_policy(kv, calibration, full_precision)
     errors = options.stderr()
     found = options.find(model, device, dtype, errors)
-    recipes.fitting([recipe], found.config, strict=True)
+    policies.fitting({name: policy}, found.config, strict=True)
     loaded = options.load(found, device, dtype, errors)
     from . import generate
 
-    writer = generate.Writer(loaded.model, loaded.tokenizer, recipe.policy, write)
+    writer = generate.Writer(loaded.model, loaded.tokenizer, policy, write)
     if chat:
         _chat(writer, loaded, prompt, max_new_tokens, errors)
         return
@@ -66,12 +66,12 @@ def generate_command(
 
     out, ids = Console(highlight=False), generate.encode(loaded.tokenizer, str(prompt), raw)
     _check_room(loaded, len(ids), max_new_tokens, "a PROMPT")
-    out.rule(f"{recipe.name} cache", align="left", style="cyan")
+    out.rule(f"{name} cache", align="left", style="cyan")
     steps = _answer(writer, ids, max_new_tokens, errors)
     if compare:
         out.rule("exact cache", align="left", style="cyan")
         exact_writer = generate.Writer(loaded.model, loaded.tokenizer, None, write)
-        _print_comparison(out, loaded.tokenizer, recipe.name, steps, _answer(exact_writer, ids, max_new_tokens))
+        _print_comparison(out, loaded.tokenizer, name, steps, _answer(exact_writer, ids, max_new_tokens))
 
 
 def write(text: str) -> None:

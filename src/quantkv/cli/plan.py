@@ -13,9 +13,10 @@ from . import completion, output
 from .output import Json
 
 if TYPE_CHECKING:
-    from ..capacity import Capacity, Recipe
+    from ..capacity import Capacity
     from ..geometry import Model
     from ..measured import Speed
+    from ..policy_file import PolicyFile
 
 CONTEXT = 8192
 GPU = "NVIDIA H200"
@@ -92,11 +93,11 @@ def plan_command(
     if free is not None and free <= 0:
         taken = f"the weights take {_size(-(-held // tp))}{f' on each of {tp} GPUs' if tp > 1 else ''}"
         raise ValueError(f"--memory {memory}: {share:.0%} of it is {_size(int(total * share))}, {taken}; allowed: more, or a larger --tp")
-    recipes = _recipes(kv, policy, described.model)
+    policies = _policies(kv, policy, described.model)
     check_ranks(described.model, tp)
     if page < 8 or page % 8:
         raise ValueError(f"--page {page}: a multiple of 8 is needed")
-    rows = [_row(described.model, recipe, tp, page, tokens, free, gpu) for recipe in recipes]
+    rows = [_row(described.model, name, policy, tp, page, tokens, free, gpu) for name, policy in policies]
     known = described.weights
     facts = {
         "model": described.name,
@@ -118,31 +119,30 @@ def plan_command(
         _print(facts, rows, configs.in_words(described.model), described.model)
 
 
-def _recipes(kv: str, policy: Path | None, model: Model) -> list[Recipe]:
-    """Formats by name, then policies."""
-    from ..capacity import Recipe
+def _policies(kv: str, policy: Path | None, model: Model) -> list[tuple[str, PolicyFile]]:
+    """Formats by name, then policies, each with its name."""
     from ..format_table import available, layout_of
+    from ..policy_file import PolicyFile
     from .common import caches_of
 
     words, files = caches_of(kv)
-    policies = [("--kv", Path(file)) for file in files]
+    given = [("--kv", Path(file)) for file in files] + ([] if policy is None else [("--policy", policy)])
     names = [name for word in words for name in (available() if word == "all" else [word])]
     if not words and not files:
         raise ValueError(f"--kv {kv}: at least one name is needed, of {', '.join(available())}")
-    recipes = []
+    policies = []
     for name in dict.fromkeys(names):
         try:
             layout_of(name)
         except ValueError as error:
             raise ValueError(f"--kv: {error}") from error
-        recipes.append(Recipe(name, lambda layer, name=name: name))
-    return recipes + [_policy(*given, model) for given in (*policies, *([] if policy is None else [("--policy", policy)]))]
+        policies.append((name, PolicyFile(name, {})))
+    return policies + [(file.stem, _policy(argument, file, model)) for argument, file in given]
 
 
-def _policy(argument: str, file: Path, model: Model) -> Recipe:
+def _policy(argument: str, file: Path, model: Model) -> PolicyFile:
     """Of a policy's file. ValueError for one that is damaged, or of another model."""
     from .. import policy_file
-    from ..capacity import Recipe
     from ..format_table import layout_of
 
     try:
@@ -152,22 +152,22 @@ def _policy(argument: str, file: Path, model: Model) -> Recipe:
             layout_of(name)
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from error
-    return Recipe(file.stem, given.name_of, given.full_precision)
+    return given
 
 
-def _row(model: Model, recipe: Recipe, tp: int, page: int, tokens: int, free: int | None, gpu: str) -> Row:
+def _row(model: Model, name: str, policy: PolicyFile, tp: int, page: int, tokens: int, free: int | None, gpu: str) -> Row:
     from ..capacity import capacity
     from ..measured import speed
     from ..vllm_pages import pool
 
     try:
-        made: Capacity = capacity(model, recipe, tp, page)
+        made: Capacity = capacity(model, policy, tp, page)
     except (ValueError, NotImplementedError) as error:
-        return Row(recipe.name, refused=str(error))
+        return Row(name, refused=str(error))
     sizes = {layer.heads.head_size for layer in model.attention.values() if layer.kind != "latent"}
-    found = speed(gpu, recipe.name, sizes.pop()) if len(sizes) == 1 and recipe.full_precision is None else None
+    found = speed(gpu, name, sizes.pop()) if len(sizes) == 1 and policy.full_precision is None else None
     fits = (None, None) if free is None else (made.longest(free), made.sequences(free, tokens))
-    row = Row(recipe.name, None, made.bits_per_element, made.bytes_per_token, made.sequence_bytes(tokens), *fits, found)
+    row = Row(name, None, made.bits_per_element, made.bytes_per_token, made.sequence_bytes(tokens), *fits, found)
     blocks = pool(model, made)
     if blocks is None:
         return row

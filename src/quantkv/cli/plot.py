@@ -97,7 +97,7 @@ def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]], titled: bool = 
 
 
 def depth_figure(run: dict[str, Any]) -> Any:
-    """How much of a copied passage is found: a row for each recipe, a column for each depth, a panel for each length of a context."""
+    """How much of a copied passage is found: a row for each policy, a column for each depth, a panel for each length of a context."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

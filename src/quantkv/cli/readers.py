@@ -1,4 +1,4 @@
-"""How a model reads a context through a recipe's cache: its predictions, and what its layers keep."""
+"""How a model reads a context through a policy's cache: its predictions, and what its layers keep."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch
 
 from ..policy import Policy
 from ..spec import CacheSpec
-from .recipes import Recipe
 
 
 class Reader(Protocol):
-    """How a recipe's predictions come about. name: for tables.
+    """How a policy's predictions come about. name: for tables.
 
-    Called with model, tokens `[T]`, recipe and how many of the last logits are needed (0: all): logits `[.., vocabulary]` and the geometry
+    Called with model, tokens `[T]`, policy and how many of the last logits are needed (0: all): logits `[.., vocabulary]` and the geometry
     of the quantized layers by number.
     """
 
     name: str
 
-    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]: ...
+    def __call__(self, model: Any, ids: torch.Tensor, policy: Policy, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]: ...
 
 
 class Judged:
@@ -33,10 +32,10 @@ class Judged:
 
     name = "judged as decoding"
 
-    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
+    def __call__(self, model: Any, ids: torch.Tensor, policy: Policy, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
         from ..integrations.transformers.judged import judged
 
-        with judged(model, recipe.policy, len(ids) - keep + 1 if keep else 0) as judge:
+        with judged(model, policy, len(ids) - keep + 1 if keep else 0) as judge:
             return last_logits(model, ids, keep, use_cache=False), judge.specs
 
 
@@ -53,12 +52,12 @@ def quantized_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def quantized_cache(model: Any, recipe: str | Policy, prompt: str | None = None) -> Any:
+def quantized_cache(model: Any, policy: str | Policy, prompt: str | None = None) -> Any:
     """An empty quantized cache for the model, in a format or by a policy; "none" stands for the model's dtype. prompt: as of
     `QuantizedCache`."""
     from quantkv.integrations.transformers import QuantizedCache
 
-    return QuantizedCache(model.config, recipe, dtype=model.dtype, prompt=prompt)
+    return QuantizedCache(model.config, policy, dtype=model.dtype, prompt=prompt)
 
 
 class ThroughCache:
@@ -75,8 +74,8 @@ class ThroughCache:
         self.make_cache = make_cache or partial(quantized_cache, prompt="stored" if chunk is None else None)
         self.name = "through the cache" if chunk is None else f"through the cache, {chunk} tokens a pass"
 
-    def __call__(self, model: Any, ids: torch.Tensor, recipe: Recipe, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
-        cache, chunk = self.make_cache(model, recipe.policy), self.chunk or len(ids)
+    def __call__(self, model: Any, ids: torch.Tensor, policy: Policy, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
+        cache, chunk = self.make_cache(model, policy), self.chunk or len(ids)
         with self.attention(model):
             if chunk >= len(ids):
                 logits = last_logits(model, ids, keep, past_key_values=cache, use_cache=True)

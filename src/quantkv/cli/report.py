@@ -104,7 +104,7 @@ def reference_cells(run: dict[str, Any]) -> list[str]:
 
 
 def table(run: dict[str, Any]) -> Table:
-    """The recipes of a run (`Result.to_dict` with its model, text and reader), largest first, under the exact cache's own figures."""
+    """The policies of a run (`Result.to_dict` with its model, text and reader), largest first, under the exact cache's own figures."""
     table = Table(
         title=title(run),
         box=box.SIMPLE_HEAD,

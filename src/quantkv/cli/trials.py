@@ -1,4 +1,4 @@
-"""What a recipe is tried on: one context each, whose predictions are scored beside the exact cache's."""
+"""What a policy is tried on: one context each, whose predictions are scored beside the exact cache's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_CODES = 40  # of a context
 
 @dataclass
 class Scores:
-    """What one recipe, or the exact cache, made of the trials so far.
+    """What one policy, or the exact cache, made of the trials so far.
 
     copied: by tokens of the context and depth of the passage. codes: (tokens between telling and asking, digits right, digits asked).
     agreed: tokens of each greedy continuation until it leaves the exact cache's.

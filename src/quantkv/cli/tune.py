@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..full_precision import BLOCK_SIZE
-from . import completion, options, output, recipes
+from . import completion, options, output, policies
 from .allocation import Choice, allocate, limits
 from .common import formats_of
 from .options import CalibrationFile, Device, Dtype, FullPrecisionOption, Model, ModelArgument
@@ -78,15 +78,16 @@ def tune_command(
         raise ValueError(f"--kv {kv}: two or more are needed to choose from, each for keys and for values alike")
     if tokens < max(context, MIN_TOKENS):
         raise ValueError(f"--tokens {tokens}: at least {max(context, MIN_TOKENS)} are needed")
-    tried = recipes.recipes_of(",".join(names), calibration, full_precision)
+    tried = policies.policies_of(",".join(names), calibration, full_precision)
     console = options.stderr()
     chosen_text = texts.load(text, tokens)
     found = options.find(model, device, dtype, console)
     from . import models
 
     models.check_positions(found, f"--context {context}", context)
-    recipes.fitting(tried, found.config, strict=True)
-    room = Room(found.config, names, tried[0].policy, context)
+    base = next(iter(tried.values()))
+    policies.fitting(tried, found.config, strict=True)
+    room = Room(found.config, names, base, context)
     if budget is not None:
         room.check(budget)
     contexts = texts.cut(chosen_text, found.tokenizer, context, tokens)
@@ -95,12 +96,12 @@ def tune_command(
 
     steps = [Step("gradients"), *[Step("layer")] * len(room.layers)] * len(contexts)
     with progress(console, steps) as on_step:
-        lost = sensitivities(loaded.model, contexts, names, tried[0].policy, on_step)
+        lost = sensitivities(loaded.model, contexts, names, base, on_step)
     try:
         chosen = allocate(room.choices(lost), room.left(budget), kl)
     except ValueError as error:
         raise ValueError(f"--kl {error}") from error
-    _save(policy_of(chosen, tried[0].policy), out, calibration)
+    _save(policy_of(chosen, base), out, calibration)
     size, predicted = room.bytes_per_head(chosen), sum(choice.loss for choice in chosen.values())
     counts = Counter(f"{chosen[layer, 'k'].name}/{chosen[layer, 'v'].name}" for layer in room.layers)
     with output.tables(json_file):
@@ -131,7 +132,7 @@ class Room:
         self.full_precision = 0.0
         self.sizes: dict[tuple[int, str, str], float] = {}
         for layer, heads in geometry.heads.items():
-            share = recipes.full_precision_share(policy.full_precision, context, bool(plans[layer].kind.window))
+            share = policies.full_precision_share(policy.full_precision, context, bool(plans[layer].kind.window))
             self.full_precision += 2 * heads.num_kv_heads * (heads.head_size + heads.head_size_v) * share
             for name in names:
                 spec = get_format(name).cache_spec(*heads, BLOCK_SIZE)

@@ -8,9 +8,10 @@ import torch
 from vllm.logger import init_logger
 
 from ... import geometry
-from ...capacity import Recipe, capacity
+from ...capacity import capacity
 from ...geometry import Model
 from ...policy import Policy
+from ...policy_file import PolicyFile
 from ...vllm_pages import WORTH_SAYING, pool
 from .backend import BLOCK_SIZES, format_of, token_bytes
 
@@ -58,9 +59,9 @@ def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> N
     if policy is None or config.cache_config.kv_cache_dtype_skip_layers or (model := _model(config)) is None:
         return
     try:
-        recipe = Recipe("policy", lambda layer: policy.of(layer, dtype).name)
+        stored = PolicyFile(policy.format, {layer: policy.of(layer, dtype).name for layer in range(len(model.layers))})
         ranks = config.parallel_config.tensor_parallel_size
-        found = pool(model, capacity(model, recipe, ranks, config.cache_config.block_size))
+        found = pool(model, capacity(model, stored, ranks, config.cache_config.block_size))
     except (ValueError, NotImplementedError):  # what is wrong is said by whoever refuses it
         return
     asked = config.model_config.max_model_len, config.max_in_flight_tokens

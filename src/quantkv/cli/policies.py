@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A policy under the name that tables show."""
-
-    name: str
-    policy: Policy
-
-
-@dataclass(frozen=True)
 class Size:
-    """What a recipe takes at a context: bytes a token over all layers, and of one layer's token and kv head on average; with exact
+    """What a policy takes at a context: bytes a token over all layers, and of one layer's token and kv head on average; with exact
     tokens at their share. elements: K and V of a token."""
 
     bytes_per_token: float
@@ -58,7 +50,7 @@ def full_precision_share(full_precision: FullPrecisionTokens | None, context: in
 
 
 def full_precision_of(given: str | None) -> FullPrecisionTokens | None:
-    """`--full-precision first,latest`. ValueError for anything but two numbers of tokens."""
+    """`--full-precision SINK,RECENT`. ValueError for anything but two numbers of tokens."""
     if given is None:
         return None
     words = given.split(",")
@@ -68,35 +60,35 @@ def full_precision_of(given: str | None) -> FullPrecisionTokens | None:
     return FullPrecisionTokens(sink=first, recent=latest) if first or latest else None
 
 
-def recipes_of(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> list[Recipe]:
-    """Recipes of `--kv A,4bit,FILE.json`: formats, of which "all" stands for every one, and policies, which presets are too.
+def policies_of(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> list[Recipe]:
+    """Policies of `--kv A,4bit,FILE.json`: formats, of which "all" stands for every one, and policies, which presets are too.
 
     calibration, exact: of the formats; a policy brings its own. ValueError for names, files and numbers that are wrong.
     """
     from ..policy import Policy
 
     given, files = caches_of(kv)
-    names = formats_of(",".join(given)) if given or not files else []
-    if not names and (calibration is not None or full_precision is not None):
+    formats = formats_of(",".join(given)) if given or not files else []
+    if not formats and (calibration is not None or full_precision is not None):
         raise ValueError("--calibration and --full-precision are of the formats of --kv; a policy brings its own")
     tokens, moments = full_precision_of(full_precision), None if calibration is None else load_calibration(calibration)
     ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.sink},{tokens.recent}")
     guides = {name: value for name, value in (("calibration", moments), ("full_precision", tokens)) if value is not None}
-    recipes = [Recipe(name + ending, Policy(name, **guides)) for name in names]
+    policies = [Recipe(name + ending, Policy(name, **guides)) for name in names]
     for file in files:
         try:
-            recipes.append(Recipe(Path(file).stem, Policy.given(file)))
+            policies.append(Recipe(Path(file).stem, Policy.given(file)))
         except ValueError as error:
             raise ValueError(f"--kv: {error}") from error
-    return recipes
+    return policies
 
 
-def recipe_of(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> Recipe:
-    """The one recipe of `--kv FORMAT|FILE.json`. ValueError as of `recipes_of`, and for several."""
-    recipes = recipes_of(kv, calibration, full_precision)
-    if len(recipes) > 1:
-        raise ValueError(f"--kv {kv}: one name is needed, not {len(recipes)}")
-    return recipes[0]
+def one_policy(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> tuple[str, Policy]:
+    """The one policy of `--kv FORMAT|FILE.json`, and its name. ValueError as of `policies_of`, and for several."""
+    policies = policies_of(kv, calibration, full_precision)
+    if len(policies) > 1:
+        raise ValueError(f"--kv {kv}: one name is needed, not {len(policies)}")
+    return next(iter(policies.items()))
 
 
 def load_calibration(file: Path) -> Calibration:
@@ -109,30 +101,20 @@ def load_calibration(file: Path) -> Calibration:
         raise ValueError(f"--calibration: {error}") from error
 
 
-def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """ValueError where two have one name."""
-    kept: dict[str, Recipe] = {}
-    for recipe in recipes:
-        if recipe.name in kept:
-            raise ValueError(f"--kv: {recipe.name!r} is named twice")
-        kept[recipe.name] = recipe
-    return list(kept.values())
-
-
-def fitting(recipes: Iterable[Recipe], config: Any, strict: bool) -> tuple[list[Recipe], dict[str, str]]:
-    """The recipes that a model of this configuration can take, and the reasons of the others; ValueError for the first of them if
-    `strict`."""
+def fitting(policies: Mapping[str, Policy], config: Any, strict: bool) -> tuple[dict[str, Policy], dict[str, str]]:
+    """The policies that a model of this configuration can take, by name, and the reasons of the others; ValueError for the first of them
+    if `strict`."""
     from ..integrations.transformers.config import geometry_of
 
-    kept, reasons, geometry = [], {}, geometry_of(config)
-    for recipe in recipes:
+    kept, reasons, geometry = {}, {}, geometry_of(config)
+    for name, policy in policies.items():
         try:
-            check(recipe.policy, geometry)
-            kept.append(recipe)
+            check(policy, geometry)
+            kept[name] = policy
         except ValueError as error:
             if strict:
-                raise ValueError(f"{recipe.name}: {error}") from error
-            reasons[recipe.name] = str(error)
+                raise ValueError(f"{name}: {error}") from error
+            reasons[name] = str(error)
     return kept, reasons
 
 
