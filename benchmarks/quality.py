@@ -152,7 +152,13 @@ class Bench:
         say(f"{self.name}, {self.on.name}, {part}: {', '.join(made)}")
         asked = self.trials(part)
         result = evaluation.evaluate(self.loaded.model, asked, made, context=CONTEXTS[part] if part == "long" else 1024)
-        told = {"part": part, "model": self.name, "text": self.on.name, "calibrated_on": self.other.name, "read": readers.Judged.name}
+        told = {
+            "part": part,
+            "model": self.name,
+            "text": self.on.name,
+            "calibrated_on": self.other.name,
+            "read": readers.TeacherForced.name,
+        }
         return {**told, "contexts": len(asked), **result.to_dict()}
 
     def rivals(self) -> dict[str, Any]:

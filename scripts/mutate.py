@@ -83,7 +83,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/captured": "tests/test_transformers_static.py",
     "integrations/transformers/compiled": "tests/test_transformers_static.py",
     "integrations/transformers/config": HUGGING,
-    "integrations/transformers/judged": "tests/test_judged.py",
+    "integrations/transformers/teacher_forced": "tests/test_teacher_forced.py",
     "integrations/transformers/layers": HUGGING,
     "integrations/transformers/lazy_kv": HUGGING,
     "integrations/transformers/rotation": "tests/test_calibrate.py",

@@ -11,7 +11,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from quantkv import get_format  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.judged import reread  # noqa: E402
+from quantkv.integrations.transformers.teacher_forced import fake_quantized  # noqa: E402
 from quantkv.maps import LayerMaps  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import MODELS, logits, prompts, tiny  # noqa: E402
@@ -47,7 +47,7 @@ def reread_in_place(cache, fmt):
         for name, codec, side in (("keys", fmt.k, "k"), ("values", fmt.v, "v")):
             rows = getattr(layer, name)
             map_ = getattr(LayerMaps.of(fmt, rows.shape[3], rows.shape[3], rows.device), side)
-            setattr(layer, name, torch.stack([reread(one, codec, map_) for one in rows]).to(rows.dtype))
+            setattr(layer, name, torch.stack([fake_quantized(one, codec, map_) for one in rows]).to(rows.dtype))
 
 
 @pytest.mark.parametrize("fmt", ["int2", "tq4"])

@@ -9,8 +9,8 @@ transformers = pytest.importorskip("transformers")
 from quantkv import weights  # noqa: E402
 from quantkv.calibration import Calibration  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.judged import judged  # noqa: E402
 from quantkv.integrations.transformers.sensitivity import sensitivities  # noqa: E402
+from quantkv.integrations.transformers.teacher_forced import teacher_forced  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import tiny  # noqa: E402
 
@@ -41,7 +41,7 @@ def run(model, calibration):
 
 READERS = {
     "a cache": run,
-    "a teacher-forced pass": lambda model, calibration: judged(model, Policy("levels4", calibration=calibration)).__enter__(),
+    "a teacher-forced pass": lambda model, calibration: teacher_forced(model, Policy("levels4", calibration=calibration)).__enter__(),
     "sensitivities": lambda model, calibration: sensitivities(model, IDS, ["levels4"], Policy("int4", calibration=calibration)),
 }
 

@@ -75,7 +75,7 @@ def test_perplexity_is_transformers_own_loss(noisy, model_dir, text_file):
     assert result.to_dict()["reference"]["perplexity"] == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
 
 
-@pytest.mark.parametrize("read", [readers.ThroughCache(), readers.ThroughCache(7), readers.Judged()], ids=lambda r: r.name)
+@pytest.mark.parametrize("read", [readers.ThroughCache(), readers.ThroughCache(7), readers.TeacherForced()], ids=lambda r: r.name)
 def test_an_exact_cache_changes_nothing(model_dir, text_file, read):
     loaded = models.load(str(model_dir))
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 50, 100)

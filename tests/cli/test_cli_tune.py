@@ -211,7 +211,7 @@ def test_reports_merge_runs_and_escape_names(tmp_path):
             "same_top1": 90.0,
         }
 
-    about = {"model": "<m>", "text": "a & b", "read": "judged", "context": 64, "tokens": 256, "contexts": 4, "complete": True}
+    about = {"model": "<m>", "text": "a & b", "read": "teacher-forced", "context": 64, "tokens": 256, "contexts": 4, "complete": True}
     reference = {"dtype": "float32", "perplexity": 2.9, "seconds": 1.0}
     runs = [
         {**about, "reference": reference, "formats": [row("a", 80.0, 0.1), row("b", 40.0, 0.2)]},

@@ -10,8 +10,8 @@ from quantkv.cli import costs, generate, models, options, text, trials, waiting
 from quantkv.cli import eval as evaluation
 from quantkv.cli.waiting import EVERY, Estimate, Step, Work
 from quantkv.implementations.cpu import compiling
-from quantkv.integrations.transformers.judged import Judge
 from quantkv.integrations.transformers.sensitivity import sensitivities
+from quantkv.integrations.transformers.teacher_forced import FakeQuantizedCache
 from quantkv.policy import Policy
 
 
@@ -174,12 +174,12 @@ def test_what_formats_take_is_tried_on_a_few_rows(loaded, monkeypatch):
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=clock))
     tried = []
 
-    def rows(judge, layer, key, value):
+    def rows(fake, layer, key, value):
         assert key.shape == value.shape == (1, 64, 64)
-        tried.append(judge.policy.name_of(layer))
+        tried.append(fake.policy.name_of(layer))
         clock.now += {"int4": 0.125, "int8": 0.25, "trellis2": 64.0}[tried[-1]]
 
-    monkeypatch.setattr(Judge, "rows", rows)
+    monkeypatch.setattr(FakeQuantizedCache, "rows", rows)
     found = costs.beyond(loaded.model, POLICIES)
     assert found == {costs.CONTINUED: 0.0, "int4": 2 * 0.125 / 64, "mixed": (0.25 + 64) / 64}
     assert tried == ["int4", "int4", "int8", "int8", "trellis2", "trellis2"]  # each once to make tables, and once by the clock

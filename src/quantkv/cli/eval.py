@@ -14,7 +14,7 @@ from ..policy import Policy
 from ..spec import CacheSpec
 from .metrics import Share, standard_error
 from .policies import Size
-from .readers import Judged, Reader, last_logits
+from .readers import Reader, TeacherForced, last_logits
 from .trials import Scores, Trial
 
 EXACT = "exact"
@@ -124,7 +124,7 @@ def evaluate(
 
     trials: each starts with an empty cache. policies: by the names that tables show.
     context: tokens of which full-precision tokens have their share of the bytes; those of the first trial if None.
-    read: how a policy is read: `Judged` unless `ThroughCache` is given.
+    read: how a policy is read: `TeacherForced` unless `ThroughCache` is given.
     on_step: called with a policy's name (or "exact") and the number of passes done, before each pass.
 
     Trials are the outer loop, so only one context's exact logits are held: `[T, vocabulary]`.
@@ -133,7 +133,7 @@ def evaluate(
     """
     context, finished = context or len(trials[0].ids), None
     try:
-        for state in _finished(model, trials, policies, Judged() if read is None else read, context, on_step):
+        for state in _finished(model, trials, policies, TeacherForced() if read is None else read, context, on_step):
             finished = state
     except KeyboardInterrupt:
         if finished is None:

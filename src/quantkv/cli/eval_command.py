@@ -71,7 +71,7 @@ def eval_command(
         str, typer.Option("--depths", metavar="A,B,...", help="Of copy: where passages stand, from 0 (first) to 1.")
     ] = "0,0.25,0.5,0.75,1",
     through_cache: Annotated[
-        bool, typer.Option("--through-cache", help="Read a QuantizedCache, as a model does, instead of judging decoding in one pass.")
+        bool, typer.Option("--through-cache", help="Read a QuantizedCache, as a model does, instead of teacher forcing in one pass.")
     ] = False,
     chunk: Annotated[
         int | None, typer.Option("--chunk", min=1, show_default="the whole context", help="Tokens of one forward pass through the cache.")
@@ -104,9 +104,9 @@ def eval_command(
     loaded_texts = [texts.load(name, max(tokens, *plan.lengths)) for name in texts.named(text)]
     found = [options.find(name, device, dtype, console) for name in model or [None]]
     prepared = [_prepare(one, plan, chosen, strict, loaded_texts, console) for one in found]
-    from .readers import Judged, ThroughCache
+    from .readers import TeacherForced, ThroughCache
 
-    read = ThroughCache(chunk) if through_cache or chunk else Judged()
+    read = ThroughCache(chunk) if through_cache or chunk else TeacherForced()
     runs: list[dict[str, Any]] = []
     with output.tables(json_file):
         for one, (usable, trials) in zip(found, prepared):

@@ -26,17 +26,17 @@ class Reader(Protocol):
     def __call__(self, model: Any, ids: torch.Tensor, policy: Policy, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]: ...
 
 
-class Judged:
+class TeacherForced:
     """One pass in which each query sees what a decoding step at its position would read. Where the last tokens alone count, those before
     them are a prompt, which reads its own rows as given."""
 
-    name = "judged as decoding"
+    name = "teacher-forced"
 
     def __call__(self, model: Any, ids: torch.Tensor, policy: Policy, keep: int) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
-        from ..integrations.transformers.judged import judged
+        from ..integrations.transformers.teacher_forced import teacher_forced
 
-        with judged(model, policy, len(ids) - keep + 1 if keep else 0) as judge:
-            return last_logits(model, ids, keep, use_cache=False), judge.specs
+        with teacher_forced(model, policy, len(ids) - keep + 1 if keep else 0) as fake:
+            return last_logits(model, ids, keep, use_cache=False), fake.specs
 
 
 @contextmanager

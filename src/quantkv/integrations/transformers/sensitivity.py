@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ...checks import refuse
 from ...policy import Policy
 from .attention import check_weights
-from .judged import Judge, attend, attending
 from .statistics import with_statistics
+from .teacher_forced import FakeQuantizedCache, attend, attending
 
 SKIPPED = 64  # queries at the beginning of a context, which see little of a cache
 SIDES = ("k", "v")
@@ -26,7 +26,7 @@ Sensitivities = dict[tuple[int, str, str], float]  # by layer, side and format: 
 
 
 class Seen(NamedTuple):
-    """What one layer's attention was given, and what it gave. Axes as in `judged.attend`; out `[N, HQ, D_V]`, with a gradient."""
+    """What one layer's attention was given, and what it gave. Axes as in `teacher_forced.attend`; out `[N, HQ, D_V]`, with a gradient."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -40,13 +40,13 @@ class Seen(NamedTuple):
 class Capture:
     """Plain attention that keeps what each layer of a model saw over one context."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge, self.layers = judge, {}
+    def __init__(self, fake: FakeQuantizedCache) -> None:
+        self.fake, self.layers = fake, {}
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, sinks: Any
     ) -> torch.Tensor:
-        out = attend(query, key, value, (key, value), scale, None, self.judge.plans[layer].kind, softcap, sinks)
+        out = attend(query, key, value, (key, value), scale, None, self.fake.plans[layer].kind, softcap, sinks)
         out.retain_grad()
         own = None if sinks is None else sinks.detach()
         self.layers[layer] = Seen(query.detach(), key.detach(), value.detach(), scale, softcap, own, out)
@@ -71,27 +71,29 @@ def sensitivities(
         refuse("contexts.shape[1]", contexts.shape[1], f"more than {SKIPPED} tokens are needed")
     policy = with_statistics(policy, model)
     check_weights(model, policy.calibration)
-    judges = {
-        name: Judge(model.config, Policy(name, calibration=policy.calibration, full_precision=policy.full_precision), model.dtype)
+    fakes = {
+        name: FakeQuantizedCache(
+            model.config, Policy(name, calibration=policy.calibration, full_precision=policy.full_precision), model.dtype
+        )
         for name in formats
     }
-    judge, sums, step = next(iter(judges.values())), {}, 0
+    fake, sums, step = next(iter(fakes.values())), {}, 0
     for index, ids in enumerate(contexts):
         on_step("gradients", step)
-        seen = _backward(model, ids.to(model.device), judge, index)
+        seen = _backward(model, ids.to(model.device), fake, index)
         step += 1
         for layer, one in sorted(seen.items()):
             on_step(f"layer {layer}", step)
-            for (side, name), value in _losses(layer, one, judges).items():
+            for (side, name), value in _losses(layer, one, fakes).items():
                 sums[layer, side, name] = sums.get((layer, side, name), 0.0) + value / len(contexts)
             step += 1
     on_step("", step)
     return sums
 
 
-def _backward(model: PreTrainedModel, ids: torch.Tensor, judge: Judge, seed: int) -> dict[int, Seen]:
+def _backward(model: PreTrainedModel, ids: torch.Tensor, fake: FakeQuantizedCache, seed: int) -> dict[int, Seen]:
     """Every layer's rows and output over tokens `[T]`, with the gradient of the loss of tokens drawn from the predictions."""
-    needed, capture = [p for p in model.parameters() if p.requires_grad], Capture(judge)
+    needed, capture = [p for p in model.parameters() if p.requires_grad], Capture(fake)
     try:
         for parameter in needed:
             parameter.requires_grad_(False)
@@ -108,14 +110,14 @@ def _backward(model: PreTrainedModel, ids: torch.Tensor, judge: Judge, seed: int
 
 
 @torch.no_grad()
-def _losses(layer: int, seen: Seen, judges: dict[str, Judge]) -> dict[tuple[str, str], float]:
+def _losses(layer: int, seen: Seen, fakes: dict[str, FakeQuantizedCache]) -> dict[tuple[str, str], float]:
     """Of one layer, by side and format."""
     query, key, value, scale, softcap, sinks, out = seen
     losses, known = {}, {}
-    for name, judge in judges.items():
-        fmt = judge.policy.of(layer, judge.dtype)
-        stored = judge.rows(layer, key, value)
-        full_precision, kind = judge.full_precision(layer), judge.plans[layer].kind
+    for name, fake in fakes.items():
+        fmt = fake.policy.of(layer, fake.dtype)
+        stored = fake.rows(layer, key, value)
+        full_precision, kind = fake.full_precision(layer), fake.plans[layer].kind
         for side, codec, rows in (("k", fmt.k, (stored[0], value)), ("v", fmt.v, (key, stored[1]))):
             if (side, codec.name) not in known:
                 change = (attend(query, key, value, rows, scale, full_precision, kind, softcap, sinks) - out.detach()) * out.grad

@@ -1,4 +1,4 @@
-"""A judged pass against real pages, token by token: the same rows, and attention over them to the rounding of float32."""
+"""A teacher-forced pass against real pages, token by token: the same rows, and attention over them to the rounding of float32."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from quantkv.cli.policies import full_precision_share  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.judged import Judge, attend, full_precision_from, judged, reread  # noqa: E402
+from quantkv.integrations.transformers.teacher_forced import FakeQuantizedCache, attend, fake_quantized, full_precision_from, teacher_forced  # noqa: E402
 from quantkv.maps import LayerMaps, LinearMap  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
@@ -59,7 +59,9 @@ def test_rows_are_those_of_pages(fmt, maps):
     key, value = rows(1), rows(2)
     key[:, 5] *= 0.01  # a key that a signed codec stores without the offset
     cache, _ = pages(fmt, key, value, maps)
-    stored = [reread(t, codec, m) for t, codec, m in zip((key, value), (cache.format.k, cache.format.v), (cache.maps.k, cache.maps.v))]
+    stored = [
+        fake_quantized(t, codec, m) for t, codec, m in zip((key, value), (cache.format.k, cache.format.v), (cache.maps.k, cache.maps.v))
+    ]
     at = torch.arange(N)
     for found, expected in zip(stored, cache.dequantize(at, at)):
         assert torch.equal(found, expected.transpose(0, 1))
@@ -102,7 +104,7 @@ EXACT = [
     "kind, softcap, sinks", [(Kind(), 0, False), (Kind(20), 0, True), (Kind(20, True), 0, False), (Kind(), 3.0, False)]
 )
 def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softcap, sinks):
-    monkeypatch.setattr("quantkv.integrations.transformers.judged.QUERIES_AT_ONCE", 32)
+    monkeypatch.setattr("quantkv.integrations.transformers.teacher_forced.QUERIES_AT_ONCE", 32)
     query, key, value = rows(0, HQ), rows(1), rows(2)
     cache, table = pages("int4", key, value, LayerMaps(a_map(1, key_mean=True)))
     exact_cache, _ = pages("none", key, value, LayerMaps(None, cache.maps.v))  # segments share the map of their values
@@ -133,9 +135,9 @@ def test_what_follows_a_prompt_is_judged_as_a_cache_answers(name):
         policy = Policy("int4", full_precision=exact)
         stepped = logits(model, QuantizedCache(model.config, policy, dtype=torch.float32), ids, mask, [0, *range(prompt, 60)])
         with torch.no_grad():
-            with judged(model, policy, prompt):
+            with teacher_forced(model, policy, prompt):
                 once = model(ids, use_cache=False).logits
-            with judged(model, replace(policy, prompt="stored"), prompt):
+            with teacher_forced(model, replace(policy, prompt="stored"), prompt):
                 stored = model(ids, use_cache=False).logits
         lost = (stepped - plain).norm()
         assert (once - stepped).norm() <= 0.02 * lost + 1e-5 * plain.norm()
@@ -146,7 +148,7 @@ def test_what_follows_a_prompt_is_judged_as_a_cache_answers(name):
 
 @pytest.mark.parametrize("exact", [None, FullPrecisionTokens(16, 8)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2", "gpt_oss", "llama4"])
-def test_models_are_judged_as_they_decode(name, exact):
+def test_models_read_as_they_decode(name, exact):
     """Through a QuantizedCache token by token. Once a layer's rows are off by a rounding, a later layer may round a code the other way:
     the two differ by far less than the format does from 16 bits, and not at all where nothing is rounded."""
     model = use_quantkv_attention(tiny(name))
@@ -155,7 +157,7 @@ def test_models_are_judged_as_they_decode(name, exact):
     for fmt, bound in (("none", 1e-5), ("int8", 0.02), ("int4", 0.02)):
         policy = Policy(fmt, full_precision=exact)
         stepped = logits(model, QuantizedCache(model.config, policy, dtype=torch.float32), ids, mask, list(range(60)))
-        with judged(model, policy), torch.no_grad():
+        with teacher_forced(model, policy), torch.no_grad():
             once = model(ids, use_cache=False).logits
         scale = plain.norm() if fmt == "none" else (stepped - plain).norm()
         assert (once - stepped).norm() <= bound * scale, fmt
@@ -168,7 +170,7 @@ def test_first_tokens_are_whole_pages_as_in_a_cache(exact):
     ids, mask = prompts([40])
     policy = Policy("int2", full_precision=exact)
     stepped = logits(model, QuantizedCache(model.config, policy), ids, mask, list(range(40)))
-    with judged(model, policy), torch.no_grad():
+    with teacher_forced(model, policy), torch.no_grad():
         once = model(ids, use_cache=False).logits
     assert (once - stepped).norm() <= 1e-5 * stepped.norm()
 
@@ -195,7 +197,7 @@ def test_exact_tokens_of_a_model():
         ids, _ = prompts([45])
 
         def once(exact, model=model, ids=ids):
-            with judged(model, Policy("int2", full_precision=exact)), torch.no_grad():
+            with teacher_forced(model, Policy("int2", full_precision=exact)), torch.no_grad():
                 return model(ids, use_cache=False).logits
 
         with torch.no_grad():
@@ -210,16 +212,16 @@ def test_the_models_attention_comes_back():
     model = tiny("llama")
     own = model.config._attn_implementation
     ids, _ = prompts([8])
-    with judged(model, Policy("int4")) as judge, torch.no_grad():
+    with teacher_forced(model, Policy("int4")) as fake, torch.no_grad():
         model(ids, use_cache=False)
     assert model.config._attn_implementation == own
-    assert sorted(judge.specs) == [0, 1] and judge.specs[0].format == "int4"
+    assert sorted(fake.specs) == [0, 1] and fake.specs[0].format == "int4"
 
 
-def test_what_a_judged_pass_cannot_do_is_refused():
+def test_what_a_teacher_forced_pass_cannot_do_is_refused():
     model = tiny("llama")
     ids, mask = prompts([8, 5])
-    with judged(model, Policy("int4")), torch.no_grad():
+    with teacher_forced(model, Policy("int4")), torch.no_grad():
         with pytest.raises(NotImplementedError, match="padding"):
             model(ids, attention_mask=mask, use_cache=False)
         cache = transformers.DynamicCache(config=model.config)
@@ -227,12 +229,12 @@ def test_what_a_judged_pass_cannot_do_is_refused():
         with pytest.raises(ValueError, match="past_key_values=8 tokens"):
             model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match=r"policy\.layers=\[2\]"):
-        Judge(model.config, Policy("int4", {2: "int8"}))
+        FakeQuantizedCache(model.config, Policy("int4", {2: "int8"}))
     with (
         pytest.raises(ValueError, match=r"maps\.k"),
-        judged(model, Policy("int4", maps={0: LayerMaps(LinearMap(torch.eye(32)[None], torch.eye(32)[None]))})),
+        teacher_forced(model, Policy("int4", maps={0: LayerMaps(LinearMap(torch.eye(32)[None], torch.eye(32)[None]))})),
     ):
         model(ids, use_cache=False)
     mamba = transformers.FalconH1Config(num_hidden_layers=2)
     with pytest.raises(NotImplementedError, match="through a QuantizedCache only"):
-        Judge(mamba, Policy("int4"))
+        FakeQuantizedCache(mamba, Policy("int4"))

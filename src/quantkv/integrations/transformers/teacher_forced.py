@@ -1,6 +1,6 @@
-"""A cache judged in one forward pass: every query sees the rows that a decoding step at its position would read.
+"""Fake-quantized, teacher-forced evaluation in one forward pass: every query sees the rows that a decoding step at its position would read.
 
-    with judged(model, policy):
+    with teacher_forced(model, policy):
         logits = model(ids, use_cache=False).logits
 
 Each layer's keys and values go through the codecs and maps that write and read pages; what a query reads exactly goes by its position.
@@ -32,12 +32,12 @@ from .attention import check_weights, decoder_of
 from .config import LayerPlan, geometry_of, plan_layers, shares_keys
 from .statistics import with_statistics
 
-JUDGED = "quantkv_judged"
+TEACHER_FORCED = "quantkv_teacher_forced"
 QUERIES_AT_ONCE = 256
-Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Any], torch.Tensor]  # as `Judge` is called
+Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Any], torch.Tensor]  # as `FakeQuantizedCache` is called
 
 
-class Judge:
+class FakeQuantizedCache:
     """What the queries of a model see of a cache by `policy`.
 
     config: the model's. dtype: what format "none" stores. prompt: so many first tokens are a prompt, which reads its own rows as given.
@@ -48,7 +48,7 @@ class Judge:
 
     def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16, prompt: int = 0) -> None:
         self.prompt = prompt
-        self.plans, self.policy, self.dtype = judgeable(config), policy, dtype
+        self.plans, self.policy, self.dtype = teacher_forced_plans(config), policy, dtype
         geometry = geometry_of(config)
         policy.check(geometry.num_layers)
         if policy.calibration is not None:
@@ -72,7 +72,7 @@ class Judge:
                     map_.check(d, heads, side)
             self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in (maps.k, maps.v))
         fmt, k_map, v_map = self._layers[layer]
-        return reread(key, fmt.k, k_map), reread(value, fmt.v, v_map)
+        return fake_quantized(key, fmt.k, k_map), fake_quantized(value, fmt.v, v_map)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, sinks: Any
@@ -87,20 +87,20 @@ class Judge:
         return LayerMaps(given.k or own.k, given.v or own.v)
 
 
-def judgeable(config: PreTrainedConfig) -> list[LayerPlan]:
-    """What each layer keeps. NotImplementedError for a model that only a real cache can judge."""
+def teacher_forced_plans(config: PreTrainedConfig) -> list[LayerPlan]:
+    """What each layer keeps. NotImplementedError for a model that only a real cache can evaluate."""
     name, plans = type(config).__name__, plan_layers(config)
     if shares_keys(config):
-        raise NotImplementedError(f"config: layers of {name} share keys and values; they can be judged through a QuantizedCache only")
+        raise NotImplementedError(f"config: layers of {name} share keys and values; they can be evaluated through a QuantizedCache only")
     for plan in plans:
         if plan.kind is None or plan.latent or plan.own is not None:
             raise NotImplementedError(
-                f"config: {name} has layers that keep states or latents; they can be judged through a QuantizedCache only"
+                f"config: {name} has layers that keep states or latents; they can be evaluated through a QuantizedCache only"
             )
     return plans
 
 
-def reread(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> torch.Tensor:
+def fake_quantized(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> torch.Tensor:
     """`rows [HK, N, D]` of positions 0 to N - 1, written to a page and read back: float32."""
     rows = rows.transpose(0, 1).contiguous()
     at = torch.arange(rows.shape[0], device=rows.device)
@@ -190,7 +190,7 @@ _attention: ContextVar[Attention] = ContextVar("attention")
 def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
     """Inside the block `attention` computes that of the model's decoder; after it the model's is its own again."""
     own = model.config._attn_implementation
-    decoder_of(model).set_attn_implementation({"": JUDGED})
+    decoder_of(model).set_attn_implementation({"": TEACHER_FORCED})
     token = _attention.set(attention)
     try:
         yield
@@ -200,18 +200,18 @@ def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
 
 
 @contextmanager
-def judged(model: PreTrainedModel, policy: Policy, prompt: int = 0) -> Iterator[Judge]:
+def teacher_forced(model: PreTrainedModel, policy: Policy, prompt: int = 0) -> Iterator[FakeQuantizedCache]:
     """Inside the block a forward pass of whole sequences without a cache (`use_cache=False`, no padding) computes what decoding would
     over a cache by `policy`. prompt: so many first tokens of each sequence come in one pass, as a prompt: several lose nothing where the
     policy lets prompts read their own rows."""
     policy = with_statistics(policy, model)
-    judge = Judge(model.config, policy, model.dtype, prompt if policy.prompt == "own" and prompt > 1 else 0)
+    fake = FakeQuantizedCache(model.config, policy, model.dtype, prompt if policy.prompt == "own" and prompt > 1 else 0)
     check_weights(model, policy.calibration)
-    with attending(model, judge):
-        yield judge
+    with attending(model, fake):
+        yield fake
 
 
-def judged_attention(
+def teacher_forced_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -225,19 +225,19 @@ def judged_attention(
     """transformers' attention function inside `attending`: `query [S, HQ, N, D]` -> `[S, N, HQ, D_V]`, no weights."""
     attention = _attention.get(None)
     if attention is None:
-        raise RuntimeError(f"attention implementation {JUDGED!r} works inside quantkv's judged(model, policy) only")
+        raise RuntimeError(f"attention implementation {TEACHER_FORCED!r} works inside quantkv's teacher_forced(model, policy) only")
     if key.shape[2] != query.shape[2]:
-        refuse("past_key_values", f"{key.shape[2] - query.shape[2]} tokens", "a judged pass takes whole sequences and no cache")
+        refuse("past_key_values", f"{key.shape[2] - query.shape[2]} tokens", "a teacher-forced pass takes whole sequences and no cache")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outs = [attention(module.layer_idx, q, k, v, scale, softcap or 0.0, s_aux).to(query.dtype) for q, k, v in zip(query, key, value)]
     return torch.stack(outs), None
 
 
-def judged_mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """transformers' mask function inside `judged`: causality and windows are known by layer, and there is nothing else to mask."""
+def teacher_forced_mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """transformers' mask function inside `teacher_forced`: causality and windows are known by layer, and there is nothing else to mask."""
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise NotImplementedError("attention_mask: a judged pass takes sequences without padding")
+        raise NotImplementedError("attention_mask: a teacher-forced pass takes sequences without padding")
 
 
-AttentionInterface.register(JUDGED, judged_attention)
-AttentionMaskInterface.register(JUDGED, judged_mask)
+AttentionInterface.register(TEACHER_FORCED, teacher_forced_attention)
+AttentionMaskInterface.register(TEACHER_FORCED, teacher_forced_mask)
