@@ -14,9 +14,9 @@ def write(key, value, k, v, fmt, slot_mapping, maps=None, positions=None, implem
     ops.write(WriteCall(key, value, k, v, fmt, slot_mapping, maps, positions), implementation)
 
 
-def attend_call(q, segments, *, cu_seqlens_q, seq_lens, scale, options=AttentionOptions(), out=None, **promises):
+def attend_call(q, segments, *, cu_seqlens_q, seq_lens, scale, options=AttentionOptions(), out=None, **bounds):
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return AttendCall(q, tuple(segments), Batch(cu_seqlens_q, seq_lens, **promises), scale, options, out, lse)
+    return AttendCall(q, tuple(segments), Batch(cu_seqlens_q, seq_lens, **bounds), scale, options, out, lse)
 
 
 def attend_segments(q, segments, *, implementation="reference", dtype=None, **arguments):

@@ -19,9 +19,9 @@ stock = reference.compute
 
 
 def compute(call, *arguments, **how):
-    """2. implementations/reference/attend.py: what it means, and that it is honoured."""
+    """2. implementations/reference/attend.py: what it means, and that it is supported."""
     out, lse = stock(replace(call, options=AttentionOptions()), *arguments, **how)
     return out * call.options.head_gain[:, None], lse
 
 
-HONOURED = reference.HONOURED | {"head_gain"}
+SUPPORTED = reference.SUPPORTED | {"head_gain"}

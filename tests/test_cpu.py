@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: within the budget for every format and option that they honour, the reference's bytes, and who is chosen."""
+"""The compiled CPU kernels: within the budget for every format and option that they support, the reference's bytes, and who is chosen."""
 
 import subprocess
 import sys
@@ -275,7 +275,7 @@ def test_auto_takes_the_kernels_and_leaves_the_rest_to_the_reference():
     with pytest.raises(ValueError, match=r"implementation='cpu'.*17 queries"):
         prompt.attend(**CPU)
     name, reasons = implementations.resolve(batch("int4").call(alibi_slopes=torch.ones(6)))
-    assert name == "reference" and reasons["cpu"].startswith("alibi_slopes: not honoured")
+    assert name == "reference" and reasons["cpu"].startswith("alibi_slopes: not supported")
 
 
 def test_writes_that_gain_nothing_or_need_more_are_the_references():

@@ -98,7 +98,7 @@ def test_a_pass_writes_and_reads_what_the_cache_does():
     first.attend(cache, q, 0.25, options, out=out)
     expected = own.attend(q[:23], block_table=first.block_table, **batch, scale=0.25, window=9)
     assert torch.equal(out[:23], expected) and bool((out[23:] == 7).all())
-    assert [attend.options for attend in first._attends.values()] == [AttentionOptions(window=9)]  # nothing to honour beside it
+    assert [attend.options for attend in first._attends.values()] == [AttentionOptions(window=9)]  # nothing to support beside it
 
 
 def test_layers_of_one_page_table_share_what_is_prepared():

@@ -1,4 +1,4 @@
-"""What every codec promises, for every format in the registry; the levels of the codebooks; names."""
+"""What holds of every codec, for every format in the registry; the levels of the codebooks; names."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""The worked example of docs/extending.md: a new option for each head touches options.py and the implementation that honours it. Until one
+"""The worked example of docs/extending.md: a new option for each head touches options.py and the implementation that supports it. Until one
 does, every implementation refuses it by name."""
 
 import importlib.util
@@ -18,8 +18,8 @@ def call(gain):
 
 
 @pytest.mark.parametrize("implementation", implementations.NAMES)
-def test_refused_by_name_until_it_is_honoured(implementation):
-    with pytest.raises(ValueError, match="head_gain: not honoured; no other would"):
+def test_refused_by_name_until_it_is_supported(implementation):
+    with pytest.raises(ValueError, match="head_gain: not supported here; supported by no other"):
         ops.attend(call(torch.ones(4)), implementation)
 
 
@@ -39,9 +39,9 @@ def test_refused_by_name_where_it_is_a_field_of_the_package(implementation, monk
     monkeypatch.setattr(
         implementations, "module", lambda name, kind: fresh if (name, kind) == (implementation, "attend") else stock(name, kind)
     )
-    with pytest.raises(ValueError, match="head_gain: not honoured; no other would"):
+    with pytest.raises(ValueError, match="head_gain: not supported here; supported by no other"):
         ops.attend(call(torch.ones(4)), implementation)
-    assert fresh.HONOURED == stock(implementation, "attend").HONOURED
+    assert fresh.SUPPORTED == stock(implementation, "attend").SUPPORTED
 
 
 def test_checked_like_every_other():
@@ -49,12 +49,12 @@ def test_checked_like_every_other():
         call(torch.ones(3))
 
 
-def test_honoured_by_the_reference(monkeypatch):
+def test_supported_by_the_reference(monkeypatch):
     gain = torch.tensor([1.0, 2.0, -1.0, 0.5])
     plain, _ = ops.attend(replace(call(gain), options=new_option.AttentionOptions(), out=None))
-    monkeypatch.setattr(new_option.reference, "HONOURED", new_option.HONOURED)
+    monkeypatch.setattr(new_option.reference, "SUPPORTED", new_option.SUPPORTED)
     monkeypatch.setattr(new_option.reference, "compute", new_option.compute)
     out, _ = ops.attend(call(gain))
     assert relative_error(out, plain * gain[:, None]) < 1e-6
-    with pytest.raises(ValueError, match="head_gain: not honoured; reference would"):
+    with pytest.raises(ValueError, match="head_gain: not supported here; supported by reference"):
         ops.attend(call(gain), "prefill")

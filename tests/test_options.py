@@ -1,4 +1,4 @@
-"""An option is honoured or refused by name, by every implementation and under torch.compile: none is ever dropped."""
+"""An option is supported or refused by name, by every implementation and under torch.compile: none is ever dropped."""
 
 from dataclasses import fields
 
@@ -45,14 +45,14 @@ def batch():
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("implementation", implementations.NAMES)
-def test_an_option_is_honoured_or_refused_by_name(implementation, name):
+def test_an_option_is_supported_or_refused_by_name(implementation, name):
     b = batch()
-    honoured = implementations.module(implementation, "attend").HONOURED
-    assert honoured <= SAMPLES.keys()
+    supported = implementations.module(implementation, "attend").SUPPORTED
+    assert supported <= SAMPLES.keys()
     call = b.call(**SAMPLES[name])
-    missing = [n for n in SAMPLES[name] if n not in honoured]
+    missing = [n for n in SAMPLES[name] if n not in supported]
     if missing:
-        with pytest.raises(ValueError, match=f"{missing[0] if len(missing) == 1 else ''}.*: not honoured; .*reference would"):
+        with pytest.raises(ValueError, match=f"{missing[0] if len(missing) == 1 else ''}.*: not supported here; supported by .*reference"):
             ops.attend(call, implementation)
         return
     if implementations.refusal(implementation, call) is not None:
@@ -62,7 +62,7 @@ def test_an_option_is_honoured_or_refused_by_name(implementation, name):
     without = {n: v for n, v in SAMPLES[name].items() if n != name}
     plain = b.oracle(**without)[0]
     changed = (out.cpu().double() - plain).norm(dim=-1) / plain.norm(dim=-1)
-    assert changed.max() > 0.02 or name in SAME_ANSWER, "the sample does not show whether the option is honoured"
+    assert changed.max() > 0.02 or name in SAME_ANSWER, "the sample does not show whether the option is supported"
 
 
 @pytest.mark.parametrize("name", SAMPLES)

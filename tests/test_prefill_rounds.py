@@ -327,7 +327,7 @@ def test_what_is_refused(monkeypatch):
     lengths = ((40, 40), (32, 64))
     why = lambda **given: refusal("prefill", b.call(**given))
     assert why() is None and why(lengths=lengths, window=9, softcap=1.0, sinks=SINKS) is None
-    assert "alibi_slopes: not honoured" in why(alibi_slopes=SINKS) and "causal: not honoured" in why(causal=False)
+    assert "alibi_slopes: not supported" in why(alibi_slopes=SINKS) and "causal: not supported" in why(causal=False)
     assert "prefix_ranges" in why(prefix_ranges=torch.zeros(2, 1, 2, dtype=torch.int32)) and "output_scale" in why(output_scale=1.0)
     assert "batch_invariant" in why(batch_invariant=True) and "qq_bias" in why(qq_bias=torch.zeros(40, 1))
     assert "chunks of 20 tokens, fewer than 32" in why(window=20, chunk_lookback=0) and why(window=4000, chunk_lookback=1) is None

@@ -234,7 +234,7 @@ def test_what_is_prepared_gives_what_a_call_gives():
 
 
 def test_splits_follow_the_promise_not_the_table():
-    """A table with room for 131,072 tokens, of sequences that are promised to have 256: scratch for 256."""
+    """A table with room for 131,072 tokens, of sequences that have at most 256: scratch for 256."""
     b = batch("int4", ((1, 1), (90, 33)))
     table = torch.zeros(2, 8192, dtype=torch.int32, device=DEVICE)
     table[:, : b.block_table.shape[1]] = b.block_table
@@ -253,7 +253,7 @@ sys.modules["triton"] = None
 from quantkv import implementations
 from quantkv.testing import Batch
 call = Batch.make("int8", [1], [5]).call()
-print(implementations.refusal("triton", call), len(implementations.module("triton", "attend").HONOURED))
+print(implementations.refusal("triton", call), len(implementations.module("triton", "attend").SUPPORTED))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("the package triton is missing: pip install 'quantkv[triton]'")

@@ -230,7 +230,7 @@ def test_diffkv_puts_keys_and_values_of_different_size_into_one_cache(kv_cache_d
     assert out.isfinite().all() and out.any()
 
 
-def test_what_cannot_be_honoured_is_refused_by_name():
+def test_what_cannot_be_supported_is_refused_by_name():
     head_size, mode = 64, Mode.INT4_PER_TOKEN_HEAD
     caches = write(mode, head_size)
     cases = {

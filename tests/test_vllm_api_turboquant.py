@@ -77,7 +77,7 @@ def test_centroids_are_the_fixed_point_of_lloyd_max(bits):
         backend.get_centroids(64, 5)
 
 
-def test_another_rotation_is_honoured():
+def test_another_rotation_is_supported():
     """With any orthogonal matrix the result stays near that of the exact rows; with a wrong one at the read it does not."""
     torch.manual_seed(2)
     g = golden(64)
@@ -104,7 +104,7 @@ def test_another_rotation_is_honoured():
     assert right < wrong / 3
 
 
-def test_turboquant_refuses_what_it_cannot_honour():
+def test_turboquant_refuses_what_it_cannot_support():
     preset = "turboquant_4bit_nc"
     kv_cache = turboquant_write(64, preset)
     for argument, value in {

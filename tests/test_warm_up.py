@@ -49,8 +49,8 @@ def steps(rng, num_heads, num_kv_heads, head_size, block_size, longest, count):
                     lengths.append((queries, rng.choice((queries, queries, rng.randint(queries, longest)))))
         starts = torch.tensor([0, *accumulate(n for n, _ in lengths)], dtype=torch.int32)
         keys, tokens = torch.tensor([n for _, n in lengths], dtype=torch.int32), int(starts[-1])
-        promised = rng.choice((None, max(n for _, n in lengths)))
-        known = {"lengths": tuple(lengths)} if alike is None else {"max_query_len": alike, "max_seq_len": promised}
+        bound = rng.choice((None, max(n for _, n in lengths)))
+        known = {"lengths": tuple(lengths)} if alike is None else {"max_query_len": alike, "max_seq_len": bound}
         q, *new = (rows[:tokens, first : first + n * head_size].view(tokens, n, head_size) for first, n in parts)
         yield q, tuple(new), out[:tokens], {"block_table": table[: len(lengths)], "seq_lens": keys, "cu_seqlens_q": starts, **known}
 

@@ -159,7 +159,8 @@ class PagedCache:
         block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
         cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
         scale: of the scores, `D ** -0.5` if None. out: put there instead of into a new tensor. return_lse: also the log-sum-exp
-        `[T, HQ]` float32. max_query_len, max_seq_len, lengths: promises, see `Batch`. key_start, key_range: see `Segment`.
+        `[T, HQ]` float32. max_query_len, max_seq_len, lengths: bounds that the host knows, see `Batch`. key_start, key_range: see
+        `Segment`.
         own: `(key, value)`, the rows `[T, HK, D]`, `[T, HK, D_V]` of the tokens of q as given, see `OwnRows`: sequences with several
         queries read them in place of what their pages hold of these tokens. None: all is read from the pages.
         implementation: see `ops.attend`. options: fields of `AttentionOptions`.

@@ -49,7 +49,7 @@ class Segment(NamedTuple):
     maps: the layer's linear maps.
     key_start: int `[S]`: position of the key in the first slot; 0 if None.
     key_range: int `[S, 2]`: only positions from start to before end are read; all below the sequence's length if None.
-    complete: a promise: the table holds every position from 0, and those outside of key_range are in the call's other segments.
+    complete: said by the caller: the table holds every position from 0, and those outside of key_range are in the call's other segments.
     """
 
     k: Side
@@ -72,8 +72,8 @@ class Batch:
     """Which queries belong to which sequence, and how many keys each has.
 
     cu_seqlens_q: int `[S + 1]`, where each sequence's queries start. seq_lens: int `[S]`, keys, the new ones included.
-    max_query_len, max_seq_len: no sequence has more queries, more keys; promises that make kernels faster and scratch smaller,
-        not checked on a GPU. None: nothing is promised.
+    max_query_len, max_seq_len: no sequence has more queries, more keys; upper bounds that make kernels faster and scratch smaller,
+        not checked on a GPU. None: no bound is known.
     lengths: `(queries, keys)` of each sequence where the host knows them: nothing waits for the device then, and a mixed batch is cut
         into runs that are served each by what suits it. They are those on the device, to the token. None: they are not known.
     """
@@ -88,9 +88,9 @@ class Batch:
         if self.lengths is not None and self.lengths:
             for name, column in (("max_query_len", 0), ("max_seq_len", 1)):
                 longest = max(pair[column] for pair in self.lengths)
-                promised = getattr(self, name)
-                if promised is not None and promised < longest:
-                    checks.refuse(name, promised, f"lengths name a sequence of {longest}")
+                bound = getattr(self, name)
+                if bound is not None and bound < longest:
+                    checks.refuse(name, bound, f"lengths name a sequence of {longest}")
                 object.__setattr__(self, name, longest)
 
     @classmethod
@@ -125,7 +125,7 @@ class Batch:
         return tuple(zip(read, read[self.num_seqs :]))
 
     def check(self, tokens: int, device: torch.device) -> None:
-        """ValueError where types, shapes, promises or lengths do not fit each other or the rows of q. No values are read."""
+        """ValueError where types, shapes, bounds or lengths do not fit each other or the rows of q. No values are read."""
         checks.tensor("seq_lens", self.seq_lens, (None,), checks.INDEX_DTYPES, device)
         checks.tensor("cu_seqlens_q", self.cu_seqlens_q, (self.num_seqs + 1,), checks.INDEX_DTYPES, device)
         for name in ("max_query_len", "max_seq_len"):
@@ -236,7 +236,7 @@ class AttendCall:
         return [self.batch.cu_seqlens_q, self.batch.seq_lens, *self.options.per_sequence().values(), *own]
 
     def check_values(self) -> None:
-        """What reads tensors, on a CPU: lengths fit their promises, and every page that is read exists."""
+        """What reads tensors, on a CPU: lengths fit their bounds, and every page that is read exists."""
         starts = self.batch.cu_seqlens_q.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         tokens, lengths = self.q.shape[0], self.batch.seq_lens.tolist()
@@ -245,9 +245,9 @@ class AttendCall:
         if any(length < count for length, count in zip(lengths, counts)):
             checks.refuse("seq_lens", lengths, f"a sequence holds at least its queries, {counts}")
         for name, values in (("max_query_len", counts), ("max_seq_len", lengths)):
-            promised = getattr(self.batch, name)
-            if promised is not None and max(values, default=0) > promised:
-                checks.refuse(name, promised, f"a sequence has {max(values)}")
+            bound = getattr(self.batch, name)
+            if bound is not None and max(values, default=0) > bound:
+                checks.refuse(name, bound, f"a sequence has {max(values)}")
         if self.batch.lengths is not None and list(self.batch.lengths) != list(zip(counts, lengths)):
             checks.refuse("lengths", list(self.batch.lengths), f"cu_seqlens_q and seq_lens say {list(zip(counts, lengths))}")
         if self.options.qq_bias is not None:

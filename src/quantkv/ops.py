@@ -44,10 +44,10 @@ def attend(call: AttendCall, implementation: str = "auto") -> tuple[torch.Tensor
     """
     if torch.compiler.is_compiling():
         batch = call.batch
-        promises = [-1 if n is None else n for n in (batch.max_query_len, batch.max_seq_len)]
+        bounds = [-1 if n is None else n for n in (batch.max_query_len, batch.max_seq_len)]
         tensors = (call.out, call.lse, call.q, batch.cu_seqlens_q, batch.seq_lens)
         arguments = (*flatten_segments(call.segments), *flatten_options(call.options))
-        _attend_op(*tensors, *arguments, float(call.scale), promises, list(call.own or ()), implementation)
+        _attend_op(*tensors, *arguments, float(call.scale), bounds, list(call.own or ()), implementation)
     else:
         _serve(call, implementation)
     return call.out, call.lse
@@ -104,7 +104,7 @@ def _(*args):
     mutates_args=("out", "lse"),
     schema="(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, Tensor[] caches, int[] layouts, "
     "Tensor?[] tables, Tensor?[] maps, float[] factors, str formats, Tensor?[] option_tensors, str options, float scale, "
-    "int[] promises, Tensor?[] own, str implementation) -> ()",
+    "int[] bounds, Tensor?[] own, str implementation) -> ()",
 )
 def _attend_op(
     out,
@@ -121,12 +121,12 @@ def _attend_op(
     option_tensors,
     options,
     scale,
-    promises,
+    bounds,
     own,
     implementation,
 ):
     segments = unflatten_segments(caches, layouts, tables, maps, factors, formats)
-    batch = Batch(cu_seqlens_q, seq_lens, *(None if n < 0 else n for n in promises))
+    batch = Batch(cu_seqlens_q, seq_lens, *(None if n < 0 else n for n in bounds))
     rows = OwnRows(*own) if own else None
     _serve(AttendCall(q, segments, batch, scale, unflatten_options(option_tensors, options), out, lse, rows), implementation)
 

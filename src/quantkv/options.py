@@ -66,7 +66,7 @@ class AttentionOptions:
         return {name: t for name in names if isinstance(t := getattr(self, name), torch.Tensor)}
 
     def check(self, axes: dict[str, int], device: torch.device) -> None:
-        """ValueError for what no implementation could honour. axes: sizes of S and HQ."""
+        """ValueError for what no implementation could support. axes: sizes of S and HQ."""
         for f in fields(self):
             value = getattr(self, f.name)
             plain = isinstance(f.default, bool) and isinstance(value, bool)

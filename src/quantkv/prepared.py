@@ -94,8 +94,8 @@ class PreparedAttend:
 
     Batch, block table and options are those it was made with. The first call for a kind of cache and of queries is checked, an
     implementation is chosen, its grid, scratch memory and arguments are worked out; a later one costs little more than its launches.
-    Block table, lengths and options are read when it runs, so their tensors may be filled anew for the next step. Only the promises must
-    hold: `lengths`, where given, are those of every step.
+    Block table, lengths and options are read when it runs, so their tensors may be filled anew for the next step. Only the upper bounds
+    must hold, and `lengths`, where given, are those of every step.
 
     Threads may share it: each prepares for itself, and has scratch memory of its own. On a GPU a thread uses it on one stream, or lets
     the streams wait for each other.

@@ -113,9 +113,9 @@ class Batch:
         ranges = [arguments.pop(name, None) for name in ("key_start", "key_range")]
         own = arguments.pop("own", None)
         own = None if own is None else calls.OwnRows(*map(move, own))
-        promises = {name: arguments.pop(name) for name in ("max_query_len", "max_seq_len", "lengths") if name in arguments}
+        bounds = {name: arguments.pop(name) for name in ("max_query_len", "max_seq_len", "lengths") if name in arguments}
         segment = Segment(*sides, c.format, move(self.block_table), maps, *ranges)
-        batch = calls.Batch(move(self.cu_seqlens_q), move(self.seq_lens), **promises)
+        batch = calls.Batch(move(self.cu_seqlens_q), move(self.seq_lens), **bounds)
         q = move(self.q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         return AttendCall(q, (segment,), batch, None, AttentionOptions(**arguments), None, lse, own)

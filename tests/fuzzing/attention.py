@@ -61,7 +61,7 @@ class Case:
     maps: str = "own"  # of the formats; "dense": other matrices; "offset": with key means, too
     scales: tuple[float, float] = (1.0, 1.0)
     entry: str = "call"  # or "cache", "prepared"
-    promises: tuple[str, ...] = ()
+    bounds: tuple[str, ...] = ()
     strided: bool = False
     not_finite: str = ""  # "key", "value" or "query": of one token or query
     scale: float | None = None
@@ -154,7 +154,7 @@ def cases(draw) -> Case:
         maps=draw(st.sampled_from(["own", "own", "dense", "offset"])),
         scales=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0), (3.0, 0.25)])),
         entry=entry,
-        promises=tuple(draw(st.sets(st.sampled_from(["max_query_len", "max_seq_len", "lengths"])).map(sorted))),
+        bounds=tuple(draw(st.sets(st.sampled_from(["max_query_len", "max_seq_len", "lengths"])).map(sorted))),
         strided=draw(st.booleans()),
         not_finite=draw(st.sampled_from(["", "", "", "key", "value", "query"])),
         scale=draw(st.sampled_from([None, None, 0.3, -0.1])),
@@ -318,14 +318,14 @@ class Made:
     def _plain(self, options: dict[str, Any]) -> dict[str, Any]:
         return {name: t.cpu().numpy() if isinstance(t, torch.Tensor) else t for name, t in options.items()}
 
-    def promises(self) -> dict[str, Any]:
+    def bounds(self) -> dict[str, Any]:
         pairs = list(zip(self.case.queries, self.case.lens))
         all_of_them = {
             "max_query_len": max(self.case.queries, default=0) + int(self.rng.integers(2)),
             "max_seq_len": max(self.case.lens, default=0) + int(self.rng.integers(2)),
             "lengths": pairs,
         }
-        return {name: all_of_them[name] for name in self.case.promises}
+        return {name: all_of_them[name] for name in self.case.bounds}
 
     def serve(self) -> tuple[torch.Tensor, torch.Tensor]:
         case, segment = self.case, self.segments[0]
@@ -334,16 +334,16 @@ class Made:
         places = dict(block_table=segment.block_table, key_start=segment.key_start, key_range=segment.key_range)
         batch = dict(seq_lens=lens, cu_seqlens_q=starts)
         if case.entry == "cache":
-            return self.caches[0].attend(q, **batch, **places, **self.promises(), scale=case.scale, return_lse=True, **how, **self.options)
+            return self.caches[0].attend(q, **batch, **places, **self.bounds(), scale=case.scale, return_lse=True, **how, **self.options)
         if case.entry == "prepared":
-            attend = prepare_attend(**batch, **places, **self.promises(), scale=case.scale, **how, **self.options)
+            attend = prepare_attend(**batch, **places, **self.bounds(), scale=case.scale, **how, **self.options)
             attend(self.caches[0], self._tensor(q.cpu() + 1), return_lse=True)
             return attend(self.caches[0], q, return_lse=True)
         dtype = torch.float8_e4m3fn if "output_scale" in case.options else q.dtype
         out = torch.empty(q.shape[0], q.shape[1], case.head_size_v + 2, dtype=dtype, device=self.device)[..., : case.head_size_v]
         lse = torch.full(q.shape[:2], float("nan"), device=self.device)
         call = AttendCall(
-            q, tuple(self.segments), Batch.of(q, lens, starts, **self.promises()), case.scale, AttentionOptions.of(self.options), out, lse
+            q, tuple(self.segments), Batch.of(q, lens, starts, **self.bounds()), case.scale, AttentionOptions.of(self.options), out, lse
         )
         return ops.attend(call, self.implementation)
 

@@ -1,4 +1,4 @@
-"""Tiny random models in float32, written as transformers writes them: each for something that attention has to honour."""
+"""Tiny random models in float32, written as transformers writes them: each for something that attention has to support."""
 
 import json
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Each is a folder with a module for reads, `attend`, and one for writes, `write` (prefill only reads), which have
 
-    HONOURED                    the names of the options that it honours (reads only); any other that is given is refused here
+    SUPPORTED                   the names of the options that it supports (reads only); any other that is given is refused here
     refusal(call) -> str | None why it cannot serve the call, in words; it reads no tensor of an accelerator
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
@@ -49,10 +49,10 @@ def refusal(name: str, call: Call) -> str | None:
             raise
         return f"the package {error.name} is missing: pip install 'quantkv[{name}]'"
     if isinstance(call, AttendCall):
-        missing = sorted(set(call.options.given()) - serving.HONOURED)
+        missing = sorted(set(call.options.given()) - serving.SUPPORTED)
         if missing:
-            willing = [n for n in NAMES if n != name and _honours(n, missing)]
-            return f"{', '.join(missing)}: not honoured; {', '.join(willing) or 'no other'} would"
+            willing = [n for n in NAMES if n != name and _supports(n, missing)]
+            return f"{', '.join(missing)}: not supported here; supported by {', '.join(willing) or 'no other'}"
     return serving.refusal(plain(name, call))
 
 
@@ -89,9 +89,9 @@ def run(name: str, call: Call) -> None:
     module(name, kind(call)).run(call)
 
 
-def _honours(name: str, options: list[str]) -> bool:
+def _supports(name: str, options: list[str]) -> bool:
     try:
-        return module(name, "attend").HONOURED.issuperset(options)
+        return module(name, "attend").SUPPORTED.issuperset(options)
     except ModuleNotFoundError:
         return False
 

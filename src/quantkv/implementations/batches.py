@@ -51,7 +51,7 @@ def pieces(call: AttendCall) -> list[Run]:
     """`cut`, wherever the tensors are."""
     lengths, names = call.batch.lengths, NAMES
     if call.options.batch_invariant:  # who serves a sequence must not depend on the others
-        names = [name for name in NAMES if "batch_invariant" in module(name, "attend").HONOURED]
+        names = [name for name in NAMES if "batch_invariant" in module(name, "attend").SUPPORTED]
     kinds = [(_kind(queries, names), "") for queries, _ in lengths]
     if call.own is not None:
         told = [_reads(queries, keys) for queries, keys in lengths]
@@ -99,7 +99,7 @@ def _part(call: AttendCall, seqs: slice, tokens: slice) -> Run:
         return copies[-1][0]
 
     part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs])
-    copies.clear()  # that of the lengths stays right: they are promised
+    copies.clear()  # that of the lengths stays right: they are the same in every call
     segments = tuple(
         s._replace(block_table=sliced(s.block_table), key_start=sliced(s.key_start), key_range=sliced(s.key_range)) for s in call.segments
     )

@@ -213,7 +213,7 @@ def unified_attention(
     output_scale: `out` is float8_e4m3fn and holds `clamp(result / output_scale, -448, 448)`.
     kv_quant_mode: a member of this package's KVQuantMode or of an engine's, read by its name.
     k_scale_cache, v_scale_cache: float32 `[num_blocks, block_size, HK]` in the modes with a scale for each (token, head).
-    ValueError: an argument that cannot be honoured, by its name, before anything runs. Lists are not taken for tensors.
+    ValueError: an argument that cannot be supported, by its name, before anything runs. Lists are not taken for tensors.
     """
     need_tensors(k=k, v=v)
     if not isinstance(use_td, bool):

@@ -16,7 +16,7 @@ from . import sides
 from .compiling import missing
 from .threads import in_parts
 
-HONOURED = frozenset(("causal", "window", "chunk_lookback", "softcap", "sinks", "output_scale", "batch_invariant"))
+SUPPORTED = frozenset(("causal", "window", "chunk_lookback", "softcap", "sinks", "output_scale", "batch_invariant"))
 MOST_QUERIES = 16  # of a sequence: larger products are for the reference, which leaves them to a BLAS
 SMALLEST_PART = 1 << 17  # numbers that a thread reads: fewer are not worth waking one
 
@@ -118,7 +118,7 @@ def _wide(t: torch.Tensor) -> np.ndarray:
 
 
 def _seen(call: AttendCall, segment: Segment, sequence: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The positions `[T, 2]`, from and to before, that each query sees: with the options honoured here it is one interval."""
+    """The positions `[T, 2]`, from and to before, that each query sees: with the options supported here it is one interval."""
     options, lengths = call.options, _wide(call.batch.seq_lens)[sequence]
     position = lengths - starts[sequence + 1] + np.arange(len(sequence))
     causal = options.causal if isinstance(options.causal, bool) else options.causal.numpy()[sequence]

@@ -21,7 +21,7 @@ from .host import launch
 from .host.launch import Kernel, Launch
 from .host.operands import kind
 
-HONOURED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
+SUPPORTED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 OWN_ROWS = "copied"  # into pages: only those are read
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for

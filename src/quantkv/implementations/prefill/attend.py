@@ -47,7 +47,7 @@ OVERLAP = True  # several rounds run on two streams
 KEPT = True  # what calls of one plan share is kept for its next one: launches, numbers on the device; else each makes its own
 
 
-HONOURED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks"))
+SUPPORTED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks"))
 QUERIES = range(MIN_QUERIES, 1 << 62)  # of a sequence, that this is made for
 OWN_ROWS = "read"
 

@@ -21,7 +21,7 @@ from .write import as_integers
 
 MASKS = ("causal", "window", "chunk_lookback", "prefix_ranges", "clamp_prefix_to_window")  # `plan` says which keys they leave
 ADDED = ("softcap", "alibi_slopes", "alibi_sqrt", "qq_bias")
-HONOURED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant"))
+SUPPORTED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant"))
 
 
 def refusal(call: AttendCall) -> str | None:

@@ -1,5 +1,5 @@
 """Attention by the Triton kernels: a launch for each segment, and one that merges them. Nothing here reads a tensor: splits come from
-shapes and promises, and what a split reads from the lengths on the device, so that a captured graph stays right when they change."""
+shapes and upper bounds, and what a split reads from the lengths on the device, so that a captured graph stays right when they change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:
     from .launch import Target
     from .tiling import Tiling, split_count
 
-HONOURED = frozenset((
+SUPPORTED = frozenset((
     "causal", "window", "chunk_lookback", "softcap", "sinks", "alibi_slopes", "alibi_sqrt", "qq_bias", "prefix_ranges",
     "clamp_prefix_to_window", "output_scale", "batch_invariant",
 ))  # fmt: skip
@@ -102,9 +102,9 @@ class Plan:
         batch, first, invariant = call.batch, call.segments[0], call.options.batch_invariant
         target = Target.of(call.q.device)
         tokens, num_heads, head_size = call.q.shape
-        heads, num_seqs, promised = first.k.codes.shape[2], batch.num_seqs, batch.max_query_len
+        heads, num_seqs, bound = first.k.codes.shape[2], batch.num_seqs, batch.max_query_len
         group = num_heads // heads
-        longest = promised if promised is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
+        longest = bound if bound is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
         codes = [side.codes for s in call.segments for side in (s.k, s.v)]
         exact = call.q.dtype == torch.float32
         tiling = Tiling.of(
@@ -116,9 +116,9 @@ class Plan:
             [codec.triton() for s in call.segments for codec in (s.fmt.k, s.fmt.v)],
             target,
         )
-        single = promised == 1
+        single = bound == 1
         block_q = 1 if single else tiling.block_m // group
-        one_block = (promised is not None or num_seqs == 1) and longest <= block_q
+        one_block = (bound is not None or num_seqs == 1) and longest <= block_q
         blocks = num_seqs if one_block else tokens // block_q + num_seqs
         order = sorted(range(len(call.segments)), key=lambda i: call.segments[i].maps.v is None)
         splits = []

@@ -112,7 +112,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata):
-        """The same for a graph: no promise about lengths, and full-precision tokens stay as they are."""
+        """The same for a graph: no bound on lengths, and full-precision tokens stay as they are."""
         return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
 
     def build_for_drafting(self, common_attn_metadata, draft_index):
