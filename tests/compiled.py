@@ -39,7 +39,7 @@ class Gpu:
         self.found, self.hopper, target = set(), name == "H100", TARGETS[name]
         patches = [
             (implementations, "resolve", self._resolve),
-            (batches, "cut", lambda call: [batches.Run(call)] if call.batch.lengths is None else batches.pieces(call)),
+            (batches, "cut", lambda call: [batches.Run(call)] if call.batch.lengths is None else batches.runs_of(call)),
             (launch.Target, "of", classmethod(lambda cls, device: target)),
             (launch.Launch, "__call__", lambda made: self._launched(made)),
             (launch.Launch, "again", lambda made, *given: False),

@@ -33,7 +33,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_runs_are_the_whole(name):
     b, call = mixed(**OPTIONS[name]())
-    runs = batches.pieces(call)
+    runs = batches.runs_of(call)
     assert [run.tokens.stop - run.tokens.start for run in runs] == [6, 40, 2 * LONG + 9, 1]
     assert [run.call.batch.max_query_len for run in runs] == [4, 40, LONG + 9, 1]
     for run in runs:
@@ -46,7 +46,7 @@ def test_runs_are_the_whole(name):
 def test_tensors_of_runs_are_aligned():
     """A kernel is compiled anew for an address that is no multiple of 16."""
     _, call = mixed(**OPTIONS["ranges"]())
-    for run in batches.pieces(call):
+    for run in batches.runs_of(call):
         (segment,) = run.call.segments
         tensors = (run.call.batch.cu_seqlens_q, run.call.batch.seq_lens, segment.block_table, segment.key_range)
         assert [t.data_ptr() % 16 for t in tensors] == [0] * 4
@@ -56,7 +56,7 @@ def test_a_run_of_another_layer():
     _, call = mixed()
     other, out = torch.randn_like(call.q), torch.full_like(call.out, torch.nan)
     layer = call.with_tensors(other, out, None, call.segments)
-    for run in batches.pieces(call):
+    for run in batches.runs_of(call):
         ops.prepare(run.call, "reference")(run.of(layer))
     whole = call.with_tensors(other, torch.empty_like(out), None, call.segments)
     ops.attend(whole, "reference")
@@ -71,7 +71,7 @@ def test_runs_read_what_their_tensors_hold_when_they_run():
     b = Batch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
     table = b.block_table.clone()
     call = replace(b, block_table=table).call(lengths=keys, causal=causal, key_range=ranges)
-    launches = [(run, ops.prepare(run.call, "reference")) for run in batches.pieces(call)]
+    launches = [(run, ops.prepare(run.call, "reference")) for run in batches.runs_of(call)]
     assert any(run.copies for run, _ in launches)
     for _ in range(2):
         for run, launch in launches:
@@ -91,4 +91,4 @@ def test_a_batch_of_one_kind_is_not_cut(lengths):
     """Long prompts neither, however many there are."""
     b = Batch.make("int8", *zip(*lengths), head_size=16, num_kv_heads=1, group=1)
     call = b.call(lengths=lengths)
-    assert [run.call for run in batches.pieces(call)] == [call]
+    assert [run.call for run in batches.runs_of(call)] == [call]

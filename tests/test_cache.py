@@ -53,7 +53,7 @@ def test_sections_do_not_overlap(format_name):
     assert end <= spec.page_bytes and spec.page_bytes % 16 == 0
 
 
-def test_a_record_is_one_contiguous_piece(format_name):
+def test_a_record_is_contiguous(format_name):
     """Writing one token of one head touches only its record, and reading needs nothing else."""
     cache = cache_of(format_name)
     cache.buffer.fill_(0xAB)

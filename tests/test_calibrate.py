@@ -272,8 +272,8 @@ def test_a_calibrated_cache_loses_less():
     lost = {}
     for name, policy in (("plain", "levels4"), ("calibrated", Policy("levels4", calibration=made))):
         cache = QuantizedCache(model.config, policy)
-        pieces = [model(part, past_key_values=cache).logits for part in ids.split(37, 1)]
-        lost[name] = float((torch.cat(pieces, 1) - exact).norm())
+        chunks = [model(part, past_key_values=cache).logits for part in ids.split(37, 1)]
+        lost[name] = float((torch.cat(chunks, 1) - exact).norm())
     assert lost["calibrated"] < 0.8 * lost["plain"], lost  # what is left is mostly of values
 
 

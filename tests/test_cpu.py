@@ -319,7 +319,7 @@ def test_each_kernel_is_compiled_once_and_where_nothing_can_be_kept_in_every_pro
 
     for name in ("int4", "levels3", "fp16"):
         served(batch(name, dtype=torch.float16))
-    for kernel in (kernels.attend_pieces, kernels.merge_pieces, rows.map_rows, encode):
+    for kernel in (kernels.attend_chunks, kernels.combine_chunks, rows.map_rows, encode):
         assert len(kernel.signatures) == 1
 
     def njit(*arguments, cache=False, **options):

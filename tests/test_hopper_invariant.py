@@ -343,9 +343,9 @@ def test_prompts_beside_decodes_are_runs_of_their_own():
     """So that who serves a sequence does not depend on the others; dense, which has no fixed cut, takes none of them."""
     b = Batch.make("int8", (1, 40, 1, 200, 8), (30, 60, 8, 200, 9))
     call = b.call(lengths=((1, 30), (40, 60), (1, 8), (200, 200), (8, 9)), batch_invariant=True)
-    assert [run.tokens for run in batches.pieces(call)] == [slice(0, 1), slice(1, 41), slice(41, 42), slice(42, 242), slice(242, 250)]
+    assert [run.tokens for run in batches.runs_of(call)] == [slice(0, 1), slice(1, 41), slice(41, 42), slice(42, 242), slice(242, 250)]
     two = b.call(lengths=((1, 30), (40, 60), (1, 8), (200, 200), (8, 9)))
-    assert len(batches.pieces(two)) == 5
+    assert len(batches.runs_of(two)) == 5
 
 
 # ---- on a Hopper GPU

@@ -258,7 +258,7 @@ def test_runs_of_a_batch_are_what_sequences_read():
     b = batch("int8", queries, keys, head_size=16)
     own = own_of(b)
     call = hide(b).call(own=own, lengths=tuple(zip(queries, keys)))
-    runs = batches.pieces(call)
+    runs = batches.runs_of(call)
     assert [run.call.batch.num_seqs for run in runs] == [1, 1, 1, 2, 1, 1]
     assert [run.call.own is None for run in runs] == [True, False, True, False, False, True]
     assert implementations.refusal("prefill", runs[3].call) is None and prefill.plan(runs[3].call).fresh
@@ -273,7 +273,7 @@ def test_prompts_with_a_context_and_without_in_turns_are_one_run():
     long = prefill.MIN_QUERIES
     queries, keys = (1, *(long,) * 10), (9, *(long, long + 1) * 5)
     b = batch("int8", queries, keys, head_size=16, num_kv_heads=1, group=1)
-    runs = batches.pieces(b.call(own=own_of(b), lengths=tuple(zip(queries, keys))))
+    runs = batches.runs_of(b.call(own=own_of(b), lengths=tuple(zip(queries, keys))))
     assert [run.call.batch.num_seqs for run in runs] == [1, 10]
 
 

@@ -66,7 +66,7 @@ def make(format_name="int8", queries=QUERIES, keys=KEYS, **how):
 @pytest.mark.parametrize("rows,query_bytes,overlap", [(1 << 16, 1 << 20, False), (96, 1 << 20, True), (64, 1, False), (32, 1, True)])
 @pytest.mark.parametrize("backend,name", [(backend, name) for backend, names in TAKES.items() for name in names])
 def test_options(backend, name, rows, query_bytes, overlap, monkeypatch):
-    """Every option over sequences of all lengths, whole, in slices and in pieces: output and log-sum-exp against float64."""
+    """Every option over sequences of all lengths, whole, in slices and in chunks: output and log-sum-exp against float64."""
     b, options = make(), OPTIONS[name]
     call = b.call(**options)
     call.out.fill_(torch.nan)

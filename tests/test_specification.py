@@ -162,7 +162,7 @@ def mixed(**options):
 
 def test_a_batch_on_a_cpu_is_one_run():
     call = mixed()
-    assert len(batches.pieces(call)) == 3
+    assert len(batches.runs_of(call)) == 3
     for one in (call, mixed(batch_invariant=True)):
         (run,) = batches.cut(one)
         assert run.call is one and run.tokens is None and run.of(call) is call
@@ -172,7 +172,7 @@ def test_a_run_of_another_layer_has_that_layers_options_and_its_own_sequences():
     causal = torch.tensor([True, False, True])
     call = mixed(causal=causal, sinks=torch.zeros(6))
     layer = call.with_tensors(call.q, call.out, call.lse, call.segments, replace(call.options, sinks=torch.ones(6)))
-    for i, run in enumerate(batches.pieces(call)):
+    for i, run in enumerate(batches.runs_of(call)):
         for given in (call, layer):
             own = run.of(given)
             assert torch.equal(own.options.causal, causal[i : i + 1]) and own.options.sinks is given.options.sinks

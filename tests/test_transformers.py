@@ -70,7 +70,7 @@ def prompts(lengths, seed=1):
 
 @torch.no_grad()
 def logits(model, cache, ids, mask, cuts):
-    """Logits of every token, run in pieces that start at `cuts`."""
+    """Logits of every token, run in chunks that start at `cuts`."""
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     ends = [*cuts[1:], ids.shape[1]]
     return torch.cat(

@@ -41,7 +41,7 @@ def policy(format="none", layers=2, **shape):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "llama4"])
-def test_a_padded_batch_in_pieces(name):
+def test_a_padded_batch_in_chunks(name):
     """A prompt, a chunk and single tokens, left-padded, past the window."""
     model = tiny(name, attn_implementation="eager")
     ids, mask = prompts([50, 33, 7])

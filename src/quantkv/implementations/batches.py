@@ -44,10 +44,10 @@ def cut(call: AttendCall) -> list[Run]:
     between, as they stand one after the other. Anything else is one run."""
     if call.batch.lengths is None or call.q.device.type != "cuda":
         return [Run(call)]
-    return pieces(call)
+    return runs_of(call)
 
 
-def pieces(call: AttendCall) -> list[Run]:
+def runs_of(call: AttendCall) -> list[Run]:
     """`cut`, wherever the tensors are."""
     lengths, names = call.batch.lengths, NAMES
     if call.options.batch_invariant:  # who serves a sequence must not depend on the others

@@ -13,7 +13,7 @@ from ..calls import AttendCall, AttentionOptions, Batch, Segment
 from ..format import Format
 from ..formats import get_format
 from ..maps import LayerMaps
-from . import pieces
+from . import partials
 from .modes import KVQuantMode, mode_name
 from .registry import get_backend
 from .views import FP8_DTYPES, ContractError, cache_side, need_tensors, need_tensors_or_none, scale_value, scale_values
@@ -142,7 +142,7 @@ def attend(
     if rswa_prefix_lens is None and k_scales is None and v_scales is None:
         ops.attend(call)
     else:
-        pieces.attend(call, rswa_prefix_lens, k_scales, v_scales)
+        partials.attend(call, rswa_prefix_lens, k_scales, v_scales)
 
 
 def per_tensor_format(name: str, cache_dtype: torch.dtype) -> Format:

@@ -75,11 +75,11 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
 
 
 class Plan(NamedTuple):
-    """What is read of one segment; arrays as of `kernels.attend_pieces`.
+    """What is read of one segment; arrays as of `kernels.attend_chunks`.
 
-    first: `[S + 1]`, the first piece of each sequence. columns: rows of sums and totals."""
+    first: `[S + 1]`, the first chunk of each sequence. columns: rows of sums and totals."""
 
-    pieces: np.ndarray
+    chunks: np.ndarray
     first: np.ndarray
     pages: np.ndarray
     starts: np.ndarray
@@ -109,8 +109,8 @@ class Plan(NamedTuple):
         chunk = np.arange(len(owner)) - first[owner] + begin[owner]
         ends = np.cumsum(counts[owner] * call.q.shape[1])
         rows = ends - counts[owner] * call.q.shape[1]
-        pieces = np.stack([owner, chunk * CHUNK, rows], 1)
-        return cls(pieces, first, _wide(segment.block_table), starts, seen, origins, int(ends[-1]) if len(ends) else 0)
+        chunks = np.stack([owner, chunk * CHUNK, rows], 1)
+        return cls(chunks, first, _wide(segment.block_table), starts, seen, origins, int(ends[-1]) if len(ends) else 0)
 
 
 def _wide(t: torch.Tensor) -> np.ndarray:
@@ -150,11 +150,11 @@ def _attend_segment(
     out, lse = q.new_empty(*q.shape[:2], segment.head_size_v), q.new_empty(q.shape[:2])
     sums, totals = np.empty((plan.columns, segment.head_size_v), np.float32), np.empty((plan.columns, 2), np.float32)
     key, value, size = traits[0].of(k), traits[1].of(v), k.codes.shape[1]
-    where = (size, plan.pieces, plan.pages, plan.starts, plan.seen, plan.origins)
+    where = (size, plan.chunks, plan.pages, plan.starts, plan.seen, plan.origins)
     what = (key, value, mapped.contiguous().numpy(), mean_scores.contiguous().numpy(), call.options.softcap, sums, totals)
     smallest = SMALLEST_PART // (kernels.CHUNK * (q.shape[2] + segment.head_size_v))
-    in_parts(len(plan.pieces) * heads, smallest, lambda first, last: kernels.attend_pieces(first, last, *where, *what))
-    kernels.merge_pieces(plan.pieces, plan.first, plan.starts, sums, totals, out.numpy(), lse.numpy())
+    in_parts(len(plan.chunks) * heads, smallest, lambda first, last: kernels.attend_chunks(first, last, *where, *what))
+    kernels.combine_chunks(plan.chunks, plan.first, plan.starts, sums, totals, out.numpy(), lse.numpy())
     by_map = matrix(sides.output_matrix, maps.v, fmt.v.planes, v.scale)
     if by_map is not None:
         return _by_head(out, by_map, heads), lse

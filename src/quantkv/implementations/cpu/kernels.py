@@ -225,10 +225,10 @@ F2, F3, I1, I2 = float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
 
 
 @compiled(void(int64, int64, int64, I2, I2, I1, I2, I1, I1, I1, F3, F3, float32, F2, F2), fastmath=SUMS, nogil=True)
-def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, value, queries, mean_scores, softcap, sums, totals):
-    """Pieces first to last (heads innermost) of the work: each is one kv head and CHUNK slots of one sequence.
+def attend_chunks(first, last, size, chunks, pages, starts, seen, origins, key, value, queries, mean_scores, softcap, sums, totals):
+    """Chunks first to last (heads innermost) of the work: each is one kv head and CHUNK slots of one sequence.
 
-    size: slots of a page. pieces: `[N, 3]`, a sequence, its first slot, and where the piece's columns begin in sums and totals.
+    size: slots of a page. chunks: `[N, 3]`, a sequence, its first slot, and where the chunk's columns begin in sums and totals.
     pages `[S, pages]`. starts `[S + 1]`: where a sequence's queries begin. seen `[T, 2]`: which slots a query sees, from, to before.
     origins `[S]`: the position of slot 0. queries `[T, HQ, D]`: mapped and scaled, in planes. mean_scores `[T, HQ, buckets]`: what the
     keys' key mean adds to a score. sums `[columns, D_V]`, totals `[columns, 2]`: weighted values; the largest score and the sum of weights.
@@ -237,8 +237,8 @@ def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, 
     group, head_size = queries.shape[1] // heads, queries.shape[2]
     tile = np.empty((ROWS, max(head_size, value[SIZE])), f32)
     for work in range(first, last):
-        piece, head = work // heads, work % heads
-        sequence, begin, row = pieces[piece, 0], pieces[piece, 1], pieces[piece, 2]
+        chunk, head = work // heads, work % heads
+        sequence, begin, row = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
         token, count = starts[sequence], starts[sequence + 1] - starts[sequence]
         columns = group * count
         row += head * columns
@@ -266,8 +266,8 @@ def attend_pieces(first, last, size, pieces, pages, starts, seen, origins, key, 
 
 
 @compiled(void(I2, I1, I1, F2, F2, F3, F2), fastmath=SUMS, nogil=True)
-def merge_pieces(pieces, first, starts, sums, totals, out, lse):
-    """The pieces of each sequence, first[s] to before first[s + 1], as its output `[T, HQ, D_V]` and log-sum-exp `[T, HQ]`; zero
+def combine_chunks(chunks, first, starts, sums, totals, out, lse):
+    """The chunks of each sequence, first[s] to before first[s + 1], as its output `[T, HQ, D_V]` and log-sum-exp `[T, HQ]`; zero
     and -inf where a query sees no key."""
     for sequence in range(starts.shape[0] - 1):
         count = starts[sequence + 1] - starts[sequence]
@@ -275,12 +275,12 @@ def merge_pieces(pieces, first, starts, sums, totals, out, lse):
             t, h = starts[sequence] + c % count, c // count
             largest, total = LOWEST, ZERO
             for p in range(first[sequence], first[sequence + 1]):
-                row = pieces[p, 2] + c
+                row = chunks[p, 2] + c
                 if totals[row, 1] != ZERO and totals[row, 0] > largest:
                     largest = totals[row, 0]
             out[t, h] = ZERO
             for p in range(first[sequence], first[sequence + 1]):
-                row = pieces[p, 2] + c
+                row = chunks[p, 2] + c
                 if totals[row, 1] != ZERO:
                     weight = exp(totals[row, 0] - largest)
                     total += weight * totals[row, 1]

@@ -18,7 +18,7 @@ def _pool(process: int, count: int) -> ThreadPoolExecutor:
 
 
 def in_parts(work: int, smallest: int, run: Callable[[int, int], None]) -> None:
-    """`run(first, last)` over ranges that make up 0 to `work`, none with fewer than `smallest` pieces of it, at the same time."""
+    """`run(first, last)` over ranges that make up 0 to `work`, none with fewer than `smallest` chunks of it, at the same time."""
     parts = min(torch.get_num_threads(), work // max(smallest, 1))
     if parts < 2:
         return run(0, work)

@@ -1,7 +1,7 @@
 """How a batch becomes calls of a dense kernel, on the host: which queries of which sequences go together, over which slices of their keys.
 
-A *piece* is some queries of one sequence. It reads its keys in one or more slices, of which the last ends with its own keys. Pieces whose
-slices want the same masks form a *group*: each of its *rounds* is one call of the kernel, over one slice of each piece. What is written out
+A *block* is some queries of one sequence. It reads its keys in one or more slices, of which the last ends with its own keys. Blocks whose
+slices want the same masks form a *group*: each of its *rounds* is one call of the kernel, over one slice of each block. What is written out
 at one time is bounded by bytes, whatever the batch.
 """
 
@@ -106,7 +106,7 @@ class Reach(NamedTuple):
         return max(position - self.window + 1, 0) if self.window else 0
 
 
-class _Piece(NamedTuple):
+class _Block(NamedTuple):
     sequence: int
     tokens: slice
     slices: list[tuple[int, int, int]]  # first key, end, rows of the scratch
@@ -119,14 +119,14 @@ def groups(lengths: Sequence[tuple[int, int]], limits: Limits, reach: Reach = Re
     """Cut a batch of sequences of (queries, keys) `lengths`. Every query sees each key that it may see in exactly one round of its group,
     and sees one in each of these."""
     found: list[_Members] = []
-    for piece in _pieces(lengths, limits, reach):
-        if not found or not found[-1].takes(piece, limits):
+    for block in _blocks(lengths, limits, reach):
+        if not found or not found[-1].takes(block, limits):
             found.append(_Members(0 if limits.together == "equal" else APART))
-        found[-1].add(piece)
+        found[-1].add(block)
     return [members.group() for members in found]
 
 
-def _pieces(lengths: Sequence[tuple[int, int]], limits: Limits, reach: Reach) -> Iterator[_Piece]:
+def _blocks(lengths: Sequence[tuple[int, int]], limits: Limits, reach: Reach) -> Iterator[_Block]:
     end = 0
     cut = _bottom_right if limits.bottom_right else _top_left
     for sequence, (queries, keys) in enumerate(lengths):
@@ -134,12 +134,12 @@ def _pieces(lengths: Sequence[tuple[int, int]], limits: Limits, reach: Reach) ->
         while start < end:
             position = keys - (end - start)
             left = end - start if not reach.chunk else min(end - start, reach.chunk - position % reach.chunk)
-            piece = cut(sequence, start, position, left, limits, reach)
-            start = piece.tokens.stop
-            yield piece
+            block = cut(sequence, start, position, left, limits, reach)
+            start = block.tokens.stop
+            yield block
 
 
-def _bottom_right(sequence: int, start: int, position: int, left: int, limits: Limits, reach: Reach) -> _Piece:
+def _bottom_right(sequence: int, start: int, position: int, left: int, limits: Limits, reach: Reach) -> _Block:
     """In one slice where that takes as many queries as merging would, or half a slice; else in several, of which, under a window, none has
     fewer keys than there are queries: so the last query sees a key of each."""
     low, window, most = reach.low(position), reach.window, limits.most
@@ -155,10 +155,10 @@ def _bottom_right(sequence: int, start: int, position: int, left: int, limits: L
     else:
         cuts = sorted({*range(low, stop - most, most), stop - most, stop})
     masks = tuple(Mask(window - 1 - (stop - b) if window else -1, 0 if b == stop else -1) for _, b in pairwise(cuts))
-    return _Piece(sequence, slice(start, start + count), [(a, b, b - a) for a, b in pairwise(cuts)], masks)
+    return _Block(sequence, slice(start, start + count), [(a, b, b - a) for a, b in pairwise(cuts)], masks)
 
 
-def _top_left(sequence: int, start: int, position: int, left: int, limits: Limits, reach: Reach) -> _Piece:
+def _top_left(sequence: int, start: int, position: int, left: int, limits: Limits, reach: Reach) -> _Block:
     """The context in slices of a planned length, the queries' own keys in one of as many rows as there are queries."""
     low, planned, most = reach.low(position), limits.planned, limits.most
     if reach.window:
@@ -171,45 +171,45 @@ def _top_left(sequence: int, start: int, position: int, left: int, limits: Limit
     own = position - front
     cuts = sorted({*range(low, own, most), own - rest % planned, own})
     slices = [(a, b, b - a) for a, b in pairwise(cuts)] + [(own, position + count, front + count + back)]
-    return _Piece(sequence, slice(start, start + count), slices, (ALL,) * (len(slices) - 1) + (CAUSAL,), front, back)
+    return _Block(sequence, slice(start, start + count), slices, (ALL,) * (len(slices) - 1) + (CAUSAL,), front, back)
 
 
 class _Members:
-    """The pieces of a group that is still open."""
+    """The blocks of a group that is still open."""
 
     def __init__(self, apart: int) -> None:
-        self.pieces: list[_Piece] = []
+        self.blocks: list[_Block] = []
         self.reads: list[list[Read]] = []  # of each round
         self.apart = apart
 
-    def takes(self, piece: _Piece, limits: Limits) -> bool:
-        """Whether the piece's rounds may be those of the group."""
-        first = self.pieces[0]
-        if limits.together == "alone" or first.masks != piece.masks:
+    def takes(self, block: _Block, limits: Limits) -> bool:
+        """Whether the block's rounds may be those of the group."""
+        first = self.blocks[0]
+        if limits.together == "alone" or first.masks != block.masks:
             return False
-        if limits.together == "equal" and (_shape(first) != _shape(piece) or any((first.front, first.back, piece.front, piece.back))):
+        if limits.together == "equal" and (_shape(first) != _shape(block) or any((first.front, first.back, block.front, block.back))):
             return False
-        if piece.tokens.stop - first.tokens.start > (limits.single if len(piece.masks) == 1 else limits.several):
+        if block.tokens.stop - first.tokens.start > (limits.single if len(block.masks) == 1 else limits.several):
             return False
         taken = [reads[-1].at + reads[-1].room + self.apart for reads in self.reads]
-        return all(rows + room <= limits.most for rows, (*_, room) in zip(taken, piece.slices))
+        return all(rows + room <= limits.most for rows, (*_, room) in zip(taken, block.slices))
 
-    def add(self, piece: _Piece) -> None:
-        self.reads = self.reads or [[] for _ in piece.slices]
-        for reads, (first, end, room) in zip(self.reads, piece.slices):
+    def add(self, block: _Block) -> None:
+        self.reads = self.reads or [[] for _ in block.slices]
+        for reads, (first, end, room) in zip(self.reads, block.slices):
             if reads:
                 reads[-1] = reads[-1]._replace(room=reads[-1].room + self.apart)
             at = reads[-1].at + reads[-1].room if reads else 0
-            reads.append(Read(piece.sequence, piece.tokens.stop - piece.tokens.start, first, end - first, at, room))
-        self.pieces.append(piece)
+            reads.append(Read(block.sequence, block.tokens.stop - block.tokens.start, first, end - first, at, room))
+        self.blocks.append(block)
 
     def group(self) -> Group:
         """All of them."""
-        first, last = self.pieces[0], self.pieces[-1]
+        first, last = self.blocks[0], self.blocks[-1]
         rounds = [Round(tuple(reads), mask, reads[-1].at + reads[-1].room) for reads, mask in zip(self.reads, first.masks)]
         return Group(slice(first.tokens.start, last.tokens.stop), tuple(rounds), first.front, last.back)
 
 
-def _shape(piece: _Piece) -> tuple[int, list[int]]:
+def _shape(block: _Block) -> tuple[int, list[int]]:
     """Queries, and rows of each slice."""
-    return piece.tokens.stop - piece.tokens.start, [room for *_, room in piece.slices]
+    return block.tokens.stop - block.tokens.start, [room for *_, room in block.slices]

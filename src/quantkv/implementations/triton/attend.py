@@ -132,7 +132,7 @@ class Plan:
         return cls(target, tiling, group, blocks, order, splits, single, one_block, exact)
 
     def partials(self, call: AttendCall) -> Partials:
-        """Room for the pieces of a call: float32 outputs and log-sum-exps of each split."""
+        """Room for the partials of a call: float32 outputs and log-sum-exps of each split."""
         tokens, num_heads = call.q.shape[:2]
         shape = (tokens, num_heads, sum(self.splits))
         return Partials(*(call.q.new_empty(s, dtype=torch.float32) for s in ((*shape, call.out.shape[2]), shape)))

@@ -1,4 +1,4 @@
-"""Calls that one call of the project's attention cannot say, by several: float32 pieces, merged and rounded once.
+"""Calls that one call of the project's attention cannot say, by several: float32 partials, merged and rounded once.
 
 R-SWA: a query sees the keys of its sequence's prefix, and of the others those in its window: two calls over disjoint keys.
 A scale for each sequence and kv head: K's is multiplied into the queries, V's into the output.
@@ -43,10 +43,10 @@ def attend(
     if prefix_lens is None:
         result, _ = ops.attend(whole)
     else:
-        pieces = prefix_and_window(whole, prefix_lens)
-        pieces = [replace(p, out=new(shape, dtype=torch.float32), lse=new(shape[:2], dtype=torch.float32)) for p in pieces]
-        outs, lses = (torch.stack(found) for found in zip(*(ops.attend(piece) for piece in pieces)))
-        weights = torch.softmax(lses, 0).nan_to_num(0.0)  # no piece has a key: the output is 0
+        partials = prefix_and_window(whole, prefix_lens)
+        partials = [replace(p, out=new(shape, dtype=torch.float32), lse=new(shape[:2], dtype=torch.float32)) for p in partials]
+        outs, lses = (torch.stack(found) for found in zip(*(ops.attend(partial) for partial in partials)))
+        weights = torch.softmax(lses, 0).nan_to_num(0.0)  # no partial has a key: the output is 0
         result = (weights[..., None] * outs).sum(0)
     if v_scales is not None:
         result = result * of_rows(v_scales, call)
