@@ -40,11 +40,11 @@ PLAIN = "@reference"
 START = """
 import time
 import torch
-from quantkv.testing import Batch
+from quantkv.testing import SampleBatch
 before = time.process_time()
 import numba
 loaded = time.process_time()
-b = Batch.make("int4", (1,), (5,))
+b = SampleBatch.make("int4", (1,), (5,))
 b.cache.write(b.key, b.value, b.slots, implementation="cpu")
 b.attend(implementation="cpu")
 print(loaded - before, time.process_time() - loaded)

@@ -23,7 +23,7 @@ from quantkv import prepare_attend
 from quantkv.bench.run import save_rows
 from quantkv.bench.timing import measure
 from quantkv.implementations import batches, resolve
-from quantkv.testing import OUTPUT_BUDGET, Batch, relative_error
+from quantkv.testing import OUTPUT_BUDGET, SampleBatch, relative_error
 
 STEPS = ("8192", "8x1024", "8192+24576", "8x512+3584", "64x5+8192", "2x100+4096")
 
@@ -55,7 +55,7 @@ def main() -> None:
         count, queries, context = (int(n or d) for n, d in zip(re.fullmatch(r"(?:(\d+)x)?(\d+)(?:\+(\d+))?", step).groups(), (1, 0, 0)))
         for name in options.formats:
             shape = [queries] * count, [queries + context] * count
-            b = Batch.make(
+            b = SampleBatch.make(
                 name, *shape, head_size=128, num_kv_heads=kv_heads, group=num_heads // kv_heads, dtype=dtype, device=device, block_size=16
             )
             index = torch.arange(count * (queries + context), device=device).view(count, -1)[:, context:].flatten()

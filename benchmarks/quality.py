@@ -137,7 +137,7 @@ class Bench:
         if part == "codes":
             begin = text.beginning(tokenizer)
             return [trials.codes(ids[len(begin) :].tolist(), tokenizer, begin, context, seed) for seed, ids in enumerate(contexts)]
-        return [trials.Text(ids) for ids in contexts]
+        return [trials.TextTrial(ids) for ids in contexts]
 
     def run(self, part: str) -> dict[str, Any] | None:
         """The figures of all policies of a part; None where no row asks for it."""
@@ -165,7 +165,7 @@ class Bench:
         """transformers' own quantized caches and this project's, over the last tokens of contexts."""
         contexts = text.cut(self.on, self.loaded.tokenizer, CONTEXTS["rivals"], CONTEXTS["rivals"] * self.count)
         row = next(row for row in self.rows if row.limit == 80)
-        tails = [trials.Text(ids, TAIL) for ids in contexts]
+        tails = [trials.TextTrial(ids, TAIL) for ids in contexts]
         ours = dict([self.policy("levels4", row), ("int4", Policy("int4"))])
         say(f"{self.name}, {self.on.name}, rivals")
         rows = evaluation.evaluate(self.loaded.model, tails, ours).to_dict()["formats"]

@@ -15,8 +15,8 @@ from quantkv import PagedCache, get_format
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
 from quantkv.implementations.hopper.host.sass import step
 from quantkv.implementations.prefill import triton_steps as prefill
-from quantkv.implementations.prefill.plan import CAUSAL, Read, Round
-from quantkv.implementations.prefill.steps import Part
+from quantkv.implementations.prefill.plan import CAUSAL, KeySlice, Round
+from quantkv.implementations.prefill.steps import Partial
 from quantkv.implementations.triton import attend, launch, own, write
 
 TARGETS = {
@@ -70,7 +70,8 @@ def compile_steps(cache, rows, widest, several_reads):
     merged and mapped back. several_reads: also into another layout of the scratch, which no codec knows of."""
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
     alone, several = (
-        Round((Read(0, 200, 0, 200, 0, room), *more), CAUSAL, 256) for room, more in ((256, ()), (240, (Read(1, 9, 0, 9, 240, 16),)))
+        Round((KeySlice(0, 200, 0, 200, 0, room), *more), CAUSAL, 256)
+        for room, more in ((256, ()), (240, (KeySlice(1, 9, 0, 9, 240, 16),)))
     )
     for back in (True, False) if rows.shape[2] <= widest else (False,):
         steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, back)
@@ -78,7 +79,7 @@ def compile_steps(cache, rows, widest, several_reads):
         if several_reads:
             steps.gather(torch.zeros(2, 16, dtype=torch.int32), several, [t.view(256, 8, -1).transpose(0, 1) for t in scratch])
     steps.map_query(rows, 0, 0)
-    part, out = Part(rows, torch.empty(rows.shape[:2])), torch.empty_like(rows)
+    part, out = Partial(rows, torch.empty(rows.shape[:2])), torch.empty_like(rows)
     steps.finish(steps.merge(part, part), part, out, torch.empty(rows.shape[:2]))
     steps.finish(None, part, out, torch.empty(rows.shape[:2]), torch.zeros(rows.shape[1]))
 
@@ -133,7 +134,7 @@ def decode_loop(name, arch, head_size=128):
         q = torch.zeros(4, 32, head_size, dtype=torch.bfloat16)
         call = AttendCall(q, (cache.segment(torch.zeros(4, 64, dtype=torch.int32)),), batch, 1.0, AttentionOptions(), None, None)
         attend.run(call)
-        tiling = attend.Plan.of(call).tiling
+        tiling = attend.AttendPlan.of(call).tiling
     finally:
         attend.attend_kernel, attend.combine_kernel = stock
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkv import LayerMaps, LinearMap, PagedCache, get_format, implementations, prepare_attend, prepare_write
-from quantkv.testing import Batch
+from quantkv.testing import SampleBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -14,7 +14,7 @@ def autocast():
 
 
 def batch(name, queries=(1, 2), keys=(20, 9), **arguments):
-    return Batch.make(name, queries, keys, head_size=64, dtype=torch.float32, device=DEVICE, **arguments)
+    return SampleBatch.make(name, queries, keys, head_size=64, dtype=torch.float32, device=DEVICE, **arguments)
 
 
 def test_attend_of_every_format(format_name):
@@ -28,7 +28,7 @@ def test_attend_of_every_format(format_name):
 @pytest.mark.parametrize("implementation", implementations.NAMES)
 def test_attend_by_every_implementation(implementation):
     queries = 128 if implementation == "prefill" else 2
-    b = Batch.make("int4", (queries,), (140,), dtype=torch.float32 if DEVICE == "cpu" else torch.float16, device=DEVICE)
+    b = SampleBatch.make("int4", (queries,), (140,), dtype=torch.float32 if DEVICE == "cpu" else torch.float16, device=DEVICE)
     if reason := implementations.refusal(implementation, b.call(max_query_len=queries)):
         pytest.skip(reason)
     how = {"implementation": implementation, "max_query_len": queries}

@@ -8,7 +8,7 @@ import torch
 from quantkv import ops
 from quantkv.implementations import batches
 from quantkv.implementations.prefill import attend as prefill
-from quantkv.testing import Batch, relative_error
+from quantkv.testing import SampleBatch, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONG = prefill.MIN_QUERIES
@@ -18,7 +18,7 @@ HEADS = 4
 
 
 def mixed(**options):
-    b = Batch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
+    b = SampleBatch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
     return b, b.call(lengths=tuple(zip(QUERIES, KEYS)), **options)
 
 
@@ -68,7 +68,7 @@ def test_runs_read_what_their_tensors_hold_when_they_run():
     keys = tuple(zip(QUERIES, KEYS))
     causal = torch.tensor([True] * 8, device=DEVICE)
     ranges = torch.tensor([[0, n] for n in KEYS], dtype=torch.int32, device=DEVICE)
-    b = Batch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
+    b = SampleBatch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
     table = b.block_table.clone()
     call = replace(b, block_table=table).call(lengths=keys, causal=causal, key_range=ranges)
     launches = [(run, ops.prepare(run.call, "reference")) for run in batches.runs_of(call)]
@@ -89,6 +89,6 @@ def test_runs_read_what_their_tensors_hold_when_they_run():
 @pytest.mark.parametrize("lengths", [((1, 9), (2, 9)), ((LONG, LONG),) * 20])
 def test_a_batch_of_one_kind_is_not_cut(lengths):
     """Long prompts neither, however many there are."""
-    b = Batch.make("int8", *zip(*lengths), head_size=16, num_kv_heads=1, group=1)
+    b = SampleBatch.make("int8", *zip(*lengths), head_size=16, num_kv_heads=1, group=1)
     call = b.call(lengths=lengths)
     assert [run.call for run in batches.runs_of(call)] == [call]

@@ -5,7 +5,7 @@ import torch
 
 from direct import attend, write
 from quantkv import CacheSpec, PagedCache, get_format
-from quantkv.calls import Side
+from quantkv.calls import PagedTensor
 from quantkv.prepared import prepare_attend, prepare_write
 
 
@@ -151,7 +151,7 @@ def test_foreign_layouts(layout, format_name):
 
     def side(codec):
         codes = empty(codec.row.code_bytes(d) // codec.code_dtype.itemsize, codec.code_dtype)
-        return Side(codes, empty(len(codec.row.meta), getattr(torch, codec.row.meta[0])) if codec.row.meta else None)
+        return PagedTensor(codes, empty(len(codec.row.meta), getattr(torch, codec.row.meta[0])) if codec.row.meta else None)
 
     k, v = side(fmt.k), side(fmt.v)
     ours = cache_of(format_name, pages=blocks)

@@ -8,14 +8,14 @@ import torch
 
 from quantkv import LayerMaps, LinearMap, PagedCache, PageStore, get_format, implementations, prepare_attend, prepare_write
 from quantkv.calls import AttendCall
-from quantkv.testing import LSE_BUDGET, Batch, check
+from quantkv.testing import LSE_BUDGET, SampleBatch, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READERS, WRITERS = implementations.NAMES, [name for name in implementations.NAMES if name not in implementations.READS_ONLY]
 
 
 def batch(name="int4", queries=(2, 1), keys=(20, 9), **arguments):
-    return Batch.make(name, queries, keys, **{"head_size": 64, "dtype": torch.float32, "device": DEVICE, **arguments})
+    return SampleBatch.make(name, queries, keys, **{"head_size": 64, "dtype": torch.float32, "device": DEVICE, **arguments})
 
 
 def prepared(b, **arguments):

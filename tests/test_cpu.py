@@ -13,7 +13,7 @@ from quantkv import AttentionOptions, LayerMaps, LinearMap, PagedCache, get_form
 from quantkv.calls import AttendCall, WriteCall
 from quantkv.implementations.cpu import attend, threads, write
 from quantkv.implementations.reference.attend import compute
-from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, Batch, check, relative_error
+from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, SampleBatch, check, relative_error
 
 pytest.importorskip("numba")
 
@@ -22,7 +22,7 @@ RAGGED = (1, 3, 0, 2), (600, 23, 0, 40)  # over a cut of the kernel's work, and 
 
 
 def batch(name, query_lens=(1, 1), seq_lens=(70, 5), dtype=torch.float32, **arguments):
-    return Batch.make(name, query_lens, seq_lens, dtype=dtype, **arguments)
+    return SampleBatch.make(name, query_lens, seq_lens, dtype=dtype, **arguments)
 
 
 def served(b, **options):
@@ -298,8 +298,8 @@ def test_without_numba_auto_is_the_reference_and_an_explicit_choice_says_what_to
 import sys
 sys.modules["numba"] = None
 from quantkv import implementations
-from quantkv.testing import Batch
-b = Batch.make("int4", (1,), (5,))
+from quantkv.testing import SampleBatch
+b = SampleBatch.make("int4", (1,), (5,))
 print(implementations.resolve(b.call()))
 try:
     b.attend(implementation="cpu")

@@ -39,7 +39,7 @@ from quantkv.implementations.hopper.write import Hadamard
 from quantkv.implementations.hopper.write.round import RoundConfig
 from quantkv.maps import default_map, hadamard
 from quantkv.policy import Policy
-from quantkv.testing import POISON, Batch, check, rows
+from quantkv.testing import POISON, SampleBatch, check, rows
 
 SOURCE = Path(__file__).parent.parent / "src" / "quantkv"
 TRITON = os.environ.get("TRITON_INTERPRET") == "1"
@@ -110,7 +110,7 @@ def served(batch, implementation, **options):
 
 def test_writes_reads_and_attention(format_name):
     def run():
-        b = Batch.make(format_name, **BATCH)
+        b = SampleBatch.make(format_name, **BATCH)
         b.cache.write(b.key, b.value, b.slots, b.positions)
         answers = [served(b, name) for name in ("auto", "cpu", "reference")]
         return b.cache.buffer, b.cache.dequantize(b.slots, b.positions), answers
@@ -132,7 +132,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_and_maps(options):
     def run():
-        b = Batch.make("levels4/int4", **BATCH, maps=maps_of("levels4/int4", 64))
+        b = SampleBatch.make("levels4/int4", **BATCH, maps=maps_of("levels4/int4", 64))
         return [served(b, name, **options()) for name in ("auto", "reference")]
 
     alike(run)
@@ -143,7 +143,7 @@ def test_prompts(lengths):
     """By a dense kernel, and in a batch of which it serves a part."""
 
     def run():
-        b = Batch.make("levels4/int4", *zip(*lengths), maps=maps_of("levels4/int4", 64), dtype=torch.float32)
+        b = SampleBatch.make("levels4/int4", *zip(*lengths), maps=maps_of("levels4/int4", 64), dtype=torch.float32)
         how = "prefill" if min(n for n, _ in lengths) >= 128 else "auto"
         return [b.attend(implementation=how, lengths=lengths, **given) for given in ({}, {"window": 50})]
 
@@ -154,7 +154,7 @@ def test_prompts(lengths):
 @pytest.mark.parametrize("name", ["int4/tq3", "levels4", "trellis2"])
 def test_triton(name):
     def run():
-        b = Batch.make(name, (1, 2), (5, 17), maps=maps_of(name, 64))
+        b = SampleBatch.make(name, (1, 2), (5, 17), maps=maps_of(name, 64))
         return b.attend(implementation="triton", softcap=20.0), b.cache.buffer
 
     alike(run)
@@ -162,7 +162,7 @@ def test_triton(name):
 
 def test_steps_that_are_prepared_and_warm():
     def run():
-        b = Batch.make("int4", **BATCH)
+        b = SampleBatch.make("int4", **BATCH)
         write = prepare_write(b.slots, b.positions)
         attend = prepare_attend(block_table=b.block_table, seq_lens=b.seq_lens, cu_seqlens_q=b.cu_seqlens_q, max_query_len=5)
         write(b.cache, b.key, b.value)
@@ -176,7 +176,7 @@ def test_exact_tokens():
     """A step over pages of which the first and latest are read exactly."""
 
     def run():
-        b, tokens = Batch.make("int4", **BATCH, dtype=torch.float32), FullPrecisionTokens(16, 8)
+        b, tokens = SampleBatch.make("int4", **BATCH, dtype=torch.float32), FullPrecisionTokens(16, 8)
         exact = CopiedPages(tokens, 16, 2, b.cache.num_blocks)
         cache = CacheWithCopies(b.cache, cache_of_copies(b.cache, exact.num_copies, torch.float32), exact)
         exact.watch(b.cache)
@@ -197,7 +197,7 @@ def test_pages_move(tmp_path):
     """Copies, files, streams, host memory, and pages that an engine owns."""
 
     def run():
-        b = Batch.make("tq4", **BATCH)
+        b = SampleBatch.make("tq4", **BATCH)
         spec, pages = b.cache.spec, b.cache.num_blocks
         others = [PagedCache(spec, pages) for _ in range(4)]
         memory = torch.zeros(pages, spec.num_kv_heads, spec.page_bytes, dtype=torch.uint8, device="cpu")
@@ -323,7 +323,7 @@ def test_hopper(monkeypatch, tmp_path):
         matrix, inverse = made, torch.linalg.inv(made.double()).float()
         maps = LayerMaps(LinearMap(matrix, inverse, normal(4, 2, 64, seed=6)), LinearMap(matrix, inverse))
         for name, own in (("int4", None), ("tq4", maps)):
-            b = Batch.make(name, (1, 1), (40, 33), dtype=torch.bfloat16, maps=own, group=4)
+            b = SampleBatch.make(name, (1, 1), (40, 33), dtype=torch.bfloat16, maps=own, group=4)
             call = b.call(max_query_len=1)
             device.serve(call)
             check(b, (call.out, call.lse))

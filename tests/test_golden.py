@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from direct import attend, write
 from quantkv import AttentionOptions, get_format
-from quantkv.calls import Side
+from quantkv.calls import PagedTensor
 
 DATA = Path(__file__).parent / "data"
 SEPARATE = ("none", "fp8_per_tensor", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "int2_per_token_head")
@@ -33,7 +33,7 @@ def written(golden, mode):
         width = codec.row.code_bytes(head_size) // codec.code_dtype.itemsize
         meta = torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])) if codec.row.meta else None
         scale = float(golden[name]) if mode == "fp8_per_tensor" else 1.0
-        sides.append(Side(torch.zeros(8, 16, 2, width, dtype=codec.code_dtype), meta, scale))
+        sides.append(PagedTensor(torch.zeros(8, 16, 2, width, dtype=codec.code_dtype), meta, scale))
     write(golden["key"], golden["value"], *sides, fmt, golden["slot_mapping"])
     return fmt, *sides
 

@@ -11,7 +11,7 @@ from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.hopper.host.records import pages_of
 from quantkv.maps import hadamard, named_map
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -25,7 +25,7 @@ LENS = (700, 33, 1, 1300)  # ragged: several splits, part of a page, one token
 
 def batch(name, queries=(1, 1, 1, 1), **arguments):
     plain = {"head_size": 128, "num_kv_heads": 8, "group": 4, "dtype": torch.bfloat16, "device": "cuda"}
-    return Batch.make(name, queries, LENS, **{**plain, **arguments})
+    return SampleBatch.make(name, queries, LENS, **{**plain, **arguments})
 
 
 def run(b, **options):
@@ -47,7 +47,7 @@ def test_decode(name, dtype):
 def test_much_work(name):
     """Enough pages for the kernels that little work does not get."""
     plain = {"head_size": 128, "num_kv_heads": 8, "group": 4, "dtype": torch.bfloat16, "device": "cuda"}
-    run(Batch.make(name, (1, 1, 1, 1), (9000, 33, 1, 1300), **plain))
+    run(SampleBatch.make(name, (1, 1, 1, 1), (9000, 33, 1, 1300), **plain))
 
 
 @hopper_only
@@ -187,7 +187,7 @@ def test_queries_of_any_strides():
 def test_long_runs_within_a_sequence(name, monkeypatch):
     """More than 1,024 tiles for each warp: its accumulator begins anew, and again, with what it held kept beside it."""
     monkeypatch.setattr(launch, "multiprocessors", lambda index: 1)
-    b = Batch.make(name, (1, 2), (500_000, 100), head_size=128, num_kv_heads=1, group=2, dtype=torch.bfloat16, device="cuda")
+    b = SampleBatch.make(name, (1, 2), (500_000, 100), head_size=128, num_kv_heads=1, group=2, dtype=torch.bfloat16, device="cuda")
     call = b.call(max_query_len=2)
     plan = hopper.Plan(call, 1)
     assert plan.main.resident * 1024 * 16 * 2 < 500_000
@@ -227,7 +227,7 @@ def test_a_promise_of_lengths(max_seq_len):
 def test_lengths(lens, kv_heads):
     """Runs of warps that begin, lie and end in one sequence, or pass over several, empty ones among them."""
     queries = tuple(min(n, 1) for n in lens)
-    b = Batch.make("int4", queries, lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16, device="cuda")
+    b = SampleBatch.make("int4", queries, lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16, device="cuda")
     run(b)
 
 
@@ -254,7 +254,7 @@ def test_auto_takes_it_and_says_why_not():
 
 
 def test_elsewhere_it_is_refused_by_name():
-    b = Batch.make("int4", (1,), (20,), device="cpu")
+    b = SampleBatch.make("int4", (1,), (20,), device="cpu")
     with pytest.raises(ValueError, match=r"implementation='hopper': tensors are on cpu: a Hopper GPU is needed"):
         b.attend(**HOPPER, max_query_len=1)
 
@@ -275,11 +275,11 @@ def test_a_hadamard_matrix_is_recognised():
 @pytest.mark.parametrize("name,served", [("int4", True), ("int8/tq3", True), ("fp16", True), ("fp8", True), ("fp32", False)])
 def test_pages_of_records_are_recognised(name, served):
     """The rule's view of a cache: its buffer where both sides are records in it, and nothing else."""
-    b = Batch.make(name, (1,), (20,), head_size=128)
+    b = SampleBatch.make(name, (1,), (20,), head_size=128)
     k, v = b.cache.k, b.cache.v
     assert pages_of(k, v) is b.cache.buffer
     assert pages_of(k._replace(base=None), v) is None
-    single = Batch.make(name, (1,), (20,), head_size=128, num_kv_heads=1).cache
+    single = SampleBatch.make(name, (1,), (20,), head_size=128, num_kv_heads=1).cache
     assert pages_of(single.k, single.v) is single.buffer
     moved = k._replace(codes=k.codes[:, 1:])
     assert pages_of(moved, v) is None
@@ -288,7 +288,7 @@ def test_pages_of_records_are_recognised(name, served):
 
 def test_what_the_rule_refuses():
     """On any Hopper GPU: by shapes, types and what is asked for."""
-    b = Batch.make("int4", (1, 2), (20, 30), head_size=128, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1, 2), (20, 30), head_size=128, dtype=torch.bfloat16)
     assert hopper._unsupported(b.call(max_query_len=2)) is None
     assert "max_query_len=None" in hopper._unsupported(b.call())
     assert "max_query_len=17" in hopper._unsupported(b.call(max_query_len=17))
@@ -309,7 +309,7 @@ def test_what_the_rule_refuses():
 
 def plan_of(lens, max_seq_len=None, name="int4", width=None, **shape):
     """How a batch is cut on 132 multiprocessors. One page stands for all."""
-    b = Batch.make(name, (1,), (16,), **{"head_size": 128, "num_kv_heads": 8, "group": 4, "dtype": torch.bfloat16, **shape})
+    b = SampleBatch.make(name, (1,), (16,), **{"head_size": 128, "num_kv_heads": 8, "group": 4, "dtype": torch.bfloat16, **shape})
     width = -(-max(lens) // 16) if width is None else width
     table = torch.zeros(1, 1, dtype=torch.int32).expand(len(lens), width).contiguous()
     table[:, 1:] = -1

@@ -8,7 +8,7 @@ import hopper_ways
 from hopper_on_cpu import AVAILABLE, Device
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import combine
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 
 emulated = pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 
@@ -33,7 +33,7 @@ def partials(monkeypatch):
 def test_rows_of_so_many_partials(multiprocessors, kv_heads, lens, by_blocks, monkeypatch, tmp_path):
     """A warp loads two together, or four, or eight, or has several such batches."""
     device = Device(monkeypatch, tmp_path, multiprocessors)
-    b = Batch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1,) * len(lens), lens, head_size=128, num_kv_heads=kv_heads, group=4, dtype=torch.bfloat16)
     call = b.call(max_query_len=1)
     plan = hopper.Plan(call, multiprocessors)
     assert plan.by_blocks == by_blocks and plan.main.decode_grid == (multiprocessors, 1, 1)
@@ -47,7 +47,7 @@ def test_blocks_that_take_turns(name, queries, group, grid, monkeypatch, tmp_pat
     """A sequence may have packed query rows in each turn, in some, or in the first alone."""
     monkeypatch.setattr(combine, "BLOCKS", 16)
     device = Device(monkeypatch, tmp_path, 1)
-    b = Batch.make(name, queries, (90, 33, 40, 20), head_size=64, num_kv_heads=2, group=group, dtype=torch.bfloat16)
+    b = SampleBatch.make(name, queries, (90, 33, 40, 20), head_size=64, num_kv_heads=2, group=group, dtype=torch.bfloat16)
     call = b.call(max_query_len=max(queries))
     call.out.fill_(float("nan"))
     assert hopper.Plan(call, 1).combine_grid == grid
@@ -57,7 +57,7 @@ def test_blocks_that_take_turns(name, queries, group, grid, monkeypatch, tmp_pat
 
 def test_who_takes_turns(monkeypatch):
     def grid(multiprocessors, queries=(16, 16), head_size=128, **maps):
-        b = Batch.make("int4", queries, (40, 40), head_size=head_size, num_kv_heads=2, group=4, dtype=torch.bfloat16, **maps)
+        b = SampleBatch.make("int4", queries, (40, 40), head_size=head_size, num_kv_heads=2, group=4, dtype=torch.bfloat16, **maps)
         return hopper.Plan(b.call(max_query_len=max(queries)), multiprocessors).combine_grid
 
     assert grid(8) == (2, 2, 16) and grid(7) == (2, 2, 8) and grid(2) == (2, 2, 4) and grid(1, (1, 1)) == (2, 2, 1)

@@ -11,7 +11,7 @@ from quantkv.calls import WriteCall
 from quantkv.implementations.hopper import attend, geometry, write
 from quantkv.implementations.hopper.decode import wgmma
 from quantkv.implementations.hopper.decode.warps import CallShape
-from quantkv.testing import POISON, Batch, check, rows
+from quantkv.testing import POISON, SampleBatch, check, rows
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -25,7 +25,7 @@ PAIRS = [(192, 128), (128, 192), (64, 128), (256, 64), (48, 512), (80, 240), (51
 
 def batch(name, queries=ONE, lens=LENS, **arguments):
     plain = {"num_kv_heads": 8, "group": 4, "dtype": torch.bfloat16, "device": "cuda"}
-    return Batch.make(name, queries, lens, **{**plain, **arguments})
+    return SampleBatch.make(name, queries, lens, **{**plain, **arguments})
 
 
 def run(b, **options):
@@ -144,7 +144,7 @@ def maps(heads, head_size):
 
 def reason(name, head_size, head_size_v=None, block_size=16):
     """Why a read and why a write of such a cache is refused."""
-    b = Batch.make(name, (1,), (20,), head_size=head_size, head_size_v=head_size_v, block_size=block_size, dtype=torch.bfloat16)
+    b = SampleBatch.make(name, (1,), (20,), head_size=head_size, head_size_v=head_size_v, block_size=block_size, dtype=torch.bfloat16)
     c = b.cache
     call = WriteCall(b.key, b.value, c.k, c.v, c.format, b.slots, c.maps)
     return attend._unsupported(b.call(max_query_len=1)), write._unsupported(call)

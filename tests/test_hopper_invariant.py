@@ -16,7 +16,7 @@ from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import combine, warps, wgmma
 from quantkv.implementations.hopper.host import launch
-from quantkv.testing import POISON, Batch, check
+from quantkv.testing import POISON, SampleBatch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -93,7 +93,7 @@ CASES = [
 @emulated
 @pytest.mark.parametrize("name, shape, options", CASES, ids=[case[0] for case in CASES])
 def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path):
-    b = Batch.make(name, VERIFY, (300, 33, 1, 650), **{"head_size": 64, "num_kv_heads": 1, "dtype": torch.bfloat16, **shape})
+    b = SampleBatch.make(name, VERIFY, (300, 33, 1, 650), **{"head_size": 64, "num_kv_heads": 1, "dtype": torch.bfloat16, **shape})
     call = b.call(max_query_len=4, batch_invariant=True, **options)
     device = Device(monkeypatch, tmp_path, 11)
     busy = itertools.cycle((11, 1, 15, 1))
@@ -110,7 +110,7 @@ def test_a_sequence_is_cut_by_itself(name, shape, options, monkeypatch, tmp_path
 
 @emulated
 def test_warpgroups_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
-    b = Batch.make("int4", (1, 1), (1500, 700), head_size=64, num_kv_heads=1, group=12, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1, 1), (1500, 700), head_size=64, num_kv_heads=1, group=12, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, batch_invariant=True)
     main = hopper.Plan(call, 1).main
     assert main.resident < main.partial_slots == 6 and main.config.worker_warps == 4
@@ -124,7 +124,7 @@ def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, 
     """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
     monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
     hopper_ways.split(monkeypatch, not whole)
-    b = Batch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     long = b.call(max_query_len=1, max_seq_len=1000, batch_invariant=True, window=window)
     short = b.call(max_query_len=1, batch_invariant=True, window=window)
     object.__setattr__(short, "batch", dataclasses.replace(short.batch, max_seq_len=600))
@@ -141,7 +141,7 @@ def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, 
 def test_empty_packed_rows_decide_nothing(others, monkeypatch, tmp_path):
     """The first tile has one key that the only query sees, and none that queries behind it would: alone, no packed query row stands for
     these."""
-    b = Batch.make("int4", (1, others), (395, 100), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1, others), (395, 100), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     b.q.mul_(0.25)  # no score is so much larger than the first that weights begin anew
     call = b.call(max_query_len=others, batch_invariant=True, window=300)
     device = Device(monkeypatch, tmp_path, 2)
@@ -169,7 +169,7 @@ def test_as_many_partials_on_both_sides(lens, monkeypatch, tmp_path):
     for name, value in (("PARTIAL_LEAST", 1), ("PARTIAL_MOST", 2), ("PARTIALS_ENOUGH", 48), ("MAX_TILES", 3)):
         monkeypatch.setattr(warps, name, value)
     device = Device(monkeypatch, tmp_path, 3, max_tiles=3)
-    b = Batch.make("int4", (1,) * len(lens), lens, head_size=64, num_kv_heads=2, group=2, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1,) * len(lens), lens, head_size=64, num_kv_heads=2, group=2, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
     assert hopper.Plan(call, 3).main.partial_slots == {1500: 48, 1100: 24}[lens[0]]
     device.serve(call)
@@ -182,7 +182,7 @@ def test_partials_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tm
     wrong answer, in its own place."""
     device = Device(monkeypatch, tmp_path, 2)
     lens = (*range(1, 1300, 161), 1040, 1024, 512, 513)
-    b = Batch.make("int2", (1,) * len(lens), lens, num_kv_heads=1, group=1, dtype=torch.bfloat16)
+    b = SampleBatch.make("int2", (1,) * len(lens), lens, num_kv_heads=1, group=1, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, max_seq_len=max(lens), batch_invariant=True)
     device.serve(call)
     check(b, (call.out, call.lse))
@@ -197,7 +197,7 @@ def test_partials_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tm
 
 def test_room_for_partials(monkeypatch):
     """As many as `Sequences.partials` makes, of any length up to the one that there is room for."""
-    b = Batch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1,), (20,), head_size=128, num_kv_heads=1, dtype=torch.bfloat16)
     tiles = [1, 9, 19, 20, 59, 60, 119, 120, 528, 529, 1056, 1057, 33792, 33793, 1572864, 1572865]
     expected = [1, 1, 1, 2, 5, 6, 6, 12, 12, 24, 24, 48, 768, 1536, 1536, 3072]
     eight = [1, 19, 20, 79, 80, 159, 160, 704, 705, 45056, 45057, 1048576, 1048577]  # warps
@@ -224,7 +224,7 @@ CHUNKS = [
 @emulated
 @pytest.mark.parametrize("name, queries, options", CHUNKS, ids=[case[0] for case in CHUNKS])
 def test_chunks(name, queries, options, monkeypatch, tmp_path):
-    b = Batch.make(name, queries, (300, 33, 1, 129), head_size=128, num_kv_heads=2, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make(name, queries, (300, 33, 1, 129), head_size=128, num_kv_heads=2, group=4, dtype=torch.bfloat16)
     call = b.call(max_query_len=max(queries), **options)
     Device(monkeypatch, tmp_path, 2, 4).serve(call)
     check(b, (call.out, call.lse), **options)
@@ -273,7 +273,7 @@ SCALED = [
     "name, queries, shape, k_scale, v_scale", SCALED, ids=[f"{name}-{len(queries)}-{k}" for name, queries, _, k, _ in SCALED]
 )
 def test_scales_of_a_layer(name, queries, shape, k_scale, v_scale, monkeypatch, tmp_path):
-    b = scaled(Batch.make(name, queries, (140, 33, 8, 200), num_kv_heads=2, group=4, dtype=torch.bfloat16, **shape), k_scale, v_scale)
+    b = scaled(SampleBatch.make(name, queries, (140, 33, 8, 200), num_kv_heads=2, group=4, dtype=torch.bfloat16, **shape), k_scale, v_scale)
     call = b.call(max_query_len=max(queries), window=150)
     Device(monkeypatch, tmp_path, 1, 4).serve(call)
     check(b, (call.out, call.lse), window=150)
@@ -282,7 +282,7 @@ def test_scales_of_a_layer(name, queries, shape, k_scale, v_scale, monkeypatch, 
 @emulated
 def test_small_values_keep_their_bits(monkeypatch, tmp_path):
     """Outputs of rows without scales may be of any size: each has its own factor."""
-    b = Batch.make("fp8_e5m2", (1, 1), (400, 90), head_size=64, dtype=torch.bfloat16)
+    b = SampleBatch.make("fp8_e5m2", (1, 1), (400, 90), head_size=64, dtype=torch.bfloat16)
     b.cache.write(b.key, b.value * 1e-3, b.slots, b.positions, implementation="reference")
     call = b.call(max_query_len=1)
     Device(monkeypatch, tmp_path, 1).serve(call)
@@ -292,7 +292,8 @@ def test_small_values_keep_their_bits(monkeypatch, tmp_path):
 @emulated
 def test_a_prepared_call_takes_the_scales_of_each_layer(monkeypatch, tmp_path):
     layers = [
-        scaled(Batch.make("fp8", (1, 1), (40, 90), head_size=64, dtype=torch.bfloat16), *scales) for scales in ((0.5, 2.0), (1.5, 3.0))
+        scaled(SampleBatch.make("fp8", (1, 1), (40, 90), head_size=64, dtype=torch.bfloat16), *scales)
+        for scales in ((0.5, 2.0), (1.5, 3.0))
     ]
     Device(monkeypatch, tmp_path, 1)
     calls = [b.call(max_query_len=1) for b in layers]
@@ -306,7 +307,7 @@ def test_a_prepared_call_takes_the_scales_of_each_layer(monkeypatch, tmp_path):
 
 
 def test_what_is_served():
-    b = Batch.make("fp8", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("fp8", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     assert hopper._unsupported(b.call(max_query_len=1)) is None
     assert hopper._unsupported(b.call(max_query_len=8, batch_invariant=True)) is None
     assert "1 to 8 queries" in hopper._unsupported(b.call(max_query_len=9, batch_invariant=True))
@@ -328,7 +329,7 @@ INVARIANT = {"batch_invariant": True}
 def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options, packed_rows):
     """Neither on how much there may be to read nor on how many queries others have, which decide about plain calls; but for the packed
     query rows that a warp serves together, where more of them come to the same bits."""
-    b = Batch.make(name, (1,), (20,), head_size=head_size, num_kv_heads=8, group=group, dtype=torch.bfloat16)
+    b = SampleBatch.make(name, (1,), (20,), head_size=head_size, num_kv_heads=8, group=group, dtype=torch.bfloat16)
     call = b.call(max_query_len=1, **options)
     more = [part_of(call, [0] * 64, most, None, wider)[0] for most, wider in ((1, 1 << 12), (2, 0), (8, 0))]
     config, *others = (hopper.configurations(each)[0] for each in (call, *more))
@@ -341,7 +342,7 @@ def test_the_kernel_does_not_depend_on_the_batch(name, head_size, group, options
 
 def test_prompts_beside_decodes_are_runs_of_their_own():
     """So that who serves a sequence does not depend on the others; dense, which has no fixed cut, takes none of them."""
-    b = Batch.make("int8", (1, 40, 1, 200, 8), (30, 60, 8, 200, 9))
+    b = SampleBatch.make("int8", (1, 40, 1, 200, 8), (30, 60, 8, 200, 9))
     call = b.call(lengths=((1, 30), (40, 60), (1, 8), (200, 200), (8, 9)), batch_invariant=True)
     assert [run.tokens for run in batches.runs_of(call)] == [slice(0, 1), slice(1, 41), slice(41, 42), slice(42, 242), slice(242, 250)]
     two = b.call(lengths=((1, 30), (40, 60), (1, 8), (200, 200), (8, 9)))
@@ -368,7 +369,7 @@ LENS = (700, 33, 1, 5000, 9000, 129)
     ids=["warps", "warpgroups", "matrix", "wide", "rows", "signs"],
 )
 def test_bits(name, shape, queries, monkeypatch):
-    b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", **shape})
+    b = SampleBatch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", **shape})
     for options in ({}, {"window": 600}, {"window": 1000, "chunk_lookback": 1, "softcap": 20.0}):
         call = b.call(max_query_len=max(queries), batch_invariant=True, **options)
         assert_invariant(call, lambda call: hopper.prepare(call)(call), monkeypatch)
@@ -386,7 +387,7 @@ def test_bits_of_segments(monkeypatch):
 @pytest.mark.parametrize("name", ["int4", "int8", "levels4", "none"])
 @pytest.mark.parametrize("queries", [(1, 1, 1, 1), VERIFY, (8, 8, 1, 8)], ids=str)
 def test_chunks_on_a_gpu(name, queries):
-    b = Batch.make(name, queries, (700, 33, 1, 1300), head_size=128, num_kv_heads=2, group=4, dtype=torch.bfloat16, device="cuda")
+    b = SampleBatch.make(name, queries, (700, 33, 1, 1300), head_size=128, num_kv_heads=2, group=4, dtype=torch.bfloat16, device="cuda")
     for options in (dict(window=512, chunk_lookback=0), dict(window=150, chunk_lookback=2, softcap=20.0)):
         check(b, b.attend(implementation="hopper", max_query_len=max(queries), **options), **options)
 
@@ -402,7 +403,7 @@ def test_chunks_of_segments_on_a_gpu():
     "name, queries, shape, k_scale, v_scale", SCALED, ids=[f"{name}-{len(queries)}-{k}" for name, queries, _, k, _ in SCALED]
 )
 def test_scales_on_a_gpu(name, queries, shape, k_scale, v_scale):
-    b = Batch.make(name, queries, (700, 33, 8, 1300), num_kv_heads=2, group=4, dtype=torch.bfloat16, device="cuda", **shape)
+    b = SampleBatch.make(name, queries, (700, 33, 8, 1300), num_kv_heads=2, group=4, dtype=torch.bfloat16, device="cuda", **shape)
     b = scaled(b, k_scale, v_scale)
     for options in ({}, {"window": 150}):
         check(b, b.attend(implementation="hopper", max_query_len=max(queries), **options), **options)

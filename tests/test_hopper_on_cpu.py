@@ -9,7 +9,7 @@ from quantkv.calls import WriteCall
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import warps, wgmma
 from quantkv.maps import default_map
-from quantkv.testing import OUTPUT_BUDGET, POISON, Batch, check, relative_error, rows
+from quantkv.testing import OUTPUT_BUDGET, POISON, SampleBatch, check, relative_error, rows
 
 pytestmark = [pytest.mark.skipif(not AVAILABLE, reason="needs g++"), pytest.mark.usefixtures("five")]
 LENS = (300, 33, 1, 500)
@@ -18,7 +18,7 @@ DECODE, VERIFY, WIDE = (1, 1, 1, 1), (2, 4, 1, 3), (8, 8, 1, 8)
 
 def attend(monkeypatch, folder, name, queries=DECODE, lens=LENS, multiprocessors=2, max_tiles=1024, options=None, **shape):
     device = Device(monkeypatch, folder, multiprocessors, max_tiles)
-    b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
+    b = SampleBatch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     call = b.call(max_query_len=max(queries), **(options or {}))
     device.serve(call)
     check(b, (call.out, call.lse), **(options or {}))
@@ -100,7 +100,7 @@ HALVED = [  # a last tile of four packed query rows, after none, one or two of e
 def test_half_tiles_of_packed_rows(name, queries, shape, options, monkeypatch, tmp_path):
     monkeypatch.setattr(wgmma, "choose", warps.choose)
     matrix = torch.linalg.qr(torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1)))[0].contiguous()
-    b = Batch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16})
+    b = SampleBatch.make(name, queries, LENS, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16})
     assert hopper.Plan(b.call(max_query_len=max(queries)), 2).main.config.packed_rows == 4 * max(queries)
     if "maps" in shape:
         shape = dict(maps=signed_maps(128, matrix))
@@ -110,7 +110,7 @@ def test_half_tiles_of_packed_rows(name, queries, shape, options, monkeypatch, t
 def by_integers(monkeypatch, folder, name, change, **shape):
     """The outputs and the right ones, of four packed query rows, after `change(q, rows)`: q [sequences, heads, D]."""
     device = Device(monkeypatch, folder, 1)
-    b = Batch.make(name, (1, 1), (70, 33), **{"head_size": 128, "num_kv_heads": 1, "group": 4, "dtype": torch.bfloat16, **shape})
+    b = SampleBatch.make(name, (1, 1), (70, 33), **{"head_size": 128, "num_kv_heads": 1, "group": 4, "dtype": torch.bfloat16, **shape})
     change(b.q)
     call = b.call(max_query_len=1)
     assert hopper.Plan(call, 1).main.config.by_integers
@@ -134,7 +134,7 @@ def test_the_unit_of_a_packed_row_is_its_own(value, monkeypatch, tmp_path):
 def test_the_largest_sums_of_integers(monkeypatch, tmp_path):
     """32,512 * 127 * 512 is below 2^31, and every score is then the same: each output is the mean of the values."""
     device = Device(monkeypatch, tmp_path, 1)
-    b = Batch.make("int8", (1,), (33,), head_size=512, num_kv_heads=1, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("int8", (1,), (33,), head_size=512, num_kv_heads=1, group=4, dtype=torch.bfloat16)
     b.cache.k.codes.fill_(127), b.q.fill_(0.25)
     call = b.call(max_query_len=1)
     assert hopper.Plan(call, 1).main.config.by_integers
@@ -171,7 +171,7 @@ def test_what_is_nobodys_is_not_seen(block_size, monkeypatch, tmp_path):
     """Rows outside of a range, some in 16 bytes with the first that is inside, are NaN; pages without a row inside are at no address."""
     device, lens = Device(monkeypatch, tmp_path, 1), (200, 33, 1, 310)
     ranges = torch.tensor([[41, 190], [9, 33], [0, 1], [250, 310]], dtype=torch.int32)
-    b = Batch.make("int4", DECODE, lens, head_size=80, block_size=block_size, num_kv_heads=2, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", DECODE, lens, head_size=80, block_size=block_size, num_kv_heads=2, group=4, dtype=torch.bfloat16)
     options = {"key_range": ranges} if block_size == 16 else {"window": 90}
     firsts = ranges[:, 0] if block_size == 16 else (torch.tensor(lens) - 90).clamp_min(0)
     pasts = ranges[:, 1] if block_size == 16 else torch.tensor(lens)

@@ -11,7 +11,7 @@ from quantkv import PagedCache, get_format, ops, prepare_attend, prepare_write
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import unsplit as whole
 from quantkv.implementations.hopper.decode import wgmma
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -49,7 +49,7 @@ def test_new_rows_are_waited_for(case, unsplit, monkeypatch, tmp_path):
     for name_of_limit in ("MOST_TILES_RAGGED", "SPARE_TILES"):
         monkeypatch.setattr(whole, name_of_limit, 100)
     device = Device(monkeypatch, tmp_path, 1 if unsplit else 4)  # long runs, and short ones
-    b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
+    b = SampleBatch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     device.unwritten = new_rows(b)
     call = b.call(max_query_len=max(queries), max_seq_len=max(lens), **options)
     behind = hopper.Prepared(call, after_write=True)
@@ -64,10 +64,10 @@ def test_new_rows_are_waited_for(case, unsplit, monkeypatch, tmp_path):
 def test_who_has_no_read_behind_a_write(monkeypatch, tmp_path):
     Device(monkeypatch, tmp_path, 2)
     monkeypatch.setattr(hopper, "_kernels", lambda *_: [SimpleNamespace()] * 3)
-    b = Batch.make("int4", (5, 4), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (5, 4), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     call = b.call(max_query_len=5)
     assert hopper.prepare(call).plan.main.config.worker_warps == wgmma.WORKER_WARPS and hopper.prepare(call).after_write is None
-    few = Batch.make("int4", (1, 1), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
+    few = SampleBatch.make("int4", (1, 1), (70, 90), head_size=128, group=4, dtype=torch.bfloat16)
     assert hopper.prepare(few.call(max_query_len=1)).after_write is not None
     assert hopper.prepare(few.call(max_query_len=1, batch_invariant=True)).after_write is None
 
@@ -86,7 +86,7 @@ def test_a_joint_call_launches_the_write_first(starts_next, has_behind, last, mo
     behind = Recorded("behind", log) if has_behind else None
     launches = {True: Recorded("write", log, starts_next), False: Recorded("attend", log, after_write=behind)}
     monkeypatch.setattr(ops, "prepare", lambda call, implementation: launches[hasattr(call, "slot_mapping")])
-    b = Batch.make("int4", (1, 1), (20, 30))
+    b = SampleBatch.make("int4", (1, 1), (20, 30))
     attend = prepare_attend(block_table=b.block_table, seq_lens=b.seq_lens)
     write = prepare_write(b.slots[:2])
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_a_joint_call_launches_the_write_first(starts_next, has_behind, last, mo
 
 
 def test_a_joint_call_is_a_write_and_a_read():
-    b = Batch.make("int4", (1, 2), (20, 40))
+    b = SampleBatch.make("int4", (1, 2), (20, 40))
     key, value = torch.randn(2, 3, 2, 64, generator=torch.Generator().manual_seed(0)).half()
     slots = torch.stack([b.block_table[s, t // 16].long() * 16 + t % 16 for s, t in ((0, 19), (1, 38), (1, 39))])
     other = PagedCache(get_format("int4").cache_spec(2, 64), b.cache.num_blocks)
@@ -109,7 +109,7 @@ def test_a_joint_call_is_a_write_and_a_read():
 
 
 def test_what_is_refused_writes_nothing():
-    b = Batch.make("int4", (1, 1), (20, 30))
+    b = SampleBatch.make("int4", (1, 1), (20, 30))
     before = b.cache.buffer.clone()
     attend = prepare_attend(block_table=b.block_table, seq_lens=b.seq_lens, implementation="reference")
     new = prepare_write(b.slots[:2]), -b.key[:2], b.value[:2]
@@ -128,7 +128,7 @@ def test_what_is_refused_writes_nothing():
 @pytest.mark.parametrize("lens", [(2049,), (16, 700, 33), (4096,) * 4], ids=str)
 def test_steps_on_a_gpu(lens):
     """Layer after layer, captured too: each reads what it has just written, and writes over nothing that another reads."""
-    made = [Batch.make("int4", (1,) * len(lens), lens, head_size=128, group=4, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
+    made = [SampleBatch.make("int4", (1,) * len(lens), lens, head_size=128, group=4, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
     last = [n - 1 for n in lens]
     slots = torch.stack([made[0].block_table[s, n // 16].long() * 16 + n % 16 for s, n in enumerate(last)])
     write = prepare_write(slots)

@@ -8,7 +8,7 @@ from quantkv.implementations.hopper import prefill
 from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.prefill import backends
 from quantkv.implementations.prefill.flash3 import bounds
-from quantkv.implementations.prefill.plan import ALL, APART, CAUSAL, Mask, Read, Round
+from quantkv.implementations.prefill.plan import ALL, APART, CAUSAL, KeySlice, Mask, Round
 
 GPU = torch.cuda.is_available() and launch.elsewhere(torch.device("cuda")) is None
 pytestmark = pytest.mark.skipif(not GPU and not hopper_on_cpu.AVAILABLE, reason="neither a Hopper GPU nor g++")
@@ -25,7 +25,7 @@ def device(monkeypatch, tmp_path):
 def round_of(lengths, mask):
     reads, at = [], 0
     for sequence, (queries, keys) in enumerate(lengths):
-        reads.append(Read(sequence, queries, 0, keys, at, keys + APART))
+        reads.append(KeySlice(sequence, queries, 0, keys, at, keys + APART))
         at += keys + APART
     return Round(tuple(reads), mask, at)
 
@@ -128,7 +128,7 @@ def test_strides():
 def test_rows_of_a_token_that_lie_together():
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, h, 64, device=DEVICE).bfloat16() for n, h in ((33, 4), (77, 2), (77, 2)))
-    ends = bounds(Round((Read(0, 33, 0, 77, 0, 77),), CAUSAL, 77), DEVICE)
+    ends = bounds(Round((KeySlice(0, 33, 0, 77, 0, 77),), CAUSAL, 77), DEVICE)
     given = [prefill.attend(q, *(t.transpose(0, 1) for t in (k, v)), 0.125, 33, CAUSAL, ends, 0.0, None)]
     given.append(prefill.attend(q, *(t.transpose(0, 1).contiguous() for t in (k, v)), 0.125, 33, CAUSAL, ends, 0.0, None))
     assert all(torch.equal(a, b) for a, b in zip(*given))

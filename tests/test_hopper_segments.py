@@ -8,7 +8,7 @@ import hopper_ways
 from hopper_on_cpu import AVAILABLE
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 from segments import DECODE, LENS, LONG, PLAIN, SINKS, SINKS_32, VERIFY, WIDE, Part, Several, calibrated, exact, run, signed
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -250,7 +250,7 @@ def test_auto_takes_several_segments_and_16_bits():
 
     several = Several.make(exact("int4", LONG), DECODE, LONG, **PLAIN)
     assert implementations.resolve(several.call) == ("hopper", {})
-    b = Batch.make("bf16", DECODE, LONG, head_size=128, dtype=torch.bfloat16, device="cuda")
+    b = SampleBatch.make("bf16", DECODE, LONG, head_size=128, dtype=torch.bfloat16, device="cuda")
     assert implementations.resolve(b.call(max_query_len=1)) == ("hopper", {})
     check(b, b.attend(max_query_len=1))
 

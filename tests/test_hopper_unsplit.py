@@ -11,7 +11,7 @@ from hopper_on_cpu import AVAILABLE, Device
 from quantkv import ops
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode import unsplit, warps
-from quantkv.testing import OUTPUT_BUDGET, Batch, check, relative_error
+from quantkv.testing import OUTPUT_BUDGET, SampleBatch, check, relative_error
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -21,7 +21,7 @@ RANGES = torch.tensor([[40, 60], [0, 0], [3, 20]], dtype=torch.int32)
 
 
 def batch(name, queries, lens, **shape):
-    return Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
+    return SampleBatch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
 
 
 CASES = {  # format, queries, lengths, multiprocessors, shape, options; then blocks and warps of a (sequence, kv head)
@@ -140,7 +140,7 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
     queries, lens, multiprocessors, shape, options, blocks, warps, partials = INVARIANT[case]
     for name, value in (("PARTIAL_LEAST", 2), ("PARTIAL_MOST", 2)):
         monkeypatch.setattr(warps, name, value)
-    b = Batch.make("int4", queries, lens, **{"head_size": 64, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
+    b = SampleBatch.make("int4", queries, lens, **{"head_size": 64, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
     call = b.call(lengths=tuple(zip(queries, lens)), batch_invariant=True, **options)
     device, found = Device(monkeypatch, tmp_path, multiprocessors), []
     for whole in (False, True):

@@ -16,7 +16,7 @@ from quantkv.implementations.hopper.decode.wgmma import WgmmaConfig
 from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.hopper.host.records import page_bytes
 from quantkv.implementations.hopper.host.sass import step
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 from segments import Part, Several, calibrated, exact, run, signed
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -40,7 +40,7 @@ def on_a_cpu(
     monkeypatch, folder, name, queries=(1, 1, 1, 1), lens=(90, 33, 1, 260), multiprocessors=1, max_tiles=1024, change=None, **arguments
 ):
     options = {name: arguments.pop(name) for name in ("window", "softcap") if name in arguments}
-    b = Batch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 16, "dtype": torch.bfloat16, **arguments})
+    b = SampleBatch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 16, "dtype": torch.bfloat16, **arguments})
     if change is not None:
         change(b)
     call = b.call(max_query_len=max(queries), **options)
@@ -220,10 +220,10 @@ def test_segments_are_cut_in_one_way():
 
 
 def test_what_the_rule_refuses():
-    b = Batch.make("int4", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=128, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (1, 1), (20, 30), head_size=128, num_kv_heads=1, group=128, dtype=torch.bfloat16)
     assert hopper._unsupported(b.call(max_query_len=1)) is None
     assert "256 share it, at most 128" in hopper._unsupported(b.call(max_query_len=2))
-    b = Batch.make("int4", (16,), (20,), head_size=128, num_kv_heads=1, group=8, dtype=torch.bfloat16)
+    b = SampleBatch.make("int4", (16,), (20,), head_size=128, num_kv_heads=1, group=8, dtype=torch.bfloat16)
     assert hopper._unsupported(b.call(max_query_len=16)) is None
     assert "max_query_len=17" in hopper._unsupported(b.call(max_query_len=17))
 
@@ -258,7 +258,7 @@ EACH = {
 
 
 def batch(name, queries=(1, 1, 1, 1), lens=LENS, **arguments):
-    return Batch.make(
+    return SampleBatch.make(
         name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 16, "dtype": torch.bfloat16, "device": "cuda", **arguments}
     )
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 import direct
 from quantkv import Format, LayerMaps, LinearMap, available_formats, format, get_format
-from quantkv.calls import AttentionOptions, Segment, Side
+from quantkv.calls import AttentionOptions, PagedTensor, Segment
 from quantkv.formats import turboquant
-from quantkv.testing import Batch, check, relative_error
+from quantkv.testing import SampleBatch, check, relative_error
 
 pytest.importorskip("triton")
 
@@ -31,7 +31,7 @@ DECODE, VERIFY, RAGGED = ((1, 1), (40, 90)), ((4, 4), (40, 33)), ((1, 7, 25), (3
 
 
 def batch(name, shape, **arguments):
-    return Batch.make(name, *shape, **{"device": DEVICE, "dtype": DTYPES.get(name, torch.float16), **arguments})
+    return SampleBatch.make(name, *shape, **{"device": DEVICE, "dtype": DTYPES.get(name, torch.float16), **arguments})
 
 
 # ---- write
@@ -105,7 +105,9 @@ def test_golden_bytes(mode):
     sides = []
     for codec in (fmt.k, fmt.v):
         codes = torch.zeros(8, 16, 2, codec.row.code_bytes(64) // codec.code_dtype.itemsize, dtype=codec.code_dtype)
-        sides.append(Side(codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE)))
+        sides.append(
+            PagedTensor(codes.to(DEVICE), torch.zeros(8, 16, 2, len(codec.row.meta), dtype=getattr(torch, codec.row.meta[0])).to(DEVICE))
+        )
     arguments = [golden[n].to(DEVICE) for n in ("key", "value", "slot_mapping")]
     direct.write(*arguments[:2], *sides, fmt, arguments[2], **TRITON)
     if mode.startswith("turboquant"):
@@ -212,7 +214,7 @@ def test_one_loop_over_all_tiles(name, options, monkeypatch):
     monkeypatch.setattr(launch.Target, "has_matrix_descriptors", True)
     b = batch(name, ((1, 7, 40), (137, 7, 300)), dtype=torch.bfloat16)
     call = b.call(max_query_len=40, **options)
-    plan = attend.Plan.of(call)
+    plan = attend.AttendPlan.of(call)
     assert plan.tiling.block_m >= 64 and plan.features(call, call.segments[0]).one_loop
     check(b, b.attend(**TRITON, max_query_len=40, **options), **options)
 
@@ -417,7 +419,7 @@ def test_splits_are_merged():
     for splits in (1, 5, 16):
         call = b.call(max_query_len=2, **options)
         call.out.fill_(float("nan"))
-        plan = attend.Plan.of(call, num_splits=splits)
+        plan = attend.AttendPlan.of(call, num_splits=splits)
         attend.launch_all(call, plan, plan.partials(call))
         check(b, (call.out, call.lse), **options)
 
@@ -458,7 +460,7 @@ def test_foreign_layouts(name):
         view.view(torch.uint8).copy_(t.view(torch.uint8))
     c = b.cache
     call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": c.spec.head_size**-0.5}
-    out, _ = direct.attend(b.q, Side(*views[:2]), Side(*views[2:]), c.format, **call, **TRITON)
+    out, _ = direct.attend(b.q, PagedTensor(*views[:2]), PagedTensor(*views[2:]), c.format, **call, **TRITON)
     assert torch.equal(out, expected)
 
 
@@ -470,7 +472,7 @@ def test_what_cannot_run_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match="implementation='cuda'"):
         b.attend(implementation="cuda")
     codes = torch.zeros(16, 16, 2, 65, dtype=torch.int8, device=DEVICE)[..., 1:]
-    side = Side(codes, torch.zeros(16, 16, 2, 1, device=DEVICE))
+    side = PagedTensor(codes, torch.zeros(16, 16, 2, 1, device=DEVICE))
     call = {"cu_seqlens_q": b.cu_seqlens_q, "seq_lens": b.seq_lens, "block_table": b.block_table, "scale": 1.0}
     with pytest.raises(ValueError, match="words of 2 bytes"):
         direct.attend(b.q, side, side, get_format("int8"), **call, **TRITON)

@@ -6,8 +6,8 @@ import torch
 
 from direct import attend, write
 from quantkv import PagedCache, get_format
-from quantkv.calls import Side
-from quantkv.testing import Batch, check, relative_error
+from quantkv.calls import PagedTensor
+from quantkv.testing import SampleBatch, check, relative_error
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -18,7 +18,7 @@ RAGGED = ((1, 5), (40, 21))  # queries and keys; neither sequence fills its last
 
 def batch(name, **arguments):
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, torch.float16)
-    return Batch.make(name, *RAGGED, **{"device": DEVICE, "dtype": dtype, **arguments})
+    return SampleBatch.make(name, *RAGGED, **{"device": DEVICE, "dtype": dtype, **arguments})
 
 
 def call(b):
@@ -72,7 +72,7 @@ def test_layers_of_one_buffer_do_not_touch_each_other(name, implementation):
         size, offset = t.element_size(), t.storage_offset() + layers[0, 0].numel() // t.element_size()
         return layers.view(torch.uint8).flatten().view(t.dtype).as_strided(t.shape, (layers.stride(0) // size, *t.stride()[1:]), offset)
 
-    k, v = (Side(view(s.codes.view(torch.uint8)).view(s.codes.dtype), view(s.meta)) for s in (c.k, c.v))
+    k, v = (PagedTensor(view(s.codes.view(torch.uint8)).view(s.codes.dtype), view(s.meta)) for s in (c.k, c.v))
     write(b.key, b.value, k, v, c.format, b.slots, maps=c.maps, implementation=implementation)
     assert bool((layers[:, [0, 2]] == 0xFF).all()) and not bool((layers[:, 1] == 0xFF).all())
     out, _ = attend(b.q, k, v, c.format, **call(b), maps=c.maps, implementation=implementation)
@@ -105,7 +105,7 @@ def test_rows_on_one_side_of_zero(name, k_range, v_range):
 def test_how_a_prompt_is_cut_changes_nothing(codecs_of, implementation):
     """First chunks attended over raw rows and later ones over quantized rows: here every query reads what is stored."""
     b = batch(codecs_of, num_kv_heads=1)
-    whole = Batch.make(codecs_of, (21,), (21,), num_kv_heads=1, device=DEVICE, dtype=b.q.dtype)
+    whole = SampleBatch.make(codecs_of, (21,), (21,), num_kv_heads=1, device=DEVICE, dtype=b.q.dtype)
     expected, _ = whole.attend(implementation=implementation)
     parts = []
     for first, last in ((0, 3), (3, 20), (20, 21)):
@@ -119,6 +119,6 @@ def test_how_a_prompt_is_cut_changes_nothing(codecs_of, implementation):
 @pytest.mark.parametrize("name", ["fp8", "fp8_token", "int4", "tq4"])
 def test_a_long_context_loses_no_precision(name, implementation):
     """8-bit accumulation lost precision over many keys (vLLM 23813): here every key has the same weight."""
-    b = Batch.make(name, (1,), (70_000,), head_size=128, num_kv_heads=1, group=4, device=DEVICE)
+    b = SampleBatch.make(name, (1,), (70_000,), head_size=128, num_kv_heads=1, group=4, device=DEVICE)
     b.q.zero_()
     check(b, b.attend(implementation=implementation, max_query_len=1))

@@ -9,11 +9,11 @@ import torch
 
 import new_option
 from quantkv import calls, implementations, ops, options
-from quantkv.testing import Batch, relative_error
+from quantkv.testing import SampleBatch, relative_error
 
 
 def call(gain):
-    batch = Batch.make("int8", (3, 1), (20, 9), num_kv_heads=2, group=2, dtype=torch.float32)
+    batch = SampleBatch.make("int8", (3, 1), (20, 9), num_kv_heads=2, group=2, dtype=torch.float32)
     return replace(batch.call(), options=new_option.Options(head_gain=gain))
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from quantkv.testing import Batch, relative_error
+from quantkv.testing import SampleBatch, relative_error
 
 pytest.importorskip("triton")
 
@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def batch(name, shape, **arguments):
-    return Batch.make(name, *shape, **{"device": DEVICE, "dtype": DTYPES.get(name, torch.float16), **arguments})
+    return SampleBatch.make(name, *shape, **{"device": DEVICE, "dtype": DTYPES.get(name, torch.float16), **arguments})
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e4])

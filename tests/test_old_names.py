@@ -9,11 +9,12 @@ torch = pytest.importorskip("torch")
 
 from quantkv import LinearMap, PagedCache, deprecated, implementations, prepare_attend, prepare_write, warm_up  # noqa: E402
 from quantkv.calibration import Calibration, LayerMoments  # noqa: E402
+from quantkv.calls import PagedTensor  # noqa: E402
 from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies  # noqa: E402
 from quantkv.formats import get_format  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
-from quantkv.testing import Batch  # noqa: E402
+from quantkv.testing import SampleBatch  # noqa: E402
 
 
 def says(old, new):
@@ -22,7 +23,7 @@ def says(old, new):
 
 
 def test_prefill_was_called_dense():
-    call = Batch.make("int4", (130,), (130,), dtype=torch.float32).call()
+    call = SampleBatch.make("int4", (130,), (130,), dtype=torch.float32).call()
     with says("implementation='dense'", "'prefill'"):
         assert implementations.resolve(call, "dense") == ("prefill", {})
     with warnings.catch_warnings():
@@ -120,3 +121,12 @@ def test_moments_had_offsets_and_metrics():
     assert set(moments.tensors()) == {"k.offset", "k.metric", "v.metric"}  # names in files never change
     with says("offset", "key_mean"):
         assert made.maps(0, get_format("int8"), offset=True).k.key_mean is not None
+
+
+def test_a_sample_batch_was_called_batch():
+    with says("quantkv.testing.Batch", "quantkv.testing.SampleBatch"):
+        from quantkv.testing import Batch
+    assert Batch is SampleBatch
+    with says("quantkv.calls.Side", "quantkv.calls.PagedTensor"):
+        from quantkv.calls import Side
+    assert Side is PagedTensor

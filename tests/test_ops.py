@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkv import PagedCache, get_format, maps
-from quantkv.testing import Batch, check, relative_error
+from quantkv.testing import SampleBatch, check, relative_error
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,7 +18,7 @@ def decode_step(cache, key, value, q, slots, batch):
 
 def test_a_default_device_of_the_caller_changes_nothing(format_name):
     """Engines build models under `with torch.device(...)`: tables that are made there once must not lie elsewhere for ever."""
-    b = Batch.make(format_name, (1, 2), (20, 40), dtype=torch.bfloat16)
+    b = SampleBatch.make(format_name, (1, 2), (20, 40), dtype=torch.bfloat16)
     out, _ = b.attend(implementation="reference")
     maps.named_map.cache_clear(), maps._default_map.cache_clear()
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def test_compiles_into_one_graph(name):
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_captured_graph_with_other_lengths_and_several_queries(name):
     """Speculative verification: one capture, replayed with longer and shorter sequences and other rows."""
-    b = Batch.make(name, (4, 4), (900, 70), device=DEVICE, dtype=torch.bfloat16)
+    b = SampleBatch.make(name, (4, 4), (900, 70), device=DEVICE, dtype=torch.bfloat16)
     lens, slots = b.seq_lens.clone(), b.slots[:8].clone()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     call = {"block_table": b.block_table, "seq_lens": lens, "cu_seqlens_q": b.cu_seqlens_q, "max_query_len": 4, "return_lse": True}
@@ -69,7 +69,7 @@ def test_captured_graph_with_other_lengths_and_several_queries(name):
         b.q.copy_(torch.randn_like(b.q))
         graph.replay()
         torch.cuda.synchronize()
-        check(Batch(b.cache, b.q, b.key, b.value, b.slots, b.positions, b.cu_seqlens_q, lens, b.block_table), (out, lse))
+        check(SampleBatch(b.cache, b.q, b.key, b.value, b.slots, b.positions, b.cu_seqlens_q, lens, b.block_table), (out, lse))
 
 
 @needs_gpu

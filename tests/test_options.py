@@ -7,7 +7,7 @@ import torch
 
 from quantkv import AttentionOptions, implementations, ops
 from quantkv.flat import flatten_options, unflatten_options
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QUERIES, KEYS, HEADS = (4, 2), (40, 23), 6
@@ -40,7 +40,7 @@ def test_every_option_has_a_sample():
 
 
 def batch():
-    return Batch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=3, dtype=torch.float32, device=DEVICE)
+    return SampleBatch.make("int8", QUERIES, KEYS, num_kv_heads=2, group=3, dtype=torch.float32, device=DEVICE)
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -14,7 +14,7 @@ from quantkv.implementations.own import Lowered
 from quantkv.implementations.prefill import attend as prefill
 from quantkv.implementations.prefill import backends
 from quantkv.implementations.triton import launch
-from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, Batch, relative_error
+from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, SampleBatch, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READERS = [name for name in implementations.NAMES if name not in ("prefill", "hopper")]
@@ -24,7 +24,7 @@ QUERIES, KEYS = (5, 1, 3, 9, 0), (21, 18, 3, 26, 7)  # a chunk, a decode, a prom
 
 def batch(name="int2", queries=QUERIES, keys=KEYS, dtype=torch.float32, **arguments):
     given = {"head_size": 32, "num_kv_heads": HEADS, "group": GROUP, "dtype": dtype, "device": DEVICE, "block_size": 8, **arguments}
-    return Batch.make(name, queries, keys, **given)
+    return SampleBatch.make(name, queries, keys, **given)
 
 
 def own_of(b):

@@ -18,7 +18,7 @@ from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.prefill import attend as prefill
 from quantkv.implementations.prefill import backends, cudnn_graph, flash3
 from quantkv.implementations.prefill import steps as prefill_steps
-from quantkv.implementations.prefill.plan import Read
+from quantkv.implementations.prefill.plan import KeySlice
 
 HEADS, HEAD_SIZE, BLOCK = 2, 64, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,7 +173,7 @@ def test_options_on_a_gpu(backend, name, head_size, monkeypatch):
     served = backends.BACKENDS[backend]
     if ("window" in given and "chunk_lookback" not in given) > served.windows or ("softcap" in given) > served.softcap:
         pytest.skip(f"{backend} has no {name}")
-    b = testing.Batch.make(
+    b = testing.SampleBatch.make(
         "int4", (300, 0, 700, 1, 128), (1100, 9, 700, 600, 130), head_size=head_size, dtype=torch.bfloat16, device=DEVICE
     )
     expected, sums = b.oracle(**given)
@@ -369,5 +369,5 @@ def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for():
     table, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     steps = prefill_steps.TorchSteps((pages.k, pages.v), pages.format, pages.maps, 2)
     scratch = [torch.ones(2, 600, 64), torch.ones(2, 600, 64)]
-    steps.patch(shadow.segment(table, start), Read(0, 1, 0, 600, 0, 600), 600, scratch)
+    steps.patch(shadow.segment(table, start), KeySlice(0, 1, 0, 600, 0, 600), 600, scratch)
     assert all(bool((t == 1).all()) for t in scratch)

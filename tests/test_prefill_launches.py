@@ -130,7 +130,7 @@ KINDS = {
 def layer(kind, n, shape=SHAPE, dtype=torch.float32, **options):
     """The n-th layer's call: pages, maps, scales, queries, sinks and results of its own. Everything lies at multiples of 16 bytes."""
     name, maps, scale = KINDS[kind](n)
-    b = testing.Batch.make(name, *shape, head_size=SIZE, dtype=dtype, maps=maps, seed=n, device=DEVICE)
+    b = testing.SampleBatch.make(name, *shape, head_size=SIZE, dtype=dtype, maps=maps, seed=n, device=DEVICE)
     if scale != 1.0:
         cache = PagedCache(b.cache.spec, b.cache.num_blocks, DEVICE, maps=b.cache.maps, k_scale=scale, v_scale=3 * scale)
         cache.buffer.fill_(testing.POISON)

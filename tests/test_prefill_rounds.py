@@ -60,7 +60,7 @@ def fine_cuts(monkeypatch):
 
 def make(format_name="int8", queries=QUERIES, keys=KEYS, **how):
     how = {"head_size": HEAD_SIZE, "num_kv_heads": HEADS, "group": GROUP, "dtype": torch.float32, **how}
-    return testing.Batch.make(format_name, queries, keys, **how)
+    return testing.SampleBatch.make(format_name, queries, keys, **how)
 
 
 @pytest.mark.parametrize("rows,query_bytes,overlap", [(1 << 16, 1 << 20, False), (96, 1 << 20, True), (64, 1, False), (32, 1, True)])

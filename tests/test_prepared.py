@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from quantkv import CacheSpec, LayerMaps, LinearMap, PagedCache, get_format, implementations, ops, prepare_attend, prepare_write
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READERS = [name for name in implementations.NAMES if name != "prefill"]
 
 
 def batch(name="int4", queries=(1, 1), keys=(40, 23), **arguments):
-    return Batch.make(name, queries, keys, **{"head_size": 64, "dtype": torch.float32, "device": DEVICE, **arguments})
+    return SampleBatch.make(name, queries, keys, **{"head_size": 64, "dtype": torch.float32, "device": DEVICE, **arguments})
 
 
 def prepared(b, **arguments):

@@ -5,7 +5,7 @@ import torch
 
 from quantkv import AttentionOptions, PagedCache, get_format
 from quantkv.reads import key_intervals
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 
 
 def seen(options, queries, length, key_range):
@@ -50,7 +50,7 @@ def test_intervals_hold_what_is_seen_and_their_ends_are_seen(seed):
 
 def test_a_window_that_ends_at_a_page_given_back():
     """One query at position 47 with a window of 16 sees keys 32 to 47: the pages before are not looked at."""
-    b = Batch.make("int8", (1,), (48,))
+    b = SampleBatch.make("int8", (1,), (48,))
     expected = b.attend(window=16)[0]
     b.block_table[0, :2] = -1
     assert torch.equal(b.attend(window=16)[0], expected)
@@ -59,13 +59,13 @@ def test_a_window_that_ends_at_a_page_given_back():
 
 
 def test_a_segment_without_keys_of_its_only_sequence():
-    b = Batch.make("int8", (2,), (20,))
+    b = SampleBatch.make("int8", (2,), (20,))
     out, lse = b.attend(key_start=torch.tensor([20]))
     assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
 
 
 def test_a_segment_with_a_table_for_its_range_alone():
-    b = Batch.make("int8", (1,), (40,))
+    b = SampleBatch.make("int8", (1,), (40,))
     ranges = torch.tensor([[0, 16]])
     expected = b.attend(key_range=ranges)
     narrow = {"seq_lens": b.seq_lens, "cu_seqlens_q": b.cu_seqlens_q, "key_range": ranges, "return_lse": True}
@@ -84,6 +84,6 @@ def test_maps_of_another_size_are_refused_where_the_cache_is_made():
 
 @pytest.mark.parametrize("name,value", [("softcap", float("nan")), ("scale", float("inf")), ("window", 2.5), ("max_query_len", 0)])
 def test_numbers_that_are_none(name, value):
-    b = Batch.make("int8", (1,), (20,))
+    b = SampleBatch.make("int8", (1,), (20,))
     with pytest.raises(ValueError, match=f"{name}="):
         b.cache.attend(b.q, block_table=b.block_table, seq_lens=b.seq_lens, cu_seqlens_q=b.cu_seqlens_q, **{name: value})

@@ -110,7 +110,7 @@ def test_prefix_ranges_in_chunks(window, lookback):
     check(options, per_seq=lambda s: {"prefix_ranges": RANGES[s].tolist()})
     if importlib.util.find_spec("triton"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        batch = testing.Batch.make("int8", QUERIES, KEYS, block_size=8, device=device)
+        batch = testing.SampleBatch.make("int8", QUERIES, KEYS, block_size=8, device=device)
         options["prefix_ranges"] = RANGES.int().to(device)
         testing.check(batch, batch.attend(**options, implementation="triton"), **options)
 

@@ -9,7 +9,7 @@ from quantkv import PagedCache, get_format
 from quantkv.formats.levels import CUBICS, levels
 from quantkv.maps import LayerMaps, LinearMap, default_map
 from quantkv.rounding import Rounding, round_to_levels
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 
 BITS = sorted(CUBICS)
 LLOYD_MAX = {2: 0.117482, 3: 0.034548, 4: 0.009501, 5: 0.002505, 6: 0.000644}  # mean squared error of N(0, 1), e.g. Max 1960
@@ -134,7 +134,7 @@ def calibrated(mean_scale: float = 3.0) -> LayerMaps:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("maps", [None, calibrated()], ids=["plain", "calibrated"])
 def test_attention_is_that_over_the_dequantized_cache(bits, maps):
-    b = Batch.make(f"levels{bits}", (1, 7), (150, 70), maps=maps)
+    b = SampleBatch.make(f"levels{bits}", (1, 7), (150, 70), maps=maps)
     check(b, b.attend())
 
 

@@ -15,7 +15,7 @@ from quantkv.implementations.reference.write import encode
 from quantkv.packing import interleave, pack, planes_of, unpack
 from quantkv.reads import key_intervals
 from quantkv.rounding import Rounding, unbiased
-from quantkv.testing import Batch
+from quantkv.testing import SampleBatch
 
 ALIASES = {
     "bf16": ["bfloat16"],
@@ -119,7 +119,7 @@ def test_intervals_of_ranges_and_windows_by_all_small_cases():
 
 def test_a_bias_of_fewer_columns_than_queries():
     """The key behind its last column gets nothing, not the last column again."""
-    b = Batch.make("fp32", (4,), (9,), dtype=torch.float32)
+    b = SampleBatch.make("fp32", (4,), (9,), dtype=torch.float32)
     for columns in (1, 2, 3):
         bias = torch.full((4, columns), 3.0)
         padded = torch.nn.functional.pad(bias, (0, 4 - columns))
@@ -146,7 +146,7 @@ def test_one_query_each_over_tables_that_begin_elsewhere():
 
 def test_a_value_that_is_not_finite_reaches_only_the_queries_that_see_it():
     """Of several queries in one tile, with finite rows beside it."""
-    b = Batch.make("fp32", (3,), (9,), dtype=torch.float32)
+    b = SampleBatch.make("fp32", (3,), (9,), dtype=torch.float32)
     clean = b.attend()[0]
     value = b.value.clone()
     value[7] = float("nan")
@@ -156,7 +156,7 @@ def test_a_value_that_is_not_finite_reaches_only_the_queries_that_see_it():
 
 
 def mixed(**options):
-    b = Batch.make("int8", (1, 40, 1), (30, 60, 8), device="cpu")
+    b = SampleBatch.make("int8", (1, 40, 1), (30, 60, 8), device="cpu")
     return b.call(lengths=((1, 30), (40, 60), (1, 8)), **options)
 
 
@@ -210,7 +210,7 @@ def test_rows_have_no_scale_unless_one_is_given():
 
 def test_a_tile_is_no_larger_than_a_processors_cache(monkeypatch):
     """Neither its scores nor the rows that it gathers: sequences, then queries, are taken apart until they fit."""
-    b = Batch.make("fp32", (3, 3, 1, 20, 20), (40, 40, 40, 40, 200), dtype=torch.float32)
+    b = SampleBatch.make("fp32", (3, 3, 1, 20, 20), (40, 40, 40, 40, 200), dtype=torch.float32)
     call = b.call()
     heads, width = call.q.shape[1], call.segments[0].k.codes.shape[2] * call.q.shape[2]
     for room in (40 * width, 2 * 40 * width, 3 * 40 * width, 1 << 20):

@@ -9,7 +9,7 @@ from quantkv import get_format
 from quantkv.formats.trellis import pairs
 from quantkv.formats.trellis.search import search
 from quantkv.rounding import Rounding
-from quantkv.testing import Batch, check
+from quantkv.testing import SampleBatch, check
 from test_rounding import calibrated, cost, hessian_of
 
 CODEC, LEVELS = get_format("trellis2").k, get_format("levels2").k
@@ -87,5 +87,5 @@ def test_rows_are_searched_one_by_one():
 
 @pytest.mark.parametrize("maps", [None, calibrated()], ids=["plain", "calibrated"])
 def test_attention_is_that_over_the_dequantized_cache(maps):
-    b = Batch.make("trellis2", (1, 7), (150, 70), maps=maps)
+    b = SampleBatch.make("trellis2", (1, 7), (150, 70), maps=maps)
     check(b, b.attend())

@@ -11,7 +11,7 @@ import torch
 from quantkv import PagedCache
 from quantkv.calls import WriteCall
 from quantkv.maps import LayerMaps, LinearMap
-from quantkv.testing import Batch, check, relative_error
+from quantkv.testing import SampleBatch, check, relative_error
 
 pytest.importorskip("triton")
 
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def batch(name, shape, **arguments):
-    return Batch.make(name, *shape, **{"device": DEVICE, "dtype": torch.float16, **arguments})
+    return SampleBatch.make(name, *shape, **{"device": DEVICE, "dtype": torch.float16, **arguments})
 
 
 # ---- combine
@@ -167,7 +167,7 @@ def test_what_is_prepared_launches_the_same_at_other_addresses(name, recorded, m
     shape = ((1, 1), (40, 33))
     b = batch(name, shape)
     first = another(b, name, shape, sinks=aligned((6,), torch.empty(0)), alibi_slopes=aligned((6,), torch.empty(0)))
-    monkeypatch.setattr(attend.Plan, "partials", lambda plan, call, part=attend.Plan.of(first).partials(first): part)
+    monkeypatch.setattr(attend.AttendPlan, "partials", lambda plan, call, part=attend.AttendPlan.of(first).partials(first): part)
     serve = attend.prepare(first)
     serve(first)
     for _ in range(2):
@@ -240,8 +240,8 @@ def test_splits_follow_the_promise_not_the_table():
     table[:, : b.block_table.shape[1]] = b.block_table
     object.__setattr__(b, "block_table", table)
     for invariant in (False, True):
-        wide = attend.Plan.of(b.call(batch_invariant=invariant))
-        narrow = attend.Plan.of(b.call(batch_invariant=invariant, max_seq_len=256))
+        wide = attend.AttendPlan.of(b.call(batch_invariant=invariant))
+        narrow = attend.AttendPlan.of(b.call(batch_invariant=invariant, max_seq_len=256))
         assert sum(narrow.splits) * 2 <= sum(wide.splits)
         check(b, b.attend(implementation="triton", batch_invariant=invariant, max_seq_len=256))
 
@@ -251,8 +251,8 @@ def test_without_triton_a_call_is_refused_by_name():
 import sys
 sys.modules["triton"] = None
 from quantkv import implementations
-from quantkv.testing import Batch
-call = Batch.make("int8", [1], [5]).call()
+from quantkv.testing import SampleBatch
+call = SampleBatch.make("int8", [1], [5]).call()
 print(implementations.refusal("triton", call), len(implementations.module("triton", "attend").SUPPORTED))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ import torch
 
 import direct
 from quantkv import vllm_api as backend
-from quantkv.calls import AttentionOptions, Side
+from quantkv.calls import AttentionOptions, PagedTensor
 from quantkv.vllm_api import KVQuantMode as Mode
 from quantkv.vllm_api import get_backend
 from vllm_api_calls import (
@@ -116,7 +116,7 @@ def test_key_and_value_head_sizes_may_differ(mode):
 def test_options_mean_what_attention_options_say():
     head_size, mode = 64, Mode.INT8_PER_TOKEN_HEAD
     g, caches, fmt = golden(head_size), write(mode, head_size), get_backend(mode).format
-    k, v = (Side(c, s.unsqueeze(-1)) for c, s in zip(caches[:2], caches[2:]))
+    k, v = (PagedTensor(c, s.unsqueeze(-1)) for c, s in zip(caches[:2], caches[2:]))
     slopes, bias = torch.linspace(0.1, 0.6, 6), torch.linspace(-1, 1, 25).view(5, 5)
     ranges = torch.tensor([[[2, 9]], [[0, 0]]], dtype=torch.int32)
     per_sequence = torch.tensor([False, True])

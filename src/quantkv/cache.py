@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import torch
 
 from . import checks, ops, page_file
-from .calls import AttendCall, AttentionOptions, Batch, OwnRows, Segment, Side, WriteCall
+from .calls import AttendCall, AttentionOptions, Batch, OwnRows, PagedTensor, Segment, WriteCall
 from .format import Codec
 from .formats import get_format
 from .implementations.reference.write import dequantize
@@ -101,14 +101,14 @@ class PagedCache:
             checks.refuse("buffer.shape", tuple(buffer.shape), "at least one page is needed")
         return cls(spec, buffer.shape[0], buffer=buffer, **options)
 
-    def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> Side:
+    def _side(self, codec: Codec, codes: tuple[int, int], meta: tuple[int, int], scale: float) -> PagedTensor:
         def view(section: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
             offset, size = section
             t = self.buffer[:, :, offset : offset + size].view(dtype)
             return t.unflatten(2, (self.spec.block_size, -1)).transpose(1, 2)
 
         fields = view(meta, getattr(torch, codec.row.meta[0])) if codec.row.meta else None
-        return Side(view(codes, codec.code_dtype), fields, scale).in_storage_of(self.buffer)
+        return PagedTensor(view(codes, codec.code_dtype), fields, scale).in_storage_of(self.buffer)
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from . import checks
+from . import checks, deprecated
 from .format import Format
 from .maps import LayerMaps
 from .options import AttentionOptions
@@ -18,9 +18,10 @@ from .own import OwnRows, stored_before
 from .reads import key_intervals
 
 T = TypeVar("T")
+__getattr__ = deprecated.module(__name__, "quantkv.calls", {"Side": "PagedTensor"})
 
 
-class Side(NamedTuple):
+class PagedTensor(NamedTuple):
     """K or V of a paged cache, as strided views.
 
     codes: `[num_blocks, block_size, HK, code_bytes]` of the codec's code dtype.
@@ -36,7 +37,7 @@ class Side(NamedTuple):
     base: torch.Tensor | None = None
     layout: tuple[int, ...] = ()
 
-    def in_storage_of(self, base: torch.Tensor) -> Side:
+    def in_storage_of(self, base: torch.Tensor) -> PagedTensor:
         """The same side, known as views of the storage that uint8 tensor `base` begins: shape, strides and offset of each."""
         views = [t for t in (self.codes, self.meta) if t is not None]
         return self._replace(base=base, layout=tuple(n for t in views for n in (*t.shape, *t.stride(), t.storage_offset())))
@@ -52,8 +53,8 @@ class Segment(NamedTuple):
     complete: said by the caller: the table holds every position from 0, and those outside of key_range are in the call's other segments.
     """
 
-    k: Side
-    v: Side
+    k: PagedTensor
+    v: PagedTensor
     fmt: Format
     block_table: torch.Tensor
     maps: LayerMaps
@@ -306,8 +307,8 @@ class WriteCall:
 
     key: torch.Tensor
     value: torch.Tensor
-    k: Side
-    v: Side
+    k: PagedTensor
+    v: PagedTensor
     fmt: Format
     slot_mapping: torch.Tensor
     maps: LayerMaps
@@ -347,7 +348,7 @@ class WriteCall:
         if self.positions is not None:
             checks.not_negative("positions", self.positions)
 
-    def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, maps: LayerMaps) -> WriteCall:
+    def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: PagedTensor, v: PagedTensor, maps: LayerMaps) -> WriteCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
         call = object.__new__(WriteCall)
         call.__dict__.update(self.__dict__, key=key, value=value, k=k, v=v, maps=maps)

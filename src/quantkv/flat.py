@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from .calls import AttentionOptions, Segment, Side
+from .calls import AttentionOptions, PagedTensor, Segment
 from .format import Format, get_format
 from .maps import LayerMaps
 
 Caches = tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[torch.Tensor | None], list[float], str]
 
 
-def flatten_cache(k: Side, v: Side) -> tuple[list[torch.Tensor], list[int]]:
+def flatten_cache(k: PagedTensor, v: PagedTensor) -> tuple[list[torch.Tensor], list[int]]:
     """Tensors, and where the views lie in the one that is their base; no layout without a base."""
     if k.base is not None and k.base is v.base:
         return [k.base], [*k.layout, *v.layout]
     return [t for t in (k.codes, k.meta, v.codes, v.meta) if t is not None], []
 
 
-def unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format, scales: list[float]) -> tuple[Side, Side]:
+def unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format, scales: list[float]) -> tuple[PagedTensor, PagedTensor]:
     """K and V of the tensors and numbers that `flatten_cache` made."""
     dtypes = [(c.code_dtype, getattr(torch, c.row.meta[0]) if c.row.meta else None) for c in (fmt.k, fmt.v)]
     base = tensors[0]
@@ -36,7 +36,7 @@ def unflatten_cache(tensors: list[torch.Tensor], layout: list[int], fmt: Format,
             for i, dtype in enumerate(d for pair in dtypes for d in pair if d is not None)
         ]
     left = iter(tensors)
-    sides = (Side(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
+    sides = (PagedTensor(next(left), next(left) if meta else None, scale) for (_, meta), scale in zip(dtypes, scales))
     return tuple(side.in_storage_of(base) if layout else side for side in sides)
 
 

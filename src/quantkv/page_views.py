@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import checks
-from .calls import Segment, Side
+from .calls import PagedTensor, Segment
 from .format import Format
 from .maps import LayerMaps
 from .spec import CacheSpec
@@ -25,8 +25,8 @@ class PageViews:
     `quantkv.vllm_api.page_views` makes one of a tensor of vLLM's.
     """
 
-    k: Side
-    v: Side
+    k: PagedTensor
+    v: PagedTensor
     format: Format
     maps: LayerMaps
 

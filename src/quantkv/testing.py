@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from . import calls
+from . import calls, deprecated
 from .cache import PagedCache
-from .calls import AttendCall, AttentionOptions, Segment, Side
+from .calls import AttendCall, AttentionOptions, PagedTensor, Segment
 from .formats import get_format
 from .implementations.own import Lowered
 from .implementations.reference.attend import compute
 from .maps import LayerMaps
 
 POISON = 0xFF  # NaN in every float format
+__getattr__ = deprecated.module(__name__, "quantkv.testing", {"Batch": "SampleBatch"})
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -38,7 +39,7 @@ def rows(tokens: int, heads: int, head_size: int, dtype: torch.dtype, seed: int 
 
 
 @dataclass(frozen=True)
-class Batch:
+class SampleBatch:
     """A cache filled by the reference, in pages in random order, and queries to it. What no token wrote is poison."""
 
     cache: PagedCache
@@ -67,7 +68,7 @@ class Batch:
         device: torch.device | str = "cpu",
         maps: LayerMaps | None = None,
         seed: int = 0,
-    ) -> Batch:
+    ) -> SampleBatch:
         """query_lens, seq_lens: queries and keys of each sequence, the keys of the queries included. device: of everything."""
         generator = torch.Generator().manual_seed(seed)
         spec = get_format(format_name, dtype).cache_spec(num_kv_heads, head_size, head_size_v, block_size)
@@ -108,7 +109,7 @@ class Batch:
         c, arguments = self.cache, {name: move(t) for name, t in arguments.items()}
         sides = (s._replace(codes=move(s.codes), meta=move(s.meta)) for s in (c.k, c.v))
         if device is not None:
-            sides = (Side(*s[:3]) for s in sides)
+            sides = (PagedTensor(*s[:3]) for s in sides)
         maps = c.maps if device is None else LayerMaps(*(m if m is None else m.to(device) for m in (c.maps.k, c.maps.v)))
         ranges = [arguments.pop(name, None) for name in ("key_start", "key_range")]
         own = arguments.pop("own", None)
@@ -135,7 +136,7 @@ LSE_BUDGET = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FLOAT8_BUDGET = 0.04  # of an output in e4m3: half a step of 2^-3
 
 
-def check(batch: Batch, result: tuple[torch.Tensor, torch.Tensor], **options) -> None:
+def check(batch: SampleBatch, result: tuple[torch.Tensor, torch.Tensor], **options) -> None:
     """AssertionError unless out and log-sum-exp lie within their budgets of the float64 oracle."""
     (out, lse), (expected, expected_lse) = result, batch.oracle(**options)
     budget = OUTPUT_BUDGET[batch.q.dtype] if options.get("output_scale") is None else FLOAT8_BUDGET

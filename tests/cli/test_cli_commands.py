@@ -62,7 +62,7 @@ def test_eval_prints_json(run, noisy, model_dir, text_file):
 
 def evaluated(loaded, contexts, name, read=None):
     """The comparison of one format over contexts."""
-    made = [trials.Text(ids) for ids in contexts]
+    made = [trials.TextTrial(ids) for ids in contexts]
     return eval_module.evaluate(loaded.model, made, {name: Policy(name)}, read=read)
 
 

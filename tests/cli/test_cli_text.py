@@ -50,7 +50,7 @@ def test_news_without_gensim_says_how_to_get_it(monkeypatch):
 
 
 def test_cut_keeps_whole_contexts():
-    sample = text.Text("sample", "a bb ccc dddd eeeee")
+    sample = text.LoadedText("sample", "a bb ccc dddd eeeee")
     assert text.cut(sample, words, context=2, num_tokens=5).tolist() == [[1, 2], [3, 4]]
     assert text.cut(sample, words, context=2, num_tokens=3).tolist() == [[1, 2]]
     with pytest.raises(ValueError, match=r"sample: 5 tokens.*--context 6"):

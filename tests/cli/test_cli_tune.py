@@ -100,7 +100,7 @@ def test_sensitivities_are_those_of_each_layer_alone(model_dir, text_file):
     names = ["levels6", "levels8"]
     found = sensitivities(loaded.model, contexts, names, Policy("none"))
     assert sorted(found) == sorted((layer, side, name) for layer in range(2) for side in "kv" for name in names)
-    made = [trials.Text(ids) for ids in contexts]
+    made = [trials.TextTrial(ids) for ids in contexts]
     alone = {(layer, side, name): Policy("none", {layer: f"{name}/none" if side == "k" else f"none/{name}"}) for layer, side, name in found}
     result = evaluation.evaluate(loaded.model, made, {str(key): policy for key, policy in alone.items()})
     measured = {r.name: r.scores.comparison.kl for r in result.policies}

@@ -153,7 +153,7 @@ def loaded(model_dir):
 
 def test_the_steps_of_an_evaluation_are_those_that_it_takes(loaded, text_file):
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 100, 200)
-    made, seen = [trials.Text(contexts[0]), trials.Greedy(contexts[1][:-8], 9)], []
+    made, seen = [trials.TextTrial(contexts[0]), trials.Greedy(contexts[1][:-8], 9)], []
     evaluation.evaluate(loaded.model, made, POLICIES, on_step=lambda name, step: seen.append((step, name)))
     steps = costs.steps_of(made, POLICIES)
     assert [cost for _, cost in steps] == [100] * 3 + [92] * 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..calls import Side
+from ..calls import PagedTensor
 from ..formats import get_format
 from ..implementations.reference.write import dequantize
 from ..maps import LayerMaps, hadamard
@@ -57,7 +57,7 @@ def _import(problem: Problem, peers: Path, module: str):
         raise Unavailable(f"import {module}: {error}") from error
 
 
-def _rows(stores: str, head_size: int, device: torch.device, k: Side, v: Side):
+def _rows(stores: str, head_size: int, device: torch.device, k: PagedTensor, v: PagedTensor):
     """What vLLM's cache holds, by this package's formats: the bytes are the same."""
     fmt = get_format(stores)
     maps = LayerMaps.of(fmt, head_size, head_size, device)
@@ -95,7 +95,7 @@ def _per_token_head(problem: Problem, stores: str, peers: Path) -> Entry:
         quantize = writer.triton_reshape_and_cache_flash_per_token_head_quant
         write = lambda k, v, slots: quantize(k, v, *caches, *scales, slots, mode)
     meta = [None if t is None else t[..., None] for t in scales]
-    rows = _rows(stores, s.D, device, *(Side(c, m) for c, m in zip(caches, meta)))
+    rows = _rows(stores, s.D, device, *(PagedTensor(c, m) for c, m in zip(caches, meta)))
     row_bytes = s.D * width + (0 if stores == "bf16" else 4)
     if s.kind == "write":
         nbytes = int(2 * s.N * s.HK * (2 * s.D + row_bytes))
@@ -165,11 +165,11 @@ def _turboquant(problem: Problem, stores: str, peers: Path) -> Entry:
     sizes = (c.key_mse_bits, c.key_packed_size, c.effective_value_quant_bits, c.key_fp8)
     write = lambda k, v, slots: store(k, v, cache, slots, rotation, midpoints, *sizes)
 
-    def side(codec, at: int) -> Side:
+    def side(codec, at: int) -> PagedTensor:
         """A slot holds K codes, K metadata, V codes, V metadata."""
         end = at + codec.row.code_bytes(s.D)
         meta = cache[..., end : end + codec.row.meta_bytes].view(torch.float16) if codec.row.meta else None
-        return Side(cache[..., at:end].view(codec.code_dtype), meta)
+        return PagedTensor(cache[..., at:end].view(codec.code_dtype), meta)
 
     rows = _rows(stores, s.D, device, side(fmt.k, 0), side(fmt.v, c.key_packed_size))
     row_bytes = c.slot_size_aligned

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..policy import Policy
     from .eval import Reader
     from .models import Found
-    from .text import Text
+    from .text import LoadedText
     from .trials import Trial
 
 CONTINUED = 64  # tokens of a greedy continuation
@@ -95,7 +95,7 @@ def eval_command(
         raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
-    plan = Plan(tests, context, tokens, lengths, passage, depths)
+    plan = EvalPlan(tests, context, tokens, lengths, passage, depths)
     chosen = policies.policies_of(",".join(kv or ["all"]), calibration, full_precision)
     strict = kv not in (None, ["all"])
     console = options.stderr()
@@ -130,7 +130,7 @@ def eval_command(
         )
 
 
-class Plan:
+class EvalPlan:
     """What is tried, by the command's options. ValueError for those that make no sense, before anything is loaded."""
 
     def __init__(self, tests: str, context: int, tokens: int, lengths: str, passage: int, depths: str) -> None:
@@ -146,7 +146,7 @@ class Plan:
         if "greedy" in self.tests and context < 2 * CONTINUED:
             raise ValueError(f"--context {context}: of {2 * CONTINUED} tokens or more for --tests greedy, which continues {CONTINUED}")
 
-    def trials(self, text: Text, tokenizer: Any) -> list[Trial]:
+    def trials(self, text: LoadedText, tokenizer: Any) -> list[Trial]:
         """ValueError where the text is too short."""
         from ..calibration import MIN_TOKENS
         from . import text as texts
@@ -157,7 +157,7 @@ class Plan:
         if contexts.numel() < MIN_TOKENS:
             raise ValueError(f"--text {text.name}: {contexts.numel()} tokens in whole contexts; {MIN_TOKENS} are needed")
         if "kl" in self.tests:
-            made += [trials.Text(ids) for ids in contexts]
+            made += [trials.TextTrial(ids) for ids in contexts]
         for length in self.lengths:
             longer = texts.cut(text, tokenizer, length, max(length, self.tokens))
             if "copy" in self.tests:
@@ -181,7 +181,7 @@ def _number(argument: str, word: str, low: float, high: float) -> float:
 
 
 def _prepare(
-    found: Found, plan: Plan, chosen: dict[str, Policy], strict: bool, texts: list[Text], console: Any
+    found: Found, plan: EvalPlan, chosen: dict[str, Policy], strict: bool, texts: list[LoadedText], console: Any
 ) -> tuple[dict[str, Policy], list[list[Trial]]]:
     """The policies that the model can take, and the trials of each text. ValueError for what does not fit the model."""
     from . import models
@@ -204,8 +204,8 @@ def _prepare(
 def _run(
     found: Found,
     usable: dict[str, Policy],
-    tried: list[tuple[Text, list[Trial]]],
-    plan: Plan,
+    tried: list[tuple[LoadedText, list[Trial]]],
+    plan: EvalPlan,
     read: Reader,
     runs: list[dict[str, Any]],
     device: str | None,

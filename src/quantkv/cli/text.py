@@ -15,7 +15,7 @@ BYTES_PER_TOKEN = 32  # more than a token of any common text takes: bounds what 
 
 
 @dataclass(frozen=True)
-class Text:
+class LoadedText:
     """A text and the words by which a table or a plot names it."""
 
     name: str
@@ -34,22 +34,22 @@ def _news_file() -> Path | None:
     return file if file.is_file() else None
 
 
-def news() -> Text:
+def news() -> LoadedText:
     """News of 2000 and 2001, one item a paragraph. ValueError if gensim, which ships it, is not installed."""
     file = _news_file()
     if file is None:
         raise ValueError("--text news: comes with gensim, which is not installed: pip install --no-deps gensim")
-    return Text("news", file.read_text(encoding="utf-8").replace("\n", "\n\n"))
+    return LoadedText("news", file.read_text(encoding="utf-8").replace("\n", "\n\n"))
 
 
-def docs() -> Text:
+def docs() -> LoadedText:
     """Python's own documentation, its topics in alphabetical order. It differs a little between versions of Python."""
     from pydoc_data.topics import topics
 
-    return Text(f"documentation of Python {platform.python_version()}", "\n\n".join(topics[name] for name in sorted(topics)))
+    return LoadedText(f"documentation of Python {platform.python_version()}", "\n\n".join(topics[name] for name in sorted(topics)))
 
 
-def read_file(path: Path, max_bytes: int | None = None) -> Text:
+def read_file(path: Path, max_bytes: int | None = None) -> LoadedText:
     """The first `max_bytes` of a UTF-8 file. ValueError for one that is empty or binary, FileNotFoundError for none."""
     if not path.exists():
         raise FileNotFoundError(f"--text {path}: no such file; allowed: a UTF-8 text file, news, docs")
@@ -68,10 +68,10 @@ def read_file(path: Path, max_bytes: int | None = None) -> Text:
         ) from None
     if not text.strip():
         raise ValueError(f"--text {path}: the file is empty; a text of at least one context is needed")
-    return Text(path.name, text)
+    return LoadedText(path.name, text)
 
 
-def load(source: str | None, num_tokens: int) -> Text:
+def load(source: str | None, num_tokens: int) -> LoadedText:
     """The text named by `source`: "news", "docs" or a file; by default news where gensim is installed, else docs."""
     if source is None:
         source = "docs" if _news_file() is None else "news"
@@ -88,7 +88,7 @@ def named(given: list[str] | None) -> list[str | None]:
     return names or [None]
 
 
-def cut(text: Text, tokenizer: Any, context: int, num_tokens: int) -> torch.Tensor:
+def cut(text: LoadedText, tokenizer: Any, context: int, num_tokens: int) -> torch.Tensor:
     """The text's first `num_tokens` tokens as contexts `[N, context]` int64, whole contexts only.
 
     Each begins with the tokens that the tokenizer begins a text with, as a prompt would. ValueError if the text or `num_tokens` is

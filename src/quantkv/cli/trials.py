@@ -52,7 +52,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Text(Trial):
+class TextTrial(Trial):
     """Text: KL, the same likeliest token, perplexity, of the last `keep` tokens."""
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..calls import AttendCall, OwnRows, Segment, Side, WriteCall, stored_before
+from ..calls import AttendCall, OwnRows, PagedTensor, Segment, WriteCall, stored_before
 from ..format import Format, get_format
 from ..maps import LayerMaps
 
@@ -36,7 +36,7 @@ class Lowered:
         self.fmt = get_format("none", rows.key.dtype)
         # Where no sequence has a context, nothing else is read.
         self.fresh = batch.lengths is not None and all(queries == keys and queries != 1 for queries, keys in batch.lengths)
-        self.pages: tuple[Side, Side] | None = None
+        self.pages: tuple[PagedTensor, PagedTensor] | None = None
         if copied:
             scales = {s.v.scale for s in call.segments if s.maps.v is None}  # segments without a map share it
             self.pages = _pages(rows, tokens // PAGE + count, self.fmt, min(scales, default=1.0))
@@ -105,12 +105,12 @@ def has_launches(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def _in_place(rows: torch.Tensor, dense: bool) -> Side:
+def _in_place(rows: torch.Tensor, dense: bool) -> PagedTensor:
     """Rows `[T, heads, D]` as pages of one token: a view, unless the numbers of a row, or all, do not lie one after the other."""
-    return Side((rows.contiguous() if dense or (rows.stride(2) != 1 and rows.shape[2] > 1) else rows)[:, None])
+    return PagedTensor((rows.contiguous() if dense or (rows.stride(2) != 1 and rows.shape[2] > 1) else rows)[:, None])
 
 
-def _pages(rows: OwnRows, count: int, fmt: Format, v_scale: float) -> tuple[Side, Side]:
+def _pages(rows: OwnRows, count: int, fmt: Format, v_scale: float) -> tuple[PagedTensor, PagedTensor]:
     """K and V of `count` pages for copies of rows."""
     heads, head_size = rows.key.shape[1:]
     spec = fmt.cache_spec(heads, head_size, rows.value.shape[2], PAGE)
@@ -119,5 +119,5 @@ def _pages(rows: OwnRows, count: int, fmt: Format, v_scale: float) -> tuple[Side
     found = []
     for codec, (offset, size), scale in zip((fmt.k, fmt.v), spec.sections, (1.0, v_scale)):
         codes = buffer[:, :, offset : offset + size].view(codec.code_dtype).unflatten(2, (PAGE, -1)).transpose(1, 2)
-        found.append(Side(codes, None, scale).in_storage_of(buffer))
+        found.append(PagedTensor(codes, None, scale).in_storage_of(buffer))
     return tuple(found)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checks, ops
-from ..calls import AttendCall, Batch, Segment, Side
+from ..calls import AttendCall, Batch, PagedTensor, Segment
 from ..format import Format
 from ..formats import get_format
 from ..formats.turboquant import LEVELS, centroids
@@ -121,7 +121,7 @@ def _format(mse_bits: int, value_quant_bits: int, key_fp8: bool) -> Format:
     return get_format(_FORMATS[bits])
 
 
-def _sides(kv_cache: torch.Tensor, fmt: Format, head_size: int, key_packed_size: int) -> tuple[Side, Side]:
+def _sides(kv_cache: torch.Tensor, fmt: Format, head_size: int, key_packed_size: int) -> tuple[PagedTensor, PagedTensor]:
     """Views of the slots. Keys start at byte 0, values at `key_packed_size`."""
     key_bytes = row_bytes(fmt.k, head_size)
     if key_packed_size < key_bytes or key_packed_size % 2:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import checks, ops
-from ..calls import Side, WriteCall
+from ..calls import PagedTensor, WriteCall
 from ..format import Codec, Format
 from ..maps import LayerMaps
 
@@ -88,7 +88,7 @@ def need_tensors_or_none(**arguments: object) -> None:
 
 def cache_side(
     argument: str, cache: torch.Tensor, codec: Codec, head_size: int, scale_cache: torch.Tensor | None = None, scale: float = 1.0
-) -> Side:
+) -> PagedTensor:
     """The side that `cache [num_blocks, block_size, HK, D / P]` is, any strides; one-byte codes may also come as uint8.
 
     scale_cache: float32 `[num_blocks, block_size, HK]` for a codec with metadata, None for one without. The rows of such a cache
@@ -105,11 +105,11 @@ def cache_side(
     if not codec.row.meta:
         if scale_cache is not None:
             checks.refuse(f"scale cache of {argument}", tuple(scale_cache.shape), f"{codec.name} has none: None is needed")
-        return Side(cache.view(codec.code_dtype), None, scale)
+        return PagedTensor(cache.view(codec.code_dtype), None, scale)
     if scale_cache is None:
         raise ContractError(f"{argument} in {codec.name} requires k_scale_cache / v_scale_cache")
     checks.tensor(f"scale cache of {argument}", scale_cache, tuple(cache.shape[:3]), (torch.float32,), cache.device)
-    return Side(cache.view(codec.code_dtype), scale_cache.unsqueeze(-1), scale)
+    return PagedTensor(cache.view(codec.code_dtype), scale_cache.unsqueeze(-1), scale)
 
 
 def row_bytes(codec: Codec, head_size: int) -> int:
@@ -119,7 +119,7 @@ def row_bytes(codec: Codec, head_size: int) -> int:
 
 def slot_sides(
     slots: torch.Tensor, fmt: Format, head_sizes: tuple[int, int], value_offset: int, scales: tuple[float, float] = (1.0, 1.0)
-) -> tuple[Side, Side]:
+) -> tuple[PagedTensor, PagedTensor]:
     """The sides that combined slots are: `slots [num_blocks, block_size, HK, bytes]` uint8, any strides between slots.
 
     A slot is a key's codes and their metadata from byte 0, a value's from byte `value_offset`. head_sizes: of keys, of values.
@@ -142,15 +142,21 @@ def slot_sides(
                 "head_size", head_sizes, f"metadata of {codec.name} would lie at byte {field} of a slot, not at a multiple of {unit}"
             )
 
-    def side(codec: Codec, start: int, field: int, scale: float, dtype: torch.dtype) -> Side:
+    def side(codec: Codec, start: int, field: int, scale: float, dtype: torch.dtype) -> PagedTensor:
         meta = slots[..., field : field + codec.row.meta_bytes].view(dtype) if codec.row.meta else None
-        return Side(slots[..., start:field].view(codec.code_dtype), meta, scale)
+        return PagedTensor(slots[..., start:field].view(codec.code_dtype), meta, scale)
 
     return tuple(side(c, *at, scale, pair[1]) for c, at, scale, pair in zip(codecs, zip(starts, fields), scales, dtypes))
 
 
 def store(
-    key: torch.Tensor, value: torch.Tensor, k: Side, v: Side, fmt: Format, slot_mapping: torch.Tensor, maps: LayerMaps | None = None
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k: PagedTensor,
+    v: PagedTensor,
+    fmt: Format,
+    slot_mapping: torch.Tensor,
+    maps: LayerMaps | None = None,
 ) -> None:
     """Write `key [N, HK, D]` and `value [N, HK, D_V]` to `slot_mapping [T]`; rows beyond T are an engine's padding."""
     need_tensors(slot_mapping=slot_mapping)

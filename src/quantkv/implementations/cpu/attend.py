@@ -49,7 +49,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
     """What serves every call of the same batch and options: what is read is kept."""
     traits = [(sides.described(s.k, s.fmt.k), sides.described(s.v, s.fmt.v)) for s in call.segments]
     matrices: dict[Any, tuple[LinearMap | None, torch.Tensor | None]] = {}
-    plans = Kept(lambda call: [Plan.of(call, segment) for segment in call.segments])
+    plans = Kept(lambda call: [SegmentPlan.of(call, segment) for segment in call.segments])
 
     def matrix(of: Callable, map_: LinearMap | None, planes: int, scale: float) -> torch.Tensor | None:
         key = of, id(map_), planes, scale
@@ -74,7 +74,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
     return launch
 
 
-class Plan(NamedTuple):
+class SegmentPlan(NamedTuple):
     """What is read of one segment; arrays as of `kernels.attend_chunks`.
 
     first: `[S + 1]`, the first chunk of each sequence. columns: rows of sums and totals."""
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, call: AttendCall, segment: Segment) -> Plan:
+    def of(cls, call: AttendCall, segment: Segment) -> SegmentPlan:
         """What `call` reads of `segment`, by the numbers that its tensors hold now."""
         from .kernels import CHUNK
 
@@ -135,7 +135,7 @@ def _seen(call: AttendCall, segment: Segment, sequence: np.ndarray, starts: np.n
 
 
 def _attend_segment(
-    call: AttendCall, segment: Segment, plan: Plan, traits: tuple[sides.Description, sides.Description], matrix: Callable
+    call: AttendCall, segment: Segment, plan: SegmentPlan, traits: tuple[sides.Description, sides.Description], matrix: Callable
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out `[T, HQ, D_V]` and log-sum-exp `[T, HQ]`, float32, over the keys of one segment."""
     from . import kernels

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ... import maps
-from ...calls import Side
+from ...calls import PagedTensor
 from ...format import Codec
 from ...maps import LinearMap
 from ...packing import planes_of
@@ -21,7 +21,7 @@ class Description(NamedTuple):
     numbers: np.ndarray
     operands: torch.Tensor | None
 
-    def of(self, side: Side) -> np.ndarray:
+    def of(self, side: PagedTensor) -> np.ndarray:
         """The same, of another side of the same shape."""
         from .kernels import CODES, META
 
@@ -31,7 +31,7 @@ class Description(NamedTuple):
         return numbers
 
 
-def refusal(side: Side, codec: Codec) -> str | None:
+def refusal(side: PagedTensor, codec: Codec) -> str | None:
     """Why the kernels cannot read or write a side, in words."""
     if codec.cpu is None:
         return f"{codec.name} has no half for CPUs"
@@ -40,7 +40,7 @@ def refusal(side: Side, codec: Codec) -> str | None:
     return None
 
 
-def described(side: Side, codec: Codec) -> Description:
+def described(side: PagedTensor, codec: Codec) -> Description:
     """Everything but the addresses."""
     from . import kernels
 

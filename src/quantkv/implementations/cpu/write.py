@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...calls import Kept, Side, WriteCall
+from ...calls import Kept, PagedTensor, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
 from ..reference import write as reference
@@ -33,7 +33,7 @@ def refusal(call: WriteCall) -> str | None:
     return None
 
 
-def _sides(call: WriteCall) -> tuple[tuple[Side, Codec, LinearMap | None], ...]:
+def _sides(call: WriteCall) -> tuple[tuple[PagedTensor, Codec, LinearMap | None], ...]:
     return (call.k, call.fmt.k, call.maps.k), (call.v, call.fmt.v, call.maps.v)
 
 

@@ -29,7 +29,7 @@ from ...reads import window_size
 from ..hopper.host import launch
 from . import backends, flash3, own
 from .plan import Group, Reach, Round, groups
-from .steps import Part, TorchSteps
+from .steps import Partial, TorchSteps
 from .streams import Lanes
 
 # Bounds of what a call takes beside its tensors, whatever the batch is. The first is of keys and values: 65,536 tokens of 8 heads of 128;
@@ -111,7 +111,7 @@ def run(call: AttendCall) -> None:
 
 def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
     """What serves every call of the same batch. Lengths that the host does not know are read when it runs, as by `run`."""
-    plans: dict[Sequence[tuple[int, int]], Plan] = {}
+    plans: dict[Sequence[tuple[int, int]], PrefillPlan] = {}
 
     def launch(call: AttendCall) -> None:
         if call.batch.lengths is None and _capturing(call.q):
@@ -131,7 +131,7 @@ def serve(call: AttendCall, *, triton: bool | None = None, **how) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrefillPlan:
     """What calls of one batch share. lanes: scratches, and streams. rows: of each scratch. few: keys, for so many queries, that they are
     mapped back. placed: what the launches of a round want on the device, `Round.ends` and `TorchSteps.blocks`; of one sequence only where
     the backend asks for it. sources: of each round, in a call with own rows. fresh: no page is read. kept: by calls for the next ones:
@@ -158,7 +158,7 @@ def plan(
     lengths: Sequence[tuple[int, int]] | None = None,
     overlap: bool | None = None,
     together: bool | None = None,
-) -> Plan:
+) -> PrefillPlan:
     """Cut a call's batch. backend: of `backends.py`; None: the fastest for these rows. scratch_bytes, query_bytes: bounds, see
     `SCRATCH_BYTES`. lengths: (queries, keys) of each sequence; None: those of the batch. overlap: whether several rounds go on two streams
     (on a CPU: through two scratches), together: whether sequences share rounds; None: as `OVERLAP` and `TOGETHER` say, but in a captured
@@ -187,7 +187,7 @@ def plan(
     asked = free and KEPT and backends.BACKENDS[backend].ends
     sources = {} if call.own is None else own.split(found, lengths)
     placed = _place([round for round in rounds if asked or len(round.reads) > 1], sources, sizes, q.device)
-    return Plan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed, sources, fresh)
+    return PrefillPlan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed, sources, fresh)
 
 
 def query_row_bytes(num_heads: int, sizes: tuple[int, int], itemsize: int, mapped: bool = True, into: bool = False) -> tuple[int, int]:
@@ -223,7 +223,7 @@ def _place(
     return {round: [there[span] for span in of_round] for round, of_round in spans.items()}
 
 
-def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
+def follow(call: AttendCall, plan: PrefillPlan, triton: bool | None = None) -> None:
     """Serve a call by a plan. triton: whether Triton kernels move the rows (else PyTorch); None: on an accelerator."""
     q, out, (k, v, fmt, block_table, maps, *_) = call.q, call.out, call.segments[0]
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
@@ -242,7 +242,7 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
     sinks = call.options.sinks
     inside = sinks is not None and backends.takes_sinks(plan.backend, sinks, call.lse is not None)
 
-    def settle(group: Group, index: int, part: Part, done) -> None:
+    def settle(group: Group, index: int, part: Partial, done) -> None:
         """Merge the result of a round into those before it, and finish the group after the last one: on the caller's stream."""
         nonlocal total
         lanes.wait(0, done)
@@ -285,7 +285,7 @@ def follow(call: AttendCall, plan: Plan, triton: bool | None = None) -> None:
                     lanes.lend(t, 0)
                 if group.front or group.back:
                     found = [t[group.front : group.front + group.tokens.stop - group.tokens.start] for t in found]
-                part = Part(*found)
+                part = Partial(*found)
                 done = lanes.mark(lane)
             if waiting is not None:
                 settle(*waiting)
@@ -307,14 +307,14 @@ def _rows_of(scratch: torch.Tensor, first: int, heads: int, rows: int, size: int
     return scratch.as_strided((heads, rows, size), (size, heads * size, 1) if token_major else (rows * size, size, 1), first)
 
 
-def _ends(plan: Plan, round: Round, capturing: bool) -> list[torch.Tensor] | None:
+def _ends(plan: PrefillPlan, round: Round, capturing: bool) -> list[torch.Tensor] | None:
     """`Round.ends`. A graph makes those of one sequence itself, and needs no plan that lives as long as it."""
     if round not in plan.placed or (capturing and len(round.reads) == 1):
         return None
     return plan.placed[round][:3]
 
 
-def _blocks(plan: Plan, round: Round, triton: bool) -> torch.Tensor | None:
+def _blocks(plan: PrefillPlan, round: Round, triton: bool) -> torch.Tensor | None:
     """`TorchSteps.blocks`."""
     blocks = plan.placed[round][3] if triton and round in plan.placed else None
     return None if blocks is None or not blocks.shape[0] else blocks

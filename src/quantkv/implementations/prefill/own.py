@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...calls import OwnRows, Side
+from ...calls import OwnRows, PagedTensor
 from ...format import get_format
 from ...maps import LayerMaps
-from .plan import Group, Read, Round
+from .plan import Group, KeySlice, Round
 from .steps import TorchSteps
 
 CHUNK_BYTES = 16  # addresses and strides of rows that a kernel reads where they lie are multiples of it
@@ -49,7 +49,7 @@ def split(groups: Sequence[Group], lengths: Sequence[tuple[int, int]]) -> dict[R
                 before.append(read._replace(count=count, room=read.room if alone or not left else count))
             if left:
                 token = starts[read.sequence] + read.first + count - stored[read.sequence]
-                own.append(Read(0, read.queries, token, left, read.at + count, read.room - count))
+                own.append(KeySlice(0, read.queries, token, left, read.at + count, read.room - count))
         found[round] = Sources(*(Round(tuple(reads), round.mask, round.room) if reads else None for reads in (before, own)))
     return found
 
@@ -81,7 +81,7 @@ def lay(steps: TorchSteps, rows: OwnRows, sources: Sources, scratch: list[torch.
                 if room > count:
                     target[:, at + count : at + room].zero_()
         return
-    sides = tuple(Side(t.contiguous()[:, None]) for t in rows)  # kernels are compiled for strides
+    sides = tuple(PagedTensor(t.contiguous()[:, None]) for t in rows)  # kernels are compiled for strides
     table = torch.arange(len(rows.key), dtype=torch.int32, device=rows.key.device).as_strided((1, len(rows.key)), (0, 1))
     plain = type(steps)(sides, get_format("none", rows.key.dtype), LayerMaps(), steps.heads, launches=steps.launches)
     plain.gather(table, sources.own, scratch, blocks)

@@ -28,7 +28,7 @@ class Mask(NamedTuple):
 ALL, CAUSAL = Mask(), Mask(right=0)
 
 
-class Read(NamedTuple):
+class KeySlice(NamedTuple):
     """Keys first to first + count of a sequence, for some of its queries: rows `at` to at + room of the scratch, zeros after the first
     count."""
 
@@ -44,7 +44,7 @@ class Read(NamedTuple):
 class Round:
     """One call of the kernel. room: rows of the scratch."""
 
-    reads: tuple[Read, ...]
+    reads: tuple[KeySlice, ...]
     mask: Mask
     room: int
 
@@ -179,7 +179,7 @@ class _Members:
 
     def __init__(self, apart: int) -> None:
         self.blocks: list[_Block] = []
-        self.reads: list[list[Read]] = []  # of each round
+        self.reads: list[list[KeySlice]] = []  # of each round
         self.apart = apart
 
     def takes(self, block: _Block, limits: Limits) -> bool:
@@ -200,7 +200,7 @@ class _Members:
             if reads:
                 reads[-1] = reads[-1]._replace(room=reads[-1].room + self.apart)
             at = reads[-1].at + reads[-1].room if reads else 0
-            reads.append(Read(block.sequence, block.tokens.stop - block.tokens.start, first, end - first, at, room))
+            reads.append(KeySlice(block.sequence, block.tokens.stop - block.tokens.start, first, end - first, at, room))
         self.blocks.append(block)
 
     def group(self) -> Group:

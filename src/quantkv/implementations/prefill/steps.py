@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...calls import Segment, Side
+from ...calls import PagedTensor, Segment
 from ...format import Format
 from ...maps import LayerMaps, LinearMap
 from ..reference.attend import merge
 from ..reference.write import apply_map, dequantize, stored_key_mean
-from .plan import Read, Round
+from .plan import KeySlice, Round
 
 
-class Part(NamedTuple):
+class Partial(NamedTuple):
     """Rows `[M, HQ, D]`, and their log-sum-exp `[M, HQ]` over the keys that they stand for."""
 
     out: torch.Tensor
@@ -40,7 +40,7 @@ class TorchSteps:
 
     def __init__(
         self,
-        sides: tuple[Side, Side],
+        sides: tuple[PagedTensor, PagedTensor],
         fmt: Format,
         maps: LayerMaps,
         heads: int,
@@ -84,7 +84,7 @@ class TorchSteps:
             target[:, :count] = rows.transpose(0, 1) / gain(map_)
             target[:, count:] = 0
 
-    def patch(self, segment: Segment, read: Read, keys: int, scratch: list[torch.Tensor]) -> None:
+    def patch(self, segment: Segment, read: KeySlice, keys: int, scratch: list[torch.Tensor]) -> None:
         """Put the keys and values that another segment holds of a sequence of `keys` tokens in their places of what `gather` filled.
 
         Which they are is on the device: with key_start the last ones, as many as its table has room for, or fewer; else the first."""
@@ -109,12 +109,12 @@ class TorchSteps:
             held = target[:, read.at + low - first : read.at + high - first]
             held.copy_(torch.where(here[:, None], rows.transpose(0, 1) / gain(map_), held.float()))
 
-    def merge(self, a: Part, b: Part) -> Part:
+    def merge(self, a: Partial, b: Partial) -> Partial:
         """Attention over the union of two key sets, float32."""
-        return Part(*merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
+        return Partial(*merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
 
     def finish(
-        self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
+        self, total: Partial | None, last: Partial, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> None:
         """Merge with the last part (total: None where it is the only one), add the sinks `[HQ]`, map back, store. lse: None where it is not
         asked for."""

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 import triton
 
-from ...calls import Side
+from ...calls import PagedTensor
 from ...format import Codec
 from ...maps import LinearMap
 from ..triton import launch
@@ -16,7 +16,7 @@ from ..triton.kernels.views import MapView, RowsView
 from ..triton.launch import Launch, Target
 from .kernels import PlacesView, fold_kernel, gather_kernel
 from .plan import Round
-from .steps import Part, TorchSteps, gain
+from .steps import Partial, TorchSteps, gain
 
 # What differs between calls that one launch serves.
 GATHER_PLACES = (
@@ -72,7 +72,7 @@ class TritonSteps(TorchSteps):
             rows = out[front:stop]
             out[:front].zero_()
             out[stop:].zero_()
-        self._fold(Part(q), None, Part(rows), operands.query, operands.inverse_factor * self.gains[0])
+        self._fold(Partial(q), None, Partial(rows), operands.query, operands.inverse_factor * self.gains[0])
         return out
 
     def map_rows(self, side: int, rows: torch.Tensor, target: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class TritonSteps(TorchSteps):
         else:
             operands = self.maps[side].operands
             rows = rows if rows.stride(2) == 1 else rows.contiguous()
-            self._fold(Part(rows), None, Part(target), operands.forward, operands.forward_factor / self.gains[side])
+            self._fold(Partial(rows), None, Partial(target), operands.forward, operands.forward_factor / self.gains[side])
 
     @staticmethod
     def blocks(round: Round, sizes: tuple[int, int]) -> list[int]:
@@ -152,28 +152,34 @@ class TritonSteps(TorchSteps):
             return None, map_.operands.mapped_key_mean
         return map_.operands.output, launch.dense_rows(map_.key_mean)
 
-    def merge(self, a: Part, b: Part) -> Part:
+    def merge(self, a: Partial, b: Partial) -> Partial:
         """Attention over the keys of both, float32: the rows in a's memory where they are float32 already. Not its sums: threads that read
         one and one that writes it do not wait for each other."""
         again = a.out.dtype == torch.float32 != b.out.dtype
-        merged = Part(a.out if again else torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
+        merged = Partial(a.out if again else torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
         self._fold(a, b, merged)
         return merged
 
     def finish(
-        self, total: Part | None, last: Part, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
+        self, total: Partial | None, last: Partial, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> None:
         """Merge what is left, add the sinks, map the output back and write it."""
         map_, a, b = self.maps[1], *((last, None) if total is None else (total, last))
         if map_ is not None:
-            self._fold(a, b, Part(out, lse), map_.operands.output, map_.operands.inverse_factor * self.gains[1], sinks)
+            self._fold(a, b, Partial(out, lse), map_.operands.output, map_.operands.inverse_factor * self.gains[1], sinks)
         elif b is not None or sinks is not None:
-            self._fold(a, b, Part(out, lse), sinks=sinks)
+            self._fold(a, b, Partial(out, lse), sinks=sinks)
         else:
             super().finish(None, last, out, lse)
 
     def _fold(
-        self, a: Part, b: Part | None, out: Part, matrix: torch.Tensor | None = None, factor: float = 1.0, sinks: torch.Tensor | None = None
+        self,
+        a: Partial,
+        b: Partial | None,
+        out: Partial,
+        matrix: torch.Tensor | None = None,
+        factor: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         needed = b is not None or sinks is not None or out.lse is not None
         sums = (a.lse if needed else None, None if b is None else b.lse, out.lse)
@@ -208,7 +214,7 @@ class TritonSteps(TorchSteps):
         return Launch(fold_kernel, (triton.cdiv(tokens * group, block), self.heads), arguments, options, FOLD_PLACES, FOLD_NUMBERS)
 
 
-def _traits(side: Side, codec: Codec, map_: LinearMap | None) -> Hashable:
+def _traits(side: PagedTensor, codec: Codec, map_: LinearMap | None) -> Hashable:
     """What `gather_kernel` is compiled for, of a side: everything but addresses, scales and factors."""
     codes, meta = side.codes, side.meta
     lie = (codes.dtype, codes.shape, codes.stride(), codes.data_ptr() % 16, None if meta is None else (meta.dtype, meta.stride()))

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from ...calls import AttendCall, AttentionOptions, Kept, Segment, Side
+from ...calls import AttendCall, AttentionOptions, Kept, PagedTensor, Segment
 from ...format import Codec
 from ...packing import interleave
-from .plan import Read, plan, positions
+from .plan import TileRead, plan, positions
 from .scratch import Scratch
 from .write import as_integers
 
@@ -49,7 +49,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
 
 
 def compute(
-    call: AttendCall, dtype: torch.dtype = torch.float32, reads: list[list[Read]] | None = None, scratch: Scratch | None = None
+    call: AttendCall, dtype: torch.dtype = torch.float32, reads: list[list[TileRead]] | None = None, scratch: Scratch | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out `[T, HQ, D_V]` of `dtype`, in which everything is computed, float8_e4m3fn with an output scale; log-sum-exp `[T, HQ]` of `dtype`,
     None where the call asks for none. reads: what `plan` gives for each segment, where it is known."""
@@ -84,7 +84,7 @@ def _attend_segment(call, segment: Segment, options: AttentionOptions, reads, sc
     return out, lse
 
 
-def _gather(side: Side, codec: Codec, read: Read, dtype: torch.dtype, scratch: Scratch):
+def _gather(side: PagedTensor, codec: Codec, read: TileRead, dtype: torch.dtype, scratch: Scratch):
     """Operand `[S, HK, N, D]` or its planes, in memory that the next call overwrites, scale and bias `[S, HK, 1, N]` (or None)
     of the keys that a tile reads.
 
@@ -103,7 +103,7 @@ def _gather(side: Side, codec: Codec, read: Read, dtype: torch.dtype, scratch: S
     return operand.flatten(-3, -2)[..., :n, :], *(t if t is None else t.flatten(2)[:, :, None, :n] for t in affine)
 
 
-def _attend_tile(read: Read, call: AttendCall, segment: Segment, options: AttentionOptions, scratch: Scratch, out, lse) -> None:
+def _attend_tile(read: TileRead, call: AttendCall, segment: Segment, options: AttentionOptions, scratch: Scratch, out, lse) -> None:
     """One tile, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N keys."""
     (k, v, fmt), tile, seen, maps = segment[:3], read.tile, read.seen, segment.maps
     dtype, heads = out.dtype, k.codes.shape[2]
@@ -140,7 +140,7 @@ def _attend_tile(read: Read, call: AttendCall, segment: Segment, options: Attent
         tile.put(lse, total.permute(0, 3, 1, 2).flatten(2, 3))
 
 
-def _weighted_values(weight: torch.Tensor, groups: tuple[int, int], segment: Segment, read: Read, scratch: Scratch) -> torch.Tensor:
+def _weighted_values(weight: torch.Tensor, groups: tuple[int, int], segment: Segment, read: TileRead, scratch: Scratch) -> torch.Tensor:
     """The values summed with `weight [S, H, G * M, N]`: `[S, H, G * M, D_V]`, in V's mapped space."""
     planes = segment.fmt.v.planes
     operand, scale, bias = _gather(segment.v, segment.fmt.v, read, weight.dtype, scratch)
@@ -194,7 +194,7 @@ def _add_by_position(
     score: torch.Tensor,
     rows: torch.Tensor,
     scale: float,
-    read: Read,
+    read: TileRead,
     options: AttentionOptions,
     segment: Segment,
     shifted: torch.Tensor | None,

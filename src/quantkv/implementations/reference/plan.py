@@ -41,7 +41,7 @@ class Tile(NamedTuple):
         return torch.tensor(values, device=device)[:, None, None]
 
 
-class Read(NamedTuple):
+class TileRead(NamedTuple):
     """A tile and what it reads of one segment."""
 
     tile: Tile
@@ -137,7 +137,7 @@ def _pages(tile: Tile, block_table: torch.Tensor, block_size: int, used: torch.T
     return table
 
 
-def plan(call: AttendCall, segment: Segment) -> Iterator[Read]:
+def plan(call: AttendCall, segment: Segment) -> Iterator[TileRead]:
     """What is read of a segment, tile by tile."""
     for tile in _tiles(call, segment):
         size = segment.k.codes.shape[1]
@@ -145,4 +145,4 @@ def plan(call: AttendCall, segment: Segment) -> Iterator[Read]:
         if not tile.whole:
             seen = visible_keys(tile, call.options, segment, call.q.device)
             used = torch.nn.functional.pad(seen.any(1), (0, -tile.num_keys % size)).unflatten(1, (-1, size))
-        yield Read(tile, seen, used, _pages(tile, segment.block_table, size, used))
+        yield TileRead(tile, seen, used, _pages(tile, segment.block_table, size, used))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ...autocast import given_dtypes
-from ...calls import Kept, Side, WriteCall
+from ...calls import Kept, PagedTensor, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
 
@@ -99,7 +99,7 @@ def apply_map(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(
-    side: Side,
+    side: PagedTensor,
     codec: Codec,
     map_: LinearMap | None,
     slots: torch.Tensor,
@@ -122,7 +122,7 @@ def _dequantize(side, codec, map_, slots, positions, dtype) -> torch.Tensor:
     return rows
 
 
-def stored_key_mean(side: Side, codec: Codec, map_: LinearMap, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def stored_key_mean(side: PagedTensor, codec: Codec, map_: LinearMap, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """What belongs to the keys in slots `[T]`, at positions `[T]`, beside what is stored: `[T, HK or 1, D]`, of a map with key means."""
     key_mean, block_size = map_.key_mean_rows(positions), side.codes.shape[1]
     return key_mean * (side.meta[slots // block_size, slots % block_size][..., :1] >= 0) if codec.signed else key_mean

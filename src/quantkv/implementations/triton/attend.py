@@ -48,7 +48,7 @@ def run(call: AttendCall) -> None:
     """Serve `call`, into its out and lse."""
     if call.q.shape[0]:
         with launch.on_device(call.q.device):
-            plan = Plan.of(call)
+            plan = AttendPlan.of(call)
             launch_all(call, plan, plan.partials(call))
 
 
@@ -56,7 +56,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
     """What serves every call of the same shape. Its scratch memory lives as long as it: a captured graph needs it kept."""
     if call.q.shape[0] == 0:
         return run
-    device, plan = call.q.device, Plan.of(call)
+    device, plan = call.q.device, AttendPlan.of(call)
     part = plan.partials(call)
     launches: list[launch.Launch] = []
 
@@ -80,7 +80,7 @@ class Partials(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttendPlan:
     """What calls of the same shape share.
 
     order: segments in the order in which they are merged, those with a V map first. splits: of the keys of each.
@@ -97,7 +97,7 @@ class Plan:
     exact: bool
 
     @classmethod
-    def of(cls, call: AttendCall, num_splits: int | None = None) -> Plan:
+    def of(cls, call: AttendCall, num_splits: int | None = None) -> AttendPlan:
         """num_splits: of each segment, instead of the choice made here."""
         batch, first, invariant = call.batch, call.segments[0], call.options.batch_invariant
         target = Target.of(call.q.device)
@@ -167,7 +167,7 @@ class Plan:
 # ---- launches
 
 
-def _tensors(call: AttendCall, plan: Plan) -> list[tuple[torch.Tensor | None, ...]]:
+def _tensors(call: AttendCall, plan: AttendPlan) -> list[tuple[torch.Tensor | None, ...]]:
     """What stands at ATTEND_PLACES, for each segment in order, and at COMBINE_PLACES."""
     o, batch, q, dense = call.options, call.batch, launch.dense_rows(call.q), launch.dense
     causal = None if isinstance(o.causal, bool) else dense(o.causal).view(torch.uint8)
@@ -185,7 +185,7 @@ def _tensors(call: AttendCall, plan: Plan) -> list[tuple[torch.Tensor | None, ..
     return found
 
 
-def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Launch]:
+def launch_all(call: AttendCall, plan: AttendPlan, part: Partials) -> list[launch.Launch]:
     """The launches of a call, made once."""
     *attends, (out, lse, matrix, sinks) = _tensors(call, plan)
     launches, first_split, plain_scale = [], 0, call.segments[plan.order[-1]].v.scale
@@ -206,7 +206,7 @@ def launch_all(call: AttendCall, plan: Plan, part: Partials) -> list[launch.Laun
 
 
 def _attend_launch(
-    call: AttendCall, plan: Plan, part: Partials, s: Segment, tensors, first_split: int, count: int, v_factor: float
+    call: AttendCall, plan: AttendPlan, part: Partials, s: Segment, tensors, first_split: int, count: int, v_factor: float
 ) -> launch.Launch:
     q, *_, matrix, key_mean, query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors
     tiling, sizes = plan.tiling, (call.q.shape[2], s.head_size_v)

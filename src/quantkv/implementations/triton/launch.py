@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...calls import Side
+from ...calls import PagedTensor
 from ...format import Codec
 from ...maps import LinearMap
 from ...rounding import Rounding
@@ -23,7 +23,7 @@ from .kernels.views import MapView, PagesView, RowPlan, RowsView, TritonCodec
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def refusal(device: torch.device, sides: Sequence[tuple[Side, Codec]], stored: bool = False) -> str | None:
+def refusal(device: torch.device, sides: Sequence[tuple[PagedTensor, Codec]], stored: bool = False) -> str | None:
     """Why no kernel can run on this device, or read (write, if `stored`) these sides; None where all can."""
     if device.type != "cuda" and not INTERPRETED:
         return f"tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
@@ -141,7 +141,7 @@ def word_dtype(codes: torch.Tensor, word_bytes: int, stored: bool) -> torch.dtyp
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(word_bytes, torch.uint8)
 
 
-def pages(side: Side, codec: Codec, head_size: int, stored: bool = False) -> PagesView:
+def pages(side: PagedTensor, codec: Codec, head_size: int, stored: bool = False) -> PagesView:
     """The views of one side that `refusal` let pass, to read or to be `stored`."""
     codes, meta = side.codes, side.meta
     words = codes.view(word_dtype(codes, codec.triton().word_bytes, stored))

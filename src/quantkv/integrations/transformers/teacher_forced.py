@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ...calls import Side
+from ...calls import PagedTensor
 from ...checks import refuse
 from ...engine.layer_config import exact_tokens
 from ...format import Codec, Format
@@ -105,7 +105,7 @@ def fake_quantized(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> 
     rows = rows.transpose(0, 1).contiguous()
     at = torch.arange(rows.shape[0], device=rows.device)
     codes, meta = encode(rows, codec, map_, at)
-    page = Side(codes[None], None if meta is None else meta[None])
+    page = PagedTensor(codes[None], None if meta is None else meta[None])
     return dequantize(page, codec, map_, at, at).transpose(0, 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....calls import Side
+from ....calls import PagedTensor
 from ....format import Codec
 
 
@@ -26,7 +26,7 @@ def row_macros(key: Codec, value: Codec, head_size: int, head_size_v: int, of_va
     return macros
 
 
-def pages_of(k: Side, v: Side) -> torch.Tensor | None:
+def pages_of(k: PagedTensor, v: PagedTensor) -> torch.Tensor | None:
     """The buffer of page records that both sides are views of, or None."""
     base = k.base
     if base is None or base is not v.base or base.ndim != 3 or base.dtype != torch.uint8:
