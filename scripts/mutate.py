@@ -101,8 +101,8 @@ MORE = {  # modules whose names begin so: what is imported as well, once, before
     "integrations/vllm/": ("vllm.entrypoints.llm", "vllm.model_executor.models.utils", "vllm.v1.attention.selector"),
 }
 KERNELS = (
-    "half_of",
-    "cuda_half",
+    "codec_in",
+    "hopper_codec",
     "READS",
     "CODEBOOKS",
     "UNIFORM",

@@ -42,7 +42,7 @@ def test_every_codec_but_the_trellis_has_a_half(format_name):
 def test_every_format(format_name, dtype):
     b = batch(format_name, *RAGGED, dtype=dtype)
     if get_format(format_name).k.cpu is None:
-        with pytest.raises(ValueError, match=r"cpu.*trellis2 has no half for CPUs"):
+        with pytest.raises(ValueError, match=r"cpu.*trellis2 has no codec for CPUs"):
             b.attend(**CPU)
     else:
         check(b, served(b))

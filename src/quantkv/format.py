@@ -61,8 +61,8 @@ class Codec(ByName):
         (H_D), "hadamard_unit" (H_D / sqrt(D)) or "rht" (randomized, block-diagonal where D is no power of two).
     round_mapped: the mapped row is rounded to the input's dtype first, as vLLM's bytes require.
     head_size_multiple, power_of_two: which head sizes the codec can take.
-    triton: returns the Triton half, a `views.TritonCodec`; called when a kernel first needs it, so that importing a
-        format imports no Triton. hopper: likewise its half in CUDA C++, a `codec.HopperCodec`; cpu: its half for CPUs, a
+    triton: returns the codec for Triton, a `views.TritonCodec`; called when a kernel first needs it, so that importing a
+        format imports no Triton. hopper: likewise the one in CUDA C++, a `codec.HopperCodec`; cpu: the one for CPUs, a
         `codec.CpuCodec`. None: it has none.
     """
 

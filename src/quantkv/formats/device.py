@@ -1,4 +1,4 @@
-"""Where the device halves of the codecs in this package are: files beside each family, loaded when a kernel first needs them."""
+"""Where the backend codecs in this package are: files beside each family, loaded when a kernel first needs them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 
-def half_of(family: str, name: str, device: str = "triton") -> Callable[[], Any]:
+def codec_in(family: str, name: str, device: str = "triton") -> Callable[[], Any]:
     """For `Codec.triton`: `name` in the module `device` of package `family`."""
     return lambda: getattr(importlib.import_module(f"{family}.{device}"), name)
 
 
-def cuda_half(file: str, type: str, **arguments: Any) -> Callable[[], Any]:
+def hopper_codec(file: str, type: str, **arguments: Any) -> Callable[[], Any]:
     """For `Codec.hopper`: the struct `type` of `hopper.cuh` beside `file`; further arguments as of `HopperCodec`."""
 
     @cache
@@ -26,7 +26,7 @@ def cuda_half(file: str, type: str, **arguments: Any) -> Callable[[], Any]:
     return load
 
 
-def cpu_half(**arguments: Any) -> Callable[[], Any]:
+def cpu_codec(**arguments: Any) -> Callable[[], Any]:
     """For `Codec.cpu`: arguments as of `CpuCodec`."""
 
     @cache

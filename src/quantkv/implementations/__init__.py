@@ -126,17 +126,17 @@ def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
     if name == "prefill":
         return kind == "attend"
     if name == "hopper":
-        halves = [(codec.hopper and codec.hopper(), use) for codec, use in ((fmt.k, "keys"), (fmt.v, "values"))]
-        return all(half is not None and getattr(half, use if kind == "attend" else "written") for half, use in halves)
+        backends = [(codec.hopper and codec.hopper(), use) for codec, use in ((fmt.k, "keys"), (fmt.v, "values"))]
+        return all(backend is not None and getattr(backend, use if kind == "attend" else "written") for backend, use in backends)
     if name == "triton":
         try:
-            halves = [codec.triton and codec.triton() for codec in (fmt.k, fmt.v)]
+            backends = [codec.triton and codec.triton() for codec in (fmt.k, fmt.v)]
         except ModuleNotFoundError:
             return None
-        return all(half is not None and (kind == "attend" or half.encode is not None) for half in halves)
+        return all(backend is not None and (kind == "attend" or backend.encode is not None) for backend in backends)
     if name == "cpu":
-        maps, halves = {fmt.k.map, fmt.v.map}, [codec.cpu and codec.cpu() for codec in (fmt.k, fmt.v)]
-        if kind == "attend" or None in halves:
-            return None not in halves
-        return maps <= {"none", "hadamard", "rht"} and (maps != {"none"} or any(half.encode for half in halves))
+        maps, backends = {fmt.k.map, fmt.v.map}, [codec.cpu and codec.cpu() for codec in (fmt.k, fmt.v)]
+        if kind == "attend" or None in backends:
+            return None not in backends
+        return maps <= {"none", "hadamard", "rht"} and (maps != {"none"} or any(backend.encode for backend in backends))
     return True

@@ -8,7 +8,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import cpu_half, cuda_half, half_of
+from ..device import codec_in, cpu_codec, hopper_codec
 from ..int8 import absmax_scale, decode_scaled
 
 
@@ -32,9 +32,9 @@ def plain_fp8(name: str, dtype: torch.dtype, device: str, scaled: bool = True) -
         decode=lambda codes, meta, dtype: (codes, None, None),
         code_dtype=dtype,
         head_size_multiple=2,
-        triton=half_of(__name__, device),
-        hopper=cuda_half(__file__, device, values=scaled, per_tensor=scaled),
-        cpu=cpu_half(),
+        triton=codec_in(__name__, device),
+        hopper=hopper_codec(__file__, device, values=scaled, per_tensor=scaled),
+        cpu=cpu_codec(),
     )
 
 
@@ -47,9 +47,9 @@ FP8_TOKEN = Codec(
     decode=decode_scaled,
     code_dtype=torch.float8_e4m3fn,
     head_size_multiple=2,
-    triton=half_of(__name__, "E4M3_TOKEN"),
-    hopper=cuda_half(__file__, "E4M3Token"),
-    cpu=cpu_half(),
+    triton=codec_in(__name__, "E4M3_TOKEN"),
+    hopper=hopper_codec(__file__, "E4M3Token"),
+    cpu=cpu_codec(),
 )
 
 register(Format("fp8", E4M3, E4M3, "per tensor, e4m3"), "fp8_e4m3", "fp8_per_tensor")

@@ -1,4 +1,4 @@
-"""The Triton half of 8-bit floats."""
+"""The Triton codec of 8-bit floats."""
 
 from dataclasses import replace
 

@@ -8,7 +8,7 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, unpack
 from ...spec import RowLayout
-from ..device import cpu_half, cuda_half, half_of
+from ..device import codec_in, cpu_codec, hopper_codec
 from ..int8 import LARGEST, quotient
 
 BOUNDARIES = (-0.9816, 0.0, 0.9816)  # Lloyd-Max quantizer of N(0, 1) with four levels, as vLLM rounds it
@@ -51,8 +51,8 @@ INT2 = Codec(
     head_size_multiple=8,
     power_of_two=True,
     planes=4,
-    triton=half_of(__name__, "INT2"),
-    hopper=cuda_half(__file__, "Int2", table_bytes=1 << 16, integers=True),
-    cpu=cpu_half(operands=lambda head_size: head_size * torch.tensor(CENTROIDS, device="cpu")),
+    triton=codec_in(__name__, "INT2"),
+    hopper=hopper_codec(__file__, "Int2", table_bytes=1 << 16, integers=True),
+    cpu=cpu_codec(operands=lambda head_size: head_size * torch.tensor(CENTROIDS, device="cpu")),
 )
 register(Format("int2", INT2, INT2, "Lloyd-Max, Hadamard"), "int2_per_token_head")

@@ -1,4 +1,4 @@
-"""The Triton half of int2."""
+"""The Triton codec of int2."""
 
 from dataclasses import replace
 

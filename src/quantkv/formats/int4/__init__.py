@@ -10,7 +10,7 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, unpack
 from ...spec import RowLayout
-from ..device import cpu_half, cuda_half, half_of
+from ..device import codec_in, cpu_codec, hopper_codec
 from ..int8 import LARGEST, SMALLEST_SCALE, quotient
 
 ZERO_POINT_BITS = 0xF
@@ -40,8 +40,8 @@ INT4 = Codec(
     round_mapped=True,
     head_size_multiple=8,
     planes=2,
-    triton=half_of(__name__, "INT4"),
-    hopper=cuda_half(__file__, "Int4", half=4, odd_unit=16.0, integers=True),
-    cpu=cpu_half(zero_point_bits=ZERO_POINT_BITS, encode=half_of(__name__, "encode", "cpu")),
+    triton=codec_in(__name__, "INT4"),
+    hopper=hopper_codec(__file__, "Int4", half=4, odd_unit=16.0, integers=True),
+    cpu=cpu_codec(zero_point_bits=ZERO_POINT_BITS, encode=codec_in(__name__, "encode", "cpu")),
 )
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

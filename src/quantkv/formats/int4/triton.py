@@ -1,4 +1,4 @@
-"""The Triton half of int4."""
+"""The Triton codec of int4."""
 
 from dataclasses import replace
 

@@ -6,7 +6,7 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import cpu_half, cuda_half, half_of
+from ..device import codec_in, cpu_codec, hopper_codec
 
 SMALLEST_SCALE = 1e-6  # keeps a row of zeros finite
 LARGEST = torch.finfo(torch.float32).max  # what is stored of finite rows is finite, and so is attention over it
@@ -45,8 +45,8 @@ INT8 = Codec(
     decode=decode_scaled,
     code_dtype=torch.int8,
     head_size_multiple=2,
-    triton=half_of(__name__, "INT8"),
-    hopper=cuda_half(__file__, "Int8", half=2, integers=True),
-    cpu=cpu_half(),
+    triton=codec_in(__name__, "INT8"),
+    hopper=hopper_codec(__file__, "Int8", half=2, integers=True),
+    cpu=cpu_codec(),
 )
 register(Format("int8", INT8, INT8, "a scale for each (token, head)"), "int8_per_token_head")

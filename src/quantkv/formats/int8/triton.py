@@ -1,4 +1,4 @@
-"""The Triton half of 8-bit integers."""
+"""The Triton codec of 8-bit integers."""
 
 from dataclasses import replace
 

@@ -21,7 +21,7 @@ from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...rounding import Rounding, root_mean_square, round_to_levels, unbiased
 from ...spec import RowLayout
-from ..device import cpu_half, cuda_half, half_of
+from ..device import codec_in, cpu_codec, hopper_codec
 from ..int8 import LARGEST_HALF
 
 SMALLEST_HALF = 2.0**-24
@@ -107,9 +107,9 @@ def codec(bits: int) -> Codec:
         map="rht",
         head_size_multiple=8,
         planes=planes_of(bits),
-        triton=half_of(__name__, f"LEVELS{bits}"),
-        hopper=cuda_half(__file__, f"Levels<{bits}>", numbers=_numbers, **READS[bits]),
-        cpu=cpu_half(operands=lambda head_size: levels(bits)),
+        triton=codec_in(__name__, f"LEVELS{bits}"),
+        hopper=hopper_codec(__file__, f"Levels<{bits}>", numbers=_numbers, **READS[bits]),
+        cpu=cpu_codec(operands=lambda head_size: levels(bits)),
     )
 
 

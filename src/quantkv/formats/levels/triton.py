@@ -1,4 +1,4 @@
-"""The Triton half of the levels of a Gaussian."""
+"""The Triton codec of the levels of a Gaussian."""
 
 from dataclasses import replace
 from functools import partial
@@ -116,8 +116,8 @@ PROGRAMS = {  # a word of five bytes is no register
 }
 
 
-def half(bits: int, planes: int) -> TritonCodec:
-    """The Triton half of the levels of so many bits, in words of `planes` codes."""
+def backend_codec(bits: int, planes: int) -> TritonCodec:
+    """The Triton codec of the levels of so many bits, in words of `planes` codes."""
     made = TritonCodec(
         planes,
         levels_encode,
@@ -134,4 +134,4 @@ def half(bits: int, planes: int) -> TritonCodec:
     return replace(made, lean=replace(made, program=PROGRAMS[bits])) if bits in PROGRAMS else made
 
 
-LEVELS2, LEVELS3, LEVELS4, LEVELS5, LEVELS6, LEVELS8 = (half(*n) for n in ((2, 8), (3, 8), (4, 4), (5, 8), (6, 4), (8, 2)))
+LEVELS2, LEVELS3, LEVELS4, LEVELS5, LEVELS6, LEVELS8 = (backend_codec(*n) for n in ((2, 8), (3, 8), (4, 4), (5, 8), (6, 4), (8, 2)))

@@ -6,9 +6,11 @@ import torch
 
 from ...format import Codec, Format, register
 from ...spec import RowLayout
-from ..device import cpu_half, cuda_half, half_of
+from ..device import codec_in, cpu_codec, hopper_codec
 
-CUDA_HALVES = {dtype: cuda_half(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>") for dtype in (torch.bfloat16, torch.float16)}
+CUDA_HALVES = {
+    dtype: hopper_codec(__file__, f"Plain16<{str(dtype is torch.bfloat16).lower()}>") for dtype in (torch.bfloat16, torch.float16)
+}
 
 
 def _plain(name: str, dtype: torch.dtype) -> Codec:
@@ -18,9 +20,9 @@ def _plain(name: str, dtype: torch.dtype) -> Codec:
         encode=lambda y: (y.to(dtype), None),
         decode=lambda codes, meta, dtype: (codes, None, None),
         code_dtype=dtype,
-        triton=half_of(__name__, name.upper()),
+        triton=codec_in(__name__, name.upper()),
         hopper=CUDA_HALVES.get(dtype),
-        cpu=cpu_half(),
+        cpu=cpu_codec(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The Triton half of rows as given."""
+"""The Triton codec of rows as given."""
 
 import triton
 import triton.language as tl

@@ -17,7 +17,7 @@ from ...format import Codec, Format, register
 from ...packing import interleave, pack, unpack
 from ...rounding import Rounding, root_mean_square, unbiased
 from ...spec import RowLayout
-from ..device import cuda_half, half_of
+from ..device import codec_in, hopper_codec
 from ..levels import stored_scale
 from .pairs import PAIRS
 from .search import CHAIN, STATES, search
@@ -68,11 +68,11 @@ TRELLIS2 = Codec(
     signed=True,
     map="rht",
     head_size_multiple=16,
-    triton=half_of(__name__, "TRELLIS"),
-    hopper=cuda_half(
+    triton=codec_in(__name__, "TRELLIS"),
+    hopper=hopper_codec(
         __file__,
         "Trellis",
-        writer=half_of(__name__, "TrellisConfig", "hopper"),
+        writer=codec_in(__name__, "TrellisConfig", "hopper"),
         table_bytes=1 << 16,
         values_by_table=True,
         step=CHAIN,

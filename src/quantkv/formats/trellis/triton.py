@@ -1,4 +1,4 @@
-"""The Triton half of the trellis: it is read, not written."""
+"""The Triton codec of the trellis: it is read, not written."""
 
 import torch
 import triton

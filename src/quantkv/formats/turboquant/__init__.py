@@ -9,7 +9,7 @@ import torch
 from ...format import Codec, Format, register
 from ...packing import pack, planes_of, unpack
 from ...spec import RowLayout
-from ..device import cpu_half, cuda_half, half_of
+from ..device import codec_in, cpu_codec, hopper_codec
 from ..fp8 import plain_fp8
 from ..int8 import LARGEST_HALF, quotient
 
@@ -71,9 +71,9 @@ def key_codec(bits: int) -> Codec:
         power_of_two=True,
         head_size_multiple=16,
         planes=planes_of(bits),
-        triton=half_of(__name__, f"TQ{bits}"),
-        hopper=cuda_half(__file__, f"Codebook<{bits}>", values=False, numbers=_levels, **CODEBOOKS[bits]),
-        cpu=cpu_half(operands=lambda head_size: centroids(bits, head_size), unit_length=True),
+        triton=codec_in(__name__, f"TQ{bits}"),
+        hopper=hopper_codec(__file__, f"Codebook<{bits}>", values=False, numbers=_levels, **CODEBOOKS[bits]),
+        cpu=cpu_codec(operands=lambda head_size: centroids(bits, head_size), unit_length=True),
     )
 
 
@@ -98,9 +98,9 @@ def value_codec(bits: int) -> Codec:
         decode,
         head_size_multiple=16,
         planes=planes_of(bits),
-        triton=half_of(__name__, f"U{bits}"),
-        hopper=cuda_half(__file__, f"Uniform<{bits}>", numbers=_levels, **UNIFORM.get(bits, {})),
-        cpu=cpu_half(),
+        triton=codec_in(__name__, f"U{bits}"),
+        hopper=hopper_codec(__file__, f"Uniform<{bits}>", numbers=_levels, **UNIFORM.get(bits, {})),
+        cpu=cpu_codec(),
     )
 
 

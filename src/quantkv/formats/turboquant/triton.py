@@ -1,4 +1,4 @@
-"""The Triton half of TurboQuant's keys and values."""
+"""The Triton codec of TurboQuant's keys and values."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""The half of a codec for the CPU kernels: numbers alone, so that one compiled kernel reads every codec."""
+"""The codec for the CPU kernels: numbers alone, so that one compiled kernel reads every codec."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Description(NamedTuple):
 def refusal(side: PagedTensor, codec: Codec) -> str | None:
     """Why the kernels cannot read or write a side, in words."""
     if codec.cpu is None:
-        return f"{codec.name} has no half for CPUs"
+        return f"{codec.name} has no codec for CPUs"
     if any(t is not None and t.shape[-1] > 1 and t.stride(-1) != 1 for t in (side.codes, side.meta)):
         return "codes and metadata of a row must be dense"
     return None
@@ -44,7 +44,7 @@ def described(side: PagedTensor, codec: Codec) -> Description:
     """Everything but the addresses."""
     from . import kernels
 
-    half, bits, numbers = codec.cpu(), codec.row.code_bits, np.zeros(kernels.NUMBERS, np.int64)
+    backend, bits, numbers = codec.cpu(), codec.row.code_bits, np.zeros(kernels.NUMBERS, np.int64)
     size = codec.head_size(side.codes)
     operands = _operands(codec, size)
     planes = planes_of(bits) if bits < 8 else 1
@@ -61,8 +61,8 @@ def described(side: PagedTensor, codec: Codec) -> Description:
         kernels.SIGN: 128 if codec.code_dtype == torch.int8 else 0,
         kernels.FIELDS: len(codec.row.meta),
         kernels.HALVES: _every(torch.float16).data_ptr() if "float16" in codec.row.meta else 0,
-        kernels.ZERO_POINT: half.zero_point_bits,
-        kernels.UNIT_LENGTH: half.unit_length,
+        kernels.ZERO_POINT: backend.zero_point_bits,
+        kernels.UNIT_LENGTH: backend.unit_length,
         kernels.SIGNED: codec.signed,
         kernels.HEADS: side.codes.shape[2],
         kernels.BUCKET_BITS: (maps.KEY_MEAN_BUCKET - 1).bit_length(),  # position >> bits: the row of a table of key means
@@ -83,9 +83,9 @@ def _every(dtype: torch.dtype) -> torch.Tensor:
 @cache
 def _operands(codec: Codec, head_size: int) -> torch.Tensor | None:
     """The operand of each code, float32; None where the kernels turn the code itself into a number."""
-    half, bits, dtype = codec.cpu(), codec.row.code_bits, codec.code_dtype
-    if half.operands is not None:
-        return half.operands(head_size).float().contiguous()
+    backend, bits, dtype = codec.cpu(), codec.row.code_bits, codec.code_dtype
+    if backend.operands is not None:
+        return backend.operands(head_size).float().contiguous()
     if dtype.is_floating_point:
         return None if dtype == torch.float32 else _every(dtype)
     return None if bits in (4, 8) else torch.arange(2.0**bits, device="cpu")

@@ -29,7 +29,7 @@ def refusal(device: torch.device, sides: Sequence[tuple[PagedTensor, Codec]], st
         return f"tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
     for side, codec in sides:
         if codec.triton is None:
-            return f"codec {codec.name} has no Triton half"
+            return f"codec {codec.name} has no Triton codec"
         if stored and codec.triton().encode is None:
             return f"codec {codec.name}: its rows have no code in Triton"
         codes, meta, word_bytes = side.codes, side.meta, codec.triton().word_bytes
@@ -87,7 +87,7 @@ def _gpu_target(index: int) -> Target:
 
 
 def device_codec(codec: Codec, ptx: int = 0, exact: bool = False, lean: torch.dtype | None = None) -> TritonCodec:
-    """The Triton half of `codec`, with inline PTX where a GPU of capability `ptx` takes it. exact: planes are not rounded to 16 bits.
+    """The Triton codec of `codec`, with inline PTX where a GPU of capability `ptx` takes it. exact: planes are not rounded to 16 bits.
     lean: dtype of few queries, which need as few instructions as it has; None: there are many, or none."""
     device = codec.triton()
     if lean is not None and device.lean is not None and (lean == torch.bfloat16 or not device.lean.coarse):

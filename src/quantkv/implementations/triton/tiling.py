@@ -11,7 +11,7 @@ from .kernels.views import TritonCodec
 from .launch import Target
 
 FEW = 16  # rows of a tile up to which keys run down (`Features.key_axis`); 0: in no tile
-SPARED = 64  # rows below which codecs are read by their `lean` halves; 0: in no tile
+SPARED = 64  # rows below which codecs are read by their `lean` codecs; 0: in no tile
 KEYS_OF_NARROW_ROWS = 64  # of a tile of few queries, where a row is stored in at most 64 bytes
 KEYS_OF_WIDE_ROWS = 32
 WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave registers for so many
@@ -29,7 +29,7 @@ class Tiling(NamedTuple):
     num_stages: int
     resident: int  # programs of a multiprocessor at once
     key_axis: int = 1  # see `Features`
-    lean: bool = False  # whether codecs are read by their `lean` halves
+    lean: bool = False  # whether codecs are read by their `lean` codecs
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""Rounding, packing and unpacking of codes: what the Triton halves of several codecs share."""
+"""Rounding, packing and unpacking of codes: what several codecs share in Triton."""
 
 import triton
 import triton.language as tl

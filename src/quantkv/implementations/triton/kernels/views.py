@@ -84,7 +84,7 @@ class _Constant:
 
 @dataclass(frozen=True)
 class TritonCodec(_Constant):
-    """The Triton half of a codec.
+    """The Triton codec of a codec.
 
     A row of D values is `D / planes` words; word w holds dimensions `planes w .. planes w + planes - 1`, one of each plane.
 
@@ -96,8 +96,8 @@ class TritonCodec(_Constant):
     affine: (planes, meta, PLAN, TURNED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TURNED,
         stand for. meta: a tuple of `[N]` float32. None: it is the metadata as it is.
     lean: the same rows with fewer instructions, for tiles of few queries. None: nothing can be spared.
-    coarse: of such a half, that it keeps a score to 8 bits, no more: bfloat16 queries alone are read against it.
-    zero: of such a half, (meta, PLAN) -> `[N]` float32, what planes times their exponents are too large by, before their scale: it is
+    coarse: of such a codec, that it keeps a score to 8 bits, no more: bfloat16 queries alone are read against it.
+    zero: of such a codec, (meta, PLAN) -> `[N]` float32, what planes times their exponents are too large by, before their scale: it is
         taken off the sums of a tile, and not off every number. None: planes are centred.
     word_bytes: bytes of a word, which an integer of 8, 16, 32 or 64 bits holds; of 3 bytes an int32 whose highest byte may hold anything.
     overlap: > 0: `unpack` gets int32 words of which the lowest `overlap` bits are the highest of the word before, 0 for the first of every
