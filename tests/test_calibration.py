@@ -239,7 +239,7 @@ def write(folder, **given):
 def test_a_policy_carries_it(tmp_path):
     made = calibration()
     made.save(tmp_path / "toy.safetensors")
-    policy = Policy.load(write(tmp_path, layers={"3": "fp8"}, calibration="toy.safetensors", full_precision={"latest": 24}))
+    policy = Policy.load(write(tmp_path, layers={"3": "fp8"}, calibration="toy.safetensors", full_precision={"recent": 24}))
     assert policy.calibration.digest == made.digest and policy.full_precision == FullPrecisionTokens(0, 24)
     assert policy.maps_of(1).k.key_mean is not None and policy.maps_of(3) == LayerMaps()
     own = LinearMap(2 * torch.eye(SIZE)[None], torch.eye(SIZE)[None] / 2)

@@ -45,7 +45,7 @@ def test_presets_measure_the_model_before_the_first_row(model, name, caplog):
     run(model, cache)
     assert "key means and Hessians of Qwen2ForCausalLM" in caplog.text and "no statistics" not in caplog.text
     made = statistics.statistics_of(model)
-    policy = Policy(given["format"], calibration=made, full_precision=FullPrecisionTokens(**given["exact"]))
+    policy = Policy(given["format"], calibration=made, full_precision=FullPrecisionTokens(**given["full_precision"]))
     expected = QuantizedCache(model.config, policy)
     run(model, expected)
     mean = gains_from_key_mean(get_format(given["format"]).k)

@@ -27,10 +27,12 @@ from .maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap, default_map
 MIN_TOKENS = 256  # fewer say too little of a model
 NUMBERS = frozenset(map(str, range(MOST_LAYERS)))  # of layers, as a file spells them
 FILE_FORMAT, FILE_VERSION, VERSIONS = "quantkv-calibration", "2", ("1", "2")  # version 1 has no weights
-PARTS = {"k.offset": "key_mean", "k.metric": "key_hessian", "v.metric": "value_hessian", "weights": "weights"}  # tensor: field
+PARTS = {"k.offset": "key_mean", "k.metric": "key_hessian", "v.metric": "value_hessian", "weights": "weights"}
+# what a file calls a tensor: field of `LayerMoments`; names in files never change
 OPTIONAL = ("key_mean", "weights")
 
 
+@deprecated.keywords(key_offset="key_mean", key_metric="key_hessian", value_metric="value_hessian")
 @dataclass(frozen=True, eq=False)
 class LayerMoments:
     """Of one layer, for all of its kv heads, in the model's own space.

@@ -16,12 +16,12 @@ DIGITS = 5  # of a layer's number in a file: a longer one is damage, and a range
 FIELDS = ("policy_version", "format", "layers", "maps", "calibration", "full_precision", "statistics", "prompt")
 STATISTICS = ("off", "auto", "require")  # whether an engine measures the model where nothing was calibrated
 PROMPTS = ("own", "stored")  # what sequences with several new tokens read of these
-_EXACT = {"first": 16, "latest": 24}
+_WINDOW = {"sink": 16, "recent": 24}
 PRESETS: dict[str, dict[str, Any]] = {  # policies by bits, which are right with nothing set up
-    "8bit": {"format": "int8", "full_precision": _EXACT, "statistics": "auto"},
-    "4bit": {"format": "levels4", "full_precision": _EXACT, "statistics": "auto"},
-    "3bit": {"format": "levels3", "full_precision": _EXACT, "statistics": "auto"},
-    "2bit": {"format": "trellis2", "full_precision": _EXACT, "statistics": "auto"},
+    "8bit": {"format": "int8", "full_precision": _WINDOW, "statistics": "auto"},
+    "4bit": {"format": "levels4", "full_precision": _WINDOW, "statistics": "auto"},
+    "3bit": {"format": "levels3", "full_precision": _WINDOW, "statistics": "auto"},
+    "2bit": {"format": "trellis2", "full_precision": _WINDOW, "statistics": "auto"},
 }
 
 

@@ -55,15 +55,16 @@ def full_precision_of(given: str | None) -> FullPrecisionTokens | None:
         return None
     words = given.split(",")
     if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
-        raise ValueError(f"--full-precision {given}: two numbers of tokens are needed, the first and the latest, such as 16,24")
-    first, latest = map(int, words)
-    return FullPrecisionTokens(sink=first, recent=latest) if first or latest else None
+        raise ValueError(f"--full-precision {given}: two numbers of tokens are needed, the sink and the recent ones, such as 16,24")
+    sink, recent = map(int, words)
+    return FullPrecisionTokens(sink, recent) if sink or recent else None
 
 
-def policies_of(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> list[Recipe]:
-    """Policies of `--kv A,4bit,FILE.json`: formats, of which "all" stands for every one, and policies, which presets are too.
+def policies_of(kv: str, calibration: Path | None = None, full_precision: str | None = None) -> dict[str, Policy]:
+    """Policies of `--kv A,4bit,FILE.json` by the names that tables show: formats, of which "all" stands for every one, presets and files.
 
-    calibration, exact: of the formats; a policy brings its own. ValueError for names, files and numbers that are wrong.
+    calibration, full_precision: of the formats; a policy brings its own. ValueError for names, files and numbers that are wrong, and where
+    two have one name.
     """
     from ..policy import Policy
 
@@ -74,12 +75,17 @@ def policies_of(kv: str, calibration: Path | None = None, full_precision: str | 
     tokens, moments = full_precision_of(full_precision), None if calibration is None else load_calibration(calibration)
     ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.sink},{tokens.recent}")
     guides = {name: value for name, value in (("calibration", moments), ("full_precision", tokens)) if value is not None}
-    policies = [Recipe(name + ending, Policy(name, **guides)) for name in names]
+    named = [(name + ending, Policy(name, **guides)) for name in formats]
     for file in files:
         try:
-            policies.append(Recipe(Path(file).stem, Policy.given(file)))
+            named.append((Path(file).stem, Policy.given(file)))
         except ValueError as error:
             raise ValueError(f"--kv: {error}") from error
+    policies: dict[str, Policy] = {}
+    for name, policy in named:
+        if name in policies:
+            raise ValueError(f"--kv: {name!r} is named twice")
+        policies[name] = policy
     return policies
 
 
