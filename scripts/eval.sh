@@ -8,7 +8,7 @@ if [ $# -eq 0 ]; then
     mkdir -p eval
     .venv/bin/quantkv calibrate --out eval/calibration.safetensors
     for format in levels4 trellis2; do
-        printf '{"policy_version": 1, "format": "%s", "calibration": "calibration.safetensors", "exact": {"first": 16, "latest": 24}}\n' \
+        printf '{"policy_version": 1, "format": "%s", "calibration": "calibration.safetensors", "full_precision": {"sink": 16, "recent": 24}}\n' \
             "$format" >"eval/$format-calibrated.json"
     done
     set -- --kv int8,fp8,int4,tq4,int2,eval/levels4-calibrated.json,eval/trellis2-calibrated.json

@@ -67,7 +67,7 @@ def test_rows_that_are_scaled_after_their_rotation_are_understood(tmp_path):
 def test_large_key_biases_are_not_stored(tmp_path, name, stored):
     """Without its mean a key is 6 times shorter: 16 of 64 numbers have biases of 30, all have a deviation of 2.4."""
     folder = tiny_models.write("biases", tmp_path / "model")
-    off = policy(tmp_path, format=stored, full_precision={"first": 16, "latest": 24})
+    off = policy(tmp_path, format=stored, full_precision={"sink": 16, "recent": 24})
     plain = scores(engine.run(folder, "quantkv_fp32", PROMPTS, scored=True, **ARGUMENTS))
     preset = scores(engine.run(folder, f"quantkv_{name}", PROMPTS, scored=True, **ARGUMENTS))
     without = scores(engine.run(folder, "quantkv_policy", PROMPTS, scored=True, **ARGUMENTS, **off))
