@@ -1,4 +1,4 @@
-"""Writes of rows that are rounded by a Hessian: a layer with metrics, and what a kernel's bytes cost beside the reference's."""
+"""Writes of rows that are rounded by a Hessian: a layer with Hessians, and what a kernel's bytes cost beside the reference's."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from test_rounding import cost, hessian_of
 
 
 def layer(name, head_size=128, heads=2, *, hessians=(True, True), key_mean=False, shared=False, seed=0):
-    """Maps of a layer: the format's own, with metrics for K and V where `metrics` says so, one for all heads if `shared`."""
+    """Maps of a layer: the format's own, with Hessians for K and V where `hessians` says so, one for all heads if `shared`."""
     fmt, sides = get_format(name), []
     for i, codec in enumerate((fmt.k, fmt.v)):
         plain = default_map(codec, head_size)

@@ -78,7 +78,7 @@ def test_maps_of_other_heads_are_refused():
 )
 def test_which_tokens_a_layer_keeps_at_full_precision(fmt, by_position, kept):
     policy = Policy("int8", {1: fmt}, full_precision=FullPrecisionTokens(16, 24))
-    found = LayerConfig.of(policy, 1, torch.bfloat16, by_position=by_position).exact
+    found = LayerConfig.of(policy, 1, torch.bfloat16, by_position=by_position).full_precision
     assert found == (None if kept is None else FullPrecisionTokens(*kept))
     assert exact_tokens(FullPrecisionTokens(16, 0), by_position=True) is None
 
@@ -175,7 +175,7 @@ def test_a_captured_step_moves_no_state():
     assert int(group.pool.now) == 0 and layer.pool is group.pool and group.pool.watched is pages
     group.attach(found[1], pages)
     assert int(group.pool.now) == 1
-    assert [t.data_ptr() for t in found[0].exact.joined] == [t.data_ptr() for t in found[1].exact.joined]
+    assert [t.data_ptr() for t in found[0].full_precision.joined] == [t.data_ptr() for t in found[1].full_precision.joined]
 
 
 def test_a_group_keeps_the_most_that_a_layer_keeps():

@@ -137,7 +137,7 @@ INVARIANT = {  # queries and lengths, multiprocessors, shape and options; then b
 @pytest.mark.parametrize("case", INVARIANT)
 def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
     """One launch has the bits of two."""
-    queries, lens, multiprocessors, shape, options, blocks, warps, partials = INVARIANT[case]
+    queries, lens, multiprocessors, shape, options, blocks, num_warps, partials = INVARIANT[case]
     for name, value in (("PARTIAL_LEAST", 2), ("PARTIAL_MOST", 2)):
         monkeypatch.setattr(warps, name, value)
     b = SampleBatch.make("int4", queries, lens, **{"head_size": 64, "num_kv_heads": 2, "group": 4, "dtype": torch.bfloat16, **shape})
@@ -151,7 +151,7 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
     main = hopper.Plan(call, multiprocessors).main
     assert len(hopper.prepare(call).launches) == 1 and (main.unsplit.blocks, main.unsplit.warps, main.partial_slots) == (
         blocks,
-        warps,
+        num_warps,
         partials,
     )
     check(b, found[0], **options)

@@ -44,7 +44,7 @@ def test_a_policy_is_taken_as_a_file_and_as_a_dict(form, tmp_path, llama):
     given = {"path": file, "text": str(file), "dict": GIVEN, "numbers": numbers, "no version": unversioned}[form]
     cache = QuantizedCache(llama.config, given)
     assert formats(cache) == ["int8", "int4"]
-    assert [sequences.exact for sequences in cache.sequences.values()] == [FullPrecisionTokens(16, 8)]
+    assert [sequences.full_precision for sequences in cache.sequences.values()] == [FullPrecisionTokens(16, 8)]
 
 
 def test_a_file_brings_what_it_names(tmp_path, llama):

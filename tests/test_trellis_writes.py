@@ -26,19 +26,19 @@ def check(results: list[Compared], mean: float, sides: int = 2) -> None:
 
 @on_cpu
 @pytest.mark.parametrize(
-    "head_size, dtype, offset, shared",
+    "head_size, dtype, key_mean, shared",
     [(64, torch.float16, False, False), (128, torch.bfloat16, True, False), (256, torch.bfloat16, False, True)],
     ids=str,
 )
-def test_it_costs_what_the_reference_does(head_size, dtype, offset, shared, monkeypatch, tmp_path):
-    maps = layer("trellis2", head_size, offset=offset, shared=shared)
+def test_it_costs_what_the_reference_does(head_size, dtype, key_mean, shared, monkeypatch, tmp_path):
+    maps = layer("trellis2", head_size, key_mean=key_mean, shared=shared)
     given = Rows.make(45 if head_size < 256 else 20, maps, 2, head_size, dtype)
     check(compare(*on_a_cpu("trellis2", maps, given, monkeypatch, tmp_path), given), 0.03)
 
 
 @on_cpu
 @pytest.mark.parametrize(
-    "name, metrics, sides",
+    "name, hessians, sides",
     [
         ("trellis2", (True, False), 1),
         ("trellis2", (False, True), 1),
@@ -47,8 +47,8 @@ def test_it_costs_what_the_reference_does(head_size, dtype, offset, shared, monk
     ],
     ids=str,
 )
-def test_each_side_is_written_in_its_own_way(name, metrics, sides, monkeypatch, tmp_path):
-    maps = layer(name, 64, metrics=metrics)
+def test_each_side_is_written_in_its_own_way(name, hessians, sides, monkeypatch, tmp_path):
+    maps = layer(name, 64, hessians=hessians)
     given = Rows.make(20, maps, head_size=64)
     results = compare(*on_a_cpu(name, maps, given, monkeypatch, tmp_path), given)
     assert len(results) == sides and all(abs(each.mean - 1) < 0.1 for each in results)
@@ -57,7 +57,7 @@ def test_each_side_is_written_in_its_own_way(name, metrics, sides, monkeypatch, 
 @on_cpu
 @pytest.mark.parametrize("metric", [False, True])
 def test_a_row_that_is_not_finite_changes_no_other(metric, monkeypatch, tmp_path):
-    check_contained("trellis2", layer("trellis2", metrics=(metric, metric)), 24, lambda: Device(monkeypatch, tmp_path))
+    check_contained("trellis2", layer("trellis2", hessians=(metric, metric)), 24, lambda: Device(monkeypatch, tmp_path))
 
 
 @on_cpu
@@ -106,20 +106,20 @@ def test_it_compiles_within_its_budget_and_its_registers(head_size, metric, tmp_
 
 @on_hopper
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("metrics", [(True, True), (False, False)], ids=["metric", "plain"])
-def test_many_rows_on_a_gpu(metrics, head_size):
-    maps = layer("trellis2", head_size, 8, offset=True, metrics=metrics)
+@pytest.mark.parametrize("hessians", [(True, True), (False, False)], ids=["hessian", "plain"])
+def test_many_rows_on_a_gpu(hessians, head_size):
+    maps = layer("trellis2", head_size, 8, key_mean=True, hessians=hessians)
     given = Rows.make(1000, maps, 8, head_size)
     (expected,), (cache,) = given.caches("trellis2", maps, 1), given.caches("trellis2", maps, 1, "cuda")
     expected.write(*given.given, implementation="reference")
     cache.write(*(t.cuda() for t in given.given), implementation="hopper")
-    check(compare(on_host(cache), expected, given), 0.005, sum(metrics))
+    check(compare(on_host(cache), expected, given), 0.005, sum(hessians))
 
 
 @on_hopper
-@pytest.mark.parametrize("metrics", [(True, True), (False, False)], ids=["metric", "plain"])
-def test_a_graph_writes_what_an_eager_call_does(metrics):
-    maps = layer("trellis2", metrics=metrics)
+@pytest.mark.parametrize("hessians", [(True, True), (False, False)], ids=["hessian", "plain"])
+def test_a_graph_writes_what_an_eager_call_does(hessians):
+    maps = layer("trellis2", hessians=hessians)
     given = Rows.make(64, maps)
     eager, captured = given.caches("trellis2", maps, 2, "cuda")
     tensors = [t.cuda() for t in given.given]
