@@ -283,7 +283,7 @@ def test_writes_that_gain_nothing_or_need_more_are_the_references():
     plain = LayerMaps.of(get_format("int4"), 64, 64)
     cases = {
         "int8 has neither": batch("int8"),
-        "trellis2 has no half": batch("trellis2", head_size=64),
+        "trellis2 has no codec for CPUs": batch("trellis2", head_size=64),
         "maps of Hadamard": batch("int4", maps=LayerMaps(LinearMap(plain.k.forward, plain.k.inverse, key_mean))),
     }
     for reason, b in cases.items():

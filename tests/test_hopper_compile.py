@@ -155,7 +155,7 @@ def test_maps_stay_out_of_the_loop(key, with_maps, with_offset, key_map, value_m
 def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, packed_rows, tmp_path):
     """And out of local memory, in the combine kernels as well."""
     plain = config(key, key, packed_rows=packed_rows, key_map=value_map, value_map=value_map)
-    chosen = replace(plain, ranges=True, follows=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
+    chosen = replace(plain, ranges=True, pdl_after_decode=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
     steps = []
     for name, each in (("plain", plain), ("chosen", chosen)):
         cubin = tmp_path / f"{name}.cubin"
@@ -171,7 +171,7 @@ def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, packed_rows, t
 )
 def test_exact_rows_stay_out_of_local_memory(key, head_size, value_map, tmp_path):
     cubin = tmp_path / "decode.cubin"
-    chosen = replace(config(key, key, head_size, key_map=value_map, value_map=value_map), ranges=True, full_precision=16)
+    chosen = replace(config(key, key, head_size, key_map=value_map, value_map=value_map), ranges=True, exact=16)
     cubin.write_bytes(build(chosen))
     assert not {"LDL", "STL"} & set(opcodes(cubin))
 

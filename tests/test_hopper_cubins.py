@@ -18,7 +18,7 @@ CODE = bytes(range(256)) * 16
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compilations(monkeypatch):
     """The sources that were compiled, by a stub of NVRTC that answers with CODE."""
     done = []
 
@@ -52,14 +52,14 @@ def only_file(folder):
     return file
 
 
-def test_a_cubin_is_compiled_once(compiled, folder):
+def test_a_cubin_is_compiled_once(compilations, folder):
     assert [compile_cubin(), compile_cubin()] == [CODE, CODE]
-    assert len(compiled) == 1
+    assert len(compilations) == 1
     assert compile_cubin(OTHER=1) == CODE
-    assert len(compiled) == 2 == len(list(folder.iterdir()))
+    assert len(compilations) == 2 == len(list(folder.iterdir()))
 
 
-def test_where_nothing_can_be_kept_the_cubin_is_served_with_one_warning(compiled, tmp_path, monkeypatch):
+def test_where_nothing_can_be_kept_the_cubin_is_served_with_one_warning(compilations, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "file"))
     with warnings.catch_warnings(record=True) as caught:
@@ -69,7 +69,7 @@ def test_where_nothing_can_be_kept_the_cubin_is_served_with_one_warning(compiled
     assert str(tmp_path / "file" / "kernels") in str(warning.message) and "QUANTKV_CACHE" in str(warning.message)
 
 
-def test_a_full_disk_leaves_the_cubin_and_no_file(compiled, folder):
+def test_a_full_disk_leaves_the_cubin_and_no_file(compilations, folder):
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(CODE) // 2, limits[1]))  # a longer file fails in the midst, as on a full disk
@@ -80,8 +80,8 @@ def test_a_full_disk_leaves_the_cubin_and_no_file(compiled, folder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == CODE and list(folder.iterdir()) == [] and len(caught) == 1
-    assert compile_cubin() == CODE and len(compiled) == 2  # and once there is room again, it is kept
-    assert compile_cubin() == CODE and len(compiled) == 2
+    assert compile_cubin() == CODE and len(compilations) == 2  # and once there is room again, it is kept
+    assert compile_cubin() == CODE and len(compilations) == 2
 
 
 def flipped(data):
@@ -100,18 +100,18 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_cubin_is_compiled_anew_and_replaced(damage, compiled, folder):
+def test_a_damaged_cubin_is_compiled_anew_and_replaced(damage, compilations, folder):
     compile_cubin()
     file = only_file(folder)
     whole = file.read_bytes()
     file.write_bytes(DAMAGES[damage](whole))
-    assert compile_cubin() == CODE and len(compiled) == 2
+    assert compile_cubin() == CODE and len(compilations) == 2
     assert only_file(folder) == file and file.read_bytes() == whole
-    assert compile_cubin() == CODE and len(compiled) == 2
+    assert compile_cubin() == CODE and len(compilations) == 2
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
-def test_the_mode_of_a_cubin_follows_the_umask(umask, mode, compiled, folder):
+def test_the_mode_of_a_cubin_follows_the_umask(umask, mode, compilations, folder):
     before = os.umask(umask)
     try:
         compile_cubin()
@@ -120,7 +120,7 @@ def test_the_mode_of_a_cubin_follows_the_umask(umask, mode, compiled, folder):
     assert stat.S_IMODE(only_file(folder).stat().st_mode) == mode
 
 
-def test_a_file_of_another_user_is_compiled_anew_and_replaced(compiled, folder, monkeypatch):
+def test_a_file_of_another_user_is_compiled_anew_and_replaced(compilations, folder, monkeypatch):
     compile_cubin()
     whole = only_file(folder).read_bytes()
     only_file(folder).write_bytes(b"of another user")
@@ -132,20 +132,20 @@ def test_a_file_of_another_user_is_compiled_anew_and_replaced(compiled, folder, 
         patched.setattr(whole_file, "reading", denied)
         patched.setattr(Path, "read_bytes", denied)
         assert compile_cubin() == CODE
-    assert len(compiled) == 2 and only_file(folder).read_bytes() == whole
+    assert len(compilations) == 2 and only_file(folder).read_bytes() == whole
 
 
-def test_a_folder_in_the_place_of_a_cubin_costs_a_warning(compiled, folder):
+def test_a_folder_in_the_place_of_a_cubin_costs_a_warning(compilations, folder):
     compile_cubin()
     file = only_file(folder)
     file.unlink()
     file.mkdir()
     with pytest.warns(RuntimeWarning, match="QUANTKV_CACHE"):
         assert compile_cubin() == CODE
-    assert len(compiled) == 2
+    assert len(compilations) == 2
 
 
-def test_a_file_of_an_older_release_is_no_kept_cubin(compiled, folder):
+def test_a_file_of_an_older_release_is_no_kept_cubin(compilations, folder):
     """They were named `<key>.cubin` and had no digest."""
     compile_cubin()
     assert only_file(folder).suffix != ".cubin"

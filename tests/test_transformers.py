@@ -224,7 +224,7 @@ def test_a_crop_lets_go_of_the_rows_of_a_call_that_was_refused(llama):
 
 
 def test_rows_on_their_way_to_the_attention_function_say_what_they_are_and_nothing_else():
-    layer = QuantizedLayer("int4", Sequences(Kind(), 16), None, fresh_prefill=False, num_tokens=0)
+    layer = QuantizedLayer("int4", Sequences(Kind(), 16), None, prompt="own", num_tokens=0)
     key, value = torch.randn(2, 1, 2, 5, 64)
     pending, _ = layer.update(key, value)
     assert (pending.shape, pending.dtype, pending.device) == (key.shape, key.dtype, key.device)

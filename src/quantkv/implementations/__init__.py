@@ -7,7 +7,7 @@ Each is a folder with a module for reads, `attend`, and one for writes, `write` 
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
     OWN_ROWS                    of reads: "read" where it takes a call's own rows. Else they are one more segment: "copied" into pages,
-                                "prefill" (one after the other) or, without it, read where they lie
+                                "dense" (one after the other) or, without it, read where they lie
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _lowered(name: str, call: Call) -> Lowered | None:
     if isinstance(call, WriteCall) or call.own is None:
         return None
     how = getattr(module(name, "attend"), "OWN_ROWS", None)
-    return None if how == "read" else Lowered(call, how == "copied", how == "prefill")
+    return None if how == "read" else Lowered(call, how == "copied", how == "dense")
 
 
 def plain(name: str, call: Call) -> Call:

@@ -256,4 +256,4 @@ def _value_moments(model: torch.nn.Module, layers: dict[str, Any], observer: Obs
         named = [] if parent is None else [getattr(getattr(parent, name, None), "weight", None) for name in PROJECTIONS]
         heads, size = impl.num_kv_heads, layer.head_size_v
         found = projection_moments(named, heads, size, impl.num_heads)
-        observer.values[number] = torch.eye(size).repeat(heads, 1, 1) if found is None else found
+        observer.values[number] = torch.eye(size, device="cpu").repeat(heads, 1, 1) if found is None else found
