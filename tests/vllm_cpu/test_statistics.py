@@ -17,6 +17,7 @@ from quantkv.integrations.transformers import calibrate
 
 LIMIT = 256  # positions: so few that moments are averaged over all of them
 ARGUMENTS = {"skip_tokenizer_init": True, "max_model_len": LIMIT}
+STORED = {"additional_config": {"quantkv_prompt": "stored"}}
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in enumerate((5, 90, 150))]
 TWO = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
 
@@ -67,9 +68,9 @@ def test_rows_that_are_scaled_after_their_rotation_are_understood(tmp_path):
 def test_large_key_biases_are_not_stored(tmp_path, name, stored):
     """Without its mean a key is 6 times shorter: 16 of 64 numbers have biases of 30, all have a deviation of 2.4."""
     folder = tiny_models.write("biases", tmp_path / "model")
-    off = policy(tmp_path, format=stored, full_precision={"sink": 16, "recent": 24})
+    off = policy(tmp_path, format=stored, full_precision={"sink": 16, "recent": 24}, prompt="stored")
     plain = scores(engine.run(folder, "quantkv_fp32", PROMPTS, scored=True, **ARGUMENTS))
-    preset = scores(engine.run(folder, f"quantkv_{name}", PROMPTS, scored=True, **ARGUMENTS))
+    preset = scores(engine.run(folder, f"quantkv_{name}", PROMPTS, scored=True, **STORED, **ARGUMENTS))  # prompts read pages, too
     without = scores(engine.run(folder, "quantkv_policy", PROMPTS, scored=True, **ARGUMENTS, **off))
     lost, before = ((found - plain).abs().mean() for found in (preset, without))
     assert 0 < lost < before / 2  # at 4 bits the greater loss ends where a row says nothing
