@@ -36,15 +36,19 @@ def sample(weight: Any) -> torch.Tensor | None:
 
 def of_module(module: torch.nn.Module) -> torch.Tensor | None:
     """The `sample` of an attention module's key projection; None where it has none that is known by name."""
-    weights = {name.rpartition(".")[2]: getattr(part, "weight", None) for name, part in module.named_modules()}
-    return next((sample(weights[name]) for name in KEY_PROJECTIONS if name in weights), None)
+    return sample(_of_key_projection(module, "weight"))
 
 
 def largest_key_bias(module: torch.nn.Module) -> float:
     """The largest number of the biases of an attention module's key projection; 0.0 where it has none."""
-    biases = {name.rpartition(".")[2]: getattr(part, "bias", None) for name, part in module.named_modules()}
-    bias = next((biases[name] for name in KEY_PROJECTIONS if isinstance(biases.get(name), torch.Tensor)), None)
+    bias = _of_key_projection(module, "bias")
     return 0.0 if bias is None or bias.is_meta or not bias.numel() else float(bias.detach().abs().max())
+
+
+def _of_key_projection(module: torch.nn.Module, what: str) -> torch.Tensor | None:
+    """The weight or the bias of an attention module's key projection; None where it has none that is known by name."""
+    found = {name.rpartition(".")[2]: getattr(part, what, None) for name, part in module.named_modules()}
+    return next((found[name] for name in KEY_PROJECTIONS if isinstance(found.get(name), torch.Tensor)), None)
 
 
 def of_checkpoint(folder: str | Path) -> dict[int, torch.Tensor]:

@@ -59,7 +59,7 @@ def test_rows_that_are_scaled_after_their_rotation_are_understood(tmp_path):
     expected = calibrate(model, sample_tokens(None, 128, 512)[0].view(-1, LIMIT), limit=LIMIT)
     for number, layer in expected.layers.items():
         found = Calibration.load(file).layers[number]
-        torch.testing.assert_close(found.key_offset.norm(dim=2), layer.key_offset.norm(dim=2), rtol=2e-3, atol=1e-3)
+        torch.testing.assert_close(found.key_mean.norm(dim=2), layer.key_mean.norm(dim=2), rtol=2e-3, atol=1e-3)
         for ours, theirs in ((found.key_hessian, layer.key_hessian), (found.value_hessian, layer.value_hessian)):
             torch.testing.assert_close(*(t.diagonal(dim1=1, dim2=2).sum(1) for t in (ours, theirs)), rtol=1e-3, atol=0)
 
@@ -87,7 +87,7 @@ def test_models_without_rotations_have_one_key_mean(tmp_path):
         **policy(tmp_path, format="levels4", statistics="require"),
     )
     assert report.error == ""
-    assert [tuple(layer.key_offset.shape) for layer in Calibration.load(file).layers.values()] == [(1, 4, 32)] * 2
+    assert [tuple(layer.key_mean.shape) for layer in Calibration.load(file).layers.values()] == [(1, 4, 32)] * 2
 
 
 def test_layers_at_16_bits_are_not_measured(tmp_path):

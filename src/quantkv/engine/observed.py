@@ -14,6 +14,7 @@ from ..calibration import LayerMoments
 from ..maps import KEY_MEAN_BUCKET
 from .layer import LayerAttention
 
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of what reads an attention's output
 SKIPPED = 8  # tokens at the beginning of a context: their keys are not like others'
 BUCKETS_AT_ONCE = 4  # of positions, whose rotations are matrices in memory
 POSITIONS = 256  # over which second moments are averaged: more change them by less than the text does
@@ -47,29 +48,28 @@ class LayerSums:
         return (self.keys / self.count).float()
 
     @property
-    def metric(self) -> torch.Tensor:
+    def hessian(self) -> torch.Tensor:
         """Second moments of the queries `[HK, D, D]` float32."""
         return (self.moments / self.count).float()
 
 
 def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor], rotations: dict, limit: int) -> dict[int, LayerMoments]:
     """`LayerMoments` of layers by number. values: `[HK, D_V, D_V]` of each. rotations: `Rotate` by `LayerSums.rotation`. limit: positions
-    that offsets cover and moments are averaged over."""
-    offsets: dict[int, torch.Tensor | None] = {}
-    metrics = {number: sums.metric for number, sums in layers.items()}
+    that key means cover and moments are averaged over."""
+    key_means: dict[int, torch.Tensor | None] = {}
+    hessians = {number: sums.hessian for number, sums in layers.items()}
     for rotation in {sums.rotation for sums in layers.values()}:
         own = [number for number, sums in layers.items() if sums.rotation == rotation]
         means = [layers[number].mean for number in own]
         if rotation is None:
-            offsets |= {number: mean[None] for number, mean in zip(own, means)}
+            key_means |= {number: mean[None] for number, mean in zip(own, means)}
             continue
-        turned = rotated_means(means, rotations[rotation], limit)
-        offsets |= dict(zip(own, turned))
-        metrics |= dict(zip(own, rotated_moments([metrics[number] for number in own], rotations[rotation], limit)))
+        key_means |= dict(zip(own, rotated_means(means, rotations[rotation], limit)))
+        hessians |= dict(zip(own, rotated_moments([hessians[number] for number in own], rotations[rotation], limit)))
     made = {}
     for number, sums in layers.items():
-        offset = offsets[number].clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu() if sums.understood else None
-        made[number] = LayerMoments(offset, metrics[number].cpu(), values[number].float().cpu())
+        key_mean = key_means[number].clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu() if sums.understood else None
+        made[number] = LayerMoments(key_mean, hessians[number].cpu(), values[number].float().cpu())
     return made
 
 
@@ -84,16 +84,16 @@ def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list
     return list(torch.cat(parts).split(heads, 1))
 
 
-def rotated_moments(metrics: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
+def rotated_moments(hessians: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
     """Second moments `[HK, D, D]`, averaged over positions below limit: over all of them, or over 256 that are spread evenly."""
-    device = metrics[0].device
+    device = hessians[0].device
     places = torch.arange(min(limit, POSITIONS), device=device)
     if limit > POSITIONS:
         places = ((places.double() + 0.5) * GOLDEN % 1 * limit).long()
     matrices = rotate(places).float()
     flat, made = matrices.flatten(0, 1), []
-    for metric in metrics:
-        heads = [flat.mT @ (head @ matrices).flatten(0, 1) / len(places) for head in metric]
+    for hessian in hessians:
+        heads = [flat.mT @ (head @ matrices).flatten(0, 1) / len(places) for head in hessian]
         made.append(torch.stack(heads))
     return made
 

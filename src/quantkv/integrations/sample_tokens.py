@@ -10,7 +10,14 @@ from transformers import AutoTokenizer
 
 from ..calibration import MIN_TOKENS
 
+TOKENS, TOKENS_ON_CPU = 1024, 512  # of the pass
+
 log = logging.getLogger("quantkv")
+
+
+def pass_tokens(device: torch.device) -> int:
+    """How many tokens the pass has on a device."""
+    return TOKENS_ON_CPU if device.type == "cpu" else TOKENS
 
 
 def sample_tokens(tokenizer: str | None, vocab_size: int, count: int) -> tuple[torch.Tensor, str]:

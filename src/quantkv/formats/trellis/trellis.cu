@@ -1,8 +1,10 @@
 // Rows -> page records of trellis codes, for K, V or both in one launch, written for sm_90.
 //
-// A block writes 8 tokens of one kv head: one warp maps the rows (mapped.cuh), then each of 8 finds the codes of one by the Viterbi algorithm.
+// A block writes 8 tokens of one kv head: one warp maps the rows (mapped.cuh), then each of 8 finds the codes of one by the
+// Viterbi algorithm.
 //
-// Compile-time, from hopper.py: what write.cu has, and HESSIAN: whether errors cost by a Hessian; HOST_HESSIAN_BYTES, of a head.
+// Compile-time, from hopper.py: what write.cu has, and HESSIAN: whether errors cost by a Hessian;
+// HOST_HESSIAN_BYTES, of a head.
 #include "arguments.cuh"
 #include "viterbi_hessian.cuh"
 
@@ -52,7 +54,9 @@ DI void encode_rows(TrellisRows& s, Scratch<true>& scratch, const u8* hessian) {
   encode_rows(s, scratch.rows, scratch.viterbi_hessian[threadIdx.x / 32], hessian);
 }
 DI const float* products(const TrellisRows& s, const Scratch<false>&, int row) { return s.rows[row]; }
-DI const float* products(const TrellisRows&, const Scratch<true>& scratch, int row) { return scratch.rows.products[row]; }
+DI const float* products(const TrellisRows&, const Scratch<true>& scratch, int row) {
+  return scratch.rows.products[row];
+}
 
 // Grid (tokens / 8 for each of SIDES, kv heads), K and V in turns.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) trellis_kernel(const __grid_constant__ RoundArguments arguments) {

@@ -115,12 +115,12 @@ def quantkv_attention(
 def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
     """What a layer's attention module tells of the model, before the layer stores its first row: whether its calibration is of another one,
     and whether its keys have biases that break them. ValueError for another model."""
-    positions, found = layer.sequences.cache_positions, weights.of_module(module)
+    positions = layer.sequences.cache_positions
     if positions.statistics != "off":
         _no_statistics(positions.statistics)
         positions.statistics = "off"
-    if found is not None and layer.weights is not None:
-        weights.check({layer.index: layer.weights}, {layer.index: found})
+    if layer.weights is not None:
+        weights.check({layer.index: layer.weights}, {layer.index: weights.of_module(module)})
     maps, name = layer.config.maps, get_format(layer.requested, torch.bfloat16).name
     largest = (
         0.0 if positions.warned or name in UNQUANTIZED or (maps.k and maps.k.key_mean is not None) else weights.largest_key_bias(module)

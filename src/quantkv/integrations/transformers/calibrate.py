@@ -15,16 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ... import weights
 from ...calibration import MIN_TOKENS, Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
+from ...engine.observed import LARGEST_HALF, PROJECTIONS, SKIPPED
 from ...maps import KEY_MEAN_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
 from .config import geometry_of, max_positions, plan_layers, shares_keys
 from .rotation import Average, Layout, Rotary, Turn, form_of, table_of, unturned
 
 ATTENTION = "quantkv_calibrate"
-SKIPPED = 8  # tokens at the beginning of each context: their keys are not like others'
 TOKENS_AT_ONCE = 2048  # of a forward pass
-PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-LARGEST_HALF = torch.finfo(torch.float16).max
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,13 @@ from transformers import PreTrainedModel
 from ... import weights, whole_file
 from ...calibration import Calibration
 from ...policy import Policy
-from ..sample_tokens import sample_tokens
+from ..sample_tokens import pass_tokens, sample_tokens
 from .calibrate import calibrate
 from .config import geometry_of, max_positions
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
 
-TOKENS, TOKENS_ON_CPU = 1024, 512  # of the pass
 VERSION = 1  # part of a kept file's name: raise it when the text or what is measured changes
 SLOW = 2.0  # seconds: a pass that takes longer is worth a line that everyone sees
 
@@ -102,7 +101,7 @@ def statistics_of(model: PreTrainedModel) -> Calibration:
 def _ids(model: PreTrainedModel) -> tuple[torch.Tensor, str]:
     """Tokens `[N, tokens]` of the pass, and what they are: of the package's text, or at random where the model has no tokenizer here."""
     config = model.config.get_text_config(decoder=True)
-    count = TOKENS_ON_CPU if model.device.type == "cpu" else TOKENS
+    count = pass_tokens(model.device)
     context = min(max_positions(model.config) or count, count)
     ids, source = sample_tokens(model.config.name_or_path or config.name_or_path, config.vocab_size, count)
     contexts = max(ids.shape[1] // context, 1)

@@ -26,12 +26,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ...calibration import Calibration
-from ...engine.observed import SKIPPED, LayerSums, layer_moments, projection_moments
-from ..sample_tokens import sample_tokens
+from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, layer_moments, projection_moments
+from ..sample_tokens import pass_tokens, sample_tokens
 
 logger = init_logger("vllm.quantkv")
-TOKENS, TOKENS_ON_CPU = 1024, 512  # of the pass
-PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 IN_MEMORY = ("OffloadingConnector", "CPUOffloadingSpec")  # a connector whose pages end with the engine
 SAME = 2**-6  # relative distance of rows that differ by a factor each, in bfloat16
 TINY = torch.finfo(torch.float32).tiny
@@ -122,7 +120,7 @@ class Observer:
         return None
 
     def moments(self, limit: int, dtype: torch.dtype) -> dict[int, Any]:
-        """`LayerMoments` by the number of a layer, with offsets for positions below limit."""
+        """`LayerMoments` by the number of a layer, with key means for positions below limit."""
         rotations = {name: functools.partial(_rotate, module, *name[1:], dtype) for name, module in self.rotaries.items()}
         return layer_moments(self.layers, self.values, rotations, limit)
 
@@ -204,7 +202,7 @@ def _measured(config: Any, runner: Any, layers: dict[str, Any]) -> tuple[Calibra
     """The calibration of this rank's heads, and what it was made of."""
     model, model_config, device = runner.get_model(), config.model_config, runner.device
     limit = model_config.max_model_len
-    count = TOKENS_ON_CPU if device.type == "cpu" else TOKENS
+    count = pass_tokens(device)
     context = min(count, limit, config.scheduler_config.max_num_batched_tokens)
     if context <= 2 * SKIPPED:
         raise NotImplementedError(f"steps of {context} tokens are too short")
@@ -232,7 +230,7 @@ def _measured(config: Any, runner: Any, layers: dict[str, Any]) -> tuple[Calibra
 
 def _own(moments: Any) -> Any:
     """The same numbers in tensors that are no inference tensors."""
-    tensors = moments.key_offset, moments.key_hessian, moments.value_hessian
+    tensors = moments.key_mean, moments.key_hessian, moments.value_hessian
     return type(moments)(*(None if t is None else t.clone() for t in tensors))
 
 

@@ -6,7 +6,6 @@ A kept file is the SHA-256 of a cubin (32 bytes), then the cubin. A file that is
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -90,5 +89,4 @@ def find(header: str, *beside: Path) -> Path:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: `$QUANTKV_CACHE`, else the user's cache folder."""
-    root = os.environ.get("QUANTKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkv"
-    return Path(root) / "kernels"
+    return whole_file.cache_folder() / "kernels"
