@@ -11,7 +11,7 @@ import torch
 
 from quantkv import AttentionOptions, LayerMaps, LinearMap, PagedCache, get_format, implementations, prepare_attend, prepare_write
 from quantkv.calls import AttendCall, WriteCall
-from quantkv.implementations.cpu import attend, threads, write
+from quantkv.implementations.cpu import attend, sides, threads, write
 from quantkv.implementations.reference.attend import compute
 from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, POISON, SampleBatch, check, relative_error
 
@@ -237,6 +237,35 @@ def test_parts_run_at_the_same_time_and_a_failure_of_any_is_told(monkeypatch):
     for failing in (0, 3, 6):
         with pytest.raises(ArithmeticError):
             threads.in_parts(10, 2, lambda first, last, failing=failing: 1 / (first - failing))
+
+
+def test_two_parts_are_two_threads_and_nothing_runs_on_after_a_failure(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    both = threading.Barrier(2, timeout=30)
+    threads.in_parts(2, 1, lambda first, last: both.wait())
+    failed, ended = threading.Event(), threading.Event()
+
+    def part(first, last):
+        if first == 0:
+            failed.set()
+            raise ArithmeticError
+        failed.wait(30)
+        ended.wait(0.05)  # the other part has failed by now
+        ended.set()
+
+    with pytest.raises(ArithmeticError):
+        threads.in_parts(2, 1, part)
+    assert ended.is_set()
+
+
+def test_a_row_of_one_number_is_dense_whatever_its_stride():
+    """The metadata of int8 are one number a row: how far the next would be makes no difference."""
+    b = batch("int8")
+    apart = b.cache.k.meta.unsqueeze(-1).expand(*b.cache.k.meta.shape, 2)[..., 0]
+    k = b.cache.k._replace(meta=apart.as_strided(apart.shape, (*apart.stride()[:3], 7)))
+    assert sides.refusal(k, b.cache.format.k) is None
+    codes = b.cache.k._replace(codes=torch.zeros(2, 16, 2, 128, dtype=torch.int8)[..., ::2])
+    assert "dense" in sides.refusal(codes, b.cache.format.k)
 
 
 def test_a_write_in_a_metric_stores_the_bytes_of_the_reference():

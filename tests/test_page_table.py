@@ -206,6 +206,10 @@ def test_every_sequence_keeps_its_tokens():
                 assert [pages[row[at // 8]][at % 8] for at in range(back, len(sequence))] == sequence[back:]
 
 
+def test_a_table_begins_without_sequences():
+    assert PageTable(8).rows == [] and PageTable(8).lengths == []
+
+
 def test_a_table_is_pickled_with_its_pages():
     table = table_of()
     again = pickle.loads(pickle.dumps(table))

@@ -138,6 +138,35 @@ def test_maps_of_some_heads():
     assert part.v is maps.v
 
 
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_map_that_is_given_goes_before_the_calibration_s(side):
+    """And only on its side: the other one is the calibration's."""
+    eye, other = torch.eye(8)[None], {"k": "v", "v": "k"}[side]
+    calibration = Calibration(1, {0: LayerMoments(torch.ones(1, 1, 8, dtype=torch.float16), eye, eye)})
+    made = calibration.maps(0, Policy("levels4").of(0))
+    given = LinearMap(2 * eye, eye / 2)
+    found = Policy("levels4", maps={0: LayerMaps(**{side: given})}, calibration=calibration).maps_of(0)
+    assert getattr(found, side) is given
+    assert getattr(found, other) is getattr(made, other) and found.calibration == made.calibration
+
+
+@pytest.mark.parametrize("form", [str, lambda path: path, lambda path: Policy.load(path)], ids=["text", "path", "policy"])
+def test_a_policy_is_given_by_what_names_it(form, tmp_path):
+    path = write(tmp_path, layers={"0": "int8"})
+    given = form(path)
+    found = Policy.given(given)
+    assert (found.format, found.layers) == ("int4", {0: "int8"})
+    assert found is given or not isinstance(given, Policy)
+    assert Policy.given("int4") is None and Policy.given(4) is None
+
+
+def test_the_number_of_a_layer_has_few_digits(tmp_path):
+    eye = torch.eye(4)[None]
+    save_file({f"layers.{'1' * 40}.k.forward": eye, f"layers.{'1' * 40}.k.inverse": eye.clone()}, tmp_path / "maps.safetensors")
+    with pytest.raises(ValueError, match="tensors are named"):
+        Policy.load(write(tmp_path, maps="maps.safetensors"))
+
+
 def with_files(number=1.0):
     """A policy that is written to three files, which differ with the number."""
     eye = torch.eye(4)[None]

@@ -112,6 +112,51 @@ def test_only_calls_alike_share_what_is_prepared(monkeypatch):
                 write(cache, key.to(v.dtype), v)
 
 
+def test_the_rows_of_a_step_are_written_before_they_are_read():
+    """`new` is the write of the tokens of q; what else it may be is refused, in each call."""
+    b = batch()
+    attend, expected = prepared(b), prepared(b)(b.cache, b.q)
+    empty = PagedCache(b.cache.spec, b.cache.num_blocks, DEVICE)
+    write = prepare_write(b.slots)
+    for wrong in ((b.key, write, b.value), (write, b.key), write, [write, b.key, b.value]):
+        with pytest.raises(ValueError, match=r"new=.*: a tuple \(write, key, value\) is needed"):
+            attend(empty, b.q, new=wrong)
+    assert not empty.buffer.any()
+    for _ in range(2):
+        empty.buffer.zero_()
+        torch.testing.assert_close(attend(empty, b.q, new=(write, b.key, b.value)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("starts_next", [False, True])
+def test_what_reads_rows_waits_for_them_only_behind_their_own_write(starts_next, monkeypatch):
+    """A write that lets what follows begin is followed by the launch that waits; any other by the plain one."""
+    launched = []
+
+    def prepare(call, implementation):
+        def launch(call):
+            launched.append("write" if hasattr(call, "key") else "attend")
+
+        launch.starts_next, launch.after_write = starts_next, lambda call: launched.append("waits")
+        return launch
+
+    monkeypatch.setattr(ops, "prepare", prepare)
+    b = batch()
+    prepared(b)(b.cache, b.q, new=(prepare_write(b.slots), b.key, b.value))
+    assert launched == ["write", "waits" if starts_next else "attend"]
+
+
+def test_a_known_call_checks_what_it_is_given():
+    b = batch()
+    attend, write = prepared(b), prepare_write(b.slots)
+    attend(b.cache, b.q, out=torch.empty_like(b.q)), write(b.cache, b.key, b.value)
+    for out in (torch.empty(3, *b.q.shape[1:], device=DEVICE), torch.empty_like(b.q)[:, :1]):
+        with pytest.raises(ValueError, match=r"out.shape=\("):
+            attend(b.cache, b.q, out=out)
+    for key, value, name in ((b.key, "rows", "value"), (None, b.value, "key")):
+        with pytest.raises(ValueError, match=f"{name}=(str|NoneType): a tensor is needed"):
+            write(b.cache, key, value)
+
+
 def test_caches_of_one_kind_differ_in_numbers_and_addresses_alone():
     spec = get_format("int4").cache_spec(2, 64)
     turned = LinearMap(torch.eye(64)[None], torch.eye(64)[None])
