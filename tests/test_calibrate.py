@@ -1,6 +1,7 @@
 """What one forward pass measures, against plain loops over what a model's own code does."""
 
 import importlib
+import inspect
 import logging
 
 import pytest
@@ -307,3 +308,20 @@ REFUSED = {
 def test_refusals(name, changes, error, message):
     with pytest.raises(error, match=message):
         calibrate(build(name), **{"ids": contexts(), **changes})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pass_asks_for_one_logit_where_all_layers_still_see_all_tokens(shared, monkeypatch):
+    """Models whose layers share keys leave the last ones out for tokens whose logits nobody asks for."""
+    model, asked = use_quantkv_attention(tiny("llama")), []
+    forward = type(model).forward
+
+    def watched(self, *args, **kwargs):
+        asked.append(kwargs.get("logits_to_keep", 0))
+        return forward(self, *args, **kwargs)
+
+    watched.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(type(model), "forward", watched)
+    monkeypatch.setattr(MODULE, "shares_keys", lambda config: shared)
+    calibrate(model, contexts(1, 256))
+    assert set(asked) == {0 if shared else 1}

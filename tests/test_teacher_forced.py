@@ -1,5 +1,6 @@
 """A teacher-forced pass against real pages, token by token: the same rows, and attention over them to the rounding of float32."""
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
 
 HQ, HK, D, N = 4, 2, 64, 75
+module = importlib.import_module("quantkv.integrations.transformers.teacher_forced")
 
 
 def rows(seed=0, heads=HK, count=N):
@@ -238,3 +240,10 @@ def test_what_a_teacher_forced_pass_cannot_do_is_refused():
     mamba = transformers.FalconH1Config(num_hidden_layers=2)
     with pytest.raises(NotImplementedError, match="through a QuantizedCache only"):
         FakeQuantizedCache(mamba, Policy("int4"))
+
+
+def test_after_a_block_nothing_attends_for_it():
+    model = use_quantkv_attention(tiny("llama"))
+    with teacher_forced(model, Policy("int4")):
+        assert module._attention.get(None) is not None
+    assert module._attention.get(None) is None and model.config._attn_implementation == "quantkv"

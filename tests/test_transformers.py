@@ -14,8 +14,9 @@ from quantkv import available_formats, get_format  # noqa: E402
 from quantkv.engine.cache_positions import CachePositions  # noqa: E402
 from quantkv.engine.forward_metadata import ForwardMetadata  # noqa: E402
 from quantkv.engine.sequences import Sequences  # noqa: E402
-from quantkv.geometry import Kind  # noqa: E402
+from quantkv.geometry import Heads, Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, QuantizedLayer, quantkv_attention, quantkv_mask, use_quantkv_attention  # noqa: E402
+from quantkv.integrations.transformers.config import LayerPlan, _heads  # noqa: E402
 from quantkv.integrations.transformers.lazy_kv import PagedLength  # noqa: E402
 
 VOCABULARY = 128
@@ -356,6 +357,41 @@ def test_what_is_not_supported_is_refused_by_name(llama):
     for options in ({"use_vmap": True, "allow_is_causal_skip": True}, {"allow_is_causal_skip": False}):
         with pytest.raises(NotImplementedError, match="custom masks"):
             quantkv_mask(q_length=4, kv_length=PagedLength.of(4, set()), **options)
+
+
+def test_masks_count_from_0_unless_they_are_told_and_say_which_windows_were_asked_for():
+    windows = set()
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    asked = {"q_length": 3, "kv_length": PagedLength.of(6, windows), "attention_mask": padding, "allow_is_causal_skip": True}
+    assert quantkv_mask(**asked).tolist() == [[[[False, True, True]]]]
+    assert quantkv_mask(**asked, q_offset=2, local_size=7).shape == (1, 1, 1, 5)
+    assert windows == {None, 7}
+
+
+def test_a_layer_says_what_it_is(llama):
+    """Sliding with a window of one token too; initialized with its pages; a compiled pass asks for masks of unknown lengths from 0."""
+    kinds = {kind: QuantizedLayer("int4", Sequences(kind, 16), None, prompt="own", num_tokens=0) for kind in (Kind(), Kind(1), Kind(20))}
+    assert [layer.is_sliding for layer in kinds.values()] == [False, True, True]
+    layer = kinds[Kind()]
+    assert not layer.is_initialized and layer.get_mask_sizes(3) == (3, 0)
+    layer.lazy_initialization(*torch.zeros(2, 1, 2, 4, 64))
+    assert layer.is_initialized
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert layer.get_mask_sizes(3) == (-1, 0)
+
+
+@pytest.mark.parametrize("heads, expected", [(2, Heads(2, 16, 16)), ([2, 4], None)])
+def test_heads_of_a_configuration_that_is_not_known(heads, expected):
+    class Config(transformers.PreTrainedConfig):
+        model_type = "unheard_of"
+
+        def __init__(self, num_key_value_heads=1, hidden_size=64, num_attention_heads=4, **kwargs):
+            self.num_key_value_heads, self.hidden_size, self.num_attention_heads = num_key_value_heads, hidden_size, num_attention_heads
+            super().__init__(**kwargs)
+
+    assert _heads(Config(heads), LayerPlan(Kind())) == expected
+    assert _heads(Config(heads), LayerPlan(Kind(), latent=16)) is None
 
 
 def test_padding_after_tokens(llama):
