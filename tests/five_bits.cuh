@@ -9,7 +9,8 @@ struct FiveBits : Fields<5> {
     const float least = row.min(), scale = scale_of(row.max() - least, 31.f, 1e-8f), inverse = reciprocal(scale);
     u32 code[E];
 #pragma unroll
-    for (int e = 0; e < E; e++) code[e] = floor_code(fminf(__fadd_rn(quotient(row.x[e] - least, scale, inverse), 0.5f), 31.f));
+    for (int e = 0; e < E; e++)
+      code[e] = floor_code(fminf(__fadd_rn(quotient(row.x[e] - least, scale, inverse), 0.5f), 31.f));
     pack<BITS, FLOOR_BASE>(code, words);
     return half2(saturate(scale, LARGEST_HALF), saturate(least, LARGEST_HALF));
   }

@@ -108,6 +108,15 @@ def test_tables_have_at_most_seven_columns(page):
         assert line.count("|") <= 8, line
 
 
+def test_lines_of_cuda_have_at_most_120_characters():
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in CODE
+        if path.suffix in (".cu", ".cuh") and (lines := [line for line in path.read_text().splitlines() if len(line) > 120])
+    }
+    assert long == {}
+
+
 def test_commit_hashes_stand_in_the_notebook_alone():
     found = {str(path.relative_to(ROOT)): HASH.findall(path.read_text()) for path in (*(ROOT / page for page in PAGES), *CODE)}
     found.pop("tests/test_words.py")

@@ -1,6 +1,7 @@
-// Stands in for the package's instructions.cuh where its kernels run on a CPU: every thread of a block is a fiber, a warp's
-// instructions meet at an exchange of 32 lanes, and a warp runs as far as it gets without the others; asynchronous copies arrive
-// as late as they may. Shared memory begins full of 0xff, and an address outside it, or one that is not aligned, ends the process.
+// Stands in for the package's instructions.cuh where its kernels run on a CPU: every thread of a block is a fiber, a
+// warp's instructions meet at an exchange of 32 lanes, and a warp runs as far as it gets without the others;
+// asynchronous copies arrive as late as they may. Shared memory begins full of 0xff, and an address outside it, or one
+// that is not aligned, ends the process.
 #pragma once
 #include <ucontext.h>
 
@@ -98,7 +99,8 @@ inline void arrive_in_cluster() {
   cpu_cluster_arrived++;
 }
 inline void wait_for_cluster() {
-  while (cpu_cluster_arrived < (int)(cpu_cluster->size() * (*cpu_cluster)[0].fibers.size()) * cpu_fiber->in_cluster) cpu_yield();
+  while (cpu_cluster_arrived < (int)(cpu_cluster->size() * (*cpu_cluster)[0].fibers.size()) * cpu_fiber->in_cluster)
+    cpu_yield();
   cpu_fiber->met = cpu_fiber->in_cluster;
 }
 inline void meet_in_cluster() { arrive_in_cluster(), wait_for_cluster(); }
@@ -117,21 +119,24 @@ inline void open_counter(u32 at) {
 }
 inline void send(u32 to, u32 counter, u32 x, u32 y) {  // it arrives when it is waited for
   CpuBlock& block = (*cpu_cluster)[to >> 24];
-  if (cpu_cluster_arrived < (int)(cpu_cluster->size() * block.fibers.size())) cpu_fail("sent before all blocks were there", to);
+  if (cpu_cluster_arrived < (int)(cpu_cluster->size() * block.fibers.size()))
+    cpu_fail("sent before all blocks were there", to);
   if (block.alive == 0 || block.counter != counter || to % 8) cpu_fail("nobody counts what is sent", to);
   block.sent.push_back({to & 0xffffff, x, y});
 }
 static void (*cpu_expected)(u32, int);  // of counters that go from phase to phase, where a kernel has those
 inline void expect(u32 counter, int bytes) {
   if (cpu_expected) return cpu_expected(counter, bytes);
-  if (cpu_own->counter != counter || cpu_own->expected >= 0) cpu_fail("a counter is told twice, or is not open", counter);
+  if (cpu_own->counter != counter || cpu_own->expected >= 0)
+    cpu_fail("a counter is told twice, or is not open", counter);
   cpu_own->expected = bytes;
 }
 inline void wait_for_bytes(u32 counter) {
   while (cpu_own->expected < 0 || cpu_own->counted < cpu_own->expected) {
     for (const Sent& each : cpu_own->sent) {
       if (each.to < 1024 || each.to + 8 > cpu_shared_size + 1024) cpu_fail("shared address", each.to);
-      memcpy(cpu_shared + (each.to - 1024), &each.x, 4), memcpy(cpu_shared + (each.to - 1020), &each.y, 4), cpu_own->counted += 8;
+      memcpy(cpu_shared + (each.to - 1024), &each.x, 4), memcpy(cpu_shared + (each.to - 1020), &each.y, 4),
+          cpu_own->counted += 8;
     }
     cpu_own->sent.clear();
     if (cpu_own->expected < 0 || cpu_own->counted < cpu_own->expected) cpu_yield();
@@ -140,12 +145,21 @@ inline void wait_for_bytes(u32 counter) {
 }
 
 // ---- what CUDA C++ has
-template <class T> T cpu_from(Lanes lanes, int lane) { T x; const u64 bits = lanes(lane); memcpy(&x, &bits, sizeof(T)); return x; }
+template <class T> T cpu_from(Lanes lanes, int lane) {
+  T x;
+  const u64 bits = lanes(lane);
+  memcpy(&x, &bits, sizeof(T));
+  return x;
+}
 template <class T> Lanes cpu_give(T x) { u64 bits = 0; memcpy(&bits, &x, sizeof(T)); return cpu_exchange(bits); }
 template <class T> T __shfl_sync(u32, T x, int lane) { return cpu_from<T>(cpu_give(x), lane); }
 template <class T> T __shfl_xor_sync(u32, T x, int k) { return cpu_from<T>(cpu_give(x), cpu_lane() ^ k); }
-template <class T> T __shfl_up_sync(u32, T x, int k) { return cpu_from<T>(cpu_give(x), cpu_lane() < k ? cpu_lane() : cpu_lane() - k); }
-template <class T> T __shfl_down_sync(u32, T x, int k) { return cpu_from<T>(cpu_give(x), cpu_lane() + k > 31 ? cpu_lane() : cpu_lane() + k); }
+template <class T> T __shfl_up_sync(u32, T x, int k) {
+  return cpu_from<T>(cpu_give(x), cpu_lane() < k ? cpu_lane() : cpu_lane() - k);
+}
+template <class T> T __shfl_down_sync(u32, T x, int k) {
+  return cpu_from<T>(cpu_give(x), cpu_lane() + k > 31 ? cpu_lane() : cpu_lane() + k);
+}
 inline u32 __ballot_sync(u32, bool p) {
   const Lanes lanes = cpu_exchange(p);
   u32 all = 0;
@@ -175,7 +189,10 @@ inline float __uint_as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
 inline float __saturatef(float x) { return x >= 1.f ? 1.f : x > 0.f ? x : 0.f; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float cpu_round_down(double x) { const float f = (float)x; return (double)f > x ? std::nextafterf(f, -INFINITY) : f; }
+inline float cpu_round_down(double x) {
+  const float f = (float)x;
+  return (double)f > x ? std::nextafterf(f, -INFINITY) : f;
+}
 inline float __fadd_rd(float a, float b) { return cpu_round_down((double)a + b); }
 inline float __fmaf_rd(float a, float b, float c) { return cpu_round_down((double)a * b + c); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
@@ -190,8 +207,12 @@ inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-template <class A, class B, class T = std::common_type_t<A, B>> constexpr T min(A a, B b) { return (T)a < (T)b ? (T)a : (T)b; }
-template <class A, class B, class T = std::common_type_t<A, B>> constexpr T max(A a, B b) { return (T)a > (T)b ? (T)a : (T)b; }
+template <class A, class B, class T = std::common_type_t<A, B>> constexpr T min(A a, B b) {
+  return (T)a < (T)b ? (T)a : (T)b;
+}
+template <class A, class B, class T = std::common_type_t<A, B>> constexpr T max(A a, B b) {
+  return (T)a > (T)b ? (T)a : (T)b;
+}
 
 // ---- what instructions.cuh has
 template <class T> DI void keep(T&) {}
@@ -253,7 +274,11 @@ DI u32 e4m3x2(float x, float y) { return cpu_float8(x, 3, 7, 448) | (u32)cpu_flo
 DI u32 e5m2x2(float x, float y) { return cpu_float8(x, 2, 15, 57344) | (u32)cpu_float8(y, 2, 15, 57344) << 8; }
 DI float pow2(float x) { return exp2f(x); }
 DI float lg2(float x) { return log2f(x); }
-DI float inverse(float x) { const float y = 1.f / x; return y != 0.f && std::isfinite(y) ? std::nextafterf(y, 0.f) : y; }  // as far off as a GPU's may be
+// as far off as a GPU's may be
+DI float inverse(float x) {
+  const float y = 1.f / x;
+  return y != 0.f && std::isfinite(y) ? std::nextafterf(y, 0.f) : y;
+}
 DI float inverse_root(float x) { return 1.f / std::sqrt(x); }
 
 template <class F> inline void cpu_mma(float (&c)[4], const u64 (&registers)[6], F number) {
@@ -263,20 +288,26 @@ template <class F> inline void cpu_mma(float (&c)[4], const u64 (&registers)[6],
     double sum = 0;
     for (int k = 0; k < 16; k++) {
       const int column = column0 + i % 2, quarter = k % 8 / 2, shift = k % 2 * 16;
-      sum += (double)number(lanes(g * 4 + quarter, k / 8 * 2 + i / 2) >> shift) * number(lanes(column * 4 + quarter, 4 + k / 8) >> shift);
+      sum += (double)number(lanes(g * 4 + quarter, k / 8 * 2 + i / 2) >> shift) *
+          number(lanes(column * 4 + quarter, 4 + k / 8) >> shift);
     }
     c[i] = (float)(c[i] + sum);
   }
 }
-inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_half); }
-inline void mma_bfloat(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_bfloat); }
+inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_half);
+}
+inline void mma_bfloat(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  cpu_mma(c, {a0, a1, a2, a3, b0, b1}, cpu_of_bfloat);
+}
 inline void mma_integers(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const Lanes lanes = cpu_exchange(std::vector<u64>{a0, a1, a2, a3, b0, b1}.data(), 6);
   const int g = cpu_lane() / 4, column0 = cpu_lane() % 4 * 2;
   for (int i = 0; i < 4; i++) {
     for (int k = 0; k < 32; k++) {
       const int quarter = k % 16 / 4, shift = k % 4 * 8;
-      c[i] += (signed char)(lanes(g * 4 + quarter, k / 16 * 2 + i / 2) >> shift) * (signed char)(lanes((column0 + i % 2) * 4 + quarter, 4 + k / 16) >> shift);
+      c[i] += (signed char)(lanes(g * 4 + quarter, k / 16 * 2 + i / 2) >> shift) *
+          (signed char)(lanes((column0 + i % 2) * 4 + quarter, 4 + k / 16) >> shift);
     }
   }
 }
@@ -297,21 +328,34 @@ template <int BYTES> DI void load_shared(u32 a, u32* w) {
   memcpy(w, cpu_at(a, BYTES), BYTES);
 }
 inline void cpu_stored(u32 a, int bytes) {
-  for (u32 word = (a - cpu_origin) / 4; word <= (a - cpu_origin + bytes - 1) / 4; word++) cpu_unfenced[word] = cpu_fiber->thread + 1, cpu_fiber->stored.push_back(word);
+  for (u32 word = (a - cpu_origin) / 4; word <= (a - cpu_origin + bytes - 1) / 4; word++)
+    cpu_unfenced[word] = cpu_fiber->thread + 1, cpu_fiber->stored.push_back(word);
 }
 inline void cpu_forget_stores() {
   for (u32 word : cpu_fiber->stored) if (cpu_unfenced[word] == cpu_fiber->thread + 1) cpu_unfenced[word] = 0;
   cpu_fiber->stored.clear();
 }
-inline void cpu_must_be_fenced(u32 a) { if (cpu_unfenced[(a - cpu_origin) / 4]) cpu_fail("stored without a fence before wgmma", a); }
+inline void cpu_must_be_fenced(u32 a) {
+  if (cpu_unfenced[(a - cpu_origin) / 4]) cpu_fail("stored without a fence before wgmma", a);
+}
 DI void store_shared(u32 a, u32 x) { memcpy(cpu_at(a, 4), &x, 4), cpu_stored(a, 4); }
-DI void store_shared(u32 a, u32 x, u32 y) { const u32 words[] = {x, y}; memcpy(cpu_at(a, 8), words, 8), cpu_stored(a, 8); }
-DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 words[] = {x, y, z, w}; memcpy(cpu_at(a, 16), words, 16), cpu_stored(a, 16); }
+DI void store_shared(u32 a, u32 x, u32 y) {
+  const u32 words[] = {x, y};
+  memcpy(cpu_at(a, 8), words, 8), cpu_stored(a, 8);
+}
+DI void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) {
+  const u32 words[] = {x, y, z, w};
+  memcpy(cpu_at(a, 16), words, 16), cpu_stored(a, 16);
+}
 template <u32 BASE> DI u32 load_constant(u32 at) { u32 x; memcpy(&x, cpu_at(at + BASE, 4), 4); return x; }
 template <u32 BASE> DI uint2 load_constants(u32 at) { uint2 x; memcpy(&x, cpu_at(at + BASE, 8), 8); return x; }
 inline u32 cpu_load_transposed(const Lanes& lanes, int matrix) {
   const int row = cpu_lane() / 4, column = cpu_lane() % 4 * 2;
-  const auto element = [&](int r) { u16 x; memcpy(&x, cpu_at((u32)lanes(8 * matrix + r), 16) + 2 * row, 2); return (u32)x; };
+  const auto element = [&](int r) {
+    u16 x;
+    memcpy(&x, cpu_at((u32)lanes(8 * matrix + r), 16) + 2 * row, 2);
+    return (u32)x;
+  };
   return element(column) | element(column + 1) << 16;
 }
 inline void load_transposed(u32 at, u32& a, u32& b) {
@@ -320,7 +364,8 @@ inline void load_transposed(u32 at, u32& a, u32& b) {
 }
 inline void load_transposed(u32 at, u32& a, u32& b, u32& c, u32& d) {
   const Lanes lanes = cpu_exchange(at);
-  a = cpu_load_transposed(lanes, 0), b = cpu_load_transposed(lanes, 1), c = cpu_load_transposed(lanes, 2), d = cpu_load_transposed(lanes, 3);
+  a = cpu_load_transposed(lanes, 0), b = cpu_load_transposed(lanes, 1), c = cpu_load_transposed(lanes, 2),
+  d = cpu_load_transposed(lanes, 3);
 }
 inline void load_matrices(u32 at, u32 (&a)[4]) {
   const Lanes lanes = cpu_exchange(at);
@@ -360,13 +405,15 @@ DI void launch_next_kernel() {}
 DI void forget_what_was_read() {}
 
 // ---- barriers that some of the threads of a block have
-struct Meeting { int threads = 0, group = -1, arrived = 0, phase = 0; bool any[2] = {}; };  // threads: that meet there, always as many; of one warpgroup: which
+// threads: that meet there, always as many; of one warpgroup: which
+struct Meeting { int threads = 0, group = -1, arrived = 0, phase = 0; bool any[2] = {}; };
 static Meeting cpu_meetings[16];
 inline Meeting& cpu_come(int id, int threads, bool p = false) {
   if (id < 1 || id > 15) cpu_fail("barrier", id);
   Meeting& meeting = cpu_meetings[id];
   const int group = threads == 128 ? cpu_fiber->thread / 128 : 0;
-  if (meeting.threads && (meeting.threads != threads || meeting.group != group)) cpu_fail("a barrier of other threads", id);
+  if (meeting.threads && (meeting.threads != threads || meeting.group != group))
+    cpu_fail("a barrier of other threads", id);
   meeting.threads = threads, meeting.group = group, meeting.any[meeting.phase & 1] |= p;
   if (++meeting.arrived == threads) meeting.arrived = 0, meeting.any[~meeting.phase & 1] = false, meeting.phase++;
   return meeting;
@@ -390,13 +437,15 @@ static void cpu_begin(CpuBlock& block, int threads) {
   constexpr size_t STACK = 192 * 1024;
   block.memory.resize(cpu_shared_size + 128), block.stacks.resize(STACK * threads), block.fibers.resize(threads);
   block.warps.assign((threads + 31) / 32, Warp());
-  block.shared = (u8*)(((uintptr_t)block.memory.data() + 127) / 128 * 128), block.alive = threads, block.arrived = block.phase = 0;
+  block.shared = (u8*)(((uintptr_t)block.memory.data() + 127) / 128 * 128), block.alive = threads,
+  block.arrived = block.phase = 0;
   block.sent.clear(), block.counter = 0, block.expected = -1, block.counted = 0;
   for (Meeting& meeting : cpu_meetings) meeting = {};
   memset(block.shared, 0xff, cpu_shared_size), block.unfenced.assign(cpu_shared_size / 4 + 1, 0);
   for (int t = 0; t < threads; t++) {
     Fiber& fiber = block.fibers[t];
-    fiber.thread = t, fiber.in_cluster = fiber.met = 0, fiber.done = fiber.begun = fiber.waited = false, fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
+    fiber.thread = t, fiber.in_cluster = fiber.met = 0, fiber.done = fiber.begun = fiber.waited = false,
+    fiber.groups.clear(), fiber.open.clear(), fiber.stored.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = block.stacks.data() + STACK * t, fiber.context.uc_stack.ss_size = STACK;
     makecontext(&fiber.context, cpu_enter, 0);
@@ -410,17 +459,21 @@ static void cpu_run(CpuBlock& block) {  // every warp as far as it gets without 
     for (int before = ~block.warps[w].phase; before != block.warps[w].phase;) {
       before = block.warps[w].phase;
       for (int t = 32 * w; t < min(32 * (int)w + 32, (int)block.fibers.size()); t++)
-        if (!block.fibers[t].done) cpu_fiber = &block.fibers[t], cpu_thread = {t, 0, 0}, swapcontext(&cpu_scheduler, &cpu_fiber->context);
+        if (!block.fibers[t].done)
+          cpu_fiber = &block.fibers[t], cpu_thread = {t, 0, 0}, swapcontext(&cpu_scheduler, &cpu_fiber->context);
     }
   block.arrived = cpu_arrived, block.phase = cpu_phase, block.alive = cpu_alive, cpu_unfenced.swap(block.unfenced);
 }
-static void cpu_launch(void (*kernel)(), int grid_x, int grid_y, int grid_z, int threads, size_t shared_bytes, int cluster = 1) {
+static void cpu_launch(
+    void (*kernel)(), int grid_x, int grid_y, int grid_z, int threads, size_t shared_bytes, int cluster = 1) {
   std::vector<CpuBlock> blocks(cluster);
   if (grid_x % cluster) cpu_fail("blocks are no whole clusters", grid_x);
   cpu_kernel = kernel, cpu_shared_size = shared_bytes, cpu_cluster = &blocks, cpu_grid = {grid_x, grid_y, grid_z};
   for (int i = 0; i < grid_x * grid_y * grid_z; i += cluster) {
     cpu_cluster_arrived = 0;
-    for (int b = 0; b < cluster; b++) blocks[b].index = {(i + b) % grid_x, (i + b) / grid_x % grid_y, (i + b) / grid_x / grid_y}, cpu_begin(blocks[b], threads);
+    for (int b = 0; b < cluster; b++)
+      blocks[b].index = {(i + b) % grid_x, (i + b) / grid_x % grid_y, (i + b) / grid_x / grid_y},
+      cpu_begin(blocks[b], threads);
     for (bool alive = true; alive;) {
       alive = false;
       for (CpuBlock& block : blocks) {

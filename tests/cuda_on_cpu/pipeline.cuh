@@ -1,11 +1,13 @@
-// Stands in for the package's pipeline.cuh, as instructions.cuh beside it. Boxes arrive as late as they may, and what was there before is lost
-// at once; a counter to which more come than it was opened for ends the process. A test describes a tensor by seven numbers.
+// Stands in for the package's pipeline.cuh, as instructions.cuh beside it. Boxes arrive as late as they may, and what
+// was there before is lost at once; a counter to which more come than it was opened for ends the process. A test
+// describes a tensor by seven numbers.
 #pragma once
 #include <map>
 
 #include "instructions.cuh"
 
-struct Box { u32 to; const i64* map; int x, y, z; };  // map: address, heads, rows, size, bytes of a head and a row, rows of a box
+// map: address, heads, rows, size, bytes of a head and a row, rows of a box
+struct Box { u32 to; const i64* map; int x, y, z; };
 struct Counter { int arrivals, left; i64 bytes; int phase; std::vector<Box> boxes; };
 static std::map<u32, Counter> cpu_counters;
 
@@ -16,7 +18,9 @@ inline Counter& cpu_counter(u32 at) {
 }
 inline void cpu_end_phase(Counter& c) { if (c.left == 0 && c.bytes == 0) c.left = c.arrivals, c.phase++; }
 inline void cpu_expect_box(u32 at, int bytes);
-inline void open_phases(u32 at, int arrivals) { cpu_at(at, 8), cpu_expected = cpu_expect_box, cpu_counters[at] = {arrivals, arrivals, 0, 0, {}}; }
+inline void open_phases(u32 at, int arrivals) {
+  cpu_at(at, 8), cpu_expected = cpu_expect_box, cpu_counters[at] = {arrivals, arrivals, 0, 0, {}};
+}
 inline void phases_are_open() {}
 inline void arrive(u32 at) {
   Counter& c = cpu_counter(at);
@@ -41,7 +45,8 @@ inline void cpu_arrive(Counter& c, const Box& box) {
   for (int r = 0; r < count; r++)
     for (int column = 0; column < 64; column++) {
       const bool there = box.z >= 0 && box.z < heads && box.y + r >= 0 && box.y + r < rows && box.x + column < size;
-      *cpu_of_box(box.to, r, column) = there ? ((const u16*)(address + box.z * head + (box.y + r) * row))[box.x + column] : 0;
+      *cpu_of_box(box.to, r, column) =
+          there ? ((const u16*)(address + box.z * head + (box.y + r) * row))[box.x + column] : 0;
     }
   c.bytes -= count * 128;
 }

@@ -1,15 +1,20 @@
-// Stands in for the package's wgmma.cuh, as instructions.cuh beside it. What wgmma reads it finds by its descriptor alone, as the PTX ISA
-// has it. Products run as late as they may; what they read or add to must not change until then, and a thread's stores that wgmma reads
-// must have been fenced.
+// Stands in for the package's wgmma.cuh, as instructions.cuh beside it. What wgmma reads it finds by its descriptor
+// alone, as the PTX ISA has it. Products run as late as they may; what they read or add to must not change until then,
+// and a thread's stores that wgmma reads must have been fenced.
 #pragma once
 #include "instructions.cuh"
 
 constexpr int MATRIX_ROW = 128;
 DI u32 matrix_chunk(int row, int chunk) { return row * MATRIX_ROW + ((chunk ^ row % 8) << 4); }
-DI u64 matrix_descriptor(u32 address) { return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | 1 << 16 | address >> 4; }
-DI u64 rows_descriptor(u32 address, int slab) { return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | (u64)(slab / 16) << 16 | address >> 4; }
+DI u64 matrix_descriptor(u32 address) {
+  return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | 1 << 16 | address >> 4;
+}
+DI u64 rows_descriptor(u32 address, int slab) {
+  return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | (u64)(slab / 16) << 16 | address >> 4;
+}
 
-inline void cpu_store_transposed(const Lanes& lanes, int matrices) {  // lane 8 m + r: the address of row r of matrix m, its column r
+// lane 8 m + r: the address of row r of matrix m, its column r
+inline void cpu_store_transposed(const Lanes& lanes, int matrices) {
   const int m = cpu_lane() / 8, column = cpu_lane() % 8;
   if (m >= matrices) return;
   for (int row = 0; row < 8; row++) {
@@ -46,12 +51,15 @@ static std::vector<std::vector<Product>> cpu_products;  // of each thread: what 
 static std::vector<std::vector<int>> cpu_groups;        // of each thread: products in each group that was committed
 static std::vector<int> cpu_begun;
 inline float cpu_number(const Product& p, u16 x) { return p.bfloat ? cpu_of_bfloat(x) : cpu_of_half(x); }
-// The address of number k of row n of b^T, or of number n of row k of b: bits 4 to 6 of an address by those of bits 7 to 9.
+// The address of number k of row n of b^T, or of number n of row k of b: bits 4 to 6 of an address by those of bits 7
+// to 9.
 inline u32 cpu_matrix_address(u64 b, int n, int k, bool across = false) {
   const u32 start = (b & 0x3fff) << 4, stride = (b >> 32 & 0x3fff) << 4;
-  if (b >> 62 != 1 || (b >> 49 & 7) || start >> 7 & 7) cpu_fail("descriptor: neither permuted by 128 bytes nor from a multiple of 1024 on", start);
+  if (b >> 62 != 1 || (b >> 49 & 7) || start >> 7 & 7)
+    cpu_fail("descriptor: neither permuted by 128 bytes nor from a multiple of 1024 on", start);
   const u32 slab = (b >> 16 & 0x3fff) << 4;
-  const u32 linear = across ? start + n / 64 * slab + k / 8 * stride + k % 8 * 128 + n % 64 * 2 : start + n / 8 * stride + n % 8 * 128 + 2 * k;
+  const u32 linear = across ? start + n / 64 * slab + k / 8 * stride + k % 8 * 128 + n % 64 * 2
+                            : start + n / 8 * stride + n % 8 * 128 + 2 * k;
   return linear ^ (linear >> 7 & 7) << 4;
 }
 inline std::vector<u32> cpu_bits(const Product& p) {
@@ -86,13 +94,16 @@ inline void cpu_run_product(Product& p) {
   for (int n = 0; n < p.tiles; n++)
     for (int i = 0; i < 4; i++) {
       double sum = 0;
-      for (int k = 0; k < 16; k++) sum += (double)(p.from ? cpu_number(p, p.read[p.tiles * 32 + i / 2 * 16 + k]) : p.a[i / 2][k]) * cpu_number(p, p.read[(2 * n + i % 2) * 16 + k]);
+      for (int k = 0; k < 16; k++)
+        sum += (double)(p.from ? cpu_number(p, p.read[p.tiles * 32 + i / 2 * 16 + k]) : p.a[i / 2][k]) *
+            cpu_number(p, p.read[(2 * n + i % 2) * 16 + k]);
       p.d[n][i] = (float)((p.add ? p.d[n][i] : 0.0) + sum);
     }
 }
 inline void cpu_give_rows(Product& p, const Lanes& lanes) {  // of a, in registers
   for (int r = 0; r < 2; r++)
-    for (int k = 0; k < 16; k++) p.a[r][k] = cpu_number(p, lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16);
+    for (int k = 0; k < 16; k++)
+      p.a[r][k] = cpu_number(p, lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16);
 }
 inline void cpu_begin_product(Product& p) {
   if (!cpu_mine(cpu_products).size() || cpu_fiber->begun) p.given = cpu_bits(p), p.read = cpu_read(p);
@@ -107,7 +118,8 @@ template <int N, bool BFLOAT> struct Wgmma {
     Product p{d, N, BFLOAT, ADD, {}, b};
     p.across = ROWS;
     for (int lane = 0; lane < 32; lane++)
-      if (lanes(lane, 4) != b || lanes(lane, 5) != (u64)ADD) cpu_fail("lanes that multiply by different matrices", lane);
+      if (lanes(lane, 4) != b || lanes(lane, 5) != (u64)ADD)
+        cpu_fail("lanes that multiply by different matrices", lane);
     cpu_give_rows(p, lanes);
     cpu_begin_product(p);
   }

@@ -13,7 +13,9 @@ struct E4M3 : CodecDefaults {
   static constexpr int BITS = 8;
   static DI u32 key_pair(const u32* w, int j) { return half2_of_e4m3(w[j / 2] >> 16 * (j % 2)); }
   static DI u32 pair(const u32* x, int j) { return half2_of_e4m3(prmt(x[j / 2], 0, 0x3120) >> 16 * (j & 1)); }
-  template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) { return float8_words<true>(row.x, 1.f, words), 0; }
+  template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
+    return float8_words<true>(row.x, 1.f, words), 0;
+  }
 };
 
 struct E4M3Token : E4M3 {  // and the row's scale
@@ -29,5 +31,7 @@ struct E5M2 : CodecDefaults {  // the upper half of an fp16 number
   static constexpr int BITS = 8;
   static DI u32 key_pair(const u32* w, int j) { return prmt(w[j / 2], 0, j & 1 ? 0x3424 : 0x1404); }
   static DI u32 pair(const u32* x, int j) { return prmt(x[j / 2], 0, j & 1 ? 0x3414 : 0x2404); }
-  template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) { return float8_words<false>(row.x, 1.f, words), 0; }
+  template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
+    return float8_words<false>(row.x, 1.f, words), 0;
+  }
 };

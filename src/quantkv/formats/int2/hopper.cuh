@@ -9,8 +9,8 @@ struct Int2 : FourLevels {
     constexpr float SHRUNK = 1.f / (1ull << 62);  // the reciprocal of the largest number is no normal number
     const float norm = saturate(__fsqrt_rn(row.sum_of_squares() + 1e-12f), LARGEST);
     const float factor = quotient(ROOT * SHRUNK, norm * SHRUNK, reciprocal(norm * SHRUNK));
-    // The boundaries are -0.9816, 0 and 0.9816: code = floor(clamp(x factor / 0.9816 + 2)), times 2^-2 so that saturation to 0 .. 1
-    // is part of the addition.
+    // The boundaries are -0.9816, 0 and 0.9816: code = floor(clamp(x factor / 0.9816 + 2)), times 2^-2 so that
+    // saturation to 0 .. 1 is part of the addition.
     constexpr u32 BASE = 0x4a000000u;  // 2^21
     const float step = factor * float(1 / (4 * 0.9816));
     u32 code[E];

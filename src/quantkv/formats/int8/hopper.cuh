@@ -18,7 +18,8 @@ struct Int8 : CodecDefaults {
       code[e] = __float2int_rz(__fadd_rn(t, copysignf(0.5f, t)));
     }
 #pragma unroll
-    for (int e = 0; e < E; e += 4) words[e / 4] = prmt(prmt(code[e], code[e + 1], 0x0040), prmt(code[e + 2], code[e + 3], 0x0040), 0x5410);
+    for (int e = 0; e < E; e += 4)
+      words[e / 4] = prmt(prmt(code[e], code[e + 1], 0x0040), prmt(code[e + 2], code[e + 3], 0x0040), 0x5410);
     return as_bits(scale);
   }
 };

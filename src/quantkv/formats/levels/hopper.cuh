@@ -1,5 +1,5 @@
-// Levels of a Gaussian, and an fp16 scale. CUBIC_2, CUBIC_3, .. are root, gain, a, b: the level of code t, counted from the middle, is
-// t (a + b t^2), and near gain u (root + u^2) in fp16, u in units of 2^bits codes.
+// Levels of a Gaussian, and an fp16 scale. CUBIC_2, CUBIC_3, .. are root, gain, a, b: the level of code t, counted from
+// the middle, is t (a + b t^2), and near gain u (root + u^2) in fp16, u in units of 2^bits codes.
 template <int B> struct Cubic;
 template <> struct Cubic<2> { static constexpr float OF[] = {CUBIC_2}; };
 template <> struct Cubic<3> { static constexpr float OF[] = {CUBIC_3}; };
@@ -15,11 +15,12 @@ constexpr __device__ u32 twice_half(float x) {  // a positive normal number, twi
   return twice((e << 10) + u32((x - 1.f) * 1024.f + 0.5f));
 }
 
-// By the cubic. A code that is masked in place in both halves of a register is an fp16 subnormal, which one multiply-add brings to t,
-// exactly, in units of 2^STEPS.
+// By the cubic. A code that is masked in place in both halves of a register is an fp16 subnormal, which one
+// multiply-add brings to t, exactly, in units of 2^STEPS.
 template <int B> struct CubicLevels : CodecDefaults {
   static constexpr u32 MASK = (1u << B) - 1;
-  // A code may begin at bits LOWEST to HIGHEST: higher it were not linear as fp16, lower the products would be subnormals.
+  // A code may begin at bits LOWEST to HIGHEST: higher it were not linear as fp16, lower the products would be
+  // subnormals.
   static constexpr int LOWEST = B < 5 ? 3 : B == 5 ? 1 : 0, HIGHEST = 11 - B, STEPS = 9 - LOWEST;
   static constexpr float UNIT = float(1 << B) / (1 << STEPS);  // of the cubic
   static constexpr float ROOT = Cubic<B>::OF[0] * UNIT * UNIT, GAIN = Cubic<B>::OF[1] / (UNIT * UNIT * UNIT);
@@ -28,7 +29,8 @@ template <int B> struct CubicLevels : CodecDefaults {
     const u32 t = fma2(x & twice(MASK << at), twice(39 - at - STEPS << 10), MIDDLE);
     return mul2(t, fma2(t, t, CENTRE));
   }
-  // The code at bit `at` of 16, of two rows. One that ends beyond them, or high, is taken from the 16 bits that begin 8 later.
+  // The code at bit `at` of 16, of two rows. One that ends beyond them, or high, is taken from the 16 bits that begin 8
+  // later.
   static DI u32 level(u32 x, u32 next, bool has_next, int at) {
     constexpr int DOWN = B == 6 ? 6 : 5;
     if (B == 8) return level(prmt(x, 0, at ? 0x4341 : 0x4240), 0);
@@ -62,7 +64,8 @@ template <> struct CubicLevels<2> : FourLevels {
 // Keys of two codes at a time, by a table of pairs. 256 bytes apart, a byte of codes is its entry's address.
 template <int B> struct LevelsByTable : CubicLevels<B> {
   using Pairs = Table<1 << 2 * B, 1, B == 4 ? 256 : 128>;
-  static constexpr int ENTRIES = Pairs::ENTRIES, TOKENS = 1, SPACING = Pairs::SPACING, TABLE_BYTES = Pairs::TABLE_BYTES, HALF = 1;
+  static constexpr int ENTRIES = Pairs::ENTRIES, TOKENS = 1, SPACING = Pairs::SPACING, TABLE_BYTES = Pairs::TABLE_BYTES,
+                       HALF = 1;
   static DI u32 lane() { return Pairs::lane(); }
   static DI void fill(u32 e) {
     const u32 a = e & CubicLevels<B>::MASK, b = e >> B;
@@ -86,9 +89,10 @@ template <int B> struct Levels : ReadLevels<B> {
   static DI float scale(u32 meta) { return low(meta); }
 
   static DI u32 levels_of(float t, float u) { return half2(t * (A + B3 * (t * t)), u * (A + B3 * (u * u))); }
-  // How many boundaries above zero are below size, in units of the row's root mean square; magnitude: the level there. Few boundaries are
-  // counted. Of many, that between the levels of n - 1/2 and n + 1/2 is near n (a + 3/4 b + b n^2): Newton's method, from above, finds the
-  // nearest n, and then both levels, which are rounded, say on which side of it the number is.
+  // How many boundaries above zero are below size, in units of the row's root mean square; magnitude: the level there.
+  // Few boundaries are counted. Of many, that between the levels of n - 1/2 and n + 1/2 is near n (a + 3/4 b + b n^2):
+  // Newton's method, from above, finds the nearest n, and then both levels, which are rounded, say on which side of it
+  // the number is.
   static constexpr bool COUNTED = B < 5;
   struct Boundaries {
     float at[COUNTED ? HALVES - 1 : 1];  // times STEEP: so steep is a ramp from 0 to 1 that it is a step
@@ -127,7 +131,8 @@ template <int B> struct Levels : ReadLevels<B> {
 
   template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<B>]) {
     constexpr float TINY = 1.1754944e-38f, LEAST = 1.f / (1 << 24);  // the smallest normal float32; the smallest fp16
-    const float root = __fsqrt_rn(row.sum_of_squares() / D), size = root < TINY ? TINY : root, inverse = reciprocal(size);
+    const float root = __fsqrt_rn(row.sum_of_squares() / D), size = root < TINY ? TINY : root,
+                inverse = reciprocal(size);
     const Boundaries boundaries;
     u32 code[E];
     float itself = 0.f, dot = 0.f;
@@ -136,7 +141,8 @@ template <int B> struct Levels : ReadLevels<B> {
       const float unit = fabsf(row.x[e]) * inverse;
       float magnitude;
       float place;
-      if constexpr (COUNTED) place = boundaries.reached(unit, magnitude) + 0.5f; else place = reached(unit, magnitude) + 0.5f;
+      if constexpr (COUNTED) place = boundaries.reached(unit, magnitude) + 0.5f;
+      else place = reached(unit, magnitude) + 0.5f;
       itself = fmaf(unit, unit, itself), dot = fmaf(unit, magnitude, dot);
       const u32 sign = ~as_bits(0.f - row.x[e]) & 0x80000000u;  // zero is below the boundary at zero
       code[e] = as_bits(__fadd_rd(as_float(as_bits(place) | sign), 8388608.f + HALVES));

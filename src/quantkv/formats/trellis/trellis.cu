@@ -1,7 +1,7 @@
 // Rows -> page records of trellis codes, for K, V or both in one launch, written for sm_90.
 //
-// A block writes 8 tokens of one kv head: one warp maps the rows (mapped.cuh), then each of 8 finds the codes of one by the
-// Viterbi algorithm.
+// A block writes 8 tokens of one kv head: one warp maps the rows (mapped.cuh), then each of 8 finds the codes of one by
+// the Viterbi algorithm.
 //
 // Compile-time, from hopper.py: what write.cu has, and HESSIAN: whether errors cost by a Hessian;
 // HOST_HESSIAN_BYTES, of a head.
@@ -22,7 +22,8 @@ DI void map_rows(TrellisRows& s, const RowSource& side, float factor, const Offs
   float squares = 0.f;
 #pragma unroll
   for (int e = 0; e < E; e++) squares += row.x[e] * row.x[e];
-  const float size = at_least(__fsqrt_rn(over_lanes(squares, [](float a, float b) { return a + b; }) / D), TINY) * WIDE, unit = inverse(size);
+  const float size = at_least(__fsqrt_rn(over_lanes(squares, [](float a, float b) { return a + b; }) / D), TINY) * WIDE,
+              unit = inverse(size);
 #pragma unroll
   for (int e = 0; e < E; e++) s.rows[g][4 * (e - e % CHUNK) + CHUNK * c + e % CHUNK] = row.x[e] * unit;
   if (c == 0) s.sizes[g] = size, s.alone[g] = alone;
@@ -59,7 +60,8 @@ DI const float* products(const TrellisRows&, const Scratch<true>& scratch, int r
 }
 
 // Grid (tokens / 8 for each of SIDES, kv heads), K and V in turns.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) trellis_kernel(const __grid_constant__ RoundArguments arguments) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+    trellis_kernel(const __grid_constant__ RoundArguments arguments) {
   wait_for_previous_kernel();
   launch_next_kernel();
   const WriteArguments& a = arguments.rows;
@@ -71,16 +73,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) trellis_kernel(const
   for (int e = threadIdx.x; e < STATES * STATES; e += 32 * WARPS) s.pairs[e] = CODEC::PAIRS[e];
   if (warp == 0) {
     const int token = first + lane / 4;
-    const RowSource side = is_key ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
-                                  : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
+    const RowSource side = is_key
+        ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
+        : RowSource{
+              a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
     const Offset offset{a.key_offset + head * a.offset_head, (const POSITION*)a.positions, a.offset_bucket, a.buckets};
     if (SIDES == 1 || ALIKE || is_key)
-      map_rows<KEY_FACTOR != 0.f, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(s, side, KEY_FACTOR, offset, token, token < a.tokens);
+      map_rows<KEY_FACTOR != 0.f, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
+          s, side, KEY_FACTOR, offset, token, token < a.tokens);
     else
       map_rows<VALUE_FACTOR != 0.f, VALUE_SCALED, false, false>(s, side, VALUE_FACTOR, offset, token, token < a.tokens);
   }
   __syncthreads();
-  encode_rows(s, block.scratch, is_key ? arguments.key_feedback + head * arguments.key_head : arguments.value_feedback + head * arguments.value_head);
+  encode_rows(s, block.scratch,
+      is_key ? arguments.key_feedback + head * arguments.key_head
+             : arguments.value_feedback + head * arguments.value_head);
   __syncwarp();
   float itself = 0.f, dot = 0.f;
   for (int at = lane; at < D / 4; at += 32) {
@@ -96,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) trellis_kernel(const
   const unsigned long long place = slot;  // unsigned: a shift and a mask
   u8* record = a.pages + head * a.head_stride + (i64)(place / BLOCK_SIZE) * a.page_stride;
   const int at = place % BLOCK_SIZE, row_bytes = D * CODEC::BITS / 8;
-  if (lane < CHAINS) ((uint4*)(record + (is_key ? 0 : PAGE_V) + at * row_bytes))[lane] = ((const uint4*)s.words[warp])[lane];
+  if (lane < CHAINS)
+    ((uint4*)(record + (is_key ? 0 : PAGE_V) + at * row_bytes))[lane] = ((const uint4*)s.words[warp])[lane];
   if (lane == 0) *(u16*)(record + (is_key ? PAGE_KM : PAGE_VM) + at * 2) = half1(s.alone[warp] ? -scale : scale);
 }

@@ -1,4 +1,5 @@
-// What a warp does to find the codes of a row: dynamic programming over a chain (formats/trellis/search.py), a lane a state.
+// What a warp does to find the codes of a row: dynamic programming over a chain (formats/trellis/search.py), a lane a
+// state.
 #pragma once
 #include "mapped.cuh"
 
@@ -7,7 +8,8 @@ template <> struct CodecOf<2> { using type = VALUE; };
 using CODEC = CodecOf<SIDES>::type;  // of both sides, where both are written
 
 constexpr int STATES = 16, CHAIN = 8 * CODEC::CHAIN / CODEC::BITS, CHAINS = D / CHAIN, ROWS = 8;
-static_assert(CODEC::OVERLAP == 4 && CHAIN == 64 && CODEC::META_BYTES == 2, "chains of 32 codes of 4 bits, and a scale");
+static_assert(
+    CODEC::OVERLAP == 4 && CHAIN == 64 && CODEC::META_BYTES == 2, "chains of 32 codes of 4 bits, and a scale");
 
 // Shared memory of a block. Rows are in units of their size.
 struct TrellisRows {
@@ -29,7 +31,8 @@ struct Branches {
   }
 };
 
-// The last codes of each of 16 ways, and where it came from: 8 steps of 4 bits a word. Returns the codes of the way that ends in `state`.
+// The last codes of each of 16 ways, and where it came from: 8 steps of 4 bits a word. Returns the codes of the way
+// that ends in `state`.
 DI uint4 trace(const u32 (*came)[STATES], u32 state) {
   u32 words[4];
 #pragma unroll
@@ -71,7 +74,8 @@ struct Viterbi {
         u32 from = 0;
 #pragma unroll
         for (int b = 0; b < STATES; b++) {
-          const float x = one - branches.first[b], y = two - branches.second[b], cost = (x * x + y * y) + costs[i % 2][b];
+          const float x = one - branches.first[b], y = two - branches.second[b],
+                      cost = (x * x + y * y) + costs[i % 2][b];
           if (b == 0 || cost < least) least = cost, from = b;
         }
         word |= from << 4 * i;

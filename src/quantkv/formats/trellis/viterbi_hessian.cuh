@@ -1,22 +1,25 @@
-// The search in a hessian: each of the 16 ways that are kept open feeds back its own errors (formats/trellis/search.py). A warp a row, two
-// lanes a state, which share its branches.
+// The search in a hessian: each of the 16 ways that are kept open feeds back its own errors
+// (formats/trellis/search.py). A warp a row, two lanes a state, which share its branches.
 //
-// With M = (1 + F)^T diag(gain) (1 + F), F strictly lower triangular, what dimension j is aimed at is the row's number and the errors
-// before it times F. Inside a BLOCK of 8 dimensions each way adds that up as it goes; what earlier blocks of the chain add is a product
-// of the tensor core, of the errors of 16 ways in fp16; what earlier chains add, one of what was chosen for 8 rows.
+// With M = (1 + F)^T diag(gain) (1 + F), F strictly lower triangular, what dimension j is aimed at is the row's number
+// and the errors before it times F. Inside a BLOCK of 8 dimensions each way adds that up as it goes; what earlier
+// blocks of the chain add is a product of the tensor core, of the errors of 16 ways in fp16; what earlier chains add,
+// one of what was chosen for 8 rows.
 #pragma once
 #include "matrix.cuh"
 #include "viterbi.cuh"
 
 constexpr int BLOCK = 8, BLOCKS = CHAIN / BLOCK;
-// A head's hessian: fp16 tiles of M and of F between chains (matrix.cuh), F inside chains in the order of `fed`, then for each block F by
-// the dimension that errs, and gains.
+// A head's hessian: fp16 tiles of M and of F between chains (matrix.cuh), F inside chains in the order of `fed`, then
+// for each block F by the dimension that errs, and gains.
 constexpr int MATRIX_BYTES = 2 * D * D, FED_BYTES = BLOCKS * BLOCKS / 4 * 256, BLOCK_FLOATS = BLOCK * (BLOCK + 1);
-constexpr int FED_AT = 2 * MATRIX_BYTES, BLOCKS_AT = FED_AT + CHAINS * FED_BYTES, HESSIAN_BYTES = BLOCKS_AT + D / BLOCK * BLOCK_FLOATS * 4;
+constexpr int FED_AT = 2 * MATRIX_BYTES, BLOCKS_AT = FED_AT + CHAINS * FED_BYTES,
+              HESSIAN_BYTES = BLOCKS_AT + D / BLOCK * BLOCK_FLOATS * 4;
 static_assert(HESSIAN_BYTES == HOST_HESSIAN_BYTES, "a hessian is laid out in another way in Python");
 
 struct HessianViterbi {
-  float4 states[2][STATES];               // what the next two numbers are aimed at, after each last code, and what it cost
+  // what the next two numbers are aimed at, after each last code, and what it cost
+  float4 states[2][STATES];             
   float fed[STATES][BLOCK];               // to a block's numbers, by the chain's blocks before it
   u16 errors[STATES][CHAIN + BLOCK];      // padded: rows of 8 lie in 32 banks
   u32 came[CHAIN / 16][STATES];
@@ -62,7 +65,8 @@ struct HessianViterbi {
 #pragma unroll
         for (int b = 0; b < 8; b++) {
           const float4 s = now[8 * half + b];
-          const float d = s.x - first[b], e = s.y - across * first[b] - second[b], y = fmaf(gain[i + 1] * e, e, fmaf(gain[i] * d, d, s.z));
+          const float d = s.x - first[b], e = s.y - across * first[b] - second[b],
+                      y = fmaf(gain[i + 1] * e, e, fmaf(gain[i] * d, d, s.z));
           if (b == 0 || y < least) least = y, from = 8 * half + b;
         }
         const float other = __shfl_xor_sync(~0u, least, 16);
@@ -72,7 +76,8 @@ struct HessianViterbi {
         const u32 pair = pairs[code * STATES + from];
         const float d = x[i] - low(pair), e = x[i + 1] - high(pair);
 #pragma unroll
-        for (int j = i + 2; j < BLOCK; j++) aim[j] = __shfl_sync(~0u, aim[j], from) + f[BLOCK * i + j] * d + f[BLOCK * (i + 1) + j] * e;
+        for (int j = i + 2; j < BLOCK; j++)
+          aim[j] = __shfl_sync(~0u, aim[j], from) + f[BLOCK * i + j] * d + f[BLOCK * (i + 1) + j] * e;
 #pragma unroll
         for (int j = 0; j < i / 2; j++) erred[j] = __shfl_sync(~0u, erred[j], from);
         erred[i / 2] = half2(d, e), origin = __shfl_sync(~0u, origin, from);
@@ -102,7 +107,8 @@ struct HessianRows {
   u16 numbers[2][ROWS][D];     // the rows in two fp16 parts, then errors, 0 where a chain is not done
 };
 
-// 16 rows of a matrix times the 8 rows of `numbers`; of this lane: rows g and g + 8 of the tile, for rows 2 c and 2 c + 1.
+// 16 rows of a matrix times the 8 rows of `numbers`; of this lane: rows g and g + 8 of the tile, for rows 2 c and 2 c +
+// 1.
 DI void multiply_rows(float (&sums)[4], const u8* matrix, int tile, const u16 (*numbers)[ROWS][D], int parts) {
   const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   const MatrixRows<D> of_tile((const u16*)matrix, tile);
@@ -122,7 +128,8 @@ DI void encode_rows(TrellisRows& s, HessianRows& w, HessianViterbi& own, const u
   const float* row = s.rows[warp];
   for (int d = lane; d < D; d += 32) {
     const u16 high_part = half1(row[d]);
-    w.aimed[warp][d] = row[d], w.numbers[0][warp][d] = high_part, w.numbers[1][warp][d] = half1(row[d] - low(high_part));
+    w.aimed[warp][d] = row[d], w.numbers[0][warp][d] = high_part,
+    w.numbers[1][warp][d] = half1(row[d] - low(high_part));
   }
   own.clear();
   __syncthreads();

@@ -3,8 +3,8 @@ template <int B> struct Levels;
 template <> struct Levels<3> { static constexpr float AT[] = {LEVELS_3}; };
 template <> struct Levels<4> { static constexpr float AT[] = {LEVELS_4}; };
 
-// Keys: codes of the unit vector, and its length. Two codes index a table of fp16 pairs. 256 bytes apart, a byte of codes is its
-// entry's address.
+// Keys: codes of the unit vector, and its length. Two codes index a table of fp16 pairs. 256 bytes apart, a byte of
+// codes is its entry's address.
 template <int B> struct Codebook : ReadBy<Table<1 << 2 * B, 1, B == 4 ? 256 : 128>> {
   using Pairs = Table<1 << 2 * B, 1, B == 4 ? 256 : 128>;
   static constexpr int BITS = B, META_BYTES = 2, HALVES = 1 << (B - 1);
@@ -21,7 +21,8 @@ template <int B> struct Codebook : ReadBy<Table<1 << 2 * B, 1, B == 4 ? 256 : 12
     return Pairs::entry(x & 63 * 128 | lane);
   }
 
-  template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {  // how many boundaries a number reaches
+  // how many boundaries a number reaches
+  template <class R> static DI u32 encode(const R& row, u32 (&words)[WORDS<BITS>]) {
     constexpr auto& LEVEL = Levels<B>::AT;
     constexpr float SHARP = 1 << 25;  // so steep is a ramp from 0 to 1 that it is a step
     const float norm = __fsqrt_rn(row.sum_of_squares()), inverse = reciprocal(norm + 1e-8f);
@@ -55,8 +56,9 @@ template <int B> struct Uniform : Fields<B> {
     constexpr float TOP = (1 << B) - 1;
     const float least = row.min(), scale = scale_of(row.max() - least, TOP, 1e-8f), inverse = reciprocal(scale);
     u32 code[E];
+    // halves are common where 16-bit rows have few mantissa bits: the quotient must be exact
 #pragma unroll
-    for (int e = 0; e < E; e++)  // halves are common where 16-bit rows have few mantissa bits: the quotient must be exact
+    for (int e = 0; e < E; e++)
       code[e] = floor_code(fminf(__fadd_rn(quotient(row.x[e] - least, scale, inverse), 0.5f), TOP));
     pack<BITS, FLOOR_BASE>(code, words);
     return half2(saturate(scale, LARGEST_HALF), saturate(least, LARGEST_HALF));

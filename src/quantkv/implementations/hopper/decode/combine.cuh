@@ -8,33 +8,38 @@
 
 using ValueMatrix = MatrixRows<DV>;
 
-// A product that may be added to something. Of an invariant cut a row is combined by one kernel or the other, as suits the batch, and both are
-// to round it alike: a compiler that makes one operation of a product and a sum, which rounds once, may do so in one of them and not in the
-// other. So none is left to it: products are these, or fmaf. (Of other cuts it may do what it likes.)
+// A product that may be added to something. Of an invariant cut a row is combined by one kernel or the other, as suits
+// the batch, and both are to round it alike: a compiler that makes one operation of a product and a sum, which rounds
+// once, may do so in one of them and not in the other. So none is left to it: products are these, or fmaf. (Of other
+// cuts it may do what it likes.)
 DI float times(float a, float b) { return INVARIANT ? __fmul_rn(a, b) : a * b; }
 
-// What some partials of a row come to: outputs x of dimensions lane * E and on, of which those below DV are there and others 0, times `sum`;
-// that and the maximum are base 2.
+// What some partials of a row come to: outputs x of dimensions lane * E and on, of which those below DV are there and
+// others 0, times `sum`; that and the maximum are base 2.
 struct Combined {
   // Butterflies take powers of two. AT_ONCE: partials in flight.
-  static constexpr int PAIRS = (DV + 63) / 64, E = 2 * (VALUE_MAP == HADAMARD && PAIRS == 3 ? 4 : PAIRS), WIDTH = 32 * E, AT_ONCE = 32 / E;
+  static constexpr int PAIRS = (DV + 63) / 64, E = 2 * (VALUE_MAP == HADAMARD && PAIRS == 3 ? 4 : PAIRS),
+                       WIDTH = 32 * E, AT_ONCE = 32 / E;
   static_assert(AT_ONCE == PARTIALS_AT_ONCE, "the host counts other batches of partials");
   float top = minus_infinity(), sum = 0.f, x[E][1] = {};
 
   // The partials of one packed query row that are this combiner's, one of so many; all: of the segment.
   DI void add(const u32* all, const Partials& partials, int packed_rows, int packed_row, int combiner, int combiners) {
     const auto row = [&](int i) { return all + ((i64)partials.row(i) * packed_rows + packed_row) * PARTIAL; };
-    // Most rows have few partials, and what is loaded in place of those that are not there takes as many instructions as a partial does. Not where
-    // a matrix follows: one sequence of 2,048 tokens took as long with these loops as without them.
+    // Most rows have few partials, and what is loaded in place of those that are not there takes as many instructions
+    // as a partial does. Not where a matrix follows: one sequence of 2,048 tokens took as long with these loops as
+    // without them.
     constexpr bool BY_COUNT = !INVARIANT && VALUE_MAP != MATRIX;
     if (BY_COUNT && AT_ONCE > 2 && partials.count <= 2 * combiners) add<2>(partials.count, combiner, combiners, row);
-    else if (BY_COUNT && AT_ONCE > 4 && partials.count <= 4 * combiners) add<4>(partials.count, combiner, combiners, row);
+    else if (BY_COUNT && AT_ONCE > 4 && partials.count <= 4 * combiners)
+      add<4>(partials.count, combiner, combiners, row);
     else add<AT_ONCE>(partials.count, combiner, combiners, row);
   }
   // row(i): where the i-th of them is.
   template <int AT_ONCE, class Row> DI void add(int count, int combiner, int combiners, Row row_of) {
     const int lane = threadIdx.x % 32;
-    const int apart = INVARIANT ? 1 : combiners;  // a fixed order: AT_ONCE neighbours go to one combiner, the next to the next
+    // a fixed order: AT_ONCE neighbours go to one combiner, the next to the next
+    const int apart = INVARIANT ? 1 : combiners;
     for (int i0 = INVARIANT ? combiner * AT_ONCE : combiner; i0 < count; i0 += combiners * AT_ONCE) {
       float e[AT_ONCE], f[AT_ONCE], up = top;
       u32 y[AT_ONCE][E / 2];
@@ -44,7 +49,8 @@ struct Combined {
         const u32* row = row_of(i0 + k * apart);
         e[k] = any ? as_float(row[LSE]) : minus_infinity(), f[k] = any ? as_float(row[FACTOR]) : 0.f;
 #pragma unroll
-        for (int d = 0; d < E / 2; d++) y[k][d] = any && (WIDTH == DV || lane * (E / 2) + d < DV / 2) ? row[lane * (E / 2) + d] : 0;
+        for (int d = 0; d < E / 2; d++)
+          y[k][d] = any && (WIDTH == DV || lane * (E / 2) + d < DV / 2) ? row[lane * (E / 2) + d] : 0;
         up = fmaxf(up, e[k]);
       }
       if (up == minus_infinity()) continue;
@@ -58,7 +64,8 @@ struct Combined {
         sum += weight;
 #pragma unroll
         for (int d = 0; d < E; d += 2) {
-          x[d][0] = fmaf(times(weight, f[k]), low(y[k][d / 2]), x[d][0]), x[d + 1][0] = fmaf(times(weight, f[k]), high(y[k][d / 2]), x[d + 1][0]);
+          x[d][0] = fmaf(times(weight, f[k]), low(y[k][d / 2]), x[d][0]),
+          x[d + 1][0] = fmaf(times(weight, f[k]), high(y[k][d / 2]), x[d + 1][0]);
         }
       }
     }
@@ -80,7 +87,8 @@ struct Combined {
     for (int d = 0; d < E; d++) x[d][0] = fmaf(y[d], weight, times(x[d][0], old));
   }
   DI void append(const float (&row)[WIDTH + 4]) { append(row[WIDTH], row[WIDTH + 1], row + threadIdx.x % 32 * E); }
-  static DI int combiners_of(int count) { return min(COMBINE_WARPS, (count + AT_ONCE - 1) / AT_ONCE); }  // that have any of so many partials
+  // that have any of so many partials
+  static DI int combiners_of(int count) { return min(COMBINE_WARPS, (count + AT_ONCE - 1) / AT_ONCE); }
   // All partials of one packed query row: what COMBINE_WARPS combiners would have, one after the other.
   DI void add_in_order(const u32* all, const Partials& partials, int packed_rows, int packed_row) {
 #pragma unroll 1
@@ -94,7 +102,8 @@ struct Combined {
     }
   }
 
-  // `count` of MOST rows of a packed query row, `step` apart: outputs times their sum, behind them the maximum and the sum. Before any partial.
+  // `count` of MOST rows of a packed query row, `step` apart: outputs times their sum, behind them the maximum and the
+  // sum. Before any partial.
   template <int MOST> DI void take(const float (*rows)[WIDTH + 4], int count, int step) {
     const int lane = threadIdx.x % 32;
     float2 about[MOST];
@@ -113,7 +122,8 @@ struct Combined {
     }
   }
 
-  // Into combiner 0: what the others have of the same row. combined [COMBINERS * ROWS]: a row of each, its maximum and its sum behind it.
+  // Into combiner 0: what the others have of the same row. combined [COMBINERS * ROWS]: a row of each, its maximum and
+  // its sum behind it.
   template <int COMBINERS, int ROWS> DI void across(float (*rows)[WIDTH + 4], int r, int combiner) {
     const int lane = threadIdx.x % 32;
     const auto combined = (float(*)[ROWS][WIDTH + 4])rows;
@@ -147,10 +157,10 @@ DI Partials own_partials(const Sequences& sequences, int s, int head, int capaci
   return Partials((head * sequences.count + s) * capacity, all ? min((int)Sequences::partials(all), capacity) : 0);
 }
 
-// Outputs of a row whose partials have been combined: with its sink, and under the values' map but where that is a matrix. Its lse is
-// written. The result: by what the outputs of `plain`, where they are APART, are to be multiplied.
-template <bool APART>
-DI float conclude(const AttendArguments& a, Combined& all, const Combined& plain, int query_head, i64 out_row, const u16* value_map) {
+// Outputs of a row whose partials have been combined: with its sink, and under the values' map but where that is a
+// matrix. Its lse is written. The result: by what the outputs of `plain`, where they are APART, are to be multiplied.
+template <bool APART> DI float conclude(
+    const AttendArguments& a, Combined& all, const Combined& plain, int query_head, i64 out_row, const u16* value_map) {
   constexpr int E = Combined::E;
   const int lane = threadIdx.x % 32;
   float (&x)[E][1] = all.x;
@@ -159,9 +169,11 @@ DI float conclude(const AttendArguments& a, Combined& all, const Combined& plain
   const float sink = sink_of(a, query_head), most = fmaxf(top, sink);
   const float best = most == minus_infinity() ? 0.f : most;
   const float weight = pow2(all.top - best), beside = APART ? pow2(plain.top - best) : 0.f;
-  const float total = (APART ? fmaf(beside, plain.sum, times(weight, all.sum)) : times(weight, all.sum)) + pow2(sink - best);
+  const float total =
+      (APART ? fmaf(beside, plain.sum, times(weight, all.sum)) : times(weight, all.sum)) + pow2(sink - best);
   if (a.lse && lane == 0) a.lse[out_row] = (best + lg2(total)) * 0.6931471805599453f;
-  const float share = none ? 0.f : times(VALUE_MAP == HADAMARD ? a.value_gain : SCALED && VALUE_MAP == NO_MAP ? a.plain_gain : 1.f, weight) / total;
+  const float gain = VALUE_MAP == HADAMARD ? a.value_gain : SCALED && VALUE_MAP == NO_MAP ? a.plain_gain : 1.f;
+  const float share = none ? 0.f : times(gain, weight) / total;
 #pragma unroll
   for (int d = 0; d < E; d++) x[d][0] = times(x[d][0], share);
   if constexpr (VALUE_MAP == HADAMARD) {
@@ -169,8 +181,10 @@ DI float conclude(const AttendArguments& a, Combined& all, const Combined& plain
 #pragma unroll
     for (int d = 0; d < E; d++) {
 #pragma unroll
-      for (int k = 1; k < VALUE_BLOCK / E; k <<= 1) x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
-      if (value_map && (Combined::WIDTH == DV || lane * E + d < DV)) x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
+      for (int k = 1; k < VALUE_BLOCK / E; k <<= 1)
+        x[d][0] = __shfl_xor_sync(~0u, x[d][0], k) + (lane & k ? -x[d][0] : x[d][0]);
+      if (value_map && (Combined::WIDTH == DV || lane * E + d < DV))
+        x[d][0] = as_float(__float_as_uint(x[d][0]) ^ (u32)value_map[lane * E + d] << 16);
     }
   }
   return none || !APART ? 0.f : times(SCALED ? a.plain_gain : 1.f, beside) / total;
@@ -179,31 +193,39 @@ DI void write_outputs(const AttendArguments& a, const Combined& all, i64 out_row
 #pragma unroll
   for (int d = 0; d < Combined::E; d += 2) {
     const int at = threadIdx.x % 32 * Combined::E + d;
-    if (Combined::WIDTH == DV || at < DV) *(u32*)(a.out + out_row * DV + at) = query_type(all.x[d][0]) | (u32)query_type(all.x[d + 1][0]) << 16;
+    if (Combined::WIDTH == DV || at < DV)
+      *(u32*)(a.out + out_row * DV + at) = query_type(all.x[d][0]) | (u32)query_type(all.x[d + 1][0]) << 16;
   }
 }
 
-// Combines the partials of N packed query rows of S sequences (COMBINERS warps for each), from blockIdx.x * S on, and kv head blockIdx.y, and where
-// packed query rows are many (IN_TURNS) those gridDim.z * N further, and so on: what is counted of a (sequence, kv head) is counted once. Adds
-// the sinks, applies the values' map: the signs of a Hadamard matrix (null: all positive) or the rows of any other, times a.value_gain.
-// Segments whose values have no map beside those that share one are combined apart, and added behind it; so are exact tokens, which are
-// attended to here.
+// Combines the partials of N packed query rows of S sequences (COMBINERS warps for each), from blockIdx.x * S on, and
+// kv head blockIdx.y, and where packed query rows are many (IN_TURNS) those gridDim.z * N further, and so on: what is
+// counted of a (sequence, kv head) is counted once. Adds the sinks, applies the values' map: the signs of a Hadamard
+// matrix (null: all positive) or the rows of any other, times a.value_gain. Segments whose values have no map beside
+// those that share one are combined apart, and added behind it; so are exact tokens, which are attended to here.
 template <int N, int S, int COMBINERS>
 DI void combine(const AttendArguments& a, const Sequences& sequences, const u16* value_map) {
   constexpr int E = Combined::E, WIDTH = Combined::WIDTH, OTHERS = SEGMENTS > 1 ? SEGMENTS - 1 : 1;
   constexpr bool APART = EXACT ? VALUE_MAP != NO_MAP : MAPPED_SEGMENTS < SEGMENTS;
   constexpr bool IN_TURNS = COMBINERS == 1 && S == 1 && VALUE_MAP != MATRIX && !EXACT;
   constexpr int ATTENDING = N * COMBINERS;  // warps of a sequence, between which exact tokens are divided
-  // Rows, their maxima and sums: of exact tokens, a warp's after the other; of combiners; what is added behind a matrix.
+  // Rows, their maxima and sums: of exact tokens, a warp's after the other; of combiners; what is added behind a
+  // matrix.
   __shared__ __align__(16) float combined[(EXACT ? ATTENDING : COMBINERS) * N * S][WIDTH + 4];
-  __shared__ __align__(16) u32 parts[2][N * S][WIDTH / 2 + 4];       // combined rows as fp16 pairs, and what that rounding left
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / COMBINERS, combiner = warp % COMBINERS, head = blockIdx.y;
+  // combined rows as fp16 pairs, and what that rounding left
+  __shared__ __align__(16) u32 parts[2][N * S][WIDTH / 2 + 4];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = warp / COMBINERS, combiner = warp % COMBINERS,
+            head = blockIdx.y;
   int packed_row0 = blockIdx.z * N;
   auto sequence = [&](int r) { return (int)blockIdx.x * S + r / N; };
   auto packed_row = [&](int r) { return packed_row0 + r % N; };
-  auto there = [&](int r) { return sequence(r) < sequences.count && packed_row(r) < sequences.queries(sequence(r)) * GROUP; };
+  auto there = [&](int r) {
+    return sequence(r) < sequences.count && packed_row(r) < sequences.queries(sequence(r)) * GROUP;
+  };
   auto query_head = [&](int r) { return head * GROUP + packed_row(r) % GROUP; };
-  auto out_row = [&](int r) { return (i64)(sequences.first_query(sequence(r)) + packed_row(r) / GROUP) * KV_HEADS * GROUP + query_head(r); };
+  auto out_row = [&](int r) {
+    return (i64)(sequences.first_query(sequence(r)) + packed_row(r) / GROUP) * KV_HEADS * GROUP + query_head(r);
+  };
   const int s = sequence(r);
   bool mine = there(r);
   [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % ATTENDING);
@@ -211,14 +233,16 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
     if (INVARIANT) return own_partials(sequences, s, head, most);
     int start;
     const int line = sequences.total_tiles(s, start);
-    return Partials(Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, together);
+    return Partials(
+        Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, together);
   };
   const Partials partials = partials_of(sequences, a.resident, WORKERS, a.partial_slots);
   Partials others[OTHERS];
   if constexpr (SEGMENTS > 1) {
 #pragma unroll
     for (int i = 0; i < OTHERS; i++) {
-      others[i] = partials_of(sequences_of(a, a.other_starts[i], a.other_ranges[i]), a.other_resident[i], a.other_workers[i], a.other_partial_slots[i]);
+      others[i] = partials_of(sequences_of(a, a.other_starts[i], a.other_ranges[i]), a.other_resident[i],
+          a.other_workers[i], a.other_partial_slots[i]);
     }
   }
   Combined all, plain;
@@ -284,7 +308,8 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
         u32 b[4 * ValueMatrix::PARTS];
 #pragma unroll
         for (int m = 0; m < ValueMatrix::PARTS; m++) {
-          *(uint4*)(b + 4 * m) = r0 + g < N * S ? *(const uint4*)&parts[part][r0 + g][16 * m + 4 * c] : make_uint4(0, 0, 0, 0);
+          *(uint4*)(b + 4 * m) =
+              r0 + g < N * S ? *(const uint4*)&parts[part][r0 + g][16 * m + 4 * c] : make_uint4(0, 0, 0, 0);
         }
         map_rows.multiply(y, b);
       }
@@ -292,7 +317,8 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
       for (int k = 0; k < 4; k++) {
         const int to = r0 + 2 * c + k % 2;
         const int d = 16 * t + g + k / 2 * 8;
-        if (to < N * S && there(to)) a.out[out_row(to) * DV + d] = query_type(times(y[k], a.value_gain) + (APART ? combined[to][d] : 0.f));
+        if (to < N * S && there(to))
+          a.out[out_row(to) * DV + d] = query_type(times(y[k], a.value_gain) + (APART ? combined[to][d] : 0.f));
       }
     }
   }

@@ -1,27 +1,34 @@
-// A consumer warpgroup: four warps that share what they unpack, their queries, and a ring of KV tiles, of four tiles each.
+// A consumer warpgroup: four warps that share what they unpack, their queries, and a ring of KV tiles, of four tiles
+// each.
 #pragma once
 #include "scores.cuh"
 #include "wgmma.cuh"
 
-static_assert(WORKER_WARPS == 4 && WARPS % WORKER_WARPS == 0 && D <= 256 && DV <= 256, "a warpgroup, whose registers have room for such rows");
-constexpr int TILES = PACKED_ROWS / 8, SLABS = (DK + 63) / 64;  // tiles of 8 packed query rows; matrices of 64 numbers of a query a row
+static_assert(WORKER_WARPS == 4 && WARPS % WORKER_WARPS == 0 && D <= 256 && DV <= 256,
+    "a warpgroup, whose registers have room for such rows");
+// tiles of 8 packed query rows; matrices of 64 numbers of a query a row
+constexpr int TILES = PACKED_ROWS / 8, SLABS = (DK + 63) / 64;
 constexpr int AHEAD = STAGES - 1, KV_TILE_BYTES = WORKER_WARPS * TILE_BYTES;
 
-// Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as two fp16 numbers.
-// Both are moved by 16, so that the sum is no larger than a number of the query may be.
+// Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as
+// two fp16 numbers. Both are moved by 16, so that the sum is no larger than a number of the query may be.
 constexpr bool SUMMED = KEY::ZERO_POINTS || KEY::ZERO > 0.f;
 constexpr float MOVED = 16.f;
-static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f, "zeros are fp16 numbers in the unit of the codes");
+static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f,
+    "zeros are fp16 numbers in the unit of the codes");
 
-// Shared memory of a consumer warpgroup, in bytes: the queries, SLABS matrices of a row a packed query row; their sums, the first 16 numbers of such a row (whether SUMMED or not); weights
-// of a KV tile's tokens, a row a packed query row, of this KV tile and the last; the ring; what warps tell each other; values'
-// zero points, of this KV tile and the last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
+// Shared memory of a consumer warpgroup, in bytes: the queries, SLABS matrices of a row a packed query row; their sums,
+// the first 16 numbers of such a row (whether SUMMED or not); weights of a KV tile's tokens, a row a packed query row,
+// of this KV tile and the last; the ring; what warps tell each other; values' zero points, of this KV tile and the
+// last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
 constexpr int SLAB = PACKED_ROWS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
 constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, TOLD_AT = RING_AT + STAGES * KV_TILE_BYTES;
 constexpr int TOLD = 2 * PACKED_ROWS + 4;  // numbers of a warp
-constexpr int ZEROS_AT = TOLD_AT + WORKER_WARPS * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * KV_TILE, OFFSETS_AT = QUERY_SUMS_AT + 4 * PACKED_ROWS;
+constexpr int ZEROS_AT = TOLD_AT + WORKER_WARPS * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * KV_TILE,
+              OFFSETS_AT = QUERY_SUMS_AT + 4 * PACKED_ROWS;
 constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * PACKED_ROWS * 4 : 0);
-static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0, "shared memory is laid out in another way in Python");
+static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0,
+    "shared memory is laid out in another way in Python");
 static_assert(PACKED_ROWS * PARTIAL_BYTES <= TOLD_AT, "a partial lies over queries, weights and the ring");
 
 // Products of a warpgroup: b is what wgmma is told of the matrix.
@@ -29,8 +36,8 @@ template <class C, bool ADD = true> DI void multiply(float (&d)[TILES][4], u32 a
   Wgmma<TILES, C::BFLOAT>::template multiply<ADD>(d, a0, a1, a2, a3, b);
 }
 
-// Brings this warp's tile of every KV tile of the line, from KV tile `kv_tile` of sequence `seq` and kv head `head` on, into slots of a ring, one
-// copy group a KV tile. Tiles beyond a sequence arrive as zero.
+// Brings this warp's tile of every KV tile of the line, from KV tile `kv_tile` of sequence `seq` and kv head `head` on,
+// into slots of a ring, one copy group a KV tile. Tiles beyond a sequence arrive as zero.
 struct KvTileLoader {
   const Sequences& sequences;
   const int* block_table;
@@ -41,9 +48,11 @@ struct KvTileLoader {
   int ids_from, ids[PAGES];  // lane i holds those of the pages of this warp's tile of KV tile ids_from + i
   TileCopier tiles;
 
-  DI KvTileLoader(const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int kv_tile, int left)
-      : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width), table_stride(a.table_stride),
-        member(member), seq(seq), left(left), kv_tile(kv_tile), run_end(kv_tile), tiles(records, a.pages, head) {
+  DI KvTileLoader(
+      const Sequences& sequences, const AttendArguments& a, int member, int head, int seq, int kv_tile, int left)
+      : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width),
+        table_stride(a.table_stride), member(member), seq(seq), left(left), kv_tile(kv_tile), run_end(kv_tile),
+        tiles(records, a.pages, head) {
     keep(tiles.meta_from);  // consumer warpgroups have a register for it
     load_ids();
   }
@@ -67,7 +76,8 @@ struct KvTileLoader {
     tiles.copy(records, page_stride, read, tile() % PER_PAGE, to, valid, from);
     kv_tile++;
   }
-  DI void next_run(u32 to) {  // what stands between two runs: the next sequence, the next page ids, or a tile that is not whole
+  // what stands between two runs: the next sequence, the next page ids, or a tile that is not whole
+  DI void next_run(u32 to) {
     if (left <= 0) return;
     if (kv_tile == sequences.last_tile(seq)) {
       do {
@@ -82,7 +92,8 @@ struct KvTileLoader {
     const int whole = (slots / TILE - member + WORKER_WARPS - 1) / WORKER_WARPS;  // KV tiles whose tile of this warp is
     const int run = from > 0 ? 0 : max(min(min(left, whole - kv_tile), ids_from + 32 - kv_tile), 0);
     left -= max(run, 1), run_end = kv_tile + run;
-    if (run > 0) copy(to, TILE, 0); else copy(to, from < TILE ? min(max(slots - tile() * TILE, 0), TILE) : 0, min(from, TILE));
+    if (run > 0) copy(to, TILE, 0);
+    else copy(to, from < TILE ? min(max(slots - tile() * TILE, 0), TILE) : 0, min(from, TILE));
   }
   DI void next(u32 to) {
     if (kv_tile < run_end) copy(to, TILE, 0); else next_run(to);
@@ -90,17 +101,24 @@ struct KvTileLoader {
   }
 };
 
-// The part of a tile's values that a warp unpacks: about a quarter of the dimensions, of which a lane has OWN_DIMS, pairs of which are rows of
-// its products. a: tokens 2 c and 2 c + 1, 16 bits of each in a register; b: those 8 further. Where four warps do not share a row evenly the
-// last of its lanes have none of it: they read what others have, and dim() is beyond the row.
-constexpr int V_CHUNKS = V_ROW / 16, STEP = RUN > 1 ? 1 : 2;                             // of 16 bytes; chunks that hold pairs of dimensions
-constexpr int SHARING = IN_HALVES && V_CHUNKS < WORKER_WARPS ? WORKER_WARPS / V_CHUNKS : 1;              // warps that have a part of the 16 bits of a chunk
-constexpr int OWN_CHUNKS = V_CHUNKS < WORKER_WARPS ? 1 : (V_CHUNKS + WORKER_WARPS * STEP - 1) / (WORKER_WARPS * STEP) * STEP;  // of a warp
-constexpr int OWN_RUN = IN_HALVES ? RUN / SHARING : DV <= 64 ? 2 : DV <= 128 ? 4 : 8;    // successive dimensions of a lane
-constexpr int OWN_DIMS = IN_HALVES ? OWN_CHUNKS * OWN_RUN : OWN_RUN, OWN_SLABS = OWN_DIMS / 2;  // of a lane; products of 64 dimensions
+// The part of a tile's values that a warp unpacks: about a quarter of the dimensions, of which a lane has OWN_DIMS,
+// pairs of which are rows of its products. a: tokens 2 c and 2 c + 1, 16 bits of each in a register; b: those 8
+// further. Where four warps do not share a row evenly the last of its lanes have none of it: they read what others
+// have, and dim() is beyond the row. of 16 bytes; chunks that hold pairs of dimensions
+constexpr int V_CHUNKS = V_ROW / 16, STEP = RUN > 1 ? 1 : 2;                           
+// warps that have a part of the 16 bits of a chunk
+constexpr int SHARING = IN_HALVES && V_CHUNKS < WORKER_WARPS ? WORKER_WARPS / V_CHUNKS : 1;            
+// of a warp
+constexpr int OWN_CHUNKS =
+    V_CHUNKS < WORKER_WARPS ? 1 : (V_CHUNKS + WORKER_WARPS * STEP - 1) / (WORKER_WARPS * STEP) * STEP;
+// successive dimensions of a lane
+constexpr int OWN_RUN = IN_HALVES ? RUN / SHARING : DV <= 64 ? 2 : DV <= 128 ? 4 : 8;  
+// of a lane; products of 64 dimensions
+constexpr int OWN_DIMS = IN_HALVES ? OWN_CHUNKS * OWN_RUN : OWN_RUN, OWN_SLABS = OWN_DIMS / 2;
 constexpr int OWN_PAIRS = IN_HALVES ? OWN_CHUNKS : 4, ALL_OWN_PAIRS = OWN_PAIRS * (VALUE::OVERLAP ? 2 : 1);
 static_assert(OWN_DIMS % 2 == 0 && 32 * OWN_DIMS >= DV && DV % OWN_RUN == 0, "rows of products, for all dimensions");
-static_assert(VALUE::OVERLAP == 0 || OWN_RUN % 4 == 0, "codes of two numbers, and of a chain each other one lies in the words as they are");
+static_assert(VALUE::OVERLAP == 0 || OWN_RUN % 4 == 0,
+    "codes of two numbers, and of a chain each other one lies in the words as they are");
 template <bool IN_HALVES> struct OwnValues {
   u32 at[OWN_CHUNKS];
   int shift;
@@ -110,7 +128,9 @@ template <bool IN_HALVES> struct OwnValues {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; i++) {
       const int chunk = member * OWN_CHUNKS / SHARING + i;
-      at[i] = TILE_V + lane / 16 * TILE_BYTES + chunk_address<V_ROW>(lane % 16, OWN_CHUNKS * WORKER_WARPS > V_CHUNKS * SHARING ? min(chunk, V_CHUNKS - 1) : chunk);
+      at[i] = TILE_V + lane / 16 * TILE_BYTES +
+          chunk_address<V_ROW>(
+              lane % 16, OWN_CHUNKS * WORKER_WARPS > V_CHUNKS * SHARING ? min(chunk, V_CHUNKS - 1) : chunk);
       keep(at[i]);
     }
   }
@@ -131,7 +151,8 @@ template <bool IN_HALVES> struct OwnValues {
     return ((member * OWN_CHUNKS / SHARING + j / OWN_RUN) * 8 + g) * RUN + member % SHARING * OWN_RUN + j % OWN_RUN;
   }
 };
-template <> struct OwnValues<false> {  // codes lie across 16-bit boundaries, or rows across chunks: a lane takes one run
+// codes lie across 16-bit boundaries, or rows across chunks: a lane takes one run
+template <> struct OwnValues<false> {
   static constexpr int BITS = OWN_RUN * VALUE::BITS, WORDS = (BITS + 31) / 32;
   static_assert(IN_HALVES || WORDS <= 2, "two words");
   using Run = Share<V_ROW, BITS, VALUE::BITS>;
@@ -170,7 +191,8 @@ struct WarpgroupQueries {
     for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
   }
   // given: the first packed query rows of this warp, `member` of the warpgroup.
-  DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s, int head, int packed_row0, int member) const {
+  DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s,
+      int head, int packed_row0, int member) const {
 #pragma unroll 1
     for (int nt = member; nt < TILES; nt += WORKER_WARPS) {
       Query query;
@@ -189,7 +211,8 @@ struct WarpgroupQueries {
         }
         recall(nt, query);
       } else if constexpr (BY_CHUNKS) {
-        const auto place = [&](int d) { return base + d / 64 * SLAB + nt * (8 * MATRIX_ROW) + d % 64 * 16; };  // over their own operands
+        // over their own operands
+        const auto place = [&](int d) { return base + d / 64 * SLAB + nt * (8 * MATRIX_ROW) + d % 64 * 16; };
         Query::map_chunks(given.words[0], given.signs, place);
         __syncwarp();
         Query::gather(query.b[0], place);
@@ -202,7 +225,8 @@ struct WarpgroupQueries {
       Query::add_up(query.sum[0], query.b[0]);
       const int lane = threadIdx.x % 32, row = 8 * nt + 2 * lane;
       if (lane < 4) {  // g = 0: the packed query rows 2 c and 2 c + 1
-        if (KEY::BIASED) store_shared(base + QUERY_SUMS_AT + 4 * row, as_bits(query.sum[0][0]), as_bits(query.sum[0][1]));
+        if (KEY::BIASED)
+          store_shared(base + QUERY_SUMS_AT + 4 * row, as_bits(query.sum[0][0]), as_bits(query.sum[0][1]));
         if constexpr (SUMMED) {
 #pragma unroll
           for (int e = 0; e < 2; e++) {

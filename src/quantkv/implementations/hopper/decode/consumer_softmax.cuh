@@ -7,10 +7,13 @@ constexpr bool SUBTRACT = VALUE::CENTRE > 0;  // codes are taken about their zer
 // What a lane is in its consumer warpgroup, and where it finds its part of a KV tile.
 struct WarpgroupLane : KeyLane {
   int member, c, barrier;
-  u32 base, weights;  // of the consumer warpgroup's shared memory; to where this lane's row of a matrix of weights is, for two tiles of packed query rows
+  // of the consumer warpgroup's shared memory; to where this lane's row of a matrix of weights is, for two tiles of
+  // packed query rows
+  u32 base, weights;
   OwnValues<IN_HALVES> values;
   DI WarpgroupLane(int member, int barrier, u32 base)
-      : KeyLane(threadIdx.x % 32 / 4, threadIdx.x % 4), member(member), c(threadIdx.x % 4), barrier(barrier), base(base), values(member) {
+      : KeyLane(threadIdx.x % 32 / 4, threadIdx.x % 4), member(member), c(threadIdx.x % 4), barrier(barrier),
+        base(base), values(member) {
     const int lane = threadIdx.x % 32;
     keep_all(lane / 4, c);
     weights = matrix_chunk(lane / 16 * 8 + lane % 8, 2 * member + lane / 8 % 2);
@@ -19,8 +22,8 @@ struct WarpgroupLane : KeyLane {
   DI float* told(int by) const { return (float*)(shared + (base - shared_address(shared)) + TOLD_AT) + by * TOLD; }
 };
 
-// The running softmax of a consumer warpgroup, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in all lanes of a packed query row; l and bias
-// are of this lane's tokens; o is of this warp's dimensions.
+// The running softmax of a consumer warpgroup, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in
+// all lanes of a packed query row; l and bias are of this lane's tokens; o is of this warp's dimensions.
 struct WarpgroupSoftmax {
   float o[OWN_SLABS][TILES][4], m[TILES][2], l[TILES][2], bias[TILES][2], v_norm;
   u32 seen;  // a bit for each packed query row of this lane that has met a key
@@ -73,12 +76,13 @@ struct WarpgroupSoftmax {
   }
 
   // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply.
-  template <class Meanwhile>
-  DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at, float scale, float softcap, Meanwhile meanwhile) {
+  template <class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at,
+      float scale, float softcap, Meanwhile meanwhile) {
     u32 ka[ALL_K_WORDS], kb[ALL_K_WORDS], meta[2] = {}, squares[2] = {};
     at.key.load(tile, ka), at.key.load(tile + 8 * K_ROW, kb);
     if constexpr (K_META > 0) {
-      load_shared<K_META>(tile + TILE_KM + at.token * K_META, &meta[0]), load_shared<K_META>(tile + TILE_KM + (at.token + 8) * K_META, &meta[1]);
+      load_shared<K_META>(tile + TILE_KM + at.token * K_META, &meta[0]),
+          load_shared<K_META>(tile + TILE_KM + (at.token + 8) * K_META, &meta[1]);
     }
     at.overlap_key<KEY>(ka), at.overlap_key<KEY>(kb);
     u32 x[DK / 16][4], zero[2] = {};
@@ -87,18 +91,21 @@ struct WarpgroupSoftmax {
       const uint2 a = key_pairs<KEY>(ka, kb, 2 * w, at.table), a8 = key_pairs<KEY>(ka, kb, 2 * w + 1, at.table);
       x[w][0] = a.x, x[w][1] = a.y, x[w][2] = a8.x, x[w][3] = a8.y;
       if constexpr (KEY::NORMALISED) {
-        squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])), squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
+        squares[0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[0])),
+        squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
       }
     }
     if constexpr (SUMMED) {
+      // of lanes with c > 0 times 0
 #pragma unroll
-      for (int r = 0; r < 2; r++) zero[r] = (KEY::ZERO_POINTS ? meta[r] & 15 : (u32)KEY::ZERO) * twice((u32)MOVED);  // of lanes with c > 0 times 0
+      for (int r = 0; r < 2; r++) zero[r] = (KEY::ZERO_POINTS ? meta[r] & 15 : (u32)KEY::ZERO) * twice((u32)MOVED);
     }
     begin_products();
     multiply<KEY, false>(s, x[0][0], x[0][1], x[0][2], x[0][3], matrix_descriptor(at.base));
 #pragma unroll
     for (int w = 1; w < DK / 16; w++)
-      multiply<KEY>(s, x[w][0], x[w][1], x[w][2], x[w][3], matrix_descriptor(at.base) + (w / 4 * SLAB + w % 4 * 32) / 16);
+      multiply<KEY>(
+          s, x[w][0], x[w][1], x[w][2], x[w][3], matrix_descriptor(at.base) + (w / 4 * SLAB + w % 4 * 32) / 16);
     if constexpr (SUMMED) multiply<KEY>(s, zero[0], zero[1], 0, 0, matrix_descriptor(at.base) + SUMS_AT / 16);
     commit_products();
     float norms[4] = {};
@@ -110,10 +117,12 @@ struct WarpgroupSoftmax {
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++) {
       u32 offset[2] = {}, sum[2] = {};  // of both packed query rows
-      if (KEY_OFFSET) load_shared<8>(at.base + OFFSETS_AT + (kv_tile % 16 * PACKED_ROWS + nt * 8 + 2 * at.c) * 4, offset);
+      if (KEY_OFFSET)
+        load_shared<8>(at.base + OFFSETS_AT + (kv_tile % 16 * PACKED_ROWS + nt * 8 + 2 * at.c) * 4, offset);
       if (KEY::BIASED) load_shared<8>(at.base + QUERY_SUMS_AT + (nt * 8 + 2 * at.c) * 4, sum);
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[nt][i] = key(i / 2, s[nt][i], as_float(offset[i & 1]), as_float(sum[i & 1]), softcap, m[nt][i & 1]);
+      for (int i = 0; i < 4; i++)
+        s[nt][i] = key(i / 2, s[nt][i], as_float(offset[i & 1]), as_float(sum[i & 1]), softcap, m[nt][i & 1]);
     }
   }
 
@@ -126,20 +135,24 @@ struct WarpgroupSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 meta = 0;
-        if constexpr (V_META > 0) load_shared<V_META>(tile + TILE_VM + (at.token + 8 * r) * V_META, &meta), scale[r] = VALUE::scale(meta);
+        if constexpr (V_META > 0)
+          load_shared<V_META>(tile + TILE_VM + (at.token + 8 * r) * V_META, &meta), scale[r] = VALUE::scale(meta);
         if constexpr (VALUE::BIASED) bias[r] = fmaf(scale[r], VALUE::CENTRE, VALUE::bias(meta));
         if (RANGES && V_META > 0 && masked && !ours(r)) scale[r] = 0.f, bias[r] = 0.f;
-        if (ZERO_POINTS && at.c == 0) *(u16*)(shared + (zeros - shared_address(shared)) + zero_place(at.member, r, at.token)) = meta & 15;
+        if (ZERO_POINTS && at.c == 0)
+          *(u16*)(shared + (zeros - shared_address(shared)) + zero_place(at.member, r, at.token)) = meta & 15;
       }
     }
   };
 
-  // Adds the KV tile at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt, e): may packed query row 2 c + e of
-  // nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both are asked if `masked`.
-  template <class Copies, class Valid, class Ours>
-  DI void add(u32 slot, const WarpgroupLane& at, int kv_tile, float scale, float softcap, bool masked, Copies copies, Valid valid, Ours ours) {
+  // Adds the KV tile at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt,
+  // e): may packed query row 2 c + e of nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both
+  // are asked if `masked`.
+  template <class Copies, class Valid, class Ours> DI void add(u32 slot, const WarpgroupLane& at, int kv_tile,
+      float scale, float softcap, bool masked, Copies copies, Valid valid, Ours ours) {
     const u32 odd = __shfl_sync(~0u, kv_tile & 1, 0);  // by a shuffle: uniform, as the compiler sees it
-    const u32 tile = slot + at.member * TILE_BYTES, weights = at.base + WEIGHTS_AT + odd * SLAB, zeros = at.base + ZEROS_AT + odd * (2 * KV_TILE);
+    const u32 tile = slot + at.member * TILE_BYTES, weights = at.base + WEIGHTS_AT + odd * SLAB,
+              zeros = at.base + ZEROS_AT + odd * (2 * KV_TILE);
     Weigh weigh;
     float s[TILES][4];
     score(s, tile, kv_tile, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
@@ -167,10 +180,12 @@ struct WarpgroupSoftmax {
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             sums[k][i] = e[i] + e[2 + i];
-            if constexpr (VALUE::BIASED) biases[k][i] = fmaf(e[i], weigh.bias[0] * v_norm, e[2 + i] * (weigh.bias[1] * v_norm));
+            if constexpr (VALUE::BIASED)
+              biases[k][i] = fmaf(e[i], weigh.bias[0] * v_norm, e[2 + i] * (weigh.bias[1] * v_norm));
           }
           top = fmaxf(top, fmaxf(sums[k][0], sums[k][1]));
-          p[2 * (k - nt)] = operand_pair<VALUE>(e[0] * u0, e[1] * u0), p[2 * (k - nt) + 1] = operand_pair<VALUE>(e[2] * u1, e[3] * u1);
+          p[2 * (k - nt)] = operand_pair<VALUE>(e[0] * u0, e[1] * u0),
+                     p[2 * (k - nt) + 1] = operand_pair<VALUE>(e[2] * u1, e[3] * u1);
         }
         const u32 to = weights + at.weights + nt * 8 * MATRIX_ROW;
         if (nt + 1 < TILES) store_transposed(to, p[0], p[1], p[2], p[3]); else store_transposed(to, p[0], p[1]);
@@ -190,14 +205,17 @@ struct WarpgroupSoftmax {
         l[nt][e] += sums[nt][e];
         if constexpr (VALUE::BIASED) bias[nt][e] += biases[nt][e];
       }
-    wait_for_all_products_but<0>();  // before operands of the next are unpacked: the compiler would wait for each product otherwise
+    // before operands of the next are unpacked: the compiler would wait for each product otherwise
+    wait_for_all_products_but<0>();
 #pragma unroll
     for (int i = 0; i < OWN_SLABS; i++) keep_tiles(o[i]);
   }
 
   DI void multiply_values(u32 slot, u32 weights, u32 zeros, const WarpgroupLane& at) {
     u32 x[WORKER_WARPS][OWN_SLABS][4], zero[WORKER_WARPS * 2] = {};
-    if (ZERO_POINTS) load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero), load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
+    if (ZERO_POINTS)
+      load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero),
+          load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
 #pragma unroll
     for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2) {
       u32 va[2][ALL_OWN_PAIRS], vb[2][ALL_OWN_PAIRS];
@@ -224,12 +242,15 @@ struct WarpgroupSoftmax {
     commit_products();
   }
 
-  // The result so far to `to` [packed_rows, PARTIAL], in shared or global memory; packed query rows beyond `packed_rows` are not written. held: what
-  // earlier KV tiles of the same sequence came to, in the same form and possibly at the same place, or null.
+  // The result so far to `to` [packed_rows, PARTIAL], in shared or global memory; packed query rows beyond
+  // `packed_rows` are not written. held: what earlier KV tiles of the same sequence came to, in the same form and
+  // possibly at the same place, or null.
   DI void write(u32* to, const WarpgroupLane& at, int packed_rows, const u32* held) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = at.c;
     const auto value = [&](int nt, int e, int j) -> float& { return o[j / 2][nt][e + j % 2 * 2]; };
-    const auto place = [&](int j) { return OwnValues<IN_HALVES>::dim(at.member, OWN_RUN == 1 ? g & ~1 : g, j + (OWN_RUN == 1 ? g % 2 : 0)) / 2; };
+    const auto place = [&](int j) {
+      return OwnValues<IN_HALVES>::dim(at.member, OWN_RUN == 1 ? g & ~1 : g, j + (OWN_RUN == 1 ? g % 2 : 0)) / 2;
+    };
     const auto is_there = [&](int j) { return 32 * OWN_DIMS == DV || place(j) < DV / 2; };
     float lse[TILES][2], factor[TILES][2];
 #pragma unroll
@@ -237,7 +258,8 @@ struct WarpgroupSoftmax {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float sum = sum_over_tokens(l[nt][e]), b = VALUE::BIASED ? sum_over_tokens(bias[nt][e]) : 0.f;
-        if (g == 0) at.told(at.member)[nt * 8 + 2 * c + e] = sum, at.told(at.member)[PACKED_ROWS + nt * 8 + 2 * c + e] = b;
+        if (g == 0)
+          at.told(at.member)[nt * 8 + 2 * c + e] = sum, at.told(at.member)[PACKED_ROWS + nt * 8 + 2 * c + e] = b;
       }
     meet(at.barrier);  // all products with queries and weights have ended
 #pragma unroll
@@ -246,7 +268,8 @@ struct WarpgroupSoftmax {
       for (int e = 0; e < 2; e++) {
         const int packed_row = nt * 8 + 2 * c + e;
         float sum = 0.f, z = 0.f;
-        for (int w = 0; w < WORKER_WARPS; w++) sum += at.told(w)[packed_row], z += VALUE::BIASED ? at.told(w)[PACKED_ROWS + packed_row] : 0.f;
+        for (int w = 0; w < WORKER_WARPS; w++)
+          sum += at.told(w)[packed_row], z += VALUE::BIASED ? at.told(w)[PACKED_ROWS + packed_row] : 0.f;
         const float r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
         z *= r, lse[nt][e] = sum > 0.f ? m[nt][e] + lg2(sum) : minus_infinity();
 #pragma unroll
@@ -258,7 +281,8 @@ struct WarpgroupSoftmax {
             (g % 2 ? value(nt, e, j) : value(nt, e, j + 1)) = other;
           }
         }
-        // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
+        // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is
+        // looked for.
         factor[nt][e] = partial_factor(32.f * inverse_power(v_norm));
         if (held && packed_row < packed_rows) {
           const u32* old = held + packed_row * PARTIAL;
@@ -267,7 +291,8 @@ struct WarpgroupSoftmax {
 #pragma unroll
           for (int j = 0; j < OWN_DIMS; j += 2) {
             const u32 pair = is_there(j) ? old[place(j)] : 0;
-            value(nt, e, j) = fmaf(low(pair), u, value(nt, e, j) * w), value(nt, e, j + 1) = fmaf(high(pair), u, value(nt, e, j + 1) * w);
+            value(nt, e, j) = fmaf(low(pair), u, value(nt, e, j) * w),
+                         value(nt, e, j + 1) = fmaf(high(pair), u, value(nt, e, j + 1) * w);
           }
           lse[nt][e] = all.lse(), factor[nt][e] = fmaxf(factor[nt][e], as_float(old[FACTOR]));
         }
@@ -298,10 +323,13 @@ struct WarpgroupSoftmax {
         }
         if (packed_row >= packed_rows) continue;
         const float shrink = inverse_power(factor[nt][e]);
-        if (at.member == 0 && g == 0) to[packed_row * PARTIAL + LSE] = as_bits(lse[nt][e]), to[packed_row * PARTIAL + FACTOR] = as_bits(factor[nt][e]);
+        if (at.member == 0 && g == 0)
+          to[packed_row * PARTIAL + LSE] = as_bits(lse[nt][e]),
+                                    to[packed_row * PARTIAL + FACTOR] = as_bits(factor[nt][e]);
 #pragma unroll
         for (int j = 0; j < OWN_DIMS; j += 2)
-          if (is_there(j)) to[packed_row * PARTIAL + place(j)] = half2(value(nt, e, j) * shrink, value(nt, e, j + 1) * shrink);
+          if (is_there(j))
+            to[packed_row * PARTIAL + place(j)] = half2(value(nt, e, j) * shrink, value(nt, e, j + 1) * shrink);
       }
   }
 };

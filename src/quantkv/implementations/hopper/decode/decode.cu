@@ -1,24 +1,29 @@
 // Paged decode and verify over quantized pages, written for sm_90.
 //
-// A warp owns a run of tiles, with its own ring of tiles in shared memory and its own running softmax: no barrier in the loop.
-// Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8 packed query rows fill N;
-// a packed query row is one query head of one query. For each sequence and kv head that a warp touched it has a normalised partial and its
-// base-2 log-sum-exp. Those in which the runs of a block's warps ended are combined in the block; combine_kernel combines the rest.
-// Where UNSPLIT, there is one launch: see unsplit.cuh.
+// A warp owns a run of tiles, with its own ring of tiles in shared memory and its own running softmax: no barrier in
+// the loop. Scores are K Q^T and outputs V^T P^T by mma.m16n8k16: tokens, then dimensions, fill M = 16, and up to 8
+// packed query rows fill N; a packed query row is one query head of one query. For each sequence and kv head that a
+// warp touched it has a normalised partial and its base-2 log-sum-exp. Those in which the runs of a block's warps ended
+// are combined in the block; combine_kernel combines the rest. Where UNSPLIT, there is one launch: see unsplit.cuh.
 //
-// Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP
-// QUERY_BF16 SOFTCAP RANGES PDL_AFTER_DECODE PDL_AFTER_WRITE UNSPLIT SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS WORKER_WARPS BLOCKS_PER_SM STAGES TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES
-// ARGUMENT_BYTES PARTIAL_BYTES SPARE_LANES_COPY PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES
-// VALUE_BITS VALUE_META_BYTES.
+// Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE
+// RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES PDL_AFTER_DECODE PDL_AFTER_WRITE
+// UNSPLIT SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS WORKER_WARPS BLOCKS_PER_SM STAGES
+// TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES ARGUMENT_BYTES PARTIAL_BYTES
+// SPARE_LANES_COPY PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs
+// KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES VALUE_BITS
+// VALUE_META_BYTES.
 #include "kernels.cuh"
 #include "query_mapper.cuh"
 #include "softmax.cuh"
 #include "unsplit.cuh"
 
-constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;  // tiles of the positions that share a row, or 16, of the offset table
+// tiles of the positions that share a row, or 16, of the offset table
+constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;
 
 // Grid (blocks, packed query row groups).
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_kernel(const __grid_constant__ AttendArguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
+    decode_kernel(const __grid_constant__ AttendArguments a) {
   const DependentLaunch dependent_launch;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
   int *begun_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES), *ended_in = begun_in + WARPS;
@@ -45,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, packed_row0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
-  Loader loader(sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left);
+  Loader loader(
+      sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left);
   QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, packed_row0);
   if constexpr (KEY_MAP == MATRIX) {
     if (lane == 0) begun_in[warp] = (INVARIANT ? run.is_of(worker) : left > 0) ? head * a.sequences + s : -1;
@@ -59,17 +65,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
   const Lane at(g, c);
   u32 slot = ring;
   bool is_held = false;  // what a stretch of this sequence came to
-  // Of a sequence and kv head. Where the cut is INVARIANT its next partial finds them here: nothing in shared memory is written over.
+  // Of a sequence and kv head. Where the cut is INVARIANT its next partial finds them here: nothing in shared memory is
+  // written over.
   OwnQuery query;
   OwnPartials own;
-  int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
+  // scored: the group of offsets whose scores are in shared memory
+  int len, context, low, high, all_see, all_in_window, scored;
   bool is_new = true;
   if constexpr (UNSPLIT && INVARIANT) unsplit.meet();
   if constexpr (KEY_MAP == MATRIX) {
     mapper.finish(begun_in);
     __syncthreads();
   }
-  if constexpr (SHARED_QUERIES) query.share(given, ring + MAPPED_AT, ring - (warp - unsplit.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
+  if constexpr (SHARED_QUERIES)
+    query.share(given, ring + MAPPED_AT, ring - (warp - unsplit.first) * WORKER_BYTES + QUERIES_AT, is_mapper);
   while (left > 0) {
     if (INVARIANT && is_new) own = OwnPartials(sequences, s, tile);
     const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), tile + min(left, MAX_TILES));
@@ -77,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
     left -= end - tile;
     if (end > tile) {
       if (!INVARIANT || is_new) {
-        if constexpr (!SHARED_QUERIES) query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT, ring + QUERIES_AT);
+        if constexpr (!SHARED_QUERIES)
+          query.load(given, KEY_MAP == MATRIX ? mapper.mapped(begun_in, head * a.sequences + s) : ring + MAPPED_AT,
+              ring + QUERIES_AT);
         low = sequences.first_slot(s), high = sequences.slots(s);
         all_see = (RANGES ? min(context + 1, high) : context + 1) / TILE;
         all_in_window = window > 0 ? (sequences.lowest(len - 1, sequences.start(s)) + TILE - 1) / TILE : 0;
@@ -93,28 +104,36 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
 #pragma unroll
         for (int n = 0; n < N; n++) {  // copies go into the slots of the step before
           tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (PLACES * 4);
-          next[n] = slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES : slot + AHEAD * TILE_BYTES;
+          next[n] = slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES
+                                                               : slot + AHEAD * TILE_BYTES;
           slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
         }
         softmax.template add<N, decltype(masked)::value>(
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int k) {
-              // An empty packed query row sees what the last query does: whether all packed query rows have met a key depends on no place that is empty.
-              int key = (tile + n) * TILE + at.token + 8 * half, position = min(context + (packed_row0 + own_packed_row(k)) / GROUP, len - 1);
-              return key <= position && (window <= 0 || (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) && (!RANGES || key >= low && key < high);
+              // An empty packed query row sees what the last query does: whether all packed query rows have met a key
+              // depends on no place that is empty.
+              int key = (tile + n) * TILE + at.token + 8 * half,
+                  position = min(context + (packed_row0 + own_packed_row(k)) / GROUP, len - 1);
+              return key <= position &&
+                  (window <= 0 ||
+                      (CHUNKED ? key >= sequences.lowest(position, sequences.start(s)) : position - key < window)) &&
+                  (!RANGES || key >= low && key < high);
             },
             [&](int n, int half) { return (tile + n) * TILE + at.token + 8 * half >= low; });
         if (CENTRED_LATER && tile % 8 < N) softmax.centre();
         tile += N;
       };
       while (tile < end) {
-        const bool masked = tile < all_in_window || tile >= all_see;  // in between, every packed query row sees every token
+        // in between, every packed query row sees every token
+        const bool masked = tile < all_in_window || tile >= all_see;
         int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
         if (KEY_OFFSET) {
           const int group = min(tile / GROUP_TILES, a.offset_groups - 1);
           stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
           if (group != scored) {
-            query.score_offsets(a.key_offset + (i64)head * a.offset_stride, group, a.scale / Query::NORM * a.offset_gain, ring + RING_BYTES);
+            query.score_offsets(a.key_offset + (i64)head * a.offset_stride, group,
+                a.scale / Query::NORM * a.offset_gain, ring + RING_BYTES);
             scored = group;
           }
         }
@@ -122,25 +141,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_k
           while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{}, Constant<false>{});
         while (tile < stop) step(Constant<1>{}, Constant<true>{});
       }
-      // A run's last partial goes to the ring, which is free then, to be combined; another's sequence is at its end, or goes on.
+      // A run's last partial goes to the ring, which is free then, to be combined; another's sequence is at its end, or
+      // goes on.
       __syncwarp();
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
       const int index = INVARIANT ? own.place(a) : 0;
-      u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
-                : goes_on || UNSPLIT ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
-      const auto place = [&](int packed_row) { return UNSPLIT && INVARIANT ? unsplit.place(a, index, packed_row) : to + packed_row * PARTIAL; };
-      softmax.write(place, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0), is_held ? held : nullptr);
+      u32* to = INVARIANT ? own.next(a, sequences, head, s)
+          : left == 0     ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
+          : goes_on || UNSPLIT ? held
+          : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
+      const auto place = [&](int packed_row) {
+        return UNSPLIT && INVARIANT ? unsplit.place(a, index, packed_row) : to + packed_row * PARTIAL;
+      };
+      softmax.write(place, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0),
+          is_held ? held : nullptr);
       is_held = goes_on;
     }
     if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
       if (++s == a.sequences) s = 0, head++;
       tile = sequences.first_tile(s), is_new = true;
     }
-    if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, packed_row0);
+    if (KEY_MAP != MATRIX && !SHARED_QUERIES && left > 0 && (!INVARIANT || is_new))
+      given.ask(queries, a.key_map, sequences, s, head, packed_row0);
     else given.forget();
   }
   if constexpr (UNSPLIT && INVARIANT) finish_unsplit_invariant(a, sequences, unsplit, warp, packed_row0);
   else if constexpr (UNSPLIT) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
-  else if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
+  else if (!INVARIANT)
+    combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
 }

@@ -1,9 +1,12 @@
-// Paged decode and verify for many packed query rows, written for sm_90: as decode.cu, but what is unpacked is shared by a consumer warpgroup, four warps.
+// Paged decode and verify for many packed query rows, written for sm_90: as decode.cu, but what is unpacked is shared
+// by a consumer warpgroup, four warps.
 //
-// A consumer warpgroup owns a run of KV tiles, of 64 tokens, with its own ring in shared memory and its own running softmax. Scores are K Q^T and outputs
-// V^T P^T by wgmma: tokens, then dimensions, fill M = 64, and up to 64 packed query rows fill N. Each warp unpacks the keys of 16 tokens, and a
-// quarter of the dimensions of the values of all 64, to registers, where wgmma takes them from; queries and weights it takes from shared memory.
-// So a warp meets the others once a KV tile: when the weights are there. Partials are as in decode.cu, with consumer warpgroups in the place of warps.
+// A consumer warpgroup owns a run of KV tiles, of 64 tokens, with its own ring in shared memory and its own running
+// softmax. Scores are K Q^T and outputs V^T P^T by wgmma: tokens, then dimensions, fill M = 64, and up to 64 packed
+// query rows fill N. Each warp unpacks the keys of 16 tokens, and a quarter of the dimensions of the values of all 64,
+// to registers, where wgmma takes them from; queries and weights it takes from shared memory. So a warp meets the
+// others once a KV tile: when the weights are there. Partials are as in decode.cu, with consumer warpgroups in the
+// place of warps.
 //
 // Compile-time, from wgmma.py: as decode.cu.
 #include "kernels.cuh"
@@ -12,9 +15,11 @@
 static_assert(!PDL_AFTER_WRITE, "a consumer warpgroup's loader waits for no write");
 
 // Grid (blocks, packed query row groups).
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_wgmma_kernel(const __grid_constant__ AttendArguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
+    decode_wgmma_kernel(const __grid_constant__ AttendArguments a) {
   const DependentLaunch dependent_launch;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / WORKER_WARPS, member = warp % WORKER_WARPS, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / WORKER_WARPS, member = warp % WORKER_WARPS,
+            lane = threadIdx.x % 32;
   const int worker = blockIdx.x * WORKERS + warpgroup, packed_row0 = blockIdx.y * PACKED_ROWS;
   const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? packed_row0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
@@ -37,15 +42,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
   bool is_held = false;  // what a stretch of this sequence came to
   // Of a sequence and kv head, as in decode.cu.
   OwnPartials own;
-  int len, context, low, high, all_see, all_in_window, scored;  // scored: the group of offsets whose scores are in shared memory
+  // scored: the group of offsets whose scores are in shared memory
+  int len, context, low, high, all_see, all_in_window, scored;
   bool is_new = true;
   while (left > 0) {
     if (INVARIANT && is_new) own = OwnPartials(sequences, s, kv_tile);
-    const int end = INVARIANT ? own.end() : min(sequences.last_tile(s), kv_tile + min(left, max(MAX_TILES / WORKER_WARPS, 1)));
+    const int end =
+        INVARIANT ? own.end() : min(sequences.last_tile(s), kv_tile + min(left, max(MAX_TILES / WORKER_WARPS, 1)));
     if (!INVARIANT || is_new) len = a.seq_lens[s] - sequences.start(s), context = len - sequences.queries(s);
     left -= end - kv_tile;
     if (end > kv_tile) {
-      if (!INVARIANT || is_new) {  // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
+      // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
+      if (!INVARIANT || is_new) {
         query.load(given, queries, a, sequences, s, head, packed_row0, member);
         stores_before_wgmma();
         meet(at.barrier);
@@ -61,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
         if (KEY_OFFSET) {
           const int group = min(kv_tile / 16, a.offset_groups - 1);
           if (group != scored) {
-            query.score_offsets(a.key_offset + (i64)head * a.offset_stride, group, a.scale / Query::NORM * a.offset_gain, member);
+            query.score_offsets(
+                a.key_offset + (i64)head * a.offset_stride, group, a.scale / Query::NORM * a.offset_gain, member);
             scored = group;
             meet(at.barrier);
           }
@@ -69,23 +78,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
         wait_for_all_copies_but<AHEAD - 1>();
         __syncwarp();
         const int key = kv_tile * KV_TILE + member * TILE + at.token;  // of this lane, and the one 8 further
-        const bool masked = kv_tile < all_in_window || kv_tile >= all_see;  // in between, every packed query row sees every token
+        // in between, every packed query row sees every token
+        const bool masked = kv_tile < all_in_window || kv_tile >= all_see;
         softmax.add(
-            slot, at, kv_tile, scale, a.softcap, masked,
-            [&] { loader.next(free_slot + member * TILE_BYTES); },
+            slot, at, kv_tile, scale, a.softcap, masked, [&] { loader.next(free_slot + member * TILE_BYTES); },
             [&](int half, int nt, int e) {
               const int k = key + 8 * half, position = context + (packed_row0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
-              return k <= position && (window <= 0 || (CHUNKED ? k >= sequences.lowest(position, sequences.start(s)) : position - k < window)) && (!RANGES || k >= low && k < high);
+              return k <= position &&
+                  (window <= 0 ||
+                      (CHUNKED ? k >= sequences.lowest(position, sequences.start(s)) : position - k < window)) &&
+                  (!RANGES || k >= low && k < high);
             },
             [&](int half) { return key + 8 * half >= low; });
-        free_slot = slot, slot = slot == base + RING_AT + (STAGES - 1) * KV_TILE_BYTES ? base + RING_AT : slot + KV_TILE_BYTES;
+        free_slot = slot,
+        slot = slot == base + RING_AT + (STAGES - 1) * KV_TILE_BYTES ? base + RING_AT : slot + KV_TILE_BYTES;
       }
-      // A run's last partial goes over queries and weights, to be combined; another's sequence is at its end, or goes on.
+      // A run's last partial goes over queries and weights, to be combined; another's sequence is at its end, or goes
+      // on.
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
-      u32* to = INVARIANT ? own.next(a, sequences, head, s) : left == 0 ? (u32*)(shared + TABLES_BYTES + warpgroup * WORKER_BYTES)
-                : goes_on ? held : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
-      softmax.write(to, at, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0), is_held ? held : nullptr);
+      u32* to = INVARIANT ? own.next(a, sequences, head, s)
+          : left == 0     ? (u32*)(shared + TABLES_BYTES + warpgroup * WORKER_BYTES)
+          : goes_on ? held
+          : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
+      softmax.write(to, at, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0),
+          is_held ? held : nullptr);
       is_held = goes_on;
     }
     if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
@@ -96,5 +113,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_w
     else given.forget();
   }
   int* ended_in = (int*)(shared + TABLES_BYTES + WORKERS * WORKER_BYTES);
-  if (!INVARIANT) combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
+  if (!INVARIANT)
+    combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
 }

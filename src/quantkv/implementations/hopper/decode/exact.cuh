@@ -1,27 +1,34 @@
-// Attention over a few 16-bit rows of the queries' type, without a map, beside the tokens that the decode kernel reads: a part of the
-// kernel that combines, and done while decode blocks still run. All that is read here is older than the decode kernel, which waited for
-// it before it let the next kernel start. It is read past L1, which may hold what was there before.
+// Attention over a few 16-bit rows of the queries' type, without a map, beside the tokens that the decode kernel reads:
+// a part of the kernel that combines, and done while decode blocks still run. All that is read here is older than the
+// decode kernel, which waited for it before it let the next kernel start. It is read past L1, which may hold what was
+// there before.
 #pragma once
 #include "arguments.cuh"
 #include "query.cuh"
 
-static_assert(!EXACT || RANGES && SEGMENTS == 1 && D == DV && D % 64 == 0 && EXACT >= TILE, "what exact tokens go with");
-constexpr int EXACT_PAGE = EXACT ? EXACT : TILE, EXACT_ROW = 2 * D, EXACT_CHUNKS = D / 64;  // chunks: of a row of values, of a lane
+static_assert(
+    !EXACT || RANGES && SEGMENTS == 1 && D == DV && D % 64 == 0 && EXACT >= TILE, "what exact tokens go with");
+// chunks: of a row of values, of a lane
+constexpr int EXACT_PAGE = EXACT ? EXACT : TILE, EXACT_ROW = 2 * D, EXACT_CHUNKS = D / 64;
 
 DI void exact_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (QUERY_BF16) mma_bfloat(c, a0, a1, a2, a3, b0, b1); else mma(c, a0, a1, a2, a3, b0, b1);
 }
 
-// For N packed query rows of a sequence and kv head, from packed_row0 on, tiles index, index + step, .. of what the exact segment has of it.
+// For N packed query rows of a sequence and kv head, from packed_row0 on, tiles index, index + step, .. of what the
+// exact segment has of it.
 //
-// Chunks of 16 bytes are operands as they lie: keys and queries have their dimensions in one order, and values of two tokens pair up in
-// registers. A tile's tokens that are not the segment's are read as the nearest that is, and no packed query row sees them.
+// Chunks of 16 bytes are operands as they lie: keys and queries have their dimensions in one order, and values of two
+// tokens pair up in registers. A tile's tokens that are not the segment's are read as the nearest that is, and no
+// packed query row sees them.
 template <int N> struct Exact {
   const AttendArguments& a;
   const Sequences rows;
-  int s, head, packed_row0, low = 0, high = 0, context, tile = 0, last = 0, packed_rows;  // packed_rows: as many as there are
+  // packed_rows: as many as there are
+  int s, head, packed_row0, low = 0, high = 0, context, tile = 0, last = 0, packed_rows;
   const u8* keys;  // of a page
-  float o[D / 16][4] = {}, top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};  // of packed query rows 2 c and 2 c + 1, base 2; o times sum
+  // of packed query rows 2 c and 2 c + 1, base 2; o times sum
+  float o[D / 16][4] = {}, top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
 
   DI Exact(const AttendArguments& a, int s, int head, int packed_row0, int index)
       : a(a), rows(sequences_of(a, a.exact_start, a.exact_range)), s(s), head(head), packed_row0(packed_row0) {
@@ -50,7 +57,9 @@ template <int N> struct Exact {
   DI void attend(int step) {
     if (tile >= last) return;
     const int c = threadIdx.x % 4, packed_row = packed_row0 + min(threadIdx.x % 32 / 4, packed_rows - 1);
-    const u16* query = Queries{a.q, a.q_token, a.q_head}.row(rows.first_query(s) + packed_row / GROUP, head * GROUP + packed_row % GROUP) + c * 8;
+    const u16* query = Queries{a.q, a.q_token, a.q_head}.row(
+                           rows.first_query(s) + packed_row / GROUP, head * GROUP + packed_row % GROUP) +
+        c * 8;
     uint4 q[D / 32];
 #pragma unroll
     for (int m = 0; m < D / 32; m++) q[m] = load_past_l1((const uint4*)(query + 32 * m));
@@ -86,7 +95,8 @@ template <int N> struct Exact {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int key = tile * TILE + g + i / 2 * 8, position = context + (packed_row0 + 2 * c + i % 2) / GROUP;
-      const bool seen = key >= low && key < high && key <= position && (a.window <= 0 || (CHUNKED ? key >= rows.lowest(position, rows.start(s)) : position - key < a.window));
+      const bool seen = key >= low && key < high && key <= position &&
+          (a.window <= 0 || (CHUNKED ? key >= rows.lowest(position, rows.start(s)) : position - key < a.window));
       float y = (x[i] + odd[i]) * a.exact_scale;
       if (SOFTCAP) y = a.softcap - 2.f * a.softcap * inverse(1.f + pow2(y));
       x[i] = seen ? y : minus_infinity();
@@ -107,8 +117,10 @@ template <int N> struct Exact {
       const auto two = [&](float (&o)[4], u32 a, u32 b, u32 c, u32 d) {  // dimensions: 16 bits of four tokens each
         exact_product(o, prmt(a, b, 0x5410), prmt(a, b, 0x7632), prmt(c, d, 0x5410), prmt(c, d, 0x7632), p0, p1);
       };
-      two(o[4 * i], v[0][i].x, v[1][i].x, v[2][i].x, v[3][i].x), two(o[4 * i + 1], v[0][i].y, v[1][i].y, v[2][i].y, v[3][i].y);
-      two(o[4 * i + 2], v[0][i].z, v[1][i].z, v[2][i].z, v[3][i].z), two(o[4 * i + 3], v[0][i].w, v[1][i].w, v[2][i].w, v[3][i].w);
+      two(o[4 * i], v[0][i].x, v[1][i].x, v[2][i].x, v[3][i].x),
+          two(o[4 * i + 1], v[0][i].y, v[1][i].y, v[2][i].y, v[3][i].y);
+      two(o[4 * i + 2], v[0][i].z, v[1][i].z, v[2][i].z, v[3][i].z),
+          two(o[4 * i + 3], v[0][i].w, v[1][i].w, v[2][i].w, v[3][i].w);
     }
   }
 
@@ -123,7 +135,8 @@ template <int N> struct Exact {
       if (g == 0) *(float2*)(row + D) = make_float2(top[e], all[e]);
 #pragma unroll
       for (int i = 0; i < D / 16; i += 2)
-        *(float4*)(row + (g + i / 4 * 8) * 8 + i % 4 * 2) = make_float4(o[i][e], o[i][2 + e], o[i + 1][e], o[i + 1][2 + e]);
+        *(float4*)(row + (g + i / 4 * 8) * 8 + i % 4 * 2) =
+            make_float4(o[i][e], o[i][2 + e], o[i + 1][e], o[i + 1][2 + e]);
     }
   }
 };

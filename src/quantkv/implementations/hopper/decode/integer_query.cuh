@@ -1,17 +1,20 @@
-// Queries as integers, for keys whose codes are: products of 8-bit integers are half as many, and what is unpacked is four to a register.
+// Queries as integers, for keys whose codes are: products of 8-bit integers are half as many, and what is unpacked is
+// four to a register.
 #pragma once
 #include "query.cuh"
 
-// A packed query row is in fixed point, of 16 bits in two parts, 256 high + low, which are neighbours among the eight packed query rows of a product: four packed query rows
-// fill it, and the lane that has both parts of a score puts them together, exactly. Its unit is a packed query row's own, so that what is not finite stays
-// there. Each lane has its quarter of one part of one packed query row.
+// A packed query row is in fixed point, of 16 bits in two parts, 256 high + low, which are neighbours among the eight
+// packed query rows of a product: four packed query rows fill it, and the lane that has both parts of a score puts them
+// together, exactly. Its unit is a packed query row's own, so that what is not finite stays there. Each lane has its
+// quarter of one part of one packed query row.
 template <class Key> struct IntegerQuery : Query {
   static constexpr int STEPS = DK / 32;  // products of 32 dimensions
   static constexpr float LARGEST = 127.f * 256.f;
   u32 bytes[2 * STEPS];
   float unit;  // of this lane's own packed query row
   int sum;     // of its numbers, where keys have zero points
-  static_assert(!BY_INTEGERS || !Key::BIASED && !Key::NORMALISED && !KEY_OFFSET, "scores are products of codes, less zero points");
+  static_assert(!BY_INTEGERS || !Key::BIASED && !Key::NORMALISED && !KEY_OFFSET,
+      "scores are products of codes, less zero points");
   DI float in_unit(float scale) const { return scale * unit; }
   DI float total(int) const { return 0.f; }  // what a bias would be multiplied by
 
@@ -24,7 +27,8 @@ template <class Key> struct IntegerQuery : Query {
     u32 high[2 * STEPS], low[2 * STEPS];
     const float top = largest(b[0]);
     split(b[0], LARGEST * inverse(top), high, low);
-    const int lane = threadIdx.x % 32, from = lane / 8 * 4 + lane % 4;  // a lane of the packed query row of which this one has a part
+    // a lane of the packed query row of which this one has a part
+    const int lane = threadIdx.x % 32, from = lane / 8 * 4 + lane % 4;
 #pragma unroll
     for (int j = 0; j < 2 * STEPS; j++) {
       const u32 x = __shfl_sync(~0u, high[j], from), y = __shfl_sync(~0u, low[j], from);
@@ -55,7 +59,8 @@ template <class Key> struct IntegerQuery : Query {
     for (int lanes = 1; lanes < 4; lanes <<= 1) top = max_size_half2(top, __shfl_xor_sync(~0u, top, lanes));
     return ::low(max_size_half2(top, top >> 16));
   }
-  // This lane's quarter of a packed query row as integers n, by their bytes. What is added rounds, and leaves n + 128 in the lowest 16 bits.
+  // This lane's quarter of a packed query row as integers n, by their bytes. What is added rounds, and leaves n + 128
+  // in the lowest 16 bits.
   static DI void split(const u32 (&x)[DK / 8], float factor, u32 (&high)[2 * STEPS], u32 (&low)[2 * STEPS]) {
     constexpr float TO_INTEGERS = 12582912.f + 128.f;  // 1.5 * 2^23
     const auto number = [&](int j, int i) {

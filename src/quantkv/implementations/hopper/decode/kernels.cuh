@@ -5,12 +5,14 @@
 static_assert(sizeof(AttendArguments) == ARGUMENT_BYTES, "Python fills in another struct");
 static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
 
-// The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one start: that one
-// need not wait to begin. It does before it ends (PDL_AFTER_DECODE), so that whoever waits for the last of them waits for all. No kernel reads what another of these wrote before
-// it has waited; combine reads exact tokens before, which is right as no decode block lets it start before that block has waited.
+// The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one
+// start: that one need not wait to begin. It does before it ends (PDL_AFTER_DECODE), so that whoever waits for the last
+// of them waits for all. No kernel reads what another of these wrote before it has waited; combine reads exact tokens
+// before, which is right as no decode block lets it start before that block has waited.
 //
-// PDL_AFTER_WRITE: the kernel before this one writes the rows of the queries' own tokens, and let this one start when it had itself waited.
-// So all else that is read here is there; a loader waits before the first tile with a new row (tiles.cuh), and every thread before it ends.
+// PDL_AFTER_WRITE: the kernel before this one writes the rows of the queries' own tokens, and let this one start when
+// it had itself waited. So all else that is read here is there; a loader waits before the first tile with a new row
+// (tiles.cuh), and every thread before it ends.
 struct DependentLaunch {
   DI DependentLaunch() {
     if (PDL_AFTER_DECODE || PDL_AFTER_WRITE) forget_what_was_read(); else wait_for_previous_kernel();
@@ -21,8 +23,10 @@ struct DependentLaunch {
   }
 };
 
-// What the runs of a block's workers ended with, combined where they ended in one (sequence, kv head) (-1: a worker without a run), of sequence s.
-DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int seq_head, int s, int packed_row0) {
+// What the runs of a block's workers ended with, combined where they ended in one (sequence, kv head) (-1: a worker
+// without a run), of sequence s.
+DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* ended_in, int worker, int seq_head,
+    int s, int packed_row0) {
   const int index = threadIdx.x / (32 * WORKER_WARPS);
   if (threadIdx.x % (32 * WORKER_WARPS) == 0) ended_in[index] = seq_head;
   __syncthreads();
@@ -31,32 +35,39 @@ DI void combine_ends(const AttendArguments& a, const Sequences& sequences, int* 
   while (first > 0 && ended_in[first - 1] == seq_head) first--;
   while (past < WORKERS && ended_in[past] == seq_head) past++;
   u32* to = a.partials + ((i64)(worker - index + first) * a.all_packed_rows + packed_row0) * PARTIAL;
-  combine_partials(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first, min(PACKED_ROWS, sequences.queries(s) * GROUP - packed_row0),
-               [&](int packed_row, int at, u32 x, u32 y) { *(uint2*)(to + packed_row * PARTIAL + at) = make_uint2(x, y); });
+  combine_partials(shared + TABLES_BYTES + first * WORKER_BYTES, past - first, index - first, past - first,
+      min(PACKED_ROWS, sequences.queries(s) * GROUP - packed_row0),
+      [&](int packed_row, int at, u32 x, u32 y) { *(uint2*)(to + packed_row * PARTIAL + at) = make_uint2(x, y); });
 }
 
-// The partials of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut that is INVARIANT.
+// The partials of a sequence and kv head that a worker has one after the other, from that with tile `tile` on, of a cut
+// that is INVARIANT.
 struct OwnPartials {
-  int first, all, past, count, index;  // tiles: the sequence's first, their number, that behind the last; partials, and which is next
+  // tiles: the sequence's first, their number, that behind the last; partials, and which is next
+  int first, all, past, count, index;
   DI OwnPartials() {}
   DI OwnPartials(const Sequences& sequences, int s, int tile)
       : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), count(Sequences::partials(all)),
         index(Sequences::partial_at(tile - first, all, count)) {}
   DI int end() const { return first + Sequences::partial_begin(index + 1, all, count); }
-  DI int place(const AttendArguments& a) const { return min(index, a.partial_slots - 1); }  // lengths may break a promise
+  // lengths may break a promise
+  DI int place(const AttendArguments& a) const { return min(index, a.partial_slots - 1); }
   DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
     const int row = place(a);
     index++;
-    return a.partials + (((i64)head * a.sequences + s) * a.partial_slots + row) * a.all_packed_rows * PARTIAL + (i64)sequences.packed_row0 * PARTIAL;
+    return a.partials + (((i64)head * a.sequences + s) * a.partial_slots + row) * a.all_packed_rows * PARTIAL +
+        (i64)sequences.packed_row0 * PARTIAL;
   }
 };
 
 // combine_kernel: a warp a packed query row; combine_one_kernel: a block, for few sequences, which have many partials.
 #define COMBINE(NAME, N, S, COMBINERS, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(32 * N * S * COMBINERS, BLOCKS) NAME(const __grid_constant__ AttendArguments a) { \
+  extern "C" __global__ void __launch_bounds__(32 * N * S * COMBINERS, BLOCKS) \
+      NAME(const __grid_constant__ AttendArguments a) { \
     launch_next_kernel(); \
     const u16* map = a.value_map ? a.value_map + (i64)blockIdx.y * a.value_map_stride : nullptr; \
     combine<N, S, COMBINERS>(a, sequences_of(a, a.key_start, a.key_range), map); \
   }
-COMBINE(combine_kernel, COMBINE_PACKED_ROWS, COMBINE_SEQUENCES, 1, COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 5 : 8)
+COMBINE(combine_kernel, COMBINE_PACKED_ROWS, COMBINE_SEQUENCES, 1,
+    COMBINE_SEQUENCES > 1 ? 1 : DV > 256 ? 3 : EXACT ? (D > 128 ? 2 : 4) : SEGMENTS > 1 ? 5 : 8)
 COMBINE(combine_one_kernel, 1, 1, COMBINE_WARPS, EXACT && D > 128 ? 1 : 2)

@@ -2,13 +2,16 @@
 #pragma once
 #include "tiles.cuh"
 
-constexpr int DV = VALUE_SIZE, DK = (D + 8 * KEY::HALF - 1) / (8 * KEY::HALF) * (8 * KEY::HALF);  // of a value; of a key as it is unpacked
+// of a value; of a key as it is unpacked
+constexpr int DV = VALUE_SIZE, DK = (D + 8 * KEY::HALF - 1) / (8 * KEY::HALF) * (8 * KEY::HALF);
 static_assert(D == KEY_SIZE && D % 16 == 0 && DV % 16 == 0 && DK == KEY_DIMENSIONS, "head sizes are others in Python");
 template <class C, int SIZE> constexpr float GAIN_OF = C::GAIN * (C::PER_DIMENSION ? SIZE : 1);
 constexpr float KEY_GAIN = GAIN_OF<KEY, D> / (BY_INTEGERS ? SUBNORMAL : 1.f), VALUE_GAIN = GAIN_OF<VALUE, DV>;
-constexpr int NT = WORKER_WARPS > 1 ? 1 : (PACKED_ROWS + 7) / 8, EVEN_NT = (NT + 1) / 2 * 2;  // tiles of packed query rows of which a warp holds the queries
-// A tile is the eight packed query rows of a product, of which a lane has scores of 2 c and 2 c + 1. A last tile of four has these in its even places,
-// so that every lane has one of them, and no lane spends time on scores of an empty place.
+// tiles of packed query rows of which a warp holds the queries
+constexpr int NT = WORKER_WARPS > 1 ? 1 : (PACKED_ROWS + 7) / 8, EVEN_NT = (NT + 1) / 2 * 2;
+// A tile is the eight packed query rows of a product, of which a lane has scores of 2 c and 2 c + 1. A last tile of
+// four has these in its even places, so that every lane has one of them, and no lane spends time on scores of an empty
+// place.
 constexpr int OWN = PACKED_ROWS / 4, PLACES = (PACKED_ROWS + 7) / 8 * 8;
 static_assert(PACKED_ROWS % 4 == 0, "every lane has as many packed query rows");
 DI bool is_halved(int nt) { return OWN % 2 && nt == NT - 1; }
@@ -18,10 +21,13 @@ enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 template <int N> struct Constant { static constexpr int value = N; };
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
-constexpr bool SPILLED = D > 256 || NT > 1 && NT * D > 128;  // the query's operands wait in shared memory: outputs fill the registers
+// the query's operands wait in shared memory: outputs fill the registers
+constexpr bool SPILLED = D > 256 || NT > 1 && NT * D > 128;
 
-static_assert(KEY::HALF == KEY_HALF && KEY::ODD_UNIT == KEY_ODD_UNIT, "the order of the keys' dimensions is another in Python");
-static_assert(BY_INTEGERS <= KEY::INTEGERS && (!BY_INTEGERS || DK % 32 == 0 && PACKED_ROWS == 4 && WORKER_WARPS == 1), "what is multiplied as integers");
+static_assert(
+    KEY::HALF == KEY_HALF && KEY::ODD_UNIT == KEY_ODD_UNIT, "the order of the keys' dimensions is another in Python");
+static_assert(BY_INTEGERS <= KEY::INTEGERS && (!BY_INTEGERS || DK % 32 == 0 && PACKED_ROWS == 4 && WORKER_WARPS == 1),
+    "what is multiplied as integers");
 constexpr int KEY_TABLE = BY_INTEGERS ? 0 : KEY::TABLE_BYTES;
 static_assert(KEY_TABLE == KEY_TABLE_BYTES, "the keys' table is of another size in Python");
 // Keys and values of one codec share a table.
@@ -29,36 +35,46 @@ template <class A, class B> constexpr bool SAME = false;
 template <class A> constexpr bool SAME<A, A> = true;
 constexpr bool OWN_TABLE = VALUE::VALUES_BY_TABLE && !SAME<KEY, VALUE>;
 constexpr int VALUE_TABLE_AT = OWN_TABLE ? (KEY_TABLE + 0xffff) & ~0xffff : 0;
-static_assert(TABLES_BYTES == (OWN_TABLE ? VALUE_TABLE_AT + VALUE::TABLE_BYTES : KEY_TABLE), "tables are of another size in Python");
+static_assert(TABLES_BYTES == (OWN_TABLE ? VALUE_TABLE_AT + VALUE::TABLE_BYTES : KEY_TABLE),
+    "tables are of another size in Python");
 // The dimension in the low half of register j of lane 0, and what the register is worth.
 constexpr __device__ int key_dim(int j) { return j / KEY::HALF * 2 * KEY::HALF + j % KEY::HALF; }
 constexpr __device__ float key_unit(int j) { return j & 1 && !BY_INTEGERS ? KEY::ODD_UNIT : 1.f; }
 
-constexpr bool IN_HALVES = 16 % VALUE::BITS == 0 && V_ROW % 16 == 0;  // no code of V lies across 16 bits, and no row across 16 bytes
+// no code of V lies across 16 bits, and no row across 16 bytes
+constexpr bool IN_HALVES = 16 % VALUE::BITS == 0 && V_ROW % 16 == 0;
 constexpr int K_BITS = DK / 4 * KEY::BITS, V_BITS = DV / 8 * VALUE::BITS;  // of a row that one lane unpacks
 constexpr int K_WORDS = (K_BITS + 31) / 32, V_WORDS = (V_BITS + 31) / 32, V_PAIRS = (V_BITS + 15) / 16;
 // Wide rows are loaded and multiplied part after part: outputs leave few registers.
-constexpr int K_PARTS = D > 256 && K_WORDS >= 32 ? K_WORDS / 16 : 1, V_PARTS = DV > 256 && V_PAIRS >= 32 ? V_PAIRS / 16 : 1;
+constexpr int K_PARTS = D > 256 && K_WORDS >= 32 ? K_WORDS / 16 : 1,
+              V_PARTS = DV > 256 && V_PAIRS >= 32 ? V_PAIRS / 16 : 1;
 constexpr int PART_K_WORDS = K_WORDS / K_PARTS, PART_V_PAIRS = V_PAIRS / V_PARTS;
 static_assert(IN_HALVES || V_PARTS == 1, "only rows of whole chunks have parts");
 constexpr bool V_ENDS = !IN_HALVES && V_BITS % 16 != 0;  // a lane's last 16 bits are not full: zero stands behind them
-constexpr int ALL_K_WORDS = PART_K_WORDS * (KEY::OVERLAP ? 2 : 1), ALL_V_PAIRS = PART_V_PAIRS * (VALUE::OVERLAP ? 2 : 1) + V_ENDS;
+constexpr int ALL_K_WORDS = PART_K_WORDS * (KEY::OVERLAP ? 2 : 1),
+              ALL_V_PAIRS = PART_V_PAIRS * (VALUE::OVERLAP ? 2 : 1) + V_ENDS;
 constexpr int RUN = IN_HALVES ? 16 / VALUE::BITS : DV / 8;  // successive dimensions of the output that a lane has
 constexpr u32 ONES = 0x3c003c00u;  // in fp16
 static_assert(QUERY_BF16 || !KEY::BFLOAT && !VALUE::BFLOAT, "queries of another type");
 
 DI float inverse_power(float x) { return as_float(0x7f000000u - as_bits(x)); }  // of a power of two
-DI float max_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, k)); return x; }
+DI float max_over_tokens(float x) {
+  for (int k = 4; k < 32; k <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, k));
+  return x;
+}
 DI float sum_over_tokens(float x) { for (int k = 4; k < 32; k <<= 1) x += __shfl_xor_sync(~0u, x, k); return x; }
 
-// A lane's share of a row, SHARE bits: where it lies in a tile, and its words. Rows of whole chunks are permuted, others lie as in a page.
+// A lane's share of a row, SHARE bits: where it lies in a tile, and its words. Rows of whole chunks are permuted,
+// others lie as in a page.
 template <int ROW, int SHARE, int BITS> struct Share {
-  static constexpr int STEP = gcd(gcd(8 * ROW, SHARE), 32), BYTES = SHARE / 8;  // shares begin at multiples of so many bits
+  // shares begin at multiples of so many bits
+  static constexpr int STEP = gcd(gcd(8 * ROW, SHARE), 32), BYTES = SHARE / 8;
   static constexpr bool ODD = STEP < 32;  // of a word
   static constexpr bool BY_8 = ROW % 8 == 0 && BYTES % 8 == 0 && (BYTES < 16 || 16 % BITS == 0);
   static constexpr int LOAD = ODD ? 4 : ROW % 16 == 0 && BYTES % 16 == 0 ? 16 : BY_8 ? 8 : 4;
   static constexpr int LOADS = (SHARE + 32 - STEP + 8 * LOAD - 1) / (8 * LOAD), WORDS = (SHARE + 31) / 32;
-  static constexpr int PERIOD = 8, ADDRESSES = LOAD == 16 ? LOADS < PERIOD ? LOADS : PERIOD : 1;  // the permutation has a period of 128 bytes
+  // the permutation has a period of 128 bytes
+  static constexpr int PERIOD = 8, ADDRESSES = LOAD == 16 ? LOADS < PERIOD ? LOADS : PERIOD : 1;
   u32 at[ADDRESSES];
   int shift;
   DI Share(int row, int index) {
@@ -78,15 +94,17 @@ template <int ROW, int SHARE, int BITS> struct Share {
 #pragma unroll
     for (int i = 0; i < LOADS / PARTS; i++) {
       const int k = FIRST + i;
-      load_shared<LOAD>(tile + (ADDRESSES > 1 ? at[k % PERIOD] + k / PERIOD * 128 : at[0] + k * LOAD), words + i * LOAD / 4);
+      load_shared<LOAD>(
+          tile + (ADDRESSES > 1 ? at[k % PERIOD] + k / PERIOD * 128 : at[0] + k * LOAD), words + i * LOAD / 4);
     }
 #pragma unroll
-    for (int i = 0; i < WORDS / PARTS; i++) w[i] = !ODD ? words[i] : i + 1 < LOADS ? __funnelshift_r(words[i], words[i + 1], shift) : words[i] >> shift;
+    for (int i = 0; i < WORDS / PARTS; i++)
+      w[i] = !ODD ? words[i] : i + 1 < LOADS ? __funnelshift_r(words[i], words[i + 1], shift) : words[i] >> shift;
   }
 };
 
-// The codes of a tile's values: 16 bits of tokens 2 c and 2 c + 1 in each of a[V_PAIRS], of the tokens 8 further in b. ldmatrix
-// transposes while it loads, so that a lane's dimensions are runs of RUN in every 16 bytes of a row.
+// The codes of a tile's values: 16 bits of tokens 2 c and 2 c + 1 in each of a[V_PAIRS], of the tokens 8 further in b.
+// ldmatrix transposes while it loads, so that a lane's dimensions are runs of RUN in every 16 bytes of a row.
 template <bool IN_HALVES> struct Values {
   static constexpr int LOADS = (V_PAIRS + 1) / 2, PART_LOADS = (PART_V_PAIRS + 1) / 2;
   static constexpr int PERIOD = DV > 256 ? 4 : LOADS, ADDRESSES = LOADS < PERIOD ? LOADS : PERIOD;  // as of a share
@@ -125,7 +143,8 @@ template <> struct Values<false> {  // codes lie across 16-bit boundaries, or ro
   }
 };
 
-// Where a lane finds its keys of a tile, and its copies in the tables. Rows g and g + 8 of the score tile are its tokens.
+// Where a lane finds its keys of a tile, and its copies in the tables. Rows g and g + 8 of the score tile are its
+// tokens.
 struct KeyLane {
   int token;
   u32 table, value_table, pair;       // to its copies in the tables; tokens 2 c and 2 c + 1 of the values' meta
@@ -146,25 +165,29 @@ struct KeyLane {
   // Adds what is shifted by a code to a row's words; the last code of another lane's by a shuffle.
   template <class Key> DI void overlap_key(u32 (&w)[ALL_K_WORDS]) const {
     if constexpr (Key::OVERLAP > 0) {
-      static_assert(Key::CHAIN % 4 == 0 && K_BITS % 32 == 0 && K_PARTS == 1 && ALL_K_WORDS == 2 * K_WORDS, "a lane has whole words");
+      static_assert(Key::CHAIN % 4 == 0 && K_BITS % 32 == 0 && K_PARTS == 1 && ALL_K_WORDS == 2 * K_WORDS,
+          "a lane has whole words");
       constexpr int IN_CHAIN = Key::CHAIN / 4;  // words
       constexpr bool BEGINS = K_WORDS % IN_CHAIN == 0;  // a chain, with a lane
       u32 last = BEGINS ? 0 : __shfl_up_sync(~0u, w[K_WORDS - 1], 1);
       if (IN_CHAIN % K_WORDS == 0) last &= before_keys;
 #pragma unroll
       for (int i = 0; i < K_WORDS; i++) {
-        if (BEGINS ? i % IN_CHAIN == 0 : IN_CHAIN % K_WORDS && (threadIdx.x % 4 * K_WORDS + i) % IN_CHAIN == 0) last = 0;
+        if (BEGINS ? i % IN_CHAIN == 0 : IN_CHAIN % K_WORDS && (threadIdx.x % 4 * K_WORDS + i) % IN_CHAIN == 0)
+          last = 0;
         w[K_WORDS + i] = __funnelshift_r(last, w[i], 32 - Key::OVERLAP), last = w[i];
       }
     }
   }
   template <class Value, int PAIRS = V_PAIRS, int N> DI void overlap_values(u32 (&x)[N]) const {
     if constexpr (Value::OVERLAP > 0) {
-      static_assert(IN_HALVES && V_PARTS == 1 && Value::CHAIN == 16, "a chain is the 16 bytes of which every lane has two");
+      static_assert(
+          IN_HALVES && V_PARTS == 1 && Value::CHAIN == 16, "a chain is the 16 bytes of which every lane has two");
       constexpr u32 MOVED = twice(0xffffu << Value::OVERLAP & 0xffff);
 #pragma unroll
       for (int k = 0; k < PAIRS; k++)
-        x[PAIRS + k] = x[k] << Value::OVERLAP & MOVED | __shfl_up_sync(~0u, x[k], 4) >> 16 - Value::OVERLAP & before_values;
+        x[PAIRS + k] =
+            x[k] << Value::OVERLAP & MOVED | __shfl_up_sync(~0u, x[k], 4) >> 16 - Value::OVERLAP & before_values;
     }
   }
 };
@@ -175,7 +198,8 @@ struct Lane : KeyLane {  // and its values, where a warp unpacks all of a tile
 
 // Registers j of two tokens' keys.
 template <class Key> DI uint2 key_pairs(const u32* a, const u32* b, int j, u32 lane) {
-  if constexpr (Key::OVERLAP > 0) return make_uint2(Key::key_pair(a, a + K_WORDS, j, lane), Key::key_pair(b, b + K_WORDS, j, lane));
+  if constexpr (Key::OVERLAP > 0)
+    return make_uint2(Key::key_pair(a, a + K_WORDS, j, lane), Key::key_pair(b, b + K_WORDS, j, lane));
   else if constexpr (Key::TOKENS == 2) return Key::key_pair(a, b, j, lane);
   else if constexpr (Key::TOKENS == 1) return make_uint2(Key::key_pair(a, j, lane), Key::key_pair(b, j, lane));
   else return make_uint2(Key::key_pair(a, j), Key::key_pair(b, j));

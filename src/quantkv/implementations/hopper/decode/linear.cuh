@@ -3,7 +3,8 @@
 #include "lanes.cuh"
 #include "matrix.cuh"
 
-template <int SIZE, int N, int M> DI void butterfly(float (&x)[N][M]) {  // each SIZE numbers along the first axis become H_SIZE times them
+// each SIZE numbers along the first axis become H_SIZE times them
+template <int SIZE, int N, int M> DI void butterfly(float (&x)[N][M]) {
   static_assert(N % SIZE == 0, "whole blocks");
 #pragma unroll
   for (int k = 1; k < SIZE; k <<= 1)
@@ -17,7 +18,8 @@ template <int SIZE, int N, int M> DI void butterfly(float (&x)[N][M]) {  // each
         }
 }
 
-constexpr bool permutes_bits() {  // of j: then a Hadamard matrix over dimensions is one over (lane, j, half of the register)
+// of j: then a Hadamard matrix over dimensions is one over (lane, j, half of the register)
+constexpr bool permutes_bits() {
   for (int j = 0; j < DK / 8; j++) {
     int together = 0;
     for (int k = 1; k < DK / 8; k <<= 1) {
@@ -29,10 +31,12 @@ constexpr bool permutes_bits() {  // of j: then a Hadamard matrix over dimension
   }
   return DK == D;
 }
-// A Hadamard map has a matrix for each of these dimensions. Where they are fewer than the head size, or than a key as it is unpacked, they lie
-// across the quarters of a key that lanes have: a query is mapped by chunks of 16 then, in the order in which it was given, and put together in
-// shared memory.
+// A Hadamard map has a matrix for each of these dimensions. Where they are fewer than the head size, or than a key as
+// it is unpacked, they lie across the quarters of a key that lanes have: a query is mapped by chunks of 16 then, in the
+// order in which it was given, and put together in shared memory.
 constexpr int KEY_BLOCK = D & -D, VALUE_BLOCK = DV & -DV;
 constexpr bool BY_CHUNKS = KEY_MAP == HADAMARD && (KEY_BLOCK < D || DK > D), ASSEMBLED = BY_CHUNKS || KEY_MAP == MATRIX;
-constexpr u32 half_pair(float x) { u32 e = 15; while (x > 1.f) x /= 2.f, e++; return twice(e << 10); }  // of a power of two
-constexpr u32 key_ones(int j) { return KEY::BFLOAT ? twice(0x3f80) : half_pair(key_unit(j)); }            // what register j is worth
+// of a power of two
+constexpr u32 half_pair(float x) { u32 e = 15; while (x > 1.f) x /= 2.f, e++; return twice(e << 10); }
+// what register j is worth
+constexpr u32 key_ones(int j) { return KEY::BFLOAT ? twice(0x3f80) : half_pair(key_unit(j)); }          

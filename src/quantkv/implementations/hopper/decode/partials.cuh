@@ -1,17 +1,21 @@
-// Partials of a result: of some of the keys of a sequence, of one kv head. A partial has, for each packed query row, DV outputs in fp16, to be
-// multiplied by a power of two, and their base-2 log-sum-exp.
+// Partials of a result: of some of the keys of a sequence, of one kv head. A partial has, for each packed query row, DV
+// outputs in fp16, to be multiplied by a power of two, and their base-2 log-sum-exp.
 #pragma once
 #include "lanes.cuh"
 
-constexpr int PARTIAL = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;  // words of a packed query row, and where in them
+// words of a packed query row, and where in them
+constexpr int PARTIAL = DV / 2 + 4, LSE = DV / 2, FACTOR = DV / 2 + 1;
 static_assert(FACTOR == LSE + 1 && LSE % 2 == 0, "two words that are put at once");
 static_assert(4 * PARTIAL == PARTIAL_BYTES, "partials are of another size in Python");
 
-// The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it count.
-DI float partial_factor(float largest) { return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u)); }
+// The power of two that outputs of at most `largest` are divided by, so that none overflows and all 11 bits of it
+// count.
+DI float partial_factor(float largest) {
+  return as_float(min(max(as_bits(largest) & 0x7f800000u, 0x0d800000u), 0x7e800000u));
+}
 
-// What the packed query row of a partial that is held comes to together with later tokens of the same sequence, whose base-2 log-sum-exp is `lse`: how much the
-// outputs of each weigh, and the log-sum-exp of both.
+// What the packed query row of a partial that is held comes to together with later tokens of the same sequence, whose
+// base-2 log-sum-exp is `lse`: how much the outputs of each weigh, and the log-sum-exp of both.
 struct Joined {
   float both, sum, held, later;
   DI Joined(const u32* packed_row, float of_later) {
@@ -26,10 +30,12 @@ struct Joined {
   DI float lse() const { return both + (sum > 0.f ? lg2(sum) : 0.f); }
 };
 
-// One partial out of those of `count` workers, from address `partials` on; this worker, the index-th of so many, combines its share.
-// put(packed query row, at, x, y): two words of the partial.
-template <class Put> DI void combine_partials(const u8* partials, int count, int index, int combiners, int packed_rows, Put put) {
-  for (int i = index * 32 * WORKER_WARPS + threadIdx.x % (32 * WORKER_WARPS); i < packed_rows * (DV / 4); i += combiners * 32 * WORKER_WARPS) {
+// One partial out of those of `count` workers, from address `partials` on; this worker, the index-th of so many,
+// combines its share. put(packed query row, at, x, y): two words of the partial.
+template <class Put>
+DI void combine_partials(const u8* partials, int count, int index, int combiners, int packed_rows, Put put) {
+  for (int i = index * 32 * WORKER_WARPS + threadIdx.x % (32 * WORKER_WARPS); i < packed_rows * (DV / 4);
+      i += combiners * 32 * WORKER_WARPS) {
     const int packed_row = i / (DV / 4), at = i % (DV / 4) * 2;
     auto partial = [&](int w) { return (const u32*)(partials + w * WORKER_BYTES) + packed_row * PARTIAL; };
     float top = minus_infinity(), sum = 0.f, factor = 0.f;
@@ -45,7 +51,8 @@ template <class Put> DI void combine_partials(const u8* partials, int count, int
 #pragma unroll
     for (int w = 0; w < WORKERS; w++) {
       const float weight = pow2(as_float(about[w].x) - base), y = weight * (as_float(about[w].y) * shrink);
-      sum += weight, acc.x += y * low(x[w].x), acc.y += y * high(x[w].x), acc.z += y * low(x[w].y), acc.w += y * high(x[w].y);
+      sum += weight, acc.x += y * low(x[w].x), acc.y += y * high(x[w].x), acc.z += y * low(x[w].y),
+          acc.w += y * high(x[w].y);
     }
     const float r = sum > 0.f ? inverse(sum) : 0.f;
     put(packed_row, at, half2(acc.x * r, acc.y * r), half2(acc.z * r, acc.w * r));
@@ -53,8 +60,9 @@ template <class Put> DI void combine_partials(const u8* partials, int count, int
   }
 }
 
-// Where the partials of a sequence and kv head lie: one for each block in which the run of some worker ended in it, in the row of
-// the first such worker, and one for the worker, if any, that went on to the next sequence, in row `workers + seq_head`.
+// Where the partials of a sequence and kv head lie: one for each block in which the run of some worker ended in it, in
+// the row of the first such worker, and one for the worker, if any, that went on to the next sequence, in row `workers
+// + seq_head`.
 struct Partials {
   int together, first, blocks, count, other;  // together: workers of a block
   DI Partials() {}
@@ -67,5 +75,7 @@ struct Partials {
     const bool went_on = cut.begin(last + 1) > begin + tiles;
     blocks = last - went_on < first ? 0 : (last - went_on) / together - first / together + 1, count = blocks + went_on;
   }
-  DI int row(int i) const { return INVARIANT ? first + i : i == blocks ? other : i == 0 ? first : (first / together + i) * together; }
+  DI int row(int i) const {
+    return INVARIANT ? first + i : i == blocks ? other : i == 0 ? first : (first / together + i) * together;
+  }
 };

@@ -19,20 +19,22 @@ struct EveryTile {  // of packed query rows is this warp's
   DI bool operator()(int) const { return true; }
 };
 
-// Packed query rows as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16. They are asked for before the
-// tiles, behind which they would queue, and arrive while those are on their way.
+// Packed query rows as they were given: each lane has a quarter of one of every eight, or of each of its chunks of 16.
+// They are asked for before the tiles, behind which they would queue, and arrive while those are on their way.
 struct GivenQuery {
   u32 words[NT][DK / 8], signs[DK / 8];  // signs: of a Hadamard matrix
 
   // A tile of packed query rows, to their places.
-  static DI void ask(u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int packed_row0, int nt) {
+  static DI void ask(
+      u32 (&words)[DK / 8], const Queries& q, const Sequences& sequences, int s, int head, int packed_row0, int nt) {
     const bool halved = is_halved(nt) && !BY_INTEGERS;  // integers are moved once they are two to a packed query row
     const int place = threadIdx.x % 32 / 4, packed_row = packed_row0 + nt * 8 + (halved ? place / 2 : place);
     const bool used = packed_row < sequences.queries(s) * GROUP;  // what lies in odd places is not looked at
     take(words, q.row(sequences.first_query(s) + packed_row / GROUP, head * GROUP + packed_row % GROUP), used);
   }
   // sign_bits: null where all are positive. mine(nt): whether this warp maps that tile.
-  template <class Mine = EveryTile> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences, int s, int head, int packed_row0, Mine mine = {}) {
+  template <class Mine = EveryTile> DI void ask(const Queries& q, const u16* sign_bits, const Sequences& sequences,
+      int s, int head, int packed_row0, Mine mine = {}) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
       if (mine(nt)) ask(words[nt], q, sequences, s, head, packed_row0, nt);
@@ -49,7 +51,8 @@ struct GivenQuery {
   }
 
  private:
-  static DI void take(u32 (&to)[DK / 8], const u16* row, bool used) {  // this lane's quarter, zero where it is not used or beyond D
+  // this lane's quarter, zero where it is not used or beyond D
+  static DI void take(u32 (&to)[DK / 8], const u16* row, bool used) {
     const int first = threadIdx.x % 4 * (BY_CHUNKS ? 4 : DK / 4);
     if constexpr (BY_CHUNKS) {
 #pragma unroll
@@ -66,17 +69,21 @@ struct GivenQuery {
     } else {
 #pragma unroll
       for (int i = 0; i < DK / 32; i++) {
-        const uint4 y = used && (DK == D || first + 8 * i < D) ? load_at_once((const uint4*)(row + first) + i) : make_uint4(0, 0, 0, 0);
+        const uint4 y = used && (DK == D || first + 8 * i < D) ? load_at_once((const uint4*)(row + first) + i)
+                                                               : make_uint4(0, 0, 0, 0);
         to[4 * i] = y.x, to[4 * i + 1] = y.y, to[4 * i + 2] = y.z, to[4 * i + 3] = y.w;
       }
     }
   }
 };
 
-// The packed query rows of one sequence and kv head as B operands, in the order of the keys' registers and divided by their units.
+// The packed query rows of one sequence and kv head as B operands, in the order of the keys' registers and divided by
+// their units.
 struct Query {
-  // Mapped queries are multiplied by NORM, about KEY_BLOCK^-1/2 where the map is a Hadamard matrix, to stay within fp16.
-  static constexpr float NORM = KEY_MAP == HADAMARD ? (KEY_BLOCK > 256 ? 0.03125f : KEY_BLOCK > 128 ? 0.0625f : 0.125f) : 1.f;
+  // Mapped queries are multiplied by NORM, about KEY_BLOCK^-1/2 where the map is a Hadamard matrix, to stay within
+  // fp16.
+  static constexpr float NORM =
+      KEY_MAP != HADAMARD ? 1.f : KEY_BLOCK > 256 ? 0.03125f : KEY_BLOCK > 128 ? 0.0625f : 0.125f;
   u32 b[NT][DK / 8];
   float sum[NT][2];  // of the dimensions, in the unit of the scores, for packed query rows 2 c and 2 c + 1
   u32 spilled;        // shared address of b, where it is not kept in registers
@@ -88,7 +95,8 @@ struct Query {
 #pragma unroll
     for (int w = 0; w < DK / 16; w++) store_shared(spilled + spilled_place(nt, w), b[nt][2 * w], b[nt][2 * w + 1]);
   }
-  DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {  // b[nt][2 w], b[nt][2 w + 1] for all nt; beside the last of an odd number lies nothing
+  // b[nt][2 w], b[nt][2 w + 1] for all nt; beside the last of an odd number lies nothing
+  DI void step(int w, u32 (&x)[2 * EVEN_NT]) const {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
       if (!SPILLED) x[2 * nt] = b[nt][2 * w], x[2 * nt + 1] = b[nt][2 * w + 1];
@@ -97,11 +105,13 @@ struct Query {
     }
   }
 
-  static DI void arrange(u32 (&x)[DK / 8], const u32 (&words)[DK / 8]) {  // in the order of the keys' registers; to be mapped, as fp16
+  // in the order of the keys' registers; to be mapped, as fp16
+  static DI void arrange(u32 (&x)[DK / 8], const u32 (&words)[DK / 8]) {
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) {
       const int d = key_dim(j);
-      const u32 pair = KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410);
+      const u32 pair =
+          KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410);
       x[j] = KEY::BFLOAT && KEY_MAP == NO_MAP ? pair : query_pair(pair);
     }
   }
@@ -112,8 +122,10 @@ struct Query {
     b0 = transpose(operand_pair<KEY>(y[0] * u0, y[1] * u0)), b1 = transpose(operand_pair<KEY>(y[2] * u1, y[3] * u1));
   }
 
-  // Eight packed query rows as GivenQuery has them, mapped BY_CHUNKS, to shared memory: the eight numbers of dimension d at place(d), 16 bytes.
-  template <class Place> static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&signs)[DK / 8], Place place) {
+  // Eight packed query rows as GivenQuery has them, mapped BY_CHUNKS, to shared memory: the eight numbers of dimension
+  // d at place(d), 16 bytes.
+  template <class Place>
+  static DI void map_chunks(const u32 (&words)[DK / 8], const u32 (&signs)[DK / 8], Place place) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     float y[D / 16][4] = {};
     u32 h[4];  // rows g and g + 8 of H_16, with columns 4 c and the next, then the two behind them
@@ -123,13 +135,16 @@ struct Query {
       h[i] = 0x3c003c00u ^ (__popc(row & column) & 1) << 15 ^ (u32)(__popc(row & column + 1) & 1) << 31;
     }
 #pragma unroll
-    for (int w = 0; w < D / 16; w++) mma(y[w], h[0], h[1], h[2], h[3], query_pair(words[2 * w] ^ signs[2 * w]), query_pair(words[2 * w + 1] ^ signs[2 * w + 1]));
+    for (int w = 0; w < D / 16; w++)
+      mma(y[w], h[0], h[1], h[2], h[3], query_pair(words[2 * w] ^ signs[2 * w]),
+          query_pair(words[2 * w + 1] ^ signs[2 * w + 1]));
     butterfly<KEY_BLOCK / 16>(y);
 #pragma unroll
     for (int w = 0; w < DK / 16; w++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int d = 16 * w + 8 * r + g, j = DK / 4 % 8 ? register_of(d) : register_of(16 * w + 8 * r) + register_of(g);
+        const int d = 16 * w + 8 * r + g,
+                  j = DK / 4 % 8 ? register_of(d) : register_of(16 * w + 8 * r) + register_of(g);
         const float unit = NORM * inverse_power(key_unit(j));
         const float* x = y[min(w, D / 16 - 1)] + 2 * r;
         store_shared(place(d) + 4 * c, 16 * w < D ? operand_pair<KEY>(x[0] * unit, x[1] * unit) : 0);
@@ -142,8 +157,9 @@ struct Query {
   // A tile of the operands, out of what a warp has put there.
   template <class Place> static DI void gather(u32 (&b)[DK / 8], Place place) {
     const int lane = threadIdx.x % 32, c = lane % 8 / 2, upper = lane % 2;
+    // a lane says where a row is, of register j + lane / 8: what lane c has of it, its lower or upper half
 #pragma unroll
-    for (int j = 0; j < DK / 8; j += 4) {  // a lane says where a row is, of register j + lane / 8: what lane c has of it, its lower or upper half
+    for (int j = 0; j < DK / 8; j += 4) {
       const u32 row = place(c * (DK / 4) + key_dim(min(j + lane / 8, DK / 8 - 1)) + upper * KEY::HALF);
       u32 x[4];
       load_transposed(row, x[0], x[1], x[2], x[3]);
@@ -180,7 +196,8 @@ struct Query {
     }
   }
 
-  // The tiles of packed query rows that are mine(nt), in registers. assembled: where they are put together in shared memory, or were, by QueryMapper.
+  // The tiles of packed query rows that are mine(nt), in registers. assembled: where they are put together in shared
+  // memory, or were, by QueryMapper.
   template <class Mine> DI void map_tiles(const GivenQuery& given, u32 assembled, Mine mine) {
     const auto place = [&](int nt) { return [=](int d) { return assembled + nt * (16 * DK) + d * 16; }; };
     if constexpr (BY_CHUNKS) {
@@ -213,7 +230,8 @@ struct Query {
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) spill(nt);
   }
-  // The same by all warps of a block together: those that have one (sequence, kv head) give the same `at`, where each spills its own tiles for all of them.
+  // The same by all warps of a block together: those that have one (sequence, kv head) give the same `at`, where each
+  // spills its own tiles for all of them.
   template <class Mine> DI void share(const GivenQuery& given, u32 assembled, u32 at, Mine mine) {
     spilled = at + threadIdx.x % 32 * SPILLED_LANE;
     map_tiles(given, assembled, mine);
@@ -262,7 +280,8 @@ struct Query {
       rows.multiply(y, x);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        store_shared(to + ((g + 8 * i) * PLACES + nt * 8 + 2 * c) * 4, as_bits(y[2 * i] * factor), as_bits(y[2 * i + 1] * factor));
+        store_shared(to + ((g + 8 * i) * PLACES + nt * 8 + 2 * c) * 4, as_bits(y[2 * i] * factor),
+            as_bits(y[2 * i + 1] * factor));
       }
     }
     __syncwarp();

@@ -3,8 +3,9 @@
 #include "query.cuh"
 #include "ring.cuh"
 
-// A block's warps together map by a matrix the queries with which each of them begins, `begun_in` ((sequence, kv head)s, -1: none): each
-// warp some tiles of all of them. What begin() reads is asked for before the tiles, behind which it would queue.
+// A block's warps together map by a matrix the queries with which each of them begins, `begun_in` ((sequence, kv
+// head)s, -1: none): each warp some tiles of all of them. What begin() reads is asked for before the tiles, behind
+// which it would queue.
 struct QueryMapper {
   static constexpr int EARLY = 2;  // distinct ones that begin() reads
   const Queries& q;
@@ -18,7 +19,8 @@ struct QueryMapper {
   DI QueryMapper(const Queries& q, const u16* matrices, int stride, const Sequences& sequences, int packed_row0)
       : q(q), matrices(matrices), stride(stride), sequences(sequences), packed_row0(packed_row0) {}
   static DI u32 slot(int warp) { return shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES + MAPPED_AT; }
-  static DI int next(const int* begun_in, int w) {  // the next warp that begins with another (sequence, kv head) than warp w
+  // the next warp that begins with another (sequence, kv head) than warp w
+  static DI int next(const int* begun_in, int w) {
     const int seq_head = begun_in[w];
     while (++w < WARPS && begun_in[w] == seq_head) {}
     return w < WARPS && begun_in[w] >= 0 ? w : WARPS;
@@ -27,7 +29,8 @@ struct QueryMapper {
   DI KeyMatrix tile(int seq_head, int t) const { return KeyMatrix(matrices + (i64)head(seq_head) * stride, t); }
   DI void read(u32 (&words)[NT][DK / 8], int seq_head) const {
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) GivenQuery::ask(words[nt], q, sequences, seq_head % sequences.count, head(seq_head), packed_row0, nt);
+    for (int nt = 0; nt < NT; nt++)
+      GivenQuery::ask(words[nt], q, sequences, seq_head % sequences.count, head(seq_head), packed_row0, nt);
   }
   DI void map(const u32 (&words)[NT][DK / 8], int t, u32 to) const {
 #pragma unroll

@@ -4,7 +4,8 @@
 #include "integer_query.cuh"
 
 constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;
-constexpr bool WIDE = VALUE::BIASED || V_META == 0;  // an output is of any size, not weights times codes of a known one, and is looked for
+// an output is of any size, not weights times codes of a known one, and is looked for
+constexpr bool WIDE = VALUE::BIASED || V_META == 0;
 constexpr bool ADDED = KEY_OFFSET || KEY::BIASED;  // a score is more than a product
 static_assert(!ZERO_POINTS || V_META == 4, "where zero points are");
 DI u32 zero_code(u32 meta) { return meta & 15u; }
@@ -13,13 +14,16 @@ DI float key_scale(u32 meta, float squares) {
   return K_META == 0 ? 1.f : KEY::NORMALISED ? KEY::scale(meta) * inverse_root(squares) : KEY::scale(meta);
 }
 
-// The scores of a lane's two keys, by their metadata. squares: the sum of an operand's squares, of keys that are NORMALISED.
+// The scores of a lane's two keys, by their metadata. squares: the sum of an operand's squares, of keys that are
+// NORMALISED.
 struct KeyScores {
   float f[2], z[2], shifted[2];
   DI KeyScores(const u32 (&meta)[2], float squares0, float squares1, float scale)
-      : f{key_scale(meta[0], squares0) * scale, key_scale(meta[1], squares1) * scale}, z{KEY::bias(meta[0]) * scale, KEY::bias(meta[1]) * scale},
+      : f{key_scale(meta[0], squares0) * scale, key_scale(meta[1], squares1) * scale},
+        z{KEY::bias(meta[0]) * scale, KEY::bias(meta[1]) * scale},
         // A negative scale says that the key was stored without its offset.
-        shifted{KEY_SIGNED && KEY::scale(meta[0]) < 0.f ? 0.f : 1.f, KEY_SIGNED && KEY::scale(meta[1]) < 0.f ? 0.f : 1.f} {}
+        shifted{
+            KEY_SIGNED && KEY::scale(meta[0]) < 0.f ? 0.f : 1.f, KEY_SIGNED && KEY::scale(meta[1]) < 0.f ? 0.f : 1.f} {}
   // Of key r, less m: its product y with a query, o of the query with the key's offset, the sum of the query's numbers.
   DI float operator()(int r, float y, float o, float sum, float softcap, float m) const {
     if (KEY_SIGNED && KEY_OFFSET) o *= shifted[r];

@@ -3,22 +3,27 @@
 #include "arguments.cuh"
 #include "record.cuh"
 
-constexpr int PER_PAGE = BLOCK_SIZE < TILE ? 1 : BLOCK_SIZE / TILE, PAGES = BLOCK_SIZE < TILE ? TILE / BLOCK_SIZE : 1;  // tiles; pages of a tile
+// tiles; pages of a tile
+constexpr int PER_PAGE = BLOCK_SIZE < TILE ? 1 : BLOCK_SIZE / TILE, PAGES = BLOCK_SIZE < TILE ? TILE / BLOCK_SIZE : 1;
 static_assert(TILE == 16, "rows of an mma");  // a tile: TILE tokens of one kv head
 static_assert(PER_PAGE * TILE == PAGES * BLOCK_SIZE && PAGES <= 2, "whole tiles of a page, or two pages of a tile");
-constexpr int WORKERS = WARPS / WORKER_WARPS;  // of a block: warps that work alone, or consumer warpgroups that take WORKER_WARPS tiles at a time
+// of a block: warps that work alone, or consumer warpgroups that take WORKER_WARPS tiles at a time
+constexpr int WORKERS = WARPS / WORKER_WARPS;
 constexpr int KV_TILE = WORKER_WARPS * TILE;      // tokens of what the line is cut into
 
-// All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both kernels
-// derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths change. Where workers are
-// consumer warpgroups, its tiles are KV tiles of WORKER_WARPS tiles.
+// All tiles of all sequences, of one kv head after the other, form one line that is cut evenly among the workers. Both
+// kernels derive the cut from the lengths, so ragged batches balance and a captured graph stays right when lengths
+// change. Where workers are consumer warpgroups, its tiles are KV tiles of WORKER_WARPS tiles.
 //
-// Where the cut is INVARIANT a sequence is cut by its own number of tiles alone: a worker has the partials that begin in its part of the line.
+// Where the cut is INVARIANT a sequence is cut by its own number of tiles alone: a worker has the partials that begin
+// in its part of the line.
 //
-// Keys are counted by slots: that in slot 0 stands at position start(s). Where RANGES is 0 a segment has all keys of a sequence.
+// Keys are counted by slots: that in slot 0 stands at position start(s). Where RANGES is 0 a segment has all keys of a
+// sequence.
 struct Sequences {
   const int *lens, *cu_queries, *key_start, *key_range;
-  int count, window, lookback, packed_row0;  // window: of a chunk, where they are CHUNKED; packed_row0: the first packed query row that is served
+  // window: of a chunk, where they are CHUNKED; packed_row0: the first packed query row that is served
+  int count, window, lookback, packed_row0;
   DI int queries(int s) const { return cu_queries[s + 1] - cu_queries[s]; }
   DI int first_query(int s) const { return cu_queries[s]; }
   DI int start(int s) const { return RANGES && key_start ? key_start[s] : 0; }
@@ -29,7 +34,9 @@ struct Sequences {
   struct Slots {
     int first, past;
     DI int first_tile(int tokens = KV_TILE) const { return first / tokens; }
-    DI int last_tile(int tokens = KV_TILE) const { return RANGES && past <= first ? first / tokens : (past + tokens - 1) / tokens; }
+    DI int last_tile(int tokens = KV_TILE) const {
+      return RANGES && past <= first ? first / tokens : (past + tokens - 1) / tokens;
+    }
   };
   DI Slots all(int s) const {  // slots that some query may see
     const int len = lens[s], begin = start(s);
@@ -51,28 +58,38 @@ struct Sequences {
   // Of a sequence of so many tiles (why so many: warps.py). All have as many, to a step.
   static DI u32 partials(u32 all) {
     u32 n = max(1, min(all / PARTIAL_LEAST, PARTIALS_FIRST));
-    const auto is_long = [&] { return n == PARTIALS_FIRST ? all >= 2 * n * PARTIAL_LEAST : all > n * PARTIAL_MOST && n * KV_HEADS < PARTIALS_ENOUGH; };
+    const auto is_long = [&] {
+      return n == PARTIALS_FIRST ? all >= 2 * n * PARTIAL_LEAST
+                                 : all > n * PARTIAL_MOST && n * KV_HEADS < PARTIALS_ENOUGH;
+    };
     while (n >= PARTIALS_FIRST && (is_long() || all > n * max(MAX_TILES / WORKER_WARPS, 1))) n *= 2;
     return n;
   }
-  static DI u32 over_partials(u32 x, u32 count) {  // x / count, which is a power of two, or three of them, where it is not small
+  // x / count, which is a power of two, or three of them, where it is not small
+  static DI u32 over_partials(u32 x, u32 count) {
     if (count < PARTIALS_FIRST) return x / count;
     return (PARTIALS_FIRST == 6 ? __umulhi(x, 0xaaaaaaabu) : x) >> (31 - __clz(count));
   }
   static_assert(PARTIALS_FIRST == 6 || PARTIALS_FIRST == 8, "what count is");
   // The first partial that does not begin before, and where the i-th of so many does: at a whole step.
-  static DI u32 partial_at(u32 within, u32 all, u32 count) { return all ? (whole_steps(within + STEP - 1) * count + all - 1) / all : 0; }
-  static DI u32 partial_begin(u32 i, u32 all, u32 count) { return i < count ? whole_steps(over_partials(i * all, count)) : all; }
+  static DI u32 partial_at(u32 within, u32 all, u32 count) {
+    return all ? (whole_steps(within + STEP - 1) * count + all - 1) / all : 0;
+  }
+  static DI u32 partial_begin(u32 i, u32 all, u32 count) {
+    return i < count ? whole_steps(over_partials(i * all, count)) : all;
+  }
   // No partial is as short as two steps, so that none is empty; only tests have a MAX_TILES by which one could be.
-  static constexpr u32 STEP = PARTIAL_LEAST >= 2 * TILES_PER_STEP && PARTIAL_MOST >= 4 * TILES_PER_STEP && MAX_TILES >= 4 * TILES_PER_STEP * WORKER_WARPS ? TILES_PER_STEP : 1;
+  static constexpr u32 STEP = PARTIAL_LEAST >= 2 * TILES_PER_STEP && PARTIAL_MOST >= 4 * TILES_PER_STEP &&
+              MAX_TILES >= 4 * TILES_PER_STEP * WORKER_WARPS
+      ? TILES_PER_STEP : 1;
   static DI u32 whole_steps(u32 tiles) { return tiles / STEP * STEP; }
   // From `within` tiles of a sequence to the first partial that does not begin before, or to the sequence's end.
   DI int to_next_partial(int s, int within) const {
     const u32 all = tiles(s), count = partials(all);
     return partial_begin(partial_at(within, all, count), all, count) - within;
   }
-  // Makes a run of `left` tiles from `tile` on the partials that begin in it; past: the place behind it in the line of its head.
-  // Only a run that ends in another sequence has to look for the one that is there.
+  // Makes a run of `left` tiles from `tile` on the partials that begin in it; past: the place behind it in the line of
+  // its head. Only a run that ends in another sequence has to look for the one that is there.
   DI void take_partials(int& head, int& s, int& tile, int& left, int past) const {
     if (left == 0) return;
     const int within = tile - first_tile(s), all = tiles(s), skipped = to_next_partial(s, within);
@@ -98,7 +115,8 @@ struct Sequences {
     before = __reduce_add_sync(~0u, some);
     return __reduce_add_sync(~0u, all);
   }
-  DI int holding(int tile, int& start) const {  // the sequence that has a tile of the head's; start: the place of its first one
+  // the sequence that has a tile of the head's; start: the place of its first one
+  DI int holding(int tile, int& start) const {
     int lane = threadIdx.x % 32;
     start = 0;
     for (int s0 = 0;; s0 += 32) {
@@ -140,7 +158,8 @@ struct OwnRun {
     line = sequences.total_tiles(0, before), cut = Cut(line * KV_HEADS, resident);
   }
   DI bool is_of(int worker) const { return worker < cut.workers; }
-  DI void take(const Sequences& sequences, int worker) {  // of a block in which some worker has one: another's may be of no tiles
+  // of a block in which some worker has one: another's may be of no tiles
+  DI void take(const Sequences& sequences, int worker) {
     const int begin = is_of(worker) ? cut.begin(worker) : 0;
     int start;
     left = is_of(worker) ? cut.begin(worker + 1) - begin : 0, head = begin / line;

@@ -8,13 +8,14 @@ template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Part<0>()) t
   if constexpr (I + 1 < N) each_part<N, I + 1>(f);
 }
 
-// The running softmax of a warp, base 2. m and l are per packed query row (of this lane's tokens only: l). o, bias and mass carry the
-// factor v_norm, a power of two that keeps p * scale within fp16 whatever the values' scales are.
+// The running softmax of a warp, base 2. m and l are per packed query row (of this lane's tokens only: l). o, bias and
+// mass carry the factor v_norm, a power of two that keeps p * scale within fp16 whatever the values' scales are.
 //
-// Codes with a CENTRE are multiplied as they are, which is free, and what they are too large by is taken off o every few tiles:
-// mass, which one more product sums, of the zero points (subnormals like the codes) or of ones, to be multiplied by CENTRE. Not
-// once at the end: the tensor core truncates as it accumulates, and an uncentred sum would drift with the number of tokens. Where
-// 32 packed query rows share a code, taking its zero point or CENTRE off it (SUBTRACT) costs less than the registers of their masses.
+// Codes with a CENTRE are multiplied as they are, which is free, and what they are too large by is taken off o every
+// few tiles: mass, which one more product sums, of the zero points (subnormals like the codes) or of ones, to be
+// multiplied by CENTRE. Not once at the end: the tensor core truncates as it accumulates, and an uncentred sum would
+// drift with the number of tokens. Where 32 packed query rows share a code, taking its zero point or CENTRE off it
+// (SUBTRACT) costs less than the registers of their masses.
 struct Softmax {
   float o[NT][DV / 16][4], m[OWN], l[OWN], bias[OWN], mass[NT][4], v_norm;
   u32 seen;     // a bit for each packed query row of this lane that has met a key
@@ -32,7 +33,8 @@ struct Softmax {
         for (int i = 0; i < DV / 16; i++) o[nt][i][e] = 0.f;
       }
   }
-  DI float& output(int k, int j) { return o[k / 2][j / 2][k % 2 + j % 2 * 2]; }  // of packed query row k, dimension j of a lane's
+  // of packed query row k, dimension j of a lane's
+  DI float& output(int k, int j) { return o[k / 2][j / 2][k % 2 + j % 2 * 2]; }
 
   DI void centre() {
 #pragma unroll
@@ -44,9 +46,11 @@ struct Softmax {
     }
   }
 
-  // Moves m up to the scores s (relative to m), whose maxima over this lane's tokens are x; v: their largest value scale.
+  // Moves m up to the scores s (relative to m), whose maxima over this lane's tokens are x; v: their largest value
+  // scale.
   template <int N> DI void rescale(float (&s)[N][OWN][2], const float (&x)[OWN], float v) {
-    u32 fit = 0x7f000000u - (__float_as_uint(max_over_tokens(v)) & 0x7f800000u);  // the power of two that brings v to [1, 2)
+    // the power of two that brings v to [1, 2)
+    u32 fit = 0x7f000000u - (__float_as_uint(max_over_tokens(v)) & 0x7f800000u);
     fit = min(fit, __float_as_uint(v_norm));
     const float rv = as_float(0x3f800000u + fit - __float_as_uint(v_norm));
     v_norm = as_float(fit);
@@ -65,12 +69,12 @@ struct Softmax {
     limit = __any_sync(~0u, seen != (1u << OWN) - 1) ? minus_infinity() : 4.f;  // p <= 16
   }
 
-  // Products of N tiles of keys with the queries, of both rows of a lane. more(part, first, count): loads a later part of the rows of these tiles.
-  template <int N, class More>
-  DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS], const u32 (&metas)[N][2], u32 (&squares)[N][2], const Lane& at,
-                   const Query& q, More more) const {
-    // Products depend on each other: with one tile of packed query rows alone, two sums take half the time. Queries that one tile may serve, of an
-    // invariant cut, have the same bits with two.
+  // Products of N tiles of keys with the queries, of both rows of a lane. more(part, first, count): loads a later part
+  // of the rows of these tiles.
+  template <int N, class More> DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS],
+      const u32 (&metas)[N][2], u32 (&squares)[N][2], const Lane& at, const Query& q, More more) const {
+    // Products depend on each other: with one tile of packed query rows alone, two sums take half the time. Queries
+    // that one tile may serve, of an invariant cut, have the same bits with two.
     constexpr int PAIRED = NT == 1 || INVARIANT && GROUP <= 8 ? NT : 0;
     float y[N][NT][4], odd[N][PAIRED + 1][4] = {};
 #pragma unroll
@@ -81,9 +85,11 @@ struct Softmax {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) y[n][nt][2 * r + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? zero * q.sum[nt][e] : 0.f;
+          for (int e = 0; e < 2; e++)
+            y[n][nt][2 * r + e] = KEY::ZERO_POINTS || KEY::ZERO > 0.f ? zero * q.sum[nt][e] : 0.f;
       }
-    constexpr int TOGETHER = NT * D > 384 ? N : 1;  // tiles whose products take turns, which spares registers where outputs have most of them
+    // tiles whose products take turns, which spares registers where outputs have most of them
+    constexpr int TOGETHER = NT * D > 384 ? N : 1;
 #pragma unroll
     for (int first = 0; first < N; first += TOGETHER) {
       each_part<K_PARTS>([&](auto part) {
@@ -95,12 +101,15 @@ struct Softmax {
           q.step(PART * STEPS + w, b);
 #pragma unroll
           for (int n = first; n < first + TOGETHER; n++) {
-            const uint2 a = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w, at.table), a8 = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w + 1, at.table);
+            const uint2 a = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w, at.table),
+                        a8 = key_pairs<KEY>(keys[n][0], keys[n][1], 2 * w + 1, at.table);
             if constexpr (KEY::NORMALISED) {
-              squares[n][0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[n][0])), squares[n][1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[n][1]));
+              squares[n][0] = fma2(a.x, a.x, fma2(a8.x, a8.x, squares[n][0])),
+              squares[n][1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[n][1]));
             }
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) product<KEY>(PAIRED && w % 2 ? odd[n][nt] : y[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
+            for (int nt = 0; nt < NT; nt++)
+              product<KEY>(PAIRED && w % 2 ? odd[n][nt] : y[n][nt], a.x, a.y, a8.x, a8.y, b[2 * nt], b[2 * nt + 1]);
           }
         }
       });
@@ -116,9 +125,8 @@ struct Softmax {
         }
   }
   // The same where keys are multiplied BY_INTEGERS.
-  template <int N, class Key, class More>
-  DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS], const u32 (&metas)[N][2], u32 (&)[N][2], const Lane&,
-                   const IntegerQuery<Key>& q, More more) const {
+  template <int N, class Key, class More> DI void multiply(float (&s)[N][OWN][2], const u32 (&keys)[N][2][ALL_K_WORDS],
+      const u32 (&metas)[N][2], u32 (&)[N][2], const Lane&, const IntegerQuery<Key>& q, More more) const {
 #pragma unroll
     for (int n = 0; n < N; n++) {
       int y[4] = {};  // one sum, exact in any order: a second would not be worth its additions
@@ -142,11 +150,10 @@ struct Softmax {
     }
   }
 
-  // The scores of N tiles, relative to m. copies() starts the copies of later tiles, once the loads of these keys are on their way.
-  // offsets: where the scores of each tile's row of the offset table are, in shared memory.
-  template <int N, class Copies>
-  DI void score(float (&s)[N][OWN][2], const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const OwnQuery& q, float scale,
-                float softcap, Copies copies) const {
+  // The scores of N tiles, relative to m. copies() starts the copies of later tiles, once the loads of these keys are
+  // on their way. offsets: where the scores of each tile's row of the offset table are, in shared memory.
+  template <int N, class Copies> DI void score(float (&s)[N][OWN][2], const u32 (&tile)[N], const u32 (&offsets)[N],
+      const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies) const {
     u32 keys[N][2][ALL_K_WORDS], metas[N][2] = {};
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -181,16 +188,18 @@ struct Softmax {
 #pragma unroll
         for (int k = 2 * nt; k < min(2 * nt + 2, OWN); k++)
 #pragma unroll
-          for (int r = 0; r < 2; r++) s[n][k][r] = key(r, s[n][k][r], as_float(offset[k % 2]), q.total(k), softcap, m[k]);
+          for (int r = 0; r < 2; r++)
+            s[n][k][r] = key(r, s[n][k][r], as_float(offset[k % 2]), q.total(k), softcap, m[k]);
       }
     }
   }
 
   // Adds N tiles: their scores, as above, and values.
-  // valid(n, half, k): may packed query row k of this lane see its token (half: + 8) of tile n? ours(n, half): is it of the segment?
-  template <int N, bool MASKED, class Copies, class Valid, class Ours>
-  DI void add(const u32 (&tile)[N], const u32 (&offsets)[N], const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies, Valid valid,
-              Ours ours) {
+  // valid(n, half, k): may packed query row k of this lane see its token (half: + 8) of tile n? ours(n, half): is it of
+  // the segment?
+  template <int N, bool MASKED, class Copies, class Valid, class Ours> DI void add(const u32 (&tile)[N],
+      const u32 (&offsets)[N], const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies,
+      Valid valid, Ours ours) {
     float s[N][OWN][2], x[OWN], v_top;
     score(s, tile, offsets, at, q, scale, softcap, copies);
     if constexpr (MASKED) {
@@ -275,8 +284,10 @@ struct Softmax {
         if constexpr (V_PARTS > 1) at.values.template load<PART>(tile[n] + TILE_V, va[n], vb[n]);
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-          u32 a0 = value_pair<VALUE>(va[n], 2 * i, at.value_table), a1 = value_pair<VALUE>(va[n], 2 * i + 1, at.value_table);
-          u32 a2 = value_pair<VALUE>(vb[n], 2 * i, at.value_table), a3 = value_pair<VALUE>(vb[n], 2 * i + 1, at.value_table);
+          u32 a0 = value_pair<VALUE>(va[n], 2 * i, at.value_table),
+              a1 = value_pair<VALUE>(va[n], 2 * i + 1, at.value_table);
+          u32 a2 = value_pair<VALUE>(vb[n], 2 * i, at.value_table),
+              a3 = value_pair<VALUE>(vb[n], 2 * i + 1, at.value_table);
           if (SUBTRACT) {
             a0 = centred(a0, zeros[n][0], VALUE::unit(2 * i)), a1 = centred(a1, zeros[n][0], VALUE::unit(2 * i + 1));
             a2 = centred(a2, zeros[n][1], VALUE::unit(2 * i)), a3 = centred(a3, zeros[n][1], VALUE::unit(2 * i + 1));
@@ -288,27 +299,33 @@ struct Softmax {
     }
   }
 
-  // The result so far, each packed query row to to(packed_row) [PARTIAL], in shared or global memory; packed query rows beyond `packed_rows` are not written. held: what
-  // earlier tiles of the same sequence came to [packed_rows, PARTIAL], possibly at the same place, or null.
+  // The result so far, each packed query row to to(packed_row) [PARTIAL], in shared or global memory; packed query rows
+  // beyond `packed_rows` are not written. held: what earlier tiles of the same sequence came to [packed_rows, PARTIAL],
+  // possibly at the same place, or null.
   template <class To> DI void write(To to, int packed_rows, const u32* held) {
     if (CENTRED_LATER) centre();
     const int g = threadIdx.x % 32 / 4;
     // Of dimension j of this lane and the next. Where they are no neighbours, pairs of lanes exchange one of each two.
-    const auto place = [&](int j) { return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2; };
+    const auto place = [&](int j) {
+      return RUN == 1 ? (j + g % 2) * 4 + g / 2 : (j / RUN * RUN * 8 + g * RUN + j % RUN) / 2;
+    };
     const auto old = [&](int k) { return held + own_packed_row(k) * PARTIAL; };
     const auto is_old = [&](int k) { return held && own_packed_row(k) < packed_rows; };
-    // What branches by packed query row has a loop of its own: the compiler moves nothing of another packed query row across a branch.
+    // What branches by packed query row has a loop of its own: the compiler moves nothing of another packed query row
+    // across a branch.
     float lse[OWN], factor[OWN];
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
-      // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is looked for.
+      // No output is larger than weights, of at most 16 / v_norm, times a code; of WIDE values the largest output is
+      // looked for.
       factor[k] = partial_factor(32.f * inverse_power(v_norm));
       if (!WIDE && is_old(k)) factor[k] = fmaxf(factor[k], as_float(old(k)[FACTOR]));
     }
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
       const float sum = sum_over_tokens(l[k]), r = sum > 0.f ? inverse(sum * v_norm) : 0.f;
-      const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f, shrink = WIDE ? 1.f : inverse_power(factor[k]);
+      const float z = VALUE::BIASED ? sum_over_tokens(bias[k]) * r : 0.f,
+                  shrink = WIDE ? 1.f : inverse_power(factor[k]);
       lse[k] = sum > 0.f ? m[k] + lg2(sum) : minus_infinity();
 #pragma unroll
       for (int j = 0; j < DV / 8; j++) output(k, j) = fmaf(output(k, j), VALUE_GAIN / VALUE::unit(j) * (r * shrink), z);
@@ -329,7 +346,8 @@ struct Softmax {
 #pragma unroll
         for (int j = 0; j < DV / 8; j += 2) {
           const u32 pair = old(k)[place(j)];
-          output(k, j) = fmaf(low(pair), u, output(k, j) * w), output(k, j + 1) = fmaf(high(pair), u, output(k, j + 1) * w);
+          output(k, j) = fmaf(low(pair), u, output(k, j) * w),
+                    output(k, j + 1) = fmaf(high(pair), u, output(k, j + 1) * w);
         }
         lse[k] = all.lse();
       }

@@ -39,7 +39,7 @@ struct AttendArguments {
   float value_gain;
   const int* key_start;   // [sequences]: position of the key in a segment's first slot
   const int* key_range;   // [sequences, 2]: positions that are read
-  const u32* other_partials[3];  // of the segments that combine_kernel takes besides: those that share the values' map come first
+  const u32* other_partials[3];  // of the segments that combine_kernel takes besides, those under the values' map first
   const int* other_starts[3];
   const int* other_ranges[3];
   int other_resident[3];
@@ -60,7 +60,8 @@ struct AttendArguments {
   int unsplit_warps;         // and warps of a block that have one
 };
 
-// A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and heads in bytes.
+// A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and
+// heads in bytes.
 struct WriteArguments {
   const u16* key;
   const u16* value;
@@ -132,5 +133,8 @@ template <class A> DI float sink_of(const A& a, int head) {  // base 2; none: mi
   if (!a.sinks) return minus_infinity();
   const i64 at = (i64)head * a.sinks_stride;
   const u16 x = a.sinks_type == FLOAT32 ? 0 : ((const u16*)a.sinks)[at];
-  return 1.4426950408889634f * (a.sinks_type == FLOAT32 ? ((const float*)a.sinks)[at] : a.sinks_type == BFLOAT16 ? as_float((u32)x << 16) : low(x));
+  const float sink = a.sinks_type == FLOAT32 ? ((const float*)a.sinks)[at]
+      : a.sinks_type == BFLOAT16             ? as_float((u32)x << 16)
+                                             : low(x);
+  return 1.4426950408889634f * sink;
 }

@@ -1,9 +1,10 @@
 // What codecs are written with.
 //
-// Four lanes hold a row, E numbers each: its D, and zeros up to whole CHUNKs of all four, which are_there() tells apart. `encode(row, words)` of a codec turns a lane's numbers row.x[E] into its codes,
-// word by word, lowest bits first, and returns the row's metadata, the same in all four lanes. A `row` also has max(), min(),
-// absmax() and sum_of_squares(), over all four. Rounding is the specification's, operation by operation: products and sums that
-// must not become one fused operation are written as intrinsics.
+// Four lanes hold a row, E numbers each: its D, and zeros up to whole CHUNKs of all four, which are_there() tells
+// apart. `encode(row, words)` of a codec turns a lane's numbers row.x[E] into its codes, word by word, lowest bits
+// first, and returns the row's metadata, the same in all four lanes. A `row` also has max(), min(), absmax() and
+// sum_of_squares(), over all four. Rounding is the specification's, operation by operation: products and sums that must
+// not become one fused operation are written as intrinsics.
 #pragma once
 #include "unpack.cuh"
 
@@ -20,8 +21,8 @@ constexpr double root_of(int n) {  // of a power of two
 constexpr float LARGEST = 3.4028234663852886e38f, LARGEST_HALF = 65504.f;
 DI float saturate(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
 
-// Correctly rounded but for a few in 2^24, where nothing over- or underflows: what surrounds a row is worked out in every lane, and
-// the instructions that handle every case take ten times as many. An infinite a gives NaN.
+// Correctly rounded but for a few in 2^24, where nothing over- or underflows: what surrounds a row is worked out in
+// every lane, and the instructions that handle every case take ten times as many. An infinite a gives NaN.
 DI float reciprocal(float b) {
   const float r = inverse(b);
   return fmaf(fmaf(-b, r, 1.f), r, r);
@@ -40,8 +41,8 @@ DI float scale_of(float range, float steps, float least) {
 constexpr u32 FLOOR_BASE = 0x4b000000u;  // 2^23
 DI u32 floor_code(float x) { return as_bits(__fadd_rd(x, as_float(FLOOR_BASE))); }
 
-// Registers that a lane's codes take. Codes that fill a register: one after the other. Others: eight at a time, from the lowest bit
-// of one register, or of the first of two, on.
+// Registers that a lane's codes take. Codes that fill a register: one after the other. Others: eight at a time, from
+// the lowest bit of one register, or of the first of two, on.
 template <int BITS> constexpr bool ALIGNED = 32 % BITS == 0;
 template <int BITS> constexpr int CODES = ALIGNED<BITS> ? 32 / BITS : 8;
 template <int BITS> constexpr int REGISTERS = (CODES<BITS> * BITS + 31) / 32;  // that CODES codes take

@@ -2,8 +2,9 @@
 #pragma once
 #include "unpack.cuh"
 
-// 16 rows of an fp16 matrix with N columns, which lies in the order of these loads (operands.py): 512 bytes in a row each, the last half
-// empty where N is no multiple of 32. Of a wide one only the address is kept: registers could not hold it.
+// 16 rows of an fp16 matrix with N columns, which lies in the order of these loads (operands.py): 512 bytes in a row
+// each, the last half empty where N is no multiple of 32. Of a wide one only the address is kept: registers could not
+// hold it.
 template <int N> struct MatrixRows {
   static constexpr int PARTS = (N + 31) / 32;
   static constexpr bool HELD = N <= 256;
@@ -19,7 +20,8 @@ template <int N> struct MatrixRows {
         x[m] = at[0], y[m] = at[32];
       }
   }
-  // Adds their products with eight columns, of which register b[4 m + i] holds, in lane c, dimensions 8 (4 m + c) + 2 i and the next.
+  // Adds their products with eight columns, of which register b[4 m + i] holds, in lane c, dimensions 8 (4 m + c) + 2 i
+  // and the next.
   template <int REGISTERS> DI void multiply(float (&acc)[4], const u32 (&b)[REGISTERS]) const {
 #pragma unroll
     for (int m = 0; m < PARTS; m++) {

@@ -3,22 +3,30 @@
 #include "instructions.cuh"
 
 // ---- matrices in shared memory that wgmma reads
-// Rows of 64 numbers of 16 bits, 128 bytes, one after the other; the 16-byte chunks of a row are permuted by an xor with the row's number
-// modulo 8. Each begins at a multiple of 1,024 bytes.
+// Rows of 64 numbers of 16 bits, 128 bytes, one after the other; the 16-byte chunks of a row are permuted by an xor
+// with the row's number modulo 8. Each begins at a multiple of 1,024 bytes.
 constexpr int MATRIX_ROW = 128;
 DI u32 matrix_chunk(int row, int chunk) { return row * MATRIX_ROW + ((chunk ^ row % 8) << 4); }
-// What wgmma is told of 16 columns of such a matrix, whose first row has them at this address less its permutation: the address, the distance
-// of 8 rows, the permutation. In units of 16 bytes.
-DI u64 matrix_descriptor(u32 address) { return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | 1 << 16 | address >> 4; }
-// The same of a matrix whose rows are the 16 that are summed over, and whose columns go on, 64 each, `slab` bytes further.
-DI u64 rows_descriptor(u32 address, int slab) { return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | (u64)(slab / 16) << 16 | address >> 4; }
+// What wgmma is told of 16 columns of such a matrix, whose first row has them at this address less its permutation: the
+// address, the distance of 8 rows, the permutation. In units of 16 bytes.
+DI u64 matrix_descriptor(u32 address) {
+  return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | 1 << 16 | address >> 4;
+}
+// The same of a matrix whose rows are the 16 that are summed over, and whose columns go on, 64 each, `slab` bytes
+// further.
+DI u64 rows_descriptor(u32 address, int slab) {
+  return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | (u64)(slab / 16) << 16 | address >> 4;
+}
 
-// Transposed while they are stored: of each 8 x 8 matrix, lanes have the address of a row in this order, which becomes a column.
+// Transposed while they are stored: of each 8 x 8 matrix, lanes have the address of a row in this order, which becomes
+// a column.
 DI void store_transposed(u32 at, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 DI void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
 }
 // What this thread stored in shared memory is there for wgmma, once the threads have met at a barrier.
 DI void stores_before_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -27,17 +35,23 @@ DI void stores_before_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::
 DI void meet(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 DI bool meet_any(int id, bool p) {  // whether any of them says so
   int any;
-  asm volatile("{.reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.b32 %0, 1, 0, q;}" : "=r"(any) : "r"((int)p), "r"(id) : "memory");
+  asm volatile("{.reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.b32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"((int)p), "r"(id)
+      : "memory");
   return any;
 }
 
 // ---- products of a warpgroup
-// d [64, 8 N] = a [64, 16] b [16, 8 N], or += where ADD, in float32. Warp w has rows 16 w and on of a and d, as in mma; or a is 16 columns of a
-// matrix in shared memory. b^T are 16 columns and 8 N rows of a matrix there; where ROWS, b is 16 rows of one. They run on behind the program: none of
-// what they read or add to may be touched from begin_products() to wait_for_all_products_but().
+// d [64, 8 N] = a [64, 16] b [16, 8 N], or += where ADD, in float32. Warp w has rows 16 w and on of a and d, as in mma;
+// or a is 16 columns of a matrix in shared memory. b^T are 16 columns and 8 N rows of a matrix there; where ROWS, b is
+// 16 rows of one. They run on behind the program: none of what they read or add to may be touched from begin_products()
+// to wait_for_all_products_but().
 DI void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DI void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DI void wait_for_all_products_but() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> DI void wait_for_all_products_but() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 template <int N> DI void keep_tiles(float (&d)[N][4]) {  // the compiler moves nothing of them across this
 #pragma unroll
   for (int n = 0; n < N; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
@@ -69,18 +83,27 @@ template <int N, bool BFLOAT> struct Wgmma;
 #define TILES_20 TILES_16, TILE4(16), TILE4(17), TILE4(18), TILE4(19)
 #define NUMBERS_24 NUMBERS_20 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define TILES_24 TILES_20, TILE4(20), TILE4(21), TILE4(22), TILE4(23)
-#define NUMBERS_32 NUMBERS_24 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define NUMBERS_28 NUMBERS_24 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define NUMBERS_32 NUMBERS_28 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define TILES_32 TILES_24, TILE4(24), TILE4(25), TILE4(26), TILE4(27), TILE4(28), TILE4(29), TILE4(30), TILE4(31)
 // A to G: numbers of the operands behind the 4 N of d.
 #define WGMMA_OF(N, COLUMNS, ELEMENT, BFLOAT, A, B, C, D, E, F, G) \
   template <> struct Wgmma<N, BFLOAT> { \
-    template <bool ADD, bool ROWS = false> static DI void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #F ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},{%" #A ",%" #B ",%" #C ",%" #D "},%" #E ",p,1,1,%" #G ";}" \
-                   : TILES_##N : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD), "n"((int)ROWS) : "memory"); \
+    template <bool ADD, bool ROWS = false> \
+    static DI void multiply(float (&d)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #F ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS \
+                   "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},{%" #A ",%" #B ",%" #C ",%" #D "},%" #E \
+                                                                   ",p,1,1,%" #G ";}" \
+          : TILES_##N \
+          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"((int)ADD), "n"((int)ROWS) \
+          : "memory"); \
     } \
     template <bool ADD> static DI void multiply(float (&d)[N][4], u64 a, u64 b) { \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #C ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},%" #A ",%" #B ",p,1,1,0,0;}" \
-                   : TILES_##N : "l"(a), "l"(b), "n"((int)ADD) : "memory"); \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #C ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS \
+                   "k16.f32." ELEMENT "." ELEMENT " {" NUMBERS_##N "},%" #A ",%" #B ",p,1,1,0,0;}" \
+          : TILES_##N \
+          : "l"(a), "l"(b), "n"((int)ADD) \
+          : "memory"); \
     } \
   };
 #define WGMMA(N, COLUMNS, A, B, C, D, E, F, G) \

@@ -1,26 +1,32 @@
 // Attention of many queries over 16-bit rows, written for sm_90: FlashAttention-3's schedule (arXiv 2407.08608).
 //
-// A block takes tiles of ROWS query rows, 64 to each of its consumers, which are warpgroups; a row is a token and one of the GROUP query heads of
-// a kv head. Another warpgroup fetches: one lane keys and values, by boxes of a tensor, two warps queries. Keys go from the last to the first.
-// While tensor cores multiply a tile of weights with values, a consumer works out the weights of the next; two consumers take turns at the tensor cores.
+// A block takes tiles of ROWS query rows, 64 to each of its consumers, which are warpgroups; a row is a token and one
+// of the GROUP query heads of a kv head. Another warpgroup fetches: one lane keys and values, by boxes of a tensor, two
+// warps queries. Keys go from the last to the first. While tensor cores multiply a tile of weights with values, a
+// consumer works out the weights of the next; two consumers take turns at the tensor cores.
 //
-// Compile-time, from prefill/__init__.py: D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries see no further than a.left), SOFTCAP,
-// TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
+// Compile-time, from prefill/__init__.py: D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries see no
+// further than a.left), SOFTCAP, TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
 #include "arguments.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
 static_assert(sizeof(PrefillArguments) == ARGUMENT_BYTES, "arguments are laid out in another way in Python");
 constexpr int ROWS = 64 * CONSUMERS, TILES = KEYS / 8, VALUE_TILES = DV / 8;  // tiles: of eight columns
-constexpr int LOADERS = 64, WORKS = 2;                                          // threads that load queries; work that is known ahead
+// threads that load queries; work that is known ahead
+constexpr int LOADERS = 64, WORKS = 2;                                        
 constexpr float LATE = 8.f;  // weights may grow to 2^LATE before what they add up to is rescaled
 constexpr int KEY_SLABS = (D + 63) / 64, VALUE_SLABS = (DV + 63) / 64, SLAB = KEYS * MATRIX_ROW;
-constexpr int KEY_BYTES = KEY_SLABS * SLAB, VALUE_BYTES = VALUE_SLABS * SLAB, QUERY_SLAB = 64 * MATRIX_ROW, QUERY_BYTES = KEY_SLABS * QUERY_SLAB;
-constexpr int KEYS_AT = QUERY_STAGES * CONSUMERS * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEY_BYTES, COUNTERS_AT = VALUES_AT + STAGES * VALUE_BYTES;
+constexpr int KEY_BYTES = KEY_SLABS * SLAB, VALUE_BYTES = VALUE_SLABS * SLAB, QUERY_SLAB = 64 * MATRIX_ROW,
+              QUERY_BYTES = KEY_SLABS * QUERY_SLAB;
+constexpr int KEYS_AT = QUERY_STAGES * CONSUMERS * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEY_BYTES,
+              COUNTERS_AT = VALUES_AT + STAGES * VALUE_BYTES;
 constexpr int WORKS_AT = COUNTERS_AT + 16 * (QUERY_STAGES + 2 * STAGES + WORKS), WORK_BYTES = 32;
-static_assert(SHARED_BYTES == 1024 + WORKS_AT + WORKS * WORK_BYTES, "shared memory is laid out in another way in Python");
+static_assert(
+    SHARED_BYTES == 1024 + WORKS_AT + WORKS * WORK_BYTES, "shared memory is laid out in another way in Python");
 
-// A ring of COUNT things of so many BYTES each in shared memory, with two counters each: that it is there, and that no consumer reads it any more.
+// A ring of COUNT things of so many BYTES each in shared memory, with two counters each: that it is there, and that no
+// consumer reads it any more.
 template <int COUNT, int BYTES, int AT, int FIRST> struct Ring {
   u32 base;
   int i = 0;
@@ -46,14 +52,17 @@ using WorkRing = Ring<WORKS, WORK_BYTES, WORKS_AT, QUERY_STAGES + 2 * STAGES>;
 struct Work {
   int s, head, row, begin, queries, used, first, tiles;  // begin: of the sequence's queries
   DI int position(int row) const { return used - queries + min(row / GROUP, queries - 1); }
-  DI void store(u32 to) const { store_shared(to, s, head, row, begin), store_shared(to + 16, queries, used, first, tiles); }
+  DI void store(u32 to) const {
+    store_shared(to, s, head, row, begin), store_shared(to + 16, queries, used, first, tiles);
+  }
   DI void load(u32 from) { load_shared<16>(from, (u32*)this), load_shared<16>(from + 16, (u32*)this + 4); }
 };
 static_assert(sizeof(Work) == WORK_BYTES, "as it is handed on");
-// Number i of all work: of some sequences and kv heads, whose keys stay in the cache, what takes longest; then of the next ones. No tiles: there is none
-// of the number.
+// Number i of all work: of some sequences and kv heads, whose keys stay in the cache, what takes longest; then of the
+// next ones. No tiles: there is none of the number.
 DI Work work_of(const PrefillArguments& a, int i) {
-  const int seq_heads = a.kv_heads * a.sequences, first = i / (a.together * a.tiles) * a.together, width = min(a.together, seq_heads - first), left = i - first * a.tiles;
+  const int seq_heads = a.kv_heads * a.sequences, first = i / (a.together * a.tiles) * a.together,
+            width = min(a.together, seq_heads - first), left = i - first * a.tiles;
   const int seq_head = first + left % width;
   Work w;
   w.head = seq_head % a.kv_heads, w.s = seq_head / a.kv_heads, w.row = (a.tiles - 1 - left / width) * ROWS;
@@ -101,7 +110,8 @@ DI void fetch_queries(const PrefillArguments& a, u32 base, int thread) {
     if (w.tiles == 0) return;
     ring.wait_until_free();
     for (int i = thread; i < ROWS * KEY_SLABS * 8; i += LOADERS) {
-      const int row = i / (KEY_SLABS * 8), chunk = i % (KEY_SLABS * 8), token = (w.row + row) / GROUP, head = w.head * GROUP + (w.row + row) % GROUP;
+      const int row = i / (KEY_SLABS * 8), chunk = i % (KEY_SLABS * 8), token = (w.row + row) / GROUP,
+                head = w.head * GROUP + (w.row + row) % GROUP;
       const u16* from = a.q + (w.begin + min(token, w.queries - 1)) * a.q_token + head * a.q_head + chunk * 8;
       const u32 to = ring.at() + row / 64 * QUERY_BYTES + chunk / 8 * QUERY_SLAB + matrix_chunk(row % 64, chunk % 8);
       copy16_if(true, to, (const u8*)(chunk * 8 < D ? from : a.q), chunk * 8 < D ? 16 : 0);
@@ -131,9 +141,12 @@ struct Rows {
   u32 p[KEYS / 16][4];
 
   // Scores to weights, relative to the largest so far; by what o is to be multiplied.
-  template <bool MASKED> DI void weigh(const PrefillArguments& a, int key, const int (&low)[2], const int (&high)[2], float (&factor)[2]) {
+  template <bool MASKED>
+  DI void weigh(const PrefillArguments& a, int key, const int (&low)[2], const int (&high)[2], float (&factor)[2]) {
     const float scale = SOFTCAP ? 1.f : a.scale;
-    float top[2][2] = {{minus_infinity(), minus_infinity()}, {minus_infinity(), minus_infinity()}}, sum[2][2] = {}, above[2];  // two chains of each row
+    // two chains of each row
+    float top[2][2] = {{minus_infinity(), minus_infinity()}, {minus_infinity(), minus_infinity()}}, sum[2][2] = {},
+          above[2];
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
@@ -181,12 +194,16 @@ struct Rows {
     const u64 q = matrix_descriptor(queries), k = matrix_descriptor(keys);
     Wgmma<TILES, BF16>::multiply<false>(s, q, k);
 #pragma unroll
-    for (int w = 1; w < (D + 15) / 16; w++) Wgmma<TILES, BF16>::multiply<true>(s, q + (w / 4 * QUERY_SLAB + w % 4 * 32) / 16, k + (w / 4 * SLAB + w % 4 * 32) / 16);
+    for (int w = 1; w < (D + 15) / 16; w++)
+      Wgmma<TILES, BF16>::multiply<true>(
+          s, q + (w / 4 * QUERY_SLAB + w % 4 * 32) / 16, k + (w / 4 * SLAB + w % 4 * 32) / 16);
   }
   DI void add_values(u32 values) {
     const u64 v = rows_descriptor(values, SLAB);
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) Wgmma<VALUE_TILES, BF16>::multiply<true, true>(o, p[k][0], p[k][1], p[k][2], p[k][3], v + k * (16 * MATRIX_ROW / 16));
+    for (int k = 0; k < KEYS / 16; k++)
+      Wgmma<VALUE_TILES, BF16>::multiply<true, true>(
+          o, p[k][0], p[k][1], p[k][2], p[k][3], v + k * (16 * MATRIX_ROW / 16));
   }
   // To tokens and heads, and log-sum-exps.
   DI void write(const PrefillArguments& a, const Work& w, int row) {
@@ -197,11 +214,13 @@ struct Rows {
       sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
       const int at = row + 8 * r, token = at / GROUP, head = w.head * GROUP + at % GROUP;
       const float top = m[r] * (SOFTCAP ? 1.f : a.scale), sink = sink_of(a, head), best = fmaxf(top, sink);
-      const float own = sum == 0.f ? 0.f : pow2(top - best), all = fmaf(sum, own, best == minus_infinity() ? 0.f : pow2(sink - best));
+      const float own = sum == 0.f ? 0.f : pow2(top - best),
+                  all = fmaf(sum, own, best == minus_infinity() ? 0.f : pow2(sink - best));
       const float share = all == 0.f ? 0.f : own * inverse(all);  // what is no number stays none
       u16* to = a.out + (w.begin + token) * a.out_token + head * a.out_head;
       if (token < w.queries && c == 0)
-        a.lse[(i64)(w.begin + token) * (a.kv_heads * GROUP) + head] = all == 0.f ? minus_infinity() : 0.6931471805599453f * (best + lg2(all));
+        a.lse[(i64)(w.begin + token) * (a.kv_heads * GROUP) + head] =
+            all == 0.f ? minus_infinity() : 0.6931471805599453f * (best + lg2(all));
       u32 pairs[VALUE_TILES];
 #pragma unroll
       for (int n = 0; n < VALUE_TILES; n++) {
@@ -254,7 +273,8 @@ DI void consume(const PrefillArguments& a, u32 base, int own) {
     float factor[2];
     const auto weigh = [&](int tile) {
       const int key = w.first + tile * KEYS + 2 * (lane % 4);
-      if ((tile + 1) * KEYS > all_see || LEFT && tile * KEYS < all_in_window) x.weigh<true>(a, key, low, high, factor); else x.weigh<false>(a, key, low, high, factor);
+      if ((tile + 1) * KEYS > all_see || LEFT && tile * KEYS < all_in_window) x.weigh<true>(a, key, low, high, factor);
+      else x.weigh<false>(a, key, low, high, factor);
     };
     const auto score = [&] {
       keys.wait_until_there();
@@ -297,7 +317,8 @@ DI void consume(const PrefillArguments& a, u32 base, int own) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) prefill_kernel(const __grid_constant__ PrefillArguments a) {
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+    prefill_kernel(const __grid_constant__ PrefillArguments a) {
   const u32 base = (shared_address(shared) + 1023) / 1024 * 1024;
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {

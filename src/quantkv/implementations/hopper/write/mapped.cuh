@@ -3,7 +3,8 @@
 #include "hadamard.cuh"
 
 static_assert(CHUNK == 8, "16-bit numbers of one load");
-constexpr float TINY = 1.17549435e-38f, SMALLEST_HALF = 1.f / (1 << 24);  // the least scales: of a row, and as it is stored
+// the least scales: of a row, and as it is stored
+constexpr float TINY = 1.17549435e-38f, SMALLEST_HALF = 1.f / (1 << 24);
 DI float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays NaN
 
 // K or V: this token's row, the signs of its map, the per-tensor scale, where codes and metadata begin in a record.
@@ -22,7 +23,8 @@ struct Offset {
   int buckets;
 };
 
-// Whether the row, over its four lanes, is shorter than the row less the offset, of which a lane's numbers begin at `offset`.
+// Whether the row, over its four lanes, is shorter than the row less the offset, of which a lane's numbers begin at
+// `offset`.
 DI bool is_shorter(const float (&row)[E], const float* offset) {
   float own = 0.f, rest = 0.f;
 #pragma unroll
@@ -34,8 +36,8 @@ DI bool is_shorter(const float (&row)[E], const float* offset) {
   return over_lanes(own, add) < over_lanes(rest, add);
 }
 
-// Fills in a lane's part of the row of `token`, which is there if `given`. Whether the row is kept without its offset: then it is
-// negated, as SIGNED codecs store what is shorter so.
+// Fills in a lane's part of the row of `token`, which is there if `given`. Whether the row is kept without its offset:
+// then it is negated, as SIGNED codecs store what is shorter so.
 template <bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class R>
 DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offset, int token, bool given) {
   constexpr int FLIPS = (E + 31) / 32;

@@ -1,10 +1,13 @@
-// Rows -> page records, rounded by a Hessian, for K, V or both in one launch, written for sm_90. What the codes are: rounded.cuh.
+// Rows -> page records, rounded by a Hessian, for K, V or both in one launch, written for sm_90. What the codes are:
+// rounded.cuh.
 //
-// A warp writes 8 tokens of one kv head: four lanes map a row (mapped.cuh), four round it, each at another candidate scale, and the
-// one whose result has the largest cosine to the row, by the Hessian, is stored, with the scale that makes it unbiased.
+// A warp writes 8 tokens of one kv head: four lanes map a row (mapped.cuh), four round it, each at another candidate
+// scale, and the one whose result has the largest cosine to the row, by the Hessian, is stored, with the scale that
+// makes it unbiased.
 //
-// Compile-time, from round.py: what write.cu has, and KEY_LEVEL KEY_PLACE KEY_REFINE, the same of VALUE (of the sides that are rounded),
-// SAME_LEVELS (of both), RESIDENT (blocks of an SM that registers must suffice for), HOST_FEEDBACK_BYTES HOST_ROUNDING_BYTES.
+// Compile-time, from round.py: what write.cu has, and KEY_LEVEL KEY_PLACE KEY_REFINE, the same of VALUE (of the sides
+// that are rounded), SAME_LEVELS (of both), RESIDENT (blocks of an SM that registers must suffice for),
+// HOST_FEEDBACK_BYTES HOST_ROUNDING_BYTES.
 #include "arguments.cuh"
 #include "rounded.cuh"
 
@@ -15,7 +18,8 @@ constexpr float CANDIDATE[4] = {CANDIDATES};
 struct Target {
   u8 *codes, *meta;  // null: nowhere
 };
-DI Target target_of(const RowSource& side, int row_bytes, const SLOT* slots, bool given, int token, u8* records, i64 page_stride) {
+DI Target target_of(
+    const RowSource& side, int row_bytes, const SLOT* slots, bool given, int token, u8* records, i64 page_stride) {
   const i64 slot = given ? slots[token] : -1;
   if (slot < 0) return {};
   const unsigned long long place = slot;  // unsigned: a shift and a mask
@@ -39,7 +43,8 @@ template <int SIDE> DI void round_rows(const float (&x)[E], bool alone, u32 feed
   for (int j = 0; j < BLOCKS; j++) next_block<SIDE>(j, feedback, levels, inverses, left);
 
   // this lane's row and candidate
-  const float tried = candidate < 2 ? candidate == 0 ? CANDIDATE[0] : CANDIDATE[1] : candidate == 2 ? CANDIDATE[2] : CANDIDATE[3];
+  const float tried =
+      candidate < 2 ? (candidate == 0 ? CANDIDATE[0] : CANDIDATE[1]) : candidate == 2 ? CANDIDATE[2] : CANDIDATE[3];
   const float own = 1.f / tried, itself = __shfl_sync(~0u, of_row, lane % 8 * 4) * own * own;
   const float dot = itself - left.cross * own, length = itself - 2.f * left.cross * own + left.cost;
   const float positive = at_least(dot, 0.f);
@@ -63,22 +68,27 @@ template <int SIDE> DI void round_rows(const float (&x)[E], bool alone, u32 feed
 }
 
 // Grid (tokens / (8 WARPS) for each of SIDES, kv heads), K and V in turns.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) round_kernel(const __grid_constant__ RoundArguments arguments) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+    round_kernel(const __grid_constant__ RoundArguments arguments) {
   wait_for_previous_kernel();
   launch_next_kernel();
   const WriteArguments& a = arguments.rows;
   const bool is_key = SIDES == 3 ? blockIdx.x % 2 == 0 : SIDES == 1;
   const i64 head = blockIdx.y;
-  const u8* feedback = is_key ? arguments.key_feedback + head * arguments.key_head : arguments.value_feedback + head * arguments.value_head;
-  for (int at = threadIdx.x * 16; at < FEEDBACK_BYTES; at += 32 * WARPS * 16) copy16_if(true, shared_address(shared) + at, feedback + at, 16);
+  const u8* feedback = is_key ? arguments.key_feedback + head * arguments.key_head
+                              : arguments.value_feedback + head * arguments.value_head;
+  for (int at = threadIdx.x * 16; at < FEEDBACK_BYTES; at += 32 * WARPS * 16)
+    copy16_if(true, shared_address(shared) + at, feedback + at, 16);
   commit_copies();
 
   const int token = blockIdx.x / (SIDES == 3 ? 2 : 1) * (8 * WARPS) + threadIdx.x / 4;
   const bool given = token < a.tokens;
-  const RowSource side = is_key ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
-                                : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
+  const RowSource side = is_key
+      ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
+      : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
   const Offset offset{a.key_offset + head * a.offset_head, (const POSITION*)a.positions, a.offset_bucket, a.buckets};
-  const Target to = target_of(side, is_key ? K_ROW : V_ROW, (const SLOT*)a.slots, given, token, a.pages + head * a.head_stride, a.page_stride);
+  const Target to = target_of(
+      side, is_key ? K_ROW : V_ROW, (const SLOT*)a.slots, given, token, a.pages + head * a.head_stride, a.page_stride);
   Row<false> row = {};
   bool alone = false;
   if (SIDES == 1 || ALIKE || is_key)
@@ -88,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) round_kernel(
   wait_for_all_copies_but<0>();
   __syncthreads();
   const u32 first = shared_address(shared), levels = first + FEEDBACK_BYTES + threadIdx.x / 32 * ROUNDING_BYTES;
-  constexpr int FIRST = SIDES == VALUES ? VALUES : KEYS, SECOND = SIDES == (KEYS | VALUES) && !SAME_LEVELS ? VALUES : FIRST;
+  constexpr int FIRST = SIDES == VALUES ? VALUES : KEYS,
+                SECOND = SIDES == (KEYS | VALUES) && !SAME_LEVELS ? VALUES : FIRST;
   if (FIRST == SECOND || is_key) round_rows<FIRST>(row.x, alone, first, levels, to);
   else round_rows<SECOND>(row.x, alone, first, levels, to);
 }

@@ -1,29 +1,38 @@
 // Rounding of rows by a Hessian (rounding.py): a warp rounds 8 rows of one kv head at four candidate scales.
 //
-// With M = (1 + F)^T diag(gain) (1 + F), F strictly lower triangular, and p = (1 + F) row: from first to last dimension, the nearest
-// level of u = p - F z is taken, z being the levels so far. Of what is left, d = u - z,
+// With M = (1 + F)^T diag(gain) (1 + F), F strictly lower triangular, and p = (1 + F) row: from first to last
+// dimension, the nearest level of u = p - F z is taken, z being the levels so far. Of what is left, d = u - z,
 //   row M row = sum gain p^2,   row M z = sum gain p (p - d),   z M z = sum gain (p - d)^2.
-// A lane holds a row at one candidate scale, u in its units: lane 8 candidate + row. Inside a block of 16 dimensions it goes on alone;
-// what the blocks before have fed forward is a product of the tensor core, fp16 with F as fp16 everywhere (so that M is another by
-// 2^-12, and p, u and d agree), and levels are numbers of fp16. p is such a product too, of rows in two fp16 parts: their sum.
+// A lane holds a row at one candidate scale, u in its units: lane 8 candidate + row. Inside a block of 16 dimensions it
+// goes on alone; what the blocks before have fed forward is a product of the tensor core, fp16 with F as fp16
+// everywhere (so that M is another by 2^-12, and p, u and d agree), and levels are numbers of fp16. p is such a product
+// too, of rows in two fp16 parts: their sum.
 //
-// Shared memory: F, then for each warp LEVELS, a row of fp16 for each lane, and PRODUCTS, p in float32 for each row, which a block's
-// codes replace. 16-byte chunks of a row are permuted by an xor, so that 8 rows at one chunk, and 4 chunks of 2 rows, lie in 32 banks.
+// Shared memory: F, then for each warp LEVELS, a row of fp16 for each lane, and PRODUCTS, p in float32 for each row,
+// which a block's codes replace. 16-byte chunks of a row are permuted by an xor, so that 8 rows at one chunk, and 4
+// chunks of 2 rows, lie in 32 banks.
 #pragma once
 #include "mapped.cuh"
 
 constexpr int BLOCK = 16, BLOCKS = D / BLOCK, COEFFICIENTS = BLOCK * (BLOCK + 1) / 2;
 constexpr int STEP_BYTES = 512;  // a product's: 16 x 16 entries, as lanes load them
-constexpr int COEFFICIENTS_AT = BLOCKS * (BLOCKS + 1) / 2 * STEP_BYTES, FEEDBACK_BYTES = COEFFICIENTS_AT + BLOCKS * COEFFICIENTS * 4;
-constexpr int LEVEL_ROW = 2 * D, PRODUCT_ROW = 4 * D, PRODUCTS_AT = 32 * LEVEL_ROW, ROUNDING_BYTES = PRODUCTS_AT + 8 * PRODUCT_ROW;
-static_assert(FEEDBACK_BYTES == HOST_FEEDBACK_BYTES && ROUNDING_BYTES == HOST_ROUNDING_BYTES, "shared memory is laid out in another way in Python");
+constexpr int COEFFICIENTS_AT = BLOCKS * (BLOCKS + 1) / 2 * STEP_BYTES,
+              FEEDBACK_BYTES = COEFFICIENTS_AT + BLOCKS * COEFFICIENTS * 4;
+constexpr int LEVEL_ROW = 2 * D, PRODUCT_ROW = 4 * D, PRODUCTS_AT = 32 * LEVEL_ROW,
+              ROUNDING_BYTES = PRODUCTS_AT + 8 * PRODUCT_ROW;
+static_assert(FEEDBACK_BYTES == HOST_FEEDBACK_BYTES && ROUNDING_BYTES == HOST_ROUNDING_BYTES,
+    "shared memory is laid out in another way in Python");
 
-template <int ROW> DI u32 chunk_at(int row, int chunk) { return row * ROW + ((chunk ^ (row & 1) << 2 ^ (row >> 1 & 3)) << 4); }
+template <int ROW> DI u32 chunk_at(int row, int chunk) {
+  return row * ROW + ((chunk ^ (row & 1) << 2 ^ (row >> 1 & 3)) << 4);
+}
 constexpr __device__ int before_block(int j) { return j * (j + 1) / 2; }       // products of the blocks before block j
-constexpr __device__ int before_dim(int i) { return i * (2 * BLOCK + 1 - i) / 2; }  // coefficients of the dimensions before dimension i of a block
+// coefficients of the dimensions before dimension i of a block
+constexpr __device__ int before_dim(int i) { return i * (2 * BLOCK + 1 - i) / 2; }
 
-// Levels t (a + b t^2), t = code - (2^BITS - 1) / 2, as a polynomial of the code; and of a number, in odd powers, where among the codes
-// it lies, 0 .. 1 from the first to the last. REFINE, of 5 bits and more: for one step of Newton's method. round.py has the numbers.
+// Levels t (a + b t^2), t = code - (2^BITS - 1) / 2, as a polynomial of the code; and of a number, in odd powers, where
+// among the codes it lies, 0 .. 1 from the first to the last. REFINE, of 5 bits and more: for one step of Newton's
+// method. round.py has the numbers.
 template <int SIDE> struct Odd;  // KEYS or VALUES
 enum { KEYS = 1, VALUES = 2 };
 #define ODD_CUBIC(SIDE, NAME) \
@@ -64,7 +73,8 @@ template <int SIDE> DI float nearest_code(float u) {
 template <int SIDE> DI float level_of(float code) {
   constexpr auto& L = Odd<SIDE>::LEVEL;
   const float z = fmaf(fmaf(L[3], code, L[2]), code * code, fmaf(L[1], code, L[0]));
-  return Odd<SIDE>::BITS < 5 ? z : low(half2(z, 0.f));  // as it is read: what is left of a row is no longer large beside that
+  // as it is read: what is left of a row is no longer large beside that
+  return Odd<SIDE>::BITS < 5 ? z : low(half2(z, 0.f));
 }
 
 // What is left of a rounded row, by the Hessian: sum gain d^2, and sum gain p d with p of the row's own units.
@@ -72,20 +82,23 @@ struct Left {
   float cost, cross;
 };
 
-// Rounds a lane's next 16 dimensions: u[16] with everything fed forward but among themselves, p their products. words: their codes, one
-// after the other; halves: their levels, in pairs.
-template <int SIDE> DI void round_block(float (&u)[BLOCK], const float (&p)[BLOCK], u32 coefficients, Left& left, u32 (&words)[4], u32 (&halves)[8]) {
+// Rounds a lane's next 16 dimensions: u[16] with everything fed forward but among themselves, p their products. words:
+// their codes, one after the other; halves: their levels, in pairs.
+template <int SIDE> DI void round_block(
+    float (&u)[BLOCK], const float (&p)[BLOCK], u32 coefficients, Left& left, u32 (&words)[4], u32 (&halves)[8]) {
   constexpr int B = Odd<SIDE>::BITS;
   u32 loaded[4];
   float even = 0.f;
 #pragma unroll
   for (int i = 0; i < BLOCK; i++) {
-    const auto coefficient = [&](int k) {  // in the order in which they lie: the gain of dimension i, then its feedback to dimension k
+    // in the order in which they lie: the gain of dimension i, then its feedback to dimension k
+    const auto coefficient = [&](int k) {
       const int at = before_dim(i) + k - i;
       if (at % 4 == 0) load_shared<16>(coefficients + 4 * at, loaded);
       return as_float(loaded[at % 4]);
     };
-    const float code = nearest_code<SIDE>(u[i]), z = level_of<SIDE>(code - 8388608.f), d = u[i] - z, weighted = coefficient(i) * d;
+    const float code = nearest_code<SIDE>(u[i]), z = level_of<SIDE>(code - 8388608.f), d = u[i] - z,
+                weighted = coefficient(i) * d;
     left.cost = fmaf(weighted, d, left.cost), left.cross = fmaf(weighted, p[i], left.cross);
 #pragma unroll
     for (int k = i + 1; k < BLOCK; k++) u[k] = fmaf(coefficient(k), z, u[k]);
@@ -98,8 +111,9 @@ template <int SIDE> DI void round_block(float (&u)[BLOCK], const float (&p)[BLOC
   }
 }
 
-// acc -= what steps `from` to before `to` of F, or of 1 + F, make of the first 16 rows of LEVELS, and of all 32 if TILES is 2. Of lane
-// 4 g + c: rows g and g + 8 of each, dimensions 4 c, 4 c + 1 (first) and 4 c + 2, 4 c + 3 of the block.
+// acc -= what steps `from` to before `to` of F, or of 1 + F, make of the first 16 rows of LEVELS, and of all 32 if
+// TILES is 2. Of lane 4 g + c: rows g and g + 8 of each, dimensions 4 c, 4 c + 1 (first) and 4 c + 2, 4 c + 3 of the
+// block.
 template <int TILES> DI void feed(float (&acc)[TILES][2][4], u32 levels, u32 steps, int count) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 2
@@ -148,28 +162,33 @@ DI float put_products(u32 feedback, u32 levels) {
       load_shared<4>(feedback + COEFFICIENTS_AT + (j * COEFFICIENTS + before_dim(4 * c + i)) * 4, &gain);
       itself = fmaf(as_float(gain) * p[i], p[i], itself);
     }
-    store_shared(levels + PRODUCTS_AT + chunk_at<PRODUCT_ROW>(g, 4 * j + c), as_bits(p[0]), as_bits(p[1]), as_bits(p[2]), as_bits(p[3]));
+    store_shared(levels + PRODUCTS_AT + chunk_at<PRODUCT_ROW>(g, 4 * j + c), as_bits(p[0]), as_bits(p[1]),
+        as_bits(p[2]), as_bits(p[3]));
   }
   __syncwarp();
   return over_lanes(itself, [](float a, float b) { return a + b; });
 }
 
-// One block for the 32 lanes: what the blocks before feed forward, then dimension after dimension. `inverse`: of each candidate scale.
+// One block for the 32 lanes: what the blocks before feed forward, then dimension after dimension. `inverse`: of each
+// candidate scale.
 template <int SIDE> DI void next_block(int j, u32 feedback, u32 levels, const float (&inverse)[4], Left& left) {
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, row = lane % 8;
   const u32 products = levels + PRODUCTS_AT;
-  const int room = 2 * min(j, BLOCKS - 2);  // 64 bytes of a lane's levels that are not taken yet, or not needed any more
+  // 64 bytes of a lane's levels that are not taken yet, or not needed any more
+  const int room = 2 * min(j, BLOCKS - 2);
   u32 x[4], words[4] = {}, halves[8];
   float acc[2][2][4], u[BLOCK], p[BLOCK];
   load_shared<16>(products + chunk_at<PRODUCT_ROW>(g, 4 * j + c), x);
 #pragma unroll
-  for (int i = 0; i < 16; i++) acc[i / 8][i / 4 % 2][i % 4] = as_float(x[i / 4 % 2 * 2 + i % 2]) * inverse[i / 8 * 2 + i % 4 / 2];
+  for (int i = 0; i < 16; i++)
+    acc[i / 8][i / 4 % 2][i % 4] = as_float(x[i / 4 % 2 * 2 + i % 2]) * inverse[i / 8 * 2 + i % 4 / 2];
   feed(acc, levels, feedback + before_block(j) * STEP_BYTES, j);
 #pragma unroll
   for (int n = 0; n < 4; n++) {
     const auto& tile = acc[n / 2];
     const int at = n % 2 * 2;
-    store_shared(levels + chunk_at<LEVEL_ROW>(8 * n + g, room + c), as_bits(tile[0][at]), as_bits(tile[0][at + 1]), as_bits(tile[1][at]), as_bits(tile[1][at + 1]));
+    store_shared(levels + chunk_at<LEVEL_ROW>(8 * n + g, room + c), as_bits(tile[0][at]), as_bits(tile[0][at + 1]),
+        as_bits(tile[1][at]), as_bits(tile[1][at + 1]));
   }
   __syncwarp();
 #pragma unroll

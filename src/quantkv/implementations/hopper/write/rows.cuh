@@ -36,8 +36,12 @@ template <bool PAIRED> struct Row {
       return over_lanes(m, f);
     }
   }
-  DI float max() const { return extreme([](float a, float b) { return fmaxf(a, b); }, [](u32 a, u32 b) { return max2(a, b); }); }
-  DI float min() const { return extreme([](float a, float b) { return fminf(a, b); }, [](u32 a, u32 b) { return min2(a, b); }); }
+  DI float max() const {
+    return extreme([](float a, float b) { return fmaxf(a, b); }, [](u32 a, u32 b) { return max2(a, b); });
+  }
+  DI float min() const {
+    return extreme([](float a, float b) { return fminf(a, b); }, [](u32 a, u32 b) { return min2(a, b); });
+  }
   DI float absmax() const {
     float m = 0.f;
 #pragma unroll
@@ -50,7 +54,8 @@ template <bool PAIRED> struct Row {
     for (int p = 0; p < 4; p++) {
       float even = __fmul_rn(x[p], x[p]), odd = __fmul_rn(x[p + 4], x[p + 4]);
 #pragma unroll
-      for (int e = p + 8; e < E; e += 8) even = __fadd_rn(even, __fmul_rn(x[e], x[e])), odd = __fadd_rn(odd, __fmul_rn(x[e + 4], x[e + 4]));
+      for (int e = p + 8; e < E; e += 8)
+        even = __fadd_rn(even, __fmul_rn(x[e], x[e])), odd = __fadd_rn(odd, __fmul_rn(x[e + 4], x[e + 4]));
       plane[p] = over_lanes(even + odd, [](float a, float b) { return a + b; });
     }
     return ((plane[0] + plane[1]) + plane[2]) + plane[3];

@@ -1,19 +1,22 @@
 // Rows -> page records, K and V in one launch, written for sm_90.
 //
-// A warp encodes 8 tokens of one kv head, four lanes a row. Lane c of a row holds E dimensions, CHUNK neighbours at a time: number e
-// is dimension 4 (e - e % CHUNK) + CHUNK c + e % CHUNK, zero beyond D. The bits of a dimension are then the bits of e and of c,
-// and a Hadamard matrix is a product of one 2 x 2 butterfly for each of them: mma.m16n8k16 takes those of c and the lowest of e
-// (16-bit numbers times +-1, added in float32), registers the others, and nothing is shuffled.
+// A warp encodes 8 tokens of one kv head, four lanes a row. Lane c of a row holds E dimensions, CHUNK neighbours at a
+// time: number e is dimension 4 (e - e % CHUNK) + CHUNK c + e % CHUNK, zero beyond D. The bits of a dimension are then
+// the bits of e and of c, and a Hadamard matrix is a product of one 2 x 2 butterfly for each of them: mma.m16n8k16
+// takes those of c and the lowest of e (16-bit numbers times +-1, added in float32), registers the others, and nothing
+// is shuffled.
 //
-// Compile-time, from write/__init__.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES of them; HEAD_SIZE (of the
-// rows that are written) KEY_SIZE VALUE_SIZE // BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED
-// VALUE_SCALED KEY_SHIFTED KEY_SIGNED SIDES ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
+// Compile-time, from write/__init__.py: codecs KEY and VALUE, and KEY_BITS KEY_META_BYTES VALUE_BITS VALUE_META_BYTES
+// of them; HEAD_SIZE (of the rows that are written) KEY_SIZE VALUE_SIZE // BLOCK_SIZE KEY_FACTOR VALUE_FACTOR (of the
+// maps; 0: none) KEY_ROUNDED VALUE_ROUNDED (a mapped row, to 16 bits) KEY_SCALED VALUE_SCALED KEY_SHIFTED KEY_SIGNED
+// SIDES ALIKE ROWS_BF16 SLOT POSITION WARPS CHUNK ARGUMENT_BYTES.
 #include "arguments.cuh"
 #include "mapped.cuh"
 
 static_assert(sizeof(WriteArguments) == ARGUMENT_BYTES, "Python fills in another struct");
 static_assert(!KEY_SIGNED || KEY_META_BYTES == 2, "the scale's sign is that of 16 bits");
-static_assert(SIDES == 1 ? D == KEY_SIZE : D == VALUE_SIZE && (SIDES == 2 || D == KEY_SIZE), "rows of both sides at once have one size");
+static_assert(SIDES == 1 ? D == KEY_SIZE : D == VALUE_SIZE && (SIDES == 2 || D == KEY_SIZE),
+    "rows of both sides at once have one size");
 constexpr int RESIDENT = D > 256 ? 8 : D > 128 ? 16 : 32;  // warps of an SM that registers must suffice for
 
 // A lane's part of a row of codes: CHUNK * BITS / 8 bytes, four lanes after each other, for each of its chunks.
@@ -54,14 +57,16 @@ template <int BITS> DI void share_words(int c, u32 (&words)[WORDS<BITS>]) {
 }
 
 template <class CODEC, bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED>
-DI void write_row(const RowSource& side, float factor, const Offset& offset, const SLOT* slots, int token, int tokens, u8* records, i64 page_stride) {
+DI void write_row(const RowSource& side, float factor, const Offset& offset, const SLOT* slots, int token, int tokens,
+    u8* records, i64 page_stride) {
   const int c = threadIdx.x % 4;
   const bool given = token < tokens;
   const i64 slot = given ? slots[token] : -1;
   Row<(!MAPPED || ROUND) && !SCALED> row = {};
   const bool alone = load_row<MAPPED, ROUND, SCALED, SHIFTED, SIGNED>(row, side, factor, offset, token, given);
   u32 words[WORDS<CODEC::BITS>];
-  const u32 meta = CODEC::encode(row, words) ^ (SHIFTED && SIGNED && alone ? 0x8000u : 0u);  // the sign of an fp16 scale
+  // the sign of an fp16 scale
+  const u32 meta = CODEC::encode(row, words) ^ (SHIFTED && SIGNED && alone ? 0x8000u : 0u);
   share_words<CODEC::BITS>(c, words);
   if (slot < 0) return;
   const unsigned long long place = slot;  // unsigned: a shift and a mask
@@ -72,8 +77,10 @@ DI void write_row(const RowSource& side, float factor, const Offset& offset, con
   if (CODEC::META_BYTES == 2 && c == 0) *(u16*)(record + side.meta + at * 2) = meta;
 }
 
-// Grid (tokens / (8 WARPS) for each of SIDES, kv heads), K and V in turns: one may wait for memory while the other computes.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write_kernel(const __grid_constant__ WriteArguments a) {
+// Grid (tokens / (8 WARPS) for each of SIDES, kv heads), K and V in turns: one may wait for memory while the other
+// computes.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
+    write_kernel(const __grid_constant__ WriteArguments a) {
   wait_for_previous_kernel();
   launch_next_kernel();
   const int token = blockIdx.x / (SIDES == 3 ? 2 : 1) * (8 * WARPS) + threadIdx.x / 4;
@@ -81,11 +88,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) write
   const SLOT* slots = (const SLOT*)a.slots;
   u8* records = a.pages + head * a.head_stride;
   const bool is_key = SIDES == 3 ? blockIdx.x % 2 == 0 : SIDES == 1;
-  const RowSource side = is_key ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
-                                : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
+  const RowSource side = is_key
+      ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
+      : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
   const Offset offset{a.key_offset + head * a.offset_head, (const POSITION*)a.positions, a.offset_bucket, a.buckets};
   if (SIDES == 1 || ALIKE || is_key)  // one copy of the code where K and V are treated alike
-    write_row<KEY, KEY_FACTOR != 0.f, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(side, KEY_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
+    write_row<KEY, KEY_FACTOR != 0.f, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
+        side, KEY_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
   else
-    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_ROUNDED, VALUE_SCALED, false, false>(side, VALUE_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
+    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_ROUNDED, VALUE_SCALED, false, false>(
+        side, VALUE_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
 }
