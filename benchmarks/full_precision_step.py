@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import torch
-
 from calibrated_write import maps_of  # of this folder
+
 from quantkv import PagedCache, get_format, prepare_attend, prepare_write
 from quantkv.bench.timing import measure
 from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies

@@ -50,7 +50,7 @@ ALLOWED = {
     "plain_json": set(),
     "tensor_file": {"whole_file"},
     "policy_file": {"full_precision", "plain_json", "refusals", "whole_file"},
-    "copies": {"calls", "cache", "checks", "full_precision", "formats"},
+    "copies": {"calls", "cache", "checks", "full_precision", "formats", "triton"},
     "prepared": {"autocast", "calls", "cache", "checks", "ops", "options", "copies"},
     "page_table": set(),
     "whole_file": set(),
