@@ -32,6 +32,7 @@ class FullPrecisionStep:
         what is read quantized.
     sink: `block_table` and `key_range` of the first tokens; None where there are none. recent: `block_table` and `key_start`.
     between: `key_range` of what is read quantized beside `sink` and `recent`: here each key stands at its own position.
+    scratch: of the kernels that fill it.
 
     Until it is filled nothing is exact, whatever the lengths are: engines run kernels over it before there are sequences.
     """
@@ -46,6 +47,7 @@ class FullPrecisionStep:
 
         with torch.inference_mode(False):
             self.slots = integers(num_tokens).fill_(-1)
+            self.scratch = integers(num_seqs * (sink + recent)), integers(num_seqs * (sink + recent) + 1).long()
             self.between = integers(num_seqs, 2)
             self.recent = integers(num_seqs, recent), integers(num_seqs)
             self.sink = (integers(num_seqs, sink), integers(num_seqs, 2)) if sink else None
@@ -58,7 +60,7 @@ class FullPrecisionStep:
     def part(self, num_seqs: int, few: bool) -> FullPrecisionStep:
         """The same step for its first sequences: views."""
         part = object.__new__(FullPrecisionStep)
-        part.slots, part.between = self.slots, self.between[:num_seqs]
+        part.slots, part.scratch, part.between = self.slots, self.scratch, self.between[:num_seqs]
         for name in ("recent", "sink", "joined"):
             tensors = getattr(self, name)
             setattr(part, name, None if tensors is None or (name == "joined" and not few) else tuple(t[:num_seqs] for t in tensors))
@@ -126,7 +128,7 @@ class CopiedPages:
 
     def watch(self, pages: PagedCache) -> None:
         """Keep copies of the K rows that `pages` stores."""
-        known, self.watched = self.watched, pages
+        known, self.watched, self._launches = self.watched, pages, None
         self.make_room(0, pages.num_blocks)
         if known is None or known.spec != pages.spec:
             heads, size, width = pages.spec.num_kv_heads, self.block_size, sum(rows.shape[3] for rows in _rows(pages))
@@ -201,6 +203,8 @@ class CopiedPages:
             "ends": cu_seqlens_q,
             "state": self.state,
             "slots": slot_mapping,
+            "wrong": step.scratch[0],
+            "claims": step.scratch[1],
             "width": block_table.shape[1],
             "sequences": len(seq_lens),
             "tokens": len(slot_mapping),
@@ -213,7 +217,7 @@ class CopiedPages:
         rows = () if self.watched is None else tuple(_rows(self.watched))
         places = kernels.Step(step.slots, step.between, *step.recent, *(step.sink or (None,) * 2), *(step.joined or (None,) * 3))
         compiled = {"N": self.sink + self.recent, "SINK": self.sink, "RECENT": self.tokens.recent, "PAGE": self.block_size}
-        self._launches_by(kernels).advance(given, rows, self.copies, places, **compiled)
+        self._launches_by(kernels).advance(given, rows, self.copies, places, compiled)
 
     def _launches_by(self, kernels: Any) -> Any:
         if self._launches is None:

@@ -18,7 +18,6 @@ else:
 MOST_COLUMNS = 64  # pages of interest of a sequence; torch serves more
 ELEMENTS = 256  # of a tile of sequences times pages of interest
 TOKENS = 16  # of a program that notes rows
-COUNTS = ("table_stride", "width", "num_copies", "num_blocks", "sequences", "tokens", "num_slots", "watched_blocks")
 
 
 class Rows(NamedTuple):
@@ -50,20 +49,26 @@ def serves(columns: int) -> bool:
 
 
 class Launches:
-    """The launches of one `CopiedPages`. What was launched for steps of one shape is launched again for a tenth of the host's time."""
+    """The launches of one `CopiedPages`. What was launched for a step of some shape is launched again for a tenth of the host's time, and
+    for less over the same tensors, as those of an engine stay where they are."""
 
-    MOST = 256  # shapes of steps; then all are forgotten
+    MOST = 256  # shapes, and steps; then all are forgotten
 
     def __init__(self) -> None:
         self._known: dict[Hashable, launch.Launch] = {}
-        self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._steps: dict[Hashable, list[tuple[launch.Launch, list[Any]]]] = {}
+        self._made: list[tuple[launch.Launch, list[Any] | None]] = []  # of the call that is being served
 
-    def advance(self, given: dict[str, Any], rows: tuple[torch.Tensor, ...], kept: torch.Tensor, step: Step, **compiled: int) -> None:
+    def advance(
+        self, given: dict[str, Any], rows: tuple[torch.Tensor, ...], kept: torch.Tensor, step: Step, compiled: dict[str, int]
+    ) -> None:
         """`CopiedPages.advance`. given: tensors and counts by the names that kernels have for them. rows: of the watched pages; empty: none
         are watched. kept: the rows beside the copies. compiled: what is compiled for."""
+        key = (len(step.slots), *map(_told, given.values()), *map(_told, rows), _told(kept), *map(_told, step))
+        if self._again(key, step.slots.device):
+            return
         sequences, columns = given["sequences"], compiled["N"]
-        scratch = self._room(sequences * columns, step.slots.device)
-        given = {**given, "wrong": scratch[0], "claims": scratch[1], "step": step}
+        given = {**given, "step": step}
         tile = max(1, ELEMENTS // triton.next_power_of_2(columns))
         if rows:
             given |= {"rows": _rows(rows), "copies": kept}
@@ -72,24 +77,33 @@ class Launches:
         self._launch(kernels.take_kernel, (triton.cdiv(given["num_copies"], kernels.COPIES.value),), given, {})
         blocks = max(triton.cdiv(sequences, tile), triton.cdiv(len(step.slots), kernels.CHUNK.value))
         self._launch(kernels.lay_out_kernel, (blocks,), given, compiled | {"FEW": step.joined is not None, "ROWS": tile})
+        self._keep(key)
 
     def note(self, given: dict[str, Any], rows: tuple[torch.Tensor, ...], kept: torch.Tensor, page: int) -> None:
         """`CopiedPages.note`."""
         compiled = {"PAGE": page, "TOKENS": TOKENS} | _row_sizes(rows)
         grid = triton.cdiv(given["tokens"], TOKENS), compiled["HEADS"]
         self._launch(kernels.note_kernel, grid, given | {"rows": _rows(rows), "copies": kept}, compiled)
+        self._made.clear()
 
-    def _room(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which pages of interest are in doubt, and how many claim a copy and which: it stays where it is while it is large enough."""
-        if self._scratch is None or len(self._scratch[0]) < size:
-            with torch.inference_mode(False):
-                wrong = torch.zeros(size, dtype=torch.int32, device=device)
-                self._scratch = wrong, torch.zeros(size + 1, dtype=torch.int64, device=device)
-        return self._scratch
+    def _again(self, key: Hashable, device: torch.device) -> bool:
+        """Launch what was launched over these tensors, if it was."""
+        found = self._steps.get(key)
+        if found is None:
+            return False
+        with launch.on_device(device):
+            return all([made.launch(arguments, device.index) for made, arguments in found])
+
+    def _keep(self, key: Hashable) -> None:
+        """What was launched, for the next step over the same tensors."""
+        if all(arguments is not None for _, arguments in self._made):
+            if len(self._steps) >= self.MOST:
+                self._steps.clear()
+            self._steps[key] = list(self._made)
+        self._made.clear()
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], given: dict[str, Any], compiled: dict[str, Any], **options: int) -> None:
-        names = kernel.arg_names
-        arguments = {name: compiled[name] if name in compiled else given[name] for name in names}
+        arguments = {name: compiled[name] if name in compiled else given[name] for name in kernel.arg_names}
         places, tensors, fixed = [], [], []
         for name, value in arguments.items():
             fields = [(f"{name}.{field}", t) for field, t in zip(value._fields, value)] if isinstance(value, tuple) else [(name, value)]
@@ -98,16 +112,20 @@ class Launches:
                     places.append(place), tensors.append(t), fixed.append(t.dtype)
                 else:
                     fixed.append(t)
-        device = tensors[0].device
-        key = kernel.fn.__name__, grid, *fixed
-        known = self._known.get(key)
+        device, key = tensors[0].device, (kernel.fn.__name__, grid, *fixed)
+        made = self._known.get(key)
         with launch.on_device(device):
-            if known is not None and known.again(tensors, device.index):
-                return
-            if len(self._known) >= self.MOST:
-                self._known.clear()
-            made = self._known[key] = launch.Launch(kernel, grid, arguments, options, places)
-            made()
+            if made is None or not made.again(tensors, device.index):
+                if len(self._known) >= self.MOST:
+                    self._known.clear()
+                made = self._known[key] = launch.Launch(kernel, grid, arguments, options, places)
+                made()
+        self._made.append((made, made.packed(tensors)))
+
+
+def _told(value: Any) -> Hashable:
+    """What tells an argument of a step from that of another."""
+    return (value.data_ptr(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _rows(rows: tuple[torch.Tensor, ...]) -> Rows:

@@ -260,8 +260,13 @@ class Launch:
         """Launch on the current stream of `device`, the current one, with the tensors that change, in the order of `places`, and the
         numbers. False, and nothing is launched, where only Triton can: a tensor is not aligned to 16 bytes where the first was, or a
         profiler listens."""
+        arguments = self.packed(tensors, numbers)
+        return arguments is not None and self.launch(arguments, device)
+
+    def packed(self, tensors: Sequence[torch.Tensor | None], numbers: Sequence[float] = ()) -> list[Any] | None:
+        """What `launch` takes, of the tensors and numbers of `again`, which have to live until then. None: only Triton can launch it."""
         if self.direct is None:
-            return False
+            return None
         flat, bits = self.flat.copy(), 0
         for place, mask, t in zip(self.places, self.masks, tensors):
             if t is not None:
@@ -269,10 +274,13 @@ class Launch:
                 bits |= address & mask
         for place, number in zip(self.numbers, numbers):
             flat[place] = number
+        return None if bits else [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.spans]
+
+    def launch(self, arguments: list[Any], device: int) -> bool:
+        """Launch on the current stream of `device`, the current one. False, and nothing is launched, where a profiler listens."""
         hooks = triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if bits or any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)):
+        if any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)):
             return False
-        arguments = [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.spans]
         self.direct(*self.grid, current_stream(device), *self.fixed, None, None, *arguments)
         return True
