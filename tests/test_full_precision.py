@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from full_precision_engine import HEADS, SIZE, Captured, D, Engine
-from quantkv import PagedCache, get_format, prepare_attend, prepare_write
+from quantkv import PagedCache, copies, get_format, prepare_attend, prepare_write
 from quantkv.calls import AttendCall, Batch
 from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
 from quantkv.full_precision import FullPrecisionTokens
@@ -199,6 +199,75 @@ def test_without_copies_the_very_numbers_of_the_format():
         seen.append(attend(engine.caches[-1] if exact else plain, q, return_lse=True))
     assert (engine.full_precision.copy_of == -1).all()
     assert torch.equal(seen[0][0], seen[1][0]) and torch.equal(seen[0][1], seen[1][1])
+
+
+STATES = [  # sink, recent, tokens of a page, format
+    (16, 24, 16, "levels4"),
+    (20, 3, 16, "int4"),
+    (0, 40, 16, "none"),
+    (16, 0, 32, "tq3"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, which takes CPU tensors, is for where there is no GPU")
+@pytest.mark.parametrize(("sink", "recent", "size", "fmt"), STATES)
+def test_kernels_do_what_the_operations_do(sink, recent, size, fmt, monkeypatch):
+    """All that they leave behind, after random steps over random pages: more sequences than the pool has room for, shared pages, pages
+    overwritten, padding, rows without a slot."""
+    kernels = pytest.importorskip("quantkv.implementations.triton.copies")
+    generator = torch.Generator().manual_seed(sink + recent)
+    spec, tokens = get_format(fmt, torch.bfloat16).cache_spec(2, 32, block_size=size), FullPrecisionTokens(sink, recent)
+    pages, seqs, width = PagedCache(spec, 40), 5, 7
+    both = [CopiedPages(tokens, size, 2, 40) for _ in range(2)]
+    steps = [FullPrecisionStep(tokens, size, seqs + 2, 100, pages.device, few=True) for _ in range(2)]
+    for copied in both:
+        copied.watch(pages)
+
+    def integers(high, *shape, low=0):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    table = torch.randperm(40, generator=generator)[: seqs * width].view(seqs, width).int()
+    table[1, :2] = table[0, :2]
+    length, granted, doubted, put = torch.tensor([0, 40, 0, 9, 0], dtype=torch.int32), 0, [], CopiedPages._put
+    monkeypatch.setattr(
+        CopiedPages,
+        "_put",
+        lambda self, where, *to, **of: (
+            doubted.append(int(where.sum()) * (of.get("owner") == -1 if of else False)),
+            put(self, where, *to, **of),
+        ),
+    )
+    for turn in range(14):
+        new = torch.where(integers(3, seqs) == 0, integers(30, seqs), integers(2, seqs))
+        length = torch.where(length + new > width * size, 0, length)
+        length[1] = length[1].clamp_min(2 * size)  # who shares pages does not write to them
+        ends = torch.cat([new.new_zeros(1), new.cumsum(0)]).int()
+        length = length + new
+        slots = [int(table[i, at // size]) * size + at % size for i in range(seqs) for at in range(int(length[i] - new[i]), int(length[i]))]
+        slots = torch.tensor(slots, dtype=(torch.int64, torch.int32)[turn % 2])
+        slots[integers(8, len(slots)) == 0] = -1
+        some = seqs - turn % 2  # a part of the sequences that there is room for
+        for copied, step, module in zip(both, steps, (None, kernels)):
+            monkeypatch.setattr(copies, "kernels_of", lambda *given, found=module: found)
+            part = step.part(some, few=turn % 3 > 0)
+            copied.advance(table[:some], length[:some], ends[: some + 1], slots[: int(ends[some])], part)
+        granted += int((both[0].owner >= 0).sum())
+        for name in ("now", "owner", "stamp", "copy_of"):  # but for the last entries, which nobody reads
+            assert torch.equal(*(getattr(copied, name).view(-1)[: -1 if name != "now" else None] for copied in both)), (turn, name)
+        for name in ("slots", "between", "recent", "sink", "joined"):
+            for a, b in zip(*(t if isinstance(t, tuple) else (t,) for step in steps if (t := getattr(step, name)) is not None)):
+                assert torch.equal(a, b), (turn, name)
+        stored = slots >= 0
+        key = torch.randn(len(slots), 2, 32, generator=generator).bfloat16()
+        pages.write(key[stored], key[stored], slots[stored])
+        for copied, step, module in zip(both, steps, (None, kernels)):
+            monkeypatch.setattr(copies, "kernels_of", lambda *given, found=module: found)
+            copied.note(slots[: int(ends[some])], step)
+        kept = [copied.copies[:-1] for copied in both]
+        assert torch.equal(*kept), turn
+        if turn % 4 == 1:
+            pages.buffer[both[0].owner[:-1].clamp_min(0)] ^= 1  # somebody else has taken them
+    assert granted > 10 and sum(doubted) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, which takes CPU tensors, is for where there is no GPU")

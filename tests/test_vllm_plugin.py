@@ -95,6 +95,16 @@ def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
     assert layers[0].asked[0][0] is pages
     layers[1].bind_kv_cache(pages[::2])
     assert len(layers[1].asked) == 1
+    again = [Layer.__new__(Layer) for _ in layers]  # vLLM profiles with other pages first, and makes its builders again
+    for layer, known in zip(again, layers):
+        layer.asked, layer.impl = known.asked, known.impl
+    builder_of(again, "cuda")
+    for layer in again:
+        layer.bind_kv_cache(pages[:2])
+    assert [len(layer.asked) for layer in layers] == [1, 1, 1]
+    builder_of(again, "cuda", width=48)
+    again[0].bind_kv_cache(pages)
+    assert len(layers[0].asked) == 2
 
 
 def test_on_a_cpu_who_serves_is_asked(monkeypatch):

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from quantkv import PagedCache, get_format, warm_up
+from quantkv.copies import CopiedPages, FullPrecisionStep
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.warmup import mixed_batches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +73,8 @@ def test_an_engine_compiles_nothing_after_its_warm_up(own, model, target, monkey
     mixed = mixed_batches(heads, SEQS, TOKENS, longest, own)
     sizes = {"query_lens": (1, VERIFIED), "batch_sizes": (1, SEQS), "write_sizes": (1, SEQS, TOKENS), "max_seq_len": longest}
     warm_up(cache, heads, **sizes, mixed=mixed, table_width=width, own=own, **options)
-    compiled, found = gpu.found.copy(), []
+    assert len(gpu.found) > 4 and gpu.found <= gpu.ahead  # on all cores, before anything ran
+    compiled, found = gpu.found | gpu.ahead, []
     for q, (key, value), out, batch in steps(random.Random(0), heads, kv_heads, size, block_size, longest, 40):
         gpu.found.clear()
         cache.attend(q, out=out, own=(key, value) if own else None, **batch, **options)
@@ -79,3 +82,27 @@ def test_an_engine_compiles_nothing_after_its_warm_up(own, model, target, monkey
         found.append(gpu.found - compiled)
     assert len(found) == 40
     assert not set().union(*found)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")
+@pytest.mark.parametrize("tokens", [FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)], ids=str)
+def test_full_precision_tokens_compile_nothing_after_the_warm_up(tokens, monkeypatch):
+    """Which pages have copies, of steps of any size, and the rows that are noted: a prompt of a thousand tokens, decode of one and many."""
+    from compiled import Gpu
+
+    gpu, cache = Gpu(monkeypatch, "H100"), PagedCache(get_format("levels4").cache_spec(2, 64), 9)
+    warm_up(cache, 4, batch_sizes=(1,), write_sizes=(1,), full_precision=tokens)
+    names = {what[0] for what in gpu.found if isinstance(what, tuple)}
+    assert names >= {"doubt_kernel", "claim_kernel", "take_kernel", "lay_out_kernel", "note_kernel"} and gpu.found <= gpu.ahead
+    compiled = gpu.found.copy()
+    gpu.found.clear()
+    pool = CopiedPages(tokens, 16, 40, 9)
+    pool.watch(cache)
+    for queries, count in ((1, 1), (1, 33), (500, 2)):
+        whole = FullPrecisionStep(tokens, 16, 40, 1000, cache.device, few=True)
+        starts = torch.arange(count + 1, dtype=torch.int32) * queries
+        lengths, slots = torch.full((count,), 500, dtype=torch.int32), torch.full((count * queries,), -1)
+        step = whole.part(count, queries <= 8)
+        pool.advance(torch.zeros(count, 512, dtype=torch.int32), lengths, starts, slots, step)
+        pool.note(slots, step)
+    assert gpu.found and gpu.found <= compiled

@@ -32,6 +32,7 @@ class FullPrecisionStep:
         what is read quantized.
     sink: `block_table` and `key_range` of the first tokens; None where there are none. recent: `block_table` and `key_start`.
     between: `key_range` of what is read quantized beside `sink` and `recent`: here each key stands at its own position.
+    scratch: of the kernels that fill it.
 
     Until it is filled nothing is exact, whatever the lengths are: engines run kernels over it before there are sequences.
     """
@@ -46,6 +47,7 @@ class FullPrecisionStep:
 
         with torch.inference_mode(False):
             self.slots = integers(num_tokens).fill_(-1)
+            self.scratch = integers(num_seqs * (sink + recent)), integers(num_seqs * (sink + recent) + 1).long()
             self.between = integers(num_seqs, 2)
             self.recent = integers(num_seqs, recent), integers(num_seqs)
             self.sink = (integers(num_seqs, sink), integers(num_seqs, 2)) if sink else None
@@ -58,7 +60,7 @@ class FullPrecisionStep:
     def part(self, num_seqs: int, few: bool) -> FullPrecisionStep:
         """The same step for its first sequences: views."""
         part = object.__new__(FullPrecisionStep)
-        part.slots, part.between = self.slots, self.between[:num_seqs]
+        part.slots, part.scratch, part.between = self.slots, self.scratch, self.between[:num_seqs]
         for name in ("recent", "sink", "joined"):
             tensors = getattr(self, name)
             setattr(part, name, None if tensors is None or (name == "joined" and not few) else tuple(t[:num_seqs] for t in tensors))
@@ -85,6 +87,7 @@ class CopiedPages:
         self.tokens, self.block_size, self.device = tokens, block_size, torch.device(device)
         self.sink, self.recent = tokens.copied_pages(block_size)
         self.watched: PagedCache | None = None
+        self._launches: Any = None
         with torch.inference_mode(False):
             self.copies = torch.zeros(0, dtype=torch.uint8, device=self.device)  # [P + 1, HK, block_size, bytes] of rows of `watched`
             self._column = torch.arange(self.sink + self.recent, device=self.device)
@@ -93,8 +96,11 @@ class CopiedPages:
         self._resize(tokens.copies_needed(block_size, num_seqs), num_blocks)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, _launches=None)
         self._views()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_launches"}
 
     def _resize(self, num_copies: int, num_blocks: int) -> None:
         old = () if self.state is None else (self.now[None], self.owner[:-1], self.stamp[:-1], self.copy_of[:-1])
@@ -122,7 +128,7 @@ class CopiedPages:
 
     def watch(self, pages: PagedCache) -> None:
         """Keep copies of the K rows that `pages` stores."""
-        known, self.watched = self.watched, pages
+        known, self.watched, self._launches = self.watched, pages, None
         self.make_room(0, pages.num_blocks)
         if known is None or known.spec != pages.spec:
             heads, size, width = pages.spec.num_kv_heads, self.block_size, sum(rows.shape[3] for rows in _rows(pages))
@@ -167,6 +173,10 @@ class CopiedPages:
         pages that this step reads must have done so before.
         """
         size, sink = self.block_size, self.sink
+        kernels = kernels_of(self.device, sink + self.recent)
+        if kernels is not None and block_table.numel():
+            self._advance_by(kernels, block_table, seq_lens, cu_seqlens_q, slot_mapping, step)
+            return
         step.slots.fill_(-1)
         if not block_table.shape[1]:  # no sequence holds a token
             return
@@ -185,6 +195,34 @@ class CopiedPages:
             slots = slot_mapping.long()
             copy = self.copy_of[torch.where(slots >= 0, slots // size, self.num_blocks).clamp_max(self.num_blocks)]
             step.slots[: len(slots)] = torch.where(copy >= 0, copy * size + slots % size, -1)
+
+    def _advance_by(self, kernels: Any, block_table, seq_lens, cu_seqlens_q, slot_mapping, step: FullPrecisionStep) -> None:
+        given = {
+            "table": block_table if block_table.stride(1) == 1 else block_table.contiguous(),
+            "seq_lens": seq_lens,
+            "ends": cu_seqlens_q,
+            "state": self.state,
+            "slots": slot_mapping,
+            "wrong": step.scratch[0],
+            "claims": step.scratch[1],
+            "width": block_table.shape[1],
+            "sequences": len(seq_lens),
+            "tokens": len(slot_mapping),
+            "num_slots": len(step.slots),
+            "num_copies": self.num_copies,
+            "num_blocks": self.num_blocks,
+            "watched_blocks": 0 if self.watched is None else self.watched.num_blocks,
+        }
+        given["table_stride"] = given["table"].stride(0)
+        rows = () if self.watched is None else tuple(_rows(self.watched))
+        places = kernels.Step(step.slots, step.between, *step.recent, *(step.sink or (None,) * 2), *(step.joined or (None,) * 3))
+        compiled = {"N": self.sink + self.recent, "SINK": self.sink, "RECENT": self.tokens.recent, "PAGE": self.block_size}
+        self._launches_by(kernels).advance(given, rows, self.copies, places, compiled)
+
+    def _launches_by(self, kernels: Any) -> Any:
+        if self._launches is None:
+            self._launches = kernels.Launches()
+        return self._launches
 
     def _doubt(self, page: torch.Tensor, index: torch.Tensor, stored: torch.Tensor) -> None:
         """Forget 16-bit copies of pages `[S, N]` that do not hold what was stored. stored: `[S, 1]`, tokens that were before this step."""
@@ -207,8 +245,9 @@ class CopiedPages:
         self.stamp[torch.where(copy >= 0, copy, self.num_copies)] = self.now
         if not len(slot_mapping):
             return
-        token = (cu_seqlens_q[:-1, None] + index * size - (length - new)).clamp(0, len(slot_mapping) - 1)  # of the first slot, if one is
-        written = (page < self.num_blocks) & (slot_mapping[token.long()] == page * size)
+        own = index * size - (length - new)  # the first slot, among the sequence's new tokens: who shares the page does not claim it too
+        token = (cu_seqlens_q[:-1, None] + own).clamp(0, len(slot_mapping) - 1)
+        written = (own >= 0) & (page < self.num_blocks) & (slot_mapping[token.long()] == page * size)
         once = (self._column < self.sink) | (index >= self.sink)  # a page that is of the first and of the latest
         claim = (written & once & (copy < 0)).flatten()
         page = page.flatten()
@@ -252,6 +291,12 @@ class CopiedPages:
 
     def note(self, slot_mapping: torch.Tensor, step: FullPrecisionStep) -> None:
         """After the watched cache stored the rows of the step: keep copies of them."""
+        kernels = kernels_of(self.device, self.sink + self.recent)
+        if kernels is not None and len(slot_mapping):
+            counts = {"tokens": len(slot_mapping), "num_copies": self.num_copies}
+            rows = tuple(_rows(self.watched))
+            self._launches_by(kernels).note({"slots": slot_mapping, "copy_slots": step.slots, **counts}, rows, self.copies, self.block_size)
+            return
         slots, copies = slot_mapping.long().clamp_min(0), step.slots[: len(slot_mapping)].long()
         page, within = slots // self.block_size, slots % self.block_size
         target = torch.where(copies >= 0, copies // self.block_size, self.num_copies)
@@ -297,6 +342,16 @@ def cache_of_copies(pages: PagedCache, num_copies: int, dtype: torch.dtype, buff
     own = get_format("none", dtype).cache_spec(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
     scale = 1.0 if pages.maps.v is not None else pages.v.scale  # what segments without a map share
     return PagedCache(own, num_copies, pages.device, buffer=buffer, v_scale=scale)
+
+
+def kernels_of(device: torch.device, columns: int) -> Any:
+    """The module of the kernels that do on a device what `CopiedPages` does by torch's operations, with so many pages of interest of a
+    sequence; None where there are none."""
+    if device.type != "cuda":
+        return None
+    from .implementations.triton import copies
+
+    return copies if copies.serves(columns) else None
 
 
 def goes_by_position(options: AttentionOptions) -> bool:

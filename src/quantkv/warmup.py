@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from . import deprecated, implementations
+from . import deprecated, implementations, under_way
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
 from .copies import FEW_QUERIES, CacheWithCopies, CopiedPages, FullPrecisionStep, as_segments, cache_of_copies, goes_by_position
@@ -49,24 +50,27 @@ def warm_up(
     row of the block tables; None: those of max_seq_len. progress: called with (done, all, what) after each. full_precision: tokens that are
     read from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
     `PagedCache.attend`. options: of `PagedCache.attend`, as requests will have them.
-    What can be compiled without a launch is, by as many threads as there are cores.
+    What is compiled is compiled before anything runs, by as many threads as there are cores.
     """
     batch_sizes, mixed = list(batch_sizes), list(mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
     calls = dict(given.calls(query_lens, batch_sizes, write_sizes, mixed))
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
-    apart: dict[Hashable, None] = {}
-    for call in (*calls.values(), *(given.others(batch_sizes) if mixed else ())):
-        name = implementations.resolve(call)[0]
-        serving = implementations.module(name, implementations.kind(call))
-        apart |= dict.fromkeys(serving.compiled_for(implementations.plain(name, call)) if hasattr(serving, "compiled_for") else ())
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for kernel in apart:
-            pool.submit(kernel.cubin)
+    with _Ahead(cache.device) as ahead:
+        for name, call in calls.items():
+            if served[name] not in implementations.ON_CPU:
+                ahead.of(partial(implementations.run, served[name], call))
+        ahead.of(given.copied)
+        for call in given.others(batch_sizes) if mixed else ():
+            name = implementations.resolve(call)[0]
+            serving = implementations.module(name, implementations.kind(call))
+            if hasattr(serving, "compiled_for"):
+                ahead.compile(serving.compiled_for(implementations.plain(name, call)))
     for done, (name, call) in enumerate(calls.items(), 1):
         implementations.run(served[name], call)
         if progress is not None:
             progress(done, len(calls), f"{name}: {served[name]}")
+    given.copied()
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return served
@@ -106,6 +110,39 @@ def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: i
             lengths = (queries, *[queries + 1] * own, *longest)
             found |= dict.fromkeys(((queries, keys),) * count for keys in lengths if queries <= keys <= max_seq_len)
     return [list(batch) for batch in found]
+
+
+class _Ahead:
+    """Compiles on all cores what calls would compile one after the other. What fails here is compiled, and says so, when it runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, ThreadPoolExecutor(os.cpu_count())
+        self.begun: set[Hashable] = set()
+        self.launches: list[Any] = []
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if self.launches and failed is None:
+            from .implementations.triton import launch
+
+            launch.compile_ahead(self.launches, self.pool, self.device)
+        self.pool.shutdown(cancel_futures=failed is not None)
+
+    def of(self, run: Callable[[], object]) -> None:
+        """Begin to compile what `run` would."""
+        with under_way.collecting() as wanted:
+            run()
+        self.compile(each for each in wanted if hasattr(each, "cubin"))
+        self.launches += [each for each in wanted if not hasattr(each, "cubin")]
+
+    def compile(self, configurations: Iterable[Any]) -> None:
+        """Begin to compile kernels by NVRTC."""
+        for each in configurations:
+            if each not in self.begun:
+                self.begun.add(each)
+                self.pool.submit(each.cubin)
 
 
 @dataclass(frozen=True)
@@ -164,6 +201,21 @@ class _Given:
         return CacheWithCopies(
             cache, cache_of_copies(cache, 1, self.dtype), CopiedPages(self.full_precision, cache.spec.block_size, 1, device=cache.device)
         )
+
+    def copied(self) -> None:
+        """Say what steps read exactly, as an engine does, in steps of a few queries a sequence and of many."""
+        if self.full_precision is None:
+            return
+        size, device = self.cache.spec.block_size, self.cache.device
+        pool = self.read.full_precision
+        pool.watch(self.cache)
+        table = torch.zeros(1, self.table_width or self.cache.spec.num_blocks(self.max_seq_len), dtype=torch.int32, device=device)
+        starts, lengths = self.starts([(1, 1)])
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
+        for few in (True, False):
+            step = FullPrecisionStep(self.full_precision, size, 1, 1, device, few)
+            pool.advance(table, lengths, starts, nowhere, step)
+        pool.note(nowhere, step)
 
     def starts(self, lengths: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each sequence's queries start, and its keys, on the device."""

@@ -12,6 +12,7 @@ from functools import cache, cached_property
 import torch
 
 from ...calls import AttendCall, Segment
+from ...under_way import wanted
 from . import geometry
 from .decode import combine, unsplit, warps, wgmma
 from .decode.read import Part, Read, layer_of, scale_of
@@ -64,7 +65,11 @@ def _unsupported(call: AttendCall) -> str | None:
 
 def run(call: AttendCall) -> None:
     """Serve `call`. The first call of a shape compiles its kernel."""
-    _PREPARED.serve(call)
+    collected = wanted()
+    if collected is None:
+        _PREPARED.serve(call)
+    else:
+        collected += compiled_for(call)
 
 
 def prepare(call: AttendCall) -> Prepared:
@@ -86,8 +91,8 @@ def compiled_for(call: AttendCall) -> set[DecodeConfig]:
 
 def _plans(call: AttendCall) -> list[Plan]:
     """What `call` may be cut like: a device that does not hold enough clusters is given blocks that work alone."""
-    multiprocessors = launch.multiprocessors(launch.device_index(call.q.device))
-    return [Plan(call, multiprocessors, largest) for largest in (warps.LARGEST_CLUSTER, 1)]
+    multiprocessors, configs = launch.multiprocessors(launch.device_index(call.q.device)), configurations(call)
+    return [Plan(call, multiprocessors, largest, configs=configs) for largest in (warps.LARGEST_CLUSTER, 1)]
 
 
 def _capacity(call: AttendCall, segment: Segment) -> int:
@@ -191,10 +196,18 @@ class Plan:
     """How a call is cut: its segments, the grid of the combine kernel, the scratch.
 
     exact: index of the segment that the combine kernel attends to, see `_exact`. parts: of the others, by their indices. launched,
-    combined: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`."""
+    combined: these indices, see `_orders`. largest_cluster: blocks of one, at most. after_write: see `Prepared.after_write`. configs:
+    `configurations(call)`, where they are known."""
 
-    def __init__(self, call: AttendCall, multiprocessors: int, largest_cluster: int = warps.LARGEST_CLUSTER, after_write: bool = False):
-        configs = [replace(config, pdl_after_write=after_write) for config in configurations(call)]
+    def __init__(
+        self,
+        call: AttendCall,
+        multiprocessors: int,
+        largest_cluster: int = warps.LARGEST_CLUSTER,
+        after_write: bool = False,
+        configs: list[DecodeConfig] | None = None,
+    ):
+        configs = [replace(config, pdl_after_write=after_write) for config in configs or configurations(call)]
         self.exact, (self.launched, self.combined) = _exact(call), _orders(call)
         group, kv_heads = configs[0].group, configs[0].kv_heads
         sequences, seq_heads = call.batch.num_seqs, call.batch.num_seqs * kv_heads

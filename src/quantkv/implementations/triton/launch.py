@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from ...calls import PagedTensor
 from ...format import Codec
 from ...maps import LinearMap
 from ...rounding import Rounding
-from ...under_way import compiling
+from ...under_way import compiling, wanted
 from .kernels.views import MapView, PagesView, RowPlan, RowsView, TritonCodec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -191,6 +192,17 @@ def current_stream(device: int) -> int:
     return triton.runtime.driver.active.get_current_stream(device)
 
 
+def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.device) -> None:
+    """Compile what the first of these launches would on a device, in the executor's threads; what fails is compiled by its launch. Nothing
+    where Triton, before 3.5, compiles in one thread."""
+    together = getattr(triton, "AsyncCompileMode", None)
+    if together is None or INTERPRETED:
+        return
+    with on_device(device), compiling("kernels by Triton"), together(executor, ignore_errors=True):
+        for each in launches:
+            each.compile_ahead()
+
+
 class Launch:
     """One launch of one kernel. The first goes through Triton, which binds, specializes and compiles. What it compiled is launched again
     with tensors of the same shapes and strides at other addresses, for a tenth of the time on the host.
@@ -229,6 +241,10 @@ class Launch:
 
     def __call__(self) -> None:
         """The first launch, on the current device."""
+        collected = wanted()
+        if collected is not None:
+            collected.append(self)
+            return
         with compiling(f"{getattr(self.kernel, '__name__', 'a kernel')} by Triton"):
             compiled = self.kernel[self.grid](**self.arguments, **self.options)
         if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
@@ -236,12 +252,21 @@ class Launch:
             self.fixed = compiled.function, compiled.packed_metadata, None
         self.arguments = None  # they hold the tensors of this call
 
+    def compile_ahead(self) -> None:
+        """Compile what the first launch would, on the current device, without launching."""
+        self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
+
     def again(self, tensors: Sequence[torch.Tensor | None], device: int, numbers: Sequence[float] = ()) -> bool:
         """Launch on the current stream of `device`, the current one, with the tensors that change, in the order of `places`, and the
         numbers. False, and nothing is launched, where only Triton can: a tensor is not aligned to 16 bytes where the first was, or a
         profiler listens."""
+        arguments = self.packed(tensors, numbers)
+        return arguments is not None and self.launch(arguments, device)
+
+    def packed(self, tensors: Sequence[torch.Tensor | None], numbers: Sequence[float] = ()) -> list[Any] | None:
+        """What `launch` takes, of the tensors and numbers of `again`, which have to live until then. None: only Triton can launch it."""
         if self.direct is None:
-            return False
+            return None
         flat, bits = self.flat.copy(), 0
         for place, mask, t in zip(self.places, self.masks, tensors):
             if t is not None:
@@ -249,10 +274,13 @@ class Launch:
                 bits |= address & mask
         for place, number in zip(self.numbers, numbers):
             flat[place] = number
+        return None if bits else [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.spans]
+
+    def launch(self, arguments: list[Any], device: int) -> bool:
+        """Launch on the current stream of `device`, the current one. False, and nothing is launched, where a profiler listens."""
         hooks = triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if bits or any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)):
+        if any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)):
             return False
-        arguments = [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.spans]
         self.direct(*self.grid, current_stream(device), *self.fixed, None, None, *arguments)
         return True

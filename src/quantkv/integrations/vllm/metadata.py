@@ -62,7 +62,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
         if kept := list(exact_layers(named).values()):
             self.full_precision, self.last = exact_group(kept, vllm_config, device), kept[-1]
-        self.table_width, self.layers, self._seen = block_table_width, list(named.values()), set()
+        self.table_width, self.layers = block_table_width, list(named.values())
         for layer in self.layers:
             if device.type == "cuda":
                 layer.bind_kv_cache = partial(self._bind, layer)
@@ -81,11 +81,17 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
             lie = kv_cache.shape[1:], kv_cache.stride()
             self._tell(layer.impl, lie, lambda impl: impl.warm_up(kv_cache, *self._steps))
 
+    @property
+    def _seen(self) -> set[Any]:
+        """Kinds of layers that were asked for. They outlive this: vLLM makes its builders once for profiling, and again."""
+        return vars(self.layers[0].impl).setdefault("asked_for", set())
+
     def _tell(self, impl: Any, lie: tuple, ask: Callable[[Any], dict[str, str]]) -> None:
         """Ask who serves the layers of this kind, once, and say so in the log."""
-        if (impl.kind, lie) in self._seen:
+        kind = impl.kind, lie, self._steps
+        if kind in self._seen:
             return
-        self._seen.add((impl.kind, lie))
+        self._seen.add(kind)
         served[impl.format.name] = who = ask(impl)
         if len(self._seen) == 1:
             logger.info("quantkv: %d layers of %s: %s", len(self.layers), impl.format.name, summary(who))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 import warnings
 from collections.abc import Iterable
 from functools import cache
@@ -18,6 +19,7 @@ from ....under_way import compiling
 HOPPER = Path(__file__).parent.parent
 DEVICE = HOPPER / "device"
 FOLDERS = tuple(HOPPER / name for name in ("device", "decode", "write", "prefill"))  # of headers, whose names are unique
+_IMPORT = threading.Lock()
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -27,8 +29,9 @@ def compile_cubin(source: Path, macros: dict[str, object], snippets: Iterable[Pa
 
     Needs no GPU, and may run in several threads at once. A RuntimeWarning says once why no cubin can be kept; it is returned then, too.
     """
-    from cuda.bindings import nvrtc
-    from cuda.core import Program, ProgramOptions
+    with _IMPORT:  # half imported by one thread, modules lack names in another
+        from cuda.bindings import nvrtc
+        from cuda.core import Program, ProgramOptions
 
     snippets = list(dict.fromkeys(snippets))
     files = [find("encode.cuh"), *snippets, source] if snippets else [source]

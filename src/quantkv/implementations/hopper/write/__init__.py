@@ -14,6 +14,7 @@ import torch
 from ....calls import WriteCall
 from ....format import Codec
 from ....maps import LinearMap, rounding_of
+from ....under_way import wanted
 from .. import geometry
 from ..codec import literal
 from ..host import launch
@@ -190,7 +191,11 @@ def _unsupported(call: WriteCall) -> str | None:
 
 def run(call: WriteCall) -> None:
     """Serve `call`. The first call of a shape compiles its kernel."""
-    _PREPARED.serve(call)
+    collected = wanted()
+    if collected is None:
+        _PREPARED.serve(call)
+    else:
+        collected += configurations(call)
 
 
 def prepare(call: WriteCall) -> Prepared:
