@@ -93,6 +93,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
         f"integrations/vllm/{name}": VLLM
         for name in ("__init__", "asked", "backend", "connectors", "cpu", "implementation", "metadata", "mixed")
     },
+    "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
 MORE = {  # modules whose names begin so: what is imported as well, once, before a test runs

@@ -64,12 +64,15 @@ def register() -> None:
     import vllm
 
     if not vllm.__version__.startswith(TESTED) and os.environ.get(ANY_VERSION) != "1":
+        from .contract import missing
+
         tested = ", ".join(version + "x" for version in TESTED)
         logging.getLogger("vllm.quantkv").warning(
-            "quantkv: not tested with vLLM %s (tested: %s), so its types are not registered; %s=1 does so anyway",
+            "quantkv: not tested with vLLM %s (tested: %s), so its types are not registered; %s=1 does so anyway; what it lacks: %s",
             vllm.__version__,
             tested,
             ANY_VERSION,
+            "; ".join(missing()) or "nothing that the adapter relies on by name",
         )
         return
     from vllm.platforms import current_platform
