@@ -33,6 +33,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi": ("Bloom", {"n_layer": 2, "n_head": 2}),
     "scales": ("Llama", {}),  # of its keys and values, as llm-compressor leaves them in a checkpoint
     "heads_of_80": ("Llama", {"head_dim": 80}),
+    "latents": (  # two layers without experts; vLLM takes rows of 320, 512 and 576 numbers
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 256,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 48,
+            "first_k_dense_replace": 2,
+        },
+    ),
     "hybrid": (  # layers 1 and 3 keep keys and values; its states are larger than 128 tokens of them
         "Jamba",
         {
