@@ -18,7 +18,8 @@ from .spec import CacheSpec
 
 
 class PagedCache:
-    """K and V of one layer in `num_blocks` pages of `spec.block_size` tokens.
+    """K and V of one layer in `num_blocks` pages of `spec.block_size` tokens; in a format of latents (`Format.latent_spec`), the latents
+    and their rotated dimensions, which stand for K and V in all that follows, but that attention reads the two as keys, latents as values.
 
     One uint8 buffer `[num_blocks, HK, page_bytes]` holds everything; `k` and `v` are strided views of it. Nothing about a
     token is stored elsewhere, so that pages can be copied, shared and saved by their bytes.
@@ -67,6 +68,7 @@ class PagedCache:
         default = LayerMaps.of(self.format, spec.head_size, spec.head_size_v, self.device)
         sides = (d if g is None else g.to(self.device) for g, d in ((given.k, default.k), (given.v, default.v)))
         self.maps = LayerMaps(*sides, given.calibration)
+        self.maps.check_use(spec.latent)
         for side, map_, head_size in (("k", self.maps.k, spec.head_size), ("v", self.maps.v, spec.head_size_v)):
             if map_ is not None:
                 map_.check(head_size, spec.num_kv_heads, side)
@@ -154,7 +156,8 @@ class PagedCache:
         implementation: str = "auto",
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of `q [T, HQ, D]`, any strides, over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
+        """Attention of `q [T, HQ, D]`, any strides, over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype. Of latents, q is
+        absorbed, for the latent and then for the rotated dimensions, D_V is the latent's, and scale must be given.
 
         block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
         cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
