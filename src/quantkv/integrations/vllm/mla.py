@@ -27,7 +27,6 @@ from ...engine.layer_config import LayerConfig, Shard
 from ...engine.warm_up import claim_scratch
 from ...format import Format
 from ...geometry import Heads
-from ...implementations.reference.write import dequantize
 from ...policy import Policy
 from . import LATENTS, POLICY, asked_type, calls
 from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
@@ -35,7 +34,6 @@ from .implementation import QuantKVImpl, step_of
 from .mla_metadata import LatentMetadata, QuantKVLatentBuilder
 
 logger = init_logger("vllm.quantkv")
-GATHERED = 8192  # rows that are unpacked at once: what that takes beside the rows is small
 
 
 def latent_bytes(fmt: Format, sizes: tuple[int, int], dtype: torch.dtype) -> int:
@@ -221,9 +219,9 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         """Attention of prompts, whose own rows are read as given or, where they are to read what is stored, from their pages."""
         calls["mixed"] += 1
         if not self.reads_own_rows:
-            slots = attn_metadata.slot_mapping[attn_metadata.num_decode_tokens :][: len(kv_c_normed)]
-            rows = self._gather(slots.clamp_min(0), kv_c_normed.new_empty(len(slots), sum(self.sizes)))
-            kv_c_normed, k_pe = rows[:, : self.kv_lora_rank], rows[:, None, self.kv_lora_rank :]
+            prefill, count = attn_metadata.prefill, len(kv_c_normed)
+            rows = kv_c_normed.new_zeros(count, sum(self.sizes))  # those of padding stay so
+            kv_c_normed, k_pe = self._gather(rows, prefill.block_table, prefill.query_start_loc, attn_metadata.before, count)
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
 
     def _compute_prefill_context(self, q, kv_c_and_k_pe_cache, attn_metadata, k_scale):
@@ -231,39 +229,20 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         prefill = attn_metadata.prefill
         context, found = prefill.chunked_context, None
         for chunk in context.chunks:
-            rows = self._gather(context_slots(chunk, prefill.block_table, self._block_size), context.workspace)
-            latents, rotated = rows.split(self.sizes, 1)
+            where = prefill.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts
+            latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens)
             heads = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
             k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
-            k = self._concat_k_nope_k_pe(k_nope, rotated[:, None])
+            k = self._concat_k_nope_k_pe(k_nope, rotated)
             part = prefill.prefill_backend.run_prefill_context_chunk(chunk=chunk, q=q[chunk.token_slice], k=k, v=v)
             if found is None:
                 found = init_mla_context_partial(context, *part, num_tokens=len(q))
             accumulate_mla_context_chunk(chunk, *part, *found)
         return found
 
-    @property
-    def _block_size(self) -> int:
-        return self._layer().kv_cache.shape[1]
-
-    def _gather(self, slots: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        """The rows `[T, latent + rope]` of slots `[T]`, in a part of the workspace."""
-        pages, rows = self.pages_of(self._layer().kv_cache), workspace[: len(slots)]
-        for start in range(0, len(slots), GATHERED):
-            found = rows_of(pages, slots[start : start + GATHERED], rows.dtype)
-            torch.cat(found, 2, out=rows[start : start + GATHERED].unsqueeze(1))
-        return rows
-
-
-def rows_of(pages: PagedCache, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents `[T, 1, latent]` and rotated dimensions `[T, 1, rope]` that slots `[T]` of pages hold; nothing waits for the device."""
-    sides = (pages.k, pages.format.k, pages.maps.k), (pages.v, pages.format.v, pages.maps.v)
-    return tuple(dequantize(*side, slots, None, dtype) for side in sides)
-
-
-def context_slots(chunk: Any, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Where the rows of a chunk of context are, `[tokens]`. block_table: int `[S, pages]` of all prompts of the step."""
-    sequence = chunk.token_to_seq.long()
-    position = chunk.starts[sequence] - chunk.cu_seq_lens[sequence] + torch.arange(len(sequence), device=sequence.device)
-    page = block_table[chunk.request_slice][sequence, position // block_size].long()
-    return page * block_size + position % block_size
+    def _gather(self, workspace: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, count: int) -> Any:
+        """`count` rows of pages in a workspace `[rows, latent + rope]`, as latents `[count, latent]` and rotated dimensions `[count, 1,
+        rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`."""
+        latents, rotated = workspace[:count, None].split(self.sizes, 2)
+        self.pages_of(self._layer().kv_cache).gather(block_table, starts, out=(latents, rotated), first=first)
+        return latents[:, 0], rotated

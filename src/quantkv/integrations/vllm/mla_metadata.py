@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder, QueryLenSupport
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 
@@ -16,11 +17,13 @@ from .metadata import TellsWhoServes
 class LatentMetadata(MLACommonMetadata):
     """One step. Sequences that decode, or verify drafts, come first.
 
-    written: of all sequences, for writes. decoded: of those that decode; None: none does.
+    written: of all sequences, for writes. decoded: of those that decode; None: none does. before: int32 `[prompts]`, tokens before each
+    prompt's own rows; None: there are no prompts.
     """
 
     written: ForwardMetadata | None = None
     decoded: ForwardMetadata | None = None
+    before: torch.Tensor | None = None
 
 
 class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetadata]):
@@ -57,6 +60,9 @@ class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetada
         if made.num_decodes:
             longest = min(m.max_query_len, self.reorder_batch_threshold)
             made.decoded = _part(m, made.num_decodes, made.num_decode_tokens, longest, max_seq_len)
+        if made.prefill is not None:
+            first = made.num_decodes
+            made.before = m.seq_lens[first : m.num_reqs] - made.prefill.query_start_loc.diff()
         return made
 
 
