@@ -1,6 +1,7 @@
 """Caches of latents (DeepSeek's MLA): one row a token, which is the key and, but for its rotated dimensions, the value."""
 
 import copy
+import importlib.util
 import io
 import pickle
 
@@ -15,6 +16,7 @@ from quantkv.offload import PageStore
 from quantkv.page_views import copy_pages_between
 from quantkv.spec import CacheSpec
 
+LAUNCHES = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()  # interpreted
 LATENT, ROPE, HEADS, SIZE = 32, 16, 3, 8
 SCALE = (24 + ROPE) ** -0.5  # of a model whose keys have 24 numbers that are not rotated
 QUERIES, KEYS = (4, 1, 3, 0), (21, 30, 3, 9)
@@ -216,3 +218,41 @@ def test_refusals():
         with pytest.raises(ValueError, match=r"latents \(int4\+fp32\): not supported here; supported by .*reference"):
             cache.attend(q, **batch, scale=SCALE, implementation=name)
         assert implementations.can_serve(name, cache.format, "attend") is False
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "fmt, dtype", [("int4", torch.bfloat16), ("levels4", torch.float16), ("none", torch.bfloat16), ("int8", torch.float32)]
+)
+def test_gather(fmt, dtype, implementation):
+    """Stretches of sequences, as rows of one workspace for both parts, rotated back."""
+    if implementation == "triton" and not LAUNCHES:
+        pytest.skip("Triton's kernels run on another device here")
+    cache, batch, (slots, _), _ = make(fmt, dtype=dtype)
+    first, counts = torch.tensor([3, 0, 1, 8], dtype=torch.int32), torch.tensor([17, 30, 0, 1])
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    space = torch.full((64, LATENT + ROPE), 7.0, dtype=dtype)
+    out = space[:, None, :LATENT], space[:, None, LATENT:]
+    assert cache.gather(batch["block_table"], starts, out, first, implementation=implementation) is out
+    begin = torch.tensor([0, *KEYS]).cumsum(0)[:-1]
+    at = torch.cat([begin[s] + first[s] + torch.arange(counts[s]) for s in range(len(KEYS))])
+    for got, want in zip(out, cache.dequantize(slots[at], dtype=torch.float64)):
+        error = (got[: len(at)].double() - want).norm() / want.norm()
+        assert error <= 2 * torch.finfo(dtype).eps  # rounded once as they are, and once rotated back
+
+
+def test_gather_refuses():
+    cache, batch, _, _ = make()
+    table, starts = batch["block_table"], torch.tensor([0, 1, 2, 3, 4])
+    out = torch.empty(8, 1, LATENT), torch.empty(8, 1, ROPE)
+    for arguments, match in (
+        ((table, starts[:-1], out), r"starts\.shape"),
+        ((table, starts + 5, out), r"starts="),
+        ((table, starts, out, torch.tensor([40, 0, 0, 0])), r"first=40"),
+        ((table, starts, (out[0], out[1][..., :8])), r"out\[1\]\.shape"),
+        ((table, starts, out[0]), "out=Tensor"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            cache.gather(*arguments)
+    with pytest.raises(ValueError, match="implementation='hopper'"):
+        cache.gather(table, starts, out, implementation="hopper")
