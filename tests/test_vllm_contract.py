@@ -19,6 +19,7 @@ SOURCES = sorted(Path(plug_in.__file__).parent.glob("*.py"))
 BY_PATH = {name.path: name for name in contract.NAMES}
 OPTIONAL = {"vllm.vllm_flash_attn"}  # asked for under `try`
 PARTS = {  # of a configuration, by the names that the adapter gives them
+    "attention_config": "AttentionConfig",
     "cache_config": "CacheConfig",
     "model_config": "ModelConfig",
     "parallel_config": "ParallelConfig",

@@ -8,10 +8,10 @@ import pytest
 import references
 import tiny_models
 import torch
+from test_tiny_models import PROMPTS, TOKENS
 
 from quantkv import PagedCache, get_format
 from test_options import STORED, policy
-from test_tiny_models import PROMPTS, TOKENS
 
 ARGUMENTS = {"skip_tokenizer_init": True, "max_model_len": 256}
 CHUNKED = {"max_num_batched_tokens": 48}

@@ -32,6 +32,7 @@ def _name(path: str, breaks: str, takes: str = "", has: str = "") -> Name:
 
 
 BACKEND, LAYERS = "v1.attention.backend", "model_executor.layers.attention"
+MLA = f"{LAYERS}.mla_attention"
 NAMES = (
     # How the plug-in makes itself known.
     _name("__version__", "the check of the version"),
@@ -39,7 +40,8 @@ NAMES = (
     _name("config.cache.register_kv_cache_dtype", "types", "name"),
     _name("v1.kv_cache_interface.KVQuantMode", "types", has="CUSTOM"),
     _name("platforms.current_platform", "devices", has="is_cpu device_type"),
-    _name("platforms.cpu.CpuPlatform.get_attn_backend_cls", "backends on a CPU", "selected_backend attn_selector_config num_heads"),
+    _name("platforms.interface.Platform.get_attn_backend_cls", "latents", "selected_backend attn_selector_config num_heads"),
+    _name("platforms.cpu.CpuPlatform.check_and_update_config", "latents on a CPU", "vllm_config"),
     _name("v1.attention.backends.registry.AttentionBackendEnum", "backends", has="CUSTOM get_class get_path"),
     _name("v1.attention.backends.registry.register_backend", "backends", "backend class_path"),
     _name("logger.init_logger", "the log", "name"),
@@ -49,18 +51,23 @@ NAMES = (
     _name(
         "config.VllmConfig",
         "configurations",
-        has="additional_config cache_config compilation_config kv_transfer_config lora_config max_in_flight_tokens model_config "
-        "parallel_config scheduler_config speculative_config",
+        has="additional_config attention_config cache_config compilation_config kv_transfer_config lora_config max_in_flight_tokens "
+        "model_config parallel_config scheduler_config speculative_config",
     ),
-    _name("config.CacheConfig", "configurations", has="block_size cache_dtype kv_cache_dtype_skip_layers kv_sharing_fast_prefill"),
+    _name(
+        "config.CacheConfig",
+        "configurations",
+        has="block_size cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers kv_sharing_fast_prefill",
+    ),
+    _name("config.AttentionConfig", "latents", has="backend use_prefill_query_quantization"),
     _name(
         "config.ModelConfig",
         "configurations",
-        has="dtype get_total_num_hidden_layers get_total_num_kv_heads get_vocab_size hf_config is_encoder_decoder is_hybrid "
-        "is_mm_prefix_lm max_model_len model revision skip_tokenizer_init tokenizer uses_mrope",
+        has="architecture dtype get_total_num_hidden_layers get_total_num_kv_heads get_vocab_size hf_config is_encoder_decoder is_hybrid "
+        "is_mm_prefix_lm max_model_len model revision skip_tokenizer_init tokenizer use_mla uses_mrope",
     ),
     _name("config.ParallelConfig", "ranks", has="pipeline_parallel_size tensor_parallel_size use_ubatching worker_cls"),
-    _name("config.SchedulerConfig", "warm-up", has="max_num_batched_tokens max_num_seqs"),
+    _name("config.SchedulerConfig", "warm-up", has="enable_chunked_prefill max_num_batched_tokens max_num_seqs"),
     _name("config.SpeculativeConfig", "drafts", has="attention_backend kv_cache_dtype"),
     _name("config.CompilationConfig", "layers", has="cudagraph_capture_sizes static_forward_context"),
     _name(
@@ -84,7 +91,7 @@ NAMES = (
         "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse use_mm_prefix device_capability",
     ),
     _name(f"{BACKEND}.AttentionBackend.validate_configuration", "backends on a CPU", "device_capability"),
-    _name("v1.attention.selector.AttentionSelectorConfig", "backends on a CPU", has="_asdict"),
+    _name("v1.attention.selector.AttentionSelectorConfig", "latents", has="_asdict use_mla use_sparse"),
     _name("v1.kv_cache_layout.KVCacheLayout", "layouts", has="LBHNC BLHNC BHLNC LHBNC"),
     _name("v1.kv_cache_interface.AttentionSpec", "bytes of a page", has="block_size dtype head_size head_size_v state_content_bytes"),
     # Layers.
@@ -131,6 +138,51 @@ NAMES = (
     _name(f"{BACKEND}.AttentionCGSupport", "CUDA graphs", has="NEVER UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE"),
     _name(f"{BACKEND}.max_decode_query_len", "drafts", "vllm_config"),
     _name("v1.attention.backends.utils.compute_mm_prefix_range_tensor", "images"),
+    # Latents.
+    _name(f"{MLA}.MLACommonBackend", "latents", has="get_supported_head_sizes is_mla"),
+    _name(f"{MLA}.get_mla_dims", "bytes of a page of latents", "model_config"),
+    _name(f"{MLA}.MLADims", "bytes of a page of latents", has="kv_lora_rank qk_rope_head_dim"),
+    _name(
+        f"{MLA}.MLACommonImpl",
+        "latents",
+        has="_concat_k_nope_k_pe kv_b_proj kv_lora_rank qk_nope_head_dim qk_rope_head_dim reserve_workspace supports_pcp "
+        "supports_quant_query_input v_head_dim",
+    ),
+    _name(
+        f"{MLA}.MLACommonImpl.__init__",
+        "latents",
+        "num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type "
+        "kv_sharing_target_layer_name indexer q_pad_num_heads",
+    ),
+    _name(
+        f"{MLA}.MLACommonImpl.do_kv_cache_update",
+        "writes of latents",
+        "kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale skip_scale",
+    ),
+    _name(f"{MLA}.MLACommonImpl.forward_mqa", "decode of latents", "q kv_c_and_k_pe_cache attn_metadata layer"),
+    _name(
+        f"{MLA}.MLACommonImpl.forward_mha",
+        "prompts of latents",
+        "q kv_c_normed k_pe kv_c_and_k_pe_cache attn_metadata k_scale output output_scale",
+    ),
+    _name(f"{MLA}.MLACommonImpl._compute_prefill_context", "prompts of latents", "q kv_c_and_k_pe_cache attn_metadata k_scale"),
+    _name(f"{MLA}.init_mla_context_partial", "prompts of latents", "chunked_context attn_output attn_softmax_lse num_tokens"),
+    _name(f"{MLA}.accumulate_mla_context_chunk", "prompts of latents", "chunk attn_output attn_softmax_lse output output_lse"),
+    _name("v1.attention.backends.mla.prefill.MLAPrefillBackend.run_prefill_context_chunk", "prompts of latents", "chunk q k v"),
+    _name(
+        f"{MLA}.MLACommonMetadata", "steps of latents", has="decode num_actual_tokens num_decode_tokens num_decodes prefill slot_mapping"
+    ),
+    _name(f"{MLA}.MLACommonPrefillMetadata", "prompts of latents", has="block_table chunked_context prefill_backend query_start_loc"),
+    _name(f"{MLA}.MLACommonPrefillMetadata.ChunkedContextMetadata", "prompts of latents", has="chunks workspace"),
+    _name(
+        f"{MLA}.MLACommonPrefillMetadata.ContextChunk",
+        "prompts of latents",
+        has="cu_seq_lens num_context_tokens request_slice starts token_slice",
+    ),
+    _name(f"{MLA}.MLACommonMetadataBuilder.__init__", "steps of latents", "kv_cache_spec layer_names vllm_config device metadata_cls"),
+    _name(f"{MLA}.MLACommonMetadataBuilder", "steps of latents", has="query_len_support"),
+    _name(f"{MLA}.QueryLenSupport", "drafts", has="VARLEN"),
+    _name(f"{MLA}.MLAAttention", "latents", has="attn_backend bind_kv_cache impl kv_cache layer_name"),
     # Connectors and statistics.
     _name("distributed.kv_transfer.kv_connector.factory.KVConnectorFactory.create_connector", "connectors", "config role kv_cache_config"),
     _name("v1.kv_cache_interface.KVCacheConfig", "connectors", has="kv_cache_groups"),

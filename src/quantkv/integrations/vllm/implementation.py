@@ -31,6 +31,7 @@ from ...format import Format
 from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
 from ...options import AttentionOptions
+from ...policy import Policy
 from . import PREFIX, calls
 from .asked import check_weights, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes

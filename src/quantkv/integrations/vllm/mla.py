@@ -187,8 +187,8 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         return fmt.latents(self.dtype)
 
     def _by_policy(self, number: int, heads: Heads) -> LayerConfig:
-        config = LayerConfig.of(self.policy, number, self.dtype, heads, 1, Shard())
-        return replace(config, format=self._stored(config.format))
+        asked = LayerConfig.of(self.policy, number, self.dtype, heads, 1, Shard())
+        return replace(asked, format=self._stored(asked.format))
 
     def _backend(self, fmt: Format) -> type[QuantKVBackend]:
         return QuantKVLatentBackend if self.kv_cache_dtype in UNQUANTIZED else latent_backend_of(fmt, self.sizes)

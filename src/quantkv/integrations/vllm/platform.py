@@ -63,6 +63,6 @@ def _keep_what_latents_can(platform: type) -> None:
 def _refuse_selected_latents() -> Any:
     model = get_current_vllm_config().model_config
     raise NotImplementedError(
-        f"quantkv: {getattr(model, 'architecture', 'this model')} attends to latents that a sparse indexer selects (DSA), which quantkv does "
-        "not serve; without --attention-backend CUSTOM and --kv-cache-dtype quantkv_.. vLLM serves it with its own backends"
+        f"quantkv: {model.architecture} attends to latents that a sparse indexer selects (DSA), which quantkv does not serve; vLLM's own "
+        "backends do, without --attention-backend CUSTOM and --kv-cache-dtype quantkv_.."
     )
