@@ -43,6 +43,7 @@ NAMES = (
     _name("platforms.interface.Platform.get_attn_backend_cls", "latents", "selected_backend attn_selector_config num_heads"),
     _name("platforms.cpu.CpuPlatform.check_and_update_config", "latents on a CPU", "vllm_config"),
     _name("v1.attention.backends.registry.AttentionBackendEnum", "backends", has="CUSTOM get_class get_path"),
+    _name("v1.attention.backends.registry.AttentionBackendEnum", "K and V of two sizes", has="FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV"),
     _name("v1.attention.backends.registry.register_backend", "backends", "backend class_path"),
     _name("logger.init_logger", "the log", "name"),
     # What a configuration says.

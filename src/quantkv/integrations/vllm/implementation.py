@@ -113,7 +113,9 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         check_connectors(self.config)
         self._check_configuration()
         self.policy = self._served(policy_of(self.config))
-        if self.policy is not None:
+        if self.policy is None:
+            self._token_bytes(kv_cache_dtype)  # a model that names its backend itself has not asked that
+        else:
             self._check_policy()
             if self.policy.wants_statistics:
                 check_statistics(self.config, self.policy)

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from . import LATENTS
 
+TWO_SIZES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # backends of keys and values of two sizes, which models name themselves
 OF_STEPS, OF_PAGES = ("enable_chunked_prefill", "max_num_batched_tokens"), ("enable_prefix_caching", "block_size")
 
 
@@ -39,8 +40,24 @@ def take_custom() -> None:
         return selected_backend.get_path()
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    _take_two_sizes()
     if current_platform.is_cpu():
         _keep_what_latents_can(platform)
+
+
+def _take_two_sizes() -> None:
+    """Let CUSTOM, where it was asked for, serve models whose keys and values have two sizes (MiMo): these name vLLM's backends for that,
+    whatever was asked for."""
+    own = AttentionBackendEnum.get_class
+    if own.__module__ == __name__:
+        return
+
+    def get_class(self):
+        if self.name in TWO_SIZES and get_current_vllm_config().attention_config.backend == AttentionBackendEnum.CUSTOM:
+            return own(AttentionBackendEnum.CUSTOM)
+        return own(self)
+
+    AttentionBackendEnum.get_class = get_class
 
 
 def _keep_what_latents_can(platform: type) -> None:
