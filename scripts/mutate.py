@@ -92,8 +92,9 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/recurrent_and_latent": HUGGING,
     **{
         f"integrations/vllm/{name}": VLLM
-        for name in ("__init__", "asked", "backend", "connectors", "cpu", "implementation", "metadata", "mixed")
+        for name in ("__init__", "asked", "backend", "connectors", "implementation", "metadata", "mixed", "mla", "mla_metadata", "platform")
     },
+    "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
 MORE = {  # modules whose names begin so: what is imported as well, once, before a test runs

@@ -15,6 +15,7 @@ vllm = pytest.importorskip("vllm")
 
 from vllm.config.cache import get_kv_cache_dtype_handler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
+from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend  # noqa: E402
 from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend  # noqa: E402
 from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend  # noqa: E402
@@ -35,17 +36,21 @@ from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations.vllm import connectors, metadata  # noqa: E402
+from quantkv.integrations.vllm import connectors, metadata, mla, platform  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
+from quantkv.integrations.vllm.mla_metadata import QuantKVLatentBuilder  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 
 PAIRS = [
     (QuantKVBackend, contract.AttentionBackend),
     (QuantKVImpl, contract.AttentionImpl),
     (QuantKVBuilder, contract.AttentionMetadataBuilder),
+    (mla.QuantKVLatentBackend, mla_attention.MLACommonBackend),
+    (mla.QuantKVLatentImpl, mla_attention.MLACommonImpl),
+    (QuantKVLatentBuilder, contract.AttentionMetadataBuilder),
 ]
 HEADS = 3
 
@@ -209,6 +214,8 @@ def test_methods_are_called_as_vllm_defines_them(ours, theirs):
             continue
         wanted, taken = (list(inspect.signature(getattr(c, name)).parameters) for c in (theirs, ours))
         assert type(method) is type(known), name
+        if taken[-1:] == ["latents"]:  # all further ones
+            taken, wanted = taken[:-1], wanted[: len(taken) - 1]
         assert taken[: len(wanted)] == [p for p in wanted if p not in ("args", "kwargs")], name
         compared += 1
     assert compared >= 3
@@ -221,6 +228,61 @@ def test_what_vllm_calls_by_other_means_is_there():
     wanted = inspect.signature(contract.AttentionImplBase.process_weights_after_loading)
     assert inspect.signature(QuantKVImpl.process_weights_after_loading).parameters.keys() == wanted.parameters.keys()
     assert AttentionBackendEnum[QuantKVBackend.get_name()].get_class() is QuantKVBackend
+
+
+def test_backends_of_two_sizes_are_vllms_where_custom_was_not_asked_for(monkeypatch):
+    """MiMo names them whatever was asked for."""
+    asked = SimpleNamespace(attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM))
+    monkeypatch.setattr(platform, "get_current_vllm_config", lambda: asked)
+    members = [AttentionBackendEnum[name] for name in platform.TWO_SIZES]
+    assert [member.get_class() for member in members] == [QuantKVBackend] * 2
+    asked.attention_config.backend = None
+    assert [member.get_class().get_name() for member in members] == list(platform.TWO_SIZES)
+
+
+def selector(**given):
+    return AttentionSelectorConfig(**{**USUAL, **given})
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_custom_is_for_latents_too(monkeypatch, is_cpu):
+    """On a GPU vLLM's own platform goes on with the backend of latents in place of CUSTOM; all else goes on as it was."""
+    seen = []
+
+    class Platform:
+        @classmethod
+        def is_cpu(cls):
+            return is_cpu
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+            seen.append(selected_backend)
+            return "theirs"
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config):
+            seen.append(vllm_config)
+
+    dims = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128)
+    model = SimpleNamespace(hf_text_config=dims, dtype=torch.bfloat16, architecture="DeepseekV32ForCausalLM")
+    for module in (platform, mla):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model))
+    monkeypatch.setattr(platform, "current_platform", Platform())
+    platform.take_custom()
+    platform.take_custom()
+    custom, latents = AttentionBackendEnum.CUSTOM, AttentionBackendEnum[plug_in.LATENTS]
+    ask = Platform.get_attn_backend_cls
+    rows = selector(head_size=576, use_mla=True)
+    found = ask(custom, rows), ask(custom, selector()), ask(AttentionBackendEnum.FLASHMLA, rows), ask(None, rows)
+    if is_cpu:
+        assert found == (plug_in.LATENT_BACKEND, plug_in.BACKEND, "theirs", "theirs")
+        assert seen == [AttentionBackendEnum.FLASHMLA, None]
+        with pytest.raises(ValueError, match="batch invariance"):
+            ask(custom, rows._replace(use_batch_invariant=True))
+    else:
+        assert found == ("theirs",) * 4 and seen == [latents, custom, AttentionBackendEnum.FLASHMLA, None]
+    with pytest.raises(NotImplementedError, match="DeepseekV32ForCausalLM attends to latents that a sparse indexer selects"):
+        ask(custom, rows._replace(use_sparse=True))
 
 
 def test_types_are_known():

@@ -18,7 +18,8 @@ from .spec import CacheSpec
 
 
 class PagedCache:
-    """K and V of one layer in `num_blocks` pages of `spec.block_size` tokens.
+    """K and V of one layer in `num_blocks` pages of `spec.block_size` tokens; in a format of latents (`Format.latent_spec`), the latents
+    and their rotated dimensions, which stand for K and V in all that follows, but that attention reads the two as keys, latents as values.
 
     One uint8 buffer `[num_blocks, HK, page_bytes]` holds everything; `k` and `v` are strided views of it. Nothing about a
     token is stored elsewhere, so that pages can be copied, shared and saved by their bytes.
@@ -67,6 +68,7 @@ class PagedCache:
         default = LayerMaps.of(self.format, spec.head_size, spec.head_size_v, self.device)
         sides = (d if g is None else g.to(self.device) for g, d in ((given.k, default.k), (given.v, default.v)))
         self.maps = LayerMaps(*sides, given.calibration)
+        self.maps.check_use(spec.latent)
         for side, map_, head_size in (("k", self.maps.k, spec.head_size), ("v", self.maps.v, spec.head_size_v)):
             if map_ is not None:
                 map_.check(head_size, spec.num_kv_heads, side)
@@ -154,7 +156,8 @@ class PagedCache:
         implementation: str = "auto",
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of `q [T, HQ, D]`, any strides, over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype.
+        """Attention of `q [T, HQ, D]`, any strides, over the pages of each sequence -> `[T, HQ, D_V]` of q's dtype. Of latents, q is
+        absorbed, for the latent and then for the rotated dimensions, D_V is the latent's, and scale must be given.
 
         block_table: int `[S, pages]`. seq_lens: int `[S]`, keys of each sequence, those of this call included.
         cu_seqlens_q: int `[S + 1]`, where each sequence's queries start; None: one query a sequence.
@@ -189,6 +192,55 @@ class PagedCache:
             checks.refuse("dtype", dtype, f"one of {', '.join(map(str, (*checks.ROW_DTYPES, torch.float64)))} is needed")
         sides = ((self.k, self.format.k, self.maps.k), (self.v, self.format.v, self.maps.v))
         return tuple(dequantize(*side, slots, positions, dtype) for side in sides)
+
+    def gather(
+        self,
+        block_table: torch.Tensor,
+        starts: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor],
+        first: torch.Tensor | None = None,
+        *,
+        implementation: str = "auto",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `dequantize` gives, of whole stretches of sequences: tokens first[s] (None: 0), first[s] + 1, .. of sequence s are put into
+        rows starts[s] to before starts[s + 1] of `out`, which is returned.
+
+        block_table: int `[S, pages]`. starts: int `[S + 1]`, rising from 0. first: int `[S]`. out: `[N, HK, D]` and `[N, HK, D_V]` of one
+        dtype, bfloat16, float16 or float32, their last axes dense; what is beyond the last row may hold anything afterwards.
+        implementation: "auto", "triton" or "reference".
+        """
+        checks.tensor("block_table", block_table, (None, None), checks.INDEX_DTYPES, self.device)
+        checks.tensor("starts", starts, (len(block_table) + 1,), checks.INDEX_DTYPES, self.device)
+        if first is not None:
+            checks.tensor("first", first, (len(block_table),), checks.INDEX_DTYPES, self.device)
+        if not isinstance(out, tuple) or len(out) != 2:
+            checks.refuse("out", type(out).__name__, "a tuple of rows of keys and of values is needed")
+        for i, size in enumerate((self.spec.head_size, self.spec.head_size_v)):
+            rows = None if i == 0 else len(out[0])
+            checks.tensor(
+                f"out[{i}]", out[i], (rows, self.spec.num_kv_heads, size), checks.ROW_DTYPES if i == 0 else (out[0].dtype,), self.device
+            )
+            if out[i].stride(2) != 1:
+                checks.refuse(f"out[{i}].stride()", out[i].stride(), "a dense last axis is needed")
+        if self.device.type == "cpu":
+            self._check_stretches(block_table, starts, first, len(out[0]))
+        ops.gather(self.segment(block_table), starts, first, out, implementation)
+        return out
+
+    def _check_stretches(self, block_table: torch.Tensor, starts: torch.Tensor, first: torch.Tensor | None, rows: int) -> None:
+        """What reads tensors: there are as many rows, and every page that is read exists."""
+        counts = starts.diff()
+        if int(starts[0]) != 0 or int(counts.min() if len(counts) else 0) < 0 or int(starts[-1]) > rows:
+            checks.refuse("starts", starts.tolist(), f"it rises from 0 to at most the {rows} rows of out")
+        begins = [0] * len(counts) if first is None else first.tolist()
+        for table, begin, count in zip(block_table, begins, counts.tolist()):
+            low, high = begin // self.spec.block_size, -(-(begin + count) // self.spec.block_size)
+            if count and (begin < 0 or high > len(table)):
+                checks.refuse(
+                    "first", begin, f"{count} tokens from there on; the table's {len(table)} pages hold {len(table) * self.spec.block_size}"
+                )
+            if count:
+                checks.in_range("block_table", table[low:high], 0, self.num_blocks, f" (the cache has {self.num_blocks} pages)")
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy pages `source [N]` onto pages `target [N]`, every byte of every head: a shared prefix that is about to be

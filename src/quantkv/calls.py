@@ -11,8 +11,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from . import checks, deprecated
-from .format import Format
-from .maps import LayerMaps
+from .format import Codec, Format
+from .maps import LayerMaps, LinearMap
 from .options import AttentionOptions
 from .own import OwnRows, stored_before
 from .reads import key_intervals
@@ -46,8 +46,9 @@ class PagedTensor(NamedTuple):
 class Segment(NamedTuple):
     """Some of the keys of every sequence, in one cache.
 
+    k, v: K and V; of a format of latents, the latents and their rotated dimensions: together the keys, the latents alone the values.
     block_table: int `[S, pages]`; entries of pages that no query sees may hold anything.
-    maps: the layer's linear maps.
+    maps: the layer's linear maps, of `k` and of `v`.
     key_start: int `[S]`: position of the key in the first slot; 0 if None.
     key_range: int `[S, 2]`: only positions from start to before end are read; all below the sequence's length if None.
     complete: said by the caller: the table holds every position from 0, and those outside of key_range are in the call's other segments.
@@ -63,9 +64,24 @@ class Segment(NamedTuple):
     complete: bool = False
 
     @property
+    def stored_sizes(self) -> tuple[int, int]:
+        """Numbers of a row of `k` and of `v`."""
+        return self.fmt.k.head_size(self.k.codes), self.fmt.v.head_size(self.v.codes)
+
+    @property
+    def head_size(self) -> int:
+        """D: numbers of a key."""
+        return sum(self.stored_sizes) if self.fmt.latent else self.stored_sizes[0]
+
+    @property
     def head_size_v(self) -> int:
-        """D_V: numbers of a value row."""
-        return self.fmt.v.head_size(self.v.codes)
+        """D_V: numbers of a value."""
+        return self.stored_sizes[0 if self.fmt.latent else 1]
+
+    @property
+    def values(self) -> tuple[PagedTensor, Codec, LinearMap | None]:
+        """What values are read from, their codec and their map."""
+        return (self.k, self.fmt.k, self.maps.k) if self.fmt.latent else (self.v, self.fmt.v, self.maps.v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +171,9 @@ class AttendCall:
 
     q: `[T, HQ, D]` bf16, fp16 or fp32, the queries of all sequences one after the other; any strides.
     segments: the keys of a sequence lie in one cache or, disjoint, in several: exact first and latest tokens, say, the others
-        quantized. All have the same kv heads and head sizes; those with a V map share it and its per-tensor scale, as do those without.
-    batch, options: see there; None: plain causal attention. scale: of the scores; `D ** -0.5` if None.
+        quantized. All have the same kv heads and head sizes, all or none are of latents; those whose values have a map share it and its
+        per-tensor scale, as do those without.
+    batch, options: see there; None: plain causal attention. scale: of the scores; `D ** -0.5` if None, but latents need the model's.
     out: `[T, HQ, D_V]` of q's dtype, float8_e4m3fn with an output scale, its last axis dense; made if None.
     lse: `[T, HQ]` float32, filled with the natural log-sum-exp, sinks included, -inf where a query has no key; None: it is not asked for.
     own: rows that are read as they were given; None: all are read from the segments. It is None where no sequence has several queries.
@@ -187,13 +204,15 @@ class AttendCall:
         self.batch.check(tokens, device)
         self.options.check({"S": num_seqs, "HQ": num_heads}, device)
         for segment in self.segments:
-            _check_segment(segment, heads, (head_size, head_size_v), num_seqs, device)
+            _check_segment(segment, heads, (head_size, head_size_v), first.fmt.latent, num_seqs, device)
         _check_shared(self.segments)
         if self.own is not None:
-            self.own.check(tokens, heads, (head_size, head_size_v), device)
+            self.own.check(tokens, heads, first.stored_sizes, device)
             if self.batch.max_query_len in (0, 1):
                 object.__setattr__(self, "own", None)
         if self.scale is None:
+            if first.fmt.latent:
+                checks.refuse("scale", None, "queries of latents are absorbed: the model's is needed, (qk_nope_head_dim + rope) ** -0.5")
             object.__setattr__(self, "scale", head_size**-0.5)
         checks.number("scale", self.scale)
         shape, scaled = (tokens, num_heads, head_size_v), self.options.output_scale is not None
@@ -272,13 +291,16 @@ class AttendCall:
             checks.refuse("qq_bias.shape[0]", self.options.qq_bias.shape[0], f"a row for each of {queries} queries is needed")
 
 
-def _check_segment(s: Segment, heads: int, sizes: tuple[int, int], num_seqs: int, device: torch.device) -> None:
-    for name, side, codec, map_, size in zip("kv", (s.k, s.v), (s.fmt.k, s.fmt.v), (s.maps.k, s.maps.v), sizes):
+def _check_segment(s: Segment, heads: int, sizes: tuple[int, int], latent: bool, num_seqs: int, device: torch.device) -> None:
+    if s.fmt.latent != latent:
+        checks.refuse("segments", s.fmt.name, "all are of latents, or none is")
+    s.maps.check_use(latent)
+    for name, of, size, held in zip(("q.shape[2]", "head_size_v"), ("keys", "values"), sizes, (s.head_size, s.head_size_v)):
+        if held != size:
+            checks.refuse(name, size, f"the cache holds {of} of {held}")
+    for name, side, codec, map_, size in zip("kv", (s.k, s.v), (s.fmt.k, s.fmt.v), (s.maps.k, s.maps.v), s.stored_sizes):
         codec.check_head_size(size)
         checks.tensor(f"{name}.codes", side.codes, (None, s.k.codes.shape[1], heads, None), (codec.code_dtype,), device)
-        if codec.head_size(side.codes) != size:
-            named = "q.shape[2]" if name == "k" else "head_size_v"
-            checks.refuse(named, size, f"the cache holds {'keys' if name == 'k' else 'values'} of {codec.head_size(side.codes)}")
         if codec.row.meta:
             dtypes = (getattr(torch, codec.row.meta[0]),)
             checks.tensor(f"{name}.meta", side.meta, (*side.codes.shape[:3], len(codec.row.meta)), dtypes, device)
@@ -291,14 +313,16 @@ def _check_segment(s: Segment, heads: int, sizes: tuple[int, int], num_seqs: int
 
 
 def _check_shared(segments: tuple[Segment, ...]) -> None:
-    mapped = {(id(s.maps.v), s.v.scale) for s in segments if s.maps.v is not None}
-    if len(mapped) > 1 or len({s.v.scale for s in segments if s.maps.v is None}) > 1:
+    values = [s.values for s in segments]
+    mapped = {(id(map_), side.scale) for side, _, map_ in values if map_ is not None}
+    if len(mapped) > 1 or len({side.scale for side, _, map_ in values if map_ is None}) > 1:
         raise ValueError("segments: those with a V map must share it and its scale, those without a V map the scale")
 
 
 @dataclass(frozen=True, eq=False)
 class WriteCall:
-    """One write: `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) into slots `slot_mapping [T]` of a cache.
+    """One write: `key [T, HK, D]` and `value [T, HK, D_V]` (bf16, fp16 or fp32, any strides) into slots `slot_mapping [T]` of a cache; of
+    latents, these and their rotated dimensions.
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
     maps: the layer's linear maps. positions: int `[T]`, needed where the keys' map has key means.

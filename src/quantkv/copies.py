@@ -339,9 +339,12 @@ class CacheWithCopies:
 def cache_of_copies(pages: PagedCache, num_copies: int, dtype: torch.dtype, buffer: torch.Tensor | None = None) -> PagedCache:
     """Pages of `dtype` for the 16-bit copies of `pages`."""
     spec = pages.spec
-    own = get_format("none", dtype).cache_spec(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
-    scale = 1.0 if pages.maps.v is not None else pages.v.scale  # what segments without a map share
-    return PagedCache(own, num_copies, pages.device, buffer=buffer, v_scale=scale)
+    plain = get_format("none", dtype)
+    plain = plain.latents(dtype) if spec.latent else plain
+    own = plain.cache_spec(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
+    values, map_ = (pages.k, pages.maps.k) if spec.latent else (pages.v, pages.maps.v)
+    scale = {"k_scale" if spec.latent else "v_scale": values.scale if map_ is None else 1.0}  # what segments without a map share
+    return PagedCache(own, num_copies, pages.device, buffer=buffer, **scale)
 
 
 def kernels_of(device: torch.device, columns: int) -> Any:

@@ -111,12 +111,30 @@ class Codec(ByName):
 
 @dataclass(frozen=True)
 class Format(ByName):
-    """What a user names: a codec for K and one for V."""
+    """What a user names: a codec for K and one for V.
+
+    One that is named "K+R" is of latents (DeepSeek's MLA): `k` stores a token's latent, `v` the rotated dimensions (RoPE) of its key. The
+    key is the whole row, the latent and then these, and the value is the latent again: one row, two uses.
+    """
 
     name: str
     k: Codec
     v: Codec
     notes: str = ""
+
+    @property
+    def latent(self) -> bool:
+        """Whether it is of latents."""
+        return names.is_latent(self.name)
+
+    def latents(self, dtype: torch.dtype = torch.bfloat16) -> Format:
+        """The format of latents that this one's K half stores, their rotated dimensions as given in `dtype`; itself if it is one."""
+        return get_format(names.of_latent(self.name, get_format("none", dtype).name))
+
+    def latent_spec(self, latent: int, rope: int, block_size: int = 16, dtype: torch.dtype = torch.bfloat16) -> CacheSpec:
+        """Geometry of a layer's cache of latents: of one row a token, `latent` numbers in this format's K half, `rope` as given in `dtype`.
+        ValueError for a size that it cannot take."""
+        return self.latents(dtype).cache_spec(1, latent, rope, block_size)
 
     def cache_spec(self, num_kv_heads: int, head_size: int, head_size_v: int | None = None, block_size: int = 16) -> CacheSpec:
         """Geometry of a layer's cache in this format. ValueError for a head size that it cannot take."""
@@ -147,8 +165,8 @@ def register(fmt: Format, *aliases: str) -> Format:
         importlib.import_module(f"{__package__}.formats")
     for name in (fmt.name, *aliases):
         taken = _FORMATS.get(_ALIASES.get(name, name))
-        if "/" in name or (taken is not None and taken != fmt):
-            raise ValueError(f"name={name!r}: taken, or contains '/', which joins a K and a V format")
+        if any(joint in name for joint in names.JOINTS) or (taken is not None and taken != fmt):
+            raise ValueError(f"name={name!r}: taken, or contains '/' or '+', which join two formats")
     _FORMATS[fmt.name] = fmt
     _ALIASES.update(dict.fromkeys(aliases, fmt.name))
     return fmt
@@ -174,7 +192,7 @@ def aliases_of(name: str) -> list[str]:
 
 
 def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Format:
-    """The format of that name or alias; "A/B" pairs A's K with B's V, two formats at most.
+    """The format of that name or alias; "A/B" pairs A's K with B's V, two formats at most; "A+B" is of latents, see `Format`.
 
     dtype: what "none" and "auto" (keys and values as given) stand for: bfloat16, float16 or float32.
     ValueError, with the nearest name, for an unknown one.
@@ -184,6 +202,9 @@ def get_format(name: str | Format, dtype: torch.dtype = torch.bfloat16) -> Forma
     if not isinstance(name, str):
         raise ValueError(f"format={name!r}: a name such as int4, or a Format, is needed")
     _load_built_in()
+    if names.is_latent(name):
+        latent, rope = (get_format(part, dtype) for part in names.of_rows(name))
+        return Format(names.of_latent(latent.name, rope.name), latent.k, rope.k)
     if "/" in name:
         k, v = (get_format(part, dtype) for part in names.pair(name))
         return k if k.name == v.name else Format(f"{k.name}/{v.name}", k.k, v.v)

@@ -52,6 +52,9 @@ def layout_of(name: str, plain: str = "bf16") -> FormatLayout:
     layouts, aliases = _table()
     if not isinstance(name, str):
         raise ValueError(f"format={name!r}: a name such as int4 is needed")
+    if names.is_latent(name):
+        latent, rope = (layout_of(part, plain) for part in names.of_rows(name))
+        return FormatLayout(names.of_latent(latent.name, rope.name), latent.k, rope.k)
     if "/" in name:
         k, v = (layout_of(part, plain) for part in names.pair(name))
         return k if k.name == v.name else FormatLayout(f"{k.name}/{v.name}", k.k, v.v)

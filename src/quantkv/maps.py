@@ -293,6 +293,13 @@ class LayerMaps:
         """What the format asks for."""
         return cls(default_map(fmt.k, head_size, device), default_map(fmt.v, head_size_v, device))
 
+    def check_use(self, latent: bool) -> None:
+        """ValueError for maps that rows of latents cannot have: a latent is a value too, to which no mean is added back."""
+        if latent and self.by_position:
+            raise ValueError(
+                f"maps.k.key_mean: shape {tuple(self.k.key_mean.shape)}; latents take none, None is needed: they are values too"
+            )
+
     @property
     def by_position(self) -> bool:
         """Whether what is stored of a key depends on its position: its map has key means."""

@@ -1,4 +1,4 @@
-"""How formats are named: aliases, and "K/V" for the K of one with the V of another. Pure Python."""
+"""How formats are named: aliases, "K/V" for the K of one with the V of another, and "K+R" for latents. Pure Python."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 
 PLAIN = ("none", "auto")  # keys and values as given
 PREFIX = "quantkv_"  # of the types that vLLM knows
+LATENT = "+"  # between what a latent and what its rotated dimensions are stored in
+JOINTS = ("/", LATENT)  # of two formats; no format is named so
 
 
 def pair(name: str) -> list[str]:
@@ -30,5 +32,18 @@ def canonical(name: str, formats: Collection[str], aliases: Mapping[str, str]) -
 
 def of_latent(name: str, plain: str) -> str:
     """The format of a layer that keeps latents (MLA) where `name` is asked for: its K half for the vector, `plain`, as given, for the
-    rotated dimensions."""
-    return f"{name.split('/')[0]}/{plain}"
+    rotated dimensions. A name of such a format is itself."""
+    return name if is_latent(name) else f"{name.split('/')[0]}{LATENT}{plain}"
+
+
+def is_latent(name: str) -> bool:
+    """Whether a format is one of latents: a row, the latent with its rotated dimensions, is the key, and the latent the value."""
+    return LATENT in name
+
+
+def of_rows(name: str) -> list[str]:
+    """The formats of the latent and of the rotated dimensions. ValueError where a name does not say both."""
+    parts = name.split(LATENT)
+    if len(parts) != 2 or "/" in name:
+        raise ValueError(f"format={name!r}: latents take one format, and one for their rotated dimensions, such as int4+bf16")
+    return parts

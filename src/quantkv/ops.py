@@ -15,6 +15,7 @@ from .calls import AttendCall, Batch, OwnRows, WriteCall
 from .flat import flatten_cache, flatten_options, flatten_segments, unflatten_cache, unflatten_options, unflatten_segments
 from .format import get_format
 from .implementations import batches
+from .implementations.gather import gather as gather
 from .maps import LayerMaps
 
 Launch = Callable[[AttendCall], None] | Callable[[WriteCall], None]

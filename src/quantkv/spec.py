@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from . import names
+
 ITEM_BYTES = {"float32": 4, "float16": 2}
 RECORD_ALIGNMENT = 16  # bytes: what one bulk copy or one 128-bit load needs
 
@@ -86,7 +88,7 @@ class CacheSpec:
     multiple of 16 bytes; the cache is `[num_blocks, num_kv_heads, page_bytes]`. Build one with `Format.cache_spec`.
 
     format: name of the format, as the registry spells it.
-    k, v: layout of a K and of a V row.
+    k, v: layout of a K and of a V row; of latents, of the latent and of the rotated dimensions.
     head_size_v: head size of V, that of K if None.
     block_size: tokens of a page.
     """
@@ -109,6 +111,16 @@ class CacheSpec:
         if self.block_size % 8:
             raise ValueError(f"block_size={self.block_size}: a multiple of 8 is needed")
         self.k.code_bytes(self.head_size), self.v.code_bytes(self.head_size_v, "head_size_v")  # refuse rows of broken bytes here
+
+    @property
+    def latent(self) -> bool:
+        """Whether it holds latents (MLA): keys of `head_size + head_size_v` numbers, of which the first `head_size` are the value."""
+        return names.is_latent(self.format)
+
+    @property
+    def query_sizes(self) -> tuple[int, int]:
+        """Numbers of a query and of its output."""
+        return (self.head_size + self.head_size_v, self.head_size) if self.latent else (self.head_size, self.head_size_v)
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:

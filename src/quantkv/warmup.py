@@ -225,8 +225,7 @@ class _Given:
     def attend(self, batch: Batch) -> AttendCall:
         spec, device, sequences = self.cache.spec, self.cache.device, batch.num_seqs
         tokens = sum(n for n, _ in batch.lengths) if batch.lengths else sequences * batch.max_query_len
-        q = self.zeros("q", tokens, self.num_heads, spec.head_size, dtype=self.dtype)
-        out = self.zeros("out", tokens, self.num_heads, spec.head_size_v, dtype=self.dtype)
+        q, out = (self.zeros(name, tokens, self.num_heads, n, dtype=self.dtype) for name, n in zip(("q", "out"), spec.query_sizes))
         table = self.zeros("table", sequences, self.table_width or spec.num_blocks(self.max_seq_len), dtype=torch.int32)
         prepared = prepare_attend(
             block_table=table,

@@ -15,6 +15,10 @@ def model(folder: str) -> Any:
     for module in found.modules():
         if type(module).__name__ == "BloomGelu":  # a tanh, where vLLM has the error function: 5e-4 apart
             module.forward = torch.nn.functional.gelu
+    if hasattr(found.config, "sliding_window_size"):  # a token less than transformers' window: vLLM counts the query's own
+        found.config.sliding_window = found.config.sliding_window_size
+        for layer in found.model.layers:
+            layer.self_attn.sliding_window = layer.self_attn.sliding_window and found.config.sliding_window
     return found
 
 

@@ -29,7 +29,7 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["at_once", "chunked"])
-@pytest.mark.parametrize("family", ["llama", "window", "softcap", "sinks", "alibi", "chunks"])
+@pytest.mark.parametrize("family", ["llama", "window", "softcap", "sinks", "alibi", "chunks", "two_sizes"])
 def test_a_family_has_the_probabilities_of_transformers(folder_of, family, chunked):
     folder = folder_of(family)
     report = engine.run(folder, "quantkv_fp32", PROMPTS, tokens=TOKENS, scored=True, **ARGUMENTS, **(CHUNKED if chunked else {}))

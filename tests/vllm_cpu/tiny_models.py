@@ -33,6 +33,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi": ("Bloom", {"n_layer": 2, "n_head": 2}),
     "scales": ("Llama", {}),  # of its keys and values, as llm-compressor leaves them in a checkpoint
     "heads_of_80": ("Llama", {"head_dim": 80}),
+    "latents": (  # two layers without experts; vLLM takes rows of 320, 512 and 576 numbers
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 256,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 48,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "two_sizes": (  # of keys and values, as MiMo's; vLLM reads the names of its checkpoints, transformers its own
+        "MiMoV2Flash",
+        {
+            "v_head_dim": 32,
+            "sliding_window_size": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+            "attention_value_scale": 0.707,
+            "hybrid_layer_pattern": [0, 1],
+            "moe_layer_freq": [0, 0],
+            "layernorm_epsilon": 1e-5,
+            "rope_theta": 5e6,
+            "swa_rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+            "add_swa_attention_sink_bias": True,
+            "swa_head_dim": 64,
+            "swa_v_head_dim": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+        },
+    ),
     "hybrid": (  # layers 1 and 3 keep keys and values; its states are larger than 128 tokens of them
         "Jamba",
         {

@@ -6,6 +6,7 @@ Each is a folder with a module for reads, `attend`, and one for writes, `write` 
     refusal(call) -> str | None why it cannot serve the call, in words; it reads no tensor of an accelerator
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
+    LATENTS                     of reads: whether it reads latents (`Format.latent`); any other refuses them here
     OWN_ROWS                    of reads: "read" where it takes a call's own rows. Else they are one more segment: "copied" into pages,
                                 "dense" (one after the other) or, without it, read where they lie
 """
@@ -49,6 +50,8 @@ def refusal(name: str, call: Call) -> str | None:
             raise
         return f"the package {error.name} is missing: pip install 'quantkv[{name}]'"
     if isinstance(call, AttendCall):
+        if call.segments[0].fmt.latent and not reads_latents(name):
+            return f"latents ({call.segments[0].fmt.name}): not supported here; supported by {', '.join(filter(reads_latents, NAMES))}"
         missing = sorted(set(call.options.given()) - serving.SUPPORTED)
         if missing:
             willing = [n for n in NAMES if n != name and _supports(n, missing)]
@@ -96,6 +99,14 @@ def _supports(name: str, options: list[str]) -> bool:
         return False
 
 
+def reads_latents(name: str) -> bool:
+    """Whether an implementation has code that attends over latents."""
+    try:
+        return getattr(module(name, "attend"), "LATENTS", False)
+    except ModuleNotFoundError:
+        return False
+
+
 def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, str]]:
     """The implementation that serves `call`, and why each one that was tried before it does not.
 
@@ -123,6 +134,8 @@ def scratch_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int], items
 def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
     """Whether an implementation has code that reads ("attend") or writes ("write") a format, on the right device and at head sizes that it
     takes. None where that cannot be told without a package that is missing."""
+    if fmt.latent and kind == "attend" and not reads_latents(name):
+        return False
     if name == "prefill":
         return kind == "attend"
     if name == "hopper":

@@ -33,7 +33,8 @@ class Lowered:
         shapes = (count, width), (count,), (1 + len(call.segments), count, 2), (tokens if copied else 0,)
         with torch.inference_mode(False):
             self.table, self.start, self.ranges, self.slots = (torch.zeros(s, dtype=torch.int32, device=call.q.device) for s in shapes)
-        self.fmt = get_format("none", rows.key.dtype)
+        plain = get_format("none", rows.key.dtype)
+        self.fmt = plain.latents(rows.key.dtype) if call.segments[0].fmt.latent else plain
         # Where no sequence has a context, nothing else is read.
         self.fresh = batch.lengths is not None and all(queries == keys and queries != 1 for queries, keys in batch.lengths)
         self.pages: tuple[PagedTensor, PagedTensor] | None = None

@@ -14,6 +14,7 @@ import torch
 
 from ...calls import AttendCall, AttentionOptions, Kept, PagedTensor, Segment
 from ...format import Codec
+from ...maps import LinearMap
 from ...packing import interleave
 from .plan import TileRead, plan, positions
 from .scratch import Scratch
@@ -22,6 +23,8 @@ from .write import as_integers
 MASKS = ("causal", "window", "chunk_lookback", "prefix_ranges", "clamp_prefix_to_window")  # `plan` says which keys they leave
 ADDED = ("softcap", "alibi_slopes", "alibi_sqrt", "qq_bias")
 SUPPORTED = frozenset((*MASKS, *ADDED, "sinks", "output_scale", "batch_invariant"))
+LATENTS = True
+Gathered = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def refusal(call: AttendCall) -> str | None:
@@ -84,7 +87,7 @@ def _attend_segment(call, segment: Segment, options: AttentionOptions, reads, sc
     return out, lse
 
 
-def _gather(side: PagedTensor, codec: Codec, read: TileRead, dtype: torch.dtype, scratch: Scratch):
+def _gather(side: PagedTensor, codec: Codec, read: TileRead, dtype: torch.dtype, scratch: Scratch) -> Gathered:
     """Operand `[S, HK, N, D]` or its planes, in memory that the next call overwrites, scale and bias `[S, HK, 1, N]` (or None)
     of the keys that a tile reads.
 
@@ -105,31 +108,29 @@ def _gather(side: PagedTensor, codec: Codec, read: TileRead, dtype: torch.dtype,
 
 def _attend_tile(read: TileRead, call: AttendCall, segment: Segment, options: AttentionOptions, scratch: Scratch, out, lse) -> None:
     """One tile, written into out and lse. Axes: S sequences, H kv heads, G query heads of each, M queries, N keys."""
-    (k, v, fmt), tile, seen, maps = segment[:3], read.tile, read.seen, segment.maps
-    dtype, heads = out.dtype, k.codes.shape[2]
+    k, fmt, tile, seen, maps = segment.k, segment.fmt, read.tile, read.seen, segment.maps
+    dtype, heads, (side, codec, value_map) = out.dtype, k.codes.shape[2], segment.values
     rows = tile.take(call.q).to(dtype)
     rows = rows.view(*rows.shape[:2], heads, -1, rows.shape[3]).permute(0, 2, 3, 1, 4)  # [S, H, G, M, D]
     groups, rows = rows.shape[2:4], rows.flatten(2, 3)
-    mapped = rows if maps.k is None else rows @ _for_heads(maps.k.inverse.to(dtype))
-    mapped = mapped * (call.scale * k.scale)
-    operand, k_scale, k_bias = _gather(k, fmt.k, read, dtype, scratch)
-    score = _dot_keys(mapped, operand, fmt.k.planes)  # [S, H, G * M, N]
-    if k_scale is not None:
-        score *= k_scale
-    if k_bias is not None:
-        score.addcmul_(mapped.sum(-1, keepdim=True), k_bias)
-    score = score.unflatten(2, groups)
-    shifted = k_scale >= 0 if fmt.k.signed else None
+    if fmt.latent:  # the rotated dimensions first: what is gathered next overwrites them
+        rows, rope = rows.split(segment.stored_sizes, -1)
+        by_rope = _scores(rope, segment.v, fmt.v, maps.v, call.scale, _gather(segment.v, fmt.v, read, dtype, scratch))
+    keys = _gather(k, fmt.k, read, dtype, scratch)
+    score = _scores(rows, k, fmt.k, maps.k, call.scale, keys)
+    score = (score.add_(by_rope) if fmt.latent else score).unflatten(2, groups)
+    shifted = keys[1] >= 0 if fmt.k.signed else None
     _add_by_position(score, rows, call.scale, read, options, segment, shifted)
     if seen is not None:
         score.masked_fill_(~seen[:, None, None], -math.inf)
 
     weight, total = _softmax(score, options.sinks, lse is not None)
-    result = _weighted_values(weight.flatten(2, 3), groups, segment, read, scratch)
-    if v.scale != 1:
-        result *= v.scale
-    if maps.v is not None:
-        result = result @ _for_heads(maps.v.inverse.to(dtype).mT)
+    values = keys if fmt.latent else _gather(side, codec, read, dtype, scratch)
+    result = _weighted_values(weight.flatten(2, 3), groups, codec, read, values)
+    if side.scale != 1:
+        result *= side.scale
+    if value_map is not None:
+        result = result @ _for_heads(value_map.inverse.to(dtype).mT)
     result = result.unflatten(2, groups)
     if options.qq_bias is not None:  # which may hide keys as well
         result = result.masked_fill((score == -math.inf).all(-1)[..., None], 0)
@@ -140,10 +141,21 @@ def _attend_tile(read: TileRead, call: AttendCall, segment: Segment, options: At
         tile.put(lse, total.permute(0, 3, 1, 2).flatten(2, 3))
 
 
-def _weighted_values(weight: torch.Tensor, groups: tuple[int, int], segment: Segment, read: TileRead, scratch: Scratch) -> torch.Tensor:
-    """The values summed with `weight [S, H, G * M, N]`: `[S, H, G * M, D_V]`, in V's mapped space."""
-    planes = segment.fmt.v.planes
-    operand, scale, bias = _gather(segment.v, segment.fmt.v, read, weight.dtype, scratch)
+def _scores(rows: torch.Tensor, side: PagedTensor, codec: Codec, map_: LinearMap | None, scale: float, gathered: Gathered) -> torch.Tensor:
+    """`rows [S, H, R, D]` times every key, times scale: `[S, H, R, N]`."""
+    mapped = rows if map_ is None else rows @ _for_heads(map_.inverse.to(rows.dtype))
+    mapped = mapped * (scale * side.scale)
+    operand, k_scale, k_bias = gathered
+    score = _dot_keys(mapped, operand, codec.planes)
+    if k_scale is not None:
+        score *= k_scale
+    return score if k_bias is None else score.addcmul_(mapped.sum(-1, keepdim=True), k_bias)
+
+
+def _weighted_values(weight: torch.Tensor, groups: tuple[int, int], codec: Codec, read: TileRead, gathered: Gathered) -> torch.Tensor:
+    """The values summed with `weight [S, H, G * M, N]`: `[S, H, G * M, D_V]`, in their mapped space."""
+    planes = codec.planes
+    operand, scale, bias = gathered
 
     def total(weight, operand, scale, bias):
         shift = None if bias is None else (weight * bias).sum(-1, keepdim=True)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from ... import names
 from ...checks import refuse
 from ...format import Format
 from ...formats import get_format
@@ -70,7 +69,7 @@ class LatentLayer(QuantizedLayer):
 
     def _format(self, dtype: torch.dtype) -> Format:
         fmt, plain = get_format(self.requested, dtype), get_format("none", dtype)
-        return fmt if fmt.k is plain.k else Format(names.of_latent(fmt.name, plain.name), fmt.k, plain.v)
+        return fmt if fmt.k is plain.k else fmt.latents(dtype)
 
     def _slots(self, device: torch.device) -> torch.Tensor:
         """Where the tokens of all sequences are, `[S * seen]`."""

@@ -19,6 +19,8 @@ POLICY = PREFIX + "policy"  # formats by layer, from the file that --additional-
 POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
 PROMPT_OPTION = "quantkv_prompt"  # --additional-config '{"quantkv_prompt": "stored"}'
 BACKEND = f"{__name__}.backend.QuantKVBackend"
+LATENTS = "CUSTOM_MLA"  # the name of the backend that serves latents, where CUSTOM is asked for
+LATENT_BACKEND = f"{__name__}.mla.QuantKVLatentBackend"
 TESTED = ("0.33.",)
 DIGEST_MARK = ":"  # between a type and the digest that connectors see beside it
 ANY_VERSION = "QUANTKV_VLLM_ANY_VERSION"  # =1 registers with a version of vLLM that was not tested
@@ -64,24 +66,26 @@ def register() -> None:
     import vllm
 
     if not vllm.__version__.startswith(TESTED) and os.environ.get(ANY_VERSION) != "1":
+        from .contract import missing
+
         tested = ", ".join(version + "x" for version in TESTED)
         logging.getLogger("vllm.quantkv").warning(
-            "quantkv: not tested with vLLM %s (tested: %s), so its types are not registered; %s=1 does so anyway",
+            "quantkv: not tested with vLLM %s (tested: %s), so its types are not registered; %s=1 does so anyway; what it lacks: %s",
             vllm.__version__,
             tested,
             ANY_VERSION,
+            "; ".join(missing()) or "nothing that the adapter relies on by name",
         )
         return
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from .connectors import name_page_types
+    from .platform import take_custom
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if LATENTS not in AttentionBackendEnum.__members__:
+        register_backend(LATENTS, LATENT_BACKEND)
     for name in (*presets(), *names(), POLICY):
         make_known(name)
     name_page_types()
-    if current_platform.is_cpu():
-        from .cpu import take_custom
-
-        take_custom()
+    take_custom()

@@ -126,6 +126,15 @@ class QuantKVBackend(AttentionBackend):
         return False  # a mixed batch is cut by the lengths that the host knows
 
     @classmethod
+    def is_supported_on_current_device(cls, head_size, head_size_v, has_sinks) -> bool:
+        """Always: a model whose keys and values have two sizes asks."""
+        return True
+
+    @classmethod
+    def set_head_size_v(cls, head_size_v) -> None:
+        """Nothing: each layer knows its own."""
+
+    @classmethod
     def supported_kv_cache_layouts(cls):
         """Those in which the N * C bytes of a head's page are one run."""
         return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC

@@ -31,6 +31,7 @@ from ...format import Format
 from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
 from ...options import AttentionOptions
+from ...policy import Policy
 from . import PREFIX, calls
 from .asked import check_weights, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
@@ -55,6 +56,13 @@ def load_flash_attention() -> None:
 def _layers(config: Any) -> Iterable[Any]:
     """Layers of the model that exist so far."""
     return config.compilation_config.static_forward_context.values()
+
+
+def step_of(layer: Any) -> Any:
+    """The metadata of the step that runs."""
+    step = get_forward_context().attn_metadata
+    step = step[0] if isinstance(step, list) else step
+    return step[layer.layer_name] if isinstance(step, dict) else step
 
 
 class QuantKVImpl(AttentionImpl[Metadata]):
@@ -104,14 +112,16 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.config, self.dtype = get_current_vllm_config(), torch.get_default_dtype()
         check_connectors(self.config)
         self._check_configuration()
-        self.policy = policy_of(self.config)
-        if self.policy is not None:
+        self.policy = self._served(policy_of(self.config))
+        if self.policy is None:
+            self._token_bytes(kv_cache_dtype)  # a model that names its backend itself has not asked that
+        else:
             self._check_policy()
             if self.policy.wants_statistics:
                 check_statistics(self.config, self.policy)
         if not any(isinstance(getattr(layer, "impl", None), QuantKVImpl) for layer in _layers(self.config)):  # once a model
             check_weights(self.config.model_config, self.policy)
-            check_hybrid(self.config, self.policy, self.head_size, self.dtype)
+            check_hybrid(self.config, self.policy, self._token_bytes)
             warn_of_padding(self.config, self.policy, self.dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         options = AttentionOptions(
@@ -132,6 +142,14 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         if drafts is not None and drafts.attention_backend is None and (drafts.kv_cache_dtype or cache.cache_dtype).startswith(PREFIX):
             drafts.attention_backend = AttentionBackendEnum.CUSTOM
 
+    def _served(self, policy: Policy | None) -> Policy | None:
+        """What is served of a policy."""
+        return policy
+
+    def _token_bytes(self, name: str) -> int:
+        """Bytes of a token of one kv head in the format of that name. ValueError for one that its heads cannot have."""
+        return token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
+
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
         layers, calibration = self.config.model_config.get_total_num_hidden_layers(), self.policy.calibration
@@ -139,7 +157,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         if calibration is not None:
             calibration.check_one(layers, Heads(self._all_kv_heads(), self.head_size, self.head_size))
         for name in {self.policy.format, *self.policy.layers.values()}:
-            token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
+            self._token_bytes(name)
         if self.policy.full_precision is not None:
             self._check_exact()
 
@@ -159,15 +177,14 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take what only the layer knows: its number, the size of its values, scales from a checkpoint."""
-        layers = self.config.compilation_config.static_forward_context
-        layer = next(layer for layer in layers.values() if getattr(layer, "impl", None) is self)
+        layers, layer = self.config.compilation_config.static_forward_context, self._layer()
         owner = self.kv_sharing_target_layer_name or layer.layer_name
-        heads = Heads(self.num_kv_heads, self.head_size, layer.head_size_v)
+        heads = self._heads_of(layer)
         if layer.attn_backend.__name__.startswith(CHUNKS):
             self._take_chunks(layer.attention_chunk_size)
         self._set_options(clamp_prefix_to_window=bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)))
         if self.policy is None or self.kv_cache_dtype in UNQUANTIZED:
-            stored = LayerConfig(format_of(self.kv_cache_dtype, self.dtype))
+            stored = LayerConfig(self._stored(format_of(self.kv_cache_dtype, self.dtype)))
         else:
             self.number = extract_layer_index(owner)
             stored = self._by_policy(self.number, heads)
@@ -189,7 +206,23 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         if self.owner is None:
             block_size, num_seqs = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
             self.paged.reserve_copies(block_size, num_seqs, torch.device(current_platform.device_type))
-        layer.attn_backend = QuantKVBackend if self.kv_cache_dtype in UNQUANTIZED else backend_of(stored.format)
+        layer.attn_backend = self._backend(stored.format)
+
+    def _layer(self) -> Any:
+        """The layer that it serves."""
+        return next(layer for layer in _layers(self.config) if getattr(layer, "impl", None) is self)
+
+    def _heads_of(self, layer: Any) -> Heads:
+        """The kv heads of this rank."""
+        return Heads(self.num_kv_heads, self.head_size, layer.head_size_v)
+
+    def _stored(self, fmt: Format) -> Format:
+        """How rows are stored where a format is asked for."""
+        return fmt
+
+    def _backend(self, fmt: Format) -> type[QuantKVBackend]:
+        """What the layer answers vLLM from now on."""
+        return QuantKVBackend if self.kv_cache_dtype in UNQUANTIZED else backend_of(fmt)
 
     @property
     def wants_statistics(self) -> bool:
@@ -244,18 +277,20 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def warm_up(self, kv_cache: torch.Tensor, verified: int, table_width: int) -> dict[str, str]:
         """Compile what this layer's calls need over vLLM's tensor, which is left as it was; what is compiled depends on how that lies."""
-        pages = self.paged.wrap(kv_cache, kv_cache.shape[2])
-        return warm_up(self.paged, self.attention, self._limits(verified, table_width), pages)
+        return warm_up(self.paged, self.attention, self._limits(verified, table_width), self._wrap(kv_cache))
 
     def _limits(self, verified: int, table_width: int) -> StepLimits:
         scheduler, most = self.config.scheduler_config, self.config.model_config.max_model_len
         return StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, most, verified, table_width)
 
+    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
+        return self.paged.wrap(kv_cache, kv_cache.shape[2])
+
     def pages_of(self, kv_cache: torch.Tensor) -> PagedCache:
         """vLLM's tensor as pages. Kept while it is the same: profiling binds a small one first, waking up a new one."""
         held, pages = self._pages
         if held() is not kv_cache:
-            pages = self.paged.wrap(kv_cache, kv_cache.shape[2])
+            pages = self._wrap(kv_cache)
             self._pages = weakref.ref(kv_cache), pages
             self._per_layer = self.attention.tensors(kv_cache.device)
             self.paged.owner = self.owner and self.owner.paged
@@ -269,11 +304,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` in the slots `slot_mapping`; rows beyond these are padding."""
         if kv_cache.numel() == 0:
             return
-        step = get_forward_context().attn_metadata
-        step = step[0] if isinstance(step, list) else step
-        step = step[layer.layer_name] if isinstance(step, dict) else step
         calls["write"] += 1
-        step.write(self.cache_of(kv_cache), key, value, slot_mapping)
+        step_of(layer).write(self.cache_of(kv_cache), key, value, slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         """Attention of `query [T, HQ, D]` into `output [T, HQ, D_V]`."""

@@ -48,26 +48,18 @@ def exact_group(layers: list[Any], config: Any, device: torch.device) -> ExactGr
     return ExactGroup([layer.impl.paged for layer in layers], *largest, scheduler.max_num_seqs, device)
 
 
-class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
-    """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
+class TellsWhoServes:
+    """The part of a builder that has what its layers need compiled, and tells the log who serves them. `self.tell` begins it."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    requires_block_table_width = True  # kernels are compiled for its alignment
-    full_precision: ExactGroup | None = None  # where some of its layers have full-precision tokens
-    last: Any = None  # of those layers
-
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        if kept := list(exact_layers(named).values()):
-            self.full_precision, self.last = exact_group(kept, vllm_config, device), kept[-1]
-        self.table_width, self.layers = block_table_width, list(named.values())
+    def tell(self, vllm_config: Any, layer_names: list[str], table_width: int | None) -> None:
+        """Now, or when vLLM gives the layers their pages, on a GPU. table_width: pages of a row of the block table."""
+        named = vllm_config.compilation_config.static_forward_context
+        self.table_width, self.layers = table_width, [named[name] for name in layer_names]
         for layer in self.layers:
-            if device.type == "cuda":
+            if self.device.type == "cuda":
                 layer.bind_kv_cache = partial(self._bind, layer)
             else:
-                self._tell(layer.impl, (), lambda impl: impl.who_serves(device, kv_cache_spec.block_size, *self._steps))
+                self._tell(layer.impl, (), lambda impl: impl.who_serves(self.device, self.kv_cache_spec.block_size, *self._steps))
 
     @property
     def _steps(self) -> tuple[int, int]:
@@ -95,6 +87,23 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         served[impl.format.name] = who = ask(impl)
         if len(self._seen) == 1:
             logger.info("quantkv: %d layers of %s: %s", len(self.layers), impl.format.name, summary(who))
+
+
+class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
+    """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    requires_block_table_width = True  # kernels are compiled for its alignment
+    full_precision: ExactGroup | None = None  # where some of its layers have full-precision tokens
+    last: Any = None  # of those layers
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
+        if kept := list(exact_layers(named).values()):
+            self.full_precision, self.last = exact_group(kept, vllm_config, device), kept[-1]
+        self.tell(vllm_config, layer_names, block_table_width)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from ...geometry import Model
 from ...policy import Policy
 from ...policy_file import PolicyFile
 from ...vllm_pages import WORTH_SAYING, pool
-from .backend import BLOCK_SIZES, format_of, token_bytes
 
 logger = init_logger("vllm.quantkv")
 
@@ -26,14 +26,11 @@ def _model(config: Any) -> Model | None:
         return None
 
 
-def check_hybrid(config: Any, policy: Policy | None, head_size: int, dtype: torch.dtype) -> None:
+def check_hybrid(config: Any, policy: Policy | None, nbytes: Callable[[str], int]) -> None:
     """Refuse pages of several sizes beside the states of a recurrence, before weights are loaded: vLLM would pad pages that it has to
-    cut. NotImplementedError naming the layers."""
+    cut. nbytes: of a token of one kv head, by the name of a format. NotImplementedError naming the layers."""
     if not config.model_config.is_hybrid:
         return
-
-    def nbytes(name: str) -> int:
-        return token_bytes(format_of(name, dtype).cache_spec(1, head_size, block_size=BLOCK_SIZES[0]))
 
     asked, skipped = config.cache_config.cache_dtype, config.cache_config.kv_cache_dtype_skip_layers
     if policy is None:

@@ -1,0 +1,235 @@
+"""The names of vLLM that the adapter relies on, and what breaks without each: the one list to go through for a new version.
+
+`missing()` asks the vLLM that is installed, in seconds. A version that was not tested gets its answer in the log, in one line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name of vLLM.
+
+    path: dotted, from the module. breaks: what does without it. takes: parameters that are passed to it, or that it passes to a method of
+    ours. has: attributes, fields or members that are read or replaced.
+    """
+
+    path: str
+    breaks: str
+    takes: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+
+
+def _name(path: str, breaks: str, takes: str = "", has: str = "") -> Name:
+    return Name(f"vllm.{path}", breaks, tuple(takes.split()), tuple(has.split()))
+
+
+BACKEND, LAYERS = "v1.attention.backend", "model_executor.layers.attention"
+MLA = f"{LAYERS}.mla_attention"
+NAMES = (
+    # How the plug-in makes itself known.
+    _name("__version__", "the check of the version"),
+    _name("config.cache.is_known_kv_cache_dtype", "types", "name"),
+    _name("config.cache.register_kv_cache_dtype", "types", "name"),
+    _name("v1.kv_cache_interface.KVQuantMode", "types", has="CUSTOM"),
+    _name("platforms.current_platform", "devices", has="is_cpu device_type"),
+    _name("platforms.interface.Platform.get_attn_backend_cls", "latents", "selected_backend attn_selector_config num_heads"),
+    _name("platforms.cpu.CpuPlatform.check_and_update_config", "latents on a CPU", "vllm_config"),
+    _name("v1.attention.backends.registry.AttentionBackendEnum", "backends", has="CUSTOM get_class get_path"),
+    _name("v1.attention.backends.registry.AttentionBackendEnum", "K and V of two sizes", has="FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV"),
+    _name("v1.attention.backends.registry.register_backend", "backends", "backend class_path"),
+    _name("logger.init_logger", "the log", "name"),
+    # What a configuration says.
+    _name("config.get_current_vllm_config", "configurations"),
+    _name("config.set_current_vllm_config", "statistics", "vllm_config"),
+    _name(
+        "config.VllmConfig",
+        "configurations",
+        has="additional_config attention_config cache_config compilation_config kv_transfer_config lora_config max_in_flight_tokens "
+        "model_config parallel_config scheduler_config speculative_config",
+    ),
+    _name(
+        "config.CacheConfig",
+        "configurations",
+        has="block_size cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers kv_sharing_fast_prefill",
+    ),
+    _name("config.AttentionConfig", "latents", has="backend use_prefill_query_quantization"),
+    _name(
+        "config.ModelConfig",
+        "configurations",
+        has="architecture dtype get_total_num_hidden_layers get_total_num_kv_heads get_vocab_size hf_config is_encoder_decoder is_hybrid "
+        "is_mm_prefix_lm max_model_len model revision skip_tokenizer_init tokenizer use_mla uses_mrope",
+    ),
+    _name("config.ParallelConfig", "ranks", has="pipeline_parallel_size tensor_parallel_size use_ubatching worker_cls"),
+    _name("config.SchedulerConfig", "warm-up", has="enable_chunked_prefill max_num_batched_tokens max_num_seqs"),
+    _name("config.SpeculativeConfig", "drafts", has="attention_backend kv_cache_dtype"),
+    _name("config.CompilationConfig", "layers", has="cudagraph_capture_sizes static_forward_context"),
+    _name(
+        "config.KVTransferConfig",
+        "connectors",
+        has="enable_permute_local_kv get_from_extra_config is_kv_consumer kv_connector kv_connector_extra_config",
+    ),
+    _name("distributed.get_tensor_model_parallel_rank", "ranks"),
+    _name("envs.VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
+    # Backends.
+    _name(
+        f"{BACKEND}.AttentionBackend",
+        "backends",
+        has="customize_spec forward_includes_kv_cache_update get_builder_cls get_impl_cls get_name get_supported_kernel_block_sizes "
+        "supported_dtypes supported_kv_cache_layouts supports_alibi_sqrt supports_batch_invariance "
+        "supports_device_cpu_query_lens_mismatch supports_kv_cache_dtype supports_mm_prefix supports_sink supports_sliding_window",
+    ),
+    _name(
+        f"{BACKEND}.AttentionBackend.supports_combination",
+        "refusals of head sizes",
+        "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse use_mm_prefix device_capability",
+    ),
+    _name(f"{BACKEND}.AttentionBackend.validate_configuration", "backends on a CPU", "device_capability"),
+    _name("v1.attention.selector.AttentionSelectorConfig", "latents", has="_asdict use_mla use_sparse"),
+    _name("v1.kv_cache_layout.KVCacheLayout", "layouts", has="LBHNC BLHNC BHLNC LHBNC"),
+    _name("v1.kv_cache_interface.AttentionSpec", "bytes of a page", has="block_size dtype head_size head_size_v state_content_bytes"),
+    # Layers.
+    _name(f"{BACKEND}.AttentionType", "layers", has="DECODER"),
+    _name(
+        f"{BACKEND}.AttentionImpl.__init__",
+        "layers",
+        "num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type "
+        "kv_sharing_target_layer_name",
+    ),
+    _name(
+        f"{BACKEND}.AttentionImpl.forward",
+        "attention",
+        "layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+    ),
+    _name(f"{BACKEND}.AttentionImpl.process_weights_after_loading", "layers", "act_dtype"),
+    _name(f"{BACKEND}.AttentionImpl", "context parallelism", has="total_cp_world_size"),
+    _name(
+        f"{LAYERS}.Attention",
+        "layers",
+        has="attn_backend bind_kv_cache head_size_v impl kv_cache layer_name mm_prefix_clamp_sliding_window sliding_window",
+    ),
+    _name(f"{LAYERS}.chunked_local_attention.ChunkedLocalAttention", "chunks", has="attention_chunk_size"),
+    _name("model_executor.models.utils.extract_layer_index", "policies", "layer_name"),
+    # Steps.
+    _name("forward_context.get_forward_context", "writes"),
+    _name("forward_context.ForwardContext", "writes", has="attn_metadata"),
+    _name(
+        f"{BACKEND}.CommonAttentionMetadata",
+        "steps",
+        has="block_table_tensor causal max_query_len max_seq_len mm_req_doc_ranges num_actual_tokens num_reqs positions query_start_loc "
+        "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound slot_mapping",
+    ),
+    _name(
+        f"{BACKEND}.AttentionMetadataBuilder",
+        "steps",
+        has="_cudagraph_support _init_reorder_batch_threshold reorder_batch_threshold requires_block_table_width",
+    ),
+    _name(f"{BACKEND}.AttentionMetadataBuilder.build", "steps", "common_prefix_len common_attn_metadata fast_build"),
+    _name(f"{BACKEND}.AttentionMetadataBuilder.build_for_cudagraph_capture", "CUDA graphs", "common_attn_metadata"),
+    _name(f"{BACKEND}.AttentionMetadataBuilder.build_for_drafting", "drafts", "common_attn_metadata draft_index"),
+    _name(f"{BACKEND}.AttentionMetadataBuilder.get_cudagraph_support", "CUDA graphs", "vllm_config kv_cache_spec"),
+    _name(f"{BACKEND}.AttentionMetadataBuilder.get_varlen_cudagraph_max_query_len", "CUDA graphs", "vllm_config kv_cache_spec"),
+    _name(f"{BACKEND}.AttentionCGSupport", "CUDA graphs", has="NEVER UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE"),
+    _name(f"{BACKEND}.max_decode_query_len", "drafts", "vllm_config"),
+    _name("v1.attention.backends.utils.compute_mm_prefix_range_tensor", "images"),
+    # Latents.
+    _name(f"{MLA}.MLACommonBackend", "latents", has="get_supported_head_sizes is_mla"),
+    _name(f"{MLA}.get_mla_dims", "bytes of a page of latents", "model_config"),
+    _name(f"{MLA}.MLADims", "bytes of a page of latents", has="kv_lora_rank qk_rope_head_dim"),
+    _name(
+        f"{MLA}.MLACommonImpl",
+        "latents",
+        has="_concat_k_nope_k_pe kv_b_proj kv_lora_rank qk_nope_head_dim qk_rope_head_dim reserve_workspace supports_pcp "
+        "supports_quant_query_input v_head_dim",
+    ),
+    _name(
+        f"{MLA}.MLACommonImpl.__init__",
+        "latents",
+        "num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type "
+        "kv_sharing_target_layer_name indexer q_pad_num_heads",
+    ),
+    _name(
+        f"{MLA}.MLACommonImpl.do_kv_cache_update",
+        "writes of latents",
+        "kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale skip_scale",
+    ),
+    _name(f"{MLA}.MLACommonImpl.forward_mqa", "decode of latents", "q kv_c_and_k_pe_cache attn_metadata layer"),
+    _name(
+        f"{MLA}.MLACommonImpl.forward_mha",
+        "prompts of latents",
+        "q kv_c_normed k_pe kv_c_and_k_pe_cache attn_metadata k_scale output output_scale",
+    ),
+    _name(f"{MLA}.MLACommonImpl._compute_prefill_context", "prompts of latents", "q kv_c_and_k_pe_cache attn_metadata k_scale"),
+    _name(f"{MLA}.init_mla_context_partial", "prompts of latents", "chunked_context attn_output attn_softmax_lse num_tokens"),
+    _name(f"{MLA}.accumulate_mla_context_chunk", "prompts of latents", "chunk attn_output attn_softmax_lse output output_lse"),
+    _name("v1.attention.backends.mla.prefill.MLAPrefillBackend.run_prefill_context_chunk", "prompts of latents", "chunk q k v"),
+    _name(
+        f"{MLA}.MLACommonMetadata", "steps of latents", has="decode num_actual_tokens num_decode_tokens num_decodes prefill slot_mapping"
+    ),
+    _name(f"{MLA}.MLACommonPrefillMetadata", "prompts of latents", has="block_table chunked_context prefill_backend query_start_loc"),
+    _name(f"{MLA}.MLACommonPrefillMetadata.ChunkedContextMetadata", "prompts of latents", has="chunks workspace"),
+    _name(
+        f"{MLA}.MLACommonPrefillMetadata.ContextChunk",
+        "prompts of latents",
+        has="cu_seq_lens num_context_tokens request_slice starts token_slice",
+    ),
+    _name(f"{MLA}.MLACommonMetadataBuilder.__init__", "steps of latents", "kv_cache_spec layer_names vllm_config device metadata_cls"),
+    _name(f"{MLA}.MLACommonMetadataBuilder", "steps of latents", has="query_len_support"),
+    _name(f"{MLA}.QueryLenSupport", "drafts", has="VARLEN"),
+    _name(f"{MLA}.MLAAttention", "latents", has="attn_backend bind_kv_cache impl kv_cache layer_name"),
+    # Connectors and statistics.
+    _name("distributed.kv_transfer.kv_connector.factory.KVConnectorFactory.create_connector", "connectors", "config role kv_cache_config"),
+    _name("v1.kv_cache_interface.KVCacheConfig", "connectors", has="kv_cache_groups"),
+    _name("v1.kv_cache_interface.KVCacheGroupSpec", "connectors", has="kv_cache_spec"),
+    _name("forward_context.set_forward_context", "statistics", "attn_metadata vllm_config num_tokens skip_compiled"),
+    _name("utils.import_utils.resolve_obj_by_qualname", "statistics", "qualname"),
+    _name("v1.worker.gpu_worker.Worker", "statistics", has="determine_available_memory model_runner"),
+    _name("v1.worker.gpu_model_runner.GPUModelRunner", "statistics", has="device get_model"),
+    _name("v1.worker.gpu.model_runner.GPUModelRunner", "statistics", has="device get_model"),
+)
+
+
+def missing(names: tuple[Name, ...] = NAMES) -> list[str]:
+    """What the vLLM that is installed lacks of `names`, each with what breaks: `vllm.a.b (types)`, `vllm.a.b: parameter c (drafts)`."""
+    return [f"{lack} ({name.breaks})" for name in names for lack in _lacks(name)]
+
+
+def _lacks(name: Name) -> Iterator[str]:
+    try:
+        found = _resolve(name.path)
+    except (ImportError, AttributeError):
+        yield name.path
+        return
+    if name.takes:
+        parameters = inspect.signature(found).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        yield from (f"{name.path}: parameter {p}" for p in name.takes if p not in parameters and not open_ended)
+    yield from (f"{name.path}: {attribute}" for attribute in name.has if not _has(found, attribute))
+
+
+def _resolve(path: str) -> Any:
+    """The object of a dotted path: of a module, or an attribute of a class."""
+    try:
+        return resolve_obj_by_qualname(path)
+    except ModuleNotFoundError:  # its parent is a class
+        parent, _, last = path.rpartition(".")
+        return getattr(resolve_obj_by_qualname(parent), last)
+
+
+def _has(owner: Any, attribute: str) -> bool:
+    """Whether a class or an object has an attribute, or its instances get one."""
+    return hasattr(owner, attribute) or any(attribute in _of_instances(cls) for cls in getattr(owner, "__mro__", ()))
+
+
+def _of_instances(cls: type) -> set[str]:
+    """Fields, and names that `__init__` reads or sets."""
+    made = vars(cls).get("__init__")
+    code = None if made is None else getattr(inspect.unwrap(made), "__code__", None)
+    return {*vars(cls).get("__annotations__", ()), *(() if code is None else code.co_names)}

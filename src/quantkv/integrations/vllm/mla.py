@@ -1,0 +1,248 @@
+"""Layers of latents (MLA) in vLLM: one row a token, its latent in a format and its rotated dimensions as the model computes them.
+
+Decode reads pages by absorbed attention, in our kernels. Prompts go vLLM's way: their own rows, and what is before them in pages as rows
+of the model's dtype, through the layer's up-projection, into attention over many heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    accumulate_mla_context_chunk,
+    get_mla_dims,
+    init_mla_context_partial,
+)
+from vllm.platforms import current_platform
+
+from ...cache import PagedCache
+from ...engine.layer_config import LayerConfig, Shard
+from ...engine.warm_up import claim_scratch
+from ...format import Format
+from ...geometry import Heads
+from ...policy import Policy
+from . import LATENTS, POLICY, asked_type, calls
+from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
+from .implementation import QuantKVImpl, step_of
+from .mla_metadata import LatentMetadata, QuantKVLatentBuilder
+
+logger = init_logger("vllm.quantkv")
+
+
+def latent_bytes(fmt: Format, sizes: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes of a token. sizes: numbers of its latent and of its rotated dimensions. ValueError where a format cannot have them."""
+    return token_bytes(fmt.latents(dtype).cache_spec(1, *sizes, block_size=BLOCK_SIZES[0]))
+
+
+def _sizes_and_dtype() -> tuple[tuple[int, int], torch.dtype]:
+    """Of the model that vLLM builds."""
+    model = get_current_vllm_config().model_config
+    dims = get_mla_dims(model)
+    return (dims.kv_lora_rank, dims.qk_rope_head_dim), model.dtype
+
+
+class QuantKVLatentBackend(QuantKVBackend, MLACommonBackend):
+    """Pages of latents, `[B, 1, N, C]`: C is the bytes of a token."""
+
+    format: ClassVar[Format | None] = None  # of latents, of a layer's own backend, see `latent_backend_of`
+    sizes: ClassVar[tuple[int, int] | None] = None
+
+    @staticmethod
+    def get_name() -> str:
+        """What vLLM knows it by."""
+        return LATENTS
+
+    @staticmethod
+    def get_impl_cls():
+        """What serves a layer."""
+        return QuantKVLatentImpl
+
+    @staticmethod
+    def get_builder_cls():
+        """What makes a step's metadata."""
+        return QuantKVLatentBuilder
+
+    @classmethod
+    def supports_combination(
+        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
+    ) -> str | None:
+        """Why a format cannot store this model's latents, in words; None where it can."""
+        if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:  # its formats are checked when the first layer is made
+            return None
+        try:
+            latent_bytes(format_of(kv_cache_dtype or "auto", dtype), _sizes_and_dtype()[0], dtype)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Never."""
+        return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Never."""
+        return False
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """Never."""
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Never."""
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Never: how a prompt's context is cut depends on the batch."""
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec):
+        """The bytes of a token where a layer's are quantkv's."""
+        if spec.dtype != torch.uint8 or spec.state_content_bytes is not None:
+            return spec
+        if cls.format is not None:
+            return replace(spec, state_content_bytes=token_bytes(cls.format.cache_spec(1, *cls.sizes)))
+        sizes, dtype = _sizes_and_dtype()  # before the layers have theirs
+        fmt = format_of(get_current_vllm_config().cache_config.cache_dtype, dtype)
+        return replace(spec, state_content_bytes=latent_bytes(fmt, sizes, dtype))
+
+
+@cache
+def latent_backend_of(fmt: Format, sizes: tuple[int, int]) -> type[QuantKVLatentBackend]:
+    """The backend of layers in one format of latents."""
+    name = f"{QuantKVLatentBackend.__name__}[{fmt.name}]"
+    traits = {"format": fmt, "sizes": sizes, "__module__": QuantKVLatentBackend.__module__, "__qualname__": name}
+    return type(name, (QuantKVLatentBackend,), traits)
+
+
+class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
+    """One layer's attention over latents. Its one kv head is the same on every rank."""
+
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype,
+        logits_soft_cap,
+        attn_type,
+        kv_sharing_target_layer_name,
+        **latents,
+    ):
+        given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        given |= {name: latents.get(name) for name in ("indexer", "q_pad_num_heads", "topk_indices_buffer")}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise NotImplementedError(f"quantkv: latents (MLA) with {', '.join(named)} are not supported; only None is")
+        common = num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, kv_sharing_target_layer_name
+        MLACommonImpl.__init__(self, *common, **latents)
+        self.supports_quant_query_input = False  # queries of decode stay as the model computes them
+        QuantKVImpl.__init__(self, *common)
+        if self.config.attention_config.use_prefill_query_quantization:
+            raise NotImplementedError("quantkv: latents (MLA) with use_prefill_query_quantization=True; False is needed")
+        self.reads_own_rows = self.attention.own_rows
+        self.attention = replace(self.attention, own_rows=False)  # decode, and drafts that are verified, read pages alone
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of a latent, and of its rotated dimensions."""
+        return self.kv_lora_rank, self.qk_rope_head_dim
+
+    def _served(self, policy: Policy | None) -> Policy | None:
+        if policy is None:
+            return None
+        if policy.statistics == "require":
+            raise NotImplementedError("quantkv: policy.statistics='require' for latents (MLA), which are not measured; 'auto' or 'off'")
+        left_out = {"full-precision tokens": policy.full_precision is not None, "statistics": policy.statistics != "off"}
+        if named := [name for name, asked in left_out.items() if asked]:
+            logger.info_once("quantkv: latents (MLA) are stored without %s", " and ".join(named))
+        return replace(policy, full_precision=None, statistics="off")
+
+    def _token_bytes(self, name: str) -> int:
+        return latent_bytes(format_of(name, self.dtype), self.sizes, self.dtype)
+
+    def _all_kv_heads(self) -> int:
+        return 1
+
+    def _heads_of(self, layer: Any) -> Heads:
+        return Heads(1, *self.sizes)
+
+    def _stored(self, fmt: Format) -> Format:
+        return fmt.latents(self.dtype)
+
+    def _by_policy(self, number: int, heads: Heads) -> LayerConfig:
+        asked = LayerConfig.of(self.policy, number, self.dtype, heads, 1, Shard())
+        return replace(asked, format=self._stored(asked.format))
+
+    def _backend(self, fmt: Format) -> type[QuantKVBackend]:
+        return QuantKVLatentBackend if self.kv_cache_dtype in UNQUANTIZED else latent_backend_of(fmt, self.sizes)
+
+    def reserve_workspace(self) -> None:
+        """Claim the scratch that decode will take while vLLM profiles."""
+        tokens = self.config.scheduler_config.max_num_seqs
+        claim_scratch(torch.empty(tokens, self.num_heads, sum(self.sizes), dtype=self.dtype, device=current_platform.device_type))
+
+    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
+        return super()._wrap(kv_cache if kv_cache.ndim == 4 else kv_cache.unsqueeze(1))  # vLLM drops the axis of its one head
+
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False):
+        """Store latents `kv_c_normed [T, latent]` and rotated dimensions `k_pe [T, 1, rope]` in the slots `slot_mapping`."""
+        if kv_cache.numel() == 0:
+            return
+        calls["write"] += 1
+        step = step_of(self._layer())
+        step.written.write(self.cache_of(kv_cache), kv_c_normed.unsqueeze(1), k_pe, slot_mapping.flatten())
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        """Attention of absorbed queries, `[T, HQ, latent + rope]` or its two parts, over pages -> `[T, HQ, latent]`; no log-sum-exp."""
+        calls["decode"] += 1
+        q = torch.cat(q, 2) if isinstance(q, tuple) else q
+        return attn_metadata.decoded.attend(self.cache_of(layer.kv_cache), q, self.scale, self.attention.options), None
+
+    def forward_mha(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None):
+        """Attention of prompts, whose own rows are read as given or, where they are to read what is stored, from their pages."""
+        calls["mixed"] += 1
+        if not self.reads_own_rows:
+            prefill, count = attn_metadata.prefill, len(kv_c_normed)
+            rows = kv_c_normed.new_zeros(count, sum(self.sizes))  # those of padding stay so
+            kv_c_normed, k_pe = self._gather(rows, prefill.block_table, prefill.query_start_loc, attn_metadata.before, count)
+        super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+
+    def _compute_prefill_context(self, q, kv_c_and_k_pe_cache, attn_metadata, k_scale):
+        """Attention of prompts over what is before them, in pages, cut as vLLM's metadata says -> `[T, HQ, D_V]` and `[HQ, T]`."""
+        prefill = attn_metadata.prefill
+        context, found = prefill.chunked_context, None
+        for chunk in context.chunks:
+            where = prefill.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts
+            latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens)
+            heads = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+            k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
+            k = self._concat_k_nope_k_pe(k_nope, rotated)
+            part = prefill.prefill_backend.run_prefill_context_chunk(chunk=chunk, q=q[chunk.token_slice], k=k, v=v)
+            if found is None:
+                found = init_mla_context_partial(context, *part, num_tokens=len(q))
+            accumulate_mla_context_chunk(chunk, *part, *found)
+        return found
+
+    def _gather(self, workspace: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, count: int) -> Any:
+        """`count` rows of pages in a workspace `[rows, latent + rope]`, as latents `[count, latent]` and rotated dimensions `[count, 1,
+        rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`."""
+        latents, rotated = workspace[:count, None].split(self.sizes, 2)
+        self.pages_of(self._layer().kv_cache).gather(block_table, starts, out=(latents, rotated), first=first)
+        return latents[:, 0], rotated

@@ -1,0 +1,72 @@
+"""A step of vLLM's over latents: vLLM's own metadata for prompts, prepared calls for writes and decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder, QueryLenSupport
+from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
+
+from ...calls import Batch
+from ...engine.forward_metadata import ForwardMetadata
+from .metadata import TellsWhoServes
+
+
+@dataclass
+class LatentMetadata(MLACommonMetadata):
+    """One step. Sequences that decode, or verify drafts, come first.
+
+    written: of all sequences, for writes. decoded: of those that decode; None: none does. before: int32 `[prompts]`, tokens before each
+    prompt's own rows; None: there are no prompts.
+    """
+
+    written: ForwardMetadata | None = None
+    decoded: ForwardMetadata | None = None
+    before: torch.Tensor | None = None
+
+
+class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetadata]):
+    """Builds `LatentMetadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support = QueryLenSupport.VARLEN  # lengths are read on the device
+    requires_block_table_width = True  # kernels are compiled for its alignment
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=LatentMetadata)
+        self.tell(vllm_config, layer_names, block_table_width)
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
+        """Queries a sequence that a captured batch may have."""
+        return max_decode_query_len(vllm_config)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        """A step's metadata, of vLLM's."""
+        return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        """The same for a graph: no bound on lengths, since it is replayed with longer sequences."""
+        return self._build(common_attn_metadata, None)
+
+    def build_for_drafting(self, common_attn_metadata, draft_index):
+        """The same for a model that drafts."""
+        return self._build(common_attn_metadata, None)
+
+    def _build(self, m, max_seq_len: int | None) -> LatentMetadata:
+        made = super().build(0, m)
+        made.written = _part(m, m.num_reqs, m.num_actual_tokens, m.max_query_len, None)
+        if made.num_decodes:
+            longest = min(m.max_query_len, self.reorder_batch_threshold)
+            made.decoded = _part(m, made.num_decodes, made.num_decode_tokens, longest, max_seq_len)
+        if made.prefill is not None:
+            first = made.num_decodes
+            made.before = m.seq_lens[first : m.num_reqs] - made.prefill.query_start_loc.diff()
+        return made
+
+
+def _part(m, count: int, num_tokens: int, max_query_len: int, max_seq_len: int | None) -> ForwardMetadata:
+    """Of what vLLM says in `m`, what concerns the first `count` sequences."""
+    batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], max_query_len, max_seq_len)
+    return ForwardMetadata(batch, m.block_table_tensor[:count], m.slot_mapping, num_tokens=num_tokens)

@@ -1,0 +1,85 @@
+"""What vLLM's platform answers where CUSTOM is asked for: one name for layers of keys and values and for layers of latents, on a CPU too.
+
+vLLM takes one class for a name. Its other way, a backend by kind of attention in the configuration, needs a member of its enumeration that
+is lost when a configuration is sent to another process; so the class is chosen here, in the process of the layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from . import LATENTS
+
+TWO_SIZES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # backends of keys and values of two sizes, which models name themselves
+OF_STEPS, OF_PAGES = ("enable_chunked_prefill", "max_num_batched_tokens"), ("enable_prefix_caching", "block_size")
+
+
+def take_custom() -> None:
+    """Let CUSTOM serve latents (MLA), and let the CPU platform take it at all: that one answers every request for a backend with its
+    own, and says so in one line of the log. What asks for another backend is as it was. May be called again."""
+    platform = type(current_platform)
+    own = platform.get_attn_backend_cls.__func__
+    if own.__module__ == __name__:
+        return
+
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.use_mla:
+            if attn_selector_config.use_sparse:
+                _refuse_selected_latents()
+            selected_backend = AttentionBackendEnum[LATENTS]
+        asked = selected_backend is not None and selected_backend.name in (AttentionBackendEnum.CUSTOM.name, LATENTS)
+        if not (asked and current_platform.is_cpu()):
+            return own(cls, selected_backend, attn_selector_config, num_heads)
+        reasons = selected_backend.get_class().validate_configuration(device_capability=None, **attn_selector_config._asdict())
+        if reasons:
+            raise ValueError(f"--attention-backend CUSTOM cannot serve this model: {'; '.join(reasons)}")
+        return selected_backend.get_path()
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    _take_two_sizes()
+    if current_platform.is_cpu():
+        _keep_what_latents_can(platform)
+
+
+def _take_two_sizes() -> None:
+    """Let CUSTOM, where it was asked for, serve models whose keys and values have two sizes (MiMo): these name vLLM's backends for that,
+    whatever was asked for."""
+    own = AttentionBackendEnum.get_class
+    if own.__module__ == __name__:
+        return
+
+    def get_class(self):
+        if self.name in TWO_SIZES and get_current_vllm_config().attention_config.backend == AttentionBackendEnum.CUSTOM:
+            return own(AttentionBackendEnum.CUSTOM)
+        return own(self)
+
+    AttentionBackendEnum.get_class = get_class
+
+
+def _keep_what_latents_can(platform: type) -> None:
+    """Let the CPU platform leave chunked prefill, prefix caching and the size of blocks as they were asked for: for models with latents
+    it turns the first two off and sets the third, which its own backend needs."""
+    own = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        parts = (vllm_config.scheduler_config, OF_STEPS), (vllm_config.cache_config, OF_PAGES)
+        kept = [(part, name, getattr(part, name)) for part, names in parts for name in names]
+        own(cls, vllm_config)
+        model = vllm_config.model_config
+        if vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM and model is not None and model.use_mla:
+            for part, name, value in kept:
+                setattr(part, name, value)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _refuse_selected_latents() -> Any:
+    model = get_current_vllm_config().model_config
+    raise NotImplementedError(
+        f"quantkv: {model.architecture} attends to latents that a sparse indexer selects (DSA), which quantkv does not serve; vLLM's own "
+        "backends do, without --attention-backend CUSTOM and --kv-cache-dtype quantkv_.."
+    )

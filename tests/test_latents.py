@@ -1,0 +1,258 @@
+"""Caches of latents (DeepSeek's MLA): one row a token, which is the key and, but for its rotated dimensions, the value."""
+
+import copy
+import importlib.util
+import io
+import pickle
+
+import pytest
+import torch
+
+from oracle import attention
+from quantkv import PagedCache, get_format, implementations, prepare_attend, prepare_write
+from quantkv.format_table import layout_of
+from quantkv.maps import LayerMaps, LinearMap
+from quantkv.offload import PageStore
+from quantkv.page_views import copy_pages_between
+from quantkv.spec import CacheSpec
+
+LAUNCHES = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()  # interpreted
+LATENT, ROPE, HEADS, SIZE = 32, 16, 3, 8
+SCALE = (24 + ROPE) ** -0.5  # of a model whose keys have 24 numbers that are not rotated
+QUERIES, KEYS = (4, 1, 3, 0), (21, 30, 3, 9)
+FORMATS = ("int4", "int8", "levels4", "levels3", "fp8", "fp8_token", "int2", "turboquant_4bit_nc", "trellis2", "none")
+
+
+def make(fmt="int4", *, dtype=torch.float32, maps=None, latent=LATENT, rope=ROPE, **scales):
+    """A cache, filled in a random order of pages, and where everything is: (cache, batch, (slots, positions), (latents, rotated))."""
+    g = torch.Generator().manual_seed(1)
+    spec = get_format(fmt, dtype).latent_spec(latent, rope, SIZE, dtype)
+    pages = [spec.num_blocks(n) for n in KEYS]
+    cache = PagedCache(spec, sum(pages) + 1, maps=maps, **scales)
+    cache.buffer.fill_(0xFF)  # NaN in every float that nothing writes
+    order = torch.randperm(cache.num_blocks, generator=g)
+    table = torch.full((len(KEYS), max(pages) + 1), -(2**30), dtype=torch.int32)
+    slots, positions = [], []
+    for s, n in enumerate(KEYS):
+        table[s, : pages[s]], order = order[: pages[s]], order[pages[s] :]
+        p = torch.arange(n)
+        slots.append(table[s, p // SIZE].long() * SIZE + p % SIZE)
+        positions.append(p)
+    slots, positions = torch.cat(slots), torch.cat(positions)
+    rows = [torch.randn(len(slots), 1, n, generator=g).to(dtype) for n in (latent, rope)]
+    cache.write(*rows, slots)
+    starts = torch.tensor([0, *QUERIES]).cumsum(0).int()
+    return cache, dict(block_table=table, seq_lens=torch.tensor(KEYS).int(), cu_seqlens_q=starts), (slots, positions), rows
+
+
+def queries(cache, dtype=torch.float32, heads=HEADS):
+    g = torch.Generator().manual_seed(2)
+    return torch.randn(sum(QUERIES), heads, cache.spec.query_sizes[0], generator=g).to(dtype)
+
+
+def expected(cache, q, batch, slots, **options):
+    """Every sequence and head by the oracle, in float64: keys are whole rows, values what comes first of them."""
+    latents, rotated = cache.dequantize(slots, dtype=torch.float64)
+    keys, start, out, lse = torch.cat([latents, rotated], 2)[:, 0], 0, [], []
+    for s, n in enumerate(KEYS):
+        a, b = batch["cu_seqlens_q"][s : s + 2].tolist()
+        of = keys[start : start + n]
+        heads = [
+            attention(q[a:b, h].double(), of, of[:, : latents.shape[2]], context=n - (b - a), scale=SCALE, **options)
+            for h in range(q.shape[1])
+        ]
+        out.append(torch.stack([o for o, _ in heads], 1))
+        lse.append(torch.stack([m for _, m in heads], 1))
+        start += n
+    return torch.cat(out), torch.cat(lse)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_attends_over_rows_that_are_keys_and_values(fmt):
+    scales = {"k_scale": 0.25, "v_scale": 1.0} if fmt == "fp8" else {}
+    cache, batch, (slots, _), _ = make(fmt, **scales)
+    q = queries(cache)
+    out, lse = cache.attend(q, **batch, scale=SCALE, return_lse=True)
+    want, want_lse = expected(cache, q, batch, slots)
+    assert out.shape == (sum(QUERIES), HEADS, LATENT)
+    assert (out.double() - want).norm() <= 3e-6 * want.norm()
+    assert torch.allclose(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"window": 5}, {"causal": False}, {"softcap": 2.0}])
+def test_options(options):
+    cache, batch, (slots, _), _ = make()
+    q = queries(cache)
+    out = cache.attend(q, **batch, scale=SCALE, **options)
+    want, _ = expected(cache, q, batch, slots, **options)
+    assert (out.double() - want).norm() <= 3e-6 * want.norm()
+
+
+def test_rotated_dimensions_in_a_format_with_a_rotation_of_their_own():
+    spec = get_format("int4+int4").cache_spec(1, LATENT, ROPE, SIZE)
+    cache, batch, (slots, _), rows = make()
+    other = PagedCache(spec, cache.num_blocks)
+    other.write(*rows, slots)
+    q = queries(cache)
+    want, _ = expected(other, q, batch, slots)
+    out = other.attend(q, **batch, scale=SCALE)
+    assert (out.double() - want).norm() <= 3e-6 * want.norm()
+
+
+@pytest.mark.parametrize("fmt, row", [("int4", 256 + 128 + 4), ("int8", 512 + 128 + 4), ("fp8", 512 + 128), ("levels4", 256 + 128 + 2)])
+def test_bytes(fmt, row):
+    """DeepSeek-V3's rows, one kv head: the value takes none."""
+    spec = get_format(fmt).latent_spec(512, 64, block_size=16)
+    assert spec.page_bytes == spec.block_bytes == 16 * row
+    assert spec.bytes_per_token == row and spec.compression == pytest.approx(1152 / row)
+    assert spec.sections[:2] == ((0, 16 * spec.k.code_bytes(512)), (16 * spec.k.code_bytes(512), 16 * 128))
+    assert spec.latent and spec.query_sizes == (576, 512)
+    assert layout_of(spec.format).cache_spec(1, 512, 64) == spec == CacheSpec.from_dict(spec.to_dict())
+
+
+def test_names():
+    assert get_format("int4").latents().name == get_format("int4+bf16").name == "int4+bf16"
+    assert get_format("int4+none", torch.float16) == get_format("int4").latents(torch.float16)
+    assert get_format("k8v4/int2").latents() == get_format("k8v4+bf16") and get_format("k8v4+bf16").k == get_format("int8").k
+    assert get_format("int4+bf16").latents() == get_format("int4+bf16")
+    assert layout_of("int4+none").name == "int4+bf16" and layout_of("k8v4+bf16") == get_format("k8v4+bf16").layout
+    fmt = get_format("int4+bf16")
+    assert pickle.loads(pickle.dumps(fmt)) == fmt == copy.deepcopy(fmt)
+    for name in ("int4+bf16+bf16", "int4/int8+bf16", "+"):
+        for of in (get_format, layout_of):
+            with pytest.raises(ValueError, match="format="):
+                of(name)
+
+
+def test_pages_move_with_all_that_they_hold(tmp_path):
+    cache, batch, _, _ = make()
+    q = queries(cache)
+    want = cache.attend(q, **batch, scale=SCALE)
+    numbers = range(cache.num_blocks)
+    loaded, received, copied, stored = (PagedCache(cache.spec, cache.num_blocks) for _ in range(4))
+    cache.save(tmp_path / "pages")
+    loaded.load(tmp_path / "pages")
+    sent = io.BytesIO()
+    cache.save(sent)
+    sent.seek(0)
+    received.load(sent)
+    copy_pages_between(cache, copied, numbers)
+    stored.buffer.copy_(cache.buffer)
+    store = PageStore([stored], cache.num_blocks)
+    held = store.store(numbers)
+    held.synchronize()
+    stored.buffer.zero_()
+    store.load(held, numbers).synchronize()
+    for other in (loaded, received, copied, stored, pickle.loads(pickle.dumps(cache))):
+        assert torch.equal(other.attend(q, **batch, scale=SCALE), want)
+    plain = PagedCache(get_format("int4/fp32").cache_spec(1, LATENT, ROPE, SIZE), cache.num_blocks)
+    with pytest.raises(ValueError, match=r"int4\+fp32.*int4/fp32"):  # keys and values of those sizes are something else
+        plain.load(tmp_path / "pages")
+
+
+def test_memory_of_an_engine():
+    """vLLM's tensor of a layer of latents is `[num_blocks, block_size, bytes of a token]`."""
+    cache, batch, (slots, _), rows = make()
+    theirs = torch.zeros(cache.num_blocks, SIZE, cache.spec.page_bytes // SIZE, dtype=torch.uint8)
+    wrapped = PagedCache.wrap(theirs.view(cache.num_blocks, 1, -1), cache.spec)
+    wrapped.write(*rows, slots)
+    assert torch.equal(wrapped.attend(queries(cache), **batch, scale=SCALE), cache.attend(queries(cache), **batch, scale=SCALE))
+
+
+def test_prepared_calls():
+    cache, batch, (slots, _), rows = make()
+    other = PagedCache(cache.spec, cache.num_blocks)
+    write, attend = prepare_write(slots), prepare_attend(**batch, scale=SCALE)
+    q = queries(cache)
+    for layer in (other, cache, other):
+        write(layer, *rows)
+        out, lse = attend(layer, q, return_lse=True)
+        assert torch.equal(out, cache.attend(q, **batch, scale=SCALE))
+    _, want_lse = expected(other, q, batch, slots)
+    assert torch.allclose(lse.double(), want_lse, atol=1e-5)
+
+
+def test_rows_of_a_step_as_given():
+    """A chunk of a prompt reads its own rows at full precision, and what is before them in pages."""
+    cache, batch, (slots, _), (latents, rotated) = make()
+    starts = batch["cu_seqlens_q"]
+    of = torch.cat([torch.arange(sum(KEYS[:s]) + n - QUERIES[s], sum(KEYS[:s]) + n) for s, n in enumerate(KEYS)])
+    exact = PagedCache(get_format("fp32+fp32").cache_spec(1, LATENT, ROPE, SIZE), cache.num_blocks)
+    read = [rows.clone() for rows in cache.dequantize(slots)]
+    for s in (0, 2):
+        own = of[starts[s] : starts[s + 1]]
+        read[0][own], read[1][own] = latents[own], rotated[own]
+    exact.write(*read, slots)
+    q = queries(cache)
+    out = cache.attend(q, **batch, scale=SCALE, own=(latents[of], rotated[of]))
+    want = exact.attend(q, **batch, scale=SCALE)
+    assert (out - want).norm() <= 3e-6 * want.norm()
+
+
+def test_rotation_does_not_change_what_is_read_of_rows_as_given():
+    """A map of the layer's own: queries go through its inverse transposed, outputs through its inverse."""
+    g = torch.Generator().manual_seed(3)
+    matrix = torch.linalg.qr(torch.randn(LATENT, LATENT, generator=g, dtype=torch.float64))[0] * torch.linspace(0.5, 2, LATENT)
+    turn = LinearMap(matrix.float()[None], torch.linalg.inv(matrix).float()[None])
+    plain, batch, _, _ = make("none")
+    turned, _, _, _ = make("none", maps=LayerMaps(turn))
+    assert not torch.equal(plain.buffer, turned.buffer)
+    q = queries(plain)
+    out, want = turned.attend(q, **batch, scale=SCALE), plain.attend(q, **batch, scale=SCALE)
+    assert (out - want).norm() <= 1e-5 * want.norm()
+
+
+def test_refusals():
+    cache, batch, _, _ = make()
+    q = queries(cache)
+    with pytest.raises(ValueError, match=r"scale=None"):
+        cache.attend(q, **batch)
+    with pytest.raises(ValueError, match=r"q.shape\[2\]=32: the cache holds keys of 48"):
+        cache.attend(q[..., :LATENT], **batch, scale=SCALE)
+    with pytest.raises(ValueError, match=r"out\.shape"):
+        cache.attend(q, **batch, scale=SCALE, out=torch.empty(len(q), HEADS, ROPE))
+    mean = LinearMap(torch.eye(LATENT)[None], torch.eye(LATENT)[None], torch.zeros(2, 1, LATENT))
+    with pytest.raises(ValueError, match=r"maps\.k\.key_mean"):
+        PagedCache(cache.spec, 1, maps=LayerMaps(mean))
+    for name in ("hopper", "prefill", "cpu"):
+        with pytest.raises(ValueError, match=r"latents \(int4\+fp32\): not supported here; supported by .*reference"):
+            cache.attend(q, **batch, scale=SCALE, implementation=name)
+        assert implementations.can_serve(name, cache.format, "attend") is False
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "fmt, dtype", [("int4", torch.bfloat16), ("levels4", torch.float16), ("none", torch.bfloat16), ("int8", torch.float32)]
+)
+def test_gather(fmt, dtype, implementation):
+    """Stretches of sequences, as rows of one workspace for both parts, rotated back."""
+    if implementation == "triton" and not LAUNCHES:
+        pytest.skip("Triton's kernels run on another device here")
+    cache, batch, (slots, _), _ = make(fmt, dtype=dtype)
+    first, counts = torch.tensor([3, 0, 1, 8], dtype=torch.int32), torch.tensor([17, 30, 0, 1])
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    space = torch.full((64, LATENT + ROPE), 7.0, dtype=dtype)
+    out = space[:, None, :LATENT], space[:, None, LATENT:]
+    assert cache.gather(batch["block_table"], starts, out, first, implementation=implementation) is out
+    begin = torch.tensor([0, *KEYS]).cumsum(0)[:-1]
+    at = torch.cat([begin[s] + first[s] + torch.arange(counts[s]) for s in range(len(KEYS))])
+    for got, want in zip(out, cache.dequantize(slots[at], dtype=torch.float64)):
+        error = (got[: len(at)].double() - want).norm() / want.norm()
+        assert error <= 2 * torch.finfo(dtype).eps  # rounded once as they are, and once rotated back
+
+
+def test_gather_refuses():
+    cache, batch, _, _ = make()
+    table, starts = batch["block_table"], torch.tensor([0, 1, 2, 3, 4])
+    out = torch.empty(8, 1, LATENT), torch.empty(8, 1, ROPE)
+    for arguments, match in (
+        ((table, starts[:-1], out), r"starts\.shape"),
+        ((table, starts + 5, out), r"starts="),
+        ((table, starts, out, torch.tensor([40, 0, 0, 0])), r"first=40"),
+        ((table, starts, (out[0], out[1][..., :8])), r"out\[1\]\.shape"),
+        ((table, starts, out[0]), "out=Tensor"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            cache.gather(*arguments)
+    with pytest.raises(ValueError, match="implementation='hopper'"):
+        cache.gather(table, starts, out, implementation="hopper")
