@@ -75,12 +75,14 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from .blocks import pack_blocks
     from .connectors import name_page_types
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     for name in (*presets(), *names(), POLICY):
         make_known(name)
     name_page_types()
+    pack_blocks()
     if current_platform.is_cpu():
         from .cpu import take_custom
 

@@ -34,6 +34,7 @@ from ...options import AttentionOptions
 from . import PREFIX, calls
 from .asked import check_weights, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
+from .blocks import kernel_pages
 from .connectors import check_connectors
 from .metadata import Metadata
 from .mixed import check_hybrid, warn_of_padding
@@ -244,7 +245,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def warm_up(self, kv_cache: torch.Tensor, verified: int, table_width: int) -> dict[str, str]:
         """Compile what this layer's calls need over vLLM's tensor, which is left as it was; what is compiled depends on how that lies."""
-        pages = self.paged.wrap(kv_cache, kv_cache.shape[2])
+        pages = self._wrap(kv_cache)
         return warm_up(self.paged, self.attention, self._limits(verified, table_width), pages)
 
     def _limits(self, verified: int, table_width: int) -> StepLimits:
@@ -255,11 +256,15 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         """vLLM's tensor as pages. Kept while it is the same: profiling binds a small one first, waking up a new one."""
         held, pages = self._pages
         if held() is not kv_cache:
-            pages = self.paged.wrap(kv_cache, kv_cache.shape[2])
+            pages = self._wrap(kv_cache)
             self._pages = weakref.ref(kv_cache), pages
             self._per_layer = self.attention.tensors(kv_cache.device)
             self.paged.owner = self.owner and self.owner.paged
         return pages
+
+    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
+        pages = kernel_pages(kv_cache)
+        return self.paged.wrap(pages, pages.shape[2])
 
     def cache_of(self, kv_cache: torch.Tensor) -> PagedCache | CacheWithCopies:
         """The same with the 16-bit copies in front of them."""

@@ -18,6 +18,7 @@ from ...engine.exact_group import ExactGroup
 from ...engine.forward_metadata import ForwardMetadata
 from ...engine.warm_up import summary
 from . import served
+from .blocks import PagesOfBlocks
 
 logger = init_logger("vllm.quantkv")
 
@@ -62,12 +63,13 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
         if kept := list(exact_layers(named).values()):
             self.full_precision, self.last = exact_group(kept, vllm_config, device), kept[-1]
-        self.table_width, self.layers, self._seen = block_table_width, list(named.values()), set()
+        pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
+        self.pages, self.table_width, self.layers, self._seen = pages, pages.width, list(named.values()), set()
         for layer in self.layers:
             if device.type == "cuda":
                 layer.bind_kv_cache = partial(self._bind, layer)
             else:
-                self._tell(layer.impl, (), lambda impl: impl.who_serves(device, kv_cache_spec.block_size, *self._steps))
+                self._tell(layer.impl, (), lambda impl: impl.who_serves(device, pages.tokens, *self._steps))
 
     @property
     def _steps(self) -> tuple[int, int]:
@@ -144,7 +146,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
 
     def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Metadata:
         """Of what vLLM says in `m`, what concerns the sequences of `batch`."""
-        tensors = m.block_table_tensor[: batch.num_seqs], m.slot_mapping, m.positions
+        tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
         metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
         if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
             self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
