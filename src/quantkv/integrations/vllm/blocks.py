@@ -140,12 +140,25 @@ class PackedBlocks(DefaultKVCacheConfigBuilder):
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         found = plan(vllm_config, kv_cache_spec) if layout == PACKED and can_pack(vllm_config) else None
         if found is None:
-            return super().get_kv_cache_groups(vllm_config, kv_cache_spec)
+            groups = super().get_kv_cache_groups(vllm_config, kv_cache_spec)
+            _say_beside_states(groups)
+            return groups
         names = list(kv_cache_spec)
         groups = [_group(group, {names[n]: kv_cache_spec[names[n]] for n in group.layers}) for group in found.groups]
         sizes = ", ".join(f"{len(group.layers)} layers x {group.block_size}" for group in found.groups if group.kind is not None)
         logger.info("quantkv: blocks of %s bytes hold the pages of %s tokens", f"{found.block_bytes:,}", sizes)
+        _say_beside_states(groups)
         return groups
+
+
+def _say_beside_states(groups: list[KVCacheGroupSpec]) -> None:
+    """What a request takes of a pool of blocks that hold a state each."""
+    specs = [next(iter(vllm_specs.iter_layer_specs(group.kv_cache_spec))) for group in groups]
+    sizes = [spec.block_size for spec in specs if isinstance(spec, vllm_specs.AttentionSpec)]
+    states = sum(isinstance(spec, vllm_specs.MambaSpec) for spec in specs)
+    if states and sizes:
+        text = "quantkv: this model keeps states: a request takes at least one block of %s tokens, and a block or more in each of %s groups"
+        logger.info_once(text, max(sizes), states)
 
 
 def _group(group: Group, specs: dict[str, Any]) -> KVCacheGroupSpec:

@@ -12,10 +12,12 @@ from ...capacity import capacity
 from ...geometry import Model
 from ...policy import Policy
 from ...policy_file import PolicyFile
-from ...vllm_pages import WORTH_SAYING, pool
+from ...vllm_pages import WORTH_SAYING, pool, unified
 from .backend import BLOCK_SIZES, format_of, token_bytes
+from .blocks import can_pack
 
 logger = init_logger("vllm.quantkv")
+PACKS = "leave VLLM_KV_CACHE_LAYOUT unset or BLHNC, without a connector that needs another, without pipeline or context parallelism"
 
 
 def _model(config: Any) -> Model | None:
@@ -27,9 +29,9 @@ def _model(config: Any) -> Model | None:
 
 
 def check_hybrid(config: Any, policy: Policy | None, head_size: int, dtype: torch.dtype) -> None:
-    """Refuse pages of several sizes beside the states of a recurrence, before weights are loaded: vLLM would pad pages that it has to
-    cut. NotImplementedError naming the layers."""
-    if not config.model_config.is_hybrid:
+    """Refuse pages of several sizes beside the states of a recurrence where blocks cannot be packed, before weights are loaded: vLLM
+    would pad pages that it has to cut. NotImplementedError naming the layers."""
+    if not config.model_config.is_hybrid or can_pack(config):
         return
 
     def nbytes(name: str) -> int:
@@ -50,8 +52,8 @@ def check_hybrid(config: Any, policy: Policy | None, head_size: int, dtype: torc
     else:
         named = ", ".join(f"{name} ({size} bytes a token and kv head)" for name, size in stored.items())
         given, do = f"policy with {named}", "give all attention layers one format, or formats of the same bytes"
-    reason = "this model keeps states of a recurrence (Mamba) beside keys and values, so pages of all layers need one size"
-    raise NotImplementedError(f"quantkv: {given}: {reason}: {do}")
+    reason = "this model keeps states of a recurrence (Mamba) beside keys and values, so pages of all layers need one size where vLLM plans blocks itself"
+    raise NotImplementedError(f"quantkv: {given}: {reason}: {do}, or {PACKS}")
 
 
 def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> None:
@@ -65,12 +67,15 @@ def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> N
     except (ValueError, NotImplementedError):  # what is wrong is said by whoever refuses it
         return
     asked = config.model_config.max_model_len, config.max_in_flight_tokens
+    if found is not None and not can_pack(config):
+        found = unified(found.layers, found.block_size)
     if found is not None and found.padding(*asked) > WORTH_SAYING:
         logger.warning(
-            "quantkv: vLLM pads the pages of all layers of this model to the largest: with this policy %s tokens take %s bytes, %.2fx of "
-            "the %s that its layers' formats need. Formats of the same bytes a token waste nothing; `quantkv plan` counts the same",
+            "quantkv: vLLM's pages of this model have one size: with this policy %s tokens take %s bytes, %.2fx of the %s that its layers' "
+            "formats need. To lose less, %s",
             f"{asked[0]:,}",
             f"{found.sequence_bytes(*asked):,}",
             found.padding(*asked),
             f"{found.unpadded_bytes(*asked):,}",
+            PACKS,
         )
