@@ -1,4 +1,4 @@
-"""Tokens that fit by `vllm_pages`, against the blocks that vLLM plans for layers of the plug-in's own specs; and the warning."""
+"""Tokens that fit by `vllm_pages`, against the blocks that vLLM plans for layers of the plug-in's own specs; and where pages lie."""
 
 from types import SimpleNamespace
 
@@ -8,21 +8,26 @@ from vllm.config import CacheConfig
 from vllm.v1 import kv_cache_interface as pages
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_capacity
-from vllm.v1.worker.utils import customize_attention_spec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache, customize_attention_spec
 
 from quantkv import geometry, get_format
 from quantkv.capacity import capacity
 from quantkv.geometry import Heads, Layer, Model
+from quantkv.integrations.vllm import blocks
 from quantkv.integrations.vllm.backend import backend_of
 from quantkv.known_models import config_of
 from quantkv.policy_file import PolicyFile
-from quantkv.vllm_pages import pool
+from quantkv.vllm_pages import PooledLayer, packed_beside_states, pool, unified
 
 FREE = 8 << 30
 SMALL, LARGE = Heads(4, 256, 256), Heads(2, 512, 512)
 MODELS = {
     **{name: geometry.read(config_of(name)).layers for name in ("llama-3-8b", "gemma-3-4b", "gpt-oss-20b", "mistral-7b-v0.1")},
     "chunks": (*[Layer("chunked", 2048, SMALL)] * 3, Layer("full", 0, SMALL)) * 4,
+    "gemma 4 26b": (*[Layer("sliding", 1024, Heads(8, 256, 256))] * 5, Layer("full", 0, LARGE)) * 5,
+    "gemma 4 e4b": (*[Layer("sliding", 512, Heads(2, 256, 256))] * 5, Layer("full", 0, LARGE)) * 4,  # that keep keys and values
+    "gemma-3-27b": geometry.read(config_of("gemma-3-27b")).layers,
     "heads of two sizes": (*[Layer("sliding", 1024, SMALL)] * 5, Layer("full", 0, LARGE)) * 3,
     "nearly as many of each kind": (*[Layer("sliding", 128, SMALL), Layer("full", 0, SMALL)] * 6, Layer("full", 0, SMALL)),
 }
@@ -36,8 +41,8 @@ FORMATS = {
 }
 
 
-def planned(model, policy, length, in_flight):
-    """The tokens that vLLM would log, of specs as its attention layers make them."""
+def specs_of(model, policy):
+    """Specs as vLLM's attention layers make them."""
     specs = {}
     for number, layer in model.attention.items():
         backend, heads = backend_of(get_format(policy.name_of(number))), layer.heads
@@ -50,30 +55,116 @@ def planned(model, policy, length, in_flight):
         }
         kind, more = kinds[layer.kind]
         specs[f"model.layers.{number}.self_attn.attn"] = customize_attention_spec(backend, kind(**common, **more))
+    return specs
+
+
+def configuration(length, in_flight, layout=None):
+    blocks.pack_blocks()
     cache_config = CacheConfig(block_size=16)
-    cache_config.kv_cache_layout = "LBHNC"
-    config = SimpleNamespace(
+    cache_config.cache_dtype, cache_config.kv_cache_layout = "quantkv_policy", layout
+    parallel = {f"{kind}_parallel_size": 1 for kind in ("decode_context", "prefill_context", "tensor", "pipeline")}
+    return SimpleNamespace(
         cache_config=cache_config,
         model_config=SimpleNamespace(max_model_len=length, original_max_model_len=length, supports_kv_cache_grouping=False),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(**parallel),
+        kv_transfer_config=None,
         speculative_config=None,
         num_prefill_lookahead_tokens=0,
         max_in_flight_tokens=in_flight,
     )
+
+
+def plans(specs, length=4096, in_flight=16384, layout=None):
+    """vLLM's plan of layers, in the layout that the plug-in asks for, or in another one."""
+    config = configuration(length, in_flight)
+    wanted = "BLHNC" if blocks.can_pack(config) and blocks.plan(config, specs) is not None else "LBHNC"
+    config.cache_config.kv_cache_layout = layout or wanted
     groups = get_global_kv_cache_groups(config, [specs])
-    made = get_kv_cache_configs(config, [specs], [FREE], groups)
+    return config, get_kv_cache_configs(config, [specs], [FREE], groups)
+
+
+def tokens_of(config, made):
+    """The tokens that vLLM logs."""
     return get_kv_cache_capacity(config, generate_scheduler_kv_cache_config(made))[0]
 
 
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_that_vllm_plans(name, stored):
+    """Packed or not, and as vLLM plans it alone."""
     model = Model("made", MODELS[name], 8, None, {})
     policy = PolicyFile("int4", {layer: FORMATS[stored](layer) for layer in range(len(model.layers))})
-    made = pool(model, capacity(model, policy))
+    made, specs = pool(model, capacity(model, policy)), specs_of(model, policy)
+    alone = unified(made.layers, 16)
     for length, in_flight in ((4096, 16384), (8192, 1025), (1000, 100)):
-        assert made.tokens(FREE, length, in_flight) == pytest.approx(planned(model, policy, length, in_flight), abs=1)
+        assert made.tokens(FREE, length, in_flight) == pytest.approx(tokens_of(*plans(specs, length, in_flight)), abs=1)
+        assert alone.tokens(FREE, length, in_flight) == pytest.approx(tokens_of(*plans(specs, length, in_flight, "LBHNC")), abs=1)
+
+
+TUNED = ("levels2", "levels3", "levels4", "levels5", "levels6", "trellis2")
+SLIDING_INT4 = lambda model: {n: "int4" for n, layer in model.attention.items() if layer.kind == "sliding"}  # noqa: E731
+TABLE = {  # model, policy by layer, most bytes over what the layers need of 32,768 tokens: vLLM alone, packed
+    "gemma-3-4b, int4": ("gemma-3-4b", "int4", lambda model: {}, 1.03, 1.03),
+    "gemma-3-4b, int4, one int8, one 16-bit": ("gemma-3-4b", "int4", lambda model: {0: "int8", 5: "none"}, 3.7, 1.01),
+    "gemma-3-27b, int4, one int8": ("gemma-3-27b", "int4", lambda model: {0: "int8"}, 2.0, 1.01),
+    "gemma-3-27b, tuned": ("gemma-3-27b", "int4", lambda model: {n: TUNED[n % 6] for n in range(62)}, 2.6, 1.01),
+    "gpt-oss-20b, int4, one int8": ("gpt-oss-20b", "int4", lambda model: {0: "int8"}, 1.9, 1.01),
+    "gpt-oss-20b, int4, one int8, one 16-bit": ("gpt-oss-20b", "int4", lambda model: {0: "int8", 5: "none"}, 3.6, 1.01),
+    "gpt-oss-20b, int8, sliding int4": ("gpt-oss-20b", "int8", SLIDING_INT4, 1.7, 1.01),
+    "gpt-oss-20b, tuned": ("gpt-oss-20b", "int4", lambda model: {n: TUNED[n % 6] for n in range(24)}, 2.0, 1.01),
+    "gemma 4 26b, int4": ("gemma 4 26b", "int4", lambda model: {}, 2.1, 1.02),
+    "gemma 4 e4b, int4": ("gemma 4 e4b", "int4", lambda model: {}, 2.1, 1.02),
+    "llama-3-8b, tuned": ("llama-3-8b", "int4", lambda model: {n: TUNED[n % 6] for n in range(32)}, 1.0, 1.0),
+}
+
+
+def taken(config, made, own):
+    """Bytes of a request over those of its layers' own pages, by vLLM's plan."""
+    groups = made[0].kv_cache_groups
+    size = made[0].kv_cache_tensors[0].size // made[0].num_blocks
+    used = sum(-(-g.kv_cache_spec.max_memory_usage_bytes(config) // g.kv_cache_spec.page_size_bytes) for g in groups) * size
+    return used / own
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_bytes_over_what_layers_need(case, record_property):
+    name, default, layers, alone, packed = TABLE[case]
+    model = Model("made", MODELS[name], 8, None, {})
+    policy = PolicyFile(default, layers(model))
+    own = pool(model, capacity(model, policy)).unpadded_bytes(32768)
+    specs = specs_of(model, policy)
+    before, after = (taken(*plans(specs, 32768, layout=layout), own) for layout in ("LBHNC", None))
+    print(f"| {case} | {before - 1:+.1%} | {after - 1:+.1%} |")
+    assert 1 - 1e-9 <= after <= packed
+    assert before <= alone and (after == before or before > 1.02)
+
+
+@pytest.mark.parametrize("case", ["gemma-3-4b, int4, one int8, one 16-bit", "gpt-oss-20b, int8, sliding int4", "gemma 4 26b, int4"])
+def test_no_two_pages_share_a_byte(case):
+    """Each kernel page of a block lies within the block, and the pages of a group's layers share no byte. A state too."""
+    name, default, layers, *_ = TABLE[case]
+    model = Model("made", MODELS[name][:12], 8, None, {})
+    config, (made,) = plans(specs_of(model, PolicyFile(default, layers(model))))
+    check_disjoint(made)
+
+
+def check_disjoint(made):
+    size = made.kv_cache_tensors[0].size // made.num_blocks
+    for tensor in made.kv_cache_tensors:
+        tensor.size = 3 * size
+    made.num_blocks = 3
+    sizes = [group.kv_cache_spec.block_size for group in made.kv_cache_groups]
+    caches = allocate_kv_cache(made, torch.device("cpu"), KVCacheLayout.BLHNC, sizes)
+    for group in made.kv_cache_groups:
+        whole = torch.zeros(3 * size, dtype=torch.uint8)
+        for name in group.layer_names:
+            found = caches[name] if caches[name].dtype == torch.int8 else blocks.kernel_pages(caches[name])
+            start, per_block = found.storage_offset(), found.shape[0] // 3
+            marked = whole.as_strided(found.shape, found.stride(), start)
+            assert marked.sum() == 0
+            for block in range(3):
+                marked[block * per_block : (block + 1) * per_block] = block + 1
+        for block in range(3):
+            assert set(whole[block * size : (block + 1) * size].unique().tolist()) <= {0, block + 1}
