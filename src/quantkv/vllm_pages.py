@@ -25,6 +25,7 @@ LESS_UNEVEN = 1.5  # buckets of layers whose lengths differ by less become group
 RECORD_ALIGNMENT = 16  # bytes
 MOST_GROUPS = 8  # of one kind: each has a block table, which takes time in every step
 LARGEST = 512  # tokens of a block, where vLLM has not chosen more
+PER_PAGE = 0.1  # likewise a page that the kernels read, for each token in it
 TYPICAL = 16384  # tokens of a sequence, by which blocks beside states are chosen
 # What a block table, a token between two prefixes that vLLM can share, and a token of a block are worth, as a share of the pool.
 PER_GROUP, PER_SHARED_TOKEN, PER_BLOCK_TOKEN = 1 / 1000, 1 / 200_000, 1 / 20_000
@@ -46,13 +47,14 @@ class Group(NamedTuple):
     """Layers that share a block table.
 
     layers: their places among the pool's. kind: which keys they see; None: they keep states. block_size: tokens of a block.
-    held: of states, blocks of a sequence however long it is.
+    held: of states, blocks of a sequence however long it is. pages: that the kernels read, in a block of each layer.
     """
 
     layers: tuple[int, ...]
     kind: Kind | None
     block_size: int
     held: int = 1
+    pages: int = 1
 
     def blocks(self, tokens: int, in_flight: int) -> int:
         """Blocks that vLLM sets aside for a sequence of so many tokens."""
@@ -63,11 +65,6 @@ class Group(NamedTuple):
             return -(-tokens // self.block_size)
         held = min((window if chunked else window - 1) + in_flight, tokens)
         return -(-held // self.block_size) + (not chunked)  # a window may begin within a block
-
-    @property
-    def pages(self) -> int:
-        """Pages that the kernels read in a block of a packed pool."""
-        return self.block_size // page_tokens(self.block_size)
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,11 @@ class Pool:
         return (short + sum(size for kind, size in taken if not kind.window) / full) / 2 if full else short
 
 
-def page_tokens(block_size: int) -> int:
-    """Tokens of a page that the kernels read, of a block of a packed pool."""
-    return block_size if block_size in BLOCK_SIZES else next(size for size in (64, 32, 16) if block_size % size == 0)
+def page_tokens(block_size: int, largest: int = BLOCK_SIZES[-1]) -> int:
+    """Tokens of a page that the kernels read, at most `largest`, of a block of a packed pool."""
+    if block_size in BLOCK_SIZES and block_size <= largest:
+        return block_size
+    return next(size for size in (64, 32, 16) if size <= largest and block_size % size == 0)
 
 
 def pool(model: Model, made: Capacity) -> Pool | None:
@@ -141,12 +140,12 @@ def pool(model: Model, made: Capacity) -> Pool | None:
     return pool_of(layers, sizes.pop())
 
 
-def pool_of(layers: Sequence[PooledLayer], block_size: int) -> Pool:
-    """The pool of layers with keys and values: vLLM's own where that wastes little, else packed."""
+def pool_of(layers: Sequence[PooledLayer], block_size: int, page: int = BLOCK_SIZES[-1]) -> Pool:
+    """The pool of layers with keys and values: vLLM's own where that wastes little, else packed in pages of at most `page` tokens."""
     own = unified(layers, block_size)
     if len(own.groups) == 1 or own.density <= WORTH_PACKING:
         return own
-    better = packed(layers, block_size)
+    better = packed(layers, block_size, page)
     return better if better.density < own.density else own
 
 
@@ -171,7 +170,7 @@ def unified(layers: Sequence[PooledLayer], block_size: int) -> Pool:
     return Pool(longest * largest * block_size, tuple(groups), tuple(layers), block_size, padded=padded)
 
 
-def packed(layers: Sequence[PooledLayer], block_size: int) -> Pool:
+def packed(layers: Sequence[PooledLayer], block_size: int, page: int = BLOCK_SIZES[-1]) -> Pool:
     """The pool of layers with keys and values in groups whose blocks are nearly equal, by layers and by tokens: multiples of
     `block_size`."""
     kinds: dict[Kind, list[int]] = {}
@@ -184,8 +183,9 @@ def packed(layers: Sequence[PooledLayer], block_size: int) -> Pool:
     for cut in product(*(part.values() for part in parts)):
         widest = [max(sum(layers[n].nbytes for n in numbers) for numbers in groups) for groups in cut]
         for sizes in _block_sizes(widest, block_size):
-            groups = tuple(Group(g, kind, size) for kind, size, of_kind in zip(kinds, sizes, cut) for g in of_kind)
-            step = RECORD_ALIGNMENT * math.lcm(*(group.pages for group in groups))
+            pages = {size: size // page_tokens(size, page) for size in sizes}
+            groups = tuple(Group(g, kind, size, 1, pages[size]) for kind, size, of_kind in zip(kinds, sizes, cut) for g in of_kind)
+            step = RECORD_ALIGNMENT * math.lcm(*pages.values())
             nbytes = -(-max(size * width for size, width in zip(sizes, widest)) // step) * step
             found = Pool(nbytes, groups, tuple(layers), block_size, packed=True)
             cost = found.density + PER_GROUP * len(groups) + PER_SHARED_TOKEN * math.lcm(*sizes) + PER_BLOCK_TOKEN * max(sizes)
@@ -212,28 +212,31 @@ def _block_sizes(widest: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
         yield from product([first], *([size for size in (low, low + step) if step <= size <= max(LARGEST, step)] for low in near))
 
 
-def packed_beside_states(layers: Sequence[PooledLayer], held: int, step: int, block_size: int | None = None) -> Pool | None:
+def packed_beside_states(
+    layers: Sequence[PooledLayer], held: int, step: int, block_size: int | None = None, page: int = BLOCK_SIZES[-1]
+) -> Pool | None:
     """The pool of states and of layers with keys and values of one kind: a block holds some states, or nearly as many bytes of tokens.
 
     held: blocks of a sequence's states in each group. step: of the tokens of a block. block_size: tokens of a block, where they are
-    chosen. None where no such block has `step` tokens.
+    chosen. page: most tokens of a page that the kernels read. None where no such block has `step` tokens.
     """
     states = [number for number, layer in enumerate(layers) if layer.kind is None]
     others = [number for number, layer in enumerate(layers) if layer.kind is not None]
     state, row = max(layers[n].nbytes for n in states), sum(layers[n].nbytes for n in others)
     needed = held * sum(layers[n].nbytes for n in states) + TYPICAL * row
     best: tuple[float, Pool] | None = None
-    for count in range(1, len(states) + 1):
-        parts = -(-len(states) // count)
-        size = block_size or -(-len(states) // parts) * state // (row * step) * step
-        if not size:
-            continue
-        group = Group(tuple(others), layers[others[0]].kind, size)
-        align = RECORD_ALIGNMENT * group.pages
-        nbytes = -(-max(size * row, -(-len(states) // parts) * state) // align) * align
-        groups = (group, *(Group(tuple(states[i::parts]), None, size, held) for i in range(parts)))
-        taken = nbytes * (held * parts + TYPICAL / size + 0.5)  # of its last block a sequence fills one half
-        cost = taken / needed + PER_GROUP * parts
-        if best is None or cost < best[0]:
-            best = cost, Pool(nbytes, groups, tuple(layers), step, packed=True)
+    for parts in range(1, len(states) + 1):
+        room = -(-len(states) // parts) * state
+        for size in [block_size] if block_size else {room // (row * unit) * unit for unit in (4 * step, 2 * step, step)} - {0}:
+            pages = size // page_tokens(size, page)
+            align = RECORD_ALIGNMENT * pages
+            nbytes = -(-max(size * row, room) // align) * align
+            groups = (
+                Group(tuple(others), layers[others[0]].kind, size, 1, pages),
+                *(Group(tuple(states[i::parts]), None, size, held) for i in range(parts)),
+            )
+            taken = nbytes * (held * parts + TYPICAL / size + 0.5)  # of its last block a sequence fills one half
+            cost = taken / needed + PER_GROUP * parts + PER_PAGE * pages / size
+            if best is None or cost < best[0]:
+                best = cost, Pool(nbytes, groups, tuple(layers), step, packed=True)
     return best and best[1]

@@ -61,7 +61,7 @@ def specs_of(model, policy):
 def configuration(length, in_flight, layout=None):
     blocks.pack_blocks()
     cache_config = CacheConfig(block_size=16)
-    cache_config.cache_dtype, cache_config.kv_cache_layout = "quantkv_policy", layout
+    cache_config.cache_dtype, cache_config.kv_cache_layout = "quantkv_int4", layout
     parallel = {f"{kind}_parallel_size": 1 for kind in ("decode_context", "prefill_context", "tensor", "pipeline")}
     return SimpleNamespace(
         cache_config=cache_config,
@@ -70,6 +70,7 @@ def configuration(length, in_flight, layout=None):
         attention_config=SimpleNamespace(hisparse_config=None),
         parallel_config=SimpleNamespace(**parallel),
         kv_transfer_config=None,
+        additional_config=None,
         speculative_config=None,
         num_prefill_lookahead_tokens=0,
         max_in_flight_tokens=in_flight,
@@ -158,9 +159,10 @@ def check_disjoint(made):
     sizes = [group.kv_cache_spec.block_size for group in made.kv_cache_groups]
     caches = allocate_kv_cache(made, torch.device("cpu"), KVCacheLayout.BLHNC, sizes)
     for group in made.kv_cache_groups:
+        (per_page,) = {spec.block_stride_alignment for spec in pages.iter_layer_specs(group.kv_cache_spec)}
         whole = torch.zeros(3 * size, dtype=torch.uint8)
         for name in group.layer_names:
-            found = caches[name] if caches[name].dtype == torch.int8 else blocks.kernel_pages(caches[name])
+            found = blocks.kernel_pages(caches[name], (per_page or 16) // 16)
             start, per_block = found.storage_offset(), found.shape[0] // 3
             marked = whole.as_strided(found.shape, found.stride(), start)
             assert marked.sum() == 0

@@ -26,13 +26,15 @@ from vllm.v1.worker.utils import customize_attention_spec
 from vllm.v1.worker.worker_base import WorkerBase
 
 from ...geometry import Kind
-from ...vllm_pages import RECORD_ALIGNMENT, Group, Pool, PooledLayer, packed_beside_states, page_tokens, pool_of
+from ...policy import Policy
+from ...vllm_pages import BLOCK_SIZES, RECORD_ALIGNMENT, Group, Pool, PooledLayer, packed_beside_states, pool_of
 from . import PREFIX, asked_type
+from .asked import policy_of
 
 logger = init_logger("vllm.quantkv")
 PACKED = KVCacheLayout.BLHNC
 BUILDERS = ("vllm.v1.core.kv_cache_planning.DefaultKVCacheConfigBuilder",)  # which `PackedBlocks` may stand for
-STEP = 64  # tokens: blocks beside states are multiples, so that their pages are large
+STEP = 16  # tokens: blocks beside states are multiples
 
 
 def is_packed(spec: Any) -> bool:
@@ -40,13 +42,17 @@ def is_packed(spec: Any) -> bool:
     return isinstance(spec.block_stride_alignment, int)
 
 
-def kernel_pages(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A layer's tensor `[B, H, N, C]` as pages that the kernels read, `[B * pages, H, N / pages, C]`."""
-    blocks, heads, size, width = kv_cache.shape
-    tokens = page_tokens(size)
-    if tokens == size:
+def largest_page(policy: Policy | None) -> int:
+    """Most tokens of a page that the kernels read of a packed block: few where pages have 16-bit copies, which are allocated before."""
+    return BLOCK_SIZES[-1 if policy is None or policy.full_precision is None else 0]
+
+
+def kernel_pages(kv_cache: torch.Tensor, pages: int) -> torch.Tensor:
+    """A layer's tensor `[B, H, N, C]` of blocks as pages that the kernels read, `[B * pages, H, N / pages, C]`."""
+    if pages == 1:
         return kv_cache
-    pages = size // tokens
+    blocks, heads, size, width = kv_cache.shape
+    tokens = size // pages
     strides = kv_cache.stride(0) // pages, tokens * width, width, 1
     return kv_cache.as_strided((blocks * pages, heads, tokens, width), strides, kv_cache.storage_offset() // pages)
 
@@ -54,12 +60,12 @@ def kernel_pages(kv_cache: torch.Tensor) -> torch.Tensor:
 class PagesOfBlocks:
     """Block tables of a group of layers as tables of the kernels' pages.
 
-    tokens: of a page. width: pages of a row of the block table. spec: of the group's layers. width: blocks of a row.
+    pages: of a block. tokens: of a page. width: pages of a row. spec: of the layers, as the pool was planned.
     """
 
     def __init__(self, spec: Any, config: Any, width: int, device: torch.device) -> None:
-        self.tokens = page_tokens(spec.block_size) if is_packed(spec) else spec.block_size
-        self.pages = spec.block_size // self.tokens
+        self.pages = spec.block_stride_alignment // RECORD_ALIGNMENT if is_packed(spec) else 1
+        self.tokens = spec.block_size // self.pages
         self.width = width * self.pages
         self._table: torch.Tensor | None = None
         if self.pages > 1:  # graphs read it where it is
@@ -98,9 +104,9 @@ def plan(config: Any, specs: dict[str, Any]) -> Pool | None:
     rows = [spec for spec, layer in zip(specs.values(), layers) if layer.kind is not None]
     if not rows:
         return None
-    size = min(spec.block_size for spec in rows)
+    size, page = min(spec.block_size for spec in rows), largest_page(policy_of(config))
     if len(rows) == len(layers):
-        found = pool_of(layers, size)
+        found = pool_of(layers, size, page)
         return found if found.packed else None
     kinds = {layer.kind for layer in layers if layer.kind is not None}
     states = [spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)]
@@ -109,7 +115,7 @@ def plan(config: Any, specs: dict[str, Any]) -> Pool | None:
     if len(kinds) > 1 or len({spec.unpadded_page_size_bytes // spec.block_size for spec in rows}) == 1:
         return None
     held = max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
-    return packed_beside_states(layers, held, STEP, size)
+    return packed_beside_states(layers, held, STEP, size, page)
 
 
 def _pooled(spec: Any) -> PooledLayer | None:
@@ -215,7 +221,7 @@ def _choose_beside_states(config: Any) -> None:
     states = [spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)]
     held = max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
     step = math.lcm(STEP, get_mamba_prefill_checkpoint_alignment(config) or 1) if cache.mamba_cache_mode == "align" else STEP
-    found = packed_beside_states(found.layers, held, step)
+    found = packed_beside_states(found.layers, held, step, None, largest_page(policy_of(config)))
     if found is None:
         return
     cache.block_size = found.groups[0].block_size

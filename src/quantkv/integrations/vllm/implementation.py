@@ -62,7 +62,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     """One layer's attention. How its rows are stored is known once the weights are loaded.
 
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
-    number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
+    pages_per_block: that the kernels read. number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
     seen: keys and values of its own rows in that pass, while it runs.
     measured: what that pass has measured of this rank's heads.
     """
@@ -71,6 +71,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     paged: PagedLayer | None = None
     owner: QuantKVImpl | None = None
     lends: bool = False  # whether other layers read its pages, and its rows
+    pages_per_block: int = 1
     number: int | None = None
     observer: Any = None
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -263,7 +264,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         return pages
 
     def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
-        pages = kernel_pages(kv_cache)
+        pages = kernel_pages(kv_cache, self.pages_per_block)
         return self.paged.wrap(pages, pages.shape[2])
 
     def cache_of(self, kv_cache: torch.Tensor) -> PagedCache | CacheWithCopies:

@@ -66,6 +66,7 @@ class QuantKVBuilder(AttentionMetadataBuilder[Metadata]):
         pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
         self.pages, self.table_width, self.layers, self._seen = pages, pages.width, list(named.values()), set()
         for layer in self.layers:
+            layer.impl.pages_per_block = pages.pages
             if device.type == "cuda":
                 layer.bind_kv_cache = partial(self._bind, layer)
             else:
