@@ -9,13 +9,14 @@ Layers of one kind keep their own pages: one group holds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .capacity import Capacity
+from .capacity import GATED_DELTA, Capacity
 from .geometry import Kind, Model
+from .spec import ITEM_BYTES
 
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens of a page that the plug-in reads
 IN_FLIGHT = 2 * 8192  # tokens that `vllm serve` schedules and has not settled: two steps of 8,192, its default on an H100 or H200
@@ -26,9 +27,16 @@ RECORD_ALIGNMENT = 16  # bytes
 MOST_GROUPS = 8  # of one kind: each has a block table, which takes time in every step
 LARGEST = 512  # tokens of a block, where vLLM has not chosen more
 PER_PAGE = 0.1  # likewise a page that the kernels read, for each token in it
+HELD = 2  # blocks of a sequence's states in each group, with prefix caching
 TYPICAL = 16384  # tokens of a sequence, by which blocks beside states are chosen
 # What a block table, a token between two prefixes that vLLM can share, and a token of a block are worth, as a share of the pool.
 PER_GROUP, PER_SHARED_TOKEN, PER_BLOCK_TOKEN = 1 / 1000, 1 / 200_000, 1 / 20_000
+
+# What a configuration calls heads, their size, groups, numbers of a state for each number of a head, and taps of the convolution.
+MAMBA_2 = {
+    "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    "granitemoehybrid": ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+}
 
 
 class PooledLayer(NamedTuple):
@@ -123,12 +131,12 @@ def page_tokens(block_size: int, largest: int = BLOCK_SIZES[-1]) -> int:
     return next(size for size in (64, 32, 16) if size <= largest and block_size % size == 0)
 
 
-def pool(model: Model, made: Capacity) -> Pool | None:
-    """The pool of a model's layers, on one rank; None where the plug-in does not serve pages of that size, or vLLM plans otherwise: for
-    latents and for states of recurrences."""
+def pool(model: Model, made: Capacity, ranks: int = 1) -> Pool | None:
+    """The pool of a model's layers, on one of `ranks` ranks; None where the plug-in does not serve pages of that size, or vLLM plans
+    otherwise: for latents, and for families whose states are not known here."""
     kinds = {layer.kind for layer in model.attention.values()}
     sizes = {layer.spec.block_size for layer in made.layers.values()}
-    if "latent" in kinds or any(layer.states for layer in model.layers) or not sizes <= set(BLOCK_SIZES):
+    if "latent" in kinds or not sizes <= set(BLOCK_SIZES):
         return None
     specs = [(layer.kind, layer.spec) for layer in made.layers.values()]
     if any(spec.page_bytes % spec.block_size for _, spec in specs):
@@ -137,7 +145,31 @@ def pool(model: Model, made: Capacity) -> Pool | None:
         PooledLayer(kind, spec.block_bytes // spec.block_size, (spec.num_kv_heads, spec.head_size, spec.head_size_v))
         for kind, spec in specs
     ]
-    return pool_of(layers, sizes.pop())
+    page = BLOCK_SIZES[0 if any(layer.full_precision_bytes for layer in made.layers.values()) else -1]
+    states = sum(layer.states for layer in model.layers)
+    if not states:
+        return pool_of(layers, sizes.pop(), page)
+    state = state_bytes(model, ranks)
+    if state is None or any(layer.states and layer.heads is not None for layer in model.layers):
+        return None
+    return pool_beside_states([*layers, *[PooledLayer(None, state)] * states], HELD, sizes.pop(), page)
+
+
+def state_bytes(model: Model, ranks: int = 1) -> int | None:
+    """Bytes of one layer's state as vLLM keeps it beside a model of 16 bits; None for families where it is not known."""
+    c: Mapping[str, Any] = model.fields
+    if model.model_type in GATED_DELTA:
+        keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], c["linear_num_value_heads"] * c["linear_value_head_dim"]
+        row, kernel, state = 2 * keys + values, c["linear_conv_kernel_dim"], values * c["linear_key_head_dim"]
+        item = ITEM_BYTES.get(c.get("mamba_ssm_dtype"), 2) if model.model_type != "qwen3_next" else 2
+    elif model.model_type in MAMBA_2:
+        heads, size, count, width, kernel = (c[name] for name in MAMBA_2[model.model_type])
+        count += 0 if count % ranks == 0 else ranks - count  # every rank has its heads' groups
+        row, state = heads * size + 2 * count * width, heads * size * width
+        item = ITEM_BYTES.get(c.get("mamba_ssm_cache_dtype", "float32"), 2) if model.model_type == "nemotron_h" else 2
+    else:
+        return None
+    return row // ranks * (kernel - 1) * 2 + state // ranks * item
 
 
 def pool_of(layers: Sequence[PooledLayer], block_size: int, page: int = BLOCK_SIZES[-1]) -> Pool:
@@ -210,6 +242,26 @@ def _block_sizes(widest: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
     for first in range(step, max(LARGEST, step) + 1, step):
         near = [first * widest[0] // width // step * step for width in widest[1:]]
         yield from product([first], *([size for size in (low, low + step) if step <= size <= max(LARGEST, step)] for low in near))
+
+
+def pool_beside_states(layers: Sequence[PooledLayer], held: int, block_size: int, page: int = BLOCK_SIZES[-1]) -> Pool | None:
+    """The pool of states and of layers with keys and values of one kind: as vLLM makes it where these have one size, else packed."""
+    rows = [number for number, layer in enumerate(layers) if layer.kind is not None]
+    states = [number for number, layer in enumerate(layers) if layer.kind is None]
+    if len({layers[n].kind for n in rows}) > 1:
+        return None
+    if len({layers[n].nbytes for n in rows}) > 1:
+        found = packed_beside_states(layers, held, block_size, None, page)
+        return found and packed_beside_states(layers, held, block_size, found.groups[0].block_size, page)
+    row = layers[rows[0]].nbytes
+    size = -(-max(layers[n].nbytes for n in states) // (row * block_size)) * block_size
+    least, most = sorted((len(rows), len(states)))
+    length = most if most < least * LESS_UNEVEN else least
+    groups = []
+    for numbers, kind in ((rows, layers[rows[0]].kind), (states, None)):
+        parts = -(-len(numbers) // length)
+        groups += [Group(tuple(numbers[i::parts]), kind, size, held if kind is None else 1) for i in range(parts)]
+    return Pool(length * size * row, tuple(groups), tuple(layers), block_size, padded=True)
 
 
 def packed_beside_states(

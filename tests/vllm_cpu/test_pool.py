@@ -1,10 +1,12 @@
 """Tokens that fit by `vllm_pages`, against the blocks that vLLM plans for layers of the plug-in's own specs; and where pages lie."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.config import CacheConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1 import kv_cache_interface as pages
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_capacity
@@ -18,7 +20,7 @@ from quantkv.integrations.vllm import blocks
 from quantkv.integrations.vllm.backend import backend_of
 from quantkv.known_models import config_of
 from quantkv.policy_file import PolicyFile
-from quantkv.vllm_pages import PooledLayer, packed_beside_states, pool, unified
+from quantkv.vllm_pages import pool, unified
 
 FREE = 8 << 30
 SMALL, LARGE = Heads(4, 256, 256), Heads(2, 512, 512)
@@ -62,6 +64,7 @@ def configuration(length, in_flight, layout=None):
     blocks.pack_blocks()
     cache_config = CacheConfig(block_size=16)
     cache_config.cache_dtype, cache_config.kv_cache_layout = "quantkv_int4", layout
+    cache_config.mamba_cache_mode = "align"
     parallel = {f"{kind}_parallel_size": 1 for kind in ("decode_context", "prefill_context", "tensor", "pipeline")}
     return SimpleNamespace(
         cache_config=cache_config,
@@ -105,7 +108,7 @@ def test_tokens_are_those_that_vllm_plans(name, stored):
 
 
 TUNED = ("levels2", "levels3", "levels4", "levels5", "levels6", "trellis2")
-SLIDING_INT4 = lambda model: {n: "int4" for n, layer in model.attention.items() if layer.kind == "sliding"}  # noqa: E731
+SLIDING_INT4 = lambda model: {n: "int4" for n, layer in model.attention.items() if layer.kind == "sliding"}
 TABLE = {  # model, policy by layer, most bytes over what the layers need of 32,768 tokens: vLLM alone, packed
     "gemma-3-4b, int4": ("gemma-3-4b", "int4", lambda model: {}, 1.03, 1.03),
     "gemma-3-4b, int4, one int8, one 16-bit": ("gemma-3-4b", "int4", lambda model: {0: "int8", 5: "none"}, 3.7, 1.01),
@@ -147,8 +150,74 @@ def test_no_two_pages_share_a_byte(case):
     """Each kernel page of a block lies within the block, and the pages of a group's layers share no byte. A state too."""
     name, default, layers, *_ = TABLE[case]
     model = Model("made", MODELS[name][:12], 8, None, {})
-    config, (made,) = plans(specs_of(model, PolicyFile(default, layers(model))))
+    _, (made,) = plans(specs_of(model, PolicyFile(default, layers(model))))
     check_disjoint(made)
+
+
+LINEAR, FULL = "linear_attention", "full_attention"
+COMMON = {"vocab_size": 1024, "intermediate_size": 1024, "hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 32}
+NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+HYBRIDS = {  # a configuration; shapes of its states, and bytes of a number of the recurrence, as vLLM has them on a GPU; layers at int8, 16
+    "nemotron-h-8b": (
+        {
+            **{"model_type": "nemotron_h", "num_hidden_layers": 52, "num_key_value_heads": 8, "head_dim": 128, "n_groups": 8},
+            **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4},
+            "layers_block_type": [{"M": LINEAR, "*": FULL, "-": "mlp"}[c] for c in NEMOTRON],
+        },
+        MambaStateShapeCalculator.mamba2_state_shape(1, 8192, 8, 128, 64, 128, 4),
+        torch.float32,
+        (7, 18),
+    ),
+    "granite-4-h-small": (
+        {
+            **{"model_type": "granitemoehybrid", "num_hidden_layers": 40, "num_key_value_heads": 8, "mamba_n_heads": 128},
+            **{"mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2},
+            "layer_types": [FULL if n % 10 == 5 else LINEAR for n in range(40)],
+        },
+        MambaStateShapeCalculator.mamba2_state_shape(1, 8192, 1, 128, 64, 128, 4),
+        torch.bfloat16,
+        (5, 15),
+    ),
+    "qwen3.5-27b": (
+        {
+            **{"model_type": "qwen3_5_text", "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256},
+            **{"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+            **{"linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32", "hidden_size": 5120},
+            "layer_types": [FULL if n % 4 == 3 else LINEAR for n in range(64)],
+        },
+        MambaStateShapeCalculator.gated_delta_net_state_shape(1, 16, 48, 128, 128, 4),
+        torch.float32,
+        (3, 7),
+    ),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids(name, mixed):
+    """States in groups of layers beside keys and values: with pages of one size as vLLM plans them, else packed."""
+    config, shapes, dtype, (eight, sixteen) = HYBRIDS[name]
+    model = geometry.read({**COMMON, **config})
+    policy = PolicyFile("int4", {eight: "int8", sixteen: "none"} if mixed else {})
+    made = pool(model, capacity(model, policy))
+    size, row = made.groups[0].block_size, made.layers[0].nbytes
+    state = sum(torch.empty(shape, dtype=d, device="meta").nbytes for shape, d in zip(shapes, (torch.bfloat16, dtype)))
+    assert made.packed == mixed and {layer.nbytes for layer in made.layers if layer.kind is None} == {state}
+    if not mixed:
+        assert size == -(-state // (16 * row)) * 16  # as vLLM's platform says
+    specs = {name: replace(spec, block_size=size) for name, spec in specs_of(model, policy).items()}
+    of_state = {"shapes": shapes, "dtypes": (torch.bfloat16, dtype), "mamba_cache_mode": "align", "block_size": size}
+    padded = None if mixed else size * row
+    specs |= {f"state.{n}": pages.MambaSpec(**of_state, page_size_padded=padded) for n, layer in enumerate(model.layers) if layer.states}
+    for length in (4096, 32768, 131072):
+        config, planned = plans(specs, length)
+        groups = planned[0].kv_cache_groups
+        assert tokens_of(config, planned) == pytest.approx(made.tokens(FREE, length), abs=1)
+        assert len(groups) == len(made.groups) and planned[0].kv_cache_tensors[0].size // planned[0].num_blocks == made.block_bytes
+    print(f"| {name}, {'int4, one int8, one 16-bit' if mixed else 'int4'} | {made.padding(32768) - 1:+.1%} | blocks of {size} tokens")
+    if mixed:
+        assert made.padding(131072) < 1.03
+        check_disjoint(planned[0])
 
 
 def check_disjoint(made):

@@ -62,7 +62,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     """One layer's attention. How its rows are stored is known once the weights are loaded.
 
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
-    pages_per_block: that the kernels read. number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
+    pages_per_block: pages that the kernels read.
+    number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
     seen: keys and values of its own rows in that pass, while it runs.
     measured: what that pass has measured of this rank's heads.
     """

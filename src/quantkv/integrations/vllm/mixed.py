@@ -52,18 +52,23 @@ def check_hybrid(config: Any, policy: Policy | None, head_size: int, dtype: torc
     else:
         named = ", ".join(f"{name} ({size} bytes a token and kv head)" for name, size in stored.items())
         given, do = f"policy with {named}", "give all attention layers one format, or formats of the same bytes"
-    reason = "this model keeps states of a recurrence (Mamba) beside keys and values, so pages of all layers need one size where vLLM plans blocks itself"
+    reason = "this model keeps states of a recurrence (Mamba) beside keys and values, so pages need one size where vLLM plans alone"
     raise NotImplementedError(f"quantkv: {given}: {reason}: {do}, or {PACKS}")
 
 
 def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> None:
     """Say, before weights are loaded, what a policy costs where vLLM pads the pages of some layers to those of others."""
-    if policy is None or config.cache_config.kv_cache_dtype_skip_layers or (model := _model(config)) is None:
+    if (
+        policy is None
+        or config.model_config.is_hybrid
+        or config.cache_config.kv_cache_dtype_skip_layers
+        or (model := _model(config)) is None
+    ):
         return
     try:
         stored = PolicyFile(policy.format, {layer: policy.of(layer, dtype).name for layer in range(len(model.layers))})
         ranks = config.parallel_config.tensor_parallel_size
-        found = pool(model, capacity(model, stored, ranks, config.cache_config.block_size))
+        found = pool(model, capacity(model, stored, ranks, config.cache_config.block_size), ranks)
     except (ValueError, NotImplementedError):  # what is wrong is said by whoever refuses it
         return
     asked = config.model_config.max_model_len, config.max_in_flight_tokens
