@@ -27,7 +27,7 @@ ALLOWED = {
     "parameters": {"geometry", "refusals", "whole_file"},
     "measured": set(),
     "capacity": {"full_precision", "format_table", "geometry", "names", "spec"},
-    "vllm_pages": {"capacity", "geometry"},
+    "vllm_pages": {"capacity", "geometry", "spec"},
     "packing": set(),
     "rounding": set(),
     "format": {"names", "spec", "packing", "formats", "rounding"},

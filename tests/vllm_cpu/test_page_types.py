@@ -29,15 +29,14 @@ def llama(tmp_path_factory):
 def seen(llama, tmp_path):
     """What connectors see of an engine's pages: the NIXL hash after each side of a connector is made, and the name of the type."""
 
-    def configured(kv_cache_dtype, block_size=16, group=None, **given):
+    def configured(kv_cache_dtype, block_size=16, aligned=None, names=("model.layers.0.self_attn.attn",), **given):
         arguments = {"kv_cache_dtype": kv_cache_dtype, "attention_backend": "CUSTOM", "dtype": "float32", **ARGUMENTS, **given}
         extra = {"shared_storage_path": str(tmp_path / "pages")}
         connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=extra)
         config = EngineArgs(llama, **arguments, kv_transfer_config=connector).create_engine_config()
-        spec = pages.FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.uint8)
-        tensors = pages.KVCacheConfig(
-            num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[pages.KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)]
-        )
+        sizes = {"block_size": block_size, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
+        spec = pages.FullAttentionSpec(**sizes, block_stride_alignment=aligned)
+        tensors = pages.KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[pages.KVCacheGroupSpec(list(names), spec)])
         found = []
         for role in KVConnectorRole:
             KVConnectorFactory.create_connector(config, role, tensors)
@@ -85,6 +84,18 @@ def test_sizes_of_blocks_and_layers_at_16_bits_are_part_of_the_hash(seen):
         seen("quantkv_int4", **more)[1] for more in ({}, {}, {"block_size": 32}, {"kv_cache_dtype_skip_layers": ["1"]})
     )
     assert plain == again and len({plain, larger, skipped}) == 3
+
+
+def test_where_pages_lie_in_a_packed_block_is_part_of_the_hash(seen):
+    one, two = (f"model.layers.{n}.self_attn.attn" for n in range(2))
+    made = (
+        {"block_size": 80},  # as vLLM plans it
+        {"block_size": 80, "aligned": 80},  # packed, in five pages of 16 tokens
+        {"block_size": 80, "aligned": 16},  # in one page
+        {"block_size": 80, "aligned": 80, "names": (one, two)},
+        {"block_size": 80, "aligned": 80, "names": (two, one)},
+    )
+    assert len({seen("quantkv_int4", **more)[1] for more in made}) == len(made)
 
 
 def test_a_type_of_vllms_own_keeps_its_name(seen):

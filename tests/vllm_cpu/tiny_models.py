@@ -29,6 +29,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("Qwen2", {"hidden_size": 256}),  # of its keys, which are large
     "window": ("Mistral", {"sliding_window": WINDOW}),
     "softcap": ("Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
+    "six_layers": (
+        "Gemma2",
+        {"num_hidden_layers": 6, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64},
+    ),
     "sinks": ("GptOss", {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "alibi": ("Bloom", {"n_layer": 2, "n_head": 2}),
     "scales": ("Llama", {}),  # of its keys and values, as llm-compressor leaves them in a checkpoint

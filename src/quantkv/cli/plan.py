@@ -168,7 +168,7 @@ def _row(model: Model, name: str, policy: PolicyFile, tp: int, page: int, tokens
     found = speed(gpu, name, sizes.pop()) if len(sizes) == 1 and policy.full_precision is None else None
     fits = (None, None) if free is None else (made.longest(free), made.sequences(free, tokens))
     row = Row(name, None, made.bits_per_element, made.bytes_per_token, made.sequence_bytes(tokens), *fits, found)
-    blocks = pool(model, made)
+    blocks = pool(model, made, tp)
     if blocks is None:
         return row
     held = None if free is None else blocks.tokens(free, tokens)
@@ -230,7 +230,7 @@ def _print(facts: dict[str, Any], rows: list[Row], layers: str, model: Model) ->
         if row.vllm_padding is not None and row.vllm_padding > WORTH_SAYING:
             fits = "" if row.vllm_tokens is None else f"; {row.vllm_tokens:,} tokens fit"
             taken = f"{_size(row.vllm_sequence_bytes)} for a sequence of {tokens:,}, {row.vllm_padding:.2f}x of what its formats need{fits}"
-            say(f"{row.name}: vLLM pads the pages of all layers of this model to the largest: {taken}")
+            say(f"{row.name}: vLLM's blocks have one size for all layers of this model: {taken}")
     measured = gpus().get(facts["gpu"])
     if measured is None:
         say(f"decode: nothing was measured on {facts['gpu']!r}; recorded: {', '.join(gpus())}")

@@ -79,6 +79,7 @@ def register() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from .blocks import pack_blocks
     from .connectors import name_page_types
     from .platform import take_custom
 
@@ -89,3 +90,4 @@ def register() -> None:
         make_known(name)
     name_page_types()
     take_custom()
+    pack_blocks()

@@ -17,6 +17,7 @@ from ...formats import get_format
 from ...policy_file import PRESETS
 from ...spec import CacheSpec
 from . import POLICY, PREFIX, asked_type
+from .blocks import is_packed
 
 UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
 BLOCK_SIZES = list(vllm_pages.BLOCK_SIZES)  # of those that the Hopper kernels read
@@ -74,8 +75,8 @@ class QuantKVBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        """Tokens of a block: multiples of 16."""
-        return BLOCK_SIZES
+        """Tokens of a block: those of a page that the kernels read. A packed block stays whole: `blocks.kernel_pages` cuts it."""
+        return [kv_cache_spec.block_size] if kv_cache_spec is not None and is_packed(kv_cache_spec) else BLOCK_SIZES
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype) -> bool:

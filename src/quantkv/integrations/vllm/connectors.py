@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from . import DIGEST_MARK, PREFIX, asked_type, make_known
 from .asked import policy_of
 from .backend import UNQUANTIZED, format_of
+from .blocks import is_packed
 
 DIGITS = 16  # of the digest
 BY_HEAD_SIZE = ("LMCacheConnectorV1",)  # connectors that work out the bytes of a token from the head size
@@ -32,23 +34,31 @@ def name_page_types() -> None:
     def create_connector(cls, config, role, kv_cache_config):
         asked = asked_type(config.cache_config.cache_dtype)
         if asked.startswith(PREFIX):
-            sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-            config.cache_config.cache_dtype = asked + DIGEST_MARK + page_digest(config, sizes)
+            config.cache_config.cache_dtype = (
+                asked + DIGEST_MARK + page_digest(config, [_block(g) for g in kv_cache_config.kv_cache_groups])
+            )
             make_known(config.cache_config.cache_dtype)
         return own(cls, config, role, kv_cache_config)
 
     KVConnectorFactory.create_connector = classmethod(create_connector)
 
 
-def page_digest(config: Any, block_sizes: Sequence[int]) -> str:
-    """Hash of what the bytes of a model's blocks mean: formats and maps by layer, layers left at 16 bits, tokens of a block by group."""
+def _block(group: Any) -> Any:
+    """What a block of a group of layers holds: tokens, and where it is packed, whose pages and how many of each."""
+    spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+    return [spec.block_size, spec.block_stride_alignment, list(group.layer_names)] if is_packed(spec) else spec.block_size
+
+
+def page_digest(config: Any, blocks: Sequence[Any]) -> str:
+    """Hash of what the bytes of a model's blocks mean: formats and maps by layer, layers left at 16 bits, and what a block of each group
+    holds."""
     policy, dtype = policy_of(config), config.model_config.dtype
     if policy is None:
         stored = format_of(config.cache_config.cache_dtype, dtype).name
     else:
         stored = policy.fingerprint(config.model_config.get_total_num_hidden_layers(), dtype)
     skipped = sorted(config.cache_config.kv_cache_dtype_skip_layers)
-    text = json.dumps([stored, skipped, list(block_sizes)])
+    text = json.dumps([stored, skipped, list(blocks)])
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 

@@ -35,6 +35,7 @@ from ...policy import Policy
 from . import PREFIX, calls
 from .asked import check_weights, policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
+from .blocks import kernel_pages
 from .connectors import check_connectors
 from .metadata import Metadata
 from .mixed import check_hybrid, warn_of_padding
@@ -69,6 +70,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     """One layer's attention. How its rows are stored is known once the weights are loaded.
 
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
+    pages_per_block: pages that the kernels read.
     number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
     seen: keys and values of its own rows in that pass, while it runs.
     measured: what that pass has measured of this rank's heads.
@@ -78,6 +80,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     paged: PagedLayer | None = None
     owner: QuantKVImpl | None = None
     lends: bool = False  # whether other layers read its pages, and its rows
+    pages_per_block: int = 1
     number: int | None = None
     observer: Any = None
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -295,6 +298,10 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             self._per_layer = self.attention.tensors(kv_cache.device)
             self.paged.owner = self.owner and self.owner.paged
         return pages
+
+    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
+        pages = kernel_pages(kv_cache, self.pages_per_block)
+        return self.paged.wrap(pages, pages.shape[2])
 
     def cache_of(self, kv_cache: torch.Tensor) -> PagedCache | CacheWithCopies:
         """The same with the 16-bit copies in front of them."""

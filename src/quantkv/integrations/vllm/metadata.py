@@ -18,6 +18,7 @@ from ...engine.exact_group import ExactGroup
 from ...engine.forward_metadata import ForwardMetadata
 from ...engine.warm_up import summary
 from . import served
+from .blocks import PagesOfBlocks
 
 logger = init_logger("vllm.quantkv")
 
@@ -51,15 +52,16 @@ def exact_group(layers: list[Any], config: Any, device: torch.device) -> ExactGr
 class TellsWhoServes:
     """The part of a builder that has what its layers need compiled, and tells the log who serves them. `self.tell` begins it."""
 
-    def tell(self, vllm_config: Any, layer_names: list[str], table_width: int | None) -> None:
-        """Now, or when vLLM gives the layers their pages, on a GPU. table_width: pages of a row of the block table."""
+    def tell(self, vllm_config: Any, layer_names: list[str], table_width: int | None, tokens: int) -> None:
+        """Now, or when vLLM gives the layers their pages, on a GPU. table_width: pages of a row of the block table. tokens: of
+        a page that the kernels read."""
         named = vllm_config.compilation_config.static_forward_context
         self.table_width, self.layers = table_width, [named[name] for name in layer_names]
         for layer in self.layers:
             if self.device.type == "cuda":
                 layer.bind_kv_cache = partial(self._bind, layer)
             else:
-                self._tell(layer.impl, (), lambda impl: impl.who_serves(self.device, self.kv_cache_spec.block_size, *self._steps))
+                self._tell(layer.impl, (), lambda impl: impl.who_serves(self.device, tokens, *self._steps))
 
     @property
     def _steps(self) -> tuple[int, int]:
@@ -103,7 +105,10 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
         if kept := list(exact_layers(named).values()):
             self.full_precision, self.last = exact_group(kept, vllm_config, device), kept[-1]
-        self.tell(vllm_config, layer_names, block_table_width)
+        self.pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
+        for layer in named.values():
+            layer.impl.pages_per_block = self.pages.pages
+        self.tell(vllm_config, layer_names, self.pages.width, self.pages.tokens)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
@@ -159,7 +164,7 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
 
     def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Metadata:
         """Of what vLLM says in `m`, what concerns the sequences of `batch`."""
-        tensors = m.block_table_tensor[: batch.num_seqs], m.slot_mapping, m.positions
+        tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
         metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
         if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
             self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)

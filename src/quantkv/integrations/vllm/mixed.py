@@ -13,9 +13,11 @@ from ...capacity import capacity
 from ...geometry import Model
 from ...policy import Policy
 from ...policy_file import PolicyFile
-from ...vllm_pages import WORTH_SAYING, pool
+from ...vllm_pages import WORTH_SAYING, pool, unified
+from .blocks import can_pack
 
 logger = init_logger("vllm.quantkv")
+PACKS = "leave VLLM_KV_CACHE_LAYOUT unset or BLHNC, without a connector that needs another, without pipeline or context parallelism"
 
 
 def _model(config: Any) -> Model | None:
@@ -27,9 +29,9 @@ def _model(config: Any) -> Model | None:
 
 
 def check_hybrid(config: Any, policy: Policy | None, nbytes: Callable[[str], int]) -> None:
-    """Refuse pages of several sizes beside the states of a recurrence, before weights are loaded: vLLM would pad pages that it has to
-    cut. nbytes: of a token of one kv head, by the name of a format. NotImplementedError naming the layers."""
-    if not config.model_config.is_hybrid:
+    """Refuse pages of several sizes beside the states of a recurrence where blocks cannot be packed, before weights are loaded: vLLM
+    would pad pages that it has to cut. nbytes: of a token of one kv head, by the name of a format. NotImplementedError naming the layers."""
+    if not config.model_config.is_hybrid or can_pack(config):
         return
 
     asked, skipped = config.cache_config.cache_dtype, config.cache_config.kv_cache_dtype_skip_layers
@@ -47,27 +49,35 @@ def check_hybrid(config: Any, policy: Policy | None, nbytes: Callable[[str], int
     else:
         named = ", ".join(f"{name} ({size} bytes a token and kv head)" for name, size in stored.items())
         given, do = f"policy with {named}", "give all attention layers one format, or formats of the same bytes"
-    reason = "this model keeps states of a recurrence (Mamba) beside keys and values, so pages of all layers need one size"
-    raise NotImplementedError(f"quantkv: {given}: {reason}: {do}")
+    reason = "this model keeps states of a recurrence (Mamba) beside keys and values, so pages need one size where vLLM plans alone"
+    raise NotImplementedError(f"quantkv: {given}: {reason}: {do}, or {PACKS}")
 
 
 def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> None:
     """Say, before weights are loaded, what a policy costs where vLLM pads the pages of some layers to those of others."""
-    if policy is None or config.cache_config.kv_cache_dtype_skip_layers or (model := _model(config)) is None:
+    if (
+        policy is None
+        or config.model_config.is_hybrid
+        or config.cache_config.kv_cache_dtype_skip_layers
+        or (model := _model(config)) is None
+    ):
         return
     try:
         stored = PolicyFile(policy.format, {layer: policy.of(layer, dtype).name for layer in range(len(model.layers))})
         ranks = config.parallel_config.tensor_parallel_size
-        found = pool(model, capacity(model, stored, ranks, config.cache_config.block_size))
+        found = pool(model, capacity(model, stored, ranks, config.cache_config.block_size), ranks)
     except (ValueError, NotImplementedError):  # what is wrong is said by whoever refuses it
         return
     asked = config.model_config.max_model_len, config.max_in_flight_tokens
+    if found is not None and not can_pack(config):
+        found = unified(found.layers, found.block_size)
     if found is not None and found.padding(*asked) > WORTH_SAYING:
         logger.warning(
-            "quantkv: vLLM pads the pages of all layers of this model to the largest: with this policy %s tokens take %s bytes, %.2fx of "
-            "the %s that its layers' formats need. Formats of the same bytes a token waste nothing; `quantkv plan` counts the same",
+            "quantkv: vLLM's pages of this model have one size: with this policy %s tokens take %s bytes, %.2fx of the %s that its layers' "
+            "formats need. To lose less, %s",
             f"{asked[0]:,}",
             f"{found.sequence_bytes(*asked):,}",
             found.padding(*asked),
             f"{found.unpadded_bytes(*asked):,}",
+            PACKS,
         )

@@ -35,7 +35,7 @@ class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetada
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=LatentMetadata)
-        self.tell(vllm_config, layer_names, block_table_width)
+        self.tell(vllm_config, layer_names, block_table_width, kv_cache_spec.block_size)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
