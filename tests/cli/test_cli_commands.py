@@ -35,16 +35,20 @@ def test_eval_writes_table_json_and_plot(run, noisy, model_dir, text_file, tmp_p
         files[1],
     )
     assert code == 0, err
-    assert all(word in out for word in ("int4", "int8", "fp32", "exact", "256 tokens in contexts of 64", model_dir.name))
+    assert all(word in out for word in ("int4", "int8", "fp32", "exact", "64 tokens decoded behind prompts of 48 in contexts of 64"))
+    assert model_dir.name in out and "through the cache" in out and "prompt:" in out
     values = json.loads(files[0].read_text())
     assert set(values) == {"schema", "runs", "tuned", "versions"} and values["tuned"] == []
     (run,) = values["runs"]
-    assert (run["complete"], run["context"], run["tokens"], run["text"]) == (True, 64, 256, "text.txt")
+    assert (run["complete"], run["context"], run["tokens"], run["text"]) == (True, 64, 64, "text.txt")
+    assert (run["read"], run["prompt"], run["prompt_tokens"], run["contexts"]) == ("through the cache", 48, 192, 4)
     assert [f["format"] for f in run["formats"]] == ["fp32", "int8", "int4"]  # largest first
     exact, int8, int4 = run["formats"]
     assert abs(exact["kl"]) < 1e-6 and exact["same_top1"] == 100
     assert exact["perplexity"] == pytest.approx(run["reference"]["perplexity"], rel=1e-5)
     assert exact["kl"] < int8["kl"] < int4["kl"]
+    assert exact["prompt"].keys() <= exact.keys() and 0 < int8["prompt"]["kl"] < int4["prompt"]["kl"]  # this cache is noisy at once
+    assert exact["prompt"]["perplexity"] == pytest.approx(run["reference"]["prompt"]["perplexity"], rel=1e-5)
     spec = quantkv.get_format("int8").cache_spec(1, 64)
     assert int8["bytes_per_token"] == 2 * spec.bytes_per_token and int8["bytes_per_head"] == spec.bytes_per_token
     assert len(int8["kl_of_contexts"]) == 4 and int8["kl"] == pytest.approx(sum(int8["kl_of_contexts"]) / 4)
@@ -57,7 +61,44 @@ def test_eval_prints_json(run, noisy, model_dir, text_file):
     args = ("--model", model_dir, "--text", text_file, "--kv", "int4", "--context", 64, "--tokens", 256)
     code, out, err = run("eval", "--json", *args)
     assert code == 0 and json.loads(out)["runs"][0]["formats"][0]["format"] == "int4"
-    assert "256 tokens in contexts of 64" in err and "figures:" not in err
+    assert "64 tokens decoded behind prompts of 48 in contexts of 64" in err and "figures:" not in err
+
+
+def test_quick_is_teacher_forced_and_says_so(run, model_dir, text_file):
+    args = ("--model", model_dir, "--text", text_file, "--kv", "int2,4bit", "--context", 128, "--tokens", 256, "--quick")
+    code, out, err = run("eval", "--json", *args)
+    assert code == 0, err
+    (told,) = json.loads(out)["runs"]
+    assert (told["read"], told["tokens"], told["prompt"], told["prompt_tokens"]) == ("teacher-forced", 256, 0, 0)
+    assert "teacher-forced" in err and "prompt:" not in err and not any("prompt" in row for row in told["formats"])
+
+
+def test_the_default_is_presets_through_the_cache(run, model_dir, text_file):
+    """A prompt in one pass loses nothing; in chunks it does, and the last chunk is shown."""
+    args = ("--model", model_dir, "--text", text_file, "--context", 128, "--tokens", 256, "--decode", 4)
+    code, out, err = run("eval", "--json", *args)
+    assert code == 0, err
+    (whole,) = json.loads(out)["runs"]
+    rows = {row["format"]: row for row in whole["formats"]}
+    assert set(rows) == {"int4", "8bit", "4bit", "3bit", "2bit"} and whole["tokens"] == 8 and whole["prompt_tokens"] == 248
+    assert all(abs(row["prompt"]["kl"]) < 1e-6 for row in rows.values())  # both passes are of float32
+    assert 0 < rows["8bit"]["kl"] < rows["4bit"]["kl"] < rows["3bit"]["kl"] < rows["2bit"]["kl"]
+    code, out, err = run("eval", "--json", "--kv", "int2", "--chunk", 50, *args)
+    assert code == 0, err
+    (cut,) = json.loads(out)["runs"]
+    assert cut["prompt_tokens"] == 2 * 24 and cut["formats"][0]["prompt"]["kl"] > 1e-3
+    assert cut["read"] == "through the cache, 50 tokens of a prompt a pass"
+
+
+def test_contexts_side_by_side_say_what_each_says_alone(model_dir, text_file):
+    loaded = models.load(str(model_dir))
+    contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 64, 192)
+    read, policy = readers.ThroughCache(), {"4bit": Policy.given("4bit")}
+    of = lambda made: eval_module.evaluate(loaded.model, made, policy, read=read).policies[0].scores
+    together, alone = of([trials.TextTrial(contexts, 0, 20)]), of([trials.TextTrial(ids, 0, 20) for ids in contexts])
+    # A rounding of float32 may give a row another code, which costs what a code does: a few of 60 predictions of 1e-2.
+    assert together.comparison.kl_of_contexts == pytest.approx(alone.comparison.kl_of_contexts, rel=1e-2)
+    assert together.comparison.predictions == 60 and together.prompt.predictions == 132
 
 
 def evaluated(loaded, contexts, name, read=None):
@@ -172,6 +213,9 @@ def test_streamer_holds_back_half_a_character(model_dir):
         (["eval", "--json", "no/such/dir/x.json"], ["--json", "no such directory"]),
         (["eval", "--tokens", "10", "--context", "100"], ["--tokens", "--context 100"]),
         (["eval", "--context", "1"], ["--context"]),
+        (["eval", "--context", "64", "--tokens", "256", "--decode", "64"], ["--decode 64", "64 tokens of a context"]),
+        (["eval", "--quick", "--decode", "8"], ["--decode", "--quick"]),
+        (["eval", "--quick", "--chunk", "8"], ["--chunk", "--quick"]),
         (["eval", "--context", "100", "--tokens", "255"], ["--tokens 255", "256"]),
         (["eval", "--tests", "kl,recall"], ["--tests", "recall", "codes"]),
         (["eval", "--tests", "copy", "--lengths", "12"], ["--lengths 12", "64"]),

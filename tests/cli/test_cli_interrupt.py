@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 
 from quantkv.bench import timing
-from quantkv.cli import common, readers
+from quantkv.cli import common, eval_command, readers
 from quantkv.cli import eval as eval_module
 
 evaluated = eval_module.evaluate
@@ -45,6 +45,7 @@ app(sys.argv[1:])
 def evaluate(run, noisy, model_dir, text_file, tmp_path, monkeypatch):
     """Run an evaluation in contexts of 256 tokens: (exit code, stdout, stderr, figures)."""
     text_file.write_text(TEXT)
+    monkeypatch.setattr(eval_command, "LOGITS_AT_ONCE", 1)  # one context after the other
 
     def evaluate(tokens, interrupted_pass=None, *more):
         cache, count = noisy, itertools.count()
@@ -81,7 +82,7 @@ def test_whole_contexts_are_kept(evaluate, interrupted_pass):
     assert code == 0
     code, out, err, figures = evaluate(768, interrupted_pass)
     assert code == 130 and err.splitlines()[-1] == "interrupted: the figures are over 1 of 3 contexts, of 3 of 3 formats"
-    assert "256 tokens in contexts of 256" in out and all(name in out for name in FORMATS.split(","))
+    assert "64 tokens decoded behind prompts of 192 in contexts of 256" in out and all(name in out for name in FORMATS.split(","))
     assert figures.pop("complete") is False and first.pop("complete") is True
     assert without_times(figures) == without_times(first)
 

@@ -109,6 +109,11 @@ def test_greedy_agreement_is_that_of_two_generations(model_dir):
         index = leaves_at(own, exact)
         expected.append(24 if index is None else index)
     assert result.policies[0].scores.agreed == expected and result.exact.scores.agreed == [24] * 3
+    greedy_of = evaluation.found(result.policies[0].scores)["greedy"]
+    assert (greedy_of["identical"], greedy_of["of"], greedy_of["continuations"]) == (sum(n == 24 for n in expected), 24, 3)
+    side_by_side = torch.stack([prompt[:40], prompt[5:45]])
+    result = evaluation.evaluate(loaded.model, [trials.Greedy(side_by_side, 25)], policy, read=readers.ThroughCache())
+    assert len(result.policies[0].scores.agreed) == 2 and result.policies[0].scores.agreed[0] == expected[1]
 
 
 def test_standard_errors():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from quantkv import under_way
-from quantkv.cli import costs, generate, models, options, text, trials, waiting
+from quantkv.cli import costs, generate, models, options, readers, text, trials, waiting
 from quantkv.cli import eval as evaluation
 from quantkv.cli.waiting import EVERY, Estimate, Step, Work
 from quantkv.implementations.cpu import compiling
@@ -155,9 +155,34 @@ def test_the_steps_of_an_evaluation_are_those_that_it_takes(loaded, text_file):
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 100, 200)
     made, seen = [trials.TextTrial(contexts[0]), trials.Greedy(contexts[1][:-8], 9)], []
     evaluation.evaluate(loaded.model, made, POLICIES, on_step=lambda name, step: seen.append((step, name)))
-    steps = costs.steps_of(made, POLICIES)
-    assert [cost for _, cost in steps] == [100] * 3 + [92] * 3
+    steps = costs.steps_of(made, POLICIES, readers.TeacherForced())
+    assert [cost for _, cost in steps] == [100] * 3 + [92, 100, 100]
     assert seen == [*enumerate(kind.partition(",")[0] for kind, _ in steps), (len(steps), "")]
+
+
+def test_through_the_cache_every_pass_is_a_step(loaded, text_file):
+    contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 100, 200)
+    made, seen, read = [trials.TextTrial(contexts, 0, 3), trials.Greedy(contexts[:1, :-8], 4)], [], readers.ThroughCache(60)
+    evaluation.evaluate(loaded.model, made, POLICIES, read=read, on_step=lambda name, step: seen.append((step, name)))
+    steps = costs.steps_of(made, POLICIES, read)
+    one = [60 * 2, 37 * 2, 1, 1, 1]  # two contexts side by side: two passes of their prompts, then a token of each
+    assert [cost for _, cost in steps] == [200, *one, *one, 92, *[60, 32, 1, 1, 1] * 2]
+    assert [kind for kind, _ in steps][:6] == ["exact", "int4", "int4", *["int4, decoding"] * 3]
+    assert seen == [*enumerate(kind.partition(",")[0] for kind, _ in steps), (len(steps), "")]
+
+
+def test_what_decoding_takes_is_tried_by_real_passes(loaded, monkeypatch):
+    """By a clock that passes advance: 64 tokens in 8 s, or 2 s without a cache, and 3 s for each token after them."""
+    clock, forward = Clock(), loaded.model.forward
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=clock))
+
+    def passed(ids, **options):
+        clock.now += (2.0 if options.get("past_key_values") is None else 8.0) if ids.shape[1] > 1 else 3.0
+        return forward(ids, **options)
+
+    monkeypatch.setattr(loaded.model, "forward", passed)
+    found = costs.beyond(loaded.model, POLICIES, readers.ThroughCache())
+    assert found == {costs.CONTINUED: 0.0, **{k: v for name in POLICIES for k, v in ((name, 6 / 64), (f"{name}, decoding", 3.0))}}
 
 
 def test_the_steps_of_tuning_are_gradients_and_layers(loaded, text_file):
@@ -180,7 +205,7 @@ def test_what_formats_take_is_tried_on_a_few_rows(loaded, monkeypatch):
         clock.now += {"int4": 0.125, "int8": 0.25, "trellis2": 64.0}[tried[-1]]
 
     monkeypatch.setattr(FakeQuantizedCache, "rows", rows)
-    found = costs.beyond(loaded.model, POLICIES)
+    found = costs.beyond(loaded.model, POLICIES, readers.TeacherForced())
     assert found == {costs.CONTINUED: 0.0, "int4": 2 * 0.125 / 64, "mixed": (0.25 + 64) / 64}
     assert tried == ["int4", "int4", "int8", "int8", "trellis2", "trellis2"]  # each once to make tables, and once by the clock
 

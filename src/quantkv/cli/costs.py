@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .eval import EXACT
+from .readers import ThroughCache, last_logits
 from .trials import Greedy, Trial
 from .waiting import Step
 
@@ -16,19 +17,63 @@ if TYPE_CHECKING:
     from ..geometry import Heads
     from ..integrations.transformers.teacher_forced import FakeQuantizedCache
     from ..policy import Policy
+    from .readers import Reader
 
 TOKENS = 64  # that each format is tried with
+DECODED = 2  # passes of one token that a trial through the cache times
 CONTINUED = f"{EXACT}, continued"
 
 
-def steps_of(trials: Iterable[Trial], policies: Iterable[str]) -> list[Step]:
-    """The steps of `evaluate` over these, in its order; a unit of cost is a token."""
-    return [Step(name, len(trial.ids)) for trial in trials for name in (CONTINUED if isinstance(trial, Greedy) else EXACT, *policies)]
+def steps_of(trials: Iterable[Trial], policies: Iterable[str], read: Reader) -> list[Step]:
+    """The steps of `evaluate` over these, in its order; a unit of cost is a token, or one pass of a token each."""
+    steps = []
+    for trial in trials:
+        greedy = isinstance(trial, Greedy)
+        tokens = trial.ids.shape[-1] + (trial.keep - 1 if greedy else 0)
+        steps.append(Step(CONTINUED if greedy else EXACT, trial.ids.numel()))
+        for name in policies:
+            sizes = read.passes(tokens, trial.prompt)
+            steps += [Step(name, size * trial.sequences) if size > 1 else Step(decoding(name)) for size in sizes]
+    return steps
+
+
+def decoding(name: str) -> str:
+    """The kind of a policy's passes of one token."""
+    return f"{name}, decoding"
 
 
 @torch.inference_mode()
-def beyond(model: Any, policies: Mapping[str, Policy]) -> dict[str, float]:
-    """Seconds for a token that a pass takes longer with each policy: storing and reading rows back in every layer, tried on a few."""
+def beyond(model: Any, policies: Mapping[str, Policy], read: Reader) -> dict[str, float]:
+    """Seconds for a token that a pass takes longer with each policy than without a cache, and seconds of a pass of one token, tried on a
+    few."""
+    return _through(model, policies, read) if isinstance(read, ThroughCache) else _forced(model, policies)
+
+
+def _through(model: Any, policies: Mapping[str, Policy], read: ThroughCache) -> dict[str, float]:
+    """By real passes over some tokens."""
+    ids = torch.arange(TOKENS + 1 + DECODED, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
+    found, begun = {CONTINUED: 0.0}, time.perf_counter()
+    last_logits(model, ids[:, :TOKENS], 1, use_cache=False)
+    plain = time.perf_counter() - begun
+    times: list[float] = []
+    for name, policy in policies.items():
+        for _ in range(2):  # the first makes tables, and measures the model
+            times.clear()
+            read(model, ids, policy, TOKENS, 1, lambda: times.append(_now(ids)))
+        first = times[-1 - DECODED]  # the first pass of one token begins
+        found[name] = max(first - times[0] - plain, 0.0) / TOKENS
+        found[decoding(name)] = (times[-1] - first) / DECODED
+    return found
+
+
+def _now(ids: torch.Tensor) -> float:
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+    return time.perf_counter()
+
+
+def _forced(model: Any, policies: Mapping[str, Policy]) -> dict[str, float]:
+    """By storing and reading rows back in every layer."""
     from ..integrations.transformers.config import geometry_of
     from ..integrations.transformers.teacher_forced import FakeQuantizedCache
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..policy_file import PRESETS
 from . import completion, options, output, policies
 from .common import print_table
 from .interrupt import Interrupted
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from .trials import Trial
 
 CONTINUED = 64  # tokens of a greedy continuation
+DECODED = 256  # tokens of a context that are decoded, where nothing else is said
+DEFAULT_KV = "int4,8bit,4bit,3bit,2bit"
+BATCH = 8  # prompts that are continued side by side
+LOGITS_AT_ONCE = 1 << 28  # of the exact cache, which are held: so many contexts are decoded side by side
 
 
 def add_to(commands: typer.Typer) -> None:
@@ -47,9 +52,10 @@ def eval_command(
         typer.Option(
             "--kv",
             metavar="A,B,FILE.json",
-            show_default="all",
+            show_default=DEFAULT_KV,
             autocompletion=completion.caches,
-            help=f"Caches: {options.KV_HELP} Or policies of tune. May be given several times.",
+            help=f"Caches: presets ({', '.join(PRESETS)}); {options.KV_HELP} Or policies of tune. all: every format. May be given several "
+            "times.",
         ),
     ] = None,
     calibration: CalibrationFile = None,
@@ -70,19 +76,41 @@ def eval_command(
     depths: Annotated[
         str, typer.Option("--depths", metavar="A,B,...", help="Of copy: where passages stand, from 0 (first) to 1.")
     ] = "0,0.25,0.5,0.75,1",
-    through_cache: Annotated[
-        bool, typer.Option("--through-cache", help="Read a QuantizedCache, as a model does, instead of teacher forcing in one pass.")
-    ] = False,
-    chunk: Annotated[
-        int | None, typer.Option("--chunk", min=1, show_default="the whole context", help="Tokens of one forward pass through the cache.")
+    decode: Annotated[
+        int | None,
+        typer.Option(
+            "--decode",
+            min=1,
+            show_default=f"a quarter of the context, at most {DECODED}",
+            help="Tokens of each context that are read one at a time, behind a prompt of the others.",
+        ),
     ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            "--chunk",
+            min=1,
+            show_default="the whole prompt",
+            help="Tokens of a prompt that one forward pass reads; its loss is then that of the last pass.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Teacher-forced, without a cache: one pass in which every token sees what decoding would. Prompts are not tried.",
+        ),
+    ] = False,
     json_file: Json = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png|svg", help="Plot loss against bytes.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report: tables and plots in one file.")] = None,
     device: Device = None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Measure what each format or policy costs: how its predictions of a text differ from those of the exact cache."""
+    """Measure what each preset, format or policy costs: how its predictions of a text differ from those of the exact cache.
+
+    Through the cache, as a user fills it: a prompt, then one token at a time.
+    """
     from ..calibration import MIN_TOKENS
     from . import html, report
 
@@ -95,8 +123,10 @@ def eval_command(
         raise ValueError(f"--tokens {tokens}: at least one context is needed (--context {context})")
     if tokens < MIN_TOKENS:
         raise ValueError(f"--tokens {tokens}: at least {MIN_TOKENS} are needed for figures that say anything")
-    plan = EvalPlan(tests, context, tokens, lengths, passage, depths)
-    chosen = policies.policies_of(",".join(kv or ["all"]), calibration, full_precision)
+    if quick and (decode, chunk) != (None, None):
+        raise ValueError(f"{'--chunk' if decode is None else '--decode'}: --quick fills no cache; leave it out")
+    plan = EvalPlan(tests, context, tokens, lengths, passage, depths, 0 if quick else decode, chunk)
+    chosen = policies.policies_of(",".join(kv or [DEFAULT_KV]), calibration, full_precision)
     strict = kv not in (None, ["all"])
     console = options.stderr()
     from . import text as texts
@@ -106,7 +136,7 @@ def eval_command(
     prepared = [_prepare(one, plan, chosen, strict, loaded_texts, console) for one in found]
     from .readers import TeacherForced, ThroughCache
 
-    read = ThroughCache(chunk) if through_cache or chunk else TeacherForced()
+    read = TeacherForced() if quick else ThroughCache(chunk)
     runs: list[dict[str, Any]] = []
     with output.tables(json_file):
         for one, (usable, trials) in zip(found, prepared):
@@ -133,21 +163,28 @@ def eval_command(
 class EvalPlan:
     """What is tried, by the command's options. ValueError for those that make no sense, before anything is loaded."""
 
-    def __init__(self, tests: str, context: int, tokens: int, lengths: str, passage: int, depths: str) -> None:
+    def __init__(
+        self, tests: str, context: int, tokens: int, lengths: str, passage: int, depths: str, decode: int | None, chunk: int | None
+    ) -> None:
         from .trials import TESTS
 
         self.tests = [name.strip() for name in tests.split(",") if name.strip()]
         if not self.tests or not set(self.tests) <= set(TESTS):
             raise ValueError(f"--tests {tests}: allowed: {', '.join(TESTS)}")
         self.context, self.tokens, self.passage = context, tokens, passage
+        self.decoded = min(DECODED, -(-context // 4)) if decode is None else decode  # 0: all, in one pass
+        if self.decoded >= context:
+            raise ValueError(f"--decode {decode}: fewer than the {context} tokens of a context are needed, whose others are the prompt")
+        prompt = context - self.decoded
+        self.scored = self.decoded and self.decoded + (prompt if chunk is None else (prompt - 1) % chunk + 1)
         retrieval = {"copy", "codes"} & set(self.tests)
         self.lengths = [int(_number("--lengths", word, 64, 1 << 30)) for word in lengths.split(",")] if retrieval else [context]
         self.depths = [_number("--depths", word, 0, 1) for word in depths.split(",")]
         if "greedy" in self.tests and context < 2 * CONTINUED:
             raise ValueError(f"--context {context}: of {2 * CONTINUED} tokens or more for --tests greedy, which continues {CONTINUED}")
 
-    def trials(self, text: LoadedText, tokenizer: Any) -> list[Trial]:
-        """ValueError where the text is too short."""
+    def trials(self, text: LoadedText, tokenizer: Any, vocabulary: int) -> list[Trial]:
+        """What a text is cut into. ValueError where it is too short."""
         from ..calibration import MIN_TOKENS
         from . import text as texts
         from . import trials
@@ -157,7 +194,11 @@ class EvalPlan:
         if contexts.numel() < MIN_TOKENS:
             raise ValueError(f"--text {text.name}: {contexts.numel()} tokens in whole contexts; {MIN_TOKENS} are needed")
         if "kl" in self.tests:
-            made += [trials.TextTrial(ids) for ids in contexts]
+            if self.decoded:
+                side_by_side = max(LOGITS_AT_ONCE // (self.scored * vocabulary), 1)
+                made += [trials.TextTrial(ids, self.scored, self.decoded) for ids in contexts.split(side_by_side)]
+            else:
+                made += [trials.TextTrial(ids) for ids in contexts]
         for length in self.lengths:
             longer = texts.cut(text, tokenizer, length, max(length, self.tokens))
             if "copy" in self.tests:
@@ -166,7 +207,7 @@ class EvalPlan:
                 begin = texts.beginning(tokenizer)
                 made += [trials.codes(ids[len(begin) :].tolist(), tokenizer, begin, length, seed) for seed, ids in enumerate(longer)]
         if "greedy" in self.tests:
-            made += [trials.Greedy(ids[:-CONTINUED], CONTINUED + 1) for ids in contexts]
+            made += [trials.Greedy(ids[:, :-CONTINUED], CONTINUED + 1) for ids in contexts.split(BATCH)]
         return made
 
 
@@ -185,6 +226,7 @@ def _prepare(
 ) -> tuple[dict[str, Policy], list[list[Trial]]]:
     """The policies that the model can take, and the trials of each text. ValueError for what does not fit the model."""
     from . import models
+    from .trials import TextTrial
 
     for length in {plan.context, *plan.lengths}:
         models.check_positions(found, f"--{'context' if length == plan.context else 'lengths'} {length}", length)
@@ -193,9 +235,10 @@ def _prepare(
         options.say(console, f"{name} is left out: {reason}", "yellow")
     if not usable:
         raise ValueError(f"--model {found.name}: no format can take its head size")
-    trials = [plan.trials(text, found.tokenizer) for text in texts]
+    vocabulary = found.config.get_text_config(decoder=True).vocab_size
+    trials = [plan.trials(text, found.tokenizer, vocabulary) for text in texts]
     for text, made in zip(texts, trials):
-        seen = sum(len(trial.ids) for trial in made if not trial.keep)
+        seen = sum(trial.ids.numel() for trial in made if isinstance(trial, TextTrial))
         if "kl" in plan.tests and seen < plan.tokens // plan.context * plan.context:
             options.say(console, f"--text {text.name}: only {seen:,} tokens in whole contexts", "yellow")
     return usable, trials
@@ -218,11 +261,11 @@ def _run(
 
     loaded = options.load(found, device, dtype, console)
     with waiting(console, "trying the formats"):
-        beyond = costs.beyond(loaded.model, usable)
+        beyond = costs.beyond(loaded.model, usable, read)
     for text, trials in tried:
-        with progress(console, costs.steps_of(trials, usable), beyond) as on_step:
+        with progress(console, costs.steps_of(trials, usable, read), beyond) as on_step:
             result = evaluation.evaluate(loaded.model, trials, usable, read=read, on_step=on_step, context=plan.context)
-        asked = {"contexts": result.trials, "contexts_asked": len(trials), "formats_asked": len(usable)}
+        asked = {"contexts": result.trials, "contexts_asked": sum(trial.sequences for trial in trials), "formats_asked": len(usable)}
         runs.append({"model": found.name, "text": text.name, "read": read.name, **result.to_dict(), **asked})
         print_table(report.table(runs[-1]))
         if not result.complete:

@@ -36,11 +36,12 @@ MEANINGS = {
     "change": "of the perplexity, against the model with an exact cache.",
     "KL": "of the exact predictions from these, in nats a token: 0 where nothing is lost. With its standard error, from how "
     "contexts differ.",
+    "prompt: KL": "of the prompt's own predictions; the columns before it are then of the tokens decoded behind it, one at a time.",
     "same top-1": "predictions whose likeliest token is the same.",
     "copied, found": "a context ends with passages from earlier in it: of their tokens after the first 15, how many are predicted.",
     "codes, digits": "names and their codes stand between text and are asked again: how many digits are right; near, middle and far by "
     "how many tokens back a name was told.",
-    "greedy": "tokens until a greedy continuation leaves that of the exact cache, of 64.",
+    "greedy": "tokens until a greedy continuation leaves that of the exact cache, of 64; how many continuations are identical.",
     "+16,24": "the first 16 and the latest 24 tokens (by whole pages) are also kept at 16 bits, and read so.",
     "cal": "written with a calibration of the model.",
 }
@@ -118,7 +119,7 @@ def _run(run: dict[str, Any]) -> str:
 
 
 def _about(run: dict[str, Any]) -> str:
-    words = [f"{run['tokens']:,} tokens of text in contexts of {run['context']:,}"] if run["tokens"] else []
+    words = [f"{report.tried(run)} in contexts of {run['context']:,}"] if run["tokens"] else []
     words += [run["read"], f"{run['reference']['dtype']} arithmetic"]
     return "; ".join(words) + ("." if run["complete"] else ". Interrupted: these are the figures that were finished.")
 

@@ -64,12 +64,16 @@ TESTED: dict[str, list[Column]] = {  # by what a row has where it was tried
         ("\nKL", kl_with_error),
         ("same\ntop-1 %", lambda r: f"{r['same_top1']:.1f}"),
     ],
+    "prompt": [("prompt:\nKL", lambda r: kl_with_error(r["prompt"]))],
     "copy": [("copied,\nfound %", lambda r: with_error(r["copy"]["share"], r["copy"]["error"]))],
     "codes": [
         ("codes,\ndigits %", lambda r: with_error(r["codes"]["share"], r["codes"]["error"])),
         ("near, middle,\nfar", lambda r: " ".join(f"{r['codes'].get(part, math.nan):.0f}" for part in ("near", "middle", "far"))),
     ],
-    "greedy": [("greedy,\ntokens", lambda r: with_error(r["greedy"]["tokens"], r["greedy"]["error"]))],
+    "greedy": [
+        ("greedy,\ntokens", lambda r: with_error(r["greedy"]["tokens"], r["greedy"]["error"])),
+        ("identical,\nof all", lambda r: f"{r['greedy']['identical']} of {r['greedy']['continuations']}" if "of" in r["greedy"] else ""),
+    ],
 }
 
 
@@ -99,7 +103,7 @@ def reference_cells(run: dict[str, Any]) -> list[str]:
         if header in own:
             cells.append(own[header](exact))
         else:
-            cells.append(cell(exact) if TEST_OF.get(header, "kl") != "kl" and has(exact, header) else "")
+            cells.append(cell(exact) if TEST_OF.get(header, "kl") not in ("kl", "prompt") and has(exact, header) else "")
     return cells
 
 
@@ -108,7 +112,8 @@ def table(run: dict[str, Any]) -> Table:
     table = Table(
         title=title(run),
         box=box.SIMPLE_HEAD,
-        caption=f"{run['read']}; bytes: K and V, full-precision tokens at their share; change, KL, top-1: against the exact cache",
+        caption=f"{run['read']}; bytes: K and V, full-precision tokens at their share; change, KL, top-1: against the exact cache"
+        + (", of decoded tokens" if run.get("prompt") else ""),
         caption_justify="left",
         title_justify="left",
         title_style="bold",
@@ -127,8 +132,15 @@ def table(run: dict[str, Any]) -> Table:
 
 def title(run: dict[str, Any]) -> str:
     """The heading of a run: model, text, tokens, contexts."""
-    tokens = f"{run['tokens']:,} tokens" if run["tokens"] else f"{run['contexts']} trials"
-    return f"{run['model']}, {run['text']}: {tokens} in contexts of {run['context']:,}"
+    return f"{run['model']}, {run['text']}: {tried(run)} in contexts of {run['context']:,}"
+
+
+def tried(run: dict[str, Any]) -> str:
+    """What the predictions of a run are of."""
+    if not run["tokens"]:
+        return f"{run['contexts']} trials"
+    behind = f" decoded behind prompts of {run['prompt']:,}" if run.get("prompt") else ""
+    return f"{run['tokens']:,} tokens{behind}"
 
 
 def in_json(runs: Sequence[dict[str, Any]] = (), tuned: Sequence[dict[str, Any]] = ()) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .decoding import greedy
 from .metrics import Comparison, Share
+from .readers import last_logits
 from .text import plain
 
 TESTS = ("kl", "copy", "codes", "greedy")
@@ -25,39 +25,64 @@ MOST_CODES = 40  # of a context
 class Scores:
     """What one policy, or the exact cache, made of the trials so far.
 
-    copied: by tokens of the context and depth of the passage. codes: (tokens between telling and asking, digits right, digits asked).
-    agreed: tokens of each greedy continuation until it leaves the exact cache's.
+    comparison: of what is read as decoding steps do. prompt: of prompts. copied: by tokens of the context and depth of the passage.
+    codes: (tokens between telling and asking, digits right, digits asked).
+    agreed: tokens of each greedy continuation, of `continued`, until it leaves the exact cache's.
     """
 
     comparison: Comparison = field(default_factory=Comparison)
+    prompt: Comparison = field(default_factory=Comparison)
     copied: dict[tuple[int, float], Share] = field(default_factory=dict)
     codes: list[tuple[int, int, int]] = field(default_factory=list)
     agreed: list[int] = field(default_factory=list)
+    continued: int = 0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A context. keep: how many of its last tokens' logits are scored; 0: all."""
+    """A context, or several of one length, read side by side. keep: how many of the last tokens' logits are scored; 0: all."""
 
-    ids: torch.Tensor  # [T] int64
+    ids: torch.Tensor  # [T] or [S, T] int64
     keep: int = 0
 
+    @property
+    def prompt(self) -> int:
+        """How many of the first tokens are a prompt: where the last ones alone are scored, all up to the first of these."""
+        return self.ids.shape[-1] - self.keep + 1 if self.keep else 0
+
+    @property
+    def sequences(self) -> int:
+        """Contexts side by side."""
+        return self.ids.numel() // self.ids.shape[-1]
+
     def tokens(self, model: Any) -> torch.Tensor:
-        """Tokens `[T]` of the pass, on the model's device."""
-        return self.ids.to(model.device)
+        """Tokens `[S, T]` of the pass, on the model's device."""
+        return self.ids.view(self.sequences, -1).to(model.device)
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        """Add what `logits [keep or T, vocabulary]` say, beside those of the exact cache. ids: what `tokens` returned."""
+        """Add what `logits [keep or T, vocabulary]` of one context say, beside those of the exact cache. ids: its row of `tokens`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TextTrial(Trial):
-    """Text: KL, the same likeliest token, perplexity, of the last `keep` tokens."""
+    """Text: KL, the same likeliest token, perplexity, of the last `keep` tokens. decoded: how many of these are read one at a time, and
+    the others are a prompt's; None: all."""
+
+    decoded: int | None = None
+
+    @property
+    def prompt(self) -> int:
+        """All tokens but those that are decoded."""
+        return super().prompt if self.decoded is None else self.ids.shape[-1] - self.decoded
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        """Add the predictions of the kept tokens: KL, perplexity, same top-1."""
-        scores.comparison.add(exact, logits, ids[-self.keep :])
+        """Add the predictions of the kept tokens, those of the prompt and those that are decoded: KL, perplexity, same top-1."""
+        ids = ids[-self.keep :]
+        prompt = 0 if self.decoded is None else len(ids) - self.decoded
+        if prompt:
+            scores.prompt.add(exact[:prompt], logits[:prompt], ids[:prompt])
+        scores.comparison.add(exact[prompt:], logits[prompt:], ids[prompt:])
 
 
 @dataclass(frozen=True)
@@ -91,19 +116,29 @@ class Codes(Trial):
 
 @dataclass(frozen=True)
 class Greedy(Trial):
-    """A prompt that the exact cache continues greedily, by `keep` - 1 tokens. Over those a cache's own greedy continuation is known up to
+    """Prompts that the exact cache continues greedily, by `keep` - 1 tokens. Over those a cache's own greedy continuation is known up to
     the first token that it would have chosen otherwise: no second generation is needed."""
 
+    @property
+    def prompt(self) -> int:
+        """All that is given."""
+        return self.ids.shape[-1]
+
     def tokens(self, model: Any) -> torch.Tensor:
-        """The prompt and the exact cache's greedy continuation, int `[tokens]`."""
+        """Prompts and the exact cache's greedy continuations, int `[S, tokens]`."""
         from transformers import DynamicCache
 
-        steps = greedy(model, self.ids, DynamicCache(config=model.config), self.keep - 1, set())
-        return torch.cat([self.ids, torch.tensor([step.token for step in steps], device="cpu")]).to(model.device)
+        ids, cache = super().tokens(model), DynamicCache(config=model.config)
+        following = ids
+        for _ in range(self.keep - 1):
+            following = last_logits(model, following, 1, past_key_values=cache, use_cache=True).argmax(-1)
+            ids = torch.cat([ids, following], 1)
+        return ids
 
     def score(self, scores: Scores, exact: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> None:
         """Add the tokens until a greedy continuation leaves the exact one."""
         same = predicted(logits, ids, self.keep)
+        scores.continued = len(same)
         scores.agreed.append(len(same) if bool(same.all()) else int(same.int().argmin()))
 
 
