@@ -286,9 +286,6 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         scheduler, most = self.config.scheduler_config, self.config.model_config.max_model_len
         return StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, most, verified, table_width)
 
-    def _wrap(self, kv_cache: torch.Tensor) -> PagedCache:
-        return self.paged.wrap(kv_cache, kv_cache.shape[2])
-
     def pages_of(self, kv_cache: torch.Tensor) -> PagedCache:
         """vLLM's tensor as pages. Kept while it is the same: profiling binds a small one first, waking up a new one."""
         held, pages = self._pages

@@ -30,7 +30,7 @@ def _model(config: Any) -> Model | None:
 
 def check_hybrid(config: Any, policy: Policy | None, nbytes: Callable[[str], int]) -> None:
     """Refuse pages of several sizes beside the states of a recurrence where blocks cannot be packed, before weights are loaded: vLLM
-    would pad pages that it has to cut. nbytes: of a token of one kv head, by the name of a format. NotImplementedError naming the layers."""
+    would pad pages that it has to cut. nbytes: of a token of one kv head, by a format's name. NotImplementedError naming the layers."""
     if not config.model_config.is_hybrid or can_pack(config):
         return
 
