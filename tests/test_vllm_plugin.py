@@ -82,7 +82,8 @@ def builder_of(layers, device, width=24):
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
     )
-    return QuantKVBuilder(SimpleNamespace(block_size=64), list(names), config, torch.device(device), block_table_width=width)
+    spec = SimpleNamespace(block_size=64, block_stride_alignment=None)
+    return QuantKVBuilder(spec, list(names), config, torch.device(device), block_table_width=width)
 
 
 def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
