@@ -111,6 +111,7 @@ ALLOWED = {
     "bench": {"calls", "cache", "prepared", "formats", "maps", "implementations", "reference", "prefill", "cpu", ""},
     "cli": {
         "assumed",
+        "engine",
         "policy",
         "geometry",
         "whole_file",
