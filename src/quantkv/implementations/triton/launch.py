@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -203,7 +204,8 @@ def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.
     together = getattr(triton, "AsyncCompileMode", None)
     if together is None or INTERPRETED:
         return 0
-    with _assumed_driver(), on_device(device), compiling("kernels by Triton"), together(executor, ignore_errors=True) as mode:
+    lenient = {"ignore_errors": True} if "ignore_errors" in inspect.signature(together).parameters else {}
+    with _assumed_driver(), on_device(device), compiling("kernels by Triton"), together(executor, **lenient) as mode:
         for each in launches:
             each.compile_ahead()
         return len(mode.future_kernels)
@@ -231,9 +233,12 @@ class _AssumedDriver:
 @contextlib.contextmanager
 def _assumed_driver() -> Iterator[None]:
     """Inside the block Triton compiles for the GPU that is assumed, if one is."""
-    gpu, held = assumed(), triton.runtime.driver._active
-    if gpu is not None:
-        triton.runtime.driver.set_active(_AssumedDriver(gpu))
+    gpu = assumed()
+    if gpu is None:
+        yield
+        return
+    held = triton.runtime.driver._active  # what `reset_active` would make anew, and cannot without a GPU
+    triton.runtime.driver.set_active(_AssumedDriver(gpu))
     try:
         yield
     finally:
