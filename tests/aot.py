@@ -11,13 +11,15 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import five_bits  # noqa: F401  a format outside the package
-from quantkv import PagedCache, get_format
+from quantkv import PagedCache, copies, get_format
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.implementations.hopper.host.sass import step
 from quantkv.implementations.prefill import triton_steps as prefill
 from quantkv.implementations.prefill.plan import CAUSAL, KeySlice, Round
 from quantkv.implementations.prefill.steps import Partial
 from quantkv.implementations.triton import attend, launch, own, write
+from quantkv.implementations.triton import copies as copies_by_triton
 
 TARGETS = {
     "sm80": (GPUTarget("cuda", 80, 32), launch.Target(80, "tf32x3", 108, 164 << 10)),
@@ -29,6 +31,7 @@ TARGETS = {
     "gfx950": (GPUTarget("hip", "gfx950", 64), launch.Target(0, "ieee", 256)),
 }
 KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
+COPIES = ("doubt_kernel", "claim_kernel", "take_kernel", "lay_out_kernel", "note_kernel")
 KERNELS |= {own: ("own_rows_kernel",)}
 
 
@@ -37,6 +40,7 @@ class Compiler:
 
     def __init__(self, kernel, target, compiled):
         self.kernel, self.target, self.compiled = kernel, target, compiled
+        self.arg_names, self.fn = kernel.arg_names, kernel.fn
 
     def __getitem__(self, grid):
         return self.launch
@@ -142,3 +146,25 @@ def decode_loop(name, arch, head_size=128):
         cubin.write_bytes(compiled[0][1].asm["cubin"])
         names = step(cubin)
     return len(names) * tiling.num_warps * 16 / tiling.block_n, sum(name.startswith(("STS", "STSM", "STL")) for name in names)
+
+
+def compile_copies(arch, name):
+    """Names of the kernels that say which pages of a format have 16-bit copies, compiled."""
+    compiled, stock = [], {kernel: getattr(copies_by_triton.kernels, kernel) for kernel in COPIES}
+    kernels_of, copies.kernels_of = copies.kernels_of, lambda device, columns: copies_by_triton
+    for kernel, function in stock.items():
+        setattr(copies_by_triton.kernels, kernel, Compiler(function, TARGETS[arch][0], compiled))
+    try:
+        pages = PagedCache(get_format(name, torch.bfloat16).cache_spec(8, 128), 64)
+        for tokens in (FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)):
+            copied = copies.CopiedPages(tokens, 16, 4, 64)
+            copied.watch(pages)
+            step = copies.FullPrecisionStep(tokens, 16, 4, 4, pages.device, few=True)
+            numbers = torch.zeros(4, 4, dtype=torch.int32), torch.ones(4, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+            copied.advance(*numbers, torch.zeros(4, dtype=torch.int64), step)
+            copied.note(torch.zeros(4, dtype=torch.int64), step)
+    finally:
+        copies.kernels_of = kernels_of
+        for kernel, function in stock.items():
+            setattr(copies_by_triton.kernels, kernel, function)
+    return {kernel for kernel, _ in compiled}

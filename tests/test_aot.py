@@ -113,3 +113,19 @@ def test_compiles(results, case):
     assert {kernel for kernel, _ in compiled} == {"attend_kernel", "combine_kernel"} | written | steps | own
     for kernel, shared in compiled:
         assert shared <= SHARED_MEMORY[case[1]] * 1024, (kernel, shared)
+
+
+def copied(arch, name):
+    from aot import compile_copies
+
+    return compile_copies(arch, name)
+
+
+@pytest.mark.xdist_group("aot")
+def test_which_pages_have_copies_compiles():
+    """For NVIDIA and AMD, with metadata beside the codes and without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(copied, ("sm90", "gfx942"), ("levels4", "none")))
+    assert [sorted(names) for names in found] == [["claim_kernel", "doubt_kernel", "lay_out_kernel", "note_kernel", "take_kernel"]] * 2

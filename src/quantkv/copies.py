@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import checks, deprecated
+from .assumed import assumed
 from .cache import PagedCache
 from .calls import AttentionOptions, Segment
 from .formats import get_format
@@ -350,7 +351,7 @@ def cache_of_copies(pages: PagedCache, num_copies: int, dtype: torch.dtype, buff
 def kernels_of(device: torch.device, columns: int) -> Any:
     """The module of the kernels that do on a device what `CopiedPages` does by torch's operations, with so many pages of interest of a
     sequence; None where there are none."""
-    if device.type != "cuda":
+    if device.type != "cuda" and assumed() is None:
         return None
     from .implementations.triton import copies
 

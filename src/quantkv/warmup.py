@@ -55,8 +55,42 @@ def warm_up(
     batch_sizes, mixed = list(batch_sizes), list(mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
     calls = dict(given.calls(query_lens, batch_sizes, write_sizes, mixed))
+    served, _ = _compile(given, calls, batch_sizes, bool(mixed))
+    for done, (name, call) in enumerate(calls.items(), 1):
+        implementations.run(served[name], call)
+        if progress is not None:
+            progress(done, len(calls), f"{name}: {served[name]}")
+    given.copied()
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)
+    return served
+
+
+def compile_ahead(
+    cache: PagedCache,
+    num_heads: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    query_lens: Iterable[int] = (1,),
+    batch_sizes: Iterable[int] = (1, 64),
+    write_sizes: Iterable[int] = (1, 64, 8192),
+    max_seq_len: int = 8192,
+    mixed: Iterable[Sequence[tuple[int, int]]] = (),
+    table_width: int | None = None,
+    full_precision: FullPrecisionTokens | None = None,
+    own: bool = False,
+    **options: object,
+) -> dict[str, int]:
+    """Compile what `warm_up` would, and run nothing: {compiler: kernels}. On a machine without a GPU inside `assumed.assuming`."""
+    batch_sizes, mixed = list(batch_sizes), list(mixed)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
+    return _compile(given, dict(given.calls(query_lens, batch_sizes, write_sizes, mixed)), batch_sizes, bool(mixed))[1]
+
+
+def _compile(given: _Given, calls: dict[str, Call], batch_sizes: list[int], mixed: bool) -> tuple[dict[str, str], dict[str, int]]:
+    """Compile on all cores what calls need, and where batches are mixed what others need: who serves each, and how many kernels by whom."""
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
-    with _Ahead(cache.device) as ahead:
+    with _Ahead(given.cache.device) as ahead:
         for name, call in calls.items():
             if served[name] not in implementations.ON_CPU:
                 ahead.of(partial(implementations.run, served[name], call))
@@ -66,14 +100,7 @@ def warm_up(
             serving = implementations.module(name, implementations.kind(call))
             if hasattr(serving, "compiled_for"):
                 ahead.compile(serving.compiled_for(implementations.plain(name, call)))
-    for done, (name, call) in enumerate(calls.items(), 1):
-        implementations.run(served[name], call)
-        if progress is not None:
-            progress(done, len(calls), f"{name}: {served[name]}")
-    given.copied()
-    if cache.device.type == "cuda":
-        torch.cuda.synchronize(cache.device)
-    return served
+    return served, {"nvrtc": len(ahead.begun), "triton": ahead.by_triton}
 
 
 def who_serves(
@@ -119,6 +146,7 @@ class _Ahead:
         self.device, self.pool = device, ThreadPoolExecutor(os.cpu_count())
         self.begun: set[Hashable] = set()
         self.launches: list[Any] = []
+        self.by_triton = 0
 
     def __enter__(self) -> _Ahead:
         return self
@@ -127,7 +155,7 @@ class _Ahead:
         if self.launches and failed is None:
             from .implementations.triton import launch
 
-            launch.compile_ahead(self.launches, self.pool, self.device)
+            self.by_triton = launch.compile_ahead(self.launches, self.pool, self.device)
         self.pool.shutdown(cancel_futures=failed is not None)
 
     def of(self, run: Callable[[], object]) -> None:

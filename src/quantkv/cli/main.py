@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, calibrate, doctor, eval_command, formats, generate_command, html, options, plan, tune
+from . import bench, calibrate, doctor, eval_command, formats, generate_command, html, options, plan, tune, warm_up_command
 
 commands = typer.Typer(
     name="quantkv",
@@ -34,5 +34,5 @@ def shared(
 
 
 # In the order in which a newcomer needs them.
-for command in (doctor, formats, plan, generate_command, eval_command, calibrate, tune, html, bench):
+for command in (doctor, formats, plan, generate_command, eval_command, calibrate, tune, html, bench, warm_up_command):
     command.add_to(commands)

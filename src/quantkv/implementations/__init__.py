@@ -19,6 +19,7 @@ from functools import partial
 from types import ModuleType
 
 from .. import deprecated
+from ..assumed import assumed
 from ..calls import AttendCall, WriteCall
 from ..format import Format
 from .own import Lowered
@@ -118,7 +119,7 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
         raise ValueError(f"implementation={implementation!r}: one of auto, {', '.join(NAMES)}")
     device = call.q.device if isinstance(call, AttendCall) else call.key.device
     refusals = {}
-    for name in (implementation,) if implementation != "auto" else NAMES if device.type == "cuda" else ON_CPU:
+    for name in (implementation,) if implementation != "auto" else NAMES if device.type == "cuda" or assumed() else ON_CPU:
         reason = refusal(name, call)
         if reason is None:
             return name, refusals

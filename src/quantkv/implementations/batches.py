@@ -8,6 +8,7 @@ from itertools import groupby
 
 import torch
 
+from ..assumed import assumed
 from ..calls import AttendCall, Batch
 from . import NAMES, module
 
@@ -42,7 +43,7 @@ class Run:
 def cut(call: AttendCall) -> list[Run]:
     """The runs of a call on a GPU whose lengths the host knows: sequences that decode or verify, those with a long prompt, and what is in
     between, as they stand one after the other. Anything else is one run."""
-    if call.batch.lengths is None or call.q.device.type != "cuda":
+    if call.batch.lengths is None or not (call.q.device.type == "cuda" or assumed()):
         return [Run(call)]
     return runs_of(call)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..assumed import assumed
 from ..calls import AttendCall, OwnRows, PagedTensor, Segment, WriteCall, stored_before
 from ..format import Format, get_format
 from ..maps import LayerMaps
@@ -103,7 +104,7 @@ class Lowered:
 
 def has_launches(device: torch.device) -> bool:
     """Whether Triton's launches run on a device."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return (device.type == "cuda" or assumed() is not None) and find_spec("triton") is not None
 
 
 def _in_place(rows: torch.Tensor, dense: bool) -> PagedTensor:

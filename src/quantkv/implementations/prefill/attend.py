@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ...assumed import assumed
 from ...calls import AttendCall, AttentionOptions
 from ...maps import LayerMaps
 from ...reads import window_size
@@ -227,7 +228,7 @@ def follow(call: AttendCall, plan: PrefillPlan, triton: bool | None = None) -> N
     """Serve a call by a plan. triton: whether Triton kernels move the rows (else PyTorch); None: on an accelerator."""
     q, out, (k, v, fmt, block_table, maps, *_) = call.q, call.out, call.segments[0]
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
-    triton = q.is_cuda if triton is None else triton
+    triton = (q.is_cuda or assumed() is not None) if triton is None else triton
     maps = LayerMaps() if plan.fresh else maps
     steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps, q), plan.kept if KEPT else None)
     capturing = _capturing(q)

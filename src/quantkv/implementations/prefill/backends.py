@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...assumed import assumed
 from ...under_way import wanted
 from ..hopper import prefill
 from . import cudnn_graph, flash3
@@ -87,6 +88,9 @@ def fitting(
     all its sequences have the same lengths, which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend. short:
     whether its sequences, of several lengths, are not worth a call each, as of `WORTH_A_CALL`. scale: of scores; ours for Hopper looks for
     the largest score before it is multiplied by a scale, which must not turn it around."""
+    gpu = assumed()
+    if gpu is not None:
+        return ["hopper"] if gpu.capability == (9, 0) and scale > 0 and prefill.takes(head_size, head_size_v) else ["flash"]
     if device.type == "cpu":
         return ["math"]
     if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import lru_cache
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 
+from ...assumed import Gpu, assumed
 from ...calls import PagedTensor
 from ...format import Codec
 from ...maps import LinearMap
@@ -26,7 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def refusal(device: torch.device, sides: Sequence[tuple[PagedTensor, Codec]], stored: bool = False) -> str | None:
     """Why no kernel can run on this device, or read (write, if `stored`) these sides; None where all can."""
-    if device.type != "cuda" and not INTERPRETED:
+    if device.type != "cuda" and not INTERPRETED and assumed() is None:
         return f"tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
     for side, codec in sides:
         if codec.triton is None:
@@ -70,6 +73,9 @@ class Target(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """What kernels are compiled for on a device; off a GPU, Triton's interpreter."""
+        gpu = assumed()
+        if gpu is not None:
+            return cls(10 * gpu.capability[0] + gpu.capability[1], "tf32x3", gpu.multiprocessors, gpu.shared_bytes)
         if INTERPRETED or device.type != "cuda":
             return cls(0, "ieee", 8)
         return _gpu_target(device.index if device.index is not None else torch.cuda.current_device())
@@ -192,15 +198,51 @@ def current_stream(device: int) -> int:
     return triton.runtime.driver.active.get_current_stream(device)
 
 
-def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.device) -> None:
-    """Compile what the first of these launches would on a device, in the executor's threads; what fails is compiled by its launch. Nothing
-    where Triton, before 3.5, compiles in one thread."""
+def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.device) -> int:
+    """Compile what the first of these launches would on a device, in the executor's threads: how many kernels. What fails is compiled by
+    its launch. None where Triton, before 3.5, compiles in one thread."""
     together = getattr(triton, "AsyncCompileMode", None)
     if together is None or INTERPRETED:
-        return
-    with on_device(device), compiling("kernels by Triton"), together(executor, ignore_errors=True):
+        return 0
+    lenient = {"ignore_errors": True} if "ignore_errors" in inspect.signature(together).parameters else {}
+    with _assumed_driver(), on_device(device), compiling("kernels by Triton"), together(executor, **lenient) as mode:
         for each in launches:
             each.compile_ahead()
+        return len(mode.future_kernels)
+
+
+class _AssumedDriver:
+    """Of a GPU that need not be there: kernels are compiled for it, and none is loaded."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def get_current_device(self) -> str:
+        """Its name, which is no device's number: what is compiled for it is not launched."""
+        return self.gpu.name
+
+    def get_current_stream(self, device: str) -> int:
+        """None."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """What Triton compiles for."""
+        return GPUTarget("cuda", 10 * self.gpu.capability[0] + self.gpu.capability[1], 32)
+
+
+@contextlib.contextmanager
+def _assumed_driver() -> Iterator[None]:
+    """Inside the block Triton compiles for the GPU that is assumed, if one is."""
+    gpu = assumed()
+    if gpu is None:
+        yield
+        return
+    held = triton.runtime.driver._active  # what `reset_active` would make anew, and cannot without a GPU
+    triton.runtime.driver.set_active(_AssumedDriver(gpu))
+    try:
+        yield
+    finally:
+        triton.runtime.driver._active = held
 
 
 class Launch:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ....assumed import assumed
 from .nvrtc import DEVICE
 
 SHARED_BYTES = 227 * 1024  # of one SM
@@ -54,6 +55,9 @@ def is_hopper(index: int) -> bool:
 
 def elsewhere(device: torch.device) -> str | None:
     """Why nothing can run on this device; None on a Hopper GPU."""
+    gpu = assumed()
+    if gpu is not None:
+        return missing() if gpu.capability == (9, 0) else f"a GPU of capability {gpu.capability}: a Hopper GPU is needed"
     if device.type != "cuda" or not is_hopper(device_index(device)):
         return f"tensors are on {device}: a Hopper GPU is needed"
     return missing()
@@ -77,12 +81,19 @@ def in_chunks(rows: torch.Tensor) -> bool:
 
 def device_index(device: torch.device) -> int:
     """Number of a device; that of the current one where it says none."""
+    if assumed() is not None:
+        return 0
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-@cache
 def multiprocessors(index: int) -> int:
     """Multiprocessors of a device."""
+    gpu = assumed()
+    return _multiprocessors(index) if gpu is None else gpu.multiprocessors
+
+
+@cache
+def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 

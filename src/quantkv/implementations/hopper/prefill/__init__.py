@@ -152,6 +152,13 @@ def attend(
     `[HK, N, D_V]`. longest: queries of the longest sequence. mask: keys before and behind its own that a query sees, -1: all. ends: where
     the queries of each sequence begin, and the last ones end; the same of the rows of keys; how many of these are keys: int32, on the
     device. sinks: `[HQ]`, which log-sum-exps then have in them."""
+    config = PrefillConfig(
+        q.shape[2], v.shape[2], q.shape[1] // k.shape[0], q.dtype == torch.bfloat16, mask[0] >= 0, 0 <= mask[0] < NARROW, softcap > 0
+    )
+    collected = wanted()
+    if collected is not None:
+        collected.append(config)
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
     index = launch.device_index(q.device)
     if launch.current_device() != index:
         with torch.cuda.device(index):
@@ -160,11 +167,6 @@ def attend(
     out = out if out is not None and launch.in_chunks(out) else q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     heads, sequences, group = k.shape[0], len(ends[2]), q.shape[1] // k.shape[0]
-    config = PrefillConfig(q.shape[2], v.shape[2], group, q.dtype == torch.bfloat16, mask[0] >= 0, 0 <= mask[0] < NARROW, softcap > 0)
-    collected = wanted()
-    if collected is not None:
-        collected.append(config)
-        return out, lse
     found = kernel(config, index)
     a = launch.arguments("PrefillArguments")()
     for name, t in (("keys", k), ("values", v)):
