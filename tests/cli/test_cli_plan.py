@@ -32,7 +32,7 @@ def planned(run):
 
 
 def test_plan_counts(planned):
-    made, rows = planned("llama-3-8b", "--memory", "24GiB", "--share", "1", "--context", "2500")
+    made, rows = planned("llama-3-8b", "--memory", "24GiB", "--share", "1", "--context", "4096")
     free = 24 * 2**30 - 2 * 8_030_261_248
     assert (made["parameters"], made["weights_bytes"], made["cache_bytes_per_rank"]) == (8_030_261_248, 16_060_522_496, free)
     assert made["layers"] == [

@@ -57,7 +57,7 @@ def check_hybrid(config: Any, policy: Policy | None, head_size: int, dtype: torc
 
 
 def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> None:
-    """Say, before weights are loaded, what a policy costs where blocks are not packed: vLLM pads the pages of some layers to those of others."""
+    """Say, before weights are loaded, what a policy costs where blocks are not packed and vLLM pads pages to the largest."""
     if policy is None or config.model_config.is_hybrid or config.cache_config.kv_cache_dtype_skip_layers:
         return
     if (model := _model(config)) is None:
