@@ -39,6 +39,7 @@ from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.vllm import connectors, metadata, mla, platform  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
+from quantkv.integrations.vllm.blocks import kernel_pages  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
 from quantkv.integrations.vllm.mla_metadata import QuantKVLatentBuilder  # noqa: E402
@@ -75,14 +76,15 @@ class Layer:
         self.kv_cache = kv_cache
 
 
-def builder_of(layers, device, width=24):
+def builder_of(layers, device, width=24, block_size=64, alignment=None):
     names = {str(number): layer for number, layer in enumerate(layers)}
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=names),
+        compilation_config=SimpleNamespace(static_forward_context=names, cudagraph_capture_sizes=[]),
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
-    spec = SimpleNamespace(block_size=64, block_stride_alignment=None)
+    spec = SimpleNamespace(block_size=block_size, block_stride_alignment=alignment)
     return QuantKVBuilder(spec, list(names), config, torch.device(device), block_table_width=width)
 
 
@@ -118,6 +120,43 @@ def test_on_a_cpu_who_serves_is_asked(monkeypatch):
     layers = [Layer("a"), Layer("a")]
     builder_of(layers, "cpu")
     assert [layer.asked for layer in layers] == [[(torch.device("cpu"), 64, 1, 24)], []]
+
+
+def test_blocks_that_hold_several_pages(monkeypatch):
+    """Of 80 tokens, in five pages of 16: the kernels get tables and tensors of pages, where a graph may replay them."""
+    monkeypatch.setattr(metadata, "served", {})
+    layer = Layer("a")
+    builder = builder_of([layer], "cpu", block_size=80, alignment=5 * 16)
+    assert layer.asked == [(torch.device("cpu"), 16, 1, 5 * 24)] and layer.impl.pages_per_block == 5
+    blocks = torch.tensor([[3, 0], [1, 7]], dtype=torch.int32)
+    table = builder.pages.table(blocks)
+    assert table.tolist() == [[15, 16, 17, 18, 19, 0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 35, 36, 37, 38, 39]]
+    assert builder.pages.table(blocks + 1).data_ptr() == table.data_ptr() and table[0, 0] == 20
+    for size, alignment in ((64, None), (16, None), (64, 16)):
+        whole = builder_of([layer], "cpu", block_size=size, alignment=alignment)
+        assert layer.impl.pages_per_block == 1 and whole.pages.table(blocks) is blocks
+
+
+def test_pages_of_a_packed_block_stand_one_stride_apart():
+    """Two layers of 10 and 6 bytes a token share blocks of 32 tokens: a page of each, then the next of each."""
+    size = 32 * 2 * 16
+    memory = torch.arange(3 * size, dtype=torch.int32)
+    place = 0
+    for width in (10, 6):
+        whole = memory.as_strided((3, 2, 32, width), (size, 32 * width, width, 1), place)
+        pages = kernel_pages(whole, 2)
+        assert pages.shape == (6, 2, 16, width) and kernel_pages(whole, 1) is whole
+        for page in range(6):
+            assert pages[page].flatten().tolist() == list(range(page * size // 2 + place // 2, page * size // 2 + place // 2 + 32 * width))
+        place += 2 * 32 * width
+
+
+def test_a_packed_block_stays_whole():
+    """vLLM cuts its own blocks into those that the kernels read."""
+    spec = SimpleNamespace(block_size=80, block_stride_alignment=80)
+    assert QuantKVBackend.get_supported_kernel_block_sizes(spec) == [80]
+    spec.block_stride_alignment = None
+    assert QuantKVBackend.get_supported_kernel_block_sizes(spec) == QuantKVBackend.get_supported_kernel_block_sizes() == BLOCK_SIZES
 
 
 def test_who_serves_a_layer_on_a_cpu_is_what_its_calls_choose(monkeypatch):
@@ -523,6 +562,7 @@ def common(queries, keys, padding=0, **more):
 def builder():
     found = QuantKVBuilder.__new__(QuantKVBuilder)
     found.reorder_batch_threshold, found.device = 1, torch.device("cpu")
+    found.pages = SimpleNamespace(table=lambda table: table)
     return found
 
 

@@ -208,11 +208,10 @@ def packed(layers: Sequence[PooledLayer], block_size: int, page: int = BLOCK_SIZ
     kinds: dict[Kind, list[int]] = {}
     for number, layer in enumerate(layers):
         kinds.setdefault(layer.kind, []).append(number)
-    parts = [
-        {count: _split(layers, numbers, count) for count in range(1, min(len(numbers), MOST_GROUPS) + 1)} for numbers in kinds.values()
-    ]
+    most = MOST_GROUPS if len(kinds) < 3 else MOST_GROUPS // 2
+    parts = [[_split(layers, numbers, count) for count in range(1, min(len(numbers), most) + 1)] for numbers in kinds.values()]
     best: tuple[float, Pool] | None = None
-    for cut in product(*(part.values() for part in parts)):
+    for cut in product(*parts):
         widest = [max(sum(layers[n].nbytes for n in numbers) for numbers in groups) for groups in cut]
         for sizes in _block_sizes(widest, block_size):
             pages = {size: size // page_tokens(size, page) for size in sizes}

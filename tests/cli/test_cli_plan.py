@@ -68,29 +68,41 @@ def test_plan_of_a_policy(planned, tmp_path):
 
 
 def test_plan_of_a_policy_in_vllm(planned, run, tmp_path):
-    """vLLM pads the pages of full layers and of layers with windows to the largest; those of one kind it leaves as they are."""
+    """Of full layers and layers with windows, blocks are packed where pages differ; layers of one kind keep their pages."""
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"policy_version": 1, "format": "int4", "layers": {"0": "int8"}}))
     asked = ("--kv", f"int4,{file}", "--memory", "80GB", "--context", "32768")
     made, rows = planned("gemma-3-4b", *asked)
-    int4, int8 = (4 * 16 * size for size in (264, 520))  # of a page of 4 kv heads of 256
-    full, sliding = 32768 // 16, (1023 + 2 * 8192) // 16 + 2  # blocks; of a window with what is in flight, begun within a block
-    blocks = {"int4": 6 * sliding + full, "mine": 29 * sliding + 5 * full}  # 5 layers a group, or one
-    for name, held, page in (("int4", blocks["int4"], 5 * int4), ("mine", blocks["mine"], int8)):
-        assert rows[name]["vllm_sequence_bytes"] == held * page
-        assert rows[name]["vllm_tokens"] == made["cache_bytes_per_rank"] // page * 32768 // held
-    needed = sliding * int8 + (28 * sliding + 5 * full) * int4
-    assert rows["int4"]["vllm_padding"] == 1 and rows["mine"]["vllm_padding"] == pytest.approx(blocks["mine"] * int8 / needed)
-    code, out, _ = run("plan", "gemma-3-4b", *asked)
-    said = [line for line in out.splitlines() if "vLLM" in line]
-    assert code == 0 and len(said) == 1 and said[0].startswith("mine: vLLM pads") and f"{rows['mine']['vllm_padding']:.2f}x" in said[0]
-    assert f"{rows['mine']['vllm_tokens']:,} tokens fit" in said[0]
+    int4, int8 = (4 * size for size in (264, 520))  # of a token in 4 kv heads of 256
+    full, sliding = -(-32768 // 16), (1023 + 2 * 8192) // 16 + 2  # blocks; of a window with what is in flight, begun within a block
+    uniform = 16 * 5 * int4, 6 * sliding + full  # 5 layers a group, or one less
+    mine = 48 * 5 * int4, 2 * sliding + -(-32768 // 48)  # two groups of windows: of 48 tokens, full layers take as much as these of 16
+    assert mine[0] - 16 * (13 * int4 + int8) > 0 and mine[0] - 16 * 15 * int4 == 0
+    for name, (block, held) in (("int4", uniform), ("mine", mine)):
+        assert rows[name]["vllm_sequence_bytes"] == held * block
+        assert rows[name]["vllm_tokens"] == made["cache_bytes_per_rank"] // block * 32768 // held
+    needed = 16 * (sliding * int8 + (28 * sliding + 5 * full) * int4)
+    assert rows["mine"]["vllm_padding"] == pytest.approx(mine[0] * mine[1] / needed) and 1 < rows["mine"]["vllm_padding"] < 1.01
+    assert rows["int4"]["vllm_padding"] == pytest.approx(30 / 29, rel=0.01)  # a place for a layer stays empty
     _, rows = planned("llama-3-8b", *asked)
     assert rows["mine"]["vllm_padding"] == 1 and rows["mine"]["vllm_sequence_bytes"] == rows["mine"]["sequence_bytes"]
     assert rows["mine"]["vllm_tokens"] == pytest.approx(rows["mine"]["tokens"], abs=16)
-    for model in ("deepseek-v2-lite", "qwen3-next-80b-a3b"):
-        _, rows = planned(model, "--kv", "int4", "--weights", "1GB")
-        assert rows["int4"]["vllm_tokens"] is None
+    _, rows = planned("deepseek-v2-lite", "--kv", "int4", "--weights", "1GB")
+    assert rows["int4"]["vllm_tokens"] is None
+
+
+def test_plan_of_states_in_vllm(planned, run):
+    """A block holds a state; a sequence of few tokens takes one all the same, which is said."""
+    asked = ("--kv", "int4", "--memory", "200GB", "--context", "2500")
+    _, rows = planned("qwen3-next-80b-a3b", *asked)
+    state = 3 * 8192 * 2 + 32 * 128 * 128 * 2
+    row = 2 * 264  # int4, of 2 kv heads of 256
+    tokens = -(-state // (16 * row)) * 16
+    assert rows["int4"]["vllm_sequence_bytes"] == 12 * tokens * row * (3 * 2 + -(-2500 // tokens))
+    code, out, _ = run("plan", "qwen3-next-80b-a3b", *asked)
+    said = [line for line in out.splitlines() if "vLLM" in line]
+    assert code == 0 and len(said) == 1 and said[0].startswith("int4: vLLM's blocks have one size for all layers")
+    assert f"{rows['int4']['vllm_padding']:.2f}x" in said[0] and f"{rows['int4']['vllm_tokens']:,} tokens fit" in said[0]
 
 
 def test_plan_of_windows_states_and_refusals(planned):

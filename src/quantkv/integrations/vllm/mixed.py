@@ -54,13 +54,10 @@ def check_hybrid(config: Any, policy: Policy | None, nbytes: Callable[[str], int
 
 
 def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> None:
-    """Say, before weights are loaded, what a policy costs where vLLM pads the pages of some layers to those of others."""
-    if (
-        policy is None
-        or config.model_config.is_hybrid
-        or config.cache_config.kv_cache_dtype_skip_layers
-        or (model := _model(config)) is None
-    ):
+    """Say, before weights are loaded, what a policy costs where blocks are not packed and vLLM pads pages to the largest."""
+    if policy is None or config.model_config.is_hybrid or config.cache_config.kv_cache_dtype_skip_layers:
+        return
+    if (model := _model(config)) is None:
         return
     try:
         stored = PolicyFile(policy.format, {layer: policy.of(layer, dtype).name for layer in range(len(model.layers))})
@@ -71,7 +68,7 @@ def warn_of_padding(config: Any, policy: Policy | None, dtype: torch.dtype) -> N
     asked = config.model_config.max_model_len, config.max_in_flight_tokens
     if found is not None and not can_pack(config):
         found = unified(found.layers, found.block_size)
-    if found is not None and found.padding(*asked) > WORTH_SAYING:
+    if found is not None and found.density > WORTH_SAYING:
         logger.warning(
             "quantkv: vLLM's pages of this model have one size: with this policy %s tokens take %s bytes, %.2fx of the %s that its layers' "
             "formats need. To lose less, %s",
