@@ -9,8 +9,6 @@ from quantkv.testing import FLOAT8_BUDGET, LSE_BUDGET, OUTPUT_BUDGET, relative_e
 
 pytest.importorskip("triton")
 
-from quantkv.implementations.triton import tiling
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RAGGED, FEW = ((4, 1, 3, 0, 2), (70, 1, 3, 9, 133)), ((1, 1, 1), (129, 16, 1))
 
@@ -51,10 +49,8 @@ def test_several_queries(heads, queries):
     check("int4", heads, ((queries, queries), (queries, 75)), max_query_len=queries)
 
 
-@pytest.mark.parametrize("tile", [(32, 2, 2, 0, True), (32, 2, 2, 0, False), (32, 2, 2, 1, True), (32, 2, 2, 1, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_each_way_to_use_rows_twice(tile, dtype, monkeypatch):
-    monkeypatch.setattr(tiling, "LATENT_TILES", dict.fromkeys((16, 32, 64), tile))
+def test_ragged_batches(dtype):
     check("int4", 16, RAGGED, dtype)
 
 

@@ -155,6 +155,19 @@ def test_rotation_does_not_change_what_is_read_of_rows_as_given():
     assert (out - want).norm() <= 1e-5 * want.norm()
 
 
+@pytest.mark.parametrize("fmt", ["int4", "levels4"])
+def test_projections_that_hold_the_rotation(fmt):
+    """What an engine that absorbs the maps into its projections asks for."""
+    cache, batch, _, _ = make(fmt)
+    inverse, q = cache.maps.k.inverse[0], queries(cache)
+    want = cache.attend(q, **batch, scale=SCALE)
+    mapped = torch.cat([q[..., :LATENT] @ inverse, q[..., LATENT:]], -1)
+    stored = cache.as_stored()
+    out = stored.attend(mapped, **batch, scale=SCALE) @ inverse.mT
+    assert (out - want).norm() <= 3e-6 * want.norm()
+    assert stored.buffer is cache.buffer and cache.maps.k is not None and stored.maps.k is None and stored.kind != cache.kind
+
+
 def test_refusals():
     cache, batch, _, _ = make()
     q = queries(cache)

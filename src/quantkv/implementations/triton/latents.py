@@ -89,7 +89,7 @@ def attend_launch(
         "scale": call.scale,
         "latent_scale": s.k.scale * factors[0],
         "rope_scale": s.v.scale * factors[1],
-        "T": LatentTile(group, tiling.parts, s.k.codes.shape[1], tiling.block_m, tiling.block_n, tiling.twice),
+        "T": LatentTile(group, tiling.parts, s.k.codes.shape[1], tiling.block_m, tiling.block_n),
         "K": plans[0],
         "R": plans[1],
         "F": features,

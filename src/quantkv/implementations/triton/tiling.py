@@ -19,10 +19,10 @@ WARPS_OF_WIDE_TILES = 8
 ALL_16_BIT = False  # also rows of 16 bits, which two warps and a mask read at the speed of memory, are read as few queries are
 KEYS_OF_SPLIT = 128  # at the least
 ROWS_OF_LATENTS = 64  # of a tile, at most
-LATENT_TILES = {  # rows of a tile: keys, warps, stages, `Features.key_axis`, `LatentTile.twice`
-    16: (64, 4, 3, 0, True),
-    32: (64, 4, 3, 1, False),
-    64: (64, 8, 3, 1, False),
+LATENT_TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor at once
+    16: (64, 4, 3, 2),
+    32: (64, 8, 3, 1),
+    64: (32, 8, 2, 1),
 }
 
 
@@ -37,7 +37,6 @@ class Tiling(NamedTuple):
     key_axis: int = 1  # see `Features`
     lean: bool = False  # whether codecs are read by their `lean` codecs
     parts: int = 1  # tiles that the heads of a kv head are cut into: of latents alone
-    twice: bool = False  # see `LatentTile`
 
     @classmethod
     def of(
@@ -83,8 +82,8 @@ class Tiling(NamedTuple):
         block_m = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(group * max_query_len)))
         if wide:
             return cls(block_m, 16, 4, 2, 1, parts=parts)
-        block_n, warps, stages, key_axis, twice = LATENT_TILES[block_m]
-        return cls(block_m, block_n, warps, stages, 1, key_axis if target.turns else 1, True, parts, twice)
+        block_n, warps, stages, resident = LATENT_TILES[block_m]
+        return cls(block_m, block_n, warps, stages, resident, lean=block_m < SPARED, parts=parts)
 
 
 def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:

@@ -22,15 +22,21 @@ from .tiles import decode, load_cached, load_matrix, map_product, zero_of
 
 
 @triton.jit
-def rotated_score(
-    score, queries, pages, page, slot, head, used, ratio, factor, R: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr
-):
-    """score + factor * ratio * (rotated dimensions of the queries and keys). queries: operand and its sum; ratio `[M]`: of their unit to
-    that of score."""
-    words, meta = load_cached(pages, page, slot, head, used, R, KEYS, True)
-    operand, affine = decode(words, meta, pages.table, R, KEYS == 1)
-    part = key_score(queries[0], queries[1], operand, affine, zero_of(meta, R), factor, R, KEYS, PRECISION)
-    return score + part * tl.expand_dims(ratio, KEYS)
+def load_queries(q, q_rope, token, q_head, row_mask, map, head, K: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr):
+    """Both parts of the queries, planes and their sum, the first one's unit, and the ratio `[M]` of the second's to it. The first is in no
+    unit so much smaller that the ratio is out of range."""
+    rotated, rotated_sum, rotated_unit = load_query(q_rope, token, q_head, row_mask, map, head, R, PRECISION, 0.0)
+    planes, q_sum, unit = load_query(q, token, q_head, row_mask, map, head, K, PRECISION, rotated_unit * 2.0**-24)
+    return (planes, q_sum), (rotated, rotated_sum), unit, rotated_unit / unit
+
+
+@triton.jit
+def rotated_score(score, queries, pages, page, slot, head, used, ratio, factor, R: tl.constexpr, PRECISION: tl.constexpr):
+    """score + factor * ratio * (rotated dimensions of the queries and keys). ratio `[M]`: of their unit to that of score."""
+    words, meta = load_cached(pages, page, slot, head, used, R, 1, True)
+    operand, affine = decode(words, meta, pages.table, R, True)
+    part = key_score(queries[0], queries[1], operand, affine, zero_of(meta, R), factor, R, 1, PRECISION)
+    return score + part * ratio[:, None]
 
 
 @triton.jit(do_not_specialize=["num_seqs", "first_split", "all_splits"])
@@ -69,7 +75,6 @@ def attend_latents_kernel(
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
     TILES: tl.constexpr = F.num_kv_heads * PARTS
     PRECISION: tl.constexpr = F.precision
-    KEYS: tl.constexpr = F.key_axis
     tile_head = (tl.program_id(0) % TILES).to(tl.int64)
     head = tile_head // PARTS
     block = tl.program_id(0) // TILES
@@ -98,13 +103,9 @@ def attend_latents_kernel(
     if begin >= end:
         tl.store(lse + out_row, float("-inf"), mask=row_mask)
         return
-    position = tl.expand_dims(context + query, KEYS)
+    position = (context + query)[:, None]
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
-    rotated, rotated_sum, rotated_unit = load_query(q_rope, token, q_head, row_mask, rope_map, head, R, PRECISION, 0.0)
-    planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, rope_map, head, K, PRECISION, rotated_unit * 2.0**-24)
-    ratio = rotated_unit / q_unit
-    q_operand = turned(planes) if KEYS == 0 else planes
-    rotated = (turned(rotated) if KEYS == 0 else rotated, rotated_sum)
+    queries, rotated, q_unit, ratio = load_queries(q, q_rope, token, q_head, row_mask, rope_map, head, K, R, PRECISION)
     factor = scale * (1.0 if NATURAL else LOG2E)
     score_unit = tl.full([BLOCK_M], 1.0, tl.float32) if NATURAL else q_unit
     slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32) if F.alibi > 0 else row_mask
@@ -112,7 +113,7 @@ def attend_latents_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     shift = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.full([], 2.0**-100 if K_CODEC.num_meta > 0 else 1.0, tl.float32)
-    acc = no_values(BLOCK_M, K, KEYS, False)
+    acc = no_values(BLOCK_M, K, 1, False)
     whole = whole_tiles(begin, end, context + q_low - first_slot, BLOCK_N, F) if MASKED else end
     FIRST: tl.constexpr = 1 if MASKED and F.one_loop else 0
     for masked in tl.static_range(FIRST, 2 if MASKED else 1):  # as in attend_kernel
@@ -120,42 +121,32 @@ def attend_latents_kernel(
             index = start + tl.arange(0, BLOCK_N)
             key = index + first_slot
             used = used_slots(index, low, high, F)
-            seen = tl.expand_dims(used, 1 - KEYS)
+            seen = used[None, :]
             if masked:
-                seen = visible(position, tl.expand_dims(key, 1 - KEYS), seen, seq, extras, F)
+                seen = visible(position, key[None, :], seen, seq, extras, F)
             if F.prefix:
-                used = tl.max(seen.to(tl.int32), axis=1 - KEYS) > 0
+                used = tl.max(seen.to(tl.int32), axis=0) > 0
             page, slot = find_slots(table, start, low, high, used, PAGE, BLOCK_N, F)
             words, meta = load_cached(latents, page, slot, head, used, K, 0, not K_CODEC.floats)
             values, affine = decode(words, meta, latents.table, K, False)
-            operand, zero = values, zero_of(meta, K)
-            if KEYS == 1:
-                if T.twice:
-                    operand, _ = decode(tl.trans(words), meta, latents.table, K, True)
-                else:
-                    operand = turned(values)
-            score = key_score(q_operand, q_sum, operand, affine, zero, factor * latent_scale, K, KEYS, PRECISION)
-            score = rotated_score(score, rotated, rope, page, slot, head, used, ratio, factor * rope_scale, R, KEYS, PRECISION)
+            zero = zero_of(meta, K)
+            score = key_score(queries[0], queries[1], turned(values), affine, zero, factor * latent_scale, K, 1, PRECISION)
+            score = rotated_score(score, rotated, rope, page, slot, head, used, ratio, factor * rope_scale, R, PRECISION)
             if NATURAL:
-                asked, slopes = tl.expand_dims(row_mask, KEYS), tl.expand_dims(slope, KEYS)
-                score *= tl.expand_dims(q_unit, KEYS)
-                score = natural_score(score, position, tl.expand_dims(key, 1 - KEYS), context, slopes, asked, extras, F)
+                asked, slopes = row_mask[:, None], slope[:, None]
+                score *= q_unit[:, None]
+                score = natural_score(score, position, key[None, :], context, slopes, asked, extras, F)
             score = tl.where(seen, score, float("-inf"))
-            prob, decay, row_max = softmax_step(score, score_unit, row_max, KEYS)
-            row_sum = row_sum * decay + tl.sum(prob, axis=KEYS)
-            if KEYS == 0:
-                if T.twice:
-                    values, _ = decode(tl.trans(words), meta, latents.table, K, True)
-                else:
-                    values = turned(values)
+            prob, decay, row_max = softmax_step(score, score_unit, row_max, 1)
+            row_sum = row_sum * decay + tl.sum(prob, axis=1)
             if masked:
-                values, affine, bad = confine(values, affine, seen_by_all(key, context + q_low, context + last, F), K, KEYS)
-                shift += tl.sum(tl.where(seen, tl.expand_dims(bad, 1 - KEYS), 0.0), axis=KEYS)
-            acc, shift, unit = add_values(acc, shift, unit, prob, decay, values, affine, zero, K, DTYPE, KEYS, PRECISION)
+                values, affine, bad = confine(values, affine, seen_by_all(key, context + q_low, context + last, F), K, 1)
+                shift += tl.sum(tl.where(seen, bad[None, :], 0.0), axis=1)
+            acc, shift, unit = add_values(acc, shift, unit, prob, decay, values, affine, zero, K, DTYPE, 1, PRECISION)
 
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0) * extras.v_factor
-    out = finish_values(acc, norm * unit, norm * shift, K, KEYS, False)
+    out = finish_values(acc, norm * unit, norm * shift, K, 1, False)
     column = tl.arange(0, K.width * K_CODEC.planes)[None, :]
     tl.store(part + out_row[:, None] * K.head_size + column, out, mask=row_mask[:, None] & (column < K.head_size))
 

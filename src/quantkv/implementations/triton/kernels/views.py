@@ -191,15 +191,13 @@ class RowPlan(_Constant):
 class LatentTile(_Constant):
     """What a program of the kernel over latents reads and holds.
 
-    group: heads of a tile, a kv head's over `parts`. page: tokens of a page. block_m, block_n: rows, queries x heads, and keys of a tile.
-    twice: codes are unpacked for each of the two products; else once, and what they stand for is transposed."""
+    group: heads of a tile, a kv head's over `parts`. page: tokens of a page. block_m: rows of a tile, queries x heads. block_n: its keys."""
 
     group: int
     parts: int
     page: int
     block_m: int
     block_n: int
-    twice: bool
 
 
 @dataclass(frozen=True)
