@@ -191,7 +191,7 @@ class RowPlan(_Constant):
 class LatentTile(_Constant):
     """What a program of the kernel over latents reads and holds.
 
-    group: heads of a tile, a kv head's over `parts`. page: tokens of a page. block_m: rows of a tile, queries x heads. block_n: its keys."""
+    group: heads of a tile, a kv head's over `parts`. page: tokens of a page. block_m: rows, queries x heads. block_n: keys of a tile."""
 
     group: int
     parts: int
