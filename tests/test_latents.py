@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from oracle import attention
+from latent_batches import HEADS, KEYS, LATENT, QUERIES, ROPE, SCALE, SIZE, expected, make, queries
 from quantkv import PagedCache, get_format, implementations, prepare_attend, prepare_write
 from quantkv.format_table import layout_of
 from quantkv.maps import LayerMaps, LinearMap
@@ -17,54 +17,7 @@ from quantkv.page_views import copy_pages_between
 from quantkv.spec import CacheSpec
 
 LAUNCHES = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()  # interpreted
-LATENT, ROPE, HEADS, SIZE = 32, 16, 3, 8
-SCALE = (24 + ROPE) ** -0.5  # of a model whose keys have 24 numbers that are not rotated
-QUERIES, KEYS = (4, 1, 3, 0), (21, 30, 3, 9)
 FORMATS = ("int4", "int8", "levels4", "levels3", "fp8", "fp8_token", "int2", "turboquant_4bit_nc", "trellis2", "none")
-
-
-def make(fmt="int4", *, dtype=torch.float32, maps=None, latent=LATENT, rope=ROPE, **scales):
-    """A cache, filled in a random order of pages, and where everything is: (cache, batch, (slots, positions), (latents, rotated))."""
-    g = torch.Generator().manual_seed(1)
-    spec = get_format(fmt, dtype).latent_spec(latent, rope, SIZE, dtype)
-    pages = [spec.num_blocks(n) for n in KEYS]
-    cache = PagedCache(spec, sum(pages) + 1, maps=maps, **scales)
-    cache.buffer.fill_(0xFF)  # NaN in every float that nothing writes
-    order = torch.randperm(cache.num_blocks, generator=g)
-    table = torch.full((len(KEYS), max(pages) + 1), -(2**30), dtype=torch.int32)
-    slots, positions = [], []
-    for s, n in enumerate(KEYS):
-        table[s, : pages[s]], order = order[: pages[s]], order[pages[s] :]
-        p = torch.arange(n)
-        slots.append(table[s, p // SIZE].long() * SIZE + p % SIZE)
-        positions.append(p)
-    slots, positions = torch.cat(slots), torch.cat(positions)
-    rows = [torch.randn(len(slots), 1, n, generator=g).to(dtype) for n in (latent, rope)]
-    cache.write(*rows, slots)
-    starts = torch.tensor([0, *QUERIES]).cumsum(0).int()
-    return cache, dict(block_table=table, seq_lens=torch.tensor(KEYS).int(), cu_seqlens_q=starts), (slots, positions), rows
-
-
-def queries(cache, dtype=torch.float32, heads=HEADS):
-    g = torch.Generator().manual_seed(2)
-    return torch.randn(sum(QUERIES), heads, cache.spec.query_sizes[0], generator=g).to(dtype)
-
-
-def expected(cache, q, batch, slots, **options):
-    """Every sequence and head by the oracle, in float64: keys are whole rows, values what comes first of them."""
-    latents, rotated = cache.dequantize(slots, dtype=torch.float64)
-    keys, start, out, lse = torch.cat([latents, rotated], 2)[:, 0], 0, [], []
-    for s, n in enumerate(KEYS):
-        a, b = batch["cu_seqlens_q"][s : s + 2].tolist()
-        of = keys[start : start + n]
-        heads = [
-            attention(q[a:b, h].double(), of, of[:, : latents.shape[2]], context=n - (b - a), scale=SCALE, **options)
-            for h in range(q.shape[1])
-        ]
-        out.append(torch.stack([o for o, _ in heads], 1))
-        lse.append(torch.stack([m for _, m in heads], 1))
-        start += n
-    return torch.cat(out), torch.cat(lse)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -200,6 +153,19 @@ def test_rotation_does_not_change_what_is_read_of_rows_as_given():
     q = queries(plain)
     out, want = turned.attend(q, **batch, scale=SCALE), plain.attend(q, **batch, scale=SCALE)
     assert (out - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("fmt", ["int4", "levels4"])
+def test_projections_that_hold_the_rotation(fmt):
+    """What an engine that absorbs the maps into its projections asks for."""
+    cache, batch, _, _ = make(fmt)
+    inverse, q = cache.maps.k.inverse[0], queries(cache)
+    want = cache.attend(q, **batch, scale=SCALE)
+    mapped = torch.cat([q[..., :LATENT] @ inverse, q[..., LATENT:]], -1)
+    stored = cache.as_stored()
+    out = stored.attend(mapped, **batch, scale=SCALE) @ inverse.mT
+    assert (out - want).norm() <= 3e-6 * want.norm()
+    assert stored.buffer is cache.buffer and cache.maps.k is not None and stored.maps.k is None and stored.kind != cache.kind
 
 
 def test_refusals():
