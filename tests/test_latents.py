@@ -10,7 +10,9 @@ import torch
 
 from latent_batches import HEADS, KEYS, LATENT, QUERIES, ROPE, SCALE, SIZE, expected, make, queries
 from quantkv import PagedCache, get_format, implementations, prepare_attend, prepare_write
+from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
 from quantkv.format_table import layout_of
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.offload import PageStore
 from quantkv.page_views import copy_pages_between
@@ -222,3 +224,32 @@ def test_gather_refuses():
             cache.gather(*arguments)
     with pytest.raises(ValueError, match="implementation='hopper'"):
         cache.gather(table, starts, out, implementation="hopper")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_full_precision_tokens(implementation):
+    """The first and the latest tokens of a sequence are read from 16-bit copies of their rows, by both uses."""
+    if implementation == "triton" and not LAUNCHES:
+        pytest.skip("Triton's kernels run on another device here")
+    tokens, block = FullPrecisionTokens(SIZE, 2 * SIZE), SIZE
+    cache, batch, (slots, positions), rows = make("int4", dtype=torch.float16, keys=(70,), queries=(1,))
+    copied = CopiedPages(tokens, block, 1, cache.num_blocks)
+    copies = cache_of_copies(cache, copied.num_copies, torch.float16)
+    assert copies.format.name == "fp16+fp16"
+    both, table = CacheWithCopies(cache, copies, copied), batch["block_table"]
+    for start in range(70):  # a token a step, as decode brings them
+        step = FullPrecisionStep(tokens, block, 1, 1, cache.device, True)
+        slot, lens = slots[start : start + 1], torch.tensor([start + 1], dtype=torch.int32)
+        copied.advance(table, lens, batch["cu_seqlens_q"], slot, step)
+        prepare_write(slot, full_precision=step)(both, *(t[start : start + 1] for t in rows))
+    q = queries(cache, torch.float16, count=1)
+    out = prepare_attend(**batch, scale=SCALE, full_precision=step, implementation=implementation)(both, q)
+    read = [t.clone() for t in cache.dequantize(slots)]
+    low, high = step.joined[2][0].tolist()
+    exact = (positions < low) | (positions >= high)
+    assert low == SIZE and 70 - 3 * SIZE <= high <= 70 - 2 * SIZE
+    for got, given in zip(read, rows):
+        got[exact] = given[exact].float()
+    want = torch.cat([read[0], read[1]], 2)[:, 0].double()
+    score = (q[0].double() @ want.T * SCALE).softmax(-1) @ want[:, :LATENT]
+    assert (out[0].double() - score).norm() <= 2e-3 * score.norm()
