@@ -18,7 +18,7 @@ from quantkv.implementations.hopper.host.sass import step
 from quantkv.implementations.prefill import triton_steps as prefill
 from quantkv.implementations.prefill.plan import CAUSAL, KeySlice, Round
 from quantkv.implementations.prefill.steps import Partial
-from quantkv.implementations.triton import attend, launch, own, write
+from quantkv.implementations.triton import attend, gather, latents, launch, own, write
 from quantkv.implementations.triton import copies as copies_by_triton
 
 TARGETS = {
@@ -33,6 +33,7 @@ TARGETS = {
 KERNELS = {write: ("write_kernel",), attend: ("attend_kernel", "combine_kernel"), prefill: ("gather_kernel", "fold_kernel")}
 COPIES = ("doubt_kernel", "claim_kernel", "take_kernel", "lay_out_kernel", "note_kernel")
 KERNELS |= {own: ("own_rows_kernel",)}
+OF_LATENTS = {latents: ("attend_latents_kernel", "map_rows_kernel"), attend: ("combine_kernel",), gather: ("gather_rows_kernel",)}
 
 
 class Compiler:
@@ -121,9 +122,29 @@ def compile_kernels(name, arch, head_size=128, query_lens=(1, 512), options=Fals
     return compiled
 
 
+def compile_latents(name, arch, heads, queries):
+    """Compile attention over latents of 512 numbers and 64 rotated ones, and their gathering. Returns (kernel, what Triton made of it)."""
+    triton_target, launch.Target.of = TARGETS[arch][0], staticmethod(lambda device: TARGETS[arch][1])
+    compiled, stock = [], {(module, kernel): getattr(module, kernel) for module, kernels in OF_LATENTS.items() for kernel in kernels}
+    for (module, kernel), function in stock.items():
+        setattr(module, kernel, Compiler(function, triton_target, compiled))
+    try:
+        cache, table = PagedCache(get_format(name).latent_spec(512, 64, 64), 64), torch.zeros(4, 64, dtype=torch.int32)
+        batch = Batch(torch.arange(5, dtype=torch.int32) * queries, torch.full((4,), 4096, dtype=torch.int32), queries)
+        q = torch.zeros(4 * queries, heads, 576, dtype=torch.bfloat16)
+        attend.run(AttendCall(q, (cache.segment(table),), batch, 1.0, AttentionOptions(), None, None))
+        rows = [torch.zeros(64, 1, size, dtype=torch.bfloat16) for size in (512, 64)]
+        gather.run(cache.segment(table), torch.zeros(5, dtype=torch.int32), None, rows, (1.0, 1.0))
+    finally:
+        for (module, kernel), function in stock.items():
+            setattr(module, kernel, function)
+    return compiled
+
+
 def compile_format(*given):
-    """(kernel, bytes of shared memory) of each that `compile_kernels` compiles."""
-    return [(kernel, result.metadata.shared) for kernel, result in compile_kernels(*given)]
+    """(kernel, bytes of shared memory) of each that `compile_kernels` compiles, or `compile_latents` where the first of `given` says so."""
+    compiled = compile_latents(*given[1:]) if given[0] == "latents" else compile_kernels(*given)
+    return [(kernel, result.metadata.shared) for kernel, result in compiled]
 
 
 def decode_loop(name, arch, head_size=128):

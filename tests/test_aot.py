@@ -102,6 +102,21 @@ def test_how_much_decode_issues():
     assert all(moved <= 4 for _, moved in found.values()), found  # the levels of a table, and a few registers
 
 
+LATENTS = [("latents", "int4", arch, heads, 1) for arch, heads in (("sm90", 16), ("sm90", 128), ("sm80", 128), ("sm89", 16))]
+LATENTS += [("latents", "int4", "sm90", 16, 2), ("latents", "none", "sm90", 128, 1), ("latents", "levels4", "sm80", 16, 1)]
+
+
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize("case", LATENTS, ids=lambda c: "-".join(str(x) for x in c))
+def test_compiles_over_latents(results, case):
+    compiled = results[case].result()
+    assert not isinstance(compiled, str), compiled
+    mapped = set() if case[1] == "none" else {"map_rows_kernel"}
+    assert {kernel for kernel, _ in compiled} == {"attend_latents_kernel", "combine_kernel", "gather_rows_kernel"} | mapped
+    for kernel, shared in compiled:
+        assert shared <= SHARED_MEMORY[case[2]] * 1024, (kernel, shared)
+
+
 @pytest.mark.xdist_group("aot")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x) for x in c))
 def test_compiles(results, case):

@@ -128,6 +128,16 @@ def test_ranks_that_cannot_share():
     assert whole.layers == shared.layers  # every rank holds the latents
     with pytest.raises(NotImplementedError, match="latents"):
         capacity(latent, one("int4", FullPrecisionTokens(16, 24)))
+    with pytest.raises(ValueError, match=r"int4\+bf16.*of latents"):
+        capacity(llama, one("int4+bf16"))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_latents_are_counted_once(name: str):
+    """One row of 512 and 64 numbers a layer and token: the value takes no bytes of its own."""
+    model = geometry.read(config_of(name))
+    for fmt, row in (("int4", 256 + 4 + 128), ("int4+bf16", 256 + 4 + 128), ("int8", 512 + 4 + 128), ("none", 1024 + 128)):
+        assert capacity(model, one(fmt)).bytes_per_token == 61 * row
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE"])

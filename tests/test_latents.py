@@ -8,63 +8,18 @@ import pickle
 import pytest
 import torch
 
-from oracle import attention
+from latent_batches import HEADS, KEYS, LATENT, QUERIES, ROPE, SCALE, SIZE, expected, make, queries
 from quantkv import PagedCache, get_format, implementations, prepare_attend, prepare_write
+from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
 from quantkv.format_table import layout_of
+from quantkv.full_precision import FullPrecisionTokens
 from quantkv.maps import LayerMaps, LinearMap
 from quantkv.offload import PageStore
 from quantkv.page_views import copy_pages_between
 from quantkv.spec import CacheSpec
 
 LAUNCHES = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()  # interpreted
-LATENT, ROPE, HEADS, SIZE = 32, 16, 3, 8
-SCALE = (24 + ROPE) ** -0.5  # of a model whose keys have 24 numbers that are not rotated
-QUERIES, KEYS = (4, 1, 3, 0), (21, 30, 3, 9)
 FORMATS = ("int4", "int8", "levels4", "levels3", "fp8", "fp8_token", "int2", "turboquant_4bit_nc", "trellis2", "none")
-
-
-def make(fmt="int4", *, dtype=torch.float32, maps=None, latent=LATENT, rope=ROPE, **scales):
-    """A cache, filled in a random order of pages, and where everything is: (cache, batch, (slots, positions), (latents, rotated))."""
-    g = torch.Generator().manual_seed(1)
-    spec = get_format(fmt, dtype).latent_spec(latent, rope, SIZE, dtype)
-    pages = [spec.num_blocks(n) for n in KEYS]
-    cache = PagedCache(spec, sum(pages) + 1, maps=maps, **scales)
-    cache.buffer.fill_(0xFF)  # NaN in every float that nothing writes
-    order = torch.randperm(cache.num_blocks, generator=g)
-    table = torch.full((len(KEYS), max(pages) + 1), -(2**30), dtype=torch.int32)
-    slots, positions = [], []
-    for s, n in enumerate(KEYS):
-        table[s, : pages[s]], order = order[: pages[s]], order[pages[s] :]
-        p = torch.arange(n)
-        slots.append(table[s, p // SIZE].long() * SIZE + p % SIZE)
-        positions.append(p)
-    slots, positions = torch.cat(slots), torch.cat(positions)
-    rows = [torch.randn(len(slots), 1, n, generator=g).to(dtype) for n in (latent, rope)]
-    cache.write(*rows, slots)
-    starts = torch.tensor([0, *QUERIES]).cumsum(0).int()
-    return cache, dict(block_table=table, seq_lens=torch.tensor(KEYS).int(), cu_seqlens_q=starts), (slots, positions), rows
-
-
-def queries(cache, dtype=torch.float32, heads=HEADS):
-    g = torch.Generator().manual_seed(2)
-    return torch.randn(sum(QUERIES), heads, cache.spec.query_sizes[0], generator=g).to(dtype)
-
-
-def expected(cache, q, batch, slots, **options):
-    """Every sequence and head by the oracle, in float64: keys are whole rows, values what comes first of them."""
-    latents, rotated = cache.dequantize(slots, dtype=torch.float64)
-    keys, start, out, lse = torch.cat([latents, rotated], 2)[:, 0], 0, [], []
-    for s, n in enumerate(KEYS):
-        a, b = batch["cu_seqlens_q"][s : s + 2].tolist()
-        of = keys[start : start + n]
-        heads = [
-            attention(q[a:b, h].double(), of, of[:, : latents.shape[2]], context=n - (b - a), scale=SCALE, **options)
-            for h in range(q.shape[1])
-        ]
-        out.append(torch.stack([o for o, _ in heads], 1))
-        lse.append(torch.stack([m for _, m in heads], 1))
-        start += n
-    return torch.cat(out), torch.cat(lse)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -202,6 +157,19 @@ def test_rotation_does_not_change_what_is_read_of_rows_as_given():
     assert (out - want).norm() <= 1e-5 * want.norm()
 
 
+@pytest.mark.parametrize("fmt", ["int4", "levels4"])
+def test_projections_that_hold_the_rotation(fmt):
+    """What an engine that absorbs the maps into its projections asks for."""
+    cache, batch, _, _ = make(fmt)
+    inverse, q = cache.maps.k.inverse[0], queries(cache)
+    want = cache.attend(q, **batch, scale=SCALE)
+    mapped = torch.cat([q[..., :LATENT] @ inverse, q[..., LATENT:]], -1)
+    stored = cache.as_stored()
+    out = stored.attend(mapped, **batch, scale=SCALE) @ inverse.mT
+    assert (out - want).norm() <= 3e-6 * want.norm()
+    assert stored.buffer is cache.buffer and cache.maps.k is not None and stored.maps.k is None and stored.kind != cache.kind
+
+
 def test_refusals():
     cache, batch, _, _ = make()
     q = queries(cache)
@@ -256,3 +224,32 @@ def test_gather_refuses():
             cache.gather(*arguments)
     with pytest.raises(ValueError, match="implementation='hopper'"):
         cache.gather(table, starts, out, implementation="hopper")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_full_precision_tokens(implementation):
+    """The first and the latest tokens of a sequence are read from 16-bit copies of their rows, by both uses."""
+    if implementation == "triton" and not LAUNCHES:
+        pytest.skip("Triton's kernels run on another device here")
+    tokens, block = FullPrecisionTokens(SIZE, 2 * SIZE), SIZE
+    cache, batch, (slots, positions), rows = make("int4", dtype=torch.float16, keys=(70,), queries=(1,))
+    copied = CopiedPages(tokens, block, 1, cache.num_blocks)
+    copies = cache_of_copies(cache, copied.num_copies, torch.float16)
+    assert copies.format.name == "fp16+fp16"
+    both, table = CacheWithCopies(cache, copies, copied), batch["block_table"]
+    for start in range(70):  # a token a step, as decode brings them
+        step = FullPrecisionStep(tokens, block, 1, 1, cache.device, True)
+        slot, lens = slots[start : start + 1], torch.tensor([start + 1], dtype=torch.int32)
+        copied.advance(table, lens, batch["cu_seqlens_q"], slot, step)
+        prepare_write(slot, full_precision=step)(both, *(t[start : start + 1] for t in rows))
+    q = queries(cache, torch.float16, count=1)
+    out = prepare_attend(**batch, scale=SCALE, full_precision=step, implementation=implementation)(both, q)
+    read = [t.clone() for t in cache.dequantize(slots)]
+    low, high = step.joined[2][0].tolist()
+    exact = (positions < low) | (positions >= high)
+    assert low == SIZE and 70 - 3 * SIZE <= high <= 70 - 2 * SIZE
+    for got, given in zip(read, rows):
+        got[exact] = given[exact].float()
+    want = torch.cat([read[0], read[1]], 2)[:, 0].double()
+    score = (q[0].double() @ want.T * SCALE).softmax(-1) @ want[:, :LATENT]
+    assert (out[0].double() - score).norm() <= 2e-3 * score.norm()

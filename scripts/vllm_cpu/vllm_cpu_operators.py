@@ -51,6 +51,90 @@ def rejection_greedy_sample_kernel_impl(
         start = stop
 
 
+def eagle_prepare_next_token_padded_kernel_impl(
+    sampled: torch.Tensor,
+    discarded: torch.Tensor,
+    otherwise: torch.Tensor,
+    following: torch.Tensor,
+    counts: torch.Tensor,
+    vocabulary: int,
+    longest: int,
+    requests: int,
+) -> None:
+    """Of each request the last token that was taken, and how many were; -1 stands for those that were not."""
+    for request in range(requests):
+        taken = [token for token in sampled[request].tolist() if 0 <= token < vocabulary and not bool(discarded[request])]
+        following[request], counts[request] = taken[-1] if taken else otherwise[request], len(taken)
+
+
+def eagle_prepare_inputs_padded_kernel_impl(
+    ends: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, sampled_at: torch.Tensor, rejected: torch.Tensor, requests: int
+) -> None:
+    """Where each request's last token that was taken stands, and how many drafts were rejected. ends: of the drafts of each request."""
+    drafted = ends[:requests].diff(prepend=ends.new_zeros(1))
+    rejected[:requests] = torch.where(drafted > 0, drafted + 1 - counts[:requests], 0)
+    sampled_at[:requests] = starts[1 : requests + 1] - 1 - rejected[:requests]
+
+
+def eagle_step_slot_mapping_metadata_kernel_impl(
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    following: torch.Tensor,
+    slots: torch.Tensor,
+    block_size: int,
+    longest: int,
+    padding: int,
+) -> None:
+    """Each request goes on by one drafted token; one that is too long has none."""
+    count, ahead = len(positions), positions + 1
+    over = ahead >= longest
+    ahead = torch.where(over, 0, ahead)
+    page = block_table[:count].gather(1, (ahead // block_size).clamp_max(block_table.shape[1] - 1).long()[:, None])[:, 0]
+    slots.fill_(padding)
+    slots[:count] = torch.where(over, padding, page * block_size + ahead % block_size)
+    seq_lens[:count] = torch.where(over, 1, seq_lens[:count] + 1).clamp_max(longest)
+    following[:count] = ahead
+
+
+def copy_and_expand_eagle_inputs_kernel_impl(
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    following: torch.Tensor,
+    out_tokens: torch.Tensor,
+    out_positions: torch.Tensor,
+    rejected: torch.Tensor,
+    masked: torch.Tensor,
+    new_at: torch.Tensor,
+    moved_to: torch.Tensor,
+    starts: torch.Tensor,
+    lasts: torch.Tensor,
+    padding_token: int,
+    drafting_token: int,
+    total: int,
+    slots: int,
+    shift: bool,
+) -> None:
+    """Each request's tokens up to the last that was taken, the next one, tokens to draft at once, and padding for rejected ones.
+    lasts: of the last token that was taken. slots: tokens that are added to each request."""
+    for request, last in enumerate(lasts.tolist()):
+        start, stop = starts[request : request + 2].tolist()
+        first = start + request * (slots - shift)
+        kept = tokens[start + shift : last + 1]
+        held, count = len(kept), len(kept) + slots + stop - last - 1
+        where = slice(first, first + count)
+        drawn = [*kept.tolist(), int(following[request]), *[drafting_token] * (slots - 1), *[padding_token] * (stop - last - 1)]
+        out_tokens[where] = torch.tensor(drawn)
+        out_positions[where] = int(positions[start]) + torch.arange(count)
+        out_positions[first + held + slots : first + count] = 0
+        rejected[where], masked[where] = False, False
+        rejected[first + held + slots : first + count] = True
+        masked[first + held + 1 : first + held + slots] = True
+        new_at[request * slots : (request + 1) * slots] = first + held + torch.arange(slots)
+        if shift:
+            moved_to[start:stop] = first + torch.arange(stop - start)
+
+
 def prepack_moe_weight(weight: torch.Tensor, output: torch.Tensor, isa: str) -> None:
     output.copy_(weight)
 
@@ -89,6 +173,15 @@ OPERATORS = {
     "Tensor(a!) slot_mapping, int block_size) -> ()": compute_slot_mapping_kernel_impl,
     "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafted, Tensor wanted, Tensor bonus, "
     "Tensor? is_greedy, int longest) -> ()": rejection_greedy_sample_kernel_impl,
+    "eagle_prepare_next_token_padded_kernel_impl(Tensor sampled, Tensor discarded, Tensor otherwise, Tensor(a!) following, "
+    "Tensor(b!) counts, int vocabulary, int longest, int requests) -> ()": eagle_prepare_next_token_padded_kernel_impl,
+    "eagle_prepare_inputs_padded_kernel_impl(Tensor ends, Tensor counts, Tensor starts, Tensor(a!) sampled_at, Tensor(b!) rejected, "
+    "int requests) -> ()": eagle_prepare_inputs_padded_kernel_impl,
+    "eagle_step_slot_mapping_metadata_kernel_impl(Tensor positions, Tensor block_table, Tensor(a!) seq_lens, Tensor(b!) following, "
+    "Tensor(c!) slots, int block_size, int longest, int padding) -> ()": eagle_step_slot_mapping_metadata_kernel_impl,
+    "copy_and_expand_eagle_inputs_kernel_impl(Tensor tokens, Tensor positions, Tensor following, Tensor(a!) out_tokens, "
+    "Tensor(b!) out_positions, Tensor(c!) rejected, Tensor(d!) masked, Tensor(e!) new_at, Tensor(f!) moved_to, Tensor starts, "
+    "Tensor lasts, int padding_token, int drafting_token, int all, int slots, bool shift) -> ()": copy_and_expand_eagle_inputs_kernel_impl,
     "prepack_moe_weight(Tensor weight, Tensor(a!) output, str isa) -> ()": prepack_moe_weight,
     "cpu_fused_moe(Tensor(a!) output, Tensor rows, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, Tensor weights, "
     "Tensor experts, bool skip_weighted, str activation, str isa) -> ()": cpu_fused_moe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any, BinaryIO
@@ -120,6 +121,18 @@ class PagedCache:
     def segment(self, block_table: torch.Tensor, key_start: torch.Tensor | None = None, key_range: torch.Tensor | None = None) -> Segment:
         """The keys of every sequence that lie in this cache: see `Segment`."""
         return Segment(self.k, self.v, self.format, block_table, self.maps, key_start, key_range)
+
+    def as_stored(self) -> PagedCache:
+        """The same pages read without the maps: `as_stored().attend(q')` is attention of queries that went through A^-T already, and its
+        output has yet to go through the A^-1 of values. For engines that multiply projections with these beforehand, which costs nothing:
+        of latents, `W_UK @ maps.k.inverse` and `maps.k.inverse.mT @ W_UV`, rows from the left. ValueError for maps with key means."""
+        if self.maps.by_position:
+            checks.refuse("maps.k.key_mean", tuple(self.maps.k.key_mean.shape), "None is needed: scores depend on it")
+        other = copy.copy(self)
+        other.maps = LayerMaps()
+        other.kind = (*self.kind[:-2], None, None)
+        other.kind = _KINDS.setdefault(other.kind, other.kind)
+        return other
 
     def write(
         self,

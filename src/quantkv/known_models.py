@@ -241,6 +241,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "vocab_size": 129280,
     },
+    "kimi-k2": {
+        **_MLA,
+        "model_type": "deepseek_v3",  # its code is DeepSeek-V3's
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "vocab_size": 163840,
+        "max_position_embeddings": 131072,
+    },
 }
 
 

@@ -141,5 +141,35 @@ def _add_scales(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_eagle(folder: Path, target: Path) -> str:
+    """A head that drafts (EAGLE) for a llama: a layer with random weights behind its hidden states and tokens."""
+    torch.manual_seed(2)
+    held = load_file(target / "model.safetensors")
+    size = SIZES["hidden_size"]
+    drawn = {name.removeprefix("model."): t + torch.randn_like(t) * 0.02 for name, t in held.items() if name.startswith("model.layers.0.")}
+    del drawn["layers.0.input_layernorm.weight"]  # it has none
+    drawn |= {"fc.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], 1)}
+    folder.mkdir()
+    save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text()) | {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def add_mtp(folder: Path) -> None:
+    """Give a model with latents a layer that drafts (MTP), as DeepSeek's checkpoints have it behind the others: of random weights."""
+    torch.manual_seed(2)
+    held, config, size = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text()), SIZES["hidden_size"]
+    layer = config["num_hidden_layers"]
+    drawn = {name.replace(".1.", f".{layer}."): t + torch.randn_like(t) * 0.02 for name, t in held.items() if ".layers.1." in name}
+    drawn |= {f"model.layers.{layer}.{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    drawn |= {f"model.layers.{layer}.{name}.weight": held[f"{of}.weight"].clone() for name, of in shared.items()}
+    drawn |= {f"model.layers.{layer}.eh_proj.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], 1)}
+    save_file(held | drawn, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_nextn_predict_layers": 1, "first_k_dense_replace": layer + 1}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()

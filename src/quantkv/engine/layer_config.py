@@ -15,7 +15,8 @@ from ..geometry import Heads
 from ..maps import LayerMaps
 from ..policy import Policy
 
-UNQUANTIZED = frozenset(get_format("none", dtype).name for dtype in ROW_DTYPES)  # formats that keep rows as they are
+PLAIN = [get_format("none", dtype) for dtype in ROW_DTYPES]
+UNQUANTIZED = frozenset(fmt.name for plain, dtype in zip(PLAIN, ROW_DTYPES) for fmt in (plain, plain.latents(dtype)))  # rows as they are
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ try:
 except ImportError:  # `refusal` says so
     triton = None
 else:
-    from . import launch
+    from . import latents, launch
     from .kernels.attend import attend_kernel
     from .kernels.combine import combine_kernel
     from .kernels.views import BatchView, Extras, Features, MapView, RowsView
@@ -28,9 +28,10 @@ SUPPORTED = frozenset((
     "clamp_prefix_to_window", "output_scale", "batch_invariant",
 ))  # fmt: skip
 OWN_ROWS = "dense"
+LATENTS = True
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
-ATTEND_PLACES = (
-    "q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.key_mean",
+ATTEND_PLACES = ("q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.key_mean")
+SHARED_PLACES = (
     "batch.query_start", "batch.seq_lens", "batch.block_table", "extras.causal", "extras.alibi_slopes", "extras.qq_bias",
     "extras.prefix_ranges", "extras.key_start", "extras.key_range",
 )  # fmt: skip
@@ -62,7 +63,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
 
     def serve(call: AttendCall) -> None:
         with launch.on_device(device):
-            if launches and all(made.again(tensors, device.index) for made, tensors in zip(launches, _tensors(call, plan))):
+            if launches and all(made.again(tensors, device.index) for made, tensors in zip(launches, _tensors(call, plan, part))):
                 return
             launches[:] = launch_all(call, plan, part)
 
@@ -73,17 +74,20 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
 
 
 class Partials(NamedTuple):
-    """What attend leaves for combine: normalised outputs in V's mapped space and their base-2 log-sum-exp."""
+    """What attend leaves for combine: normalised outputs in the values' mapped space and their base-2 log-sum-exp. Of latents that are
+    mapped, also the queries to them, mapped, and the output before it is mapped back."""
 
     out: torch.Tensor  # [T, HQ, splits, D_V] float32
     lse: torch.Tensor  # [T, HQ, splits] float32
+    query: torch.Tensor | None = None  # [T, HQ, D_V] of q's dtype
+    mapped: torch.Tensor | None = None  # likewise; None: combine maps back
 
 
 @dataclass(frozen=True)
 class AttendPlan:
     """What calls of the same shape share.
 
-    order: segments in the order in which they are merged, those with a V map first. splits: of the keys of each.
+    order: segments in the order in which they are merged, those whose values have a map first. splits: of the keys of each.
     one_block: no sequence has more queries than a tile. exact: queries are float32."""
 
     target: Target
@@ -103,24 +107,23 @@ class AttendPlan:
         target = Target.of(call.q.device)
         tokens, num_heads, head_size = call.q.shape
         heads, num_seqs, bound = first.k.codes.shape[2], batch.num_seqs, batch.max_query_len
-        group = num_heads // heads
+        group, latent = num_heads // heads, first.fmt.latent
         longest = bound if bound is not None else tokens if num_seqs == 1 else -(-tokens // num_seqs)
         codes = [side.codes for s in call.segments for side in (s.k, s.v)]
         exact = call.q.dtype == torch.float32
-        tiling = Tiling.of(
-            group,
-            1 if invariant else longest,
-            max(head_size, first.head_size_v),
-            max(c.shape[3] * c.element_size() for c in codes),
-            exact or torch.float32 in [c.dtype for c in codes],
-            [codec.triton() for s in call.segments for codec in (s.fmt.k, s.fmt.v)],
-            target,
-        )
+        wide, queries = exact or torch.float32 in [c.dtype for c in codes], 1 if invariant else longest
+        if latent:
+            tiling = Tiling.of_latents(group, queries, triton.next_power_of_2(first.head_size_v), wide, target)
+        else:
+            row_bytes = max(c.shape[3] * c.element_size() for c in codes)
+            codecs = [codec.triton() for s in call.segments for codec in (s.fmt.k, s.fmt.v)]
+            tiling = Tiling.of(group, queries, max(head_size, first.head_size_v), row_bytes, wide, codecs, target)
+        group, heads = group // tiling.parts, heads * tiling.parts  # as many tiles share the rows of a kv head
         single = bound == 1
         block_q = 1 if single else tiling.block_m // group
         one_block = (bound is not None or num_seqs == 1) and longest <= block_q
         blocks = num_seqs if one_block else tokens // block_q + num_seqs
-        order = sorted(range(len(call.segments)), key=lambda i: call.segments[i].maps.v is None)
+        order = sorted(range(len(call.segments)), key=lambda i: call.segments[i].values[2] is None)
         splits = []
         for i in order:
             s = call.segments[i]
@@ -135,7 +138,11 @@ class AttendPlan:
         """Room for the partials of a call: float32 outputs and log-sum-exps of each split."""
         tokens, num_heads = call.q.shape[:2]
         shape = (tokens, num_heads, sum(self.splits))
-        return Partials(*(call.q.new_empty(s, dtype=torch.float32) for s in ((*shape, call.out.shape[2]), shape)))
+        found = Partials(*(call.q.new_empty(s, dtype=torch.float32) for s in ((*shape, call.out.shape[2]), shape)))
+        if not call.segments[0].fmt.latent or latents.own_map(call) is None:
+            return found
+        rows = (tokens, num_heads, call.out.shape[2])
+        return found._replace(query=call.q.new_empty(rows), mapped=call.q.new_empty(rows) if latents.mapped_apart(call) else None)
 
     def features(self, call: AttendCall, s: Segment) -> Features:
         """What the kernel is compiled for, of a call and one of its segments."""
@@ -167,39 +174,58 @@ class AttendPlan:
 # ---- launches
 
 
-def _tensors(call: AttendCall, plan: AttendPlan) -> list[tuple[torch.Tensor | None, ...]]:
-    """What stands at ATTEND_PLACES, for each segment in order, and at COMBINE_PLACES."""
+def _tensors(call: AttendCall, plan: AttendPlan, part: Partials) -> list[tuple[torch.Tensor | None, ...]]:
+    """What stands at the places of each launch: of each segment in order, and at COMBINE_PLACES; of mapped latents, before and after
+    these, at those of what maps queries and output."""
     o, batch, q, dense = call.options, call.batch, launch.dense_rows(call.q), launch.dense
     causal = None if isinstance(o.causal, bool) else dense(o.causal).view(torch.uint8)
+    latent = call.segments[0].fmt.latent
+    parts = latents.query_parts(call) if latent else ()
     found = []
+    if part.query is not None:
+        found.append((parts[0], part.query, latents.own_map(call).operands.query))
     for i in plan.order:
         s = call.segments[i]
-        operands = None if s.maps.k is None else s.maps.k.operands
-        key_map = (None, None) if operands is None else (operands.query, operands.mapped_key_mean)
         table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
         of_batch = (dense(batch.cu_seqlens_q), dense(batch.seq_lens), table)
         extras = (causal, dense(o.alibi_slopes), dense(o.qq_bias), dense(o.prefix_ranges), dense(s.key_start), dense(s.key_range))
-        found.append((q, s.k.codes, s.k.meta, s.v.codes, s.v.meta, *key_map, *of_batch, *extras))
-    v_map = call.segments[plan.order[0]].maps.v
-    found.append((call.out, call.lse, None if v_map is None else v_map.operands.output, dense(o.sinks)))
-    return found
+        if latent:
+            own = latents.tensors(s, parts, part.query)
+        else:
+            operands = None if s.maps.k is None else s.maps.k.operands
+            key_map = (None, None) if operands is None else (operands.query, operands.mapped_key_mean)
+            own = (q, s.k.codes, s.k.meta, s.v.codes, s.v.meta, *key_map)
+        found.append((*own, *of_batch, *extras))
+    map_ = call.segments[plan.order[0]].values[2]
+    matrix = None if map_ is None else map_.operands.output
+    if part.mapped is not None:
+        return [*found, (part.mapped, call.lse, None, dense(o.sinks)), (part.mapped, call.out, matrix)]
+    return [*found, (call.out, call.lse, matrix, dense(o.sinks))]
 
 
 def launch_all(call: AttendCall, plan: AttendPlan, part: Partials) -> list[launch.Launch]:
     """The launches of a call, made once."""
-    *attends, (out, lse, matrix, sinks) = _tensors(call, plan)
-    launches, first_split, plain_scale = [], 0, call.segments[plan.order[-1]].v.scale
-    for i, count, tensors in zip(plan.order, plan.splits, attends):
-        v_factor = 1.0 if call.segments[i].maps.v is not None else call.segments[i].v.scale / plain_scale
-        launches.append(_attend_launch(call, plan, part, call.segments[i], tensors, first_split, count, v_factor))
+    given, segments = _tensors(call, plan, part), [call.segments[i] for i in plan.order]
+    launches, first_split, plain_scale = [], 0, segments[-1].values[0].scale
+    heads = segments[0].k.codes.shape[2]
+    if part.query is not None:
+        factor = latents.outer_factor(latents.own_map(call))
+        launches.append(latents.map_launch(*given.pop(0), factor, heads, plan.target))
+    for s, count in zip(segments, plan.splits):
+        side, _, map_ = s.values
+        v_factor = 1.0 if map_ is not None else side.scale / plain_scale
+        launches.append(_attend_launch(call, plan, part, s, given.pop(0), first_split, count, v_factor))
         first_split += count
-    segments = [call.segments[i] for i in plan.order]
-    mapped_splits = sum(count for s, count in zip(segments, plan.splits) if s.maps.v is not None)
-    factor = 1.0 if matrix is None else segments[0].v.scale * segments[0].maps.v.operands.inverse_factor
+    (side, _, map_), (out, lse, matrix, sinks) = segments[0].values, given.pop(0)
+    mapped_splits = sum(count for s, count in zip(segments, plan.splits) if s.values[2] is not None)
+    factors = 1.0 if map_ is None else side.scale * map_.operands.inverse_factor, plain_scale
+    if part.mapped is not None:  # all are mapped back by what follows
+        mapped_splits, factors = 0, (1.0, side.scale * latents.inner_factor(map_))
     rows = 1 if call.options.batch_invariant else None
-    heads, scale = segments[0].k.codes.shape[2], call.options.output_scale
-    combining = Combining(out, lse, heads, matrix, mapped_splits, factor, segments[-1].v.scale, sinks, scale, rows)
+    combining = Combining(out, lse, heads, matrix, mapped_splits, *factors, sinks, call.options.output_scale, rows)
     launches.append(combine_launch(part, combining, plan.target))
+    if part.mapped is not None:
+        launches.append(latents.map_launch(*given.pop(0), latents.outer_factor(map_), heads, plan.target))
     for made in launches:
         made()
     return launches
@@ -208,8 +234,25 @@ def launch_all(call: AttendCall, plan: AttendPlan, part: Partials) -> list[launc
 def _attend_launch(
     call: AttendCall, plan: AttendPlan, part: Partials, s: Segment, tensors, first_split: int, count: int, v_factor: float
 ) -> launch.Launch:
-    q, *_, matrix, key_mean, query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors
-    tiling, sizes = plan.tiling, (call.q.shape[2], s.head_size_v)
+    query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors[-len(SHARED_PLACES) :]
+    tiling = plan.tiling
+    bias_view = (0, 0, 0) if bias is None else (bias.shape[1], *bias.shape)
+    num_ranges = 0 if ranges is None else ranges.shape[1]
+    shared = {
+        "part": part.out,
+        "lse": part.lse,
+        "batch": BatchView(query_start, seq_lens, table, table.stride(0)),
+        "extras": Extras(causal, slopes, bias, *bias_view, ranges, num_ranges, key_start, key_range, v_factor),
+        "num_seqs": call.batch.num_seqs,
+        "first_split": first_split,
+        "all_splits": part.lse.shape[2],
+    }
+    grid = (plan.blocks * s.k.codes.shape[2] * tiling.parts, count)
+    if s.fmt.latent:
+        features = plan.features(call, s)
+        return latents.attend_launch(call, s, tensors, tiling, plan.group, plan.target, shared, features, grid, SHARED_PLACES)
+    q, *_, matrix, key_mean = tensors[: len(ATTEND_PLACES)]
+    sizes = (call.q.shape[2], s.head_size_v)
     views = [launch.pages(side, codec, size) for side, codec, size in zip((s.k, s.v), (s.fmt.k, s.fmt.v), sizes)]
     plans = [
         launch.row_plan(codec, size, map_, side.scale, view, plan.target, plan.exact, call.q.dtype if tiling.lean else None)
@@ -217,26 +260,12 @@ def _attend_launch(
     ]
     arguments = {
         "q": launch.rows_view(q),
-        "part": part.out,
-        "lse": part.lse,
+        "part": shared.pop("part"),
+        "lse": shared.pop("lse"),
         "k_pages": views[0],
         "v_pages": views[1],
         "k_map": launch.map_view(matrix, key_mean),
-        "batch": BatchView(query_start, seq_lens, table, table.stride(0)),
-        "extras": Extras(
-            causal,
-            slopes,
-            bias,
-            *((0, 0, 0) if bias is None else (bias.shape[1], *bias.shape)),
-            ranges,
-            0 if ranges is None else ranges.shape[1],
-            key_start,
-            key_range,
-            v_factor,
-        ),
-        "num_seqs": call.batch.num_seqs,
-        "first_split": first_split,
-        "all_splits": part.lse.shape[2],
+        **shared,
         "scale": call.scale * (1.0 if s.maps.k is None else s.maps.k.operands.inverse_factor),
         "k_scale": s.k.scale,
         "GROUP": plan.group,
@@ -248,7 +277,7 @@ def _attend_launch(
         "F": plan.features(call, s),
     }
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return launch.Launch(attend_kernel, (plan.blocks * s.k.codes.shape[2], count), arguments, options, ATTEND_PLACES)
+    return launch.Launch(attend_kernel, grid, arguments, options, (*ATTEND_PLACES, *SHARED_PLACES))
 
 
 @dataclass(frozen=True)

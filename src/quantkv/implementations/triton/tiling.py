@@ -18,6 +18,12 @@ WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave
 WARPS_OF_WIDE_TILES = 8
 ALL_16_BIT = False  # also rows of 16 bits, which two warps and a mask read at the speed of memory, are read as few queries are
 KEYS_OF_SPLIT = 128  # at the least
+ROWS_OF_LATENTS = 64  # of a tile, at most
+LATENT_TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor at once
+    16: (64, 4, 3, 2),
+    32: (64, 8, 3, 1),
+    64: (32, 8, 2, 1),
+}
 
 
 class Tiling(NamedTuple):
@@ -30,6 +36,7 @@ class Tiling(NamedTuple):
     resident: int  # programs of a multiprocessor at once
     key_axis: int = 1  # see `Features`
     lean: bool = False  # whether codecs are read by their `lean` codecs
+    parts: int = 1  # tiles that the heads of a kv head are cut into: of latents alone
 
     @classmethod
     def of(
@@ -64,6 +71,19 @@ class Tiling(NamedTuple):
         narrow = row_bytes <= 64 and fit(KEYS_OF_NARROW_ROWS) >= min(most, 8)
         block_n = KEYS_OF_NARROW_ROWS if narrow else KEYS_OF_WIDE_ROWS
         return cls(block_m, block_n, warps, 5, max(1, min(most, fit(block_n))), 0, SPARED > 0)
+
+    @classmethod
+    def of_latents(cls, group: int, max_query_len: int, width: int, wide: bool, target: Target) -> Tiling:
+        """Over latents of so many numbers: all heads share them, and a tile holds few enough rows that their outputs stay in registers.
+        wide: dots are in float32."""
+        most = 16 if wide else ROWS_OF_LATENTS if width <= 512 else ROWS_OF_LATENTS // 2
+        parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
+        group //= parts
+        block_m = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(group * max_query_len)))
+        if wide:
+            return cls(block_m, 16, 4, 2, 1, parts=parts)
+        block_n, warps, stages, resident = LATENT_TILES[block_m]
+        return cls(block_m, block_n, warps, stages, resident, lean=block_m < SPARED, parts=parts)
 
 
 def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:

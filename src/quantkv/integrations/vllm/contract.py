@@ -76,6 +76,7 @@ NAMES = (
         "connectors",
         has="enable_permute_local_kv get_from_extra_config is_kv_consumer kv_connector kv_connector_extra_config",
     ),
+    _name("compilation.backends.model_tag", "drafts"),
     _name("distributed.get_tensor_model_parallel_rank", "ranks"),
     _name("envs.VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
     # Backends.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import vllm.envs as envs
+from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
@@ -57,6 +58,11 @@ def load_flash_attention() -> None:
 def _layers(config: Any) -> Iterable[Any]:
     """Layers of the model that exist so far."""
     return config.compilation_config.static_forward_context.values()
+
+
+def drafts_now() -> bool:
+    """Whether the layers that vLLM makes now are of a model that drafts."""
+    return backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
 
 
 def step_of(layer: Any) -> Any:
@@ -146,8 +152,12 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             drafts.attention_backend = AttentionBackendEnum.CUSTOM
 
     def _served(self, policy: Policy | None) -> Policy | None:
-        """What is served of a policy."""
-        return policy
+        """What is served of a policy. A model that drafts has layers of its own, whose numbers are not the policy's, and drafts are
+        verified: its rows are stored in the policy's format, and nothing more."""
+        if policy is None or not drafts_now():
+            return policy
+        logger.info_once("quantkv: the model that drafts stores its rows in %s, without what else the policy says", policy.format)
+        return Policy(policy.format, prompt=policy.prompt)
 
     def _token_bytes(self, name: str) -> int:
         """Bytes of a token of one kv head in the format of that name. ValueError for one that its heads cannot have."""

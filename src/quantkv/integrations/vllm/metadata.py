@@ -136,9 +136,7 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
         return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
 
     def build_for_drafting(self, common_attn_metadata, draft_index):
-        """The same for a model that drafts. NotImplementedError with full-precision tokens."""
-        if self.full_precision is not None:
-            raise NotImplementedError("quantkv: policy.full_precision in a model that drafts")
+        """The same for a model that drafts: with no bound on lengths, since it goes on by itself."""
         return self._build(common_attn_metadata, None)
 
     def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Metadata:

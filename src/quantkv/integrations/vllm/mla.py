@@ -165,6 +165,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         return self.kv_lora_rank, self.qk_rope_head_dim
 
     def _served(self, policy: Policy | None) -> Policy | None:
+        policy = super()._served(policy)
         if policy is None:
             return None
         if policy.statistics == "require":

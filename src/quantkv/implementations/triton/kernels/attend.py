@@ -22,10 +22,11 @@ def inverse_power(x):
 
 
 @triton.jit
-def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISION: tl.constexpr):
+def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISION: tl.constexpr, least=0.0):
     """q mapped, as planes in the dtype of K's operand; its sum and what the planes were divided by, each `[M]`.
 
-    Each row is brought to magnitudes near 2^10, where fp16 holds a plane that is to meet an operand 2^-24 small."""
+    Each row is brought to magnitudes near 2^10, where fp16 holds a plane that is to meet an operand 2^-24 small. least: of what they are
+    divided by."""
     P: tl.constexpr = K.codec.planes
     F32: tl.constexpr = q.ptr.dtype.element_ty == tl.float32
     DTYPE: tl.constexpr = tl.float32 if F32 else K.codec.operand
@@ -35,7 +36,7 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
     largest = tl.full([token.shape[0]], 2.0**-100, tl.float32)  # a query of zeros has a unit too
     for p in tl.static_range(P):
         largest = tl.maximum(largest, tl.max(tl.abs(loaded[p]).to(tl.float32), axis=1))
-    unit = power_of_two_below(largest) * (1 / 1024)
+    unit = tl.maximum(power_of_two_below(largest) * (1 / 1024), least)
     planes = ()
     total = tl.zeros([token.shape[0]], tl.float32)
     for p in tl.static_range(P):

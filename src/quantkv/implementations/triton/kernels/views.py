@@ -188,6 +188,19 @@ class RowPlan(_Constant):
 
 
 @dataclass(frozen=True)
+class LatentTile(_Constant):
+    """What a program of the kernel over latents reads and holds.
+
+    group: heads of a tile, a kv head's over `parts`. page: tokens of a page. block_m: rows, queries x heads. block_n: keys of a tile."""
+
+    group: int
+    parts: int
+    page: int
+    block_m: int
+    block_n: int
+
+
+@dataclass(frozen=True)
 class Features(_Constant):
     """What attend is compiled for. Sizes that a model fixes (window, softcap) are constants; per-batch data is in `Extras`."""
 
