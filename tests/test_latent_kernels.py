@@ -147,3 +147,18 @@ def test_prepared_calls_launch_again():
         assert relative_error(attend(cache, q), expected(cache, q, batch, slots)[0]) <= OUTPUT_BUDGET[torch.float16]
         cache.write(*(t.flip(0) for t in rows), slots, implementation="reference")
         q = q.flip(1)
+
+
+def test_splits_of_wide_rows_are_combined_by_columns():
+    check("int8", 4, ((1,), (700,)), latent=256, max_seq_len=700)
+
+
+def test_sinks():
+    """Rows of 512 columns, of several splits and of one; no matrix, and one."""
+    for fmt in ("none", "int4"):
+        cache, batch, _, _ = make(fmt, dtype=torch.float16, latent=512, size=16, keys=(200, 3), queries=(1, 1), device=DEVICE)
+        q, sinks = queries(cache, torch.float16, 4, 2), torch.linspace(-2, 2, 4, device=DEVICE)
+        given = {**batch, "scale": SCALE, "sinks": sinks, "return_lse": True, "max_query_len": 1}
+        (out, lse), (want, want_lse) = (cache.attend(q, **given, implementation=name) for name in ("triton", "reference"))
+        assert relative_error(out, want) <= OUTPUT_BUDGET[torch.float16]
+        assert (lse - want_lse).abs().max() <= LSE_BUDGET[torch.float16]
