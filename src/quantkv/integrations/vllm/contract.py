@@ -184,6 +184,7 @@ NAMES = (
     _name(f"{MLA}.MLACommonMetadataBuilder.__init__", "steps of latents", "kv_cache_spec layer_names vllm_config device metadata_cls"),
     _name(f"{MLA}.MLACommonMetadataBuilder", "steps of latents", has="query_len_support"),
     _name(f"{MLA}.QueryLenSupport", "drafts", has="VARLEN"),
+    _name(f"{MLA}.MLAAttention.process_weights_after_loading", "rotations of latents", "act_dtype"),
     _name(f"{MLA}.MLAAttention", "latents", has="attn_backend bind_kv_cache impl kv_cache layer_name"),
     # Connectors and statistics.
     _name("distributed.kv_transfer.kv_connector.factory.KVConnectorFactory.create_connector", "connectors", "config role kv_cache_config"),

@@ -14,6 +14,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
     MLACommonBackend,
     MLACommonImpl,
     accumulate_mla_context_chunk,
@@ -24,7 +25,7 @@ from vllm.platforms import current_platform
 
 from ...cache import PagedCache
 from ...engine.layer_config import LayerConfig, Shard
-from ...engine.warm_up import claim_scratch
+from ...engine.warm_up import claim_scratch, warm_up
 from ...format import Format
 from ...geometry import Heads
 from ...policy import Policy
@@ -128,9 +129,14 @@ def latent_backend_of(fmt: Format, sizes: tuple[int, int]) -> type[QuantKVLatent
 
 
 class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
-    """One layer's attention over latents. Its one kv head is the same on every rank."""
+    """One layer's attention over latents. Its one kv head is the same on every rank.
+
+    absorbed: whether the layer's projections of decode hold the rotation of stored latents, so that pages are read as they are stored.
+    """
 
     supports_pcp = False
+    absorbed = False
+    _read: tuple[PagedCache | None, PagedCache | None] = None, None  # pages, and what decode reads of them
 
     def __init__(
         self,
@@ -156,6 +162,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         QuantKVImpl.__init__(self, *common)
         if self.config.attention_config.use_prefill_query_quantization:
             raise NotImplementedError("quantkv: latents (MLA) with use_prefill_query_quantization=True; False is needed")
+        self._projections: dict[str, torch.Tensor] = {}
         self.reads_own_rows = self.attention.own_rows
         self.attention = replace(self.attention, own_rows=False)  # decode, and drafts that are verified, read pages alone
 
@@ -194,6 +201,31 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
     def _backend(self, fmt: Format) -> type[QuantKVBackend]:
         return QuantKVLatentBackend if self.kv_cache_dtype in UNQUANTIZED else latent_backend_of(fmt, self.sizes)
 
+    def absorb(self, layer: Any) -> None:
+        """Multiply the rotation of stored latents into the layer's projections of decode, once they are made of the weights: `W_UK_T [HQ,
+        nope, latent]` of queries and `W_UV [HQ, latent, V]` of outputs. Prompts use the weights themselves."""
+        map_ = self.paged.allocate(1, BLOCK_SIZES[0], layer.W_UV.device).maps.k
+        self.absorbed = map_ is not None
+        if self.absorbed:
+            inverse = map_.inverse[0].float()
+            made = {"W_UK_T": layer.W_UK_T.float() @ inverse, "W_UV": inverse.mT @ layer.W_UV.float()}
+            for name, tensor in made.items():  # in memory of their own, and the same when weights are loaded again: graphs hold it
+                parameter = getattr(layer, name)
+                self._projections.setdefault(name, torch.empty_like(tensor, dtype=parameter.dtype)).copy_(tensor)
+                parameter.data = self._projections[name]
+
+    def warm_up(self, kv_cache: torch.Tensor, verified: int, table_width: int) -> dict[str, str]:
+        """Compile what its calls need, those of prompts too."""
+        pages, limits = self._wrap(kv_cache), self._limits(verified, table_width)
+        told = warm_up(self.paged, self.attention, limits, pages)
+        if self.absorbed:
+            told |= warm_up(self.paged, self.attention, limits, pages.as_stored())
+        rows = torch.empty(1, sum(self.sizes), dtype=self.dtype, device=pages.device)
+        table = torch.zeros(1, table_width or 1, dtype=torch.int32, device=pages.device)
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=pages.device)
+        pages.gather(table, starts, out=rows[:, None].split(self.sizes, 2), first=starts[:1])
+        return told
+
     def reserve_workspace(self) -> None:
         """Claim the scratch that decode will take while vLLM profiles."""
         tokens = self.config.scheduler_config.max_num_seqs
@@ -214,7 +246,10 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         """Attention of absorbed queries, `[T, HQ, latent + rope]` or its two parts, over pages -> `[T, HQ, latent]`; no log-sum-exp."""
         calls["decode"] += 1
         q = torch.cat(q, 2) if isinstance(q, tuple) else q
-        return attn_metadata.decoded.attend(self.cache_of(layer.kv_cache), q, self.scale, self.attention.options), None
+        pages, read = self.pages_of(layer.kv_cache), self._read
+        if read[0] is not pages:
+            read = self._read = pages, pages.as_stored() if self.absorbed else pages
+        return attn_metadata.decoded.attend(read[1], q, self.scale, self.attention.options), None
 
     def forward_mha(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None):
         """Attention of prompts, whose own rows are read as given or, where they are to read what is stored, from their pages."""
@@ -247,3 +282,21 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         latents, rotated = workspace[:count, None].split(self.sizes, 2)
         self.pages_of(self._layer().kv_cache).gather(block_table, starts, out=(latents, rotated), first=first)
         return latents[:, 0], rotated
+
+
+def absorb_rotations() -> None:
+    """Let every layer of latents absorb its rotation as soon as vLLM has made its projections, which it does after it has told us that
+    the weights are there. May be called again."""
+    own = MLAAttention.process_weights_after_loading
+    if own.__module__ == __name__:
+        return
+
+    def process_weights_after_loading(self, act_dtype):
+        own(self, act_dtype)
+        if isinstance(self.impl, QuantKVLatentImpl):
+            self.impl.absorb(self)
+
+    MLAAttention.process_weights_after_loading = process_weights_after_loading
+
+
+absorb_rotations()
