@@ -184,7 +184,7 @@ def rival(model: Any, contexts: torch.Tensor, backend: str, options: dict[str, i
 
     comparison, size = Comparison(), 0.0
     for ids in contexts.to(model.device):
-        full_precision = readers.last_logits(model, ids, TAIL, use_cache=False)
+        full_precision = readers.last_logits(model, ids[None], TAIL, use_cache=False)[0]
         cache = QuantizedCache(backend, model.config, nbits=4, **options)
         model(ids[None, :-TAIL], past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = model(ids[None, -TAIL:], past_key_values=cache, use_cache=True).logits[0]
@@ -267,11 +267,11 @@ def summary(runs: list[dict[str, Any]]) -> list[str]:
     return ["| " + " | ".join(row if told else row[:-1]) + " |" for row in rows]
 
 
-def fill(path: Path, blocks: dict[str, list[str]]) -> None:
+def fill(path: Path, blocks: dict[str, list[str]], kind: str = "quality") -> None:
     """Replace the blocks that a document has."""
     written = path.read_text()
     for name, lines in blocks.items():
-        begin, end = f"<!-- quality:{name} -->\n", f"<!-- /quality:{name} -->"
+        begin, end = f"<!-- {kind}:{name} -->\n", f"<!-- /{kind}:{name} -->"
         if begin in written and lines:
             head, rest = written.split(begin)
             written = head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]

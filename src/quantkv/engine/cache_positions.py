@@ -29,7 +29,6 @@ class CachePositions:
     capturable: whether passes of one token may run without the host, where pages are there for them. outgrown: a sequence outgrew them.
     shared: whether layers read the rows that others store.
     statistics: what its layers wait for, as `Policy.statistics` says it, before they store their first row; "off": nothing.
-    warned: whether a warning said that keys are stored with large biases.
     stale: the device alone knows how many of the latest tokens were padding; the lengths here are the most that they can be.
     behind: it alone knows how many passes of one token there were: they ran compiled, or in a graph.
     counter: `seen` on the device, for such passes.
@@ -38,7 +37,7 @@ class CachePositions:
     def __init__(self) -> None:
         self.kinds: list[Sequences] = []
         self.num_layers, self.turn, self.traced = 0, 0, 0
-        self.capturable, self.shared, self.statistics, self.warned = True, False, "off", False
+        self.capturable, self.shared, self.statistics = True, False, "off"
         self.counter: torch.Tensor | None = None
         self.reset()
 

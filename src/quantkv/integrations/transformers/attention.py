@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -112,6 +113,10 @@ def quantkv_attention(
     return layer.attend(query, attention_mask, key.update, **options), None
 
 
+# Models of which a warning said that their keys are stored with large biases, by their configurations.
+_warned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
 def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
     """What a layer's attention module tells of the model, before the layer stores its first row: whether its calibration is of another one,
     and whether its keys have biases that break them. ValueError for another model."""
@@ -122,11 +127,11 @@ def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
     if layer.weights is not None:
         weights.check({layer.index: layer.weights}, {layer.index: weights.of_module(module)})
     maps, name = layer.config.maps, get_format(layer.requested, torch.bfloat16).name
-    largest = (
-        0.0 if positions.warned or name in UNQUANTIZED or (maps.k and maps.k.key_mean is not None) else weights.largest_key_bias(module)
-    )
+    of_model = getattr(module, "config", module)  # one object for all layers of a model
+    known = id(of_model) in _warned or name in UNQUANTIZED or (maps.k and maps.k.key_mean is not None)
+    largest = 0.0 if known else weights.largest_key_bias(module)
     if largest > weights.LARGE_BIAS:
-        positions.warned = True
+        _warned[id(of_model)] = of_model
         log.warning(
             "quantkv: the keys of %s have biases of up to %.0f, and format %r stores them with these: at 4 bits the answer is garbage, at "
             "8 it loses more than it must; QuantizedCache(model.config, '4bit') (or '8bit', '3bit', '2bit') takes them off",
