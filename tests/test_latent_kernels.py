@@ -114,7 +114,7 @@ def test_parts_of_a_query_of_very_different_sizes(small):
 
 
 def test_parts_whose_ratio_float32_does_not_hold():
-    cache, batch, (slots, _), _ = make("int4", dtype=torch.bfloat16, latent=64, size=16, keys=(40,), queries=(1,), device=DEVICE)
+    cache, batch, _, _ = make("int4", dtype=torch.bfloat16, latent=64, size=16, keys=(40,), queries=(1,), device=DEVICE)
     q = queries(cache, torch.bfloat16, 16, 1)
     q[:, :4, :64] = 0
     q[..., 64:] *= 2.0**40
