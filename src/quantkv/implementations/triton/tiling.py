@@ -74,7 +74,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of_latents(cls, group: int, max_query_len: int, width: int, row_bytes: int, wide: bool, target: Target) -> Tiling:
-        """Over latents of up to `width` numbers: all heads share them, and a tile holds so few rows that their outputs stay in registers and
+        """Over latents of up to `width` numbers: all heads share them, and a tile holds few rows, whose outputs stay in registers and
         their queries in shared memory. row_bytes: of a stored row. wide: dots are in float32."""
         most = 16 if wide else ROWS_OF_LATENTS if width <= 512 else ROWS_OF_LATENTS // 2
         while True:
