@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vLLM looks for a device
 vllm = pytest.importorskip("vllm")
 
+from vllm.config import compilation  # noqa: E402
 from vllm.config.cache import get_kv_cache_dtype_handler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
@@ -341,6 +342,23 @@ def test_projections_of_decode_hold_the_rotation_of_latents(fmt):
     turned = cache.maps.k is not None  # int8 stores latents as they are
     assert where[0] == where[1] or not turned
     assert [pages.maps.k is None for pages in read] == [not turned, True] * 2
+
+
+def test_no_pass_of_the_compiler_writes_latents():
+    """vLLM's own kernel, which it would put in place of our write, knows its own types alone."""
+    passes = compilation.PassConfig(fuse_rope_kvcache_cat_mla=True)
+    mla.keep_writes(SimpleNamespace(compilation_config=SimpleNamespace(pass_config=passes)))
+    assert passes.fuse_rope_kvcache_cat_mla is False
+
+
+def test_the_digest_of_latents_says_the_dtype_of_rotated_dimensions():
+    def digest(use_mla, dtype):
+        model = SimpleNamespace(use_mla=use_mla, dtype=dtype)
+        cache = SimpleNamespace(cache_dtype="quantkv_int4", kv_cache_dtype_skip_layers=[])
+        return connectors.page_digest(SimpleNamespace(model_config=model, cache_config=cache, additional_config={}), [16])
+
+    assert digest(False, torch.bfloat16) == digest(False, torch.float16)
+    assert len({digest(False, torch.bfloat16), digest(True, torch.bfloat16), digest(True, torch.float16)}) == 3
 
 
 def test_types_are_known():
