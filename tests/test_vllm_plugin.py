@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vLLM looks for a device
 vllm = pytest.importorskip("vllm")
 
+from vllm.config import compilation  # noqa: E402
 from vllm.config.cache import get_kv_cache_dtype_handler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
@@ -323,6 +324,91 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
         assert found == ("theirs",) * 4 and seen == [latents, custom, AttentionBackendEnum.FLASHMLA, None]
     with pytest.raises(NotImplementedError, match="DeepseekV32ForCausalLM attends to latents that a sparse indexer selects"):
         ask(custom, rows._replace(use_sparse=True))
+
+
+RANK, ROPE, NOPE, VALUES, COUNT = 256, 64, 32, 48, 4  # of a model with latents; COUNT query heads
+
+
+class LatentLayer(torch.nn.Module):
+    """What vLLM makes of a layer's up-projection: views of it."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.load(weight)
+
+    def load(self, weight):
+        up, values = weight.view(RANK, COUNT, NOPE + VALUES).split([NOPE, VALUES], 2)
+        for name, made in (("W_UK_T", up.permute(1, 2, 0)), ("W_UV", values.transpose(0, 1))):
+            if hasattr(self, name):
+                getattr(self, name).data = made
+            else:
+                setattr(self, name, torch.nn.Parameter(made, requires_grad=False))
+
+
+def latent_impl(fmt):
+    impl = mla.QuantKVLatentImpl.__new__(mla.QuantKVLatentImpl)
+    impl.kv_lora_rank, impl.qk_rope_head_dim, impl.scale, impl._projections = RANK, ROPE, (NOPE + ROPE) ** -0.5, {}
+    impl.paged = PagedLayer(LayerConfig(get_format(fmt).latents(torch.float32)), Heads(1, RANK, ROPE), torch.float32)
+    impl.attention, impl.owner, impl._pages = LayerAttention(COUNT, impl.scale, own_rows=False), None, (lambda: None, None)
+    return impl
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int8", "levels4"])
+def test_projections_of_decode_hold_the_rotation_of_latents(fmt):
+    """The same answer, of pages that are read as they are stored; the weights, of which vLLM's projections are views, stay as they are,
+    and weights that are loaded again come into the same memory."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(RANK, COUNT * (NOPE + VALUES), generator=generator) for _ in range(2)]
+    q, rotated = (torch.randn(3, COUNT, n, generator=generator) for n in (NOPE, ROPE))
+    impl, layer = latent_impl(fmt), LatentLayer(weights[0].clone())
+    layer.kv_cache = torch.zeros(4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)
+    cache = impl.pages_of(layer.kv_cache)
+    cache.write(torch.randn(40, 1, RANK, generator=generator), torch.randn(40, 1, ROPE, generator=generator), torch.arange(40))
+    table, lens = torch.arange(3, dtype=torch.int32).repeat(3, 1), torch.tensor([40, 17, 33], dtype=torch.int32)
+    read, where = [], []
+
+    def attend(pages, q, scale, options):
+        read.append(pages)
+        return pages.attend(q, block_table=table, seq_lens=lens, scale=scale)
+
+    def ask():
+        absorbed = torch.bmm(q.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
+        step = SimpleNamespace(decoded=SimpleNamespace(attend=attend))
+        out, lse = impl.forward_mqa((absorbed, rotated), layer.kv_cache.view(torch.int8), step, layer)
+        assert lse is None
+        return torch.bmm(out.transpose(0, 1), layer.W_UV)
+
+    for weight in weights:
+        given = weight.clone()
+        layer.load(given)
+        impl.absorbed, impl._read = False, (None, None)
+        expected = ask()
+        impl.absorb(layer)
+        impl._read = None, None
+        found = ask()
+        assert torch.equal(given, weight)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        where.append([layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr()])
+    turned = cache.maps.k is not None  # int8 stores latents as they are
+    assert where[0] == where[1] or not turned
+    assert [pages.maps.k is None for pages in read] == [not turned, True] * 2
+
+
+def test_no_pass_of_the_compiler_writes_latents():
+    """vLLM's own kernel, which it would put in place of our write, knows its own types alone."""
+    passes = compilation.PassConfig(fuse_rope_kvcache_cat_mla=True)
+    mla.keep_writes(SimpleNamespace(compilation_config=SimpleNamespace(pass_config=passes)))
+    assert passes.fuse_rope_kvcache_cat_mla is False
+
+
+def test_the_digest_of_latents_says_the_dtype_of_rotated_dimensions():
+    def digest(use_mla, dtype):
+        model = SimpleNamespace(use_mla=use_mla, dtype=dtype)
+        cache = SimpleNamespace(cache_dtype="quantkv_int4", kv_cache_dtype_skip_layers=[])
+        return connectors.page_digest(SimpleNamespace(model_config=model, cache_config=cache, additional_config={}), [16])
+
+    assert digest(False, torch.bfloat16) == digest(False, torch.float16)
+    assert len({digest(False, torch.bfloat16), digest(True, torch.bfloat16), digest(True, torch.float16)}) == 3
 
 
 def test_types_are_known():

@@ -14,6 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
+from ...names import LATENT
 from . import DIGEST_MARK, PREFIX, asked_type, make_known
 from .asked import policy_of
 from .backend import UNQUANTIZED, format_of
@@ -57,6 +58,8 @@ def page_digest(config: Any, blocks: Sequence[Any]) -> str:
         stored = format_of(config.cache_config.cache_dtype, dtype).name
     else:
         stored = policy.fingerprint(config.model_config.get_total_num_hidden_layers(), dtype)
+    if config.model_config.use_mla:  # the rotated dimensions of latents are stored as the model computes them
+        stored += LATENT + format_of(f"{PREFIX}none", dtype).name
     skipped = sorted(config.cache_config.kv_cache_dtype_skip_layers)
     text = json.dumps([stored, skipped, list(blocks)])
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

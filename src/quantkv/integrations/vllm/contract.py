@@ -70,7 +70,8 @@ NAMES = (
     _name("config.ParallelConfig", "ranks", has="pipeline_parallel_size tensor_parallel_size use_ubatching worker_cls"),
     _name("config.SchedulerConfig", "warm-up", has="enable_chunked_prefill max_num_batched_tokens max_num_seqs"),
     _name("config.SpeculativeConfig", "drafts", has="attention_backend kv_cache_dtype"),
-    _name("config.CompilationConfig", "layers", has="cudagraph_capture_sizes static_forward_context"),
+    _name("config.CompilationConfig", "layers", has="cudagraph_capture_sizes pass_config static_forward_context"),
+    _name("config.PassConfig", "writes of latents", has="fuse_rope_kvcache_cat_mla"),
     _name(
         "config.KVTransferConfig",
         "connectors",

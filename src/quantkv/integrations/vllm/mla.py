@@ -162,6 +162,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         QuantKVImpl.__init__(self, *common)
         if self.config.attention_config.use_prefill_query_quantization:
             raise NotImplementedError("quantkv: latents (MLA) with use_prefill_query_quantization=True; False is needed")
+        keep_writes(self.config)
         self._projections: dict[str, torch.Tensor] = {}
         self.reads_own_rows = self.attention.own_rows
         self.attention = replace(self.attention, own_rows=False)  # decode, and drafts that are verified, read pages alone
@@ -282,6 +283,12 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         latents, rotated = workspace[:count, None].split(self.sizes, 2)
         self.pages_of(self._layer().kv_cache).gather(block_table, starts, out=(latents, rotated), first=first)
         return latents[:, 0], rotated
+
+
+def keep_writes(config: Any) -> None:
+    """Turn off the pass of vLLM's compiler that puts a kernel of its own, which rotates keys and stores latents, in place of our writes: it
+    would store rows of 16 bits in our pages. The pass asks no backend."""
+    config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
 
 
 def absorb_rotations() -> None:
