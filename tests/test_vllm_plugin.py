@@ -23,11 +23,14 @@ from vllm.model_executor.layers.attention.encoder_only_attention import create_e
 from vllm.model_executor.layers.attention.static_sink_attention import create_static_sink_attention_backend  # noqa: E402
 from vllm.model_executor.models.whisper_causal import create_whisper_attention_backend_with_block_pooling  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: E402
 from vllm.v1 import kv_cache_interface as pages  # noqa: E402
 from vllm.v1.attention import backend as contract  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
+from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder  # noqa: E402
+from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
 from quantkv import PagedCache, calls, get_format, implementations  # noqa: E402
@@ -40,7 +43,7 @@ from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations.vllm import connectors, metadata, mla, platform  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
-from quantkv.integrations.vllm.blocks import kernel_pages  # noqa: E402
+from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
 from quantkv.integrations.vllm.mla_metadata import QuantKVLatentBuilder  # noqa: E402
@@ -150,6 +153,19 @@ def test_pages_of_a_packed_block_stand_one_stride_apart():
         for page in range(6):
             assert pages[page].flatten().tolist() == list(range(page * size // 2 + place // 2, page * size // 2 + place // 2 + 32 * width))
         place += 2 * 32 * width
+
+
+def test_vllm_asks_the_plug_in_how_blocks_are_cut_for_its_own_types_alone():
+    """However often it is registered."""
+    plug_in.register()
+    asked = {}
+    for name in ("quantkv_int4", "quantkv_policy:0123456789abcdef", "auto", "fp8"):
+        config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=name), model_config=None)
+        asked[name] = resolve_obj_by_qualname(current_platform.get_kv_cache_config_builder_cls(config))
+        current_platform.update_block_size_for_backend(config)
+    ours, again, *others = asked.values()
+    assert ours is again is PackedBlocks and others == [DefaultKVCacheConfigBuilder] * 2
+    assert WorkerBase.get_supported_kv_cache_layouts.__module__ == PackedBlocks.__module__
 
 
 def test_a_packed_block_stays_whole():

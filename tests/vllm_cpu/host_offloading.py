@@ -12,7 +12,8 @@ class HostWorker(OffloadingWorker):
     """Copies that have ended when they are submitted; what was copied is printed, for the test to count."""
 
     def __init__(self, caches: CanonicalKVCaches, num_chunks: int) -> None:
-        (self.refs,) = caches.group_data_refs  # one group of layers
+        self.refs, *others = caches.group_data_refs
+        assert all(refs == self.refs for refs in others)  # one group of layers, or packed blocks, which are copied whole
         self.device = [cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes) for cache in caches.tensors]
         self.host = [torch.zeros(num_chunks, rows.shape[1], dtype=torch.int8) for rows in self.device]
         self.ended: list[TransferResult] = []

@@ -9,6 +9,9 @@ import re
 import engine
 import prompts
 import pytest
+import tiny_models
+
+from test_options import policy
 
 IMPLEMENTATION = "quantkv.integrations.vllm.implementation.QuantKVImpl"
 LAYERS, BLOCK = 30, 16
@@ -49,6 +52,22 @@ def test_pages_that_were_offloaded_say_the_same(smollm2, stored):
     assert blocks >= 20 and moved["stored"] == blocks
     assert blocks / 2 < moved["loaded"] <= blocks  # some found room where they were
     assert report.answers == plain.answers
+
+
+def test_packed_blocks_that_were_offloaded_say_the_same(tmp_path):
+    """Of layers in several formats, windows beside full attention: blocks go and come back whole. The connector asks for another
+    layout, so the packed one is named."""
+    folder = tiny_models.write("six_layers", tmp_path / "model")
+    given = [tiny_models.prompt(seed, length) for seed, length in enumerate((345, 400) * 4)]
+    asked = {"rounds": 2, "enable_prefix_caching": True, "skip_tokenizer_init": True, "max_num_batched_tokens": 128, **ALONE}
+    asked |= policy(tmp_path, format="int4", layers={"1": "int8", "4": "none"})
+    stay = engine.run(folder, "quantkv_policy", given, **asked)
+    connector = offloading(spec_name="HostOffloadingSpec", spec_module_path="host_offloading")
+    tight = {"kv_transfer_config": connector, "num_gpu_blocks_override": 18, "environment": {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}}
+    report = engine.run(folder, "quantkv_policy", given, **asked, **tight)
+    assert (stay.error, report.error) == ("", "") and {stay.layout, report.layout} == {"BLHNC"}
+    assert len(re.findall(r"host_offloading: loaded \d+ blocks", report.log)) >= 2
+    assert report.answers == stay.answers and min(report.answers[1].cached) > 0
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BHLNC"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm import envs
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -212,9 +213,10 @@ def _choose_beside_states(config: Any) -> None:
     """Tokens of a block beside states, where attention layers differ in bytes: vLLM has chosen by the first of them."""
     cache, context = config.cache_config, config.compilation_config.static_forward_context
     specs = {}
-    for name, layer in context.items():
-        if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(config)) is not None:
-            specs[name] = spec if isinstance(layer, MambaBase) else customize_attention_spec(layer.get_attn_backend(), spec)
+    with set_current_vllm_config(config):
+        for name, layer in context.items():
+            if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(config)) is not None:
+                specs[name] = spec if isinstance(layer, MambaBase) else customize_attention_spec(layer.get_attn_backend(), spec)
     found = plan(config, specs)
     if found is None:
         return
