@@ -250,7 +250,7 @@ def test_kernels_do_what_the_operations_do(sink, recent, size, fmt, monkeypatch)
         for copied, step, module in zip(both, steps, (None, kernels)):
             monkeypatch.setattr(copies, "kernels_of", lambda *given, found=module: found)
             part = step.part(some, few=turn % 3 > 0)
-            copied.advance(table[:some], length[:some], ends[: some + 1], slots[: int(ends[some])], part)
+            copied.advance(table[:some], torch.stack([length, table[:, 0]], 1)[:some, 0], ends[: some + 1], slots[: int(ends[some])], part)
         granted += int((both[0].owner >= 0).sum())
         for name in ("now", "owner", "stamp", "copy_of"):  # but for the last entries, which nobody reads
             assert torch.equal(*(getattr(copied, name).view(-1)[: -1 if name != "now" else None] for copied in both)), (turn, name)

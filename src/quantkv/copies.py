@@ -200,10 +200,10 @@ class CopiedPages:
     def _advance_by(self, kernels: Any, block_table, seq_lens, cu_seqlens_q, slot_mapping, step: FullPrecisionStep) -> None:
         given = {
             "table": block_table if block_table.stride(1) == 1 else block_table.contiguous(),
-            "seq_lens": seq_lens,
-            "ends": cu_seqlens_q,
+            "seq_lens": seq_lens.contiguous(),
+            "ends": cu_seqlens_q.contiguous(),
             "state": self.state,
-            "slots": slot_mapping,
+            "slots": slot_mapping.contiguous(),
             "wrong": step.scratch[0],
             "claims": step.scratch[1],
             "width": block_table.shape[1],
@@ -296,7 +296,9 @@ class CopiedPages:
         if kernels is not None and len(slot_mapping):
             counts = {"tokens": len(slot_mapping), "num_copies": self.num_copies}
             rows = tuple(_rows(self.watched))
-            self._launches_by(kernels).note({"slots": slot_mapping, "copy_slots": step.slots, **counts}, rows, self.copies, self.block_size)
+            self._launches_by(kernels).note(
+                {"slots": slot_mapping.contiguous(), "copy_slots": step.slots, **counts}, rows, self.copies, self.block_size
+            )
             return
         slots, copies = slot_mapping.long().clamp_min(0), step.slots[: len(slot_mapping)].long()
         page, within = slots // self.block_size, slots % self.block_size
