@@ -1,6 +1,7 @@
 """What may import what, how long a file may be, and what `import quantkv` must not load."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -189,6 +190,14 @@ def test_kernels_are_small():
                 arguments = node.args
                 assert len(arguments.args) + len(arguments.kwonlyargs) <= 20, (path, node.name)
                 assert node.end_lineno - node.lineno < 120, (path, node.name)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.cu")), ids=lambda p: p.name)
+def test_cuda_kernels_are_small(path):
+    kernels = re.findall(r'^extern "C" __global__.*?^}$', path.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(kernels) == path.read_text().count("\nextern "), "a kernel begins a line, and so does its end"
+    for kernel in kernels:
+        assert len(kernel.splitlines()) <= 120, kernel.partition("(const")[0]
 
 
 def test_headers_have_names_of_their_own():
