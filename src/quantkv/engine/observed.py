@@ -129,7 +129,7 @@ def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.
 def projection_moments(weights: Iterable[torch.Tensor], heads: int, size: int, num_heads: int) -> torch.Tensor | None:
     """`[HK, D_V, D_V]`: second moments of the columns of the first weight `[hidden, HQ * D_V]` that has them; None where none does."""
     for weight in weights:
-        plain = isinstance(weight, torch.Tensor) and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        plain = isinstance(weight, torch.Tensor) and weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         if plain and weight.ndim == 2 and weight.shape[1] == num_heads * size:
             columns = weight.detach().float().unflatten(1, (heads, -1, size))
             return torch.einsum("ohgd,ohge->hde", columns, columns)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ... import weights
 from ...calibration import MIN_TOKENS, Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
-from ...engine.observed import LARGEST_HALF, PROJECTIONS, SKIPPED
+from ...engine.observed import LARGEST_HALF, PROJECTIONS, SKIPPED, projection_moments
 from ...maps import KEY_MEAN_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
 from .config import geometry_of, max_positions, plan_layers, shares_keys
@@ -103,8 +103,8 @@ class Repeated(Exception):
     """The queries and keys of a call of an attention module that was repeated, so as to see them."""
 
 
-class LayerSums:
-    """Of one layer: sums over the tokens seen."""
+class SeenLayer:
+    """What forward passes showed of one layer: sums over its tokens, and how it turns them."""
 
     def __init__(self) -> None:
         self.keys, self.key_sum = 0, 0.0
@@ -124,7 +124,7 @@ class Observer:
 
     def __init__(self, config: Any) -> None:
         self._turns = bool(getattr(config, "rope_parameters", None))
-        self.layers: dict[int, LayerSums] = {}
+        self.layers: dict[int, SeenLayer] = {}
         self._cache: SeenCache | None = None
         self._calls: dict[torch.nn.Module, tuple[tuple, dict]] = {}
         self._rotaries: list[tuple[Rotary, Any]] = []  # of this forward pass, the latest last
@@ -175,7 +175,7 @@ class Observer:
         if key.data_ptr() not in self._cache.keys:  # of no cache
             return
         number, _ = self._cache.keys[key.data_ptr()]
-        layer = self.layers.setdefault(number, LayerSums())
+        layer = self.layers.setdefault(number, SeenLayer())
         if module not in layer.value_moments:
             layer.weights = weights.of_module(module) if layer.weights is None else layer.weights
             layer.value_moments[module] = _value_moments(module, query.shape[1], value)
@@ -190,7 +190,7 @@ class Observer:
         layer.key_sum = layer.key_sum + key.float()[:, :, skipped].sum((0, 2)).double()
         layer.keys, layer.queries = layer.keys + key.shape[0] * (key.shape[2] - SKIPPED), layer.queries + rows.shape[1]
 
-    def _turn(self, module: torch.nn.Module, layer: LayerSums, query: torch.Tensor, key: torch.Tensor) -> Turn | None:
+    def _turn(self, module: torch.nn.Module, layer: SeenLayer, query: torch.Tensor, key: torch.Tensor) -> Turn | None:
         """The rotations of the rows of this call, one after the other; None where they are not turned, or it is not known how."""
         rotary, embedding = self._rotary_of(module)
         if module not in self._layouts:
@@ -273,7 +273,7 @@ class Observer:
         averages: dict[Any, Average] = {}
         return {number: self._moments(number, layer, count, averages) for number, layer in sorted(self.layers.items())}
 
-    def _moments(self, number: int, layer: LayerSums, count: int, averages: dict[Any, Average]) -> LayerMoments:
+    def _moments(self, number: int, layer: SeenLayer, count: int, averages: dict[Any, Average]) -> LayerMoments:
         queries, mean, key_mean = layer.query_moments / layer.queries, layer.key_sum / layer.keys, None
         if not layer.understood:
             log.warning("calibrate: layer %d: how keys turn with their position is not understood: no key means", number)
@@ -316,15 +316,12 @@ def _value_moments(module: torch.nn.Module, num_heads: int, value: torch.Tensor)
     """`[HK, D_V, D_V]` float64: second moments of the columns of the module's output projection that read each kv head; the identity
     where it is not found."""
     heads, size = value.shape[1], value.shape[3]
-    for name, part in module.named_modules():
-        weight = getattr(part, "weight", None)
-        if not set(name.split(".")) & set(PROJECTIONS) or not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-            continue
-        columns = weight if isinstance(part, torch.nn.Linear) else weight.mT  # transformers' Conv1D is transposed
-        if columns.ndim == 2 and columns.shape[1] == num_heads * size:
-            columns = columns.detach().double().unflatten(1, (heads, -1, size))  # [hidden, HK, G, D_V]
-            return torch.einsum("ohgd,ohge->hde", columns, columns)
-    return torch.eye(size, dtype=torch.float64, device=value.device).repeat(heads, 1, 1)
+    parts = [part for name, part in module.named_modules() if set(name.split(".")) & set(PROJECTIONS)]
+    weights = ((part, getattr(part, "weight", None)) for part in parts)
+    # transformers' Conv1D is transposed
+    columns = (w if isinstance(part, torch.nn.Linear) or not isinstance(w, torch.Tensor) else w.mT for part, w in weights)
+    found = projection_moments(columns, heads, size, num_heads)
+    return torch.eye(size, dtype=torch.float64, device=value.device).repeat(heads, 1, 1) if found is None else found.double()
 
 
 def _observed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any):

@@ -20,13 +20,50 @@
 
 // tiles of the positions that share a row, or 16, of the offset table
 constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;
+constexpr int AHEAD = STAGES - TILES_PER_STEP;  // tiles that are on their way
+
+// The N tiles of a step, from `slot` of the ring on; copies go into the slots `next`, of the step before.
+template <int N> DI void step_on(u32 ring, u32& slot, int tile, u32 (&tiles)[N], u32 (&offsets)[N], u32 (&next)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (PLACES * 4);
+    next[n] = slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES
+                                                         : slot + AHEAD * TILE_BYTES;
+    slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
+  }
+}
+
+// The scores of a group of offsets, to shared memory.
+DI void score_offsets(const AttendArguments& a, const OwnQuery& query, int head, int group, u32 to) {
+  query.score_offsets(a.key_offset + (i64)head * a.offset_stride, group, a.scale / Query::NORM * a.offset_gain, to);
+}
+
+// What warps ended with, combined.
+DI void finish(const AttendArguments& a, const Sequences& sequences, const OwnRun& run, const Unsplit& unsplit,
+    int worker, int head, int s, int packed_row0) {
+  const int warp = threadIdx.x / 32;
+  int* ended_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES) + WARPS;
+  if constexpr (UNSPLIT && INVARIANT) finish_unsplit_invariant(a, sequences, unsplit, warp, packed_row0);
+  else if constexpr (UNSPLIT) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
+  else if (!INVARIANT)
+    combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
+}
+
+// What a warp's tiles came to, to `to` or, where whole partials wait in shared memory, as the index-th of them.
+DI void write_partial(Softmax& softmax, const AttendArguments& a, const Unsplit& unsplit, u32* to, int index,
+    int packed_rows, const u32* held) {
+  const auto place = [&](int packed_row) {
+    return UNSPLIT && INVARIANT ? unsplit.place(a, index, packed_row) : to + packed_row * PARTIAL;
+  };
+  softmax.write(place, packed_rows, held);
+}
 
 // Grid (blocks, packed query row groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     decode_kernel(const __grid_constant__ AttendArguments a) {
   const DependentLaunch dependent_launch;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-  int *begun_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES), *ended_in = begun_in + WARPS;
+  int* begun_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES);
   const int worker = blockIdx.x * WARPS + warp, packed_row0 = blockIdx.y * PACKED_ROWS;
   const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? packed_row0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
@@ -34,12 +71,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   int head, s, tile, left;
   OwnRun run;
   Unsplit unsplit;
-  if constexpr (UNSPLIT) {
-    unsplit = Unsplit(a, warp), head = unsplit.head, s = unsplit.s;
-    unsplit.open();
-    unsplit.ask_for_pages(a, warp);
-    unsplit.take(sequences, warp, tile, left);
-  } else {
+  if constexpr (UNSPLIT) unsplit.begin(a, sequences, warp, head, s, tile, left);
+  else {
     run = OwnRun(sequences, a.resident);
     if (!run.is_of(worker - warp)) return;
     run.take(sequences, worker);
@@ -50,8 +83,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   if (KEY_MAP != MATRIX) given.ask(queries, a.key_map, sequences, s, head, packed_row0, is_mapper);
   u32 ring = shared_address(shared) + TABLES_BYTES + warp * WORKER_BYTES;
   keep(ring);
-  Loader loader(
-      sequences, a.block_table, a.table_width, a.table_stride, a.pages, (u32)a.page_stride, head, s, tile, left);
+  Loader loader(sequences, a, head, s, tile, left);
   QueryMapper mapper(queries, a.key_map, a.key_map_stride, sequences, packed_row0);
   if constexpr (KEY_MAP == MATRIX) {
     if (lane == 0) begun_in[warp] = (INVARIANT ? run.is_of(worker) : left > 0) ? head * a.sequences + s : -1;
@@ -59,18 +91,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     mapper.begin(begun_in);
   }
   const float scale = a.scale * (KEY_GAIN / Query::NORM);
-  constexpr int AHEAD = STAGES - TILES_PER_STEP;
   for (int i = 0; i < AHEAD; i++) loader.next({ring + i * TILE_BYTES});
   fill_tables(warp);  // while the first tiles are on their way
   const Lane at(g, c);
   u32 slot = ring;
   bool is_held = false;  // what a stretch of this sequence came to
-  // Of a sequence and kv head. Where the cut is INVARIANT its next partial finds them here: nothing in shared memory is
-  // written over.
+  // Of a (sequence, kv head): where the cut is INVARIANT its next partial finds them here: nothing writes over them.
   OwnQuery query;
   OwnPartials own;
-  // scored: the group of offsets whose scores are in shared memory
-  int len, context, low, high, all_see, all_in_window, scored;
+  int len, context, low, high, all_see, all_in_window, scored;  // scored: group of offsets, to shared memory
   bool is_new = true;
   if constexpr (UNSPLIT && INVARIANT) unsplit.meet();
   if constexpr (KEY_MAP == MATRIX) {
@@ -101,18 +130,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         wait_for_all_copies_but<AHEAD - N>();
         __syncwarp();
         u32 tiles[N], offsets[N], next[N];
-#pragma unroll
-        for (int n = 0; n < N; n++) {  // copies go into the slots of the step before
-          tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (PLACES * 4);
-          next[n] = slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES
-                                                               : slot + AHEAD * TILE_BYTES;
-          slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
-        }
+        step_on(ring, slot, tile, tiles, offsets, next);
         softmax.template add<N, decltype(masked)::value>(
             tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int k) {
-              // An empty packed query row sees what the last query does: whether all packed query rows have met a key
-              // depends on no place that is empty.
+              // An empty packed query row sees what the last query does: `seen` depends on no row that is empty.
               int key = (tile + n) * TILE + at.token + 8 * half,
                   position = min(context + (packed_row0 + own_packed_row(k)) / GROUP, len - 1);
               return key <= position &&
@@ -131,31 +153,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         if (KEY_OFFSET) {
           const int group = min(tile / GROUP_TILES, a.offset_groups - 1);
           stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
-          if (group != scored) {
-            query.score_offsets(a.key_offset + (i64)head * a.offset_stride, group,
-                a.scale / Query::NORM * a.offset_gain, ring + RING_BYTES);
-            scored = group;
-          }
+          if (group != scored) score_offsets(a, query, head, scored = group, ring + RING_BYTES);
         }
         if (!masked)
           while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{}, Constant<false>{});
         while (tile < stop) step(Constant<1>{}, Constant<true>{});
       }
-      // A run's last partial goes to the ring, which is free then, to be combined; another's sequence is at its end, or
-      // goes on.
-      __syncwarp();
+      __syncwarp();  // the ring is free
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
       const int index = INVARIANT ? own.place(a) : 0;
-      u32* to = INVARIANT ? own.next(a, sequences, head, s)
-          : left == 0     ? (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES)
-          : goes_on || UNSPLIT ? held
-          : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
-      const auto place = [&](int packed_row) {
-        return UNSPLIT && INVARIANT ? unsplit.place(a, index, packed_row) : to + packed_row * PARTIAL;
-      };
-      softmax.write(place, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0),
-          is_held ? held : nullptr);
+      const auto own_end = [&] { return (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES); };
+      u32* to = place_of(a, sequences, own, run.cut, head, s, packed_row0, left, own_end, goes_on, held);
+      const int packed_rows = (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0;
+      write_partial(softmax, a, unsplit, to, index, min(PACKED_ROWS, packed_rows), is_held ? held : nullptr);
       is_held = goes_on;
     }
     if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
@@ -166,8 +177,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       given.ask(queries, a.key_map, sequences, s, head, packed_row0);
     else given.forget();
   }
-  if constexpr (UNSPLIT && INVARIANT) finish_unsplit_invariant(a, sequences, unsplit, warp, packed_row0);
-  else if constexpr (UNSPLIT) finish_unsplit(a, sequences, unsplit, warp, packed_row0);
-  else if (!INVARIANT)
-    combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
+  finish(a, sequences, run, unsplit, worker, head, s, packed_row0);
 }

@@ -12,6 +12,7 @@
 #include "kernels.cuh"
 #include "consumer_softmax.cuh"
 
+static_assert(!UNSPLIT, "consumer warpgroups leave their partials to combine_kernel");
 static_assert(!PDL_AFTER_WRITE, "a consumer warpgroup's loader waits for no write");
 
 // Grid (blocks, packed query row groups).
@@ -97,10 +98,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       // on.
       const bool goes_on = !INVARIANT && left > 0 && end < sequences.last_tile(s);
       u32* held = a.partials + ((i64)worker * a.all_packed_rows + packed_row0) * PARTIAL;  // nothing else is there yet
-      u32* to = INVARIANT ? own.next(a, sequences, head, s)
-          : left == 0     ? (u32*)(shared + TABLES_BYTES + warpgroup * WORKER_BYTES)
-          : goes_on ? held
-          : a.partials + ((i64)(run.cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
+      const auto own_end = [&] { return (u32*)(shared + TABLES_BYTES + warpgroup * WORKER_BYTES); };
+      u32* to = place_of(a, sequences, own, run.cut, head, s, packed_row0, left, own_end, goes_on, held);
       softmax.write(to, at, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0),
           is_held ? held : nullptr);
       is_held = goes_on;

@@ -60,6 +60,16 @@ struct OwnPartials {
   }
 };
 
+// Where a worker's partial goes. The last of its run goes to own_end(), in shared memory, to be combined; another's
+// sequence is at its end, or goes on: it is `held` for what is to come of it.
+template <class OwnEnd> DI u32* place_of(const AttendArguments& a, const Sequences& sequences, OwnPartials& own,
+    const Cut& cut, int head, int s, int packed_row0, int left, OwnEnd own_end, bool goes_on, u32* held) {
+  if (INVARIANT) return own.next(a, sequences, head, s);
+  if (left == 0) return own_end();
+  if (goes_on || UNSPLIT) return held;
+  return a.partials + ((i64)(cut.workers + head * a.sequences + s) * a.all_packed_rows + packed_row0) * PARTIAL;
+}
+
 // combine_kernel: a warp a packed query row; combine_one_kernel: a block, for few sequences, which have many partials.
 #define COMBINE(NAME, N, S, COMBINERS, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(32 * N * S * COMBINERS, BLOCKS) \

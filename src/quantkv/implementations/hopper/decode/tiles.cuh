@@ -108,10 +108,9 @@ struct Loader {
   int ids;                          // lane i holds the id of page page0 + i
   TileCopier tiles;                 // last: the order of what a lane holds decides in which registers
 
-  DI Loader(const Sequences& sequences, const int* block_table, int table_width, int table_stride, const u8* pages,
-      u32 page_stride, int head, int seq, int tile, int left)
-      : sequences(sequences), block_table(block_table), page_stride(page_stride), table_width(table_width),
-        table_stride(table_stride), left(left), run_end(0), tiles(records, pages, head) {
+  DI Loader(const Sequences& sequences, const AttendArguments& a, int head, int seq, int tile, int left)
+      : sequences(sequences), block_table(a.block_table), page_stride((u32)a.page_stride), table_width(a.table_width),
+        table_stride(a.table_stride), left(left), run_end(0), tiles(records, a.pages, head) {
     open(seq, tile);
   }
   DI void open(int s, int tile) {

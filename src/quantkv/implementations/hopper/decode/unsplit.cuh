@@ -71,6 +71,14 @@ struct Unsplit {
     workers = cut.workers, tile = sequences.first_tile(s), left = 0;
     if (worker < workers) tile += begin(worker), left = begin(worker + 1) - begin(worker);
   }
+  // The same, with what can be asked for before.
+  DI void begin(
+      const AttendArguments& a, const Sequences& sequences, int warp, int& head, int& s, int& tile, int& left) {
+    *this = Unsplit(a, warp), head = this->head, s = this->s;
+    open();
+    ask_for_pages(a, warp);
+    take(sequences, warp, tile, left);
+  }
 };
 
 // The results of a packed query row, of queries from row `first_query` on.
