@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quantkv.cli.report import with_error
+from quantkv.cli.report import kl_with_error, with_error
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,18 +25,19 @@ RECIPES = (
     ("keys at 8 bits, values at 4, nothing to set up", "k8v4"),
     ("4 bits as vLLM stores them, to try", "int4"),
     ("more than 4 bits can be had", "levels6/levels5 +16,24"),
-    ("**4 bits: start here**", "levels4 +16,24"),
+    ("4 bits", "levels4 +16,24"),
     ("4 bits by layer, in fewer bytes", "tuned 72 +16,24"),
     ("3 to 4 bits by layer", "tuned 64 +16,24"),
     ("2 to 3 bits by layer", "tuned 48 +16,8"),
     ("2 bits, decode on Hopper", "trellis2 +16,24"),
     ("2 bits as they are: not advised", "int2"),
 )
-FRONT = (  # what the front page advises: what for, the configuration, its type in vLLM and the file of its speed, if that was measured
-    ("nothing to change, nothing to set up", "int8", "quantkv_int8", "h200-vllm.jsonl"),
-    ("4 bits, next to nothing lost", "levels4 +16,24", "quantkv_policy:levels4", "h200-vllm-levels.jsonl"),
-    ("4 bits as vLLM stores them, nothing to set up", "int4", "quantkv_int4", "h200-vllm.jsonl"),
-    ("the most tokens: formats by layer", "tuned 48 +16,8", None, None),
+PRESETS = (  # with nothing set up: what for, the configuration, its type in vLLM and the file of its speed, if that was measured
+    ("nothing may change", "8bit", None, None),
+    ("**4 bits: start here**", "4bit", "quantkv_policy:levels4", "h200-vllm-levels.jsonl"),
+    ("3 bits", "3bit", None, None),
+    ("2 bits", "2bit", None, None),
+    ("4 bits as vLLM stores them", "int4", "quantkv_int4", "h200-vllm.jsonl"),
 )
 # Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its recipes is shown.
 MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
@@ -63,8 +64,34 @@ def digits(kl: float, small: float = 0.002) -> int:
 # ---- docs/choose.md
 
 
+def through_cache() -> dict[str, dict]:
+    """The rows of `quantkv eval` on SmolLM2 and news, through a real cache, by what was typed."""
+    return {row["format"]: row for row in read("through-cache.json")["runs"][0]["formats"]}
+
+
+def presets() -> str:
+    """What each preset takes and loses, beside int4."""
+    loss = "KL of decoded tokens, nats a token (lower is better)"
+    head = ("you want", "take", "bytes (16 bits: 256)", loss, "same top-1, %", "KL of the prompt")
+    rows, found = [], through_cache()
+    for wanted, name, *_ in PRESETS:
+        row = found[name]
+        rows.append((wanted, f"`{name}`", held(row), lost(row), f"{row['same_top1']:.1f}", kl_with_error(row["prompt"])))
+    return table(head, rows, 2)
+
+
+def held(row: dict) -> str:
+    """Bytes of a token and kv head, and the compression."""
+    return f"{row['bytes_per_head']:.0f} ({row['compression']:.2f}x)"
+
+
+def lost(row: dict) -> str:
+    """A KL with its standard error, if there are several contexts."""
+    return with_error(row["kl"], row.get("kl_error"), digits(row["kl"]))
+
+
 def choose() -> str:
-    """Every recipe with what it needs, takes and loses."""
+    """Every recipe with what it needs, takes and loses, teacher-forced."""
     base = ("16 bits", "`none`", "", "256", "0", "", "")
     head = ("you want", "take", "first", "bytes (compression)", "KL, nats a token", "perplexity", "copy accuracy, %")
     return table(head, [base, *(recipe_row(*recipe) for recipe in RECIPES)], 3)
@@ -74,12 +101,12 @@ def front() -> str:
     """What the front page advises, with loss and speed of the same configuration."""
     fast = lambda kind, file: speed(next(e for e in read(file) if (e["job"], e["type"]) == ("main", kind)), "decode", 64)
     base, rows = fast("auto", "h200-vllm.jsonl"), []
-    for wanted, name, kind, file in FRONT:
-        _, take, first, size, kl, *_ = recipe_row(wanted, name)
+    for wanted, name, kind, file in PRESETS:
+        row = through_cache()[name]
         found = NOT_MEASURED if kind is None else f"{fast(kind, file):,.0f} ({fast(kind, file) / base:.2f}x)"
-        rows.append((wanted, take, first, size, kl, found))
-    loss, gain = "KL, nats a token (lower is better)", f"tokens/s in vLLM (16 bits: {base:,.0f})"
-    return table(("you want", "take", "first", "bytes (16 bits: 256)", loss, gain), rows, 3)
+        rows.append((wanted, f"`{name}`", held(row), lost(row), f"{row['same_top1']:.1f}", found))
+    loss, gain = "KL of decoded tokens, nats a token (lower is better)", f"tokens/s in vLLM (16 bits: {base:,.0f})"
+    return table(("you want", "take", "bytes (16 bits: 256)", loss, "same top-1, %", gain), rows, 2)
 
 
 def times() -> str:
@@ -234,7 +261,7 @@ def cpu_rows() -> Iterator[tuple[str, ...]]:
         yield line("SmolLM2-135M", by, f"ms a token: one sequence of {run['context']:,}, float32", figures, False)
 
 
-BLOCKS = {"front": front, "choose": choose, "times": times, "models": models, "errors": errors, "by_model": by_model}
+BLOCKS = {"front": front, "presets": presets, "choose": choose, "times": times, "models": models, "errors": errors, "by_model": by_model}
 
 
 def update(text: str) -> str:

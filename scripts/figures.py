@@ -280,10 +280,10 @@ POINTS = (
     ("auto", "h200-vllm.jsonl", None),
     ("fp8", "h200-vllm.jsonl", "fp8"),
     ("quantkv_int8", "h200-vllm.jsonl", "int8"),
-    ("quantkv_int4", "h200-vllm.jsonl", "int4"),
+    ("quantkv_int4", "h200-vllm.jsonl", "int4, decoded"),
     ("quantkv_int2", "h200-vllm.jsonl", "int2"),
     ("quantkv_levels4", "h200-vllm-levels.jsonl", "levels4"),
-    ("quantkv_policy:levels4", "h200-vllm-levels.jsonl", "levels4 +16,24"),
+    ("quantkv_policy:levels4", "h200-vllm-levels.jsonl", "4bit, decoded"),
 )
 
 
@@ -294,7 +294,8 @@ def point(kind: str, file: str, name: str | None) -> tuple[float, int, float]:
     run = next(run for run in engine["found"] if DECODE.items() <= run.items())
     if name is None:
         return run["tokens_per_s"], engine["kv_tokens"], 0.0
-    lost = read("eval-smollm2-135m.json")["runs"][0]["formats"] if "+" not in name else kept_at_16_bits()["formats"]
+    name, _, decoded = name.partition(", ")  # through a real cache, or teacher-forced
+    lost = read("through-cache.json" if decoded else "eval-smollm2-135m.json")["runs"][0]["formats"]
     return run["tokens_per_s"], engine["kv_tokens"], next(row for row in lost if row["format"] == name)["kl"]
 
 
@@ -322,7 +323,7 @@ def front() -> str:
         ("quantkv_int4", "int4", "start", 10, 4),
         ("quantkv_int2", "int2", "end", -11, 5),
         ("quantkv_levels4", "levels4", "end", -11, 5),
-        ("quantkv_policy:levels4", "levels4, calibrated", "start", -6, -12),
+        ("quantkv_policy:levels4", "4bit", "start", -6, -12),
     ):
         speed, tokens, kl = found[kind]
         color = OURS if kind.startswith("quantkv") else OTHERS
