@@ -170,6 +170,18 @@ def test_projections_that_hold_the_rotation(fmt):
     assert stored.buffer is cache.buffer and cache.maps.k is not None and stored.maps.k is None and stored.kind != cache.kind
 
 
+def test_what_is_written_later_is_read_as_stored():
+    """Also where the pages are a part of memory that an engine owns: they are never copied."""
+    plain, batch, rows, slots = make("int4")
+    pool = torch.zeros(2 * plain.num_blocks, *plain.buffer.shape[1:], dtype=torch.uint8)
+    cache = PagedCache.wrap(pool[plain.num_blocks :], plain.spec)
+    stored = cache.as_stored()
+    pool[plain.num_blocks :] = plain.buffer
+    assert stored.buffer.data_ptr() == cache.buffer.data_ptr()
+    q = queries(plain)
+    assert torch.equal(stored.attend(q, **batch, scale=SCALE), plain.as_stored().attend(q, **batch, scale=SCALE))
+
+
 def test_refusals():
     cache, batch, _, _ = make()
     q = queries(cache)
