@@ -321,7 +321,7 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
             seen.append(vllm_config)
 
     dims = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128)
-    model = SimpleNamespace(hf_text_config=dims, dtype=torch.bfloat16, architecture="DeepseekV32ForCausalLM")
+    model = SimpleNamespace(hf_text_config=dims, dtype=torch.bfloat16, architecture="DeepseekV3ForCausalLM")
     for module in (platform, mla):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model))
     monkeypatch.setattr(platform, "current_platform", Platform())
@@ -338,8 +338,20 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
             ask(custom, rows._replace(use_batch_invariant=True))
     else:
         assert found == ("theirs",) * 4 and seen == [latents, custom, AttentionBackendEnum.FLASHMLA, None]
+    asked = SimpleNamespace(backend=custom)
+    config = SimpleNamespace(model_config=model, attention_config=asked, scheduler_config=SimpleNamespace(), cache_config=SimpleNamespace())
+    for part, names in ((config.scheduler_config, platform.OF_STEPS), (config.cache_config, platform.OF_PAGES)):
+        vars(part).update(dict.fromkeys(names, 1))
+    model.use_mla = True
+    Platform.check_and_update_config(config)
+    model.architecture = "KimiLinearForCausalLM"
+    with pytest.raises(NotImplementedError, match="KimiLinearForCausalLM has layers that store latents themselves"):
+        Platform.check_and_update_config(config)
+    model.architecture, dims.index_topk = "DeepseekV32ForCausalLM", 2048
     with pytest.raises(NotImplementedError, match="DeepseekV32ForCausalLM attends to latents that a sparse indexer selects"):
-        ask(custom, rows._replace(use_sparse=True))
+        Platform.check_and_update_config(config)
+    asked.backend = None
+    Platform.check_and_update_config(config)
 
 
 RANK, ROPE, NOPE, VALUES, COUNT = 256, 64, 32, 48, 4  # of a model with latents; COUNT query heads

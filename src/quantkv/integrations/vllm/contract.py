@@ -41,7 +41,7 @@ NAMES = (
     _name("v1.kv_cache_interface.KVQuantMode", "types", has="CUSTOM"),
     _name("platforms.current_platform", "devices", has="is_cpu device_type"),
     _name("platforms.interface.Platform.get_attn_backend_cls", "latents", "selected_backend attn_selector_config num_heads"),
-    _name("platforms.cpu.CpuPlatform.check_and_update_config", "latents on a CPU", "vllm_config"),
+    _name("platforms.interface.Platform.check_and_update_config", "latents", "vllm_config"),
     _name("v1.attention.backends.registry.AttentionBackendEnum", "backends", has="CUSTOM get_class get_path"),
     _name("v1.attention.backends.registry.AttentionBackendEnum", "K and V of two sizes", has="FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV"),
     _name("v1.attention.backends.registry.register_backend", "backends", "backend class_path"),
@@ -64,8 +64,8 @@ NAMES = (
     _name(
         "config.ModelConfig",
         "configurations",
-        has="architecture dtype get_total_num_hidden_layers get_total_num_kv_heads get_vocab_size hf_config is_encoder_decoder is_hybrid "
-        "is_mm_prefix_lm max_model_len model revision skip_tokenizer_init tokenizer use_mla uses_mrope",
+        has="architecture dtype get_total_num_hidden_layers get_total_num_kv_heads get_vocab_size hf_config hf_text_config "
+        "is_encoder_decoder is_hybrid is_mm_prefix_lm max_model_len model revision skip_tokenizer_init tokenizer use_mla uses_mrope",
     ),
     _name("config.ParallelConfig", "ranks", has="pipeline_parallel_size tensor_parallel_size use_ubatching worker_cls"),
     _name("config.SchedulerConfig", "warm-up", has="enable_chunked_prefill max_num_batched_tokens max_num_seqs"),
@@ -94,7 +94,7 @@ NAMES = (
         "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse use_mm_prefix device_capability",
     ),
     _name(f"{BACKEND}.AttentionBackend.validate_configuration", "backends on a CPU", "device_capability"),
-    _name("v1.attention.selector.AttentionSelectorConfig", "latents", has="_asdict use_mla use_sparse"),
+    _name("v1.attention.selector.AttentionSelectorConfig", "latents", has="_asdict use_mla"),
     _name("v1.kv_cache_layout.KVCacheLayout", "layouts", has="LBHNC BLHNC BHLNC LHBNC"),
     _name("v1.kv_cache_interface.AttentionSpec", "bytes of a page", has="block_size dtype head_size head_size_v state_content_bytes"),
     # Layers.

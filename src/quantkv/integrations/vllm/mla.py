@@ -190,6 +190,8 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         return 1
 
     def _heads_of(self, layer: Any) -> Heads:
+        if not isinstance(layer, MLAAttention):
+            raise NotImplementedError(f"quantkv: {type(layer).__name__} is no MLAAttention: it may store latents itself; not supported")
         return Heads(1, *self.sizes)
 
     def _stored(self, fmt: Format) -> Format:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from . import LATENTS
 
 TWO_SIZES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # backends of keys and values of two sizes, which models name themselves
+WRITE_THEMSELVES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "KimiK3MTPModel")
 OF_STEPS, OF_PAGES = ("enable_chunked_prefill", "max_num_batched_tokens"), ("enable_prefix_caching", "block_size")
 
 
@@ -28,8 +29,6 @@ def take_custom() -> None:
 
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
         if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.use_mla:
-            if attn_selector_config.use_sparse:
-                _refuse_selected_latents()
             selected_backend = AttentionBackendEnum[LATENTS]
         asked = selected_backend is not None and selected_backend.name in (AttentionBackendEnum.CUSTOM.name, LATENTS)
         if not (asked and current_platform.is_cpu()):
@@ -41,8 +40,7 @@ def take_custom() -> None:
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     _take_two_sizes()
-    if current_platform.is_cpu():
-        _keep_what_latents_can(platform)
+    _check_models(platform)
 
 
 def _take_two_sizes() -> None:
@@ -60,26 +58,34 @@ def _take_two_sizes() -> None:
     AttentionBackendEnum.get_class = get_class
 
 
-def _keep_what_latents_can(platform: type) -> None:
-    """Let the CPU platform leave chunked prefill, prefix caching and the size of blocks as they were asked for: for models with latents
-    it turns the first two off and sets the third, which its own backend needs."""
+def _check_models(platform: type) -> None:
+    """Refuse models whose latents CUSTOM cannot serve while a configuration is checked. And let the CPU platform leave chunked prefill,
+    prefix caching and the size of blocks as they were asked for: for models with latents it turns the first two off and sets the third,
+    which its own backend needs."""
     own = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls, vllm_config):
         parts = (vllm_config.scheduler_config, OF_STEPS), (vllm_config.cache_config, OF_PAGES)
-        kept = [(part, name, getattr(part, name)) for part, names in parts for name in names]
+        kept = [(part, name, getattr(part, name)) for part, names in parts for name in names] if current_platform.is_cpu() else []
         own(cls, vllm_config)
         model = vllm_config.model_config
         if vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM and model is not None and model.use_mla:
+            check_latents(model)
             for part, name, value in kept:
                 setattr(part, name, value)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def _refuse_selected_latents() -> Any:
-    model = get_current_vllm_config().model_config
+def check_latents(model: Any) -> None:
+    """NotImplementedError for a model whose latents are not served, by its name."""
+    if hasattr(model.hf_text_config, "index_topk"):
+        reason = "attends to latents that a sparse indexer selects (DSA)"
+    elif model.architecture in WRITE_THEMSELVES:
+        reason = "has layers that store latents themselves, as rows of 16 bits"
+    else:
+        return
     raise NotImplementedError(
-        f"quantkv: {model.architecture} attends to latents that a sparse indexer selects (DSA), which quantkv does not serve; vLLM's own "
-        "backends do, without --attention-backend CUSTOM and --kv-cache-dtype quantkv_.."
+        f"quantkv: {model.architecture} {reason}, which quantkv does not serve; vLLM's own backends do, without --attention-backend CUSTOM "
+        "and --kv-cache-dtype quantkv_.."
     )
