@@ -172,7 +172,7 @@ def test_projections_that_hold_the_rotation(fmt):
 
 def test_what_is_written_later_is_read_as_stored():
     """Also where the pages are a part of memory that an engine owns: they are never copied."""
-    plain, batch, rows, slots = make("int4")
+    plain, batch, _, _ = make("int4")
     pool = torch.zeros(2 * plain.num_blocks, *plain.buffer.shape[1:], dtype=torch.uint8)
     cache = PagedCache.wrap(pool[plain.num_blocks :], plain.spec)
     stored = cache.as_stored()
