@@ -55,11 +55,11 @@ def without(part: str, model: Any) -> Policy:
 
 
 class Rival(readers.ThroughCache):
-    """transformers' own cache of 4 bits, in the quantized cache's place. bytes_per_head: of a token, with its 16-bit tokens."""
+    """transformers' own cache of 4 bits, in the quantized cache's place. size: what it holds for the last contexts, 16-bit tokens too."""
 
     def __init__(self, backend: str, chunk: int | None) -> None:
         super().__init__(chunk, self._cache, lambda model: nullcontext())
-        self.backend, self.bytes_per_head, self.held = backend, 0.0, None
+        self.backend, self.size, self.held = backend, None, None
 
     def _cache(self, model: Any, policy: Any) -> Any:
         from transformers import QuantizedCache
@@ -72,8 +72,10 @@ class Rival(readers.ThroughCache):
         found = super().__call__(model, ids, *given)
         geometry = model.config.get_text_config()
         held = lambda layer: nbytes([layer._quantized_keys, layer._quantized_values, layer.keys, layer.values])
-        stored = sum(map(held, self.held.layers))
-        self.bytes_per_head = stored / (len(self.held.layers) * geometry.num_key_value_heads * ids.numel())
+        stored = sum(map(held, self.held.layers)) / ids.numel()
+        heads = len(self.held.layers) * geometry.num_key_value_heads
+        size = getattr(geometry, "head_dim", None) or geometry.hidden_size // geometry.num_attention_heads
+        self.size = policies.Size(stored, stored / heads, 2 * size * heads)
         return found
 
 
@@ -88,7 +90,8 @@ def measure(loaded: models.Loaded, made: list[trials.Trial], given: argparse.Nam
     yield {"read": read.name, **result.to_dict()}
     for backend in RIVALS if given.rivals else ():
         rival, name = Rival(backend, given.chunk), f"transformers {backend} 4-bit"
-        measured, evaluation.measure = evaluation.measure, lambda *of: None  # its bytes are no geometry's of ours
+        measured = evaluation.measure
+        evaluation.measure = lambda result, *of, rival=rival: setattr(result, "size", rival.size)  # no geometry of ours
         try:
             result = evaluation.evaluate(model, made, {name: Policy("int4")}, read=rival, on_step=say)
         except ImportError as error:
@@ -96,9 +99,7 @@ def measure(loaded: models.Loaded, made: list[trials.Trial], given: argparse.Nam
             continue
         finally:
             evaluation.measure = measured
-        run = result.to_dict()
-        run["formats"][0] |= {"bytes_per_head": rival.bytes_per_head}
-        yield {"read": read.name, **run}
+        yield {"read": read.name, **result.to_dict()}
 
 
 def table(runs: list[dict[str, Any]], shown: Any) -> list[str]:
