@@ -159,7 +159,7 @@ def test_vllm_asks_the_plug_in_how_blocks_are_cut_for_its_own_types_alone():
     """However often it is registered."""
     plug_in.register()
     asked = {}
-    for name in ("quantkv_int4", "quantkv_policy:0000000000000000", "auto", "fp8"):
+    for name in ("quantkv_int4", "quantkv_policy:digest", "auto", "fp8"):
         config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=name), model_config=None)
         asked[name] = resolve_obj_by_qualname(current_platform.get_kv_cache_config_builder_cls(config))
         current_platform.update_block_size_for_backend(config)
