@@ -43,8 +43,6 @@ MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,
 # Rows of a cache for each query row, at most, that are mapped back: 131,072 keys and values take 15 us longer then, and as many
 # queries and outputs take 50 us to map.
 MAPPED_BACK = 2
-TOGETHER = True  # sequences share rounds; else each has its own launches
-OVERLAP = True  # several rounds run on two streams
 KEPT = True  # what calls of one plan share is kept for its next one: launches, numbers on the device; else each makes its own
 
 
@@ -162,8 +160,8 @@ def plan(
 ) -> PrefillPlan:
     """Cut a call's batch. backend: of `backends.py`; None: the fastest for these rows. scratch_bytes, query_bytes: bounds, see
     `SCRATCH_BYTES`. lengths: (queries, keys) of each sequence; None: those of the batch. overlap: whether several rounds go on two streams
-    (on a CPU: through two scratches), together: whether sequences share rounds; None: as `OVERLAP` and `TOGETHER` say, but in a captured
-    graph neither, as nothing is copied to the device there."""
+    (on a CPU: through two scratches), together: whether sequences share rounds; None: both, but in a captured graph neither, as
+    nothing is copied to the device there."""
     q, (k, _, _, _, maps, *_) = call.q, call.segments[0]
     lengths = call.batch.host_lengths() if lengths is None else lengths
     fresh = call.own is not None and own.is_fresh(lengths)
@@ -173,8 +171,8 @@ def plan(
     if backend is None:
         raise ValueError(f"q: no dense backend for {q.dtype} rows of {sizes[0]} and {sizes[1]} on {q.device.type}")
     free = not _capturing(q)
-    overlap = (OVERLAP and q.is_cuda if overlap is None else overlap) and free
-    together = (TOGETHER if together is None else together) and free and (backend != "flash3" or flash3.takes_many())
+    overlap = (q.is_cuda if overlap is None else overlap) and free
+    together = (True if together is None else together) and free and (backend != "flash3" or flash3.takes_many())
     few = heads * sum(keys for _, keys in lengths) <= MAPPED_BACK * q.shape[0] * q.shape[1]
     mapped = maps != LayerMaps() and not fresh and not (few and _cheap(maps, q))
     row_bytes = query_row_bytes(q.shape[1], sizes, q.element_size(), mapped, backends.BACKENDS[backend].into)
