@@ -253,3 +253,16 @@ def test_full_precision_tokens(implementation):
     want = torch.cat([read[0], read[1]], 2)[:, 0].double()
     score = (q[0].double() @ want.T * SCALE).softmax(-1) @ want[:, :LATENT]
     assert (out[0].double() - score).norm() <= 2e-3 * score.norm()
+
+
+def test_pages_of_an_engine_are_read_as_they_are_stored_now():
+    """The cache of a layer is a part of the engine's memory; what is written later is read too."""
+    cache, batch, (slots, _), rows = make()
+    memory = torch.zeros(2, *cache.buffer.shape, dtype=torch.uint8)
+    part = PagedCache.wrap(memory[1], cache.spec)
+    stored = part.as_stored()
+    part.write(*rows, slots)
+    assert stored.buffer.data_ptr() == memory[1].data_ptr()
+    q = queries(cache)
+    assert torch.equal(stored.attend(q, **batch, scale=SCALE), part.as_stored().attend(q, **batch, scale=SCALE))
+    assert bool(stored.attend(q, **batch, scale=SCALE).isfinite().all())

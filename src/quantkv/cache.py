@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from typing import Any, BinaryIO
@@ -128,7 +127,8 @@ class PagedCache:
         of latents, `W_UK @ maps.k.inverse` and `maps.k.inverse.mT @ W_UV`, rows from the left. ValueError for maps with key means."""
         if self.maps.by_position:
             checks.refuse("maps.k.key_mean", tuple(self.maps.k.key_mean.shape), "None is needed: scores depend on it")
-        other = copy.copy(self)
+        other = object.__new__(type(self))  # `copy` goes by pickle, which clones a part of an engine's memory
+        vars(other).update(vars(self))
         other.maps = LayerMaps()
         other.kind = (*self.kind[:-2], None, None)
         other.kind = _KINDS.setdefault(other.kind, other.kind)
