@@ -389,7 +389,7 @@ def test_projections_of_decode_hold_the_rotation_of_latents(fmt):
     weights = [torch.randn(RANK, COUNT * (NOPE + VALUES), generator=generator) for _ in range(2)]
     q, rotated = (torch.randn(3, COUNT, n, generator=generator) for n in (NOPE, ROPE))
     impl, layer = latent_impl(fmt), LatentLayer(weights[0].clone())
-    layer.kv_cache = torch.zeros(4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)
+    layer.kv_cache = torch.zeros(2, 4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)[1]  # a part of vLLM's memory
     cache = impl.pages_of(layer.kv_cache)
     cache.write(torch.randn(40, 1, RANK, generator=generator), torch.randn(40, 1, ROPE, generator=generator), torch.arange(40))
     table, lens = torch.arange(3, dtype=torch.int32).repeat(3, 1), torch.tensor([40, 17, 33], dtype=torch.int32)
