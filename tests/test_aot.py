@@ -102,8 +102,11 @@ def test_how_much_decode_issues():
     assert all(moved <= 4 for _, moved in found.values()), found  # the levels of a table, and a few registers
 
 
-LATENTS = [("latents", "int4", arch, heads, 1) for arch, heads in (("sm90", 16), ("sm90", 128), ("sm80", 128), ("sm89", 16))]
-LATENTS += [("latents", "int4", "sm90", 16, 2), ("latents", "none", "sm90", 128, 1), ("latents", "levels4", "sm80", 16, 1)]
+LATENTS = [
+    ("latents", "int4", arch, heads, 1) for arch, heads in (("sm90", 16), ("sm90", 128), ("sm80", 128), ("sm89", 128), ("gfx942", 16))
+]
+LATENTS += [("latents", "int4", "sm90", 16, 2), ("latents", "none", "sm90", 128, 1), ("latents", "none", "sm80", 16, 1)]
+LATENTS += [("latents", "levels4", "sm89", 16, 1)]
 
 
 @pytest.mark.xdist_group("aot")

@@ -72,6 +72,12 @@ def test_block_sizes(size):
     check("int4", 16, RAGGED, size=size)
 
 
+@pytest.mark.parametrize("fmt", ["fp8_token", "none"])
+def test_slots_that_nothing_wrote_are_not_multiplied(fmt):
+    """A tile is a part of a page, whose end is NaN."""
+    check(fmt, 16, ((1, 1), (70, 5)), size=64)
+
+
 @pytest.mark.parametrize("options", [{"window": 20}, {"causal": False}, {"softcap": 3.0}, {"window": 24, "chunk_lookback": 1}])
 def test_options(options):
     check("int4", 16, RAGGED, **options)
@@ -105,6 +111,16 @@ def test_parts_of_a_query_of_very_different_sizes(small):
     out = cache.attend(q, **batch, scale=SCALE, implementation="triton")
     want, _ = expected(cache, q, batch, slots)
     assert relative_error(out, want) <= OUTPUT_BUDGET[torch.float16]
+
+
+def test_parts_whose_ratio_float32_does_not_hold():
+    cache, batch, _, _ = make("int4", dtype=torch.bfloat16, latent=64, size=16, keys=(40,), queries=(1,), device=DEVICE)
+    q = queries(cache, torch.bfloat16, 16, 1)
+    q[:, :4, :64] = 0
+    q[..., 64:] *= 2.0**40
+    out = cache.attend(q, **batch, scale=SCALE * 2.0**-40, implementation="triton")
+    want = cache.attend(q, **batch, scale=SCALE * 2.0**-40, implementation="reference")
+    assert relative_error(out, want) <= OUTPUT_BUDGET[torch.bfloat16]
 
 
 def test_the_same_bits_alone_and_in_a_batch():
@@ -147,3 +163,18 @@ def test_prepared_calls_launch_again():
         assert relative_error(attend(cache, q), expected(cache, q, batch, slots)[0]) <= OUTPUT_BUDGET[torch.float16]
         cache.write(*(t.flip(0) for t in rows), slots, implementation="reference")
         q = q.flip(1)
+
+
+def test_splits_of_wide_rows_are_combined_by_columns():
+    check("int8", 4, ((1,), (700,)), latent=256, max_seq_len=700)
+
+
+def test_sinks():
+    """Rows of 512 columns, of several splits and of one; no matrix, and one."""
+    for fmt in ("none", "int4"):
+        cache, batch, _, _ = make(fmt, dtype=torch.float16, latent=512, size=16, keys=(200, 3), queries=(1, 1), device=DEVICE)
+        q, sinks = queries(cache, torch.float16, 4, 2), torch.linspace(-2, 2, 4, device=DEVICE)
+        given = {**batch, "scale": SCALE, "sinks": sinks, "return_lse": True, "max_query_len": 1}
+        (out, lse), (want, want_lse) = (cache.attend(q, **given, implementation=name) for name in ("triton", "reference"))
+        assert relative_error(out, want) <= OUTPUT_BUDGET[torch.float16]
+        assert (lse - want_lse).abs().max() <= LSE_BUDGET[torch.float16]

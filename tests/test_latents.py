@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from latent_batches import HEADS, KEYS, LATENT, QUERIES, ROPE, SCALE, SIZE, expected, make, queries
-from quantkv import PagedCache, get_format, implementations, prepare_attend, prepare_write
+from quantkv import PagedCache, get_format, implementations, prepare_attend, prepare_write, warm_up
 from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
 from quantkv.format_table import layout_of
 from quantkv.full_precision import FullPrecisionTokens
@@ -266,3 +266,21 @@ def test_pages_of_an_engine_are_read_as_they_are_stored_now():
     q = queries(cache)
     assert torch.equal(stored.attend(q, **batch, scale=SCALE), part.as_stored().attend(q, **batch, scale=SCALE))
     assert bool(stored.attend(q, **batch, scale=SCALE).isfinite().all())
+
+
+def test_under_torch_compile():
+    """The kind of a cache travels in its format's name."""
+    cache, batch, (slots, _), rows = make()
+    q = queries(cache)
+
+    def step(q, latents, rotated):
+        cache.write(latents, rotated, slots)
+        return cache.attend(q, **batch, scale=SCALE)
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="eager")(q, *rows), step(q, *rows))
+
+
+def test_warm_up_of_latents():
+    cache, _, _, _ = make()
+    served = warm_up(cache, 4, dtype=torch.float32, scale=SCALE, max_seq_len=16, batch_sizes=(2,), write_sizes=(1,))
+    assert served["attend of 2 x 1 queries"] == "reference"

@@ -29,6 +29,7 @@ SUPPORTED = frozenset((
 ))  # fmt: skip
 OWN_ROWS = "dense"
 LATENTS = True
+COLUMNS = 128  # of a program that combines rows which no matrix maps back
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
 ATTEND_PLACES = ("q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.key_mean")
 SHARED_PLACES = (
@@ -113,7 +114,8 @@ class AttendPlan:
         exact = call.q.dtype == torch.float32
         wide, queries = exact or torch.float32 in [c.dtype for c in codes], 1 if invariant else longest
         if latent:
-            tiling = Tiling.of_latents(group, queries, triton.next_power_of_2(first.head_size_v), wide, target)
+            row_bytes = max(sum(side.codes.shape[3] * side.codes.element_size() for side in (s.k, s.v)) for s in call.segments)
+            tiling = Tiling.of_latents(group, queries, triton.next_power_of_2(first.head_size_v), row_bytes, wide, target)
         else:
             row_bytes = max(c.shape[3] * c.element_size() for c in codes)
             codecs = [codec.triton() for s in call.segments for codec in (s.fmt.k, s.fmt.v)]
@@ -302,6 +304,8 @@ def combine_launch(part: Partials, into: Combining, target: Target) -> launch.La
     tokens, num_heads, splits, head_size = part.out.shape
     group = num_heads // into.num_kv_heads
     out, lse, output_scale = into.out, into.lse, into.output_scale
+    width, mapped = max(16, triton.next_power_of_2(head_size)), into.mapped_splits > 0
+    own = width if mapped or width <= COLUMNS else COLUMNS  # of columns; a matrix maps whole rows
     rows = into.rows or (1 if tokens * num_heads < 16 * target.processors else 4 if splits > 1 else 16)
     arguments = {
         "part": part.out,
@@ -318,12 +322,12 @@ def combine_launch(part: Partials, into: Combining, target: Target) -> launch.La
         "output_scale": output_scale or 1.0,
         "GROUP": group,
         "D": head_size,
-        "WIDTH": max(16, triton.next_power_of_2(head_size)),
+        "WIDTH": width,
+        "OWN": own,
         "ROWS": rows,
-        "MAPPED": into.mapped_splits > 0,
+        "MAPPED": mapped,
         "PLAIN": into.mapped_splits < splits,
         "PRECISION": target.precision,
     }
-    return launch.Launch(
-        combine_kernel, (triton.cdiv(tokens * group, rows), into.num_kv_heads), arguments, {"num_warps": 4}, COMBINE_PLACES
-    )
+    grid = (triton.cdiv(tokens * group, rows), into.num_kv_heads, width // own)
+    return launch.Launch(combine_kernel, grid, arguments, {"num_warps": 4}, COMBINE_PLACES)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 
 from .kernels.views import TritonCodec
-from .launch import Target
+from .launch import INTERPRETED, Target
 
 FEW = 16  # rows of a tile up to which keys run down (`Features.key_axis`); 0: in no tile
 SPARED = 64  # rows below which codecs are read by their `lean` codecs; 0: in no tile
@@ -20,9 +20,9 @@ ALL_16_BIT = False  # also rows of 16 bits, which two warps and a mask read at t
 KEYS_OF_SPLIT = 128  # at the least
 ROWS_OF_LATENTS = 64  # of a tile, at most
 LATENT_TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor at once
-    16: (64, 4, 3, 2),
-    32: (64, 8, 3, 1),
-    64: (32, 8, 2, 1),
+    16: (64, 4, 5, 2),
+    32: (64, 8, 5, 1),
+    64: (32, 8, 5, 1),
 }
 
 
@@ -73,17 +73,35 @@ class Tiling(NamedTuple):
         return cls(block_m, block_n, warps, 5, max(1, min(most, fit(block_n))), 0, SPARED > 0)
 
     @classmethod
-    def of_latents(cls, group: int, max_query_len: int, width: int, wide: bool, target: Target) -> Tiling:
-        """Over latents of so many numbers: all heads share them, and a tile holds few enough rows that their outputs stay in registers.
-        wide: dots are in float32."""
+    def of_latents(cls, group: int, max_query_len: int, width: int, row_bytes: int, wide: bool, target: Target) -> Tiling:
+        """Over latents of up to `width` numbers: all heads share them, and a tile holds few rows, whose outputs stay in registers and
+        their queries in shared memory. row_bytes: of a stored row. wide: dots are in float32."""
         most = 16 if wide else ROWS_OF_LATENTS if width <= 512 else ROWS_OF_LATENTS // 2
-        parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
-        group //= parts
-        block_m = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(group * max_query_len)))
-        if wide:
-            return cls(block_m, 16, 4, 2, 1, parts=parts)
-        block_n, warps, stages, resident = LATENT_TILES[block_m]
-        return cls(block_m, block_n, warps, stages, resident, lean=block_m < SPARED, parts=parts)
+        while True:
+            parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
+            block_m = max(16, triton.next_power_of_2(group // parts), min(most, triton.next_power_of_2(group // parts * max_query_len)))
+            if wide:
+                return cls(block_m, 16, 4, 2, 1, parts=parts)
+            keys, warps, most_stages, resident = LATENT_TILES[block_m]
+            for block_n, stages in ((keys, most_stages), (keys, 3), (keys // 2, 3)):
+                fit = _room(target) // _shared_by_latents(block_m, block_n, stages, width, row_bytes, target)
+                if fit:
+                    return cls(block_m, block_n, warps, stages, min(resident, fit), lean=block_m < SPARED, parts=parts)
+            if most <= 16:
+                return cls(block_m, 16, 4, 2, 1, lean=True, parts=parts)
+            most //= 2
+
+
+def _room(target: Target) -> int:
+    """Bytes of shared memory of a multiprocessor; an AMD GPU's has less than a target says."""
+    return target.shared if target.ptx or INTERPRETED else 64 << 10
+
+
+def _shared_by_latents(rows: int, keys: int, stages: int, width: int, row_bytes: int, target: Target) -> int:
+    """Bytes of shared memory of a tile over latents, about: its queries, stored rows, of which two stages are one buffer, since pages are
+    looked up first, and decoded ones, where tensor cores read them there."""
+    decoded = 2 * keys * width if rows >= 64 and target.has_matrix_descriptors else 0
+    return 2 * rows * (width + 64) + max(stages // 2, 1) * keys * row_bytes + decoded + (6 << 10)
 
 
 def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:

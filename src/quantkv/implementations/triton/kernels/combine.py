@@ -56,12 +56,13 @@ def combine_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    OWN: tl.constexpr,
     ROWS: tl.constexpr,
     MAPPED: tl.constexpr,
     PLAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (blocks of ROWS rows, kv heads); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`,
+    """Grid (blocks of ROWS rows, kv heads, blocks of OWN columns); a row is one of the GROUP heads of a token. part `[T, HQ, splits, D]`,
     lse `[T, HQ, splits]` base 2 -> out `[T, HQ, D]`, out_lse `[T, HQ]` natural, sinks included (ptr None: not asked for).
 
     The first mapped_splits splits go through the map, times mapped_factor; the others are multiplied by plain_factor."""
@@ -84,12 +85,13 @@ def combine_kernel(
         top = tl.maximum(top, tl.max(value, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(sink - base)
-    COLUMNS: tl.constexpr = WIDTH if WIDTH <= 64 else 64 if WIDTH <= 128 else 32
+    COLUMNS: tl.constexpr = OWN if OWN <= 64 else 64 if WIDTH <= 128 else 32 if MAPPED else OWN
     mapped = tl.zeros([ROWS, WIDTH], tl.float32)
     if MAPPED:
         mapped, weight = merge_splits(part, lse, row, row_mask, base, splits, 0, mapped_splits, 0, D, WIDTH, CHUNK)
         total += weight
-    for first in tl.static_range(0, WIDTH, COLUMNS):
+    for done in tl.static_range(0, OWN, COLUMNS):
+        first = tl.program_id(2) * OWN + done
         result = tl.zeros([ROWS, COLUMNS], tl.float32)
         column = first + tl.arange(0, COLUMNS)
         if MAPPED:
@@ -99,7 +101,7 @@ def combine_kernel(
         if PLAIN:
             x, weight = merge_splits(part, lse, row, row_mask, base, splits, mapped_splits, splits, first, D, COLUMNS, CHUNK)
             result += x * plain_factor
-            if first == 0:
+            if done == 0:
                 total += weight
         result *= tl.where(total > 0, 1 / total, 0.0)[:, None]
         at = out.ptr + (token * out.stride_token + q_head * out.stride_head)[:, None] + column[None, :]
@@ -109,4 +111,4 @@ def combine_kernel(
         tl.store(at, result, mask=stored)
     if out_lse.ptr is not None:
         at = out_lse.ptr + token * out_lse.stride_token + q_head * out_lse.stride_head
-        tl.store(at, (base + tl.log2(total)) / LOG2E, mask=row_mask)
+        tl.store(at, (base + tl.log2(total)) / LOG2E, mask=row_mask & (tl.program_id(2) == 0))
