@@ -49,15 +49,6 @@ DI void finish(const AttendArguments& a, const Sequences& sequences, const OwnRu
     combine_ends(a, sequences, ended_in, worker, run.is_of(worker) ? head * a.sequences + s : -1, s, packed_row0);
 }
 
-// What a warp's tiles came to, to `to` or, where whole partials wait in shared memory, as the index-th of them.
-DI void write_partial(Softmax& softmax, const AttendArguments& a, const Unsplit& unsplit, u32* to, int index,
-    int packed_rows, const u32* held) {
-  const auto place = [&](int packed_row) {
-    return UNSPLIT && INVARIANT ? unsplit.place(a, index, packed_row) : to + packed_row * PARTIAL;
-  };
-  softmax.write(place, packed_rows, held);
-}
-
 // Grid (blocks, packed query row groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     decode_kernel(const __grid_constant__ AttendArguments a) {
@@ -96,8 +87,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   const Lane at(g, c);
   u32 slot = ring;
   bool is_held = false;  // what a stretch of this sequence came to
-  // Of a (sequence, kv head): where the cut is INVARIANT its next partial finds them here: nothing writes over them.
-  OwnQuery query;
+  OwnQuery query;  // of a (sequence, kv head), as what follows: where INVARIANT its next partial finds it here
   OwnPartials own;
   int len, context, low, high, all_see, all_in_window, scored;  // scored: group of offsets, to shared memory
   bool is_new = true;
@@ -165,8 +155,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       const int index = INVARIANT ? own.place(a) : 0;
       const auto own_end = [&] { return (u32*)(shared + TABLES_BYTES + warp * WORKER_BYTES); };
       u32* to = place_of(a, sequences, own, run.cut, head, s, packed_row0, left, own_end, goes_on, held);
-      const int packed_rows = (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0;
-      write_partial(softmax, a, unsplit, to, index, min(PACKED_ROWS, packed_rows), is_held ? held : nullptr);
+      const auto place = [&](int r) { return UNSPLIT && INVARIANT ? unsplit.place(a, index, r) : to + r * PARTIAL; };
+      softmax.write(place, min(PACKED_ROWS, (INVARIANT ? len - context : sequences.queries(s)) * GROUP - packed_row0),
+          is_held ? held : nullptr);
       is_held = goes_on;
     }
     if (left > 0 && !is_held && (!INVARIANT || end == own.past)) {
