@@ -40,7 +40,7 @@ from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations.vllm import connectors, metadata, mla, platform  # noqa: E402
+from quantkv.integrations.vllm import connectors, metadata, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
@@ -776,3 +776,20 @@ def test_graphs_of_models_with_images(images, window, clamp, support):
     compilation = SimpleNamespace(static_forward_context={"layer": layer})
     config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=images), compilation_config=compilation)
     assert QuantKVBuilder.get_cudagraph_support(config, None).name == support
+
+
+def test_a_model_that_cannot_be_measured_is_named_once():
+    """However often the worker is asked for its memory."""
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.number, impl.policy, impl.measured = 0, Policy("levels8", statistics="auto"), None
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layers.0": SimpleNamespace(impl=impl)}),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        model_config=SimpleNamespace(is_hybrid=True),
+    )
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics.logger, "warning", lambda text, *given: told.append(text % given))
+        for _ in range(3):
+            statistics.take_statistics(config, None)
+    assert len(told) == 1 and "keeps states" in told[0] and not impl.wants_statistics

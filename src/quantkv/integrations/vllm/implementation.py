@@ -76,7 +76,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     """One layer's attention. How its rows are stored is known once the weights are loaded.
 
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
-    pages_per_block: pages that the kernels read.
+    pages_per_block: pages that the kernels read. unmeasured: the model could not be measured, which was said.
     number: of the layer whose pages it reads. observer: sees the rows of the pass that measures the model; None: no such pass runs.
     seen: keys and values of its own rows in that pass, while it runs.
     measured: what that pass has measured of this rank's heads.
@@ -87,6 +87,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     owner: QuantKVImpl | None = None
     lends: bool = False  # whether other layers read its pages, and its rows
     pages_per_block: int = 1
+    unmeasured: bool = False
     number: int | None = None
     observer: Any = None
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -240,7 +241,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     @property
     def wants_statistics(self) -> bool:
         """Whether its rows are to be stored by statistics of the model that are not there yet."""
-        return self.number is not None and self.policy.wants_statistics and self.measured is None
+        return self.number is not None and self.policy.wants_statistics and self.measured is None and not self.unmeasured
 
     def take_statistics(self, made: Calibration) -> None:
         """Store rows by a calibration of this rank's heads from now on. No row may have been stored."""

@@ -192,6 +192,8 @@ def take_statistics(config: Any, runner: Any) -> None:
         if any(layer.impl.policy.statistics == "require" for layer in waiting.values()):
             raise NotImplementedError(f"quantkv: policy.statistics='require': the model cannot be measured: {error}") from error
         logger.warning("quantkv: no statistics of this model, keys and values are stored without key means and Hessians: %s", error)
+        for layer in waiting.values():
+            layer.impl.unmeasured = True
         return
     for layer in waiting.values():
         layer.impl.take_statistics(made)
