@@ -76,8 +76,8 @@ def _layer(model: Model, policy: Policy, number: int, layer: Layer, ranks: int, 
         options["chunk_lookback"] = 0
     config = LayerConfig.of(policy, number, dtype, heads, heads.num_kv_heads, by_position=layer.window > 0)
     if policy.wants_statistics:
-        eye = [torch.eye(n).expand(heads.num_kv_heads, n, n).contiguous() for n in (size, size_v)]
-        moments = LayerMoments(torch.zeros(2, heads.num_kv_heads, size, dtype=torch.float16), *eye)
+        eye = [torch.eye(n, device="cpu").expand(heads.num_kv_heads, n, n).contiguous() for n in (size, size_v)]
+        moments = LayerMoments(torch.zeros(2, heads.num_kv_heads, size, dtype=torch.float16, device="cpu"), *eye)
         config = config.with_calibration(Calibration(number + 1, {number: moments}), number)
     own = policy.prompt == "own" and config.format.name not in UNQUANTIZED
     return PagedLayer(config, heads, dtype), LayerAttention(
