@@ -58,17 +58,26 @@ NAMES = (
     _name(
         "config.CacheConfig",
         "configurations",
-        has="block_size cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers kv_sharing_fast_prefill",
+        has="block_size cache_dtype enable_prefix_caching get_resolved_kv_cache_layout kv_cache_dtype_skip_layers kv_sharing_fast_prefill "
+        "mamba_block_size mamba_cache_mode mamba_page_size_padded",
     ),
-    _name("config.AttentionConfig", "latents", has="backend use_prefill_query_quantization"),
+    _name("config.AttentionConfig", "latents", has="backend hisparse_config use_prefill_query_quantization"),
     _name(
         "config.ModelConfig",
         "configurations",
         has="architecture dtype get_total_num_hidden_layers get_total_num_kv_heads get_vocab_size hf_config hf_text_config "
         "is_encoder_decoder is_hybrid is_mm_prefix_lm max_model_len model revision skip_tokenizer_init tokenizer use_mla uses_mrope",
     ),
-    _name("config.ParallelConfig", "ranks", has="pipeline_parallel_size tensor_parallel_size use_ubatching worker_cls"),
-    _name("config.SchedulerConfig", "warm-up", has="enable_chunked_prefill max_num_batched_tokens max_num_seqs"),
+    _name(
+        "config.ParallelConfig",
+        "ranks",
+        has="decode_context_parallel_size pipeline_parallel_size tensor_parallel_size use_ubatching worker_cls",
+    ),
+    _name(
+        "config.SchedulerConfig",
+        "warm-up",
+        has="disable_hybrid_kv_cache_manager enable_chunked_prefill max_num_batched_tokens max_num_seqs",
+    ),
     _name("config.SpeculativeConfig", "drafts", has="attention_backend kv_cache_dtype"),
     _name("config.CompilationConfig", "layers", has="cudagraph_capture_sizes pass_config static_forward_context"),
     _name("config.PassConfig", "writes of latents", has="fuse_rope_kvcache_cat_mla"),
@@ -97,6 +106,26 @@ NAMES = (
     _name("v1.attention.selector.AttentionSelectorConfig", "latents", has="_asdict use_mla"),
     _name("v1.kv_cache_layout.KVCacheLayout", "layouts", has="LBHNC BLHNC BHLNC LHBNC"),
     _name("v1.kv_cache_interface.AttentionSpec", "bytes of a page", has="block_size dtype head_size head_size_v state_content_bytes"),
+    # Packed blocks.
+    _name("platforms.interface.Platform.get_kv_cache_config_builder_cls", "packed blocks", "vllm_config"),
+    _name("platforms.interface.Platform.update_block_size_for_backend", "packed blocks beside states", "vllm_config"),
+    _name("v1.worker.worker_base.WorkerBase", "packed blocks", has="get_kv_cache_spec get_supported_kv_cache_layouts vllm_config"),
+    _name("v1.core.kv_cache_planning.DefaultKVCacheConfigBuilder.get_kv_cache_groups", "packed blocks", "vllm_config kv_cache_spec"),
+    _name("v1.core.kv_cache_planning.DefaultKVCacheConfigBuilder", "packed blocks"),
+    _name("v1.kv_cache_interface.KVCacheGroupSpec", "packed blocks", has="layer_names kv_cache_spec"),
+    _name("v1.kv_cache_interface.UniformTypeKVCacheSpecs", "packed blocks", has="from_specs"),
+    _name("v1.kv_cache_interface.iter_layer_specs", "packed blocks"),
+    _name("v1.kv_cache_interface.FullAttentionSpec", "packed blocks", has="merge num_heads state_content_size_bytes tokens_per_state"),
+    _name("v1.kv_cache_interface.SlidingWindowSpec", "packed blocks", has="sliding_window"),
+    _name("v1.kv_cache_interface.ChunkedLocalAttentionSpec", "packed blocks", has="attention_chunk_size"),
+    _name("v1.kv_cache_interface.MambaSpec", "packed blocks beside states", has="max_memory_usage_bytes page_size_bytes tp_replicated"),
+    _name("v1.kv_cache_interface.AttentionSpec", "packed blocks", has="block_stride_alignment page_size_padded unpadded_page_size_bytes"),
+    _name("v1.worker.utils.customize_attention_spec", "packed blocks beside states"),
+    _name("model_executor.layers.attention_layer_base.AttentionLayerBase", "packed blocks", has="get_attn_backend get_kv_cache_spec"),
+    _name("model_executor.layers.mamba.abstract.MambaBase", "packed blocks beside states"),
+    _name("model_executor.layers.mamba.abstract.get_mamba_prefill_checkpoint_alignment", "packed blocks beside states"),
+    _name("distributed.kv_transfer.kv_connector.utils.get_kv_connector_cache_layout", "packed blocks"),
+    _name("envs.VLLM_KV_CACHE_LAYOUT", "packed blocks"),
     # Layers.
     _name(f"{BACKEND}.AttentionType", "layers", has="DECODER"),
     _name(
