@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import ClassVar
@@ -36,6 +37,18 @@ def token_bytes(spec: CacheSpec) -> int:
     if rest:
         raise ValueError(f"block_size={spec.block_size}: a page of {spec.page_bytes} bytes is no whole number of bytes a token")
     return size
+
+
+def why_not(kv_cache_dtype: str | None, dtype: torch.dtype, nbytes: Callable[[Format], int]) -> str | None:
+    """Why a type's format cannot store the rows of this model, in words; None where it can. nbytes: of a token in a format; it raises
+    ValueError for one that cannot take them. Formats of a policy are checked when the first layer is made."""
+    if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:
+        return None
+    try:
+        nbytes(format_of(kv_cache_dtype or "auto", dtype))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 class QuantKVBackend(AttentionBackend):
@@ -88,13 +101,8 @@ class QuantKVBackend(AttentionBackend):
         cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
     ) -> str | None:
         """Why a format cannot have this head size and block size, in words; None where it can."""
-        if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:  # its formats are checked when the first layer is made
-            return None
-        try:
-            token_bytes(format_of(kv_cache_dtype or "auto", dtype).cache_spec(1, head_size, block_size=block_size or BLOCK_SIZES[0]))
-        except ValueError as error:
-            return str(error)
-        return None
+        size = block_size or BLOCK_SIZES[0]
+        return why_not(kv_cache_dtype, dtype, lambda fmt: token_bytes(fmt.cache_spec(1, head_size, block_size=size)))
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -29,8 +29,8 @@ from ...engine.warm_up import claim_scratch, warm_up
 from ...format import Format
 from ...geometry import Heads
 from ...policy import Policy
-from . import LATENTS, POLICY, asked_type, calls
-from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
+from . import LATENTS, calls
+from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes, why_not
 from .implementation import QuantKVImpl, step_of
 from .mla_metadata import LatentMetadata, QuantKVLatentBuilder
 
@@ -75,13 +75,7 @@ class QuantKVLatentBackend(QuantKVBackend, MLACommonBackend):
         cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
     ) -> str | None:
         """Why a format cannot store this model's latents, in words; None where it can."""
-        if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:  # its formats are checked when the first layer is made
-            return None
-        try:
-            latent_bytes(format_of(kv_cache_dtype or "auto", dtype), _sizes_and_dtype()[0], dtype)
-        except ValueError as error:
-            return str(error)
-        return None
+        return why_not(kv_cache_dtype, dtype, lambda fmt: latent_bytes(fmt, _sizes_and_dtype()[0], dtype))
 
     @classmethod
     def supports_sink(cls) -> bool:
