@@ -105,11 +105,13 @@ def _run(question: str) -> Report:
 
 
 def _print_to(file: TextIO) -> None:
-    """In this process, whatever pytest has put in the place of its streams."""
+    """In this process, whatever pytest has put in the place of its streams, each line once."""
     for number in (1, 2):
         os.dup2(file.fileno(), number)
     sys.stdout = sys.stderr = file
-    for handler in logging.getLogger("vllm").handlers:
+    logger = logging.getLogger("vllm")
+    logger.handlers = [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]  # pytest adds its own
+    for handler in logger.handlers:
         handler.stream = file
 
 
