@@ -281,7 +281,7 @@ def test_operands_of_hopper():
             operands.KernelMap.matrix(keys.inverse),
             operands.KernelMap.hadamard(signs, 1),
         ]
-        made += [operands.KernelOffsets.of(keys.operands.mapped_key_mean, key), Hadamard.of(0.5, signs[:128])]
+        made += [operands.KernelKeyMeans.of(keys.operands.mapped_key_mean, key), Hadamard.of(0.5, signs[:128])]
         tensors = [each.signs if isinstance(each, Hadamard) else each.data for each in made]
         return tensors, operands.key_order(key, 96), RoundConfig.feedback_of(keys.rounding), TrellisConfig.feedback_of(keys.rounding)
 

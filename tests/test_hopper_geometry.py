@@ -132,7 +132,7 @@ def test_bytes(name, sizes):
 
 
 def maps(heads, head_size):
-    """A matrix for each head and side, and an offset of the keys."""
+    """A matrix for each head and side, and a mean of the keys."""
     generator = torch.Generator().manual_seed(1)
     sides = []
     for offset in (torch.randn(5, heads, head_size, generator=generator), None):

@@ -58,7 +58,8 @@ def test_stretches(name, queries, options, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["int4", "tq4/int8", "tq3"])
 def test_spare_lanes_have_nothing_of_their_own_to_copy(name, monkeypatch, tmp_path):
     """As a checker of races sees the kernels (benchmarks/small_run.py): what they are spared is copied by other lanes."""
-    monkeypatch.setattr(warps, "SPARE_LANES_COPY", False)
+    macros = warps.DecodeConfig.macros
+    monkeypatch.setattr(warps.DecodeConfig, "macros", lambda config: {**macros(config), "SPARE_LANES_COPY": 0})
     attend(monkeypatch, tmp_path, name)
 
 

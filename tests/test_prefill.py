@@ -133,13 +133,11 @@ def skip_unless_here(backend):
 @GPU
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("front", [True, False])
-def test_on_a_gpu(backend, dtype, front, monkeypatch):
-    """Ragged queries are padded to a planned size; a ragged rest of the prefix joins them, or goes to the flash kernel. One rounding more
+def test_on_a_gpu(backend, dtype, monkeypatch):
+    """Ragged queries are padded to a planned size; a ragged rest of the prefix joins them. One rounding more
     than above: the kernels round probabilities."""
     skip_unless_here(backend)
     monkeypatch.setattr(backends, "PLANNED", 256)
-    monkeypatch.setattr(backends, "FRONT", front)
     cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
     sides = (cache.k, cache.v, cache.format)
     expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)

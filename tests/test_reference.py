@@ -195,7 +195,7 @@ def test_every_format(format_name):
 
 
 def test_calibrated_map_and_offset():
-    """A random well-conditioned map for each head and an offset for each bucket: exact algebra, with everything that meets the
+    """A random well-conditioned map for each head and a key mean for each bucket: exact algebra, with everything that meets the
     score."""
     g = torch.Generator().manual_seed(3)
     maps = []

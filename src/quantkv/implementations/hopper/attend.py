@@ -170,7 +170,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
         softcap=call.options.softcap > 0,
         key_map=kind(segment.maps.k),
         value_map=kind(segment.maps.v),
-        key_offset=segment.maps.by_position,
+        key_mean=segment.maps.by_position,
     )
     if not invariant:
         return choose(shape, _capacity(call, segment))
