@@ -80,7 +80,7 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 
 def maps_of(name, head_size, heads=2):
-    """The format's own map with offsets and, where its writer takes one, a Hessian."""
+    """The format's own map with key means and, where its writer takes one, a Hessian."""
     fmt, eye = get_format(name), torch.eye(head_size, device="cpu")
     half = normal(heads, head_size, 2 * head_size, seed=1)
     sides = []
@@ -271,7 +271,7 @@ def test_turboquant_by_vllms_names():
 
 
 def test_operands_of_hopper():
-    """Maps, offsets and metrics as its kernels read them."""
+    """Maps, key means and Hessians as its kernels read them."""
 
     def run():
         key, keys = get_format("tq4").k.hopper(), maps_of("levels4", 64).k
@@ -315,7 +315,7 @@ def test_a_model():
 
 @pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 def test_hopper(monkeypatch, tmp_path):
-    """Its kernels, run on a CPU: a Hadamard map with signs, and any matrices with offsets, of many columns too, where the latter decode."""
+    """Its kernels, run on a CPU: a Hadamard map with signs, and any matrices with key means, of many packed query rows too."""
     device = Device(monkeypatch, tmp_path, 1)
     forget()
     with META:

@@ -136,7 +136,7 @@ def test_other_shapes_compile(head_size, packed_rows):
     build(config("int4", "int4", head_size, packed_rows))
 
 
-# What maps, and maps with a key offset, add to the instructions of a step, at most, by NVRTC 13.0 and 13.5.
+# What maps, and maps with a key mean, add to the instructions of a step, at most, by NVRTC 13.0 and 13.5.
 @pytest.mark.parametrize("key, with_maps, with_key_mean", [("int4", 0, 9), ("tq3", 2, 16), ("levels4", 0, 22)])
 @pytest.mark.parametrize("key_map, value_map, key_mean", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
 def test_maps_stay_out_of_the_loop(key, with_maps, with_key_mean, key_map, value_map, key_mean, tmp_path):
@@ -223,7 +223,7 @@ def test_every_configuration_has_a_ring():
 
 
 def test_the_order_of_a_matrix():
-    """Each entry of a key map is once where the kernel's loads look for it, and each row of offsets in its group."""
+    """Each entry of a key map is once where the kernel's loads look for it, and each row of key means in its group."""
     for key in (HALVES[name] for name in ("int4", "int8", "tq3")):
         matrix = torch.arange(128 * 128.0).view(1, 128, 128) % 2039  # exact in fp16
         made = operands.KernelMap.matrix(matrix, key)

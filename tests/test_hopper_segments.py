@@ -266,7 +266,7 @@ def test_what_the_rule_refuses():
 
     assert reason(exact("int4", lens)) is None and reason(exact("int4", lens, 24, 16)) is None
     assert reason([Part("int4", None, [(0, 0)] * 2)] * 5) == "5 segments: at most 4"
-    assert "offset" in reason([Part("int4", [0, 0], maps=signed())])
+    assert "key means" in reason([Part("int4", [0, 0], maps=signed())])
     assert reason([Part("int4", None, [(0, 9)] * 2, maps=signed())]) is None
     assert "bfloat16" in reason([Part("bf16")], dtype=torch.float32)
     assert "need queries of it" in reason([Part("bf16")], dtype=torch.float16)

@@ -59,7 +59,7 @@ STORED += [("levels4/levels2", METRICS), ("levels2", None)]
 @pytest.mark.parametrize("fmt, maps", STORED)
 def test_rows_are_those_of_pages(fmt, maps):
     key, value = rows(1), rows(2)
-    key[:, 5] *= 0.01  # a key that a signed codec stores without the offset
+    key[:, 5] *= 0.01  # a key that a signed codec stores without the key mean
     cache, _ = pages(fmt, key, value, maps)
     stored = [
         fake_quantized(t, codec, m) for t, codec, m in zip((key, value), (cache.format.k, cache.format.v), (cache.maps.k, cache.maps.v))

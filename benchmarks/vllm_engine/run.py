@@ -7,7 +7,7 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
 
     smoke      a model of two layers: does it start, does it repeat
     main       Llama-3-8B: prefill, a serving mix, and decode over contexts that count as computed, up to all that fit. The type
-               quantkv_policy:FORMAT is FORMAT with a calibration (numbers at random), written in its metric, and full-precision tokens; its
+               quantkv_policy:FORMAT is FORMAT with a calibration (random numbers), rounded by its Hessian, and full-precision tokens; its
                contexts are computed, as full-precision tokens are of pages that were written here
     verify     the same model with drafts found in the text (ngram, 4 tokens)
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four

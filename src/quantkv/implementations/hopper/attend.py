@@ -120,7 +120,7 @@ def _exact(call: AttendCall) -> int | None:
 
 
 def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
-    """Of the segments with kernels of their own: in which order these are launched, and in which order their partials are combined. The
+    """Orders of the segments with kernels of their own: in which these are launched, and in which their partials are combined. The
     kernels of the first to be combined have the values' map, if there is one, and combine the others, of which those without a map come
     last."""
     sizes, exact = [_capacity(call, s) for s in call.segments], _exact(call)

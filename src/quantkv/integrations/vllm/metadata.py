@@ -161,7 +161,7 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
         return self._metadata("mixed", m, batch, starts[count], None if ranges is None else ranges[:count], advance)
 
     def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Metadata:
-        """Of what vLLM says in `m`, what concerns the sequences of `batch`."""
+        """What vLLM says in `m` that concerns the sequences of `batch`."""
         tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
         metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
         if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages

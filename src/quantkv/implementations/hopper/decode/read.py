@@ -29,7 +29,7 @@ class Part:
 
 
 def scale_of(call: AttendCall) -> float:
-    """Of scores, as the kernels take it: base 2, over half of softcap where there is one."""
+    """Scale of scores, as the kernels take it: base 2, over half of softcap where there is one."""
     return call.scale * launch.LOG2E * (2 / call.options.softcap if call.options.softcap else 1.0)
 
 

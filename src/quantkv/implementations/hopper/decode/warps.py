@@ -90,7 +90,7 @@ class DecodeConfig(CallShape):
 
     @property
     def workers(self) -> int:
-        """Of a block: each has a run of tiles."""
+        """Workers of a block: each has a run of tiles."""
         return self.warps // self.worker_warps
 
     @property
@@ -114,7 +114,7 @@ class DecodeConfig(CallShape):
         return -(-PARTIAL_LEAST // self.worker_warps)
 
     def partials(self, tokens: int) -> int:
-        """Of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
+        """Partials of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
         line = -(-tokens // (TILE * self.worker_warps))
         first, enough, longest = self.partials_first, PARTIALS_ENOUGH // self.worker_warps, max(MAX_TILES // self.worker_warps, 1)
         n = max(1, min(line // self.partial_least, first))
@@ -137,7 +137,7 @@ class DecodeConfig(CallShape):
 
     @property
     def key_dimensions(self) -> int:
-        """Of a key as it is unpacked."""
+        """Dimensions of a key as it is unpacked."""
         return self.key_half.dimensions(self.head_size)
 
     @property
@@ -150,7 +150,7 @@ class DecodeConfig(CallShape):
 
     @property
     def key_table_bytes(self) -> int:
-        """Of them, those of the keys' table: integers need none."""
+        """Bytes of the keys' table: integers need none."""
         return 0 if self.by_integers else self.key_half.table_bytes
 
     @property
@@ -187,7 +187,7 @@ class DecodeConfig(CallShape):
 
     @property
     def partials_at_once(self) -> int:
-        """Of a row, that a warp loads together to combine them."""
+        """Partials of a row that a warp loads together to combine them."""
         pairs = -(-self.head_size_v // 64)
         return 16 // (4 if self.value_map == "HADAMARD" and pairs == 3 else pairs)
 

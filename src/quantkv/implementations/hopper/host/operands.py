@@ -52,7 +52,7 @@ class KernelMap:
 
     @property
     def address(self) -> int | None:
-        """Of its matrices; None for a Hadamard map."""
+        """Address of its matrices; None for a Hadamard map."""
         return None if self.data is None else self.data.data_ptr()
 
     @property

@@ -51,7 +51,7 @@ class Hadamard:
 
     @property
     def address(self) -> int | None:
-        """Of its signs; None where it has none."""
+        """Address of its signs; None where it has none."""
         return None if self.signs is None else self.signs.data_ptr()
 
 
@@ -116,7 +116,7 @@ class WriteConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return 32 * self.warps
 
     @property
@@ -235,7 +235,7 @@ def _kind(way: Way) -> Any:
 
 
 def ways(call: WriteCall) -> tuple[Way, ...]:
-    """Of keys and of values."""
+    """Ways of keys and of values."""
     sides = ((call.fmt.k, call.maps.k), (call.fmt.v, call.maps.v))
     return tuple((codec.hopper().writer, rounding_of(codec, map_) is not None) for codec, map_ in sides)
 
