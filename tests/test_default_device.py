@@ -172,7 +172,7 @@ def test_steps_that_are_prepared_and_warm():
     alike(run)
 
 
-def test_exact_tokens():
+def test_full_precision_tokens():
     """A step over pages of which the first and latest are read exactly."""
 
     def run():

@@ -226,7 +226,7 @@ def test_which_gpus_have_matrix_descriptors(capability, one):
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_rows_of_16_bits_in_tiles_of_few_queries(name, monkeypatch):
-    monkeypatch.setattr(tiling, "ALL_16_BIT", True)
+    monkeypatch.setattr(tiling, "WIDE_NUMBERS", 3)
     b = batch(name, VERIFY)
     check(b, b.attend(**TRITON, max_query_len=4))
 
