@@ -72,7 +72,7 @@ def main() -> None:
     key, value = torch.randn(2, most, HEADS, size, dtype=torch.bfloat16, device="cuda")
     for name in args.formats:
         for implementation in args.implementations:
-            for what, hessian, key_mean in (("plain", False, False), ("metric", True, False), ("metric, offset", True, True)):
+            for what, hessian, key_mean in (("plain", False, False), ("Hessian", True, False), ("Hessian, key means", True, True)):
                 maps = maps_of(name, size, hessian, key_mean)
                 ratio = check(name, maps, implementation, key, value) if hessian else None
                 if ratio is not None and max(ratio) > 1.01:

@@ -4,7 +4,7 @@
 
 The GPU's part is kept small (one sequence, or short prompts), so that the host is what is waited for; "prepared" calls are those that
 layers of one step share, "eager" ones are made and checked anew. Prompts: by every dense kernel that is here, with what calls of one plan
-keep for each other and without. Also the scratch memory of decode over wide block tables.
+keep for each other and without (by a plan whose memory forgets). Also the scratch memory of decode over wide block tables.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +29,13 @@ from quantkv.prepared import prepare_attend, prepare_write
 HEADS, KV_HEADS, SIZE, BATCH, LENGTH = 32, 8, 128, 8, 256
 CALLS = 200
 PROMPTS = [(128 + 16 * i,) * 2 for i in range(BATCH)]  # no sequence is longer than LENGTH
+
+
+class Forgetful(dict):
+    """What calls of a plan keep for the next one, of a plan whose next call finds nothing."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
 
 
 def host_us(call) -> float:
@@ -48,18 +56,16 @@ def host_us(call) -> float:
 
 def of_prompts(cache: PagedCache, table: torch.Tensor) -> dict[str, float]:
     """By each dense kernel: all prompts as one call, and the longest alone."""
-    found, usual = {}, prefill.KEPT
+    found = {}
     for what, lengths in (("prompts", PROMPTS), ("one prompt", PROMPTS[-1:])):
         starts = torch.tensor([0, *[queries for queries, _ in lengths]], device="cuda").cumsum(0).int()
         lens = torch.tensor([keys for _, keys in lengths], device="cuda").int()
         q = torch.randn(int(starts[-1]), HEADS, SIZE, dtype=torch.bfloat16, device="cuda")
         call = AttendCall(q, (cache.segment(table[: len(lengths)]),), Batch(starts, lens, lengths=tuple(lengths)))
         for backend in backends.fitting(q.device, q.dtype, SIZE, SIZE):
-            for prefill.KEPT in (True, False):
-                plan = prefill.plan(call, backend=backend)
-                mark = "" if prefill.KEPT else ", nothing kept"
+            for mark, kept in (("", {}), (", nothing kept", Forgetful())):
+                plan = replace(prefill.plan(call, backend=backend), kept=kept)
                 found[f"{what}, {backend}{mark}"] = host_us(lambda plan=plan, call=call: prefill.follow(call, plan))
-    prefill.KEPT = usual
     return found
 
 

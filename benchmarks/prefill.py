@@ -5,8 +5,8 @@
 
 For each case, microseconds of quantkv's prefill path by every kernel that is here and takes the case (quantkv's own for Hopper;
 FlashAttention-3; cuDNN by its frontend's package; cuDNN as torch calls it; torch's flash kernel), each as it is cut now and, marked
-"before", with each sequence on its own, one stream and what a context has over as a call of its own, and marked "captured" the first
-kernel's call as a CUDA graph, which has no host work; and by Triton, which served the options before. Times are CUDA events around calls
+"before", with each sequence on its own and one stream, and marked "captured" the first kernel's
+call as a CUDA graph, which has no host work; and by Triton, which served the options before. Times are CUDA events around calls
 that are enqueued ahead, in an order by chance, host work included where it is slower; the best of the rivals' own numbers is beside them.
 Every result is compared with float64 attention over what the cache holds, at queries at both ends, at edges of windows and by chance,
 before it is timed. Exit code 1 where one is wrong. No case begins after --seconds.
@@ -159,11 +159,8 @@ def contestants(problem: Problem) -> dict[str, tuple[Callable[[], Any], PagedCac
     if not any(needs.values()) and problem.device.type == "cuda" and len({*case.lengths}) == 1 and case.lengths[0][0] == case.lengths[0][1]:
         found["cuDNN bf16 dense"] = cudnn(problem), problem.plain
     for name in backends.fitting(problem.device, problem.q.dtype, case.heads[2], case.heads[2], **needs):
-        usual = backends.FRONT
         for mark, how in (("", {}), (", before", BEFORE))[: 2 if name in BEFORE_TOO else 1]:
-            backends.FRONT = usual and not how
             found[f"{name}{mark}"] = ours(problem, backend=name, **how), problem.cache
-        backends.FRONT = usual
         if problem.device.type == "cuda" and not any(what.endswith("captured") for what in found):
             found[f"{name}, captured"] = captured(ours(problem, backend=name)), problem.cache
     call = problem.call(problem.cache)

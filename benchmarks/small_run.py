@@ -12,7 +12,7 @@ import torch
 
 from quantkv import PagedCache, available_formats, get_format, implementations, ops
 from quantkv.calls import AttendCall, AttentionOptions, Batch, WriteCall
-from quantkv.implementations.hopper.decode import warps as hopper_decode
+from quantkv.implementations.hopper.decode.warps import DecodeConfig
 from quantkv.implementations.reference.attend import compute
 
 PAIRS = ["tq4/int8", "int4/tq3", "fp8_token/int2"]
@@ -89,7 +89,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--head-size", type=int, default=128)
     args = parser.parse_args()
-    hopper_decode.SPARE_LANES_COPY = False  # no two lanes write the same bytes to one place
+    macros = DecodeConfig.macros
+    DecodeConfig.macros = lambda config: {**macros(config), "SPARE_LANES_COPY": 0}  # no two lanes write the same bytes to one place
     right = True
     for implementation in args.implementation:
         for name in args.formats:

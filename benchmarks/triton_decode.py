@@ -46,7 +46,7 @@ VARIANTS = {  # what is set in tiling.py
     "8 warps": {"WARPS": 8},
     "24 warps": {"WARPS": 24},  # more splits than there is room for at once
     "split 256": {"KEYS_OF_SPLIT": 256},
-    "16 bits too": {"ALL_16_BIT": True},
+    "16 bits too": {"WIDE_NUMBERS": 3},
 }
 TRIED = {"int4": ("now", "before", "lean", "turned", "32 keys", "8 warps", "24 warps", "split 256"), "none": ("now", "16 bits too")}
 TRIED_ELSE = ("now", "before", "24 warps")

@@ -88,7 +88,7 @@ def page() -> str:
         box(MARGIN, 252, full, 26, OTHERS),
         text(MARGIN + 10, 271, f"16 bits: {exact:,} bytes", 15, "#ffffff"),
         box(MARGIN, 286, full * total / exact, 26, OURS),
-        text(MARGIN + full * total / exact + 10, 305, f"int4: {total:,} bytes, {exact / total:.2f} times smaller"),
+        text(MARGIN + full * total / exact + 10, 305, f"int4: {total:,} bytes, compression {exact / total:.2f}x"),
     ]
     return picture("A page holds the codes and the scales of 16 tokens", 330, *shapes)
 

@@ -98,8 +98,8 @@ def compiled_code(data: bytes) -> str:
     return hashlib.sha256(" ".join(digests).encode() + b"".join(rest)).hexdigest()[:16]
 
 
-def calibrated(name: str, heads: int, size: int, matrix: bool = True, metric: bool = False) -> LayerMaps:
-    """Maps of a calibrated layer: a rotation of each head, or the format's own, with key means by position, and a Hessian with `metric`."""
+def calibrated(name: str, heads: int, size: int, matrix: bool = True, hessian: bool = False) -> LayerMaps:
+    """Maps of a calibrated layer: a rotation of each head, or the format's own, key means by position, and a Hessian with `hessian`."""
     fmt, sides = get_format(name), []
     generator = torch.Generator().manual_seed(1)
     for codec, is_key in ((fmt.k, True), (fmt.v, False)):
@@ -110,7 +110,7 @@ def calibrated(name: str, heads: int, size: int, matrix: bool = True, metric: bo
             inverse = forward.mT.contiguous()
         means = torch.randn(8, heads, size, generator=generator) if is_key else None
         rows = torch.randn(heads, 2 * size, size, generator=generator)
-        sides.append(LinearMap(forward, inverse, means, rows.mT @ rows / (2 * size) if metric else None))
+        sides.append(LinearMap(forward, inverse, means, rows.mT @ rows / (2 * size) if hessian else None))
     return LayerMaps(*sides)
 
 
@@ -179,7 +179,7 @@ def configurations() -> dict[str, Callable[[], list]]:
     ):
         found[f"write {shape} {name}"] = lambda s=shape, n=name: write.configurations(write_call(s, n))
     for name in ("levels4", "levels2", "trellis2"):
-        maps = lambda n=name: calibrated(n, 8, 128, matrix=False, metric=True)
+        maps = lambda n=name: calibrated(n, 8, 128, matrix=False, hessian=True)
         found[f"round N8192 {name}"] = lambda n=name, m=maps: write.configurations(write_call("N8192", n, m()))
     for sizes, window in (((128, 128), False), ((128, 128), True), ((64, 64), False), ((256, 256), False), ((192, 128), False)):
         of = (*sizes, 4, True, window, window, False)

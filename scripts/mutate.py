@@ -76,7 +76,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "page_table": "tests/test_page_table.py",
     "offload": "tests/test_offload.py",
     **{f"engine/{name}": HUGGING for name in ("batch_layer", "cache_positions", "forward_metadata", "padded_metadata", "sequences")},
-    **{f"engine/{name}": "tests/test_engine.py" for name in ("exact_group", "layer", "layer_config", "warm_up")},
+    **{f"engine/{name}": "tests/test_engine.py" for name in ("full_precision_group", "layer", "layer_config", "warm_up")},
     "engine/decode_metadata": STATIC,
     "integrations/transformers/attention": f"tests/test_weights.py tests/test_statistics.py {HUGGING} {STATIC}",
     "integrations/transformers/cache": HUGGING,

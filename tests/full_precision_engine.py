@@ -177,8 +177,8 @@ class Engine:
 
     def _consistent(self):
         """Each page that has a copy is the one that owns it, and each owner has it."""
-        owners, shadows = self.full_precision.owner[:-1].tolist(), self.full_precision.copy_of[:-1].tolist()
-        assert {p: s for s, p in enumerate(owners) if p >= 0} == {p: s for p, s in enumerate(shadows) if s >= 0}
+        owners, copies = self.full_precision.owner[:-1].tolist(), self.full_precision.copy_of[:-1].tolist()
+        assert {p: s for s, p in enumerate(owners) if p >= 0} == {p: s for p, s in enumerate(copies) if s >= 0}
 
     def serve(self, table, seq_lens, starts, slots, key, value, q, longest, options):
         step = self.new_step(len(seq_lens), len(slots))

@@ -27,7 +27,7 @@ def layer(name, head_size=128, heads=2, *, hessians=(True, True), key_mean=False
 
 @dataclass
 class Rows:
-    """Rows of one write; some tokens have no slot, some keys are far from their offset, a row is zero."""
+    """Rows of one write; some tokens have no slot, some keys are far from their key mean, a row is zero."""
 
     key: torch.Tensor
     value: torch.Tensor

@@ -301,7 +301,7 @@ def test_bad_policies_are_refused(given, message, tmp_path):
 
 
 def test_a_page_file_names_it_and_no_reader_minds(tmp_path):
-    """Bytes mean the same whatever metric guided their writer; the digest is there for people."""
+    """Bytes mean the same whatever Hessian guided their writer; the digest is there for people."""
     from safetensors import safe_open
 
     fmt = get_format("levels4")

@@ -137,18 +137,18 @@ def test_a_sink_is_less_than_infinity(implementation, sink):
 # ---- no queries
 
 
-def of_each_head(offset):
+def of_each_head(key_mean):
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator))[0].contiguous()
-    table = torch.randn(1, 2, 64, generator=generator) if offset else None
+    table = torch.randn(1, 2, 64, generator=generator) if key_mean else None
     return LayerMaps(LinearMap(turn, turn.mT.contiguous(), table), LinearMap(turn, turn.mT.contiguous()))
 
 
 @pytest.mark.parametrize("queries, keys", [((0, 0), (20, 9)), ((), ())], ids=["no queries", "no sequences"])
-@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("key_mean", [False, True])
 @pytest.mark.parametrize("implementation", ["auto", *READERS])
-def test_no_queries(implementation, offset, queries, keys):
-    b = batch(queries=(1, 1), maps=of_each_head(offset))
+def test_no_queries(implementation, key_mean, queries, keys):
+    b = batch(queries=(1, 1), maps=of_each_head(key_mean))
     count = len(keys)
     b = replace(b, q=b.q[:0], cu_seqlens_q=torch.zeros(count + 1, dtype=torch.int32, device=DEVICE))
     b = replace(b, seq_lens=b.seq_lens[:count], block_table=b.block_table[:count])

@@ -83,8 +83,8 @@ def test_a_cache_goes_on_without_its_copy(format_name, duplicate):
 def test_maps_and_scales_go_along(duplicate):
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator))[0].contiguous()
-    offset = torch.randn(3, 2, 64, generator=generator)
-    maps = LayerMaps(k=LinearMap(turn, turn.mT.contiguous(), offset), v=LinearMap(turn.mT.contiguous(), turn))
+    key_mean = torch.randn(3, 2, 64, generator=generator)
+    maps = LayerMaps(k=LinearMap(turn, turn.mT.contiguous(), key_mean), v=LinearMap(turn.mT.contiguous(), turn))
     cache = PagedCache(get_format("int8").cache_spec(2, 64), 6, maps=maps, k_scale=2.0, v_scale=0.5)
     cache.write(rows(80), rows(80, 1), torch.arange(80), torch.arange(80))
     again = duplicate(cache)

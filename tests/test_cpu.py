@@ -81,7 +81,7 @@ def test_maps_of_each_head_offsets_and_scales():
     forward = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator))[0] * 1.5
     key_mean = torch.randn(3, 2, 64, generator=generator)  # of 64 positions each; those after 192 use the last
     maps = LayerMaps(*(LinearMap(forward.contiguous(), forward.inverse(), o) for o in (key_mean, None)))
-    for name in ("int4", "levels4", "fp8"):  # levels say of each key whether its offset was taken off
+    for name in ("int4", "levels4", "fp8"):  # levels say of each key whether its key mean was taken off
         b = batch(name, (1, 2), (300, 40), maps=maps)
         check(b, served(b))
     b = batch("fp8", (1, 2), (300, 40))
@@ -95,7 +95,7 @@ def test_maps_of_each_head_offsets_and_scales():
 
 @pytest.mark.parametrize("name", ["int4", "levels4"])
 def test_offsets_go_by_position_where_the_first_slot_is_another(name):
-    """Keys from 70 on, in slots from 0 on, have the offsets of their positions: three buckets, of which the first slots see none."""
+    """Keys from 70 on, in slots from 0 on, have the key means of their positions: three buckets, of which the first slots see none."""
     generator = torch.Generator().manual_seed(0)
     key_mean = 3 * torch.randn(4, 2, 64, generator=generator)
     plain = LayerMaps.of(get_format(name), 64, 64)

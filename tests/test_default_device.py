@@ -80,7 +80,7 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 
 def maps_of(name, head_size, heads=2):
-    """The format's own map with offsets and, where its writer takes one, a Hessian."""
+    """The format's own map with key means and, where its writer takes one, a Hessian."""
     fmt, eye = get_format(name), torch.eye(head_size, device="cpu")
     half = normal(heads, head_size, 2 * head_size, seed=1)
     sides = []
@@ -172,7 +172,7 @@ def test_steps_that_are_prepared_and_warm():
     alike(run)
 
 
-def test_exact_tokens():
+def test_full_precision_tokens():
     """A step over pages of which the first and latest are read exactly."""
 
     def run():
@@ -271,7 +271,7 @@ def test_turboquant_by_vllms_names():
 
 
 def test_operands_of_hopper():
-    """Maps, offsets and metrics as its kernels read them."""
+    """Maps, key means and Hessians as its kernels read them."""
 
     def run():
         key, keys = get_format("tq4").k.hopper(), maps_of("levels4", 64).k
@@ -281,7 +281,7 @@ def test_operands_of_hopper():
             operands.KernelMap.matrix(keys.inverse),
             operands.KernelMap.hadamard(signs, 1),
         ]
-        made += [operands.KernelOffsets.of(keys.operands.mapped_key_mean, key), Hadamard.of(0.5, signs[:128])]
+        made += [operands.KernelKeyMeans.of(keys.operands.mapped_key_mean, key), Hadamard.of(0.5, signs[:128])]
         tensors = [each.signs if isinstance(each, Hadamard) else each.data for each in made]
         return tensors, operands.key_order(key, 96), RoundConfig.feedback_of(keys.rounding), TrellisConfig.feedback_of(keys.rounding)
 
@@ -315,7 +315,7 @@ def test_a_model():
 
 @pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 def test_hopper(monkeypatch, tmp_path):
-    """Its kernels, run on a CPU: a Hadamard map with signs, and any matrices with offsets, of many columns too, where the latter decode."""
+    """Its kernels, run on a CPU: a Hadamard map with signs, and any matrices with key means, of many packed query rows too."""
     device = Device(monkeypatch, tmp_path, 1)
     forget()
     with META:

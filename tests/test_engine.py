@@ -8,10 +8,10 @@ import torch
 from quantkv import PagedCache, get_format, implementations
 from quantkv.calls import AttentionOptions, Batch
 from quantkv.copies import CacheWithCopies
-from quantkv.engine.exact_group import ExactGroup
 from quantkv.engine.forward_metadata import ForwardMetadata
+from quantkv.engine.full_precision_group import FullPrecisionGroup
 from quantkv.engine.layer import LayerAttention, PagedLayer
-from quantkv.engine.layer_config import LayerConfig, Shard, exact_tokens
+from quantkv.engine.layer_config import LayerConfig, Shard, full_precision_tokens
 from quantkv.engine.padded_metadata import PaddedMetadata
 from quantkv.engine.warm_up import StepLimits, claim_scratch, who_serves
 from quantkv.full_precision import FullPrecisionTokens
@@ -80,7 +80,7 @@ def test_which_tokens_a_layer_keeps_at_full_precision(fmt, by_position, kept):
     policy = Policy("int8", {1: fmt}, full_precision=FullPrecisionTokens(16, 24))
     found = LayerConfig.of(policy, 1, torch.bfloat16, by_position=by_position).full_precision
     assert found == (None if kept is None else FullPrecisionTokens(*kept))
-    assert exact_tokens(FullPrecisionTokens(16, 0), by_position=True) is None
+    assert full_precision_tokens(FullPrecisionTokens(16, 0), by_position=True) is None
 
 
 def test_a_pass_writes_and_reads_what_the_cache_does():
@@ -144,7 +144,7 @@ def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
     reader.owner = layer
     pages = layer.allocate(8, BLOCK, CPU)
     assert layer.cache(pages) is pages and reader.cache(pages) is pages  # nothing says which pages have a copy
-    group = ExactGroup([layer], num_seqs=2, num_tokens=64, pool_seqs=1, device=CPU)
+    group = FullPrecisionGroup([layer], num_seqs=2, num_tokens=64, pool_seqs=1, device=CPU)
     (k, v), q = rows(20, 2), rows(1, 4, 1)[0]
     first = step([20], [20])
     group.attach(first, pages)
@@ -169,7 +169,7 @@ def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
 
 def test_a_captured_step_moves_no_state():
     layer = layer_of("int4", full_precision=FullPrecisionTokens(16, 24))
-    group = ExactGroup([layer], num_seqs=4, num_tokens=64, pool_seqs=2, device=CPU)
+    group = FullPrecisionGroup([layer], num_seqs=4, num_tokens=64, pool_seqs=2, device=CPU)
     pages, found = layer.allocate(8, BLOCK, CPU), [step([1, 1], [4, 4]) for _ in range(2)]
     group.attach(found[0], pages, advance=False)
     assert int(group.pool.now) == 0 and layer.pool is group.pool and group.pool.watched is pages
@@ -180,7 +180,7 @@ def test_a_captured_step_moves_no_state():
 
 def test_a_group_keeps_the_most_that_a_layer_keeps():
     given = [FullPrecisionTokens(16, 0), FullPrecisionTokens(0, 40)]
-    group = ExactGroup([layer_of("int4", full_precision=tokens) for tokens in given], 1, 1, 1, CPU)
+    group = FullPrecisionGroup([layer_of("int4", full_precision=tokens) for tokens in given], 1, 1, 1, CPU)
     assert group.tokens == FullPrecisionTokens(16, 40)
 
 

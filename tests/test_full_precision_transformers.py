@@ -182,7 +182,7 @@ def step(model, cache, ids, mask, at):
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"])
 @torch.no_grad()
-def test_copies_of_a_cache_keep_their_exact_tokens(llama, again):
+def test_copies_of_a_cache_keep_their_full_precision_tokens(llama, again):
     ids, mask = prompts([60, 43])
     cache = QuantizedCache(llama.config, Policy("int2", full_precision=SOME))
     logits(llama, cache, ids[:, :50], mask[:, :50], [0, 30])

@@ -77,7 +77,7 @@ def test_command_line(case):
 @pytest.mark.parametrize(
     "entry, argument, value",
     [
-        ("dequantize", "positions", Tensor((), "int64", 70)),  # was broadcast: the offsets of another bucket
+        ("dequantize", "positions", Tensor((), "int64", 70)),  # was broadcast: the key means of another bucket
         ("dequantize", "positions", Tensor((4,), "int64", -70)),  # counted from the end of the table
         ("dequantize", "positions", Tensor((4,), "float32")),
         ("dequantize", "dtype", 4),

@@ -123,7 +123,7 @@ def test_hadamard_with_signs(name):
 @hopper_only
 @pytest.mark.parametrize("heads,buckets", [(8, 40), (1, 3)])  # the second table is shared, and ends before the keys do
 @pytest.mark.parametrize("name", ["int4", "int8", "tq4"])
-def test_key_offsets(name, heads, buckets):
+def test_key_means(name, heads, buckets):
     generator = torch.Generator().manual_seed(2)
     offset = torch.randn(buckets, heads, 128, generator=generator)
     for a in (hadamard(128)[None] / 128**0.5, torch.linalg.qr(torch.randn(heads, 128, 128, generator=generator, dtype=torch.float64))[0]):

@@ -136,16 +136,16 @@ def test_other_shapes_compile(head_size, packed_rows):
     build(config("int4", "int4", head_size, packed_rows))
 
 
-# What maps, and maps with a key offset, add to the instructions of a step, at most, by NVRTC 13.0 and 13.5.
-@pytest.mark.parametrize("key, with_maps, with_offset", [("int4", 0, 9), ("tq3", 2, 16), ("levels4", 0, 22)])
-@pytest.mark.parametrize("key_map, value_map, key_offset", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
-def test_maps_stay_out_of_the_loop(key, with_maps, with_offset, key_map, value_map, key_offset, tmp_path):
-    chosen = config(key, "int4", packed_rows=8, key_map=key_map, value_map=value_map, key_offset=key_offset)  # more than integers serve
+# What maps, and maps with a key mean, add to the instructions of a step, at most, by NVRTC 13.0 and 13.5.
+@pytest.mark.parametrize("key, with_maps, with_key_mean", [("int4", 0, 9), ("tq3", 2, 16), ("levels4", 0, 22)])
+@pytest.mark.parametrize("key_map, value_map, key_mean", [("HADAMARD", "HADAMARD", False), ("MATRIX", "MATRIX", True)])
+def test_maps_stay_out_of_the_loop(key, with_maps, with_key_mean, key_map, value_map, key_mean, tmp_path):
+    chosen = config(key, "int4", packed_rows=8, key_map=key_map, value_map=value_map, key_mean=key_mean)  # more than integers serve
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(build(chosen))
     plain = tmp_path / "plain.cubin"
     plain.write_bytes(build(config(key, "int4", packed_rows=8)))
-    assert len(step(cubin)) <= len(step(plain)) + (with_offset if key_offset else with_maps)
+    assert len(step(cubin)) <= len(step(plain)) + (with_key_mean if key_mean else with_maps)
 
 
 @pytest.mark.parametrize(
@@ -215,21 +215,21 @@ def test_an_invariant_cut_stays_out_of_the_loop(key, map_, tmp_path):
 def test_every_configuration_has_a_ring():
     """At least a tile on its way beyond those of a step, in the shared memory that there is."""
     shapes = itertools.product(KEYS, VALUES, (64, 128, 256), (4, 16, 32, 64), ("NO_MAP", "HADAMARD", "MATRIX"), (False, True))
-    for key, value, head_size, packed_rows, key_map, key_offset in shapes:
+    for key, value, head_size, packed_rows, key_map, key_mean in shapes:
         if head_size > 64 or not any(16 % CODECS[side].row.code_bits for side in (key, value)):
-            chosen = config(key, value, head_size, packed_rows, key_map=key_map, key_offset=key_offset)
+            chosen = config(key, value, head_size, packed_rows, key_map=key_map, key_mean=key_mean)
             assert chosen.stages >= chosen.tiles_per_step + 1, chosen
             assert chosen.blocks_per_sm * (chosen.shared_bytes + 1024) <= 228 * 1024, chosen
 
 
 def test_the_order_of_a_matrix():
-    """Each entry of a key map is once where the kernel's loads look for it, and each row of offsets in its group."""
+    """Each entry of a key map is once where the kernel's loads look for it, and each row of key means in its group."""
     for key in (HALVES[name] for name in ("int4", "int8", "tq3")):
         matrix = torch.arange(128 * 128.0).view(1, 128, 128) % 2039  # exact in fp16
         made = operands.KernelMap.matrix(matrix, key)
         assert torch.equal((made.data * made.gain).flatten().sort().values.float(), matrix.flatten().sort().values)
         table = torch.arange(37.0).view(37, 1, 1).expand(37, 1, 128)
-        rows = operands.KernelOffsets.of(table, key)
+        rows = operands.KernelKeyMeans.of(table, key)
         assert rows.data.shape == (1, 4, 4, 2, 8, 4, 8) and rows.groups == 4
         read = (rows.data * rows.gain)[0].permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2).float()  # [64, D]
         assert torch.equal(read.amin(1), torch.arange(64.0).clamp_max(36))
@@ -298,7 +298,7 @@ def test_a_write_of_keys_that_may_go_without_their_offset_keeps_its_registers(na
     assert not {"LDL", "STL"} & set(opcodes(cubin))
 
 
-def test_a_write_with_offsets_and_scales_compiles():
+def test_a_write_with_key_means_and_scales_compiles():
     replace(write_config("int4", "fp8_e4m3"), key_shifted=True, value_scaled=True).cubin()
 
 
@@ -373,7 +373,7 @@ def test_several_threads_compile_at_once(empty_cache):
 @pytest.mark.parametrize("codec", ["u4", "u3"])
 def test_values_with_a_bias_are_keys_too(codec):
     config(codec, codec).cubin()
-    config(codec, codec, key_map="MATRIX", key_offset=True).cubin()
+    config(codec, codec, key_map="MATRIX", key_mean=True).cubin()
 
 
 @pytest.mark.parametrize("head_size, other", [(128, None), (128, "int4"), (128, "tq3"), (256, "tq3")])

@@ -52,7 +52,7 @@ def test_exact_rows_that_come_first_and_have_a_range(multiprocessors, on_cpu):
 @pytest.mark.parametrize("name", ["int4", "int2", "fp8_token"])
 @pytest.mark.parametrize("latest", [24, 100])
 @pytest.mark.parametrize("queries", [DECODE, VERIFY, WIDE])
-def test_either_kernel_attends_to_exact_tokens(queries, latest, name, monkeypatch):
+def test_either_kernel_attends_to_full_precision_tokens(queries, latest, name, monkeypatch):
     """By the combine kernel, or a kernel of their own."""
     for by_combine in (True, False):
         hopper_ways.by_decode(monkeypatch, not by_combine)

@@ -132,13 +132,13 @@ def test_bytes(name, sizes):
 
 
 def maps(heads, head_size):
-    """A matrix for each head and side, and an offset of the keys."""
+    """A matrix for each head and side, and a mean of the keys."""
     generator = torch.Generator().manual_seed(1)
     sides = []
-    for offset in (torch.randn(5, heads, head_size, generator=generator), None):
+    for key_mean in (torch.randn(5, heads, head_size, generator=generator), None):
         a = torch.linalg.qr(torch.randn(heads, head_size, head_size, generator=generator, dtype=torch.float64))[0]
         a = a * (1 + torch.rand(heads, 1, head_size, generator=generator))
-        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
+        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), key_mean))
     return LayerMaps(*sides)
 
 

@@ -83,7 +83,7 @@ def assert_invariant(call, serve, monkeypatch):
 
 CASES = [
     ("int4", dict(group=4), {}),
-    ("tq4", dict(group=3, maps=calibrated(1, 64)), dict(window=300, softcap=30.0)),  # a matrix, a bias, an offset
+    ("tq4", dict(group=3, maps=calibrated(1, 64)), dict(window=300, softcap=30.0)),  # a matrix, a bias, key means
     # consumer warpgroups, of 16 packed_rows: two groups of them for two queries
     ("int8/levels4", dict(group=12, block_size=8), dict(window=90)),
     ("fp8", dict(group=8, head_size=96), dict(window=300, chunk_lookback=1)),
@@ -264,7 +264,7 @@ SCALED = [
     ("fp8_e5m2", VERIFY, dict(head_size=80), 3.1, 0.02),
     ("fp8", (8, 8, 1, 8), dict(head_size=64), 0.37, 1.0),  # consumer warpgroups
     ("fp8/int4", VERIFY, dict(head_size=128), 2.0, 0.41),  # values with a map
-    ("int4", VERIFY, dict(head_size=128, maps=calibrated()), 0.3, 2.9),  # keys with an offset, which is not scaled
+    ("int4", VERIFY, dict(head_size=128, maps=calibrated()), 0.3, 2.9),  # keys with a mean, which is not scaled
 ]
 
 

@@ -58,7 +58,8 @@ def test_stretches(name, queries, options, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["int4", "tq4/int8", "tq3"])
 def test_spare_lanes_have_nothing_of_their_own_to_copy(name, monkeypatch, tmp_path):
     """As a checker of races sees the kernels (benchmarks/small_run.py): what they are spared is copied by other lanes."""
-    monkeypatch.setattr(warps, "SPARE_LANES_COPY", False)
+    macros = warps.DecodeConfig.macros
+    monkeypatch.setattr(warps.DecodeConfig, "macros", lambda config: {**macros(config), "SPARE_LANES_COPY": 0})
     attend(monkeypatch, tmp_path, name)
 
 
@@ -86,7 +87,7 @@ def test_integers(name, queries, group, options, monkeypatch, tmp_path):
     attend(monkeypatch, tmp_path, name, queries, options=options, group=group)
 
 
-HALVED = [  # a last tile of four packed query rows, after none, one or two of eight: under chunks of a Hadamard matrix, any matrix, offsets
+HALVED = [  # a last tile of four packed query rows, after none, one or two of eight, under parts of a Hadamard matrix, a matrix, key means
     ("levels4", (3, 2, 1, 3), {}, dict(window=200)),
     ("tq4", (5, 2, 1, 4), dict(head_size=64), dict(softcap=25.0)),
     ("fp8_token", (1, 3, 1, 2), dict(head_size=96), {}),
@@ -206,19 +207,19 @@ def test_sinks_of_any_strides_and_dtype(make, monkeypatch, tmp_path):
 def test_matrices_and_offsets(name, monkeypatch, tmp_path):
     generator = torch.Generator().manual_seed(1)
     sides = []
-    for offset in (torch.randn(5, 2, 128, generator=generator), None):
+    for key_mean in (torch.randn(5, 2, 128, generator=generator), None):
         a = torch.linalg.qr(torch.randn(2, 128, 128, generator=generator, dtype=torch.float64))[0]
         a = a * (1 + torch.rand(2, 1, 128, generator=generator))
-        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), offset))
+        sides.append(LinearMap(a.float(), torch.linalg.inv(a).float(), key_mean))
     attend(monkeypatch, tmp_path, name, VERIFY, maps=LayerMaps(*sides), max_tiles=4, options={"window": 300, "softcap": 30.0})
 
 
 def signed_maps(head_size, matrix=None):
-    """Of both sides, and offsets with which some keys are shorter, and some are not."""
+    """Of both sides, and key means with which some keys are shorter, and some are not."""
     plain = default_map(get_format("levels4").k, head_size)
     forward, inverse = (plain.forward, plain.inverse) if matrix is None else (matrix, torch.linalg.inv(matrix.double()).float())
-    offset = 2.4 / head_size**0.5 * torch.randn(5, 2, head_size, generator=torch.Generator().manual_seed(0))
-    return LayerMaps(LinearMap(forward, inverse, offset), plain)
+    key_mean = 2.4 / head_size**0.5 * torch.randn(5, 2, head_size, generator=torch.Generator().manual_seed(0))
+    return LayerMaps(LinearMap(forward, inverse, key_mean), plain)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +270,8 @@ def test_bytes_of_keys_without_their_offset(name, head_size, monkeypatch, tmp_pa
 @pytest.mark.parametrize("heads", [1, 2])
 def test_bytes_with_offsets(heads, monkeypatch, tmp_path):
     plain = default_map(get_format("int4").k, 128)
-    offset = 4 * torch.randn(3, heads, 128, generator=torch.Generator().manual_seed(0))
-    maps = LayerMaps(k=LinearMap(plain.forward, plain.inverse, offset))
+    key_mean = 4 * torch.randn(3, heads, 128, generator=torch.Generator().manual_seed(0))
+    maps = LayerMaps(k=LinearMap(plain.forward, plain.inverse, key_mean))
     caches = [PagedCache(get_format("int4").cache_spec(2, 128), 5, maps=maps) for _ in range(2)]
     write(caches, monkeypatch, tmp_path, torch.bfloat16, torch.arange(45) * 6)
 

@@ -89,7 +89,7 @@ def test_key_start_and_range_on_a_cpu(on_cpu):
     ],
     ids=str,
 )
-def test_exact_tokens_on_a_cpu(name, queries, multiprocessors, shape, on_cpu):
+def test_full_precision_tokens_on_a_cpu(name, queries, multiprocessors, shape, on_cpu):
     """Beside quantized ones, combined by either kernel: lengths without any quantized token, and of one token."""
     dtype = shape.get("dtype", torch.bfloat16)
     on_cpu(Several.make(exact(name, LENS), queries, LENS, **{"dtype": dtype, **shape}), multiprocessors)
@@ -98,7 +98,7 @@ def test_exact_tokens_on_a_cpu(name, queries, multiprocessors, shape, on_cpu):
 @emulated
 @pytest.mark.parametrize("multiprocessors", [2, 64])
 @pytest.mark.parametrize("maps", [calibrated(), signed()], ids=["matrix", "hadamard"])
-def test_exact_tokens_with_maps_on_a_cpu(maps, multiprocessors, on_cpu):
+def test_full_precision_tokens_with_maps_on_a_cpu(maps, multiprocessors, on_cpu):
     """First tokens as well: three segments, the values of two of them unmapped."""
     on_cpu(Several.make(exact("int4", LENS, 30, 16, maps=maps), VERIFY, LENS, **SINKS), multiprocessors)
 
@@ -170,7 +170,7 @@ def test_key_start(name):
 @hopper_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
-def test_exact_tokens(name, dtype):
+def test_full_precision_tokens(name, dtype):
     run(Several.make(exact(name, LONG), DECODE, LONG, **PLAIN, dtype=dtype))
     run(Several.make(exact(name, LONG, 40, 16), DECODE, LONG, **PLAIN, dtype=dtype, **SINKS_32))
 
@@ -181,7 +181,7 @@ def test_exact_tokens(name, dtype):
     "name, head_size",
     [("int4", 64), ("int4", 128), ("int4", 256), ("int8", 128), ("int2", 128), ("k8v4", 128), ("none", 64), ("none", 128), ("none", 256)],
 )
-def test_exact_tokens_and_several_queries(name, head_size, queries):
+def test_full_precision_tokens_and_several_queries(name, head_size, queries):
     options = dict(softcap=30.0, **SINKS_32) if queries == VERIFY else dict(window=500)
     run(Several.make(exact(name, LONG), queries, LONG, **PLAIN, head_size=head_size, **options))
 
@@ -189,7 +189,7 @@ def test_exact_tokens_and_several_queries(name, head_size, queries):
 @hopper_only
 @pytest.mark.parametrize("lens", [LONG, (30000,)], ids=["four", "one"])
 @pytest.mark.parametrize("name", ["int4", "int8", "tq4"])
-def test_exact_tokens_with_maps(name, lens):
+def test_full_precision_tokens_with_maps(name, lens):
     for maps in (calibrated(8, buckets=30), signed()):
         for queries in ((1,) * len(lens), (2, 4, 1, 3)[: len(lens)]):
             run(Several.make(exact(name, lens, 24, 16, maps=maps), queries, lens, **PLAIN, **SINKS_32))
@@ -266,7 +266,7 @@ def test_what_the_rule_refuses():
 
     assert reason(exact("int4", lens)) is None and reason(exact("int4", lens, 24, 16)) is None
     assert reason([Part("int4", None, [(0, 0)] * 2)] * 5) == "5 segments: at most 4"
-    assert "offset" in reason([Part("int4", [0, 0], maps=signed())])
+    assert "key means" in reason([Part("int4", [0, 0], maps=signed())])
     assert reason([Part("int4", None, [(0, 9)] * 2, maps=signed())]) is None
     assert "bfloat16" in reason([Part("bf16")], dtype=torch.float32)
     assert "need queries of it" in reason([Part("bf16")], dtype=torch.float16)

@@ -139,7 +139,7 @@ def test_segments_on_a_cpu(on_cpu):
 
 
 @emulated
-def test_exact_tokens_on_a_cpu(on_cpu):
+def test_full_precision_tokens_on_a_cpu(on_cpu):
     on_cpu(Several.make(exact("int4", (90, 33, 1, 200), 30, 16), (1, 1, 1, 1), (90, 33, 1, 200), group=16, num_kv_heads=1), 2)
 
 

@@ -78,7 +78,7 @@ def test_pages_strides_and_slots(block_size, heads):
 @hopper_only
 @pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("name", ["int4", "int2/int8", "tq3"])
-def test_key_offsets(name, heads):
+def test_key_means(name, heads):
     """Of each head or of all; positions beyond the table take its last row."""
     spec, map_ = get_format(name).cache_spec(8, 128), default_map(get_format(name).k, 128)
     maps = LayerMaps(k=LinearMap(map_.forward, map_.inverse, 4 * torch.randn(3, heads, 128)))
@@ -88,7 +88,7 @@ def test_key_offsets(name, heads):
         slots, positions = torch.randperm(128)[:100], torch.randint(0, 300, (100,), dtype=dtype)
         expected.write(key, value, slots, positions)
         cache.write(key.cuda(), value.cuda(), slots.cuda(), positions.cuda(), implementation="hopper")
-        # The offset is taken off before the map in the reference and after it here: sums that differ by 2^-21 of their size round to
+        # The key mean is taken off before the map in the reference and after it here: sums that differ by 2^-21 of their size round to
         # another bfloat16 in one of 2^12 numbers, and each moves two bytes of its row's scale.
         assert_same(cache, expected, 4 + 2 * 2**-12 * key.numel())
 
@@ -99,8 +99,8 @@ def test_key_offsets(name, heads):
 def test_keys_without_their_offset(name, head_size):
     """The same keys as the reference's; the rows that are read do not show which sum was rounded in which order."""
     spec, map_ = get_format(name).cache_spec(8, head_size), default_map(get_format(name).k, head_size)
-    offset = 2.4 / head_size**0.5 * torch.randn(3, 8, head_size, generator=torch.Generator().manual_seed(0))
-    maps = LayerMaps(k=LinearMap(map_.forward, map_.inverse, offset))
+    key_mean = 2.4 / head_size**0.5 * torch.randn(3, 8, head_size, generator=torch.Generator().manual_seed(0))
+    maps = LayerMaps(k=LinearMap(map_.forward, map_.inverse, key_mean))
     expected, cache = (PagedCache(spec, 8, device, maps=maps) for device in ("cpu", "cuda"))
     key, value = torch.randn(2, 100, 8, head_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     slots, positions = torch.randperm(128)[:100], torch.randint(0, 300, (100,))

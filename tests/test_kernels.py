@@ -226,7 +226,7 @@ def test_which_gpus_have_matrix_descriptors(capability, one):
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_rows_of_16_bits_in_tiles_of_few_queries(name, monkeypatch):
-    monkeypatch.setattr(tiling, "ALL_16_BIT", True)
+    monkeypatch.setattr(tiling, "WIDE_NUMBERS", 3)
     b = batch(name, VERIFY)
     check(b, b.attend(**TRITON, max_query_len=4))
 
@@ -258,7 +258,7 @@ def test_levels_that_are_rounded_meet_bfloat16_alone(name):
 
 
 def random_map(heads, size, seed, buckets=None):
-    """Well-conditioned, another for each head; offsets as large as the rows."""
+    """Well-conditioned, another for each head; key means as large as the rows."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.linalg.qr(torch.randn(heads, size, size, generator=generator))[0] * torch.linspace(0.5, 2, size)
     key_mean = None if buckets is None else torch.randn(buckets, 1, size, generator=generator) * 2
@@ -283,7 +283,7 @@ def test_any_map_and_offset(name):
     [*((name, 64) for name in ("levels4", "levels2/int4", "levels5", "levels8", "trellis2")), ("levels4", 80), ("trellis2", 80)],
 )
 def test_keys_that_are_stored_without_their_offset(name, head_size):
-    """Some are, some are not: what reads them adds the offset to the others alone, and what writes them chooses as the reference does."""
+    """Some are, some are not: what reads them adds the key mean to the others alone, and what writes them chooses as the reference does."""
     maps = LayerMaps(random_map(2, head_size, 0, buckets=3), None)
     maps.k.key_mean.mul_(0.15)
     maps = LayerMaps(LinearMap(maps.k.forward, maps.k.inverse, maps.k.key_mean), None)
@@ -305,7 +305,7 @@ def test_keys_that_are_stored_without_their_offset(name, head_size):
 
 @pytest.mark.parametrize("name", ["int8", "tq4"])
 def test_offsets_go_by_position_not_by_slot(name):
-    """A cache whose first slot holds position 16: tiles of keys straddle the offsets' buckets of 64 positions."""
+    """A cache whose first slot holds position 16: tiles of keys straddle the buckets of key means of 64 positions."""
     b = batch(name, ((2,), (150,)), maps=LayerMaps(random_map(2, 64, 0, buckets=3), None))
     read = torch.tensor([[16, 150]], dtype=torch.int32, device=DEVICE)
     start = torch.tensor([16], dtype=torch.int32, device=DEVICE)

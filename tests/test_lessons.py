@@ -1,5 +1,5 @@
 """What broke in other quantized caches, as they reported it: one test for each. A captured graph with several queries and more than
-2^31 elements are in test_ops.py, copies of pages in test_cache.py, an 8-bit output that is still rotated in test_backend.py."""
+2^31 elements are in test_ops.py, copies of pages in test_cache.py, an 8-bit output that is still rotated in test_vllm_api.py."""
 
 import pytest
 import torch

@@ -54,8 +54,8 @@ def test_statistics_stand_at_every_position(limit):
     [made] = layer_moments({0: sums}, {0: torch.eye(SIZE).repeat(HEADS, 1, 1)}, {"a": rotate}, limit).values()
     matrices = rotate(torch.arange(limit))
     first = torch.einsum("hd,pde->phe", KEY[SKIPPED:].mean(0), matrices[:64]).mean(0)
-    torch.testing.assert_close(made.key_offset[0].float(), first, rtol=2**-10, atol=2**-10)
-    assert made.key_offset.shape == (math.ceil(limit / 64), HEADS, SIZE)
+    torch.testing.assert_close(made.key_mean[0].float(), first, rtol=2**-10, atol=2**-10)
+    assert made.key_mean.shape == (math.ceil(limit / 64), HEADS, SIZE)
     rows = QUERY[SKIPPED:].unflatten(1, (HEADS, GROUP))
     seen = torch.einsum("thgd,thge->hde", rows, rows) / (TOKENS - SKIPPED) / GROUP
     expected = torch.einsum("pde,hdf,pfg->heg", matrices, seen, matrices) / limit
@@ -66,6 +66,6 @@ def test_rows_whose_rotation_is_not_known_have_no_mean():
     sums = LayerSums()
     sums.add(QUERY, KEY)
     values = {0: torch.eye(SIZE).repeat(HEADS, 1, 1)}
-    assert layer_moments({0: sums}, values, {}, 100)[0].key_offset.shape == (1, HEADS, SIZE)
+    assert layer_moments({0: sums}, values, {}, 100)[0].key_mean.shape == (1, HEADS, SIZE)
     sums.understood = False
-    assert layer_moments({0: sums}, values, {}, 100)[0].key_offset is None
+    assert layer_moments({0: sums}, values, {}, 100)[0].key_mean is None

@@ -126,7 +126,7 @@ def test_maps(tmp_path):
 
 
 def test_maps_of_some_heads():
-    """Of a rank of a tensor-parallel group: its own heads' matrices and offsets; what heads share stays as it is."""
+    """Of a rank of a tensor-parallel group: its own heads' matrices and key means; what heads share stays as it is."""
     forward = torch.eye(4) * torch.arange(1.0, 5)[:, None, None]
     key_mean = torch.arange(8.0).view(2, 4, 1).expand(2, 4, 4).contiguous()
     maps = LayerMaps(LinearMap(forward, torch.linalg.inv(forward), key_mean), LinearMap(forward[:1], forward[:1]))

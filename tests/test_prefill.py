@@ -133,13 +133,11 @@ def skip_unless_here(backend):
 @GPU
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("front", [True, False])
-def test_on_a_gpu(backend, dtype, front, monkeypatch):
-    """Ragged queries are padded to a planned size; a ragged rest of the prefix joins them, or goes to the flash kernel. One rounding more
+def test_on_a_gpu(backend, dtype, monkeypatch):
+    """Ragged queries are padded to a planned size; a ragged rest of the prefix joins them. One rounding more
     than above: the kernels round probabilities."""
     skip_unless_here(backend)
     monkeypatch.setattr(backends, "PLANNED", 256)
-    monkeypatch.setattr(backends, "FRONT", front)
     cache, q, arguments = batch("int4", 128, lengths=((300, 1100), (256, 768), (130, 130)), dtype=dtype)
     sides = (cache.k, cache.v, cache.format)
     expected, sums = direct.attend(q, *sides, **arguments, dtype=torch.float64)
@@ -252,7 +250,7 @@ def test_a_program_of_several_blocks(lengths, triton, monkeypatch):
 @pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("back", [0, 1000])
 def test_a_sign_map_and_an_offset(back, triton, monkeypatch):
-    """The map that a format asks for, and offsets: what may be mapped back as it is written out."""
+    """The map that a format asks for, and key means: what may be mapped back as it is written out."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
     own = LayerMaps.of(get_format("tq4"), HEAD_SIZE, HEAD_SIZE)
     maps = LayerMaps(LinearMap(own.k.forward, own.k.inverse, torch.randn(3, HEADS, HEAD_SIZE)))
@@ -263,7 +261,7 @@ def test_a_sign_map_and_an_offset(back, triton, monkeypatch):
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("name", ["int4", "int8/tq4"])
 def test_any_map_and_offset(name, heads, triton):
-    """Two buckets of offsets, a third from positions beyond the table; bounds grow by the maps' condition, 6."""
+    """Two buckets of key means, a third from positions beyond the table; bounds grow by the maps' condition, 6."""
     lengths = ((70, 150),)
     compare(*batch(name, lengths=lengths, maps=random_maps(heads)), 6 * FLOAT32, triton=triton, scratch_bytes=1)
 
@@ -333,11 +331,11 @@ def test_backends():
 
 @pytest.mark.parametrize("triton", TRITON)
 @pytest.mark.parametrize("slice_tokens,back", [(32, 0), (64, 1000), (1 << 16, 0)])
-@pytest.mark.parametrize("name", ["int8", "tq3", "int4", "int4 with offsets"])
+@pytest.mark.parametrize("name", ["int8", "tq3", "int4", "int4 with key means"])
 def test_segments_beside_one_that_holds_all_positions(name, slice_tokens, back, triton, monkeypatch):
     """Exact first and latest tokens of some sequences: as by the reference, which reads three segments."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
-    name, key_means = name.split()[0], "offsets" in name
+    name, key_means = name.split()[0], "key means" in name
     own = quantkv.PagedCache(get_format(name).cache_spec(HEADS, HEAD_SIZE), 1).maps
     maps = LayerMaps(LinearMap(own.k.forward, own.k.inverse, torch.randn(3, HEADS, HEAD_SIZE))) if key_means else None
     cache, q, arguments = batch(name, maps=maps)
@@ -364,10 +362,10 @@ def test_segments_beside_one_that_holds_all_positions(name, slice_tokens, back, 
 def test_exact_rows_that_the_table_has_no_room_for_are_not_looked_for():
     """Numbers of another step, over which engines run kernels before there are sequences: nothing is written over."""
     pages = quantkv.PagedCache(get_format("int4").cache_spec(2, 64), 40)
-    shadow = quantkv.PagedCache(get_format("none", torch.float32).cache_spec(2, 64), 2)
-    shadow.buffer.fill_(0xFF)
+    copies = quantkv.PagedCache(get_format("none", torch.float32).cache_spec(2, 64), 2)
+    copies.buffer.fill_(0xFF)
     table, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     steps = prefill_steps.TorchSteps((pages.k, pages.v), pages.format, pages.maps, 2)
     scratch = [torch.ones(2, 600, 64), torch.ones(2, 600, 64)]
-    steps.patch(shadow.segment(table, start), KeySlice(0, 1, 0, 600, 0, 600), 600, scratch)
+    steps.patch(copies.segment(table, start), KeySlice(0, 1, 0, 600, 0, 600), 600, scratch)
     assert all(bool((t == 1).all()) for t in scratch)

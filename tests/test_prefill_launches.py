@@ -190,17 +190,6 @@ def test_sequences_that_have_rounds_of_their_own(counts):
         assert (counts["compiled"] == 0) == (n == 1)
 
 
-def test_nothing_is_kept(counts, monkeypatch):
-    """By one constant."""
-    monkeypatch.setattr(prefill, "KEPT", False)
-    layers = [layer("signs", n) for n in (1, 2)]
-    plan = prefill.plan(layers[0][1])
-    for b, call, options in layers:
-        prefill.follow(call, plan, True)
-        checked(b, call, options)
-    assert counts["again"] == 0 and counts["compiled"] == 2 and not plan.kept
-
-
 def strided(call):
     q, out = call.q, call.out
     wide = torch.zeros(q.shape[0], q.shape[1] + 2, q.shape[2]), torch.full((out.shape[0], out.shape[1] + 2, out.shape[2]), torch.nan)

@@ -119,7 +119,7 @@ def test_sinks_by_the_kernel(asked, rows, monkeypatch):
     with prefill_backends.installed(monkeypatch, "operator"):
         prefill.serve(call, backend="flash3", scratch_bytes=rows * ROW, overlap=False)
         takes = [own is not None for _, own in given]
-        monkeypatch.setattr(flash3, "SINKS", False)
+        monkeypatch.setattr(backends, "takes_sinks", lambda *given: False)
         again = call.with_tensors(call.q, torch.empty_like(call.out), call.lse, call.segments)
         prefill.serve(again, backend="flash3", scratch_bytes=rows * ROW, overlap=False)
     assert (
@@ -223,17 +223,14 @@ def test_sequences_share_calls(monkeypatch):
 
 
 def test_cudnn_gets_planned_lengths(monkeypatch):
-    """Whatever the lengths: what the context has over joins the queries' own keys. Otherwise it is a call of its own, by the flash
-    kernel."""
+    """Whatever the lengths: what the context has over joins the queries' own keys."""
     b = make(queries=(33, 70, 32), keys=(100, 75, 96))
-    for front, kinds in ((True, {"cudnn"}), (False, {"cudnn", "flash"})):
-        monkeypatch.setattr(backends, "FRONT", front)
-        call = b.call()
-        with prefill_backends.installed(monkeypatch, "torch") as calls:
-            prefill.serve(call, backend="cudnn")
-            assert {kind for kind, *_ in calls} == kinds
-            assert all(q[2] % 32 == k[2] % 32 == 0 for kind, q, k, _ in calls if kind == "cudnn")
-        testing.check(b, (call.out, call.lse))
+    call = b.call()
+    with prefill_backends.installed(monkeypatch, "torch") as calls:
+        prefill.serve(call, backend="cudnn")
+        assert {kind for kind, *_ in calls} == {"cudnn"}
+        assert all(q[2] % 32 == k[2] % 32 == 0 for _, q, k, _ in calls)
+    testing.check(b, (call.out, call.lse))
 
 
 @pytest.mark.parametrize("backend", ["math", "flash3 operator", "cudnn", "cudnn graph"])
@@ -367,9 +364,8 @@ def test_who_is_chosen(monkeypatch):
         )
         capability(8, 0)
         assert chosen(128, 128)[0] == "cudnn graph" and chosen(256, 256)[0] == "flash"
-        monkeypatch.setattr(backends, "GRAPH", False)
+        monkeypatch.setattr(backends.cudnn_graph, "package", lambda: None)
         assert chosen(128, 128)[0] == "cudnn"
-        monkeypatch.setattr(backends, "GRAPH", True)
     with prefill_backends.installed(monkeypatch, "none"):
         capability(9, 0)
         assert chosen(128, 128) == ["cudnn", "flash", None, None]

@@ -195,28 +195,28 @@ def test_every_format(format_name):
 
 
 def test_calibrated_map_and_offset():
-    """A random well-conditioned map for each head and an offset for each bucket: exact algebra, with everything that meets the
+    """A random well-conditioned map for each head and a key mean for each bucket: exact algebra, with everything that meets the
     score."""
     g = torch.Generator().manual_seed(3)
     maps = []
     for d in (D, 24):
         a = torch.eye(d) + 0.3 * torch.randn(HK, d, d, generator=g) / d**0.5
         maps.append(LinearMap(a, torch.linalg.inv(a)))
-    offset = torch.randn(2, HK, D, generator=g)
-    keyed = LayerMaps(LinearMap(maps[0].forward, maps[0].inverse, offset), maps[1])
+    key_mean = torch.randn(2, HK, D, generator=g)
+    keyed = LayerMaps(LinearMap(maps[0].forward, maps[0].inverse, key_mean), maps[1])
     sinks = torch.linspace(-1, 1, HK * GROUP)
     check({"softcap": 5.0, "sinks": sinks}, lambda h: {"sink": float(sinks[h])}, maps=keyed, keys=(21, 150, 3, 9))
 
 
 def test_offset_is_what_dequantize_adds():
     """Every key comes back within half a step of its residual's own int8 grid."""
-    offset = 3 * torch.randn(3, HK, D, generator=torch.Generator().manual_seed(5))
+    key_mean = 3 * torch.randn(3, HK, D, generator=torch.Generator().manual_seed(5))
     eye = torch.eye(D).expand(HK, D, D).contiguous()
-    cache, _, _, (slots, positions) = make("int8", d_v=D, maps=LayerMaps(LinearMap(eye, eye, offset)), keys=(150,), queries=(1,))
+    cache, _, _, (slots, positions) = make("int8", d_v=D, maps=LayerMaps(LinearMap(eye, eye, key_mean)), keys=(150,), queries=(1,))
     keys, _ = cache.dequantize(slots, positions)
     plain, _, _, (slots, _) = make("fp32", d_v=D, keys=(150,), queries=(1,))
     exact, _ = plain.dequantize(slots)
-    step = (exact - offset[positions // 64]).abs().amax(-1, keepdim=True) / 127
+    step = (exact - key_mean[positions // 64]).abs().amax(-1, keepdim=True) / 127
     assert ((keys - exact).abs() <= 0.5001 * step).all()
 
 

@@ -99,7 +99,7 @@ def test_a_prepared_write_takes_the_metrics_of_each_layer(monkeypatch, tmp_path)
 
 
 @on_cpu
-def test_one_metric_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
+def test_one_hessian_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
     shared = layer("levels4", shared=True)
     each = LayerMaps(*(LinearMap(m.forward, m.inverse, None, m.hessian.expand(2, -1, -1).contiguous()) for m in (shared.k, shared.v)))
     given = Rows.make(45, shared)

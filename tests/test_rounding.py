@@ -143,7 +143,7 @@ def test_a_key_is_stored_without_the_offset_where_that_is_shorter():
     cache = PagedCache(get_format("levels4").cache_spec(2, 64), 16, maps=maps)
     positions = torch.arange(200)
     key = maps.k.key_mean_rows(positions) + torch.randn(200, 2, 64, generator=torch.Generator().manual_seed(10))
-    key[[5, 70, 130]] *= 0.05  # of low norm: far from the offset
+    key[[5, 70, 130]] *= 0.05  # of low norm: far from the key mean
     cache.write(key, torch.randn_like(key), positions, positions)
     stored = cache.k.meta[positions // 16, positions % 16, :, 0]
     assert ((stored < 0).all(1).nonzero()[:, 0]).tolist() == [5, 70, 130] and (stored != 0).all()

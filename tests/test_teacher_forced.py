@@ -59,7 +59,7 @@ STORED += [("levels4/levels2", METRICS), ("levels2", None)]
 @pytest.mark.parametrize("fmt, maps", STORED)
 def test_rows_are_those_of_pages(fmt, maps):
     key, value = rows(1), rows(2)
-    key[:, 5] *= 0.01  # a key that a signed codec stores without the offset
+    key[:, 5] *= 0.01  # a key that a signed codec stores without the key mean
     cache, _ = pages(fmt, key, value, maps)
     stored = [
         fake_quantized(t, codec, m) for t, codec, m in zip((key, value), (cache.format.k, cache.format.v), (cache.maps.k, cache.maps.v))
@@ -123,7 +123,7 @@ def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softc
 @pytest.mark.parametrize(
     "latest, length, start", [(24, 1, 0), (24, 24, 0), (24, 39, 0), (24, 40, 16), (24, 1000, 976), (1, 16, 0), (1, 17, 16)]
 )
-def test_exact_tokens_begin_with_a_page(latest, length, start):
+def test_full_precision_tokens_begin_with_a_page(latest, length, start):
     assert full_precision_from(torch.tensor([length - 1]), latest).tolist() == [start]
 
 
@@ -180,7 +180,7 @@ def test_first_tokens_are_whole_pages_as_in_a_cache(exact):
 @pytest.mark.parametrize(
     "exact", [FullPrecisionTokens(10, 8), FullPrecisionTokens(17), FullPrecisionTokens(0, 24), FullPrecisionTokens(16, 1)], ids=str
 )
-def test_the_share_of_exact_tokens_is_that_of_a_cache(exact):
+def test_the_share_of_full_precision_tokens_is_that_of_a_cache(exact):
     """Tokens that a cache reads exactly, counted at each length over which the latest page can end."""
     engine = Engine(first=exact.sink, latest=exact.recent, seqs=1)
     engine.step([99])
@@ -192,7 +192,7 @@ def test_the_share_of_exact_tokens_is_that_of_a_cache(exact):
     )
 
 
-def test_exact_tokens_of_a_model():
+def test_full_precision_tokens_of_a_model():
     """With as many latest tokens as there are, nothing is lost; where a layer has a window, first tokens change nothing."""
     for name, first_matters in (("llama", True), ("mistral", False)):
         model = tiny(name)

@@ -1,5 +1,5 @@
 """Keys with a key mean for each bucket of positions, in transformers: every pass must know where its tokens stand. Buckets are of 4
-positions here, offsets larger than keys, and 16-bit formats stand for all: a wrong position is a wrong answer."""
+positions here, key means larger than keys, and 16-bit formats stand for all: a wrong position is a wrong answer."""
 
 import copy
 from dataclasses import replace

@@ -33,7 +33,7 @@ def test_bytes_mean_what_the_docs_say(size):
     assert rows.shape == (3, 2, size) and rows[2, 1].tolist() == [2 * x for x in spelled(codes[2, 1])]
 
 
-@pytest.mark.parametrize("hessian", [False, True], ids=["plain", "metric"])
+@pytest.mark.parametrize("hessian", [False, True], ids=["plain", "Hessian"])
 def test_the_search_finds_what_costs_least(hessian):
     """Every sequence of three codes tried. In a Hessian only ways that end in different codes stay open: the least is not always found."""
     rows = torch.randn(40, 1, 6, generator=torch.Generator().manual_seed(1)) * 1.3

@@ -55,15 +55,15 @@ def test_each_side_is_written_in_its_own_way(name, hessians, sides, monkeypatch,
 
 
 @on_cpu
-@pytest.mark.parametrize("metric", [False, True])
-def test_a_row_that_is_not_finite_changes_no_other(metric, monkeypatch, tmp_path):
-    check_contained("trellis2", layer("trellis2", hessians=(metric, metric)), 24, lambda: Device(monkeypatch, tmp_path))
+@pytest.mark.parametrize("hessian", [False, True])
+def test_a_row_that_is_not_finite_changes_no_other(hessian, monkeypatch, tmp_path):
+    check_contained("trellis2", layer("trellis2", hessians=(hessian, hessian)), 24, lambda: Device(monkeypatch, tmp_path))
 
 
 @on_cpu
-def test_one_metric_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
+def test_one_hessian_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
     shared = layer("trellis2", 64, shared=True)
-    each = LayerMaps(*(LinearMap(m.forward, m.inverse, None, m.metric.expand(2, -1, -1).contiguous()) for m in (shared.k, shared.v)))
+    each = LayerMaps(*(LinearMap(m.forward, m.inverse, None, m.hessian.expand(2, -1, -1).contiguous()) for m in (shared.k, shared.v)))
     given = Rows.make(20, shared, head_size=64)
     caches = [given.caches("trellis2", maps, 1)[0] for maps in (shared, each)]
     for cache in caches:
@@ -72,8 +72,8 @@ def test_one_metric_for_all_heads_is_that_of_each(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_the_bytes_of_a_metric(head_size):
-    """As many as the kernel counts with; one set for each head of the metric."""
+def test_the_bytes_of_a_hessian(head_size):
+    """As many as the kernel counts with; one set for each head of the Hessian."""
     laid_out = TrellisConfig.feedback_of(Rounding.of(hessian_of(3, head_size)))
     assert laid_out.shape == (3, hessian_bytes(head_size)) and laid_out.stride(0) % 16 == 0
 
@@ -84,21 +84,21 @@ def test_the_bytes_of_a_metric(head_size):
 BUDGET = {(64, False): 2100, (128, False): 2250, (256, False): 3700, (64, True): 2250, (128, True): 2550, (256, True): 3000}
 
 
-@pytest.mark.parametrize("head_size, metric", BUDGET)
-def test_it_compiles_within_its_budget_and_its_registers(head_size, metric, tmp_path, cubins):
+@pytest.mark.parametrize("head_size, hessian", BUDGET)
+def test_it_compiles_within_its_budget_and_its_registers(head_size, hessian, tmp_path, cubins):
     pytest.importorskip("cuda.core")
     from quantkv.implementations.hopper.host.sass import opcodes
 
     codec = get_format("trellis2").k
     rows = write.WriteConfig(codec, codec, head_size, head_size, 16, True, True, head_size**-0.5, head_size**-0.5)
-    config = TrellisConfig.of(rows, metric)
+    config = TrellisConfig.of(rows, hessian)
     (tmp_path / "trellis.cubin").write_bytes(config.cubin())
     names = opcodes(tmp_path / "trellis.cubin")
     assert not {"LDL", "STL"} & set(names), "registers are spilled"
-    assert 1000 < len(names) <= BUDGET[head_size, metric]
+    assert 1000 < len(names) <= BUDGET[head_size, hessian]
     assert 2 * (config.shared_bytes + 1024) <= 228 * 1024  # two blocks an SM
     shifted = replace(rows, key_shifted=True, key_scaled=True, sides=write.KEYS)
-    TrellisConfig.of(shifted, metric).cubin()
+    TrellisConfig.of(shifted, hessian).cubin()
 
 
 # ---- on a Hopper GPU

@@ -710,7 +710,7 @@ def test_a_graph_is_promised_no_longest_sequence(builder):
     assert builder.build_for_drafting(given, 0).batch.max_seq_len is None
 
 
-def test_exact_tokens_of_a_step(builder):
+def test_full_precision_tokens_of_a_step(builder):
     """Its tensors stay where they are; a graph's capture changes no state, the steps after it do."""
     fmt = get_format("int4")
     spec = fmt.cache_spec(HEADS, 64)
@@ -721,7 +721,7 @@ def test_exact_tokens_of_a_step(builder):
     scheduler = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=128)
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]), scheduler_config=scheduler)
     builder.last = SimpleNamespace(impl=layer, kv_cache=memory)
-    builder.full_precision = metadata.exact_group([builder.last], config, torch.device("cpu"))
+    builder.full_precision = metadata.full_precision_group([builder.last], config, torch.device("cpu"))
 
     def step(queries, keys, build):
         given = common(queries, keys)

@@ -7,7 +7,7 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
 
     smoke      a model of two layers: does it start, does it repeat
     main       Llama-3-8B: prefill, a serving mix, and decode over contexts that count as computed, up to all that fit. The type
-               quantkv_policy:FORMAT is FORMAT with a calibration (numbers at random), written in its metric, and full-precision tokens; its
+               quantkv_policy:FORMAT is FORMAT with a calibration (random numbers), rounded by its Hessian, and full-precision tokens; its
                contexts are computed, as full-precision tokens are of pages that were written here
     verify     the same model with drafts found in the text (ngram, 4 tokens)
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
@@ -62,7 +62,7 @@ def write_config(folder: Path, **geometry) -> str:
     return str(folder)
 
 
-def with_exact_tokens(kv_type: str) -> str | None:
+def with_full_precision_tokens(kv_type: str) -> str | None:
     """The format of a type quantkv_policy:FORMAT; None for any other."""
     return kv_type.partition(":")[2] or None
 
@@ -92,7 +92,7 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     }
     if kv_type.startswith("quantkv_"):
         options["attention_backend"] = "CUSTOM"
-    if fmt := with_exact_tokens(kv_type):
+    if fmt := with_full_precision_tokens(kv_type):
         options["additional_config"] = {"quantkv_policy": checkpoint.write_calibrated_policy(folder, geometry, fmt)}
         return LLM(str(folder), **options, **json.loads(args.extra))
     if job in ("two_gpus", "two_ranks"):
@@ -141,7 +141,7 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         note("prefill", scenarios.prefill, 8, 8192)
         note("prefill", scenarios.prefill, 2, 32768)
         note("serving", scenarios.serving, args.requests, args.rate)
-    if not with_exact_tokens(kv_type):
+    if not with_full_precision_tokens(kv_type):
         scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
     if job == "verify":
         note("verify", scenarios.speculative, 64, 8192)

@@ -35,7 +35,7 @@ OPTIONAL = ("key_mean", "weights")
 @deprecated.keywords(key_offset="key_mean", key_metric="key_hessian", value_metric="value_hessian")
 @dataclass(frozen=True, eq=False)
 class LayerMoments:
-    """Of one layer, for all of its kv heads, in the model's own space.
+    """Key mean and Hessians of one layer, for all of its kv heads, in the model's own space.
 
     key_mean: float16 `[buckets, HK, D]`: the mean key of each bucket of 64 positions; None where the model's rotation of keys is not
         understood.
@@ -55,7 +55,7 @@ class LayerMoments:
         return Heads(*self.key_hessian.shape[:2], self.value_hessian.shape[1])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By their names in a file, without those of absent parts."""
+        """The parts by their names in a file, without those that are absent."""
         return {part: t for part, name in PARTS.items() if (t := getattr(self, name)) is not None}
 
     def check(self, layer: int) -> None:

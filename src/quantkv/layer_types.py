@@ -1,4 +1,4 @@
-"""Of which type each layer of a model is where its config.json does not list them: the rules of transformers' configuration classes."""
+"""Layer types of a model where its config.json does not list them: the rules of transformers' configuration classes."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ class Speed(NamedTuple):
 
 @cache
 def gpus() -> dict:
-    """By the name of a GPU: what is compared with ("beside"), the files, and by shape the head size and the speeds by format."""
+    """Measurements by GPU: what is compared with ("beside"), the files, and by shape the head size and the speeds by format."""
     return json.loads(files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
 
 
 def speed(gpu: str, format: str, head_size: int) -> Speed | None:
-    """Of decode attention with 4 query heads on each kv head of that size. None where it was not measured."""
+    """Speed of decode attention with 4 query heads on each kv head of that size. None where it was not measured."""
     shapes = gpus().get(gpu, {"shapes": {}})["shapes"].values()
     found = [shape["speed"][format] for shape in shapes if shape["head_size"] == head_size and format in shape["speed"]]
     return Speed(min(found), max(found)) if found else None

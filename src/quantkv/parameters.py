@@ -152,7 +152,7 @@ def _linear_attention(c: Mapping[str, Any]) -> int:
 
 
 def _mlp(c: Mapping[str, Any], number: int) -> tuple[int, int]:
-    """Of a layer: all but the matrices of experts, and these."""
+    """Parameters of a layer's MLP: all but the matrices of experts, and these."""
     hidden, kind = c["hidden_size"], c["model_type"]
     dense = 3 * hidden * c["intermediate_size"]
     if kind == "mixtral":

@@ -166,7 +166,7 @@ class CacheSpec:
 
     @property
     def compression(self) -> float:
-        """How many times smaller than a 16-bit cache."""
+        """Compression factor against a 16-bit cache."""
         return 16 / self.bits_per_element
 
     def num_blocks(self, num_tokens: int) -> int:

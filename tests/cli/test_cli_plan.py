@@ -62,8 +62,8 @@ def test_plan_of_a_policy(planned, tmp_path):
     _, rows = planned("llama-3-8b", "--kv", f"int4,{tmp_path / 'mine.json'}", "--context", "1024")
     sizes = [512, 264, 264, *[136] * 29]
     assert rows["mine"]["bytes_per_token"] == 8 * sum(sizes)
-    shadows = 31 * 8 * 512 * 16 * 5  # first 16: a page; latest 24: 3; one to spare. The layer of 16 bits needs none
-    assert rows["mine"]["sequence_bytes"] == 8 * sum(sizes) * 1024 + shadows
+    copies = 31 * 8 * 512 * 16 * 5  # first 16: a page; latest 24: 3; one to spare. The layer of 16 bits needs none
+    assert rows["mine"]["sequence_bytes"] == 8 * sum(sizes) * 1024 + copies
     assert rows["int4"]["sequence_bytes"] == 8 * 32 * 136 * 1024
 
 

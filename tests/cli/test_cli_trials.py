@@ -127,7 +127,7 @@ def test_standard_errors():
     assert (same + single).percent == pytest.approx(100 * 13 / 21) and same.whole == 25
 
 
-def test_bytes_of_exact_tokens_are_at_their_share():
+def test_bytes_of_full_precision_tokens_are_at_their_share():
     spec = get_format("levels4").cache_spec(3, 64)
     specs = {0: spec, 1: spec}
     plain = policies.Size.of(specs, None, set(), 1024)

@@ -109,7 +109,7 @@ def test_sensitivities_are_those_of_each_layer_alone(model_dir, text_file):
     assert all(p.requires_grad for p in loaded.model.parameters()) and loaded.model.config._attn_implementation != "quantkv_captured"
 
 
-def test_exact_tokens_make_a_layer_insensitive(model_dir, text_file):
+def test_full_precision_tokens_make_a_layer_insensitive(model_dir, text_file):
     loaded = models.load(str(model_dir))
     contexts = text.cut(text.read_file(text_file), loaded.tokenizer, 100, 100)
     found = sensitivities(loaded.model, contexts, ["int2"], Policy("int2", full_precision=FullPrecisionTokens(recent=100)))

@@ -58,7 +58,7 @@ class Case:
     block_size: int = 8
     dtype: str = "fp32"
     index: str = "int32"
-    maps: str = "own"  # of the formats; "dense": other matrices; "offset": with key means, too
+    maps: str = "own"  # of the formats; "dense": other matrices; "key means": with key means, too
     scales: tuple[float, float] = (1.0, 1.0)
     entry: str = "call"  # or "cache", "prepared"
     bounds: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ def cases(draw) -> Case:
         block_size=block_size,
         dtype=draw(st.sampled_from(PLAIN)),
         index=draw(st.sampled_from(["int32", "int64"])),
-        maps=draw(st.sampled_from(["own", "own", "dense", "offset"])),
+        maps=draw(st.sampled_from(["own", "own", "dense", "key means"])),
         scales=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0), (3.0, 0.25)])),
         entry=entry,
         bounds=tuple(draw(st.sets(st.sampled_from(["max_query_len", "max_seq_len", "lengths"])).map(sorted))),
@@ -234,7 +234,7 @@ class Made:
     def _maps(self) -> LayerMaps | None:
         if self.case.maps == "own":
             return None
-        return LayerMaps(self._map(self.case.head_size, self.case.maps == "offset"), self._map(self.case.head_size_v, False))
+        return LayerMaps(self._map(self.case.head_size, self.case.maps == "key means"), self._map(self.case.head_size_v, False))
 
     def _segment(self, part: Part) -> None:
         case, size = self.case, self.case.block_size

@@ -47,7 +47,7 @@ def test_the_engine_measures_what_calibrate_measures(tmp_path, family):
         for name, t in layer.tensors().items():
             if name != "weights":
                 ours, theirs = found.layers[number].tensors()[name].double(), t.double()
-                assert (ours - theirs).norm() < 1e-3 * theirs.norm(), (number, name)  # float16 of offsets: 2^-11
+                assert (ours - theirs).norm() < 1e-3 * theirs.norm(), (number, name)  # float16 of key means: 2^-11
 
 
 def test_rows_that_are_scaled_after_their_rotation_are_understood(tmp_path):

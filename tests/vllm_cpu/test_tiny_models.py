@@ -78,7 +78,7 @@ def test_the_log_says_who_serves(folder_of):
     assert f"2 layers of int8: write of 1 tokens by {wanted['write of 1 tokens']}; " in report.log
 
 
-def test_exact_tokens_within_chunks(folder_of, tmp_path):
+def test_full_precision_tokens_within_chunks(folder_of, tmp_path):
     """Pages of 2 bits, all of whose tokens are exact: what 32 bits give, in layers with chunks and without."""
     asked = {
         "tokens": TOKENS,

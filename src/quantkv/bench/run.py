@@ -190,7 +190,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what was measured, and of what it ran on."""
+    """Versions of what was measured, and of what it ran on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the two products of attention over the keys that each query sees."""
+        """Operations of the two products of attention over the keys that each query sees."""
         context = self.L - self.Q
         pairs = sum(min(context + i + 1, self.W or self.L) for i in range(self.Q))
         return 2.0 * self.B * self.HQ * (self.D + self.head_size_v) * pairs

@@ -50,7 +50,7 @@ def beyond(model: Any, policies: Mapping[str, Policy], read: Reader) -> dict[str
 
 
 def _through(model: Any, policies: Mapping[str, Policy], read: ThroughCache) -> dict[str, float]:
-    """By real passes over some tokens."""
+    """Seconds by policy, from real passes over some tokens."""
     ids = torch.arange(TOKENS + 1 + DECODED, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
     found, begun = {CONTINUED: 0.0}, time.perf_counter()
     last_logits(model, ids[:, :TOKENS], 1, use_cache=False)
@@ -73,7 +73,7 @@ def _now(ids: torch.Tensor) -> float:
 
 
 def _forced(model: Any, policies: Mapping[str, Policy]) -> dict[str, float]:
-    """By storing and reading rows back in every layer."""
+    """Seconds by policy, from storing and reading rows back in every layer."""
     from ..integrations.transformers.config import geometry_of
     from ..integrations.transformers.teacher_forced import FakeQuantizedCache
 
@@ -95,7 +95,7 @@ def _forced(model: Any, policies: Mapping[str, Policy]) -> dict[str, float]:
 
 
 def _seconds(fake: FakeQuantizedCache, layer: int, heads: Heads, device: torch.device) -> float:
-    """Of `TOKENS` random rows of a layer; the first time, in which tables are made, is left out."""
+    """Seconds of `TOKENS` random rows of a layer; the first time, in which tables are made, is left out."""
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = heads.head_size, heads.head_size_v
     rows = [torch.randn(heads.num_kv_heads, TOKENS, size, generator=generator, device="cpu").to(device) for size in sizes]

@@ -64,7 +64,7 @@ def doctor_command(
 
 
 def _heads(described: Described) -> tuple[int, int, int, int] | None:
-    """Of its first layer with keys and values; None for latents, which are read back whole."""
+    """Heads of its first layer with keys and values; None for latents, which are read back whole."""
     layers = [layer for layer in described.model.attention.values() if layer.kind != "latent"]
     return (described.model.num_heads, *layers[0].heads) if layers else None
 

@@ -104,7 +104,7 @@ class Result:
 
     @property
     def tokens(self) -> int:
-        """Of text, whose predictions KL and perplexity are over: behind prompts."""
+        """Tokens of text whose predictions KL and perplexity are over: behind prompts."""
         return self.exact.scores.comparison.predictions
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Finding:
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package."""
+    """Version of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def needed(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of what matters here; None for what is not installed."""
+    """Versions of Python and of what matters here; None for what is not installed."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
 
 

@@ -48,12 +48,12 @@ class Comparison:
 
     @property
     def perplexity(self) -> float:
-        """Of the text, under the quantized cache."""
+        """Perplexity of the text, under the quantized cache."""
         return math.exp(self.loss / self.targets)
 
     @property
     def reference_perplexity(self) -> float:
-        """Of the text, under the exact cache."""
+        """Perplexity of the text, under the exact cache."""
         return math.exp(self.reference_loss / self.targets)
 
     @property
@@ -114,7 +114,7 @@ class Share:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean; NaN for fewer than two."""
+    """Standard error of their mean; NaN for fewer than two."""
     count = len(values)
     if count < 2:
         return math.nan

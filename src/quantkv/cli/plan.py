@@ -141,7 +141,7 @@ def _policies(kv: str, policy: Path | None, model: Model) -> list[tuple[str, Pol
 
 
 def _policy(argument: str, file: Path, model: Model) -> PolicyFile:
-    """Of a policy's file. ValueError for one that is damaged, or of another model."""
+    """The policy of a file. ValueError for one that is damaged, or of another model."""
     from .. import policy_file
     from ..format_table import layout_of
 

@@ -10,7 +10,7 @@ from .report import number, title
 
 EXACT = 1e-7  # nats; a smaller KL is the rounding of the arithmetic, not of the cache
 LINES = ("#b42318", "#c77700", "#0b6e99", "#1b7f4b", "#6b4fa0", "#52606d")
-FRONT, BEHIND, GRID = "#0b6e99", "#9aa5b1", "#e4e7eb"
+BEST, BEHIND, GRID = "#0b6e99", "#9aa5b1", "#e4e7eb"
 # Places for a label around its point, in points, nearest first.
 PLACES = [
     (round(radius * dx), round(radius * dy))
@@ -70,14 +70,14 @@ def loss_figure(run: dict[str, Any], rows: list[dict[str, Any]], titled: bool = 
     axes.plot(
         [row["bytes_per_head"] for row in best],
         [heights[id(row)] for row in best],
-        color=FRONT,
+        color=BEST,
         linewidth=1,
         alpha=0.35,
         label="best for their size",
         zorder=1,
     )
     for row in rows:
-        exact, color = row["kl"] <= EXACT, FRONT if row in best else BEHIND
+        exact, color = row["kl"] <= EXACT, BEST if row in best else BEHIND
         at = row["bytes_per_head"], heights[id(row)]
         error = row.get("kl_error")
         if error is not None and math.isfinite(error) and not exact:

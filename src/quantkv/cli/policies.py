@@ -98,7 +98,7 @@ def one_policy(kv: str, calibration: Path | None = None, full_precision: str | N
 
 
 def load_calibration(file: Path) -> Calibration:
-    """Of `--calibration FILE`. ValueError that names the option."""
+    """The calibration of `--calibration FILE`. ValueError that names the option."""
     from ..calibration import Calibration
 
     try:

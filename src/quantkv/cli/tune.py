@@ -141,7 +141,7 @@ class Room:
                     self.sizes[layer, side, name] = size * spec.num_kv_heads / spec.block_size
 
     def choices(self, lost: Sensitivities | None = None) -> dict[tuple[int, str], list[Choice]]:
-        """By layer and side. lost: None where it is not known yet."""
+        """Choices by layer and side. lost: None where it is not known yet."""
         places = [(layer, side) for layer in self.layers for side in SIDES]
         loss = lambda *key: 0.0 if lost is None else lost[key]
         return {place: [Choice(name, self.sizes[(*place, name)], loss(*place, name)) for name in self.names] for place in places}

@@ -74,7 +74,7 @@ class DecodeMetadata(ForwardMetadata):
         lengths += stored
         torch.clamp(lengths, min=1, out=self.seq_lens)
         if pool is not None:
-            self.advance_exact(pool)
+            self.advance_full_precision(pool)
 
     def poison(self, out: torch.Tensor) -> torch.Tensor:
         """Rows `[S, HQ, D]` of sequences that are not valid become not a number."""

@@ -24,7 +24,7 @@ class ForwardMetadata:
     num_tokens: rows of queries and outputs that are no padding; None: all.
     prefix_ranges: int32 `[S, R, 2]`, positions of images whose tokens see each other, inclusive; None: there are none.
     num_pages: pages that the block table may name; 0: as many as the cache has.
-    exact: what the pass reads at full precision; None: nothing. See `advance_exact`.
+    full_precision: what the pass reads at full precision; None: nothing. See `advance_full_precision`.
     Tensors are read when a layer runs, so they may be filled anew for another pass of the same shape.
     """
 
@@ -50,8 +50,8 @@ class ForwardMetadata:
         """Whether each sequence has so few queries that one table of 16-bit copies serves it."""
         return (self.batch.max_query_len or 0) <= FEW_QUERIES
 
-    def advance_exact(self, pool: CopiedPages) -> None:
-        """Before the first layer: which pages have a 16-bit copy in this pass, into `exact`, which is made where there is none."""
+    def advance_full_precision(self, pool: CopiedPages) -> None:
+        """Before the first layer: which pages have a 16-bit copy in this pass, into `full_precision`, which is made where there is none."""
         if self.full_precision is None:
             size = self.batch.num_seqs, len(self.slots)
             self.full_precision = FullPrecisionStep(pool.tokens, pool.block_size, *size, pool.device, self.few_queries)

@@ -46,7 +46,7 @@ class Shard:
 class LayerConfig:
     """How one layer's rows are stored on one rank.
 
-    format: of its pages. maps: for the kv heads of this rank; a side that is None is as the format asks. exact: tokens with 16-bit
+    format: of its pages. maps: for the kv heads of this rank; a side that is None is as the format asks. full_precision: tokens with 16-bit
     copies; None: it has none. A layer's may be replaced until it stores its first row.
     """
 
@@ -68,7 +68,7 @@ class LayerConfig:
         """What a policy says of layer `number`.
 
         dtype: what format "none" stores. heads: of this rank; None: they are not known yet, and the rank holds all. total_kv_heads: of all
-        ranks; None: those of heads. by_position: see `exact_tokens`.
+        ranks; None: those of heads. by_position: see `full_precision_tokens`.
         ValueError where its calibration or its maps are of other heads.
         """
         whole = heads and heads._replace(num_kv_heads=total_kv_heads or heads.num_kv_heads)
@@ -76,7 +76,7 @@ class LayerConfig:
             policy.calibration.check_layer(number, whole)
         fmt, maps = policy.of(number, dtype), policy.maps_of(number)
         maps = maps if whole is None else shard.maps(maps, whole, heads.num_kv_heads)
-        return cls(fmt, maps, exact_tokens(policy.full_precision, by_position, fmt))
+        return cls(fmt, maps, full_precision_tokens(policy.full_precision, by_position, fmt))
 
     def with_calibration(self, calibration: Calibration, number: int) -> LayerConfig:
         """The same with the maps of layer `number` of a calibration of this rank's heads, on the sides that have no map of their own."""
@@ -86,10 +86,12 @@ class LayerConfig:
 
     def with_format(self, fmt: Format, tokens: FullPrecisionTokens | None) -> LayerConfig:
         """The same in another format, where the layer's kind keeps `tokens` at full precision."""
-        return replace(self, format=fmt, full_precision=exact_tokens(tokens, fmt=fmt))
+        return replace(self, format=fmt, full_precision=full_precision_tokens(tokens, fmt=fmt))
 
 
-def exact_tokens(tokens: FullPrecisionTokens | None, by_position: bool = False, fmt: Format | None = None) -> FullPrecisionTokens | None:
+def full_precision_tokens(
+    tokens: FullPrecisionTokens | None, by_position: bool = False, fmt: Format | None = None
+) -> FullPrecisionTokens | None:
     """The tokens of a policy that a layer keeps at full precision; None: none.
 
     by_position: whether its window moves on or its keys stand where they stand: then it keeps no first tokens. fmt: of its pages; rows

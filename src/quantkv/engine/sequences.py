@@ -14,7 +14,7 @@ from ..page_table import PageTable
 from .cache_positions import CachePositions
 from .decode_metadata import DecodeMetadata, pooled
 from .forward_metadata import to_device
-from .layer_config import exact_tokens
+from .layer_config import full_precision_tokens
 from .padded_metadata import PaddedMetadata, RightPadding
 
 SPARE = 1.25  # a table that is full grows by this factor
@@ -55,7 +55,7 @@ class Sequences:
         self.kind, self.block_size, self.record_past, self.num_tokens = kind, block_size, False, 0
         self.fixed = False  # num_tokens > 0: torch.compile must not look at the number
         self.windows: set[int | None] = set()
-        self.full_precision, self.pools = exact_tokens(full_precision, kind.window > 0), {}
+        self.full_precision, self.pools = full_precision_tokens(full_precision, kind.window > 0), {}
         self.cache_positions = CachePositions() if cache_positions is None else cache_positions
         self.cache_positions.kinds.append(self)
         self._layers: list[weakref.ref[Layer]] = []
@@ -122,7 +122,7 @@ class Sequences:
             self._steps[device] = self._steps[torch.device("cpu")].to(device)
         step = self._steps[device]
         if self.full_precision is not None and step.full_precision is None:
-            step.advance_exact(self.pool(device))
+            step.advance_full_precision(self.pool(device))
         return step
 
     def pool(self, device: torch.device) -> CopiedPages | None:

@@ -1,6 +1,11 @@
-"""The formats that come with quantkv, one family a file. Importing this package registers them all."""
+"""The formats that come with quantkv, one family a file or folder. Importing this package registers them all, in the order of their names."""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from ..format import available_formats, get_format
-from . import fp8, int2, int4, int8, levels, mixed, none, trellis, turboquant
 
-__all__ = ["available_formats", "fp8", "get_format", "int2", "int4", "int8", "levels", "mixed", "none", "trellis", "turboquant"]
+__all__ = ["available_formats", "get_format"]
+
+for _module in iter_modules(__path__):  # a family is here because its file is: nothing lists them
+    import_module(f"{__name__}.{_module.name}")

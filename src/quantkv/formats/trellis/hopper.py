@@ -19,7 +19,7 @@ CHAIN, BLOCK = 64, 8  # dimensions that hang together, and that one product feed
 
 
 def hessian_bytes(head_size: int) -> int:
-    """Of one head, as viterbi_hessian.cuh lays it out."""
+    """Hessian of one head, as viterbi_hessian.cuh lays it out."""
     inside = (CHAIN // BLOCK) ** 2 // 4 * 256
     return 4 * head_size**2 + head_size // CHAIN * inside + head_size // BLOCK * BLOCK * (BLOCK + 1) * 4
 
@@ -68,7 +68,7 @@ class TrellisConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Of `Block` in trellis.cu."""
+        """Size of `Block` in trellis.cu."""
         return 1088 + 34 * self.rows.head_size + (29184 + 96 * self.rows.head_size if self.hessian else 6144)
 
     def macros(self) -> dict[str, object]:

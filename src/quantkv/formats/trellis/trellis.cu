@@ -15,10 +15,10 @@ DI float sum_over_warp(float x) { for (int k = 1; k < 32; k <<= 1) x += __shfl_x
 
 // By the first warp, four lanes a row.
 template <bool MAPPED, bool SCALED, bool SHIFTED, bool SIGNED>
-DI void map_rows(TrellisRows& s, const RowSource& side, float factor, const Offset& offset, int token, bool given) {
+DI void map_rows(TrellisRows& s, const RowSource& side, float factor, const KeyMeans& means, int token, bool given) {
   Row<!MAPPED && !SCALED> row = {};
   const int g = threadIdx.x / 4, c = threadIdx.x % 4;
-  const bool alone = load_row<MAPPED, false, SCALED, SHIFTED, SIGNED>(row, side, factor, offset, token, given);
+  const bool alone = load_row<MAPPED, false, SCALED, SHIFTED, SIGNED>(row, side, factor, means, token, given);
   float squares = 0.f;
 #pragma unroll
   for (int e = 0; e < E; e++) squares += row.x[e] * row.x[e];
@@ -77,12 +77,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
         ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
         : RowSource{
               a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
-    const Offset offset{a.key_offset + head * a.offset_head, (const POSITION*)a.positions, a.offset_bucket, a.buckets};
+    const float* table = a.key_mean + head * a.key_mean_head;
+    const KeyMeans means{table, (const POSITION*)a.positions, a.key_mean_bucket, a.buckets};
     if (SIDES == 1 || ALIKE || is_key)
       map_rows<KEY_FACTOR != 0.f, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
-          s, side, KEY_FACTOR, offset, token, token < a.tokens);
+          s, side, KEY_FACTOR, means, token, token < a.tokens);
     else
-      map_rows<VALUE_FACTOR != 0.f, VALUE_SCALED, false, false>(s, side, VALUE_FACTOR, offset, token, token < a.tokens);
+      map_rows<VALUE_FACTOR != 0.f, VALUE_SCALED, false, false>(s, side, VALUE_FACTOR, means, token, token < a.tokens);
   }
   __syncthreads();
   encode_rows(s, block.scratch,

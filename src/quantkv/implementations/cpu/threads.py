@@ -13,7 +13,7 @@ import torch
 
 @cache
 def _pool(process: int, count: int) -> ThreadPoolExecutor:
-    """Of this process: a fork has no threads."""
+    """Threads of this process: a fork has none."""
     return ThreadPoolExecutor(count, "quantkv")
 
 

@@ -120,7 +120,7 @@ def _exact(call: AttendCall) -> int | None:
 
 
 def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
-    """Of the segments with kernels of their own: in which order these are launched, and in which order their partials are combined. The
+    """Orders of the segments with kernels of their own: in which these are launched, and in which their partials are combined. The
     kernels of the first to be combined have the values' map, if there is one, and combine the others, of which those without a map come
     last."""
     sizes, exact = [_capacity(call, s) for s in call.segments], _exact(call)
@@ -170,7 +170,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
         softcap=call.options.softcap > 0,
         key_map=kind(segment.maps.k),
         value_map=kind(segment.maps.v),
-        key_offset=segment.maps.by_position,
+        key_mean=segment.maps.by_position,
     )
     if not invariant:
         return choose(shape, _capacity(call, segment))

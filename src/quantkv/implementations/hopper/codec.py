@@ -43,7 +43,7 @@ class HopperCodec:
     numbers: Callable[[int], Mapping[str, Sequence[float | int]]] | None = None
 
     def dimensions(self, head_size: int) -> int:
-        """Of a key as it is unpacked: whole registers of four lanes. Those beyond `head_size` are of no key (`DK` in lanes.cuh)."""
+        """Dimensions of a key as it is unpacked: whole registers of four lanes; those beyond `head_size` are none (`DK` in lanes.cuh)."""
         whole = 8 * self.half
         return -(-head_size // whole) * whole
 

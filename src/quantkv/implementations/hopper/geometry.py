@@ -39,7 +39,7 @@ def unreadable_segment(segment: Segment, D: int, dtype: torch.dtype) -> str | No
         if t is not None and (t.dtype != torch.int32 or not t.is_contiguous()):
             return f"{name} of {t.dtype}, strides {t.stride()}: int32, contiguous"
     if segment.key_start is not None and segment.maps.by_position:
-        return "key_start with an offset of the keys' map: all positions from 0 have a slot where keys have offsets"
+        return "key_start with key means by position: all positions from 0 have a slot where keys have means"
     return None
 
 

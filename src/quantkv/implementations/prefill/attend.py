@@ -43,7 +43,6 @@ MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,
 # Rows of a cache for each query row, at most, that are mapped back: 131,072 keys and values take 15 us longer then, and as many
 # queries and outputs take 50 us to map.
 MAPPED_BACK = 2
-KEPT = True  # what calls of one plan share is kept for its next one: launches, numbers on the device; else each makes its own
 
 
 SUPPORTED: frozenset[str] = frozenset(("window", "chunk_lookback", "softcap", "sinks"))
@@ -183,7 +182,7 @@ def plan(
         rounds = [round for group in found for round in group.rounds]
         if not overlap or len(rounds) < 2:
             break
-    asked = free and KEPT and backends.BACKENDS[backend].ends
+    asked = free and backends.BACKENDS[backend].ends
     sources = {} if call.own is None else own.split(found, lengths)
     placed = _place([round for round in rounds if asked or len(round.reads) > 1], sources, sizes, q.device)
     return PrefillPlan(lengths, backend, found, lanes, max((round.room for round in rounds), default=0), few, placed, sources, fresh)
@@ -228,10 +227,10 @@ def follow(call: AttendCall, plan: PrefillPlan, triton: bool | None = None) -> N
     heads, sizes = k.codes.shape[2], (q.shape[2], call.segments[0].head_size_v)
     triton = (q.is_cuda or assumed() is not None) if triton is None else triton
     maps = LayerMaps() if plan.fresh else maps
-    steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps, q), plan.kept if KEPT else None)
+    steps = _steps(triton)((k, v), fmt, maps, heads, plan.few and _cheap(maps, q), plan.kept)
     capturing = _capturing(q)
     lanes = Lanes(q.device, 1 if capturing else plan.lanes)  # a graph gets the order of one stream
-    kept = plan.kept if KEPT and not capturing else None  # what is made in a graph is made when it runs
+    kept = plan.kept if not capturing else None  # what is made in a graph is made when it runs
     keys = heads * plan.rows * sizes[0]  # numbers of a scratch; values follow
     total, waiting, count, served = None, None, 0, backends.BACKENDS[plan.backend]
     given = {round: own.in_place(steps, call.own, found, q.dtype) for round, found in plan.sources.items()} if served.anywhere else {}

@@ -30,8 +30,6 @@ aten = torch.ops.aten
 # of 32 heads of 128 take cuDNN 1,020 us and the flash kernel 1,840 (results/h200-prefill.json); half as many save about what a call costs.
 WORTH_A_CALL = 1 << 35
 PLANNED = 256  # cuDNN plans each new pair of lengths for 36 ms: it gets multiples of this, so that plans are soon all made
-GRAPH = True  # cuDNN's frontend is used where it is installed
-FRONT = True  # cuDNN: what the context has over joins the queries' own keys, behind queries that are dropped; else it is a slice of its own
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Backend:
     def limits(self, most: int, single: int, several: int, together: bool = True) -> Limits:
         """How its calls are cut; arguments as of `plan.Limits`. together: whether sequences may share a round at all."""
         planned = PLANNED if self.planned else 1
-        return Limits(most, single, several, planned, self.bottom_right, self.together if together else "alone", FRONT)
+        return Limits(most, single, several, planned, self.bottom_right, self.together if together else "alone")
 
 
 BACKENDS = {
@@ -106,7 +104,7 @@ def fitting(
         "flash3": capability[0] == 9 and same and flash3.takes(window=window, softcap=softcap),
         "hopper": own,
         **({"cudnn": by_torch} if alike else {}),
-        "cudnn graph": GRAPH and max(head_size, head_size_v) <= (256 if capability[0] == 9 else 128) and cudnn_graph.package() is not None,
+        "cudnn graph": max(head_size, head_size_v) <= (256 if capability[0] == 9 else 128) and cudnn_graph.package() is not None,
         **({"flash": same} if short else {}),
         "cudnn": by_torch,
         "flash": same,
@@ -158,8 +156,6 @@ def attend(
     if backend == "cudnn graph":
         ends = flash3.bounds(round, q.device) if ends is None else ends
         return cudnn_graph.attend(q, k.transpose(0, 1), v.transpose(0, 1), scale, round, ends, PLANNED, out, kept)
-    if backend == "cudnn" and (q.shape[0] // len(round.reads) % PLANNED or k.shape[1] // len(round.reads) % PLANNED):
-        backend = "flash" if q.shape[2] == v.shape[2] else backend  # an odd rest of the context
     return _CALLS[backend](q, k, v, scale, round, ends, softcap)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from .plan import Mask, Round
 
-KEPT = 256  # plans of a thread
+PLANS = 256  # plans of a thread
 KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 OLDEST = (1, 13)  # release of the frontend whose arguments these are
 
@@ -99,7 +99,7 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.handles: dict[torch.device, Any] = {}
-        self.graph = lru_cache(maxsize=KEPT)(lambda shape, device: build(shape, {"handle": self.on_stream(device)}))
+        self.graph = lru_cache(maxsize=PLANS)(lambda shape, device: build(shape, {"handle": self.on_stream(device)}))
 
     def on_stream(self, device: torch.device) -> Any:
         """The handle, told which stream is the present one."""

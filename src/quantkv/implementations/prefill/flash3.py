@@ -11,8 +11,6 @@ import torch
 
 from .plan import ALL, CAUSAL, Mask, Round
 
-SINKS = True  # the kernel takes sinks itself where it can; else they are added after it
-
 Ends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -32,7 +30,7 @@ def takes_many() -> bool:
 
 def takes_sinks(sinks: torch.Tensor) -> bool:
     """Whether an engine's operator takes them, exactly: bf16 `[HQ]`, of at most 64 heads. What it says of log-sum-exps then is not used."""
-    return SINKS and _operators() and sinks.dtype == torch.bfloat16 and len(sinks) <= 64 and sinks.is_contiguous()
+    return _operators() and sinks.dtype == torch.bfloat16 and len(sinks) <= 64 and sinks.is_contiguous()
 
 
 def attend(

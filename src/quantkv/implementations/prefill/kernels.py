@@ -18,7 +18,7 @@ class PlacesView(NamedTuple):
 
 @triton.jit
 def place_of(places, index, first, count, room, BLOCK_N: tl.constexpr):
-    """Of a block: its sequence's table, first key, keys from there on, first row, rows from there on."""
+    """Place of a block: its sequence's table, first key, keys from there on, first row, rows from there on."""
     if places.blocks is None:
         at = index * BLOCK_N
         return places.table, first + at, count - at, at, room - at

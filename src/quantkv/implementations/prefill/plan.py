@@ -79,8 +79,7 @@ class Limits:
 
     planned: keys and queries of a round are multiples of it; 1: any number. bottom_right: the kernel's masks let the last query see the
     last key, however many keys there are; else a causal round has as many queries as keys. together: sequences of a round: "ragged", of any
-    lengths; "equal", of one length without padding; "alone". front: queries begin where a planned slice of the context ends; else what the
-    context has over is a slice of its own, of any length."""
+    lengths; "equal", of one length without padding; "alone"."""
 
     most: int
     single: int
@@ -88,7 +87,6 @@ class Limits:
     planned: int = 1
     bottom_right: bool = True
     together: str = "ragged"
-    front: bool = True
 
 
 class Reach(NamedTuple):
@@ -163,13 +161,13 @@ def _top_left(sequence: int, start: int, position: int, left: int, limits: Limit
     low, planned, most = reach.low(position), limits.planned, limits.most
     if reach.window:
         raise ValueError(f"window {reach.window}: a kernel whose mask is aligned to the top left has none")
-    front = (position - low) % planned if limits.front else 0
-    rest = position - low - front
-    room = max(min(most, limits.several if rest else limits.single) // planned, 1) * planned  # of queries, in planned shapes
+    front = (position - low) % planned  # what the context has over joins the queries' own keys, behind queries that are dropped
+    most_queries = limits.several if position - low > front else limits.single
+    room = max(min(most, most_queries) // planned, 1) * planned  # of queries, in planned shapes
     count = min(left, room - front)
     back = -(front + count) % planned
     own = position - front
-    cuts = sorted({*range(low, own, most), own - rest % planned, own})
+    cuts = sorted({*range(low, own, most), own})
     slices = [(a, b, b - a) for a, b in pairwise(cuts)] + [(own, position + count, front + count + back)]
     return _Block(sequence, slice(start, start + count), slices, (ALL,) * (len(slices) - 1) + (CAUSAL,), front, back)
 

@@ -37,7 +37,7 @@ class TritonSteps(TorchSteps):
 
     @cached_property
     def gains(self) -> tuple[float, ...]:
-        """Of K's map and V's."""
+        """Gains of K's map and V's."""
         return tuple(gain(m) for m in self.row_maps)
 
     @cached_property

@@ -212,7 +212,7 @@ def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.
 
 
 class _AssumedDriver:
-    """Of a GPU that need not be there: kernels are compiled for it, and none is loaded."""
+    """Driver of a GPU that need not be there: kernels are compiled for it, and none is loaded."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu

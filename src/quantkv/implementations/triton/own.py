@@ -24,7 +24,7 @@ class Places:
         self.made: launch.Launch | None = None
 
     def fill(self, query_start: torch.Tensor, seq_lens: torch.Tensor, ranges: Sequence[torch.Tensor | None]) -> None:
-        """By the numbers of a batch, and the ranges `[S, 2]` of a call's segments."""
+        """Fill them by the numbers of a batch, and the ranges `[S, 2]` of a call's segments."""
         given = [launch.dense(t) for t in (query_start, seq_lens, *ranges)]
         given += [None] * (len(PLACES) - len(given))
         table, start, filled, slots = self.filled

@@ -16,7 +16,7 @@ KEYS_OF_NARROW_ROWS = 64  # of a tile of few queries, where a row is stored in a
 KEYS_OF_WIDE_ROWS = 32
 WARPS = 12  # of a multiprocessor: tiles of up to 1,024 numbers of queries leave registers for so many
 WARPS_OF_WIDE_TILES = 8
-ALL_16_BIT = False  # also rows of 16 bits, which two warps and a mask read at the speed of memory, are read as few queries are
+WIDE_NUMBERS = 2  # bytes, from which rows are not read as few queries are: two warps and a mask read 16 bits at the speed of memory
 KEYS_OF_SPLIT = 128  # at the least
 ROWS_OF_LATENTS = 64  # of a tile, at most
 LATENT_TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor at once
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
         rows = triton.next_power_of_2(group * max_query_len)
         if wide:
             return cls(max(16, triton.next_power_of_2(group), min(rows, 32)), 32 if head_size <= 128 else 16, 4, 2, 2)
-        if target.turns and rows <= FEW and (ALL_16_BIT or row_bytes < 2 * head_size):
+        if target.turns and rows <= FEW and row_bytes < WIDE_NUMBERS * head_size:
             return cls._of_few(rows, triton.next_power_of_2(head_size), row_bytes / head_size, codecs, target)
         block_m = max(16, triton.next_power_of_2(group), min(128 if head_size <= 128 else 64, rows))
         warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m] * (1 if head_size <= 128 else 2 if head_size <= 256 else 4)

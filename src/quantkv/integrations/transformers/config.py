@@ -96,7 +96,7 @@ def shares_keys(config: PreTrainedConfig) -> bool:
 
 
 def geometry_of(config: PreTrainedConfig) -> Geometry:
-    """Of the model's layers and heads what its config says; heads are None where it does not say."""
+    """What a config says of the model's layers and heads; heads are None where it does not say."""
     plans, config = plan_layers(config), config.get_text_config(decoder=True)
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(plans)
     heads = {number: _heads(layer, plan) for number, (plan, layer) in enumerate(zip(plans, layers)) if plan.kind is not None}
@@ -104,7 +104,7 @@ def geometry_of(config: PreTrainedConfig) -> Geometry:
 
 
 def _heads(config: PreTrainedConfig, plan: LayerPlan) -> Heads | None:
-    """Of all layers, or of one with a config of its own. None for a latent, and where the class is not one that `geometry` knows and has no
+    """Heads of all layers, or of one with its own config. None for a latent, and where `geometry` does not know the class and there is no
     word for kv heads, or more than one for sizes."""
     if plan.latent:
         return None

@@ -111,7 +111,7 @@ def _backward(model: PreTrainedModel, ids: torch.Tensor, fake: FakeQuantizedCach
 
 @torch.no_grad()
 def _losses(layer: int, seen: Seen, fakes: dict[str, FakeQuantizedCache]) -> dict[tuple[str, str], float]:
-    """Of one layer, by side and format."""
+    """Losses of one layer, by side and format."""
     query, key, value, scale, softcap, sinks, out = seen
     losses, known = {}, {}
     for name, fake in fakes.items():

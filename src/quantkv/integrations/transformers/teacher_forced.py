@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ...calls import PagedTensor
 from ...checks import refuse
-from ...engine.layer_config import exact_tokens
+from ...engine.layer_config import full_precision_tokens
 from ...format import Codec, Format
 from ...full_precision import BLOCK_SIZE, FullPrecisionTokens
 from ...geometry import Kind
@@ -58,7 +58,7 @@ class FakeQuantizedCache:
 
     def full_precision(self, layer: int) -> FullPrecisionTokens | None:
         """What is read exactly in a layer: where a window moves on, no first tokens."""
-        return exact_tokens(self.policy.full_precision, self.plans[layer].kind.window > 0)
+        return full_precision_tokens(self.policy.full_precision, self.plans[layer].kind.window > 0)
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""

@@ -264,14 +264,14 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self._set_options(window=int(size), chunk_lookback=0)
 
     def _all_kv_heads(self) -> int:
-        """Of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
+        """Kv heads of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
         ranks = self.config.parallel_config.tensor_parallel_size
         own = self.num_kv_heads > 1 or ranks == 1
         return self.num_kv_heads * ranks if own else self.config.model_config.get_total_num_kv_heads()
 
     @property
     def format(self) -> Format:
-        """Of its pages."""
+        """Format of its pages."""
         return self.paged.config.format
 
     @property

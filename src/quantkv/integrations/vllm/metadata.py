@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 
 from ...calls import Batch
-from ...engine.exact_group import ExactGroup
 from ...engine.forward_metadata import ForwardMetadata
+from ...engine.full_precision_group import FullPrecisionGroup
 from ...engine.warm_up import summary
 from . import served
 from .blocks import PagesOfBlocks
@@ -42,11 +42,11 @@ def exact_layers(layers: dict[str, Any]) -> dict[str, Any]:
     return {name: layers[name] for name in sorted(kept, key=extract_layer_index)}
 
 
-def exact_group(layers: list[Any], config: Any, device: torch.device) -> ExactGroup:
+def full_precision_group(layers: list[Any], config: Any, device: torch.device) -> FullPrecisionGroup:
     """What these layers of vLLM's share where tokens are at full precision."""
     scheduler, sizes = config.scheduler_config, config.compilation_config.cudagraph_capture_sizes or [0]
     largest = max(scheduler.max_num_seqs, *sizes), max(scheduler.max_num_batched_tokens, *sizes)
-    return ExactGroup([layer.impl.paged for layer in layers], *largest, scheduler.max_num_seqs, device)
+    return FullPrecisionGroup([layer.impl.paged for layer in layers], *largest, scheduler.max_num_seqs, device)
 
 
 class TellsWhoServes:
@@ -96,7 +96,7 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     requires_block_table_width = True  # kernels are compiled for its alignment
-    full_precision: ExactGroup | None = None  # where some of its layers have full-precision tokens
+    full_precision: FullPrecisionGroup | None = None  # where some of its layers have full-precision tokens
     last: Any = None  # of those layers
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
@@ -104,7 +104,7 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
         if kept := list(exact_layers(named).values()):
-            self.full_precision, self.last = exact_group(kept, vllm_config, device), kept[-1]
+            self.full_precision, self.last = full_precision_group(kept, vllm_config, device), kept[-1]
         self.pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
         for layer in named.values():
             layer.impl.pages_per_block = self.pages.pages
@@ -161,7 +161,7 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
         return self._metadata("mixed", m, batch, starts[count], None if ranges is None else ranges[:count], advance)
 
     def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Metadata:
-        """Of what vLLM says in `m`, what concerns the sequences of `batch`."""
+        """What vLLM says in `m` that concerns the sequences of `batch`."""
         tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
         metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
         if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages

@@ -43,7 +43,7 @@ def latent_bytes(fmt: Format, sizes: tuple[int, int], dtype: torch.dtype) -> int
 
 
 def _sizes_and_dtype() -> tuple[tuple[int, int], torch.dtype]:
-    """Of the model that vLLM builds."""
+    """Sizes and dtype of the model that vLLM builds."""
     model = get_current_vllm_config().model_config
     dims = get_mla_dims(model)
     return (dims.kv_lora_rank, dims.qk_rope_head_dim), model.dtype

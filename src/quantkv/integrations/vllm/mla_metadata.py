@@ -67,6 +67,6 @@ class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetada
 
 
 def _part(m, count: int, num_tokens: int, max_query_len: int, max_seq_len: int | None) -> ForwardMetadata:
-    """Of what vLLM says in `m`, what concerns the first `count` sequences."""
+    """What vLLM says in `m` that concerns the first `count` sequences."""
     batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], max_query_len, max_seq_len)
     return ForwardMetadata(batch, m.block_table_tensor[:count], m.slot_mapping, num_tokens=num_tokens)

@@ -20,13 +20,13 @@ static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f,
 // Shared memory of a consumer warpgroup, in bytes: the queries, SLABS matrices of a row a packed query row; their sums,
 // the first 16 numbers of such a row (whether SUMMED or not); weights of a KV tile's tokens, a row a packed query row,
 // of this KV tile and the last; the ring; what warps tell each other; values' zero points, of this KV tile and the
-// last; sums of queries in float32; scores of 16 offsets. Over the first three, and the ring: what a run ends with.
+// last; sums of queries in float32; scores of 16 key means. Over the first three, and the ring: what a run ends with.
 constexpr int SLAB = PACKED_ROWS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
 constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, TOLD_AT = RING_AT + STAGES * KV_TILE_BYTES;
 constexpr int TOLD = 2 * PACKED_ROWS + 4;  // numbers of a warp
 constexpr int ZEROS_AT = TOLD_AT + WORKER_WARPS * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * KV_TILE,
-              OFFSETS_AT = QUERY_SUMS_AT + 4 * PACKED_ROWS;
-constexpr int END = OFFSETS_AT + (KEY_OFFSET ? 16 * PACKED_ROWS * 4 : 0);
+              KEY_MEANS_AT = QUERY_SUMS_AT + 4 * PACKED_ROWS;
+constexpr int END = KEY_MEANS_AT + (KEY_MEAN ? 16 * PACKED_ROWS * 4 : 0);
 static_assert(WORKER_BYTES == (END + 1023) / 1024 * 1024 && TABLES_BYTES % 1024 == 0,
     "shared memory is laid out in another way in Python");
 static_assert(PACKED_ROWS * PARTIAL_BYTES <= TOLD_AT, "a partial lies over queries, weights and the ring");
@@ -239,12 +239,12 @@ struct WarpgroupQueries {
       }
     }
   }
-  DI void score_offsets(const u16* table, int sixteen, float factor, int member) const {
+  DI void score_key_means(const u16* table, int sixteen, float factor, int member) const {
 #pragma unroll 1
     for (int nt = member; nt < TILES; nt += WORKER_WARPS) {
       Query query;
       recall(nt, query);
-      query.score_offsets(table, sixteen, factor, base + OFFSETS_AT + nt * 32);
+      query.score_key_means(table, sixteen, factor, base + KEY_MEANS_AT + nt * 32);
     }
   }
 };

@@ -116,13 +116,13 @@ struct WarpgroupSoftmax {
     keep_tiles(s);
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++) {
-      u32 offset[2] = {}, sum[2] = {};  // of both packed query rows
-      if (KEY_OFFSET)
-        load_shared<8>(at.base + OFFSETS_AT + (kv_tile % 16 * PACKED_ROWS + nt * 8 + 2 * at.c) * 4, offset);
+      u32 mean[2] = {}, sum[2] = {};  // of both packed query rows
+      if (KEY_MEAN)
+        load_shared<8>(at.base + KEY_MEANS_AT + (kv_tile % 16 * PACKED_ROWS + nt * 8 + 2 * at.c) * 4, mean);
       if (KEY::BIASED) load_shared<8>(at.base + QUERY_SUMS_AT + (nt * 8 + 2 * at.c) * 4, sum);
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        s[nt][i] = key(i / 2, s[nt][i], as_float(offset[i & 1]), as_float(sum[i & 1]), softcap, m[nt][i & 1]);
+        s[nt][i] = key(i / 2, s[nt][i], as_float(mean[i & 1]), as_float(sum[i & 1]), softcap, m[nt][i & 1]);
     }
   }
 

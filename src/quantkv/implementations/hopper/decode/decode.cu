@@ -7,10 +7,10 @@
 // are combined in the block; combine_kernel combines the rest. Where UNSPLIT, there is one launch: see unsplit.cuh.
 //
 // Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE
-// RECORD_BYTES KEY_MAP KEY_OFFSET KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES PDL_AFTER_DECODE PDL_AFTER_WRITE
+// RECORD_BYTES KEY_MAP KEY_MEAN KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES PDL_AFTER_DECODE PDL_AFTER_WRITE
 // UNSPLIT SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS WORKER_WARPS BLOCKS_PER_SM STAGES
 // TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES ARGUMENT_BYTES PARTIAL_BYTES
-// SPARE_LANES_COPY PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs
+// PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs
 // KEY_DIMENSIONS KEY_BITS KEY_META_BYTES KEY_HALF KEY_ODD_UNIT KEY_TABLE_BYTES TABLES_BYTES VALUE_BITS
 // VALUE_META_BYTES.
 #include "kernels.cuh"
@@ -18,24 +18,24 @@
 #include "softmax.cuh"
 #include "unsplit.cuh"
 
-// tiles of the positions that share a row, or 16, of the offset table
+// tiles of the positions that share a row, or 16, of the table of key means
 constexpr int BUCKET = 64 / TILE, GROUP_TILES = 16 * BUCKET;
 constexpr int AHEAD = STAGES - TILES_PER_STEP;  // tiles that are on their way
 
 // The N tiles of a step, from `slot` of the ring on; copies go into the slots `next`, of the step before.
-template <int N> DI void step_on(u32 ring, u32& slot, int tile, u32 (&tiles)[N], u32 (&offsets)[N], u32 (&next)[N]) {
+template <int N> DI void step_on(u32 ring, u32& slot, int tile, u32 (&tiles)[N], u32 (&means)[N], u32 (&next)[N]) {
 #pragma unroll
   for (int n = 0; n < N; n++) {
-    tiles[n] = slot, offsets[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (PLACES * 4);
+    tiles[n] = slot, means[n] = ring + RING_BYTES + (u32)(tile + n) / BUCKET % 16 * (PLACES * 4);
     next[n] = slot >= ring + TILES_PER_STEP * TILE_BYTES ? slot - TILES_PER_STEP * TILE_BYTES
                                                          : slot + AHEAD * TILE_BYTES;
     slot = slot == ring + (STAGES - 1) * TILE_BYTES ? ring : slot + TILE_BYTES;
   }
 }
 
-// The scores of a group of offsets, to shared memory.
-DI void score_offsets(const AttendArguments& a, const OwnQuery& query, int head, int group, u32 to) {
-  query.score_offsets(a.key_offset + (i64)head * a.offset_stride, group, a.scale / Query::NORM * a.offset_gain, to);
+// The scores of a group of key means, to shared memory.
+DI void score_key_means(const AttendArguments& a, const OwnQuery& query, int head, int group, u32 to) {
+  query.score_key_means(a.key_mean + (i64)head * a.key_mean_stride, group, a.scale / Query::NORM * a.key_mean_gain, to);
 }
 
 // What warps ended with, combined.
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   bool is_held = false;  // what a stretch of this sequence came to
   OwnQuery query;  // of a (sequence, kv head), as what follows: where INVARIANT its next partial finds it here
   OwnPartials own;
-  int len, context, low, high, all_see, all_in_window, scored;  // scored: group of offsets, to shared memory
+  int len, context, low, high, all_see, all_in_window, scored;  // scored: group of key means, to shared memory
   bool is_new = true;
   if constexpr (UNSPLIT && INVARIANT) unsplit.meet();
   if constexpr (KEY_MAP == MATRIX) {
@@ -119,10 +119,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         constexpr int N = decltype(count)::value;
         wait_for_all_copies_but<AHEAD - N>();
         __syncwarp();
-        u32 tiles[N], offsets[N], next[N];
-        step_on(ring, slot, tile, tiles, offsets, next);
+        u32 tiles[N], means[N], next[N];
+        step_on(ring, slot, tile, tiles, means, next);
         softmax.template add<N, decltype(masked)::value>(
-            tiles, offsets, at, query, scale, a.softcap, [&] { loader.next(next); },
+            tiles, means, at, query, scale, a.softcap, [&] { loader.next(next); },
             [&](int n, int half, int k) {
               // An empty packed query row sees what the last query does: `seen` depends on no row that is empty.
               int key = (tile + n) * TILE + at.token + 8 * half,
@@ -140,10 +140,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         // in between, every packed query row sees every token
         const bool masked = tile < all_in_window || tile >= all_see;
         int stop = min(end, tile < all_in_window ? all_in_window : tile < all_see ? all_see : end);
-        if (KEY_OFFSET) {
-          const int group = min(tile / GROUP_TILES, a.offset_groups - 1);
+        if (KEY_MEAN) {
+          const int group = min(tile / GROUP_TILES, a.key_mean_groups - 1);
           stop = min(stop, (tile / GROUP_TILES + 1) * GROUP_TILES);
-          if (group != scored) score_offsets(a, query, head, scored = group, ring + RING_BYTES);
+          if (group != scored) score_key_means(a, query, head, scored = group, ring + RING_BYTES);
         }
         if (!masked)
           while (tile + TILES_PER_STEP <= stop) step(Constant<TILES_PER_STEP>{}, Constant<false>{});

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   bool is_held = false;  // what a stretch of this sequence came to
   // Of a sequence and kv head, as in decode.cu.
   OwnPartials own;
-  // scored: the group of offsets whose scores are in shared memory
+  // scored: the group of key means whose scores are in shared memory
   int len, context, low, high, all_see, all_in_window, scored;
   bool is_new = true;
   while (left > 0) {
@@ -67,11 +67,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       }
       WarpgroupSoftmax softmax;
       for (; kv_tile < end; kv_tile++) {
-        if (KEY_OFFSET) {
-          const int group = min(kv_tile / 16, a.offset_groups - 1);
+        if (KEY_MEAN) {
+          const int group = min(kv_tile / 16, a.key_mean_groups - 1);
           if (group != scored) {
-            query.score_offsets(
-                a.key_offset + (i64)head * a.offset_stride, group, a.scale / Query::NORM * a.offset_gain, member);
+            query.score_key_means(
+                a.key_mean + (i64)head * a.key_mean_stride, group, a.scale / Query::NORM * a.key_mean_gain, member);
             scored = group;
             meet(at.barrier);
           }

@@ -13,7 +13,7 @@ template <class Key> struct IntegerQuery : Query {
   u32 bytes[2 * STEPS];
   float unit;  // of this lane's own packed query row
   int sum;     // of its numbers, where keys have zero points
-  static_assert(!BY_INTEGERS || !Key::BIASED && !Key::NORMALISED && !KEY_OFFSET,
+  static_assert(!BY_INTEGERS || !Key::BIASED && !Key::NORMALISED && !KEY_MEAN,
       "scores are products of codes, less zero points");
   DI float in_unit(float scale) const { return scale * unit; }
   DI float total(int) const { return 0.f; }  // what a bias would be multiplied by

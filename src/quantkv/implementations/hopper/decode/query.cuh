@@ -262,8 +262,8 @@ struct Query {
     sum[0] = (total[0][0] + total[1][0]) / KEY_GAIN, sum[1] = (total[0][1] + total[1][1]) / KEY_GAIN;
   }
 
-  // The scores of 16 rows of an offset table, times factor, into shared memory at `to` [16, PLACES] float32.
-  DI void score_offsets(const u16* table, int sixteen, float factor, u32 to) const {
+  // The scores of 16 rows of a table of key means, times factor, into shared memory at `to` [16, PLACES] float32.
+  DI void score_key_means(const u16* table, int sixteen, float factor, u32 to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const KeyMatrix rows(table, sixteen);
     __syncwarp();  // the scores before these may still be read

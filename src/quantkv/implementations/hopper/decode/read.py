@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....calls import AttendCall, Segment
 from ....reads import window_size
 from ..host import launch
-from ..host.operands import NO_MAP, kind, map_of, offsets_of
+from ..host.operands import NO_MAP, key_means_of, kind, map_of
 from .unsplit import Unsplit
 from .warps import DecodeConfig
 
@@ -29,7 +29,7 @@ class Part:
 
 
 def scale_of(call: AttendCall) -> float:
-    """Of scores, as the kernels take it: base 2, over half of softcap where there is one."""
+    """Scale of scores, as the kernels take it: base 2, over half of softcap where there is one."""
     return call.scale * launch.LOG2E * (2 / call.options.softcap if call.options.softcap else 1.0)
 
 
@@ -81,11 +81,11 @@ class Read:
             raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
         maps, a = segment.maps, self.arguments
         key_map, value_map = map_of(maps.k, self.key_half) or NO_MAP, map_of(maps.v, None) or NO_MAP
-        offsets = offsets_of(maps.k, self.key_half)
+        means = key_means_of(maps.k, self.key_half)
         self.scales = k_scale, v_scale = segment.k.scale, segment.v.scale
         a.key_map, a.key_map_stride, a.scale = key_map.address, key_map.head_stride, self.scale * key_map.gain * k_scale
         a.value_map, a.value_map_stride, a.value_gain = value_map.address, value_map.head_stride, value_map.gain * v_scale
-        if offsets is not None:
-            a.key_offset, a.offset_stride = offsets.data.data_ptr(), offsets.head_stride
-            a.offset_groups, a.offset_gain = offsets.groups, offsets.gain / k_scale  # what an offset is not divided by
-        self.maps, self.operands = maps, (key_map, value_map, offsets)  # alive while their addresses are here
+        if means is not None:
+            a.key_mean, a.key_mean_stride = means.data.data_ptr(), means.head_stride
+            a.key_mean_groups, a.key_mean_gain = means.groups, means.gain / k_scale  # what a key mean is not divided by
+        self.maps, self.operands = maps, (key_map, value_map, means)  # alive while their addresses are here

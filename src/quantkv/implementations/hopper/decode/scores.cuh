@@ -6,7 +6,7 @@
 constexpr bool ZERO_POINTS = VALUE::ZERO_POINTS;
 // an output is of any size, not weights times codes of a known one, and is looked for
 constexpr bool WIDE = VALUE::BIASED || V_META == 0;
-constexpr bool ADDED = KEY_OFFSET || KEY::BIASED;  // a score is more than a product
+constexpr bool ADDED = KEY_MEAN || KEY::BIASED;  // a score is more than a product
 static_assert(!ZERO_POINTS || V_META == 4, "where zero points are");
 DI u32 zero_code(u32 meta) { return meta & 15u; }
 DI float zero_point(u32 meta) { return (float)zero_code(meta); }
@@ -21,13 +21,13 @@ struct KeyScores {
   DI KeyScores(const u32 (&meta)[2], float squares0, float squares1, float scale)
       : f{key_scale(meta[0], squares0) * scale, key_scale(meta[1], squares1) * scale},
         z{KEY::bias(meta[0]) * scale, KEY::bias(meta[1]) * scale},
-        // A negative scale says that the key was stored without its offset.
+        // A negative scale says that the key was stored without its key mean.
         shifted{
             KEY_SIGNED && KEY::scale(meta[0]) < 0.f ? 0.f : 1.f, KEY_SIGNED && KEY::scale(meta[1]) < 0.f ? 0.f : 1.f} {}
-  // Of key r, less m: its product y with a query, o of the query with the key's offset, the sum of the query's numbers.
+  // Of key r, less m: its product y with a query, o of the query with the key's mean, the sum of the query's numbers.
   DI float operator()(int r, float y, float o, float sum, float softcap, float m) const {
-    if (KEY_SIGNED && KEY_OFFSET) o *= shifted[r];
-    if (KEY::BIASED) o = fmaf(z[r], sum, KEY_OFFSET ? o : 0.f);
+    if (KEY_SIGNED && KEY_MEAN) o *= shifted[r];
+    if (KEY::BIASED) o = fmaf(z[r], sum, KEY_MEAN ? o : 0.f);
     if (SOFTCAP) {  // scale brings the score to 2 log2(e) / softcap, so y = softcap log2(e) tanh(score / softcap)
       return softcap - 2.f * softcap * inverse(1.f + pow2(ADDED ? fmaf(y, f[r], o) : y * f[r])) - m;
     }

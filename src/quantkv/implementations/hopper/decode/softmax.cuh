@@ -151,8 +151,8 @@ struct Softmax {
   }
 
   // The scores of N tiles, relative to m. copies() starts the copies of later tiles, once the loads of these keys are
-  // on their way. offsets: where the scores of each tile's row of the offset table are, in shared memory.
-  template <int N, class Copies> DI void score(float (&s)[N][OWN][2], const u32 (&tile)[N], const u32 (&offsets)[N],
+  // on their way. means: where the scores of each tile's row of the table of key means are, in shared memory.
+  template <int N, class Copies> DI void score(float (&s)[N][OWN][2], const u32 (&tile)[N], const u32 (&means)[N],
       const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies) const {
     u32 keys[N][2][ALL_K_WORDS], metas[N][2] = {};
 #pragma unroll
@@ -183,13 +183,13 @@ struct Softmax {
       const KeyScores key(metas[n], norms[0], norms[2], q.in_unit(scale));
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
-        u32 offset[2] = {};  // what is added to the scores of packed query rows 2 nt and 2 nt + 1, of both rows
-        if (KEY_OFFSET) load_shared<8>(offsets[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, offset);
+        u32 mean[2] = {};  // what is added to the scores of packed query rows 2 nt and 2 nt + 1, of both rows
+        if (KEY_MEAN) load_shared<8>(means[n] + (nt * 8 + threadIdx.x % 4 * 2) * 4, mean);
 #pragma unroll
         for (int k = 2 * nt; k < min(2 * nt + 2, OWN); k++)
 #pragma unroll
           for (int r = 0; r < 2; r++)
-            s[n][k][r] = key(r, s[n][k][r], as_float(offset[k % 2]), q.total(k), softcap, m[k]);
+            s[n][k][r] = key(r, s[n][k][r], as_float(mean[k % 2]), q.total(k), softcap, m[k]);
       }
     }
   }
@@ -198,10 +198,10 @@ struct Softmax {
   // valid(n, half, k): may packed query row k of this lane see its token (half: + 8) of tile n? ours(n, half): is it of
   // the segment?
   template <int N, bool MASKED, class Copies, class Valid, class Ours> DI void add(const u32 (&tile)[N],
-      const u32 (&offsets)[N], const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies,
+      const u32 (&means)[N], const Lane& at, const OwnQuery& q, float scale, float softcap, Copies copies,
       Valid valid, Ours ours) {
     float s[N][OWN][2], x[OWN], v_top;
-    score(s, tile, offsets, at, q, scale, softcap, copies);
+    score(s, tile, means, at, q, scale, softcap, copies);
     if constexpr (MASKED) {
 #pragma unroll
       for (int n = 0; n < N; n++)

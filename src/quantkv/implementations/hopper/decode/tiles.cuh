@@ -9,6 +9,9 @@ constexpr int META_CHUNKS = K_META + V_META;  // of 16 bytes, of a tile
 constexpr int HELD = 32 * PER_PAGE / PAGES;  // tiles of which page ids are held
 // a tile may begin with rows that are nobody's, or whose page has been given away
 constexpr bool FOREIGN = RANGES || PAGES == 2;
+#ifndef SPARE_LANES_COPY
+#define SPARE_LANES_COPY true  // benchmarks/small_run.py gives false: a checker of races takes what they copy for one
+#endif
 
 // 16-byte chunks of a row are permuted by an xor, so that any chunk of 8 successive rows lies in 32 different banks.
 // Rows of no power of two lie as they come: their chunks meet in fewer banks.

@@ -64,7 +64,7 @@ def longest_of_shape(call: AttendCall, segment: Segment) -> int:
 
 
 def _tiles(call: AttendCall, tokens: int) -> tuple[int, bool]:
-    """Of a sequence of so many tokens and a kv head, at most, and at least one; whether a window bounds them."""
+    """Tiles of a sequence of so many tokens and a kv head, at most, and at least one; whether a window bounds them."""
     window, chunk = window_size(call.options)
     seen = chunk * (call.options.chunk_lookback + 1) if chunk else window
     reach = seen + call.batch.max_query_len - 1

@@ -20,7 +20,6 @@ MAX_TILES = 1024  # of one accumulator: beyond 16k tokens it drifts, as the tens
 INTEGER_PACKED_ROWS = 4  # that share products with keys by integers; more take as long by fp16, or longer
 EXACT_TILES = 8  # of a sequence that the combine kernel attends to itself, at most
 LARGEST_CLUSTER = 16  # blocks; a device that holds too few clusters of so many at once is given smaller ones
-SPARE_LANES_COPY = True  # the metadata of a tile, as other lanes do: `TileCopier.copy`. False for a checker that takes it for a race
 BARRIER_BYTES = 8  # of a warp: in which (sequence, kv head) its run began, and ended
 COMBINE_PACKED_ROWS, COMBINE_WARPS = 4, 8  # packed query rows of a block of combine_kernel; warps of a block of combine_one_kernel
 # Of an invariant cut (`Sequences.partials`): `partials_first` partials or fewer, of PARTIAL_LEAST tiles or more; twice as many where these
@@ -49,7 +48,7 @@ class CallShape:
     softcap: bool = False
     key_map: str = "NO_MAP"  # or HADAMARD or MATRIX
     value_map: str = "NO_MAP"
-    key_offset: bool = False
+    key_mean: bool = False
 
     def config(self, kind: type[T], packed_rows: int, **chosen) -> T:
         """A configuration of some kind for it, of which a block serves so many packed query rows."""
@@ -91,7 +90,7 @@ class DecodeConfig(CallShape):
 
     @property
     def workers(self) -> int:
-        """Of a block: each has a run of tiles."""
+        """Workers of a block: each has a run of tiles."""
         return self.warps // self.worker_warps
 
     @property
@@ -115,7 +114,7 @@ class DecodeConfig(CallShape):
         return -(-PARTIAL_LEAST // self.worker_warps)
 
     def partials(self, tokens: int) -> int:
-        """Of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
+        """Partials of a sequence and kv head with so many tokens, or fewer, at most, where the cut is invariant."""
         line = -(-tokens // (TILE * self.worker_warps))
         first, enough, longest = self.partials_first, PARTIALS_ENOUGH // self.worker_warps, max(MAX_TILES // self.worker_warps, 1)
         n = max(1, min(line // self.partial_least, first))
@@ -138,7 +137,7 @@ class DecodeConfig(CallShape):
 
     @property
     def key_dimensions(self) -> int:
-        """Of a key as it is unpacked."""
+        """Dimensions of a key as it is unpacked."""
         return self.key_half.dimensions(self.head_size)
 
     @property
@@ -151,7 +150,7 @@ class DecodeConfig(CallShape):
 
     @property
     def key_table_bytes(self) -> int:
-        """Of them, those of the keys' table: integers need none."""
+        """Bytes of the keys' table: integers need none."""
         return 0 if self.by_integers else self.key_half.table_bytes
 
     @property
@@ -188,18 +187,18 @@ class DecodeConfig(CallShape):
 
     @property
     def partials_at_once(self) -> int:
-        """Of a row, that a warp loads together to combine them."""
+        """Partials of a row that a warp loads together to combine them."""
         pairs = -(-self.head_size_v // 64)
         return 16 // (4 if self.value_map == "HADAMARD" and pairs == 3 else pairs)
 
     @property
     def score_bytes(self) -> int:
-        """Shared memory of a warp for the scores of key offsets."""
-        return 4 * TILE * 8 * self.packed_row_tiles if self.key_offset else 0
+        """Shared memory of a warp for the scores of key means."""
+        return 4 * TILE * 8 * self.packed_row_tiles if self.key_mean else 0
 
     @property
     def beside_ring(self) -> int:
-        """Shared memory of a warp that its ring cannot have: scores of offsets, spilled queries."""
+        """Shared memory of a warp that its ring cannot have: scores of key means, spilled queries."""
         return self.score_bytes + self.spilled_bytes
 
     @property
@@ -247,7 +246,7 @@ class DecodeConfig(CallShape):
             **row_macros(self.key, self.value, self.head_size, self.head_size_v), KEY_DIMENSIONS=self.key_dimensions, GROUP=self.group,
             KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size, RECORD_BYTES=self.record_bytes, KEY_HALF=key.half,
             KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
-            KEY_OFFSET=int(self.key_offset), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
+            KEY_MEAN=int(self.key_mean), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
             RANGES=int(self.ranges), PDL_AFTER_DECODE=int(self.pdl_after_decode), SEGMENTS=self.segments,
             MAPPED_SEGMENTS=self.mapped_segments,
             PDL_AFTER_WRITE=int(self.pdl_after_write), UNSPLIT=int(self.unsplit), LARGEST_CLUSTER=LARGEST_CLUSTER,
@@ -258,7 +257,6 @@ class DecodeConfig(CallShape):
             WORKER_WARPS=self.worker_warps,
             BLOCKS_PER_SM=self.blocks_per_sm, STAGES=self.stages, TILES_PER_STEP=self.tiles_per_step, MAX_TILES=MAX_TILES, TILE=TILE,
             WORKER_BYTES=self.worker_bytes, BARRIER_BYTES=BARRIER_BYTES, PARTIAL_BYTES=self.partial_bytes,
-            SPARE_LANES_COPY=int(SPARE_LANES_COPY),
             COMBINE_PACKED_ROWS=COMBINE_PACKED_ROWS, COMBINE_SEQUENCES=self.combine_sequences, COMBINE_WARPS=COMBINE_WARPS,
             ARGUMENT_BYTES=sizeof(arguments("AttendArguments")),
         )  # fmt: skip
@@ -283,9 +281,7 @@ def choose(shape: CallShape, capacity: int = 1 << 20) -> DecodeConfig:
     most = 1 if size > 256 else 2 if size > 128 or shape.key_map == "MATRIX" else 4
     packed_row_tiles = min(-(-shape.packed_rows // 8), most)
     whole = codec.dimensions(head_size) % 32 == 0  # a product takes so many
-    by_integers = (
-        codec.integers and whole and shape.packed_rows <= INTEGER_PACKED_ROWS and shape.key_map != "MATRIX" and not shape.key_offset
-    )
+    by_integers = codec.integers and whole and shape.packed_rows <= INTEGER_PACKED_ROWS and shape.key_map != "MATRIX" and not shape.key_mean
     packed_rows = min(4 * -(-shape.packed_rows // 4), 8 * packed_row_tiles)
     if size > 256 or packed_row_tiles > 2:
         chosen = dict(warps=8, max_stages=3)

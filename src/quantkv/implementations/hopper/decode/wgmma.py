@@ -57,7 +57,7 @@ class WgmmaConfig(DecodeConfig):
     @property
     def beside_ring(self) -> int:
         """Shared memory of a consumer warpgroup that its ring cannot have, as in consumer.cuh: matrices of 128 bytes a packed query row
-        (queries, their sums, two of weights); what warps tell each other; zero points; sums; scores of offsets."""
+        (queries, their sums, two of weights); what warps tell each other; zero points; sums; scores of key means."""
         packed_rows = self.packed_rows
         matrices = (-(-self.key_dimensions // 64) + 3) * 128 * packed_rows
         return matrices + WORKER_WARPS * (2 * packed_rows + 4) * 4 + 4 * WORKER_WARPS * TILE + 4 * packed_rows + self.score_bytes

@@ -15,7 +15,7 @@ struct AttendArguments {
   const int* cu_queries;
   const u16* key_map;     // signs of a Hadamard matrix, or the tiles of a matrix for each head
   const u16* value_map;
-  const u16* key_offset;  // tiles of 16 rows
+  const u16* key_mean;  // tiles of 16 rows
   const u8* sinks;
   u32* partials;            // [resident + KV_HEADS * sequences, all_packed_rows, PARTIAL]
   i64 q_token;
@@ -25,8 +25,8 @@ struct AttendArguments {
   int table_stride;
   int key_map_stride;
   int value_map_stride;
-  int offset_stride;
-  int offset_groups;
+  int key_mean_stride;
+  int key_mean_groups;
   int sinks_stride;
   int sinks_type;
   int sequences;
@@ -35,7 +35,7 @@ struct AttendArguments {
   int all_packed_rows;
   float scale;            // of scores, base 2; over softcap / 2 where there is one
   float softcap;          // base 2
-  float offset_gain;
+  float key_mean_gain;
   float value_gain;
   const int* key_start;   // [sequences]: position of the key in a segment's first slot
   const int* key_range;   // [sequences, 2]: positions that are read
@@ -69,7 +69,7 @@ struct WriteArguments {
   const u8* slots;
   const u32* key_signs;
   const u32* value_signs;
-  const float* key_offset;
+  const float* key_mean;
   const u8* positions;
   i64 key_token;
   i64 key_head;
@@ -77,8 +77,8 @@ struct WriteArguments {
   i64 value_head;
   i64 page_stride;
   i64 head_stride;
-  i64 offset_bucket;
-  i64 offset_head;
+  i64 key_mean_bucket;
+  i64 key_mean_head;
   int buckets;
   int tokens;
   float key_scale;

@@ -1,4 +1,4 @@
-"""Linear maps and offsets in the order in which the decode kernel reads them, kept as long as the map lives."""
+"""Linear maps and key means in the order in which the decode kernel reads them, kept as long as the map lives."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KernelMap:
 
     @property
     def address(self) -> int | None:
-        """Of its matrices; None for a Hadamard map."""
+        """Address of its matrices; None for a Hadamard map."""
         return None if self.data is None else self.data.data_ptr()
 
     @property
@@ -65,7 +65,7 @@ NO_MAP = KernelMap("NO_MAP", None, 1.0)
 
 
 @dataclass(frozen=True)
-class KernelOffsets:
+class KernelKeyMeans:
     """The rows of a table of key means as the kernels read them, times `gain`: groups of 16, the last of them all copies of the last
     row."""
 
@@ -74,15 +74,15 @@ class KernelOffsets:
     gain: float
 
     @staticmethod
-    def of(mapped: torch.Tensor, key: HopperCodec) -> KernelOffsets:
-        """`mapped` [buckets, HK or 1, D]: A offset, for keys of codec `key`."""
+    def of(mapped: torch.Tensor, key: HopperCodec) -> KernelKeyMeans:
+        """`mapped` [buckets, HK or 1, D]: A times the key means, for keys of codec `key`."""
         buckets, _, head_size = mapped.shape
         groups, D = -(-buckets // 16) + 1, key.dimensions(head_size)
         rows = mapped[torch.arange(16 * groups, device=mapped.device).clamp_max(buckets - 1)].transpose(0, 1)
         rows = torch.nn.functional.pad(rows, (0, D - head_size))
         rows[..., key_order(key, D)[1::2].flatten().to(rows.device)] *= key.odd_unit  # by which the query was divided
         data, gain = tiles(rows, key)
-        return KernelOffsets(data, groups, gain)
+        return KernelKeyMeans(data, groups, gain)
 
     @property
     def head_stride(self) -> int:
@@ -128,9 +128,9 @@ def map_of(map_: LinearMap | None, key: HopperCodec | None) -> KernelMap | None:
     return kept(map_.inverse, key, lambda: KernelMap.matrix(map_.inverse if key is None else map_.inverse.mT, key))
 
 
-def offsets_of(map_: LinearMap | None, key: HopperCodec) -> KernelOffsets | None:
-    """A map's offsets as the kernel reads them, kept with the map; None where it has none."""
+def key_means_of(map_: LinearMap | None, key: HopperCodec) -> KernelKeyMeans | None:
+    """A map's key means as the kernel reads them, kept with the map; None where it has none."""
     if map_ is None or map_.key_mean is None:
         return None
     table = map_.operands.mapped_key_mean
-    return kept(table, key, lambda: KernelOffsets.of(table, key))
+    return kept(table, key, lambda: KernelKeyMeans.of(table, key))

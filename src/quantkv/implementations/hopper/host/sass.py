@@ -30,12 +30,12 @@ def disassemble(cubin: Path) -> list[str]:
 
 
 def is_product(name: str) -> bool:
-    """Of the tensor cores: a warp's, or a warpgroup's."""
+    """Whether an instruction is a product of the tensor cores: a warp's, or a warpgroup's."""
     return name.startswith(("HMMA", "HGMMA"))
 
 
 def kernels(cubin: Path) -> dict[str, list[tuple[str, ...]]]:
-    """Of each kernel: the predicate, name and operands of every instruction."""
+    """Listing of each kernel: the predicate, name and operands of every instruction."""
     found, name = {}, ""
     for line in disassemble(cubin):
         if section := SECTION.match(line):
@@ -46,7 +46,7 @@ def kernels(cubin: Path) -> dict[str, list[tuple[str, ...]]]:
 
 
 def opcodes(cubin: Path) -> list[str]:
-    """Of every instruction, without its modifiers; what only fills up memory left out."""
+    """Names of all instructions, each without its modifiers; what only fills up memory left out."""
     found = [match.group(2).split(".")[0] for line in disassemble(cubin) if (match := INSTRUCTION.match(line))]
     return [name for name in found if name != "NOP"]
 

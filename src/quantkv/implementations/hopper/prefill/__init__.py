@@ -49,12 +49,12 @@ class PrefillConfig:
 
     @property
     def registers(self) -> int:
-        """Of a consumer's thread; those that load need no more than what is left."""
+        """Registers of a consumer's thread; those that load need no more than what is left."""
         return 160 if self.consumers == 3 else 232
 
     @property
     def keys(self) -> int:
-        """Of a tile: as many as registers and shared memory hold."""
+        """Keys of a tile: as many as registers and shared memory hold."""
         if self.consumers == 3:
             return 128 if self.largest <= 64 else 96 if self.largest <= 96 else 80
         return 160 if self.largest <= 128 else 96 if self.largest <= 192 else 80
@@ -66,7 +66,7 @@ class PrefillConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Of shared memory of a block."""
+        """Shared memory of a block."""
         return self._shared_bytes(self.query_stages)
 
     def _shared_bytes(self, query_stages: int) -> int:

@@ -51,7 +51,7 @@ class Hadamard:
 
     @property
     def address(self) -> int | None:
-        """Of its signs; None where it has none."""
+        """Address of its signs; None where it has none."""
         return None if self.signs is None else self.signs.data_ptr()
 
 
@@ -116,7 +116,7 @@ class WriteConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return 32 * self.warps
 
     @property
@@ -235,7 +235,7 @@ def _kind(way: Way) -> Any:
 
 
 def ways(call: WriteCall) -> tuple[Way, ...]:
-    """Of keys and of values."""
+    """Ways of keys and of values."""
     sides = ((call.fmt.k, call.maps.k), (call.fmt.v, call.maps.v))
     return tuple((codec.hopper().writer, rounding_of(codec, map_) is not None) for codec, map_ in sides)
 
@@ -295,7 +295,7 @@ def _shape(call: WriteCall) -> Hashable:
 
 
 class Prepared:
-    """Launches calls of one shape. What differs from layer to layer is filled in: addresses, scales, signs and offsets of maps."""
+    """Launches calls of one shape. What differs from layer to layer is filled in: addresses, scales, signs and key means of maps."""
 
     def __init__(self, call: WriteCall):
         self.index = launch.device_index(call.key.device)
@@ -343,9 +343,9 @@ class Prepared:
         key_map, value_map = hadamard_of(maps.k), hadamard_of(maps.v)
         a.key_signs, a.value_signs, a.key_scale, a.value_scale = key_map.address, value_map.address, call.k.scale, call.v.scale
         if maps.by_position:
-            offset = maps.k.operands.mapped_key_mean  # [buckets, HK or 1, D] float32, contiguous
-            a.key_offset, a.buckets = offset.data_ptr(), offset.shape[0]
-            a.offset_bucket, a.offset_head = offset.stride(0), offset.stride(1) if offset.shape[1] > 1 else 0
+            means = maps.k.operands.mapped_key_mean  # [buckets, HK or 1, D] float32, contiguous
+            a.key_mean, a.buckets = means.data_ptr(), means.shape[0]
+            a.key_mean_bucket, a.key_mean_head = means.stride(0), means.stride(1) if means.shape[1] > 1 else 0
         feedback = [_kind(way).feedback_of(map_.rounding) if way[1] else None for way, map_ in zip(ways(call), (maps.k, maps.v))]
         r = self.rounding
         r.key_feedback, r.value_feedback = (None if t is None else t.data_ptr() for t in feedback)

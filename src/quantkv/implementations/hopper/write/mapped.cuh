@@ -1,4 +1,4 @@
-// A row on its way to its codes: loaded, mapped, less its offset.
+// A row on its way to its codes: loaded, mapped, less its key mean.
 #pragma once
 #include "hadamard.cuh"
 
@@ -15,31 +15,31 @@ struct RowSource {
   int codes, meta;
 };
 
-// The mapped offset of the keys of every 64 positions, of one head; what lies beyond the table has its last row.
-struct Offset {
+// The mapped mean of the keys of every 64 positions, of one head; what lies beyond the table has its last row.
+struct KeyMeans {
   const float* table;
   const POSITION* positions;
   i64 stride;
   int buckets;
 };
 
-// Whether the row, over its four lanes, is shorter than the row less the offset, of which a lane's numbers begin at
-// `offset`.
-DI bool is_shorter(const float (&row)[E], const float* offset) {
+// Whether the row, over its four lanes, is shorter than the row less the key mean, of which a lane's numbers begin at
+// `mean`.
+DI bool is_shorter(const float (&row)[E], const float* mean) {
   float own = 0.f, rest = 0.f;
 #pragma unroll
   for (int e = 0; e < E; e++) {
-    const float less = are_there(e) ? row[e] - offset[4 * (e - e % CHUNK) + e % CHUNK] : 0.f;
+    const float less = are_there(e) ? row[e] - mean[4 * (e - e % CHUNK) + e % CHUNK] : 0.f;
     own = fmaf(row[e], row[e], own), rest = fmaf(less, less, rest);
   }
   auto add = [](float a, float b) { return a + b; };
   return over_lanes(own, add) < over_lanes(rest, add);
 }
 
-// Fills in a lane's part of the row of `token`, which is there if `given`. Whether the row is kept without its offset:
+// Fills in a lane's part of the row of `token`, which is there if `given`. Whether it is kept without its key mean:
 // then it is negated, as SIGNED codecs store what is shorter so.
 template <bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class R>
-DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offset, int token, bool given) {
+DI bool load_row(R& row, const RowSource& side, float factor, const KeyMeans& means, int token, bool given) {
   constexpr int FLIPS = (E + 31) / 32;
   const int c = threadIdx.x % 4;
   u32 flips[FLIPS] = {};
@@ -55,8 +55,8 @@ DI bool load_row(R& row, const RowSource& side, float factor, const Offset& offs
     hadamard(row, flips, factor);
   }
   if constexpr (SHIFTED) {
-    const int bucket = given ? min((int)(offset.positions[token] / 64), offset.buckets - 1) : 0;
-    const float* shift = offset.table + bucket * offset.stride + CHUNK * c;
+    const int bucket = given ? min((int)(means.positions[token] / 64), means.buckets - 1) : 0;
+    const float* shift = means.table + bucket * means.stride + CHUNK * c;
     if constexpr (SIGNED) {
       alone = is_shorter(row.x, shift);
       keep(shift);  // what it points to is loaded again: registers could not hold it

@@ -25,13 +25,13 @@ FEW = 2048  # rows of K up to which a block is one warp: there are fewer warps t
 
 
 def feedback_bytes(head_size: int) -> int:
-    """Of one head: products of 16 x 16 in fp16, then a block's gains and its own feedback in float32."""
+    """Feedback of one head: products of 16 x 16 in fp16, then a block's gains and its own feedback in float32."""
     blocks = head_size // BLOCK
     return blocks * (blocks + 1) // 2 * BLOCK * BLOCK * 2 + blocks * BLOCK * (BLOCK + 1) // 2 * 4
 
 
 def rounding_bytes(head_size: int) -> int:
-    """Of shared memory that a warp rounds in: levels in fp16 of 32 lanes, products in float32 of 8 rows."""
+    """Shared memory that a warp rounds in: levels in fp16 of 32 lanes, products in float32 of 8 rows."""
     return 32 * 2 * head_size + 8 * 4 * head_size
 
 
@@ -89,7 +89,7 @@ class RoundConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.rows.threads
 
     @property

@@ -57,13 +57,13 @@ template <int BITS> DI void share_words(int c, u32 (&words)[WORDS<BITS>]) {
 }
 
 template <class CODEC, bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED>
-DI void write_row(const RowSource& side, float factor, const Offset& offset, const SLOT* slots, int token, int tokens,
+DI void write_row(const RowSource& side, float factor, const KeyMeans& means, const SLOT* slots, int token, int tokens,
     u8* records, i64 page_stride) {
   const int c = threadIdx.x % 4;
   const bool given = token < tokens;
   const i64 slot = given ? slots[token] : -1;
   Row<(!MAPPED || ROUND) && !SCALED> row = {};
-  const bool alone = load_row<MAPPED, ROUND, SCALED, SHIFTED, SIGNED>(row, side, factor, offset, token, given);
+  const bool alone = load_row<MAPPED, ROUND, SCALED, SHIFTED, SIGNED>(row, side, factor, means, token, given);
   u32 words[WORDS<CODEC::BITS>];
   // the sign of an fp16 scale
   const u32 meta = CODEC::encode(row, words) ^ (SHIFTED && SIGNED && alone ? 0x8000u : 0u);
@@ -91,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
   const RowSource side = is_key
       ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
       : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
-  const Offset offset{a.key_offset + head * a.offset_head, (const POSITION*)a.positions, a.offset_bucket, a.buckets};
+  const KeyMeans means{a.key_mean + head * a.key_mean_head, (const POSITION*)a.positions, a.key_mean_bucket, a.buckets};
   if (SIDES == 1 || ALIKE || is_key)  // one copy of the code where K and V are treated alike
     write_row<KEY, KEY_FACTOR != 0.f, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
-        side, KEY_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
+        side, KEY_FACTOR, means, slots, token, a.tokens, records, a.page_stride);
   else
     write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_ROUNDED, VALUE_SCALED, false, false>(
-        side, VALUE_FACTOR, offset, slots, token, a.tokens, records, a.page_stride);
+        side, VALUE_FACTOR, means, slots, token, a.tokens, records, a.page_stride);
 }

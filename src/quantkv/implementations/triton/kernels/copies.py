@@ -16,8 +16,8 @@ OTHERS = tl.constexpr(256)  # that they are compared with at a time
 def pages_of_interest(
     table, table_stride, width, seq_lens, num_blocks, s, n, there, SINK: tl.constexpr, RECENT: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Of column n of sequence s: keys, the page where the recent ones begin, which page of the sequence it is, whether it is held, and its
-    number; num_blocks for none."""
+    """Keys of sequence s, the page where the recent ones begin, which page column n is, whether it is held, and its number; num_blocks
+    for none."""
     length = tl.load(seq_lens + s, mask=there, other=0).to(tl.int64)
     base = tl.maximum(length - RECENT, 0) // PAGE if RECENT > 0 else (length + PAGE - 1) // PAGE
     index = tl.where(n < SINK, n, base + n - SINK)
@@ -138,7 +138,7 @@ def copy_of_column(
     table, table_stride, width, seq_lens, state, num_copies, num_blocks, s, n, there,
     SINK: tl.constexpr, RECENT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Of column n of sequence s: its copy, -1 for none, and whether a page is held there."""
+    """Copy of column n of sequence s: its place, -1 for none, and whether a page is held there."""
     _, _, _, held, page = pages_of_interest(table, table_stride, width, seq_lens, num_blocks, s, n, there, SINK, RECENT, PAGE)
     return tl.load(state + 2 * num_copies + 3 + page), held
 

@@ -13,7 +13,7 @@ from .forward_metadata import ForwardMetadata
 from .layer import PagedLayer
 
 
-class ExactGroup:
+class FullPrecisionGroup:
     """Which pages have a 16-bit copy, and what a step reads at full precision. Its tensors are filled before a step and outside of CUDA
     graphs, and captured graphs read the latest numbers.
 
@@ -45,4 +45,4 @@ class ExactGroup:
             self.pool.watch(pages)
         metadata.full_precision = self._whole.part(metadata.batch.num_seqs, metadata.few_queries)
         if advance:
-            metadata.advance_exact(self.pool)
+            metadata.advance_full_precision(self.pool)
