@@ -19,7 +19,7 @@ CHAIN, BLOCK = 64, 8  # dimensions that hang together, and that one product feed
 
 
 def hessian_bytes(head_size: int) -> int:
-    """Hessian of one head, as viterbi_hessian.cuh lays it out."""
+    """Bytes of one head's Hessian, as viterbi_hessian.cuh lays it out."""
     inside = (CHAIN // BLOCK) ** 2 // 4 * 256
     return 4 * head_size**2 + head_size // CHAIN * inside + head_size // BLOCK * BLOCK * (BLOCK + 1) * 4
 
