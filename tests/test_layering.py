@@ -42,7 +42,7 @@ ALLOWED = {
     "own": {"checks"},
     "calls": {"checks", "format", "maps", "options", "own", "reads"},
     "reference": {"autocast", "calls", "format", "maps", "packing", "reads"},
-    "triton": {"assumed", "calls", "format", "maps", "reads", "rounding", "under_way"},
+    "triton": {"assumed", "calls", "format", "maps", "options", "reads", "rounding", "under_way"},
     "prefill": {"assumed", "calls", "format", "maps", "reads", "reference", "triton", "hopper", "under_way"},
     "hopper": {"assumed", "calls", "format", "maps", "reads", "rounding", "under_way", "whole_file"},
     "cpu": {"calls", "format", "maps", "packing", "reads", "reference", "under_way"},

@@ -101,3 +101,8 @@ class AttentionOptions:
         if unknown:
             checks.refuse("options", sorted(unknown), f"allowed: {', '.join(cls.__dataclass_fields__)}")
         return cls(**given)
+
+
+_SHAPES = {f.name: f.metadata["shape"] for f in fields(AttentionOptions) if "shape" in f.metadata}
+TENSORS = tuple(_SHAPES)  # options that may be tensors
+PER_LAYER = tuple(name for name, shape in _SHAPES.items() if "S" not in shape)  # those that may differ from layer to layer of a step

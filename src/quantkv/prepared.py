@@ -14,9 +14,7 @@ from .autocast import given_dtypes
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, Segment, WriteCall
 from .copies import CacheWithCopies, FullPrecisionStep, as_segments, goes_by_position
-from .options import AttentionOptions
-
-PER_LAYER = ("sinks", "alibi_slopes", "qq_bias")  # options that may differ from layer to layer
+from .options import PER_LAYER, AttentionOptions
 
 
 def _same(name: str, t: torch.Tensor, like: torch.Tensor) -> None:

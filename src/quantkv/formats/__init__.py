@@ -1,4 +1,4 @@
-"""The formats that come with quantkv, one family a file or folder. Importing this package registers them all, in the order of their names."""
+"""The formats that come with quantkv, one family a file or folder. Importing this package registers them all, by their names' order."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ...calls import AttendCall, Segment
+from ...options import TENSORS
 
 try:
     import triton
@@ -32,10 +33,9 @@ LATENTS = True
 COLUMNS = 128  # of a program that combines rows which no matrix maps back
 SPLIT_TOKENS = 1024  # keys of a split where splits must not depend on the batch
 ATTEND_PLACES = ("q.ptr", "k_pages.words", "k_pages.meta", "v_pages.words", "v_pages.meta", "k_map.matrix", "k_map.key_mean")
-SHARED_PLACES = (
-    "batch.query_start", "batch.seq_lens", "batch.block_table", "extras.causal", "extras.alibi_slopes", "extras.qq_bias",
-    "extras.prefix_ranges", "extras.key_start", "extras.key_range",
-)  # fmt: skip
+ADDED = tuple(name for name in TENSORS if name in SUPPORTED and name != "sinks")  # read beside keys; sinks are what combine adds
+EXTRAS = (*ADDED, "key_start", "key_range")
+SHARED_PLACES = ("batch.query_start", "batch.seq_lens", "batch.block_table", *(f"extras.{name}" for name in EXTRAS))
 COMBINE_PLACES = ("out.ptr", "out_lse.ptr", "v_map.matrix", "sinks")
 
 
@@ -180,7 +180,6 @@ def _tensors(call: AttendCall, plan: AttendPlan, part: Partials) -> list[tuple[t
     """What stands at the places of each launch: of each segment in order, and at COMBINE_PLACES; of mapped latents, before and after
     these, at those of what maps queries and output."""
     o, batch, q, dense = call.options, call.batch, launch.dense_rows(call.q), launch.dense
-    causal = None if isinstance(o.causal, bool) else dense(o.causal).view(torch.uint8)
     latent = call.segments[0].fmt.latent
     parts = latents.query_parts(call) if latent else ()
     found = []
@@ -190,7 +189,7 @@ def _tensors(call: AttendCall, plan: AttendPlan, part: Partials) -> list[tuple[t
         s = call.segments[i]
         table = s.block_table if s.block_table.stride(1) == 1 else s.block_table.contiguous()
         of_batch = (dense(batch.cu_seqlens_q), dense(batch.seq_lens), table)
-        extras = (causal, dense(o.alibi_slopes), dense(o.qq_bias), dense(o.prefix_ranges), dense(s.key_start), dense(s.key_range))
+        extras = (*(_extra(getattr(o, name)) for name in ADDED), dense(s.key_start), dense(s.key_range))
         if latent:
             own = latents.tensors(s, parts, part.query)
         else:
@@ -203,6 +202,13 @@ def _tensors(call: AttendCall, plan: AttendPlan, part: Partials) -> list[tuple[t
     if part.mapped is not None:
         return [*found, (part.mapped, call.lse, None, dense(o.sinks)), (part.mapped, call.out, matrix)]
     return [*found, (call.out, call.lse, matrix, dense(o.sinks))]
+
+
+def _extra(value: torch.Tensor | bool | None) -> torch.Tensor | None:
+    """An option's tensor as kernels read it, bools as bytes; None for a plain value."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return launch.dense(value.view(torch.uint8) if value.dtype == torch.bool else value)
 
 
 def launch_all(call: AttendCall, plan: AttendPlan, part: Partials) -> list[launch.Launch]:
@@ -236,15 +242,17 @@ def launch_all(call: AttendCall, plan: AttendPlan, part: Partials) -> list[launc
 def _attend_launch(
     call: AttendCall, plan: AttendPlan, part: Partials, s: Segment, tensors, first_split: int, count: int, v_factor: float
 ) -> launch.Launch:
-    query_start, seq_lens, table, causal, slopes, bias, ranges, key_start, key_range = tensors[-len(SHARED_PLACES) :]
-    tiling = plan.tiling
-    bias_view = (0, 0, 0) if bias is None else (bias.shape[1], *bias.shape)
-    num_ranges = 0 if ranges is None else ranges.shape[1]
+    query_start, seq_lens, table, *given = tensors[-len(SHARED_PLACES) :]
+    tiling, extras = plan.tiling, dict(zip(EXTRAS, given))
+    bias, ranges = extras["qq_bias"], extras["prefix_ranges"]
+    if bias is not None:
+        extras |= {"qq_stride": bias.shape[1], "qq_rows": bias.shape[0], "qq_cols": bias.shape[1]}
+    extras |= {"num_ranges": 0 if ranges is None else ranges.shape[1], "v_factor": v_factor}
     shared = {
         "part": part.out,
         "lse": part.lse,
         "batch": BatchView(query_start, seq_lens, table, table.stride(0)),
-        "extras": Extras(causal, slopes, bias, *bias_view, ranges, num_ranges, key_start, key_range, v_factor),
+        "extras": Extras(**extras),
         "num_seqs": call.batch.num_seqs,
         "first_split": first_split,
         "all_splits": part.lse.shape[2],
