@@ -49,8 +49,6 @@ def compile_library(folder: Path, source: Path, macros: dict[str, object], snipp
         lines.append(f'extern "C" void run_{name}(int x, int y, int z, int threads, long bytes, int cluster, {arguments}* a) {{')
         lines.append(f"  memcpy((void*)&given_{name}, (const void*)a, sizeof *a);")
         lines.append(f"  cpu_launch([] {{ {name}(given_{name}); }}, x, y, z, threads, bytes, cluster);\n}}")
-    lines.append('extern "C" long early_copies() { return cpu_early; }')
-    lines.append('extern "C" void set_unwritten(const u8** rows, int count) { cpu_unwritten.assign(rows, rows + count); }')
     text, kept = "\n".join(lines), COMPILED or folder
     level = OPTIMIZED.get(source.name, "-O0")
     known = "".join([text, *(path.read_text() for path in snippets), level, _surroundings()]).encode()
@@ -80,6 +78,9 @@ def _compile(text: str, library: Path, source: Path) -> None:
         "-x",
         "c++",
         "-",
+        "-x",
+        "none",
+        str(_runtime(library.parent, sources)),
         "-o",
         str(part),
     ]
@@ -92,6 +93,7 @@ def _compile(text: str, library: Path, source: Path) -> None:
 def _surroundings() -> str:
     """All else that a library depends on: headers, flags, the compiler."""
     headers = [path.read_text() for folder in (*nvrtc.FOLDERS, HEADERS) for path in sorted(folder.glob("*.cuh"))]
+    headers.append((HEADERS / "runtime.cc").read_text())
     return "".join([*headers, *FLAGS, subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout])
 
 
@@ -100,12 +102,23 @@ def _headers(folder: Path, level: str) -> Path:
     """The headers that the kernels include, those of `cuda_on_cpu` in place of the package's, and the standard ones, precompiled."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = Path(tempfile.mkdtemp(dir=folder))
-    for path in [*(path for folder in nvrtc.FOLDERS for path in folder.glob("*.cuh")), *HEADERS.glob("*.cuh")]:
+    for path in [*(path for folder in nvrtc.FOLDERS for path in folder.glob("*.cuh")), *HEADERS.glob("*.c*")]:
         shutil.copy(path, sources)
     standard = sorted({line for path in HEADERS.glob("*.cuh") for line in re.findall(r"^#include <.+>$", path.read_text(), re.MULTILINE)})
-    (sources / "standard.h").write_text("\n".join(standard))
+    (sources / "standard.h").write_text("\n".join([*standard, '#include "instructions.cuh"']))
     subprocess.run(["g++", *FLAGS, level, "-x", "c++-header", str(sources / "standard.h")], check=True)
     return sources
+
+
+@cache
+def _runtime(folder: Path, sources: Path) -> Path:
+    """runtime.cc of `cuda_on_cpu`, compiled: with optimisation, as it runs in every kernel."""
+    made = folder / f"{hashlib.sha256(_surroundings().encode()).hexdigest()[:32]}.o"
+    if not made.exists():
+        part = made.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", *FLAGS, "-O1", f"-I{sources}", "-c", str(sources / "runtime.cc"), "-o", str(part)], check=True)
+        part.replace(made)
+    return made
 
 
 def _tensor_map(address, bf16, shape, strides, rows):

@@ -1,5 +1,7 @@
 """Makes Triton's CPU interpreter right on bfloat16 and 8-bit floats, where the stock one is silently wrong, and faster."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import triton.language as tl
@@ -82,17 +84,21 @@ def install() -> None:
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     patch_once()
+    keep_types()
 
 
 def patch_once() -> None:
     """The interpreter patches triton.language at every launch and every call of a device function: do it once."""
-    stock_patch, done = interpreter._patch_lang, set()
+    stock_patch, done, seen = interpreter._patch_lang, set(), {}
 
     class Kept:
         def restore(self):
             pass
 
     def patch_lang(function):
+        if id(function.__globals__) in seen:
+            return Kept()
+        seen[id(function.__globals__)] = function.__globals__  # kept, so that no other has its id
         language = tuple(sorted({id(v) for v in function.__globals__.values() if v is tl or v is tl.core}))
         if language not in done:
             stock_patch(function)
@@ -101,3 +107,46 @@ def patch_once() -> None:
         return Kept()
 
     interpreter._patch_lang = patch_lang
+
+
+def keep_types() -> None:
+    """Types of values, most of what the stock interpreter computes, are made once each; sums are not checked for an overflow that nobody
+    is told of without `debug`."""
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    core, stock_numpy, stock_broadcast = tl.core, interpreter._get_np_dtype, interpreter.TritonSemantic.broadcast_impl_value
+    stock_block, stock_tensor = core.block_type.__init__, core.tensor.__init__
+    numpy_types, blocks, scalars = {}, {}, (core.tuple([]), core.constexpr(1))
+
+    def numpy_type(of):
+        if of.name not in numpy_types:
+            numpy_types[of.name] = stock_numpy(of)
+        return numpy_types[of.name]
+
+    def equal(self, other):
+        other = other.value if isinstance(other, core.constexpr) else other
+        return self is other or (isinstance(other, core.dtype) and self.name == other.name)
+
+    def block(self, element_ty, shape):
+        shape = shape.value if isinstance(shape, core.constexpr) else shape
+        sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        made = blocks.get((element_ty.name, sizes))
+        if made is None:
+            stock_block(self, element_ty, shape)
+            self.of_tensors = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(self.numel)
+            blocks[element_ty.name, sizes] = dict(self.__dict__)
+        else:
+            self.__dict__.update(made, element_ty=element_ty)
+
+    def tensor(self, handle, type):
+        if not isinstance(type, (core.block_type, core.dtype)):
+            stock_tensor(self, handle, type)
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = type.of_tensors if type.is_block() else scalars
+
+    def broadcast(self, lhs, rhs):
+        same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if same else stock_broadcast(self, lhs, rhs)
+
+    interpreter._get_np_dtype, interpreter.TritonSemantic.broadcast_impl_value = numpy_type, broadcast
+    core.dtype.__eq__, core.block_type.__init__, core.tensor.__init__ = equal, block, tensor

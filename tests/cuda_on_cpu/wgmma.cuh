@@ -5,16 +5,16 @@
 #include "instructions.cuh"
 
 constexpr int MATRIX_ROW = 128;
-DI u32 matrix_chunk(int row, int chunk) { return row * MATRIX_ROW + ((chunk ^ row % 8) << 4); }
-DI u64 matrix_descriptor(u32 address) {
+CPU_FN u32 matrix_chunk(int row, int chunk) { return row * MATRIX_ROW + ((chunk ^ row % 8) << 4); }
+CPU_FN u64 matrix_descriptor(u32 address) {
   return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | 1 << 16 | address >> 4;
 }
-DI u64 rows_descriptor(u32 address, int slab) {
+CPU_FN u64 rows_descriptor(u32 address, int slab) {
   return (u64)1 << 62 | (u64)(8 * MATRIX_ROW / 16) << 32 | (u64)(slab / 16) << 16 | address >> 4;
 }
 
 // lane 8 m + r: the address of row r of matrix m, its column r
-inline void cpu_store_transposed(const Lanes& lanes, int matrices) {
+CPU_FN void cpu_store_transposed(const Lanes& lanes, int matrices) {
   const int m = cpu_lane() / 8, column = cpu_lane() % 8;
   if (m >= matrices) return;
   for (int row = 0; row < 8; row++) {
@@ -23,18 +23,18 @@ inline void cpu_store_transposed(const Lanes& lanes, int matrices) {
     cpu_at(at, 16), memcpy(cpu_at(at + 2 * row, 2), &x, 2), cpu_stored(at + 2 * row, 2);
   }
 }
-inline void store_transposed(u32 at, u32 a, u32 b) {
+CPU_FN void store_transposed(u32 at, u32 a, u32 b) {
   const u64 given[] = {at, a, b};
   cpu_store_transposed(cpu_exchange(given, 3), 2);
 }
-inline void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
+CPU_FN void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
   const u64 given[] = {at, a, b, c, d};
   cpu_store_transposed(cpu_exchange(given, 5), 4);
 }
-inline void stores_before_wgmma() { cpu_forget_stores(); }
+CPU_FN void stores_before_wgmma() { cpu_forget_stores(); }
 
-inline bool meet_any(int id, bool p) { return cpu_meet(id, 128, p); }
-inline void meet(int id) { meet_any(id, false); }
+CPU_FN bool meet_any(int id, bool p) { return cpu_meet(id, 128, p); }
+CPU_FN void meet(int id) { meet_any(id, false); }
 
 // ---- products
 struct Product {  // of this lane: rows g and g + 8 of a, its numbers of d
@@ -47,13 +47,13 @@ struct Product {  // of this lane: rows g and g + 8 of a, its numbers of d
   bool across = false;           // b's rows are summed over, and not those of b^T
   u64 from = 0;                  // of a, where it is in shared memory
 };
-static std::vector<std::vector<Product>> cpu_products;  // of each thread: what has not run
-static std::vector<std::vector<int>> cpu_groups;        // of each thread: products in each group that was committed
-static std::vector<int> cpu_begun;
-inline float cpu_number(const Product& p, u16 x) { return p.bfloat ? cpu_of_bfloat(x) : cpu_of_half(x); }
+CPU_VAR std::vector<std::vector<Product>> cpu_products;  // of each thread: what has not run
+CPU_VAR std::vector<std::vector<int>> cpu_groups;        // of each thread: products in each group that was committed
+CPU_VAR std::vector<int> cpu_begun;
+CPU_FN float cpu_number(const Product& p, u16 x) { return p.bfloat ? cpu_of_bfloat(x) : cpu_of_half(x); }
 // The address of number k of row n of b^T, or of number n of row k of b: bits 4 to 6 of an address by those of bits 7
 // to 9.
-inline u32 cpu_matrix_address(u64 b, int n, int k, bool across = false) {
+CPU_FN u32 cpu_matrix_address(u64 b, int n, int k, bool across = false) {
   const u32 start = (b & 0x3fff) << 4, stride = (b >> 32 & 0x3fff) << 4;
   if (b >> 62 != 1 || (b >> 49 & 7) || start >> 7 & 7)
     cpu_fail("descriptor: neither permuted by 128 bytes nor from a multiple of 1024 on", start);
@@ -62,13 +62,13 @@ inline u32 cpu_matrix_address(u64 b, int n, int k, bool across = false) {
                             : start + n / 8 * stride + n % 8 * 128 + 2 * k;
   return linear ^ (linear >> 7 & 7) << 4;
 }
-inline std::vector<u32> cpu_bits(const Product& p) {
+CPU_FN std::vector<u32> cpu_bits(const Product& p) {
   std::vector<u32> bits;
   for (int n = 0; n < p.tiles; n++)
     for (int i = 0; i < 4; i++) bits.push_back(as_bits(((volatile float(*)[4])p.d)[n][i]));
   return bits;
 }
-inline std::vector<u32> cpu_read(const Product& p) {
+CPU_FN std::vector<u32> cpu_read(const Product& p) {
   std::vector<u32> numbers;
   for (int n = 0; n < p.tiles; n++)
     for (int e = 0; e < 2; e++)
@@ -90,7 +90,7 @@ template <class T> inline std::vector<T>& cpu_mine(std::vector<std::vector<T>>& 
   if ((int)all.size() <= cpu_fiber->thread) all.resize(cpu_fiber->thread + 1);
   return all[cpu_fiber->thread];
 }
-inline void cpu_run_product(Product& p) {
+CPU_FN void cpu_run_product(Product& p) {
   for (int n = 0; n < p.tiles; n++)
     for (int i = 0; i < 4; i++) {
       double sum = 0;
@@ -100,12 +100,12 @@ inline void cpu_run_product(Product& p) {
       p.d[n][i] = (float)((p.add ? p.d[n][i] : 0.0) + sum);
     }
 }
-inline void cpu_give_rows(Product& p, const Lanes& lanes) {  // of a, in registers
+CPU_FN void cpu_give_rows(Product& p, const Lanes& lanes) {  // of a, in registers
   for (int r = 0; r < 2; r++)
     for (int k = 0; k < 16; k++)
       p.a[r][k] = cpu_number(p, lanes(cpu_lane() / 4 * 4 + k % 8 / 2, k / 8 * 2 + r) >> k % 2 * 16);
 }
-inline void cpu_begin_product(Product& p) {
+CPU_FN void cpu_begin_product(Product& p) {
   if (!cpu_mine(cpu_products).size() || cpu_fiber->begun) p.given = cpu_bits(p), p.read = cpu_read(p);
   else cpu_fail("products after others were committed, not begun", 0);
   cpu_mine(cpu_products).push_back(p);
@@ -130,8 +130,8 @@ template <int N, bool BFLOAT> struct Wgmma {
     cpu_begin_product(p);
   }
 };
-inline void begin_products() { cpu_exchange(0), cpu_fiber->begun = true; }
-inline void commit_products() {
+CPU_FN void begin_products() { cpu_exchange(0), cpu_fiber->begun = true; }
+CPU_FN void commit_products() {
   cpu_exchange(0), cpu_fiber->begun = false;
   int before = 0;
   for (int n : cpu_mine(cpu_groups)) before += n;
