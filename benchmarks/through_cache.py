@@ -1,20 +1,32 @@
-"""What caches lose through a real cache, as `quantkv eval` measures it: presets, what each of their parts is worth, and other caches.
+"""What caches lose through a real cache, with nothing prepared: the table of quality, part by part, row by row.
 
-    python benchmarks/through_cache.py --model DIR|GGUF [--text news,docs] [--device cuda] --out through-cache.json [--into FILE.md ...]
+    python benchmarks/through_cache.py [--model NAME=DIR|GGUF ...] [--domain FILE ...] [--part presets ...] --out FILE.json
 
-A prompt is read in one pass (or in passes of --chunk tokens, of which the last one's loss is shown), then the text's next tokens are read
-one at a time. Nothing is prepared: each row is a cache as typed. `--parts` adds the 4-bit preset without one part each; `--rivals` adds
-transformers' own 4-bit caches, where optimum-quanto and hqq are installed. A file that exists is added to. `--into` writes tables between
-`<!-- through:NAME -->` and `<!-- /through:NAME -->`: presets, parts, models.
+A prompt is read in one pass, then the text's next tokens one at a time; each cache is as typed. Parts:
+
+presets: what `quantkv eval` shows, over news and documentation
+parts: the 4-bit preset without one part each
+rivals: transformers' own 4-bit caches, where optimum-quanto and hqq are installed
+chunked: the last pass of a prompt that is read in several
+domains: the 4-bit preset over the texts of `--domain`
+short, long: greedy continuations
+codes: passkeys asked again
+
+Every row is in FILE.json as soon as it is measured, and what is there is not measured again.
+
+A prompt in one pass reads its own rows, whatever the format. So a model's MLPs compute it once, for the exact cache, and each policy's pass
+over it repeats their outputs; attention and the cache are real. `--whole` computes everything, and shows the prompt's loss.
+`--into` writes a table of each part between `<!-- through:PART -->` and `<!-- /through:PART -->`. `--model none` measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +41,55 @@ from quantkv.integrations.transformers.statistics import statistics_of
 from quantkv.policy import Policy
 from quantkv.spec import CacheSpec
 
-PARTS = ("prompt rows", "exact tokens", "key mean", "Hessian", "statistics")
+WITHOUT = ("prompt rows", "exact tokens", "key mean", "Hessian", "statistics")
 RIVALS = {"quanto": {}, "hqq": {"axis_key": 1, "axis_value": 1}}
+CONTINUED = 40  # tokens of a greedy continuation
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the table. make: its trials of contexts `[N, T]`, by the tokens that are decoded. prompt: tokens before these."""
+
+    make: Callable[[torch.Tensor, Any, int, int | None], list[trials.Trial]]
+    texts: tuple[str, ...] = ("news",)
+    kv: str = DEFAULT_KV
+    contexts: int = 4
+    prompt: int = 960
+    decode: int = 64
+    chunk: int | None = None
+
+
+def read_on(contexts: torch.Tensor, tokenizer: Any, decode: int, last_pass: int | None) -> list[trials.Trial]:
+    """Text that goes on behind a prompt. last_pass: tokens of the prompt whose loss is shown, too."""
+    return [trials.TextTrial(contexts, decode + (last_pass or 0), decode)]
+
+
+def continue_greedily(contexts: torch.Tensor, *_: Any) -> list[trials.Trial]:
+    """Prompts that each cache continues."""
+    return [trials.Greedy(contexts, CONTINUED + 1)]
+
+
+def ask_codes(contexts: torch.Tensor, tokenizer: Any, *_: Any) -> list[trials.Trial]:
+    """Passkeys between the tokens of each context."""
+    begin = text.beginning(tokenizer)
+    made = [trials.codes(ids[len(begin) :].tolist(), tokenizer, begin, contexts.shape[1], seed) for seed, ids in enumerate(contexts)]
+    return list(made)
+
+
+PARTS = {
+    "presets": Part(read_on, texts=("news", "docs")),
+    "parts": Part(read_on, kv="4bit"),
+    "rivals": Part(read_on, kv="4bit"),
+    "chunked": Part(read_on, kv="4bit,int4", contexts=1, prompt=8176, decode=16, chunk=2048),
+    "domains": Part(read_on, texts=(), kv="4bit"),
+    "short": Part(continue_greedily, contexts=24, prompt=64, decode=0),
+    "long": Part(continue_greedily, contexts=8, prompt=1024, decode=0),
+    "codes": Part(ask_codes, kv="4bit,2bit", contexts=2, prompt=1536, decode=0),
+}
 
 
 def without(part: str, model: Any) -> Policy:
-    """The 4-bit preset for a model without one of its `PARTS`."""
+    """The 4-bit preset for a model without one of its `WITHOUT`."""
     policy = Policy.given("4bit")
     if part == "statistics":
         return replace(policy, statistics="off")
@@ -52,6 +107,38 @@ def without(part: str, model: Any) -> Policy:
         for number, of in made.layers.items()
     }
     return replace(policy, calibration=Calibration(made.num_layers, changed, made.made_of))
+
+
+class PromptOnce:
+    """What the MLPs of a model put out for a batch, noted in the exact pass and repeated in passes over its beginning."""
+
+    def __init__(self, model: Any) -> None:
+        self.noted: dict[int, torch.Tensor] = {}
+        self.repeating = False
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "mlp":
+                module.forward = self._around(id(module), module.forward)
+
+    def _around(self, key: int, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def forward(hidden: torch.Tensor, *more: Any) -> torch.Tensor:
+            tokens = hidden.shape[1]
+            if self.repeating and tokens > 1:
+                return self.noted[key][:, :tokens]
+            made = own(hidden, *more)
+            if tokens > 1 and not self.repeating:
+                self.noted[key] = made
+            return made
+
+        return forward
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Passes of several tokens are of the batch that the last exact pass read."""
+        self.repeating = True
+        try:
+            yield
+        finally:
+            self.repeating = False
 
 
 class Rival(readers.ThroughCache):
@@ -79,78 +166,164 @@ class Rival(readers.ThroughCache):
         return found
 
 
-def measure(loaded: models.Loaded, made: list[trials.Trial], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The runs over one text, each as the file has it."""
-    model, read = loaded.model, readers.ThroughCache(given.chunk)
-    tried = policies.policies_of(given.kv)
-    if given.parts:
-        tried |= {f"4bit without {part}": without(part, model) for part in PARTS}
-    say = lambda name, step: print(f"{name}, pass {step}", file=sys.stderr, flush=True) if step % 16 == 0 else None
-    result = evaluation.evaluate(model, made, tried, read=read, on_step=say, context=made[0].ids.shape[-1])
-    yield {"read": read.name, **result.to_dict()}
-    for backend in RIVALS if given.rivals else ():
-        rival, name = Rival(backend, given.chunk), f"transformers {backend} 4-bit"
-        measured = evaluation.measure
-        evaluation.measure = lambda result, *of, rival=rival: setattr(result, "size", rival.size)  # no geometry of ours
-        try:
-            result = evaluation.evaluate(model, made, {name: Policy("int4")}, read=rival, on_step=say)
-        except ImportError as error:
-            print(f"{backend} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
+class Reader:
+    """Each policy by the reader that suits it: a rival by its own, the others through a `QuantizedCache`. once: by which a prompt in one
+    pass is computed once; None: each cache's is computed."""
+
+    def __init__(self, chunk: int | None, once: PromptOnce | None, rivals: dict[int, Rival]) -> None:
+        self.own, self.once, self.rivals = readers.ThroughCache(chunk), once, rivals
+        self.name = self.own.name
+
+    def __call__(self, model: Any, ids: torch.Tensor, policy: Policy, *given: Any) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
+        shared = self.once is not None and self.own.chunk is None and policy.prompt == "own"
+        with self.once.repeated() if shared else nullcontext():
+            return self.rivals.get(id(policy), self.own)(model, ids, policy, *given)
+
+    def passes(self, tokens: int, prompt: int) -> list[int]:
+        """As the cache's."""
+        return self.own.passes(tokens, prompt)
+
+    def measure(self, result: Any, specs: Any, policy: Policy, *of: Any) -> None:
+        """A rival's bytes are what it holds: it has no geometry of ours."""
+        if id(policy) in self.rivals:
+            result.size = self.rivals[id(policy)].size
+        else:
+            MEASURE(result, specs, policy, *of)
+
+
+MEASURE = evaluation.measure
+
+
+def caches(name: str, part: Part, model: Any) -> tuple[dict[str, Policy], dict[int, Rival]]:
+    """The caches of a part by name, and the readers of those that are not ours."""
+    tried, rivals = policies.policies_of(part.kv), {}
+    if name == "parts":
+        tried |= {f"4bit without {of}": without(of, model) for of in WITHOUT}
+    if name == "rivals":
+        for backend in RIVALS:
+            stand_in = Policy("int4")
+            tried[f"transformers {backend} 4-bit"], rivals[id(stand_in)] = stand_in, Rival(backend, part.chunk)
+    return tried, rivals
+
+
+def same(run: dict[str, Any], head: dict[str, Any]) -> bool:
+    """Whether a run of the file is of the same model, text and tokens."""
+    return all(run.get(key) == value for key, value in head.items())
+
+
+def measure(loaded: models.Loaded, name: str, source: str, given: argparse.Namespace, runs: list[dict[str, Any]], save: Any) -> None:
+    """One part over one text: rows that `runs` lacks are measured, and saved one by one."""
+    part = PARTS[name]
+    contexts, decode = given.contexts or part.contexts, given.decode if given.decode and part.decode else part.decode
+    length = part.prompt + decode
+    chosen = text.load(source, contexts * length)
+    ids = text.cut(chosen, loaded.tokenizer, length, contexts * length)
+    last_pass = None if part.chunk is None else (part.prompt - 1) % part.chunk + 1
+    if given.whole and part.make is read_on:
+        last_pass = last_pass or part.prompt
+    made = part.make(ids, loaded.tokenizer, decode, last_pass)
+    tried, rivals = caches(name, part, loaded.model)
+    once = None if given.whole or part.chunk is not None else given.once
+    reader = Reader(part.chunk, once, rivals)
+    evaluation.measure = reader.measure
+    head = {"part": name, "model": loaded.name, "text": chosen.name, "read": reader.name, "whole": once is None}
+    head |= {"context": length, "decoded": decode, "contexts": len(ids)}
+    run = next((run for run in runs if same(run, head)), None)
+    known = {row["format"] for row in run["formats"]} if run else set()
+    left = {name: tried[name] for name in (given.kv.split(",") if given.kv else tried) if name in tried.keys() - known}
+
+    def keep(result: evaluation.Result) -> None:
+        nonlocal run
+        if result.trials < len(ids):
+            return
+        values = result.to_dict()
+        if run is None:
+            run = {**values, **head, "formats": []}
+            runs.append(run)
+        run["formats"] = [row for row in run["formats"] if row["format"] not in left] + values["formats"]
+        save()
+
+    say = lambda cache, step: print(f"{name}, {chosen.name}: {cache}, pass {step}", file=sys.stderr, flush=True) if step % 32 == 0 else None
+    for unit in [left] if len(made) > 1 else [{name: policy} for name, policy in left.items()] if rivals else [left]:
+        if not unit:
             continue
-        finally:
-            evaluation.measure = measured
-        yield {"read": read.name, **result.to_dict()}
+        try:
+            evaluation.evaluate(loaded.model, made, unit, read=reader, on_step=say, on_finished=keep, context=length)
+        except ImportError as error:
+            print(f"{', '.join(unit)}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
-def table(runs: list[dict[str, Any]], shown: Any) -> list[str]:
-    """Markdown of the rows whose names are `shown`."""
-    lines = [
-        "| model, text | cache | bytes | KL of decoded tokens | same top-1, % | perplexity, % | KL of the prompt |",
-        "| --- | --- | --: | --: | --: | --: | --: |",
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """Markdown of a part's rows: what was tried of them."""
+    columns = [
+        ("model, text", "---", lambda run, row: f"{run['model']}, {run['text']}"),
+        ("cache", "---", lambda run, row: f"`{row['format']}`"),
+        ("bytes", "--:", lambda run, row: f"{row['bytes_per_head']:.0f}"),
     ]
-    for run in runs:
-        for row in run["formats"]:
-            if shown(row["format"]):
-                kl, prompt = (report.kl_with_error(of) for of in (row, row["prompt"]))
-                lines.append(
-                    f"| {run['model']}, {run['text']} | `{row['format']}` | {row['bytes_per_head']:.0f} | {kl} | {row['same_top1']:.1f} | "
-                    f"{row['perplexity_change']:+.2f} | {prompt} |"
-                )
+    if any("kl" in row for run in runs for row in run["formats"]):
+        columns += [
+            ("KL of decoded tokens", "--:", lambda run, row: exactly(row)),
+            ("same top-1, %", "--:", lambda run, row: f"{row['same_top1']:.1f}"),
+            ("perplexity, %", "--:", lambda run, row: f"{row['perplexity_change']:+.2f}"),
+        ]
+    if any("prompt" in row for run in runs for row in run["formats"]):
+        columns.append(("KL of the prompt", "--:", lambda run, row: exactly(row["prompt"]) if "prompt" in row else ""))
+    if any("greedy" in row for run in runs for row in run["formats"]):
+        columns += [
+            ("identical", "--:", lambda run, row: f"{row['greedy']['identical']} of {row['greedy']['continuations']}"),
+            ("tokens until they part", "--:", lambda run, row: report.with_error(row["greedy"]["tokens"], row["greedy"]["error"])),
+        ]
+    if any("codes" in row for run in runs for row in run["formats"]):
+        columns += [
+            ("codes right (16 bits)", "--:", lambda run, row: f"{row['codes']['whole']} ({run['reference']['codes']['whole']})"),
+            ("digits right, %", "--:", lambda run, row: report.with_error(row["codes"]["share"], row["codes"]["error"])),
+        ]
+    lines = ["| " + " | ".join(of[index] for of in columns) + " |" for index in (0, 1)]
+    lines += ["| " + " | ".join(cell(run, row) for *_, cell in columns) + " |" for run in runs for row in run["formats"]]
     return lines if len(lines) > 2 else []
+
+
+def exactly(row: dict[str, Any]) -> str:
+    """A KL with its standard error, six decimals below a thousandth."""
+    if abs(row["kl"]) < 1e-7:
+        return "0"
+    return report.with_error(row["kl"], row["kl_error"], 6 if row["kl"] < 0.001 else 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a transformers directory or a GGUF file; SmolLM2 if left out; none to write tables alone")
-    parser.add_argument("--name", help="of the model, in the file")
-    parser.add_argument("--kv", default=DEFAULT_KV, help="presets, formats, files of policies")
-    parser.add_argument("--text", default="news", help="news, docs or files, separated by commas")
-    parser.add_argument("--contexts", type=int, default=4, help="read side by side")
-    parser.add_argument("--prompt", type=int, default=768, help="tokens of a prompt")
-    parser.add_argument("--decode", type=int, default=256, help="tokens read one at a time after it")
-    parser.add_argument("--chunk", type=int, help="tokens of a pass of the prompt")
-    parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--model", action="append", help="NAME=DIR|GGUF, several times; SmolLM2 if left out; none to write tables alone")
+    parser.add_argument("--part", action="append", choices=PARTS, help="several times; all if left out")
+    parser.add_argument("--kv", help="only these of a part's caches, in this order")
+    parser.add_argument("--text", help="only this one of a part's texts")
+    parser.add_argument("--domain", action="append", default=[], help="a text of another kind, several times")
+    parser.add_argument("--contexts", type=int, help="read side by side, where a part says another number")
+    parser.add_argument("--decode", type=int, help="tokens read one at a time behind a prompt, where a part says another number")
+    parser.add_argument("--whole", action="store_true", help="compute each cache's prompt")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--into", type=Path, nargs="*", default=[])
     given = parser.parse_args()
+    PARTS["domains"] = replace(PARTS["domains"], texts=tuple(given.domain))
     runs = report.read_json(given.out)["runs"] if given.out.exists() else []
-    if given.model != "none":
-        loaded, length = models.load(given.model, given.device, getattr(torch, given.dtype)), given.prompt + given.decode
-        scored = given.decode + (given.prompt if given.chunk is None else (given.prompt - 1) % given.chunk + 1)
-        for source in given.text.split(","):
-            tokens = given.contexts * length
-            chosen = text.load(source, tokens)
-            ids = text.cut(chosen, loaded.tokenizer, length, tokens)
-            for run in measure(loaded, [trials.TextTrial(ids, scored, given.decode)], given):
-                runs.append({"model": given.name or loaded.name, "text": chosen.name, **run})
-                given.out.write_text(report.in_json(runs) + "\n", encoding="utf-8")
-    presets = lambda name: "without" not in name and "transformers" not in name
-    blocks = {"presets": table(runs, presets), "parts": table(runs, lambda name: "without" in name or name == "4bit")}
-    blocks["models"] = table(runs, lambda name: True)
-    print("\n".join(blocks["models"]))
+    save = lambda: given.out.write_text(report.in_json(runs) + "\n", encoding="utf-8")
+    for named in given.model or ["SmolLM2-135M"]:
+        if named == "none":
+            continue
+        name, _, path = named.partition("=")
+        loaded = replace(models.load(path or None, given.device, getattr(torch, given.dtype)), name=name)
+        began, cpu = time.perf_counter(), time.process_time()
+        statistics_of(loaded.model)
+        took = time.perf_counter() - began, time.process_time() - cpu
+        print(f"{name}: statistics in {took[0]:.1f} s, {took[1]:.1f} s of CPU", file=sys.stderr, flush=True)
+        given.once = None if given.whole else PromptOnce(loaded.model)
+        for part in given.part or PARTS:
+            for source in PARTS[part].texts:
+                if given.text in (None, source):
+                    measure(loaded, part, source, given, runs, save)
+    blocks = {name: table([run for run in runs if run.get("part") == name]) for name in PARTS}
+    print("\n\n".join("\n".join(lines) for lines in blocks.values() if lines))
     for path in given.into:
         fill(path, blocks, "through")
 

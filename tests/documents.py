@@ -75,7 +75,7 @@ def commands(script: str) -> Iterator[list[str]]:
 # ---- What a reader has
 
 
-def tiny_model() -> Any:
+def tiny_model(vocab_size: int = 64) -> Any:
     """A Llama with random weights that takes no time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,7 +83,25 @@ def tiny_model() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 2048}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, pad_token_id=0, **sizes, **heads)).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, eos_token_id=None, pad_token_id=0, **sizes, **heads)).eval()
+
+
+def byte_tokenizer() -> Any:
+    """transformers' tokenizer of 256 tokens, one for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def saved_model() -> str:
+    """A folder below this one with `tiny_model` and its tokenizer."""
+    tiny_model(vocab_size=256).save_pretrained("saved")
+    byte_tokenizer().save_pretrained("saved")
+    return "saved"
 
 
 def prompt(*shape: int) -> Any:
@@ -137,6 +155,7 @@ def buffers() -> list[Any]:
 MIXED = ((1, 4096), (512, 512))  # a decode and a prompt, as the README's lengths say
 GIVEN: dict[str, Callable[[], Any]] = {
     "model": tiny_model,
+    "MODEL": saved_model,
     "inputs": lambda: {"input_ids": prompt(1, 8), "max_new_tokens": 4},
     "ids": lambda: prompt(4, 128),
     "caches": caches,

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import quantkv
+from documents import byte_tokenizer
 from quantkv.cli import app, generate, readers, waiting
 from quantkv.cli import eval as eval_module
 
@@ -34,14 +35,11 @@ def installed():
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny-llama")
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocab),
+        vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=64,
         num_hidden_layers=2,

@@ -172,6 +172,11 @@ def test_generate_compare(run, noisy, model_dir):
     assert "int2 leaves the exact cache's text at token" in out and "instead of" in out
 
 
+def test_generate_writes_from_the_4_bit_preset_unless_told(run, noisy, model_dir):
+    code, out, err = run("generate", "Hello", "--model", model_dir, "--max-new-tokens", 1)
+    assert code == 0 and "4bit cache" in out, err
+
+
 @pytest.mark.parametrize("a, b, index", [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([0], [4, 5], 0), ([], [], None)])
 def test_leaves_at(a, b, index):
     assert generate.leaves_at(a, b) == index

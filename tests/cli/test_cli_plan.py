@@ -348,7 +348,7 @@ def test_doctor_without_a_gpu(doctor, run):
     kinds = ["write of a token", "write of 512 tokens", "decode", "verification of 4 drafts", "a prompt"]
     assert [row["what"] for row in told["serves"]] == kinds and told["versions"]["torch"] in torch.__version__
     code, out, _ = run("doctor", "llama-3-8b")
-    assert code == 1 and "slower: no GPU" in out and "take: nothing may change, nothing to set up: int8" in out
+    assert code == 1 and "slower: no GPU" in out and "take: with nothing set up: 8bit, 4bit, 3bit, 2bit" in out
 
 
 def test_doctor_without_torch():
@@ -427,7 +427,7 @@ def test_doctor_of_a_model(doctor, model_dir, tmp_path):
     keys, norms = told["model"]["keys"], tensors[name].norm(dim=1)
     assert (keys["layers"], keys["biased"], keys["largest_bias"], keys["bias_layer"], keys["ratio_layer"]) == (2, 1, 7.0, 1, 1)
     assert keys["ratio"] == pytest.approx(float(norms.max() / norms.median()))
-    assert told["model"]["key_biases"] and any("calibration" in note for note in told["model"]["notes"])
+    assert told["model"]["key_biases"] and any("presets and calibrations take biases off" in note for note in told["model"]["notes"])
     _, plain = doctor(model_dir)
     assert plain["model"]["keys"]["biased"] == 0 and not plain["model"]["key_biases"]
 
@@ -435,10 +435,10 @@ def test_doctor_of_a_model(doctor, model_dir, tmp_path):
 @pytest.mark.parametrize(
     "name,biased,refused,advice",
     [
-        ("qwen2.5-7b", True, set(), "none, as keys have biases"),
-        ("llama-3-8b", False, set(), "levels4"),
-        ("phi-3-mini", False, {"int2", "tq3", "tq4", "tq_k3v4", "k4v2", "k8v2"}, "levels4"),
-        ("deepseek-v2-lite", False, set(), "int8: nothing to set up"),
+        ("qwen2.5-7b", True, set(), "none of 4 bits, as keys have biases"),
+        ("llama-3-8b", False, set(), "with nothing set up: 8bit, 4bit, 3bit, 2bit"),
+        ("phi-3-mini", False, {"int2", "tq3", "tq4", "tq_k3v4", "k4v2", "k8v2"}, "with nothing set up: 8bit, 4bit, 3bit, 2bit"),
+        ("deepseek-v2-lite", False, set(), "with nothing set up: int8"),
     ],
 )
 def test_doctor_advises(doctor, name, biased, refused, advice):
@@ -447,6 +447,10 @@ def test_doctor_advises(doctor, name, biased, refused, advice):
     assert any(advice in line for line in told["model"]["advice"])
     unsupported = " ".join(finding["what"] for finding in told["findings"] if finding["level"] == "unsupported")
     assert all(format in unsupported for format in refused) and ("MLA" in unsupported) == (name == "deepseek-v2-lite")
+
+
+def test_doctor_knows_presets(doctor):
+    assert doctor("--kv", "2bit")[1]["kv"] == "trellis2" and doctor("--kv", "8bit")[1]["kv"] == "int8"
 
 
 @pytest.mark.parametrize("args", [["absent-model"], ["--kv", "int5"]])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..policy_file import PRESETS
 from . import completion, output
 from .machine import CANNOT, OK, SLOWER, UNSUPPORTED, Finding
 from .output import Json
@@ -29,7 +30,9 @@ def add_to(commands: typer.Typer) -> None:
 
 def doctor_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)] = None,
-    kv: Annotated[str, typer.Option("--kv", metavar="FORMAT", autocompletion=completion.caches, help="Who serves this format.")] = "int4",
+    kv: Annotated[
+        str, typer.Option("--kv", metavar="FORMAT", autocompletion=completion.caches, help="Who serves this format, or a preset's.")
+    ] = "int4",
     json_file: Json = None,
 ) -> int:
     """Say what this machine can run, what is in the way of something faster, and which format suits a model.
@@ -46,7 +49,7 @@ def doctor_command(
     found = machine.findings(torch, reason, gpus)
     served: list[dict[str, Any]] = []
     if torch is not None:
-        (kv,) = formats_of(kv, single=True)
+        (kv,) = formats_of(PRESETS[kv]["format"] if kv in PRESETS else kv, single=True)
         heads = HEADS if described is None else _heads(described)
         served, more = ([], []) if heads is None else _served(torch, kv, heads)
         found += more
@@ -140,7 +143,7 @@ def _notes(described: Described, read: Keys | None, biased: bool | None) -> list
         notes.append(f"{states} layers keep states of one size, at the model's precision: no format makes them smaller")
     if biased:
         size = "" if read is None else f", up to {read.largest_bias:.3g} (layer {read.bias_layer})"
-        notes.append(f"keys have biases{size}: keys of 4 bits and fewer lose much without a calibration, which takes biases off")
+        notes.append(f"keys have biases{size}: plain formats of 4 bits and fewer lose much; presets and calibrations take biases off")
     elif biased is None:
         notes.append("whether keys have biases is not known without the weights")
     if read is not None:
@@ -149,16 +152,14 @@ def _notes(described: Described, read: Keys | None, biased: bool | None) -> list
 
 
 def _advice(latent: bool, biased: bool | None, formats: dict[str, Any]) -> list[str]:
-    """Which format to take: as the README and docs/quality.md say."""
+    """Which cache to take: as the README and docs/choose.md say."""
     if latent:
-        return ["int8: nothing to set up"]
-    lines = ["nothing may change, nothing to set up: int8"]
+        return ["with nothing set up: int8"]
+    presets = [name for name, of in PRESETS.items() if of["format"] in formats]
+    lines = [f"with nothing set up: {', '.join(presets)}"]
     if "int4" in formats:
-        lines.append(
-            "4 bits with nothing set up: " + ("none, as keys have biases" if biased else "int4, as vLLM stores it, which loses more")
-        )
+        lines.append("vLLM's own bytes: " + ("none of 4 bits, as keys have biases" if biased else "int4, which loses more than 4bit"))
     if "levels4" in formats:
-        lines.append("4 bits, next to nothing lost: quantkv calibrate MODEL, then levels4 with the first 16 and the latest 24 tokens exact")
         lines.append(
             "for the bytes that you have, formats by layer: quantkv tune MODEL --budget BYTES --calibration FILE --full-precision 16,24"
         )

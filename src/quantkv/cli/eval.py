@@ -133,6 +133,7 @@ def evaluate(
     read: Reader | None = None,
     context: int | None = None,
     on_step: Callable[[str, int], None] = lambda name, step: None,
+    on_finished: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """Comparison of each policy with the model's own unquantized attention.
 
@@ -140,24 +141,26 @@ def evaluate(
     context: tokens of which full-precision tokens have their share of the bytes; those of the first trial if None.
     read: how a policy is read: `TeacherForced` unless `ThroughCache` is given.
     on_step: called with a policy's name (or "exact") and the number of passes done, before each pass.
+    on_finished: called with what is finished each time that all figures are over the same trials: after each policy of the first trial,
+        then after each trial.
 
     Trials are the outer loop, so only one trial's exact logits are held: `[S, keep or T, vocabulary]`.
     After Ctrl-C it returns what was finished, with all figures over the same trials: those that every policy is through, or the
     policies that are through the first. KeyboardInterrupt where there is nothing yet.
     """
     context, finished = context or len(trials[0].ids), None
+    prompt = next((trial.prompt for trial in trials if isinstance(trial, TextTrial)), 0)
     try:
-        for state in _finished(model, trials, policies, TeacherForced() if read is None else read, context, on_step):
-            finished = state
+        for done, exact, results in _finished(model, trials, policies, TeacherForced() if read is None else read, context, on_step):
+            results.sort(key=lambda r: (-r.size.bytes_per_token, r.scores.comparison.divergence))
+            complete = done == len(trials) and len(results) == len(policies)
+            tried = sum(trial.sequences for trial in trials[:done])
+            finished = Result(context, tried, str(model.dtype).removeprefix("torch."), exact, results, complete, prompt)
+            on_finished(finished)
     except KeyboardInterrupt:
         if finished is None:
             raise
-    done, exact, results = finished
-    results.sort(key=lambda r: (-r.size.bytes_per_token, r.scores.comparison.divergence))
-    complete = done == len(trials) and len(results) == len(policies)
-    prompt = next((trial.prompt for trial in trials if isinstance(trial, TextTrial)), 0)
-    tried = sum(trial.sequences for trial in trials[:done])
-    return Result(context, tried, str(model.dtype).removeprefix("torch."), exact, results, complete, prompt)
+    return finished
 
 
 def _finished(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..policy_file import PRESETS
 from . import completion, options, policies
 from .interrupt import Interrupted
 from .options import CalibrationFile, Device, Dtype, FullPrecisionOption, Model
@@ -34,9 +35,12 @@ def generate_command(
     kv: Annotated[
         str,
         typer.Option(
-            "--kv", metavar="FORMAT|FILE.json", autocompletion=completion.caches, help=f"Cache: {options.KV_HELP} Or a policy of tune."
+            "--kv",
+            metavar="4bit|FORMAT|FILE.json",
+            autocompletion=completion.caches,
+            help=f"Cache: a preset ({', '.join(PRESETS)}); {options.KV_HELP} Or a policy of tune.",
         ),
-    ] = "int4",
+    ] = "4bit",
     calibration: CalibrationFile = None,
     full_precision: FullPrecisionOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the exact cache; show where the two part.")] = False,

@@ -1,0 +1,89 @@
+"""The table of quality: rows are saved one by one and found again, and a prompt that is computed once changes none."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quantkv.cli import eval as evaluation
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(text_file, monkeypatch):
+    """The script, with parts that a tiny model reads at once."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("through_cache", BENCHMARKS / "through_cache.py")
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "through_cache", made)
+    spec.loader.exec_module(made)
+    text_file.write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    small = {"contexts": 3, "prompt": 100, "texts": (str(text_file),)}
+    monkeypatch.setitem(made.PARTS, "domains", replace(made.PARTS["domains"], kv="int4,4bit,2bit", decode=12, **small))
+    monkeypatch.setitem(made.PARTS, "chunked", replace(made.PARTS["chunked"], kv="int4", decode=12, **small | {"chunk": 32}))
+    monkeypatch.setitem(made.PARTS, "short", replace(made.PARTS["short"], kv="int4,int2", **small))
+    monkeypatch.setattr(evaluation, "measure", evaluation.measure)  # the script's own is gone after the test
+    return made
+
+
+@pytest.fixture
+def measured(script, model_dir, text_file, tmp_path, monkeypatch):
+    """Run the script over a text: the runs of its file."""
+    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path / "cache"))
+
+    def measured(file, *more):
+        given = ["--model", f"tiny={model_dir}", "--domain", str(text_file), "--out", str(tmp_path / file), *more]
+        monkeypatch.setattr(sys, "argv", ["through_cache.py", *given])
+        script.main()
+        return json.loads((tmp_path / file).read_text())["runs"]
+
+    return measured
+
+
+def test_a_prompt_that_is_computed_once_changes_nothing(measured):
+    once, whole = measured("a.json", "--part", "domains"), measured("b.json", "--part", "domains", "--whole")
+    assert [[row["format"] for row in run["formats"]] for run in (once[0], whole[0])] == [["4bit", "2bit", "int4"]] * 2
+    for a, b in zip(once[0]["formats"], whole[0]["formats"]):
+        # A rounding of float32 may give a row another code, which costs what a code does: a few of 36 predictions of 1e-2.
+        assert a["kl_of_contexts"] == pytest.approx(b["kl_of_contexts"], rel=1e-2) and a["kl"] > 1e-5
+        assert abs(b["prompt"]["kl"]) < 1e-6 and "prompt" not in a
+    assert once[0]["tokens"] == 36 and whole[0]["prompt_tokens"] == 300
+
+
+def test_rows_are_saved_one_by_one_and_measured_once(measured, capsys):
+    (run,) = measured("a.json", "--part", "domains", "--kv", "int4")
+    assert [row["format"] for row in run["formats"]] == ["int4"]
+    first = run["formats"][0]
+    (run,) = measured("a.json", "--part", "domains")
+    assert sorted(row["format"] for row in run["formats"]) == ["2bit", "4bit", "int4"]
+    assert first in run["formats"]  # with its seconds: it was not measured again
+    assert measured("a.json", "--part", "domains") == [run]
+    assert "`4bit`" in capsys.readouterr().out
+
+
+def test_the_rows_that_an_interrupted_run_has_finished_are_kept(measured, script, monkeypatch):
+    own = script.Reader.__call__
+
+    def fails(self, model, ids, policy, *given):
+        if policy.format == "trellis2":
+            raise RuntimeError("the machine stops")
+        return own(self, model, ids, policy, *given)
+
+    monkeypatch.setattr(script.Reader, "__call__", fails)
+    with pytest.raises(RuntimeError, match="stops"):
+        measured("a.json", "--part", "domains")
+    monkeypatch.setattr(script.Reader, "__call__", own)
+    (run,) = measured("a.json", "--part", "domains", "--kv", "2bit")
+    assert [row["format"] for row in run["formats"]] == ["4bit", "int4", "2bit"]
+
+
+def test_chunks_and_greedy_continuations(measured):
+    (run,) = measured("a.json", "--part", "chunked")
+    assert run["prompt_tokens"] == 3 * 4 and run["formats"][0]["prompt"]["kl"] > 1e-5  # the last of 32, 32, 32 and 4 tokens
+    _, run = measured("a.json", "--part", "short")
+    agreed = {row["format"]: row["greedy"] for row in run["formats"]}
+    assert {row["of"] for row in agreed.values()} == {40} and agreed["int2"]["tokens"] < agreed["int4"]["tokens"]
