@@ -204,11 +204,11 @@ TURN = torch.eye(64).roll(1, 0)[None]
 @pytest.mark.parametrize(
     "target, match",
     [
-        (dict(name="int8"), "source format=int4/int4: the target's is int8/int8"),
-        (dict(name="k4v2"), "source format=int4/int4: the target's is int4/int2"),
-        (dict(block_size=32), "source block_size=16: the target's is 32"),
-        (dict(heads=4), "source num_kv_heads=2: the target's is 4"),
-        (dict(d=128), "source head_size=64: the target's is 128"),
+        (dict(name="int8"), "source spec={'format': 'int4', 'k'.*: the target's is {'format': 'int8', 'k'"),
+        (dict(name="k4v2"), "source spec={'format': 'int4', 'v'.*: the target's is {'format': 'k4v2', 'v'"),
+        (dict(block_size=32), "source spec={'block_size': 16}: the target's is {'block_size': 32}"),
+        (dict(heads=4), "source spec={'num_kv_heads': 2}: the target's is {'num_kv_heads': 4}"),
+        (dict(d=128), "source spec={'head_size': 64, 'head_size_v': 64}: the target's is {'head_size': 128, 'head_size_v': 128}"),
         (dict(v_scale=0.5), r"source scales=\[1.0, 1.0\]: the target's is \[1.0, 0.5\]"),
         (dict(maps=LayerMaps(k=LinearMap(TURN, TURN.mT))), "source maps=[0-9a-f]{16}: the target's is [0-9a-f]{16}"),
     ],

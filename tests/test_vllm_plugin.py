@@ -462,7 +462,9 @@ def test_connectors_are_told_what_bytes_mean():
     [
         ("LMCacheConnectorV1", {}, "takes a token's bytes"),
         ("NixlConnector", {"enforce_handshake_compat": False}, "enforce_handshake_compat=False"),
-        ("MultiConnector", {"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}, "'LMCacheConnectorV1' takes"),
+        ("MultiConnector", {"connectors": [{"kv_connector": "LMCacheMPConnector"}]}, "'LMCacheMPConnector' takes"),
+        ("MooncakeConnector", {}, "kv_connector='MooncakeConnector' takes blocks without comparing what their bytes mean"),
+        ("MultiConnector", {"connectors": [{"kv_connector": "HF3FSKVConnector"}]}, "'HF3FSKVConnector' takes blocks without comparing"),
         ("NixlConnector", {}, None),
         ("OffloadingConnector", {"enforce_handshake_compat": True}, None),
     ],
@@ -478,6 +480,35 @@ def test_connectors_that_would_misread_blocks_are_refused(name, extra, said):
             return connectors.check_connectors(config)
     with pytest.raises(NotImplementedError, match=re.escape(said)):
         connectors.check_connectors(config)
+
+
+def test_every_connector_of_vllm_is_served_or_refused_by_name():
+    """Which of them compare the type's name was read in vLLM 0.33; one that is new there has to be read, too."""
+    refused = {
+        *connectors.BY_HEAD_SIZE,
+        *("DecodeBenchConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "HiSparseConnector"),
+        *("MoRIIOConnector", "MooncakeConnector", "MooncakeStoreConnector"),
+    }
+    assert set(KVConnectorFactory._registry) == refused | set(connectors.SERVED) and refused.isdisjoint(connectors.SERVED)
+    for name in refused:
+        transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config={}, enable_permute_local_kv=False)
+        with pytest.raises(NotImplementedError, match=f"quantkv: kv_connector='{name}' takes"):
+            connectors.check_connectors(
+                SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(cache_dtype="quantkv_int4"))
+            )
+
+
+def test_a_folder_of_blocks_says_whose_they_are(tmp_path):
+    """vLLM's example connector compares nothing: blocks of another meaning would be read as these."""
+    folder, theirs, ours = tmp_path / "blocks", "1f" * 8, "2e" * 8
+    for _ in range(2):  # the first engine, and one like it
+        connectors._check_folder(folder, f"quantkv_int4:{theirs}")
+    said = f"quantkv_int4: this engine's are quantkv_int4; what the bytes mean has the digest {theirs}, {ours} is needed"
+    with pytest.raises(ValueError, match=f"shared_storage_path='{folder}' has blocks of kv_cache_dtype={said}"):
+        connectors._check_folder(folder, f"quantkv_int4:{ours}")
+    with pytest.raises(ValueError, match=f"kv_cache_dtype=quantkv_int4: this engine's are quantkv_int8; .* {theirs}, {theirs}"):
+        connectors._check_folder(folder, f"quantkv_int8:{theirs}")
+    assert [file.read_text() for file in folder.iterdir()] == [f"quantkv_int4:{theirs}"]
 
 
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):

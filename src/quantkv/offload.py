@@ -1,18 +1,20 @@
-"""Pages that leave a GPU for host memory and come back, while it goes on decoding."""
+"""Pages that leave a GPU for host memory and come back, while it goes on decoding; from there to a disk, for other processes too."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from . import checks
 from .cache import PagedCache
 from .page_file import checksums as checksums_of
+from .page_file import read_layer, reading, refuse_page, write_layer, writing
 
 CHUNK_BYTES = 1 << 24  # of scratch memory each way: pages lie apart in a cache, and one large copy is faster than many small ones
 
@@ -58,7 +60,7 @@ class PageStore:
     num_pages: what the store has room for, in each layer.
     checksums: keep the CRC-32 of every stored page, taken when it has arrived, and compare before a page goes back. A `load` then makes
         the host wait for the store and for the comparison.
-    host: the caches on the host, in pinned memory where the device is a GPU: `host[i].save(path, stored.pages)` writes a page file.
+    host: the caches on the host, in pinned memory where the device is a GPU; attend to them there.
     Errors: ValueError naming the argument, its value and what is allowed; nothing is copied then.
     """
 
@@ -121,6 +123,61 @@ class PageStore:
         stored._loads.append(event)
         self._under_way["load"].append((set(numbers), event))
         return Transfer(self._lanes, event)
+
+    def save(self, stored: StoredPages, file: str | os.PathLike[str] | BinaryIO) -> None:
+        """Write what was stored to a file, for another process too: a page file of each layer, one after another.
+
+        file: a path, at which the file appears whole or not at all; or a binary file that is open for writing. The host waits for the
+        store. OSError where the file cannot be written; ValueError where a page is not what was stored, which `checksums` finds. What was
+        at the path is there still then.
+        """
+        self._check_stored(stored)
+        self._lanes.synchronize(stored._event)
+        sums = [None] * len(self.host) if stored._checksums is None else stored._checksums()
+        with writing(file) as opened:
+            for host, expected in zip(self.host, sums):
+                write_layer(opened, host, torch.tensor(stored.pages, dtype=torch.int64, device="cpu"), expected)
+
+    def read(self, file: str | os.PathLike[str] | BinaryIO, *, up_to_damage: bool = False) -> StoredPages:
+        """Read what `save` wrote, here or in another process: from now on it is stored, as by `store`.
+
+        up_to_damage: where a page of some layer is damaged, keep the pages before it, in every layer; what comes after is to be computed
+        again. Else it is refused. The file as a whole is refused, with nothing stored, where it was cut, or its bytes would mean something
+        else here: ValueError with the layer, and the digests of both sides (`page_meaning`). OSError where it cannot be read.
+        """
+        for event in self._leaving:  # copies out of places that are free now
+            self._lanes.synchronize(event)
+        places, sums, whole = None, [], 0
+        with reading(file) as (opened, name, size):
+            for layer, host in enumerate(self.host):
+                where = f"{name}: layer {layer}"
+                count = partial(self._room_for, where, None if places is None else len(places))
+                places, pages, expected = read_layer(host, opened, where, count)
+                whole = len(places) if layer == 0 else whole
+                for index, (found, written) in enumerate(zip(checksums_of(pages), expected)):
+                    if found != written:
+                        if not up_to_damage:
+                            refuse_page(where, index, found, written)
+                        whole = min(whole, index)
+                        break
+                host.buffer[places] = pages
+                sums.append(expected)
+            if size is not None and (more := size - opened.tell()):
+                checks.refuse(f"{name}: size", size, f"cut or changed: {more} bytes follow the pages of {len(self.host)} layers")
+        kept = places[:whole]
+        self._free, self._leaving = self._free[whole:], []
+        stored = StoredPages(self, self._lanes.mark(), kept)
+        if self.checksums:
+            stored._checksums = lambda: [layer[:whole] for layer in sums]
+        return stored
+
+    def _room_for(self, name: str, needed: int | None, count: int) -> list[int]:
+        """Free places for the pages of a layer's file; as many as of the layers before it."""
+        if count > self.room:
+            checks.refuse(f"{name}: pages", count, f"the store has room for {self.room}")
+        if needed is not None and count != needed:
+            checks.refuse(f"{name}: pages", count, f"the layers before it have {needed}")
+        return self._free[:count]
 
     def release(self, stored: StoredPages) -> None:
         """Give back the room of stored pages. Loads of them that are under way end as if it had not been."""

@@ -12,14 +12,15 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
 
 from . import checks, whole_file
 from .checks import refuse
-from .page_views import meaning
+from .page_meaning import PageMeaning
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -39,12 +40,8 @@ def save(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequ
     """
     numbers = list(range(cache.num_blocks)) if pages is None else checks.page_numbers(pages, cache.num_blocks)
     index = torch.tensor(numbers, dtype=torch.int64, device=cache.device)
-    if hasattr(file, "write"):
-        _write(file, cache, index)
-    else:
-        _check_path(file)
-        with whole_file.replacing(file) as whole:
-            _write(whole, cache, index)
+    with writing(file) as opened:
+        write_layer(opened, cache, index)
 
 
 def load(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequence[int] | None = None) -> None:
@@ -54,11 +51,30 @@ def load(cache: PagedCache, file: str | os.PathLike[str] | BinaryIO, pages: Sequ
     ValueError naming the file and the cause, with nothing changed, if it was cut or changed, or its version, format, geometry, maps,
     scales or number of pages differ from what is needed. OSError where the file cannot be read.
     """
-    if not hasattr(file, "read"):
+    with reading(file) as (opened, name, size):
+        _load(cache, opened, name, size, pages)
+
+
+@contextmanager
+def writing(file: str | os.PathLike[str] | BinaryIO) -> Iterator[Any]:
+    """What to write to where a user gives a path, at which a file appears whole or not at all, or a file that is open for writing."""
+    if hasattr(file, "write"):
+        yield file
+    else:
+        _check_path(file)
+        with whole_file.replacing(file) as whole:
+            yield whole
+
+
+@contextmanager
+def reading(file: str | os.PathLike[str] | BinaryIO) -> Iterator[tuple[BinaryIO, str, int | None]]:
+    """What to read where a user gives a path or an open file; its name; its bytes, None where others may follow."""
+    if hasattr(file, "read"):
+        yield file, str(getattr(file, "name", type(file).__name__)), None
+    else:
         _check_path(file)
         with whole_file.reading(file) as opened:
-            return _load(cache, opened, os.fspath(file), os.fstat(opened.fileno()).st_size, pages)
-    return _load(cache, file, str(getattr(file, "name", type(file).__name__)), None, pages)
+            yield opened, os.fspath(file), os.fstat(opened.fileno()).st_size
 
 
 def _check_path(file: Any) -> None:
@@ -67,29 +83,46 @@ def _check_path(file: Any) -> None:
 
 
 def _load(cache: PagedCache, file: BinaryIO, name: str, size: int | None, pages: Sequence[int] | None) -> None:
+    def places(count: int) -> list[int]:
+        if pages is None and count > cache.num_blocks:
+            refuse(f"{name}: pages", count, f"the cache has {cache.num_blocks}")
+        numbers = list(range(count)) if pages is None else checks.page_numbers(pages, cache.num_blocks)
+        if len(numbers) != count:
+            refuse("pages", len(numbers), f"{name} holds {count} pages")
+        return numbers
+
+    numbers, stored, sums = read_layer(cache, file, name, places, size)
+    for index, (found, expected) in enumerate(zip(checksums(stored), sums)):
+        if found != expected:
+            refuse_page(name, index, found, expected)
+    cache.buffer[torch.tensor(numbers, dtype=torch.int64, device=cache.device)] = stored.to(cache.device)
+
+
+def read_layer(
+    cache: PagedCache, file: BinaryIO, name: str, places: Callable[[int], list[int]], size: int | None = None
+) -> tuple[list[int], torch.Tensor, list[int]]:
+    """The pages of one page file, for a cache like `cache`, which stays as it is: where to put them, as `places` said of their number;
+    their bytes `[n, HK, page_bytes]`, on the host; the checksums that the file says, which nobody has compared yet. ValueError as of
+    `load`. name: of the file. size: of all of it, in bytes; None: others may follow."""
     header, offset = _read_header(file, name, size)
     count, order = _check_header(cache, header, name)
-    if pages is None and count > cache.num_blocks:
-        refuse(f"{name}: pages", count, f"the cache has {cache.num_blocks}")
-    numbers = list(range(count)) if pages is None else checks.page_numbers(pages, cache.num_blocks)
-    if len(numbers) != count:
-        refuse("pages", len(numbers), f"{name} holds {count} pages")
+    numbers = places(count)
     sizes = {"pages": count * cache.spec.block_bytes, "checksums": 8 * count}
     if size is not None and size != offset + sum(sizes.values()):
         refuse(f"{name}: size", size, f"cut or changed: its header needs {offset + sum(sizes.values())} bytes")
     payload = _read_exactly(file, sum(sizes.values()), name)
     parts = dict(zip(order, payload.split([sizes[tensor] for tensor in order])))
-    stored = parts["pages"].view(count, *cache.buffer.shape[1:])
-    for index, (found, expected) in enumerate(zip(checksums(stored), _integers(parts["checksums"]))):
-        if found != expected:
-            refuse(f"{name}: page", index, f"damaged: its bytes have the checksum {found:#010x}, the file says {expected:#x}")
-    cache.buffer[torch.tensor(numbers, dtype=torch.int64, device=cache.device)] = stored.to(cache.device)
+    return numbers, parts["pages"].view(count, *cache.buffer.shape[1:]), _integers(parts["checksums"])
+
+
+def refuse_page(name: str, index: int, found: int, expected: int) -> NoReturn:
+    """Refuse a page whose bytes are not those that were written. index: within its file."""
+    refuse(f"{name}: page", index, f"damaged: its bytes have the checksum {found:#010x}, the file says {expected:#x}")
 
 
 def _header(cache: PagedCache) -> dict[str, str]:
-    """What has to be equal for bytes to mean the same, each field in JSON or plain words."""
-    fields = {"format": FILE_FORMAT, "version": str(FILE_VERSION)}
-    return fields | {name: v if isinstance(v, str) else json.dumps(v, sort_keys=True) for name, v in meaning(cache).items()}
+    """What has to be equal for a file to be read into a cache, each field in JSON or plain words."""
+    return {"format": FILE_FORMAT, "version": str(FILE_VERSION), **PageMeaning.of(cache).header()}
 
 
 def _check_header(cache: PagedCache, header: Any, name: str) -> tuple[int, tuple[str, str]]:
@@ -97,14 +130,10 @@ def _check_header(cache: PagedCache, header: Any, name: str) -> tuple[int, tuple
     tensors = dict(header) if isinstance(header, dict) else {}
     metadata = tensors.pop("__metadata__", None)
     metadata = metadata if isinstance(metadata, dict) else {}
-    for field, text in _header(cache).items():
-        found, expected = _plain(metadata.get(field)), _plain(text)
-        if found == expected:
-            continue
-        if isinstance(found, dict) and isinstance(expected, dict):  # what differs says more than all of both
-            keys = [key for key in sorted({*found, *expected}) if found.get(key) != expected.get(key)]
-            found, expected = ({key: value.get(key) for key in keys} for value in (found, expected))
-        refuse(f"{name}: {field}", found, f"this cache needs {expected}")
+    for field, expected in (("format", FILE_FORMAT), ("version", str(FILE_VERSION))):
+        if metadata.get(field) != expected:
+            refuse(f"{name}: {field}", metadata.get(field), f"this cache needs {expected}")
+    PageMeaning.of(cache).check_same(PageMeaning.of_header(metadata), f"{name}: ", "this cache needs")
     shape = list(cache.buffer.shape[1:])
     pages = tensors.get("pages")
     found = pages.get("shape") if isinstance(pages, dict) else None
@@ -127,34 +156,30 @@ def _tensors(shape: list[int], order: Sequence[str] = ("pages", "checksums")) ->
     return described
 
 
-def _plain(field: Any) -> Any:
-    """A field's value, so that 1 and 1.0 are equal; the field itself where it is no JSON list or object."""
-    if not isinstance(field, str) or not field.startswith(("[", "{")):
-        return field
-    try:
-        return json.loads(field)
-    except (ValueError, RecursionError):
-        return field
-
-
 def checksums(pages: torch.Tensor) -> list[int]:
     """CRC-32 of the bytes of each of `pages [n, HK, page_bytes]`, on the host."""
     return [zlib.crc32(page) for page in pages.contiguous().flatten(1).numpy()]
 
 
-def _write(file: Any, cache: PagedCache, index: torch.Tensor) -> None:
-    """A safetensors file, chunk by chunk: the host never holds all pages, and the checksums are those of the bytes written."""
+def write_layer(file: Any, cache: PagedCache, index: torch.Tensor, expected: Sequence[int] | None = None) -> None:
+    """A safetensors file, chunk by chunk: the host never holds all pages, and the checksums are those of the bytes written.
+
+    file: open for writing. index: int64 `[n]`, pages, on the cache's device. expected: what their checksums have to be; ValueError for
+    the first that is another, after some of the file was written."""
     shape = [len(index), *cache.buffer.shape[1:]]
     told = {} if cache.maps.calibration is None else {"calibration": cache.maps.calibration}  # for people: no reader compares it
     header = {"__metadata__": _header(cache) | told, **_tensors(shape)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     _write_whole(file, len(text).to_bytes(8, "little") + text)
-    sums = []
+    sums: list[int] = []
     for part in index.split(max(CHUNK_BYTES // cache.spec.block_bytes, 1)):
         pages = cache.buffer[part].cpu()
         _write_whole(file, pages.flatten().numpy())
-        sums += checksums(pages)
+        for found in checksums(pages):
+            if expected is not None and found != expected[len(sums)]:
+                refuse("stored page", len(sums), f"damaged: checksum {found:#010x}, {expected[len(sums)]:#010x} when it was stored")
+            sums.append(found)
     _write_whole(file, b"".join(number.to_bytes(8, "little") for number in sums))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,7 @@ from . import checks
 from .calls import PagedTensor, Segment
 from .format import Format
 from .maps import LayerMaps
+from .page_meaning import PageMeaning
 from .spec import CacheSpec
 
 if TYPE_CHECKING:
@@ -64,25 +65,10 @@ def copy_pages_between(
     targets = checks.page_numbers(pages if target_pages is None else target_pages, target.num_blocks, "target_pages")
     if len(targets) != len(pages):
         checks.refuse("target_pages", len(targets), f"a page is needed for each of the {len(pages)} to copy")
-    theirs, ours = _in_words(source), _in_words(target)
-    for name, value in theirs.items():
-        if value != ours[name]:
-            checks.refuse(f"source {name}", value, f"the target's is {ours[name]}")
+    PageMeaning.of(target).check_same(PageMeaning.of(source), "source ", "the target's is")
     index, into = (torch.tensor(n, dtype=torch.int64, device=c.device) for n, c in ((pages, source), (targets, target)))
     for theirs, ours in zip(_bytes(source), _bytes(target)):
         ours[into] = theirs[index].to(target.device)
-
-
-def meaning(cache: PagedCache | PageViews) -> dict[str, Any]:
-    """What has to be equal for bytes of pages to mean the same, as plain values: geometry with the format, maps, per-tensor scales.
-    Hessians are not among them: they only guide who writes."""
-    return {"spec": cache.spec.to_dict(), "maps": cache.maps.fingerprint(), "scales": [float(cache.k.scale), float(cache.v.scale)]}
-
-
-def _in_words(cache: PagedCache | PageViews) -> dict[str, Any]:
-    """The same, one value a name. A format is what its codecs are, whatever it is called."""
-    values = meaning(cache)
-    return {**values.pop("spec"), "format": f"{cache.format.k.name}/{cache.format.v.name}", **values}
 
 
 def _bytes(cache: PagedCache | PageViews) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from .format import Format
 from .formats import get_format
 from .full_precision import FullPrecisionTokens
 from .maps import LayerMaps, LinearMap
+from .page_meaning import meaning_digest, rows_meaning
 
 MAPS_FORMAT, MAPS_VERSION = "quantkv-maps", "1"
 # Tensors of a map in a file, such as layers.3.k.forward: fields of `LinearMap`. Names in files never change.
@@ -164,16 +164,13 @@ class Policy:
         return LayerMaps(made.k if given.k is None else given.k, made.v if given.v is None else given.v, made.calibration)
 
     def fingerprint(self, num_layers: int, dtype: torch.dtype = torch.bfloat16) -> str:
-        """Hash of what the bytes of a model's pages mean: 64 hexadecimal digits, of each layer's format and maps. Policies with the same
+        """Digest of what the bytes of a model's pages mean: 16 hexadecimal digits, of each layer's format and maps. Policies with the same
         one write comparable bytes, whatever else they say. dtype: what "none" stores.
 
         Layers that a calibration does not hold keep no keys and values, and are left out.
         """
-        digest = hashlib.sha256()
-        for number in range(num_layers):
-            if self.calibration is None or number in self.calibration.layers:
-                digest.update(f"{number} {self.of(number, dtype).name} {self.maps_of(number).fingerprint()}\n".encode())
-        return digest.hexdigest()
+        held = [number for number in range(num_layers) if self.calibration is None or number in self.calibration.layers]
+        return meaning_digest([[number, *rows_meaning(self.of(number, dtype), self.maps_of(number))] for number in held])
 
 
 def _is_number(key: Any) -> bool:

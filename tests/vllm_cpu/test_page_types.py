@@ -1,5 +1,8 @@
 """What connectors are told of a page's bytes, which connectors are refused, and K/V pairs as types."""
 
+import itertools
+import re
+
 import engine
 import pytest
 import tiny_models
@@ -28,10 +31,11 @@ def llama(tmp_path_factory):
 @pytest.fixture
 def seen(llama, tmp_path):
     """What connectors see of an engine's pages: the NIXL hash after each side of a connector is made, and the name of the type."""
+    count = itertools.count()
 
     def configured(kv_cache_dtype, block_size=16, aligned=None, names=("model.layers.0.self_attn.attn",), **given):
         arguments = {"kv_cache_dtype": kv_cache_dtype, "attention_backend": "CUSTOM", "dtype": "float32", **ARGUMENTS, **given}
-        extra = {"shared_storage_path": str(tmp_path / "pages")}
+        extra = {"shared_storage_path": str(tmp_path / f"pages {next(count)}")}
         connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=extra)
         config = EngineArgs(llama, **arguments, kv_transfer_config=connector).create_engine_config()
         sizes = {"block_size": block_size, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
@@ -114,11 +118,27 @@ def test_an_engine_with_a_connector_runs_under_the_longer_name(llama, tmp_path):
     assert first.answers[0].tokens == second.answers[0].tokens
 
 
+def test_a_folder_of_another_policys_pages_is_refused(llama, tmp_path):
+    """Blocks of as many bytes, which vLLM's example connector would take: both digests are named."""
+    extra = {"shared_storage_path": str(tmp_path / "pages")}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    policies = {"one": Policy("int4", {}, {1: LayerMaps(TURN)}), "two": Policy("int4", {}, {1: LayerMaps(v=TURN)})}
+    first, second = (
+        engine.run(
+            llama, "quantkv_policy", [tiny_models.prompt(0, 40)], kv_transfer_config=connector, **ARGUMENTS, **saved(tmp_path / n, p)
+        )
+        for n, p in policies.items()
+    )
+    assert first.error == "" and second.answers == []
+    assert re.search("has blocks of kv_cache_dtype=quantkv_policy.*has the digest [0-9a-f]{16}, [0-9a-f]{16} is needed", second.error)
+
+
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 REFUSED = {
     "a check that is off": ("int4", {**NIXL, "kv_connector_extra_config": {"enforce_handshake_compat": False}}, "enforce_handshake_compat"),
     "tokens that are moved within blocks": ("int4", {**NIXL, "enable_permute_local_kv": True}, "enable_permute_local_kv"),
     "bytes by head size": ("int4", {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, "LMCacheConnectorV1"),
+    "nothing compared": ("int4", {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}, "without comparing"),
     "a type whose name says nothing": ("auto", NIXL, "quantkv_none"),
     "one of several": (
         "int4",

@@ -1,28 +1,36 @@
 """vLLM's KV connectors: what they are told of a page's bytes, and which of them would misread a page.
 
-A connector compares the name of the cache's type, and nothing else of ours, before it takes blocks of another engine or of a disk. Once
-connectors are made, that name therefore carries a digest of all that decides what the bytes of a block mean: `quantkv_policy:1f0c...`.
+Some connectors compare the name of the cache's type, and nothing else of ours, before they take blocks of another engine or of a disk. Once
+connectors are made, that name therefore carries the digest of what the bytes of a block mean: `quantkv_policy:1f0c...`. Those that compare
+nothing of ours are refused.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
+from ... import whole_file
 from ...names import LATENT
+from ...page_meaning import codecs_of, meaning_digest, refuse_other
 from . import DIGEST_MARK, PREFIX, asked_type, make_known
 from .asked import policy_of
 from .backend import UNQUANTIZED, format_of
 from .blocks import is_packed
 
-DIGITS = 16  # of the digest
-BY_HEAD_SIZE = ("LMCacheConnectorV1",)  # connectors that work out the bytes of a token from the head size
+logger = init_logger("vllm.quantkv")
+BY_HEAD_SIZE = ("LMCacheConnectorV1", "LMCacheMPConnector")  # connectors that work out the bytes of a token from the head size
 HANDSHAKES = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")  # of which each side compares the type's name
+FOLDERS = ("ExampleConnector",)  # which keep pages in a folder, and compare nothing: a file there says the type
+FOLDER_OPTION, FOLDER_DEFAULT = "shared_storage_path", "/tmp"  # as the connector has them
+TYPE_FILE = "quantkv_type"
+WITHIN = ("MultiConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleHiddenStatesConnector")
+SERVED = (*HANDSHAKES, *FOLDERS, *WITHIN)  # WITHIN: which hold others, compare the type's name, or keep pages within one engine
 
 
 def name_page_types() -> None:
@@ -39,9 +47,43 @@ def name_page_types() -> None:
                 asked + DIGEST_MARK + page_digest(config, [_block(g) for g in kv_cache_config.kv_cache_groups])
             )
             make_known(config.cache_config.cache_dtype)
+            for name, extra in _connectors_of(config.kv_transfer_config):
+                if name in HANDSHAKES:
+                    _name_in_handshakes()
+                if name in FOLDERS:
+                    _check_folder(Path(extra.get(FOLDER_OPTION, FOLDER_DEFAULT)), config.cache_config.cache_dtype)
         return own(cls, config, role, kv_cache_config)
 
     KVConnectorFactory.create_connector = classmethod(create_connector)
+
+
+def _name_in_handshakes() -> None:
+    """Let NIXL's hash end in the type's name with its digest, so that who refuses a handshake names both sides'. May be called again."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    own = base_worker.compute_nixl_compatibility_hash
+    if own.__module__ == __name__:
+        return
+
+    def compute_nixl_compatibility_hash(vllm_config, *args, **kwargs):
+        stored = vllm_config.cache_config.cache_dtype
+        return own(vllm_config, *args, **kwargs) + (f" of {stored}" if stored.startswith(PREFIX) else "")
+
+    base_worker.compute_nixl_compatibility_hash = compute_nixl_compatibility_hash
+
+
+def _check_folder(folder: Path, stored: str) -> None:
+    """Let a folder of pages say whose they are. ValueError with both digests where they are of another type."""
+    file = folder / TYPE_FILE
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        whole_file.write(file, stored.encode())
+    with whole_file.reading(file) as opened:
+        found = opened.read(1024).decode(errors="replace")
+    if found != stored:
+        (theirs, digest_of_theirs), (ours, digest_of_ours) = (name.partition(DIGEST_MARK)[::2] for name in (found, stored))
+        argument = f"quantkv: {FOLDER_OPTION}={str(folder)!r} has blocks of kv_cache_dtype"
+        refuse_other(argument, theirs, f"this engine's are {ours}", digest_of_theirs, digest_of_ours)
 
 
 def _block(group: Any) -> Any:
@@ -51,18 +93,16 @@ def _block(group: Any) -> Any:
 
 
 def page_digest(config: Any, blocks: Sequence[Any]) -> str:
-    """Hash of what the bytes of a model's blocks mean: formats and maps by layer, layers left at 16 bits, and what a block of each group
-    holds."""
+    """Digest of what the bytes of a model's blocks mean: formats and maps by layer, layers left at 16 bits, and what a block of each group
+    holds. Geometry is what vLLM compares itself: the model, its heads and their size."""
     policy, dtype = policy_of(config), config.model_config.dtype
     if policy is None:
-        stored = format_of(config.cache_config.cache_dtype, dtype).name
+        stored = codecs_of(format_of(config.cache_config.cache_dtype, dtype))
     else:
         stored = policy.fingerprint(config.model_config.get_total_num_hidden_layers(), dtype)
     if config.model_config.use_mla:  # the rotated dimensions of latents are stored as the model computes them
         stored += LATENT + format_of(f"{PREFIX}none", dtype).name
-    skipped = sorted(config.cache_config.kv_cache_dtype_skip_layers)
-    text = json.dumps([stored, skipped, list(blocks)])
-    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    return meaning_digest([stored, sorted(config.cache_config.kv_cache_dtype_skip_layers), list(blocks)])
 
 
 def check_connectors(config: Any) -> None:
@@ -72,9 +112,14 @@ def check_connectors(config: Any) -> None:
         return
     if transfer.enable_permute_local_kv:
         raise NotImplementedError("quantkv: enable_permute_local_kv=True moves tokens within a block; only False is allowed")
-    for name, extra in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):
+    for name, extra in _connectors_of(transfer):
         if name in BY_HEAD_SIZE:
             raise NotImplementedError(f"quantkv: kv_connector={name!r} takes a token's bytes for 2 x head_size numbers, which they are not")
+        if name not in SERVED and name in KVConnectorFactory._registry:
+            needed = f"one of {', '.join(SERVED)} is needed"
+            raise NotImplementedError(f"quantkv: kv_connector={name!r} takes blocks without comparing what their bytes mean; {needed}")
+        if name not in SERVED:
+            logger.warning_once("quantkv: kv_connector=%r is not vLLM's: blocks may only come from engines of the same cache_dtype", name)
         enforced = extra.get("enforce_handshake_compat", True)
         if enforced is not True:
             needed = "only True is allowed: blocks of another size, or of another policy, would be read as these"
@@ -83,6 +128,10 @@ def check_connectors(config: Any) -> None:
             needed = f"ask for {PREFIX}none, which stores the same numbers and says how"
             given = f"kv_cache_dtype={config.cache_config.cache_dtype!r}"
             raise NotImplementedError(f"quantkv: kv_connector={name!r} with {given} takes blocks of every size for its own; {needed}")
+
+
+def _connectors_of(transfer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from _connectors(transfer.kv_connector, transfer.kv_connector_extra_config)
 
 
 def _connectors(name: str, extra: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
