@@ -1,7 +1,7 @@
 """quantkv's formats in an unmodified vLLM: `vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype quantkv_int4`.
 
 vLLM finds `register` by its entry point (`vllm.general_plugins`) and calls it in the engine and in every worker before a
-configuration is checked. Nothing here imports vLLM until then.
+configuration is checked. Nothing here imports vLLM until then. --kv-cache-dtype takes what `..asked` names.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from itertools import permutations
 
-from ...format import available_formats, get_format
-from ...policy_file import PRESETS
+from ..asked import POLICY, names, presets
+from ..asked import PREFIX as PREFIX
 
-PREFIX = "quantkv_"  # of the names that --kv-cache-dtype takes: quantkv_int4, quantkv_k8v4, ..
-POLICY = PREFIX + "policy"  # formats by layer, from the file that --additional-config names
 POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
 PROMPT_OPTION = "quantkv_prompt"  # --additional-config '{"quantkv_prompt": "stored"}'
 BACKEND = f"{__name__}.backend.QuantKVBackend"
@@ -27,21 +24,6 @@ ANY_VERSION = "QUANTKV_VLLM_ANY_VERSION"  # =1 registers with a version of vLLM 
 
 served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
 calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
-
-
-def names() -> dict[str, str]:
-    """What --kv-cache-dtype takes -> the format; "none" stores what the model computes in. Formats by layer are `POLICY`.
-
-    K/V pairs are those of formats that have one codec for both sides: vLLM knows only types that are registered ahead.
-    """
-    single = [*available_formats(), "none"]
-    halves = [name for name in single if (fmt := get_format(name)).k.name == fmt.v.name]
-    return {PREFIX + name: name for name in (*single, *(f"{k}/{v}" for k, v in permutations(halves, 2)))}
-
-
-def presets() -> dict[str, str]:
-    """What --kv-cache-dtype takes -> the preset, a policy by bits."""
-    return {PREFIX + name: name for name in PRESETS}
 
 
 def asked_type(kv_cache_dtype: str) -> str:

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
-from ... import weights
 from ...policy import Policy
 from ...policy_file import check_prompt
-from . import POLICY, POLICY_OPTION, PROMPT_OPTION, asked_type, presets
-
-
-@cache
-def preset(name: str) -> Policy:
-    """The policy of a preset, one object in each process."""
-    return Policy.given(name)
-
-
-@cache
-def read_policy(path: str) -> Policy:
-    """The policy of a file, read once in each process."""
-    return Policy.load(path)
+from ..asked import POLICY, preset, presets, read_policy
+from . import POLICY_OPTION, PROMPT_OPTION, asked_type
 
 
 def policy_of(config: Any) -> Policy | None:
@@ -39,19 +23,6 @@ def policy_of(config: Any) -> Policy | None:
     if name is not None:
         return preset(name)
     return read_policy(path) if asked else None
-
-
-def check_weights(model_config: Any, policy: Policy | None) -> None:
-    """ValueError where the policy's calibration was made of another model than the checkpoint is of. Only files on this machine are read:
-    a folder, or what the hub's cache holds of a name."""
-    if policy is not None and policy.calibration is not None:
-        folder = model_config.model
-        if not os.path.isdir(folder):
-            try:
-                folder = snapshot_download(folder, revision=model_config.revision, local_files_only=True)
-            except (OSError, ValueError):  # it is not there yet
-                return
-        policy.calibration.check_weights(weights.of_checkpoint(folder))
 
 
 def reads_own_rows(config: Any, invariant: bool) -> bool:

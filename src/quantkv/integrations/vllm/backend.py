@@ -14,9 +14,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ... import vllm_pages
 from ...format import Format
-from ...formats import get_format
-from ...policy_file import PRESETS
 from ...spec import CacheSpec
+from ..asked import named_format
 from . import POLICY, PREFIX, asked_type
 from .blocks import is_packed
 
@@ -28,7 +27,7 @@ CHUNKS = "ChunkedLocalAttention_"  # how vLLM names the class that it derives fr
 def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:
     """The format that a vLLM type name or a preset stores; dtype: what the model computes in. ValueError for one that is none."""
     name = "none" if kv_cache_dtype in UNQUANTIZED else asked_type(kv_cache_dtype).removeprefix(PREFIX)
-    return get_format(PRESETS[name]["format"] if name in PRESETS else name, dtype)
+    return named_format(name, dtype)
 
 
 def token_bytes(spec: CacheSpec) -> int:

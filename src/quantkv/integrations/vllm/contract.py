@@ -5,26 +5,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
-from vllm.utils.import_utils import resolve_obj_by_qualname
-
-
-@dataclass(frozen=True)
-class Name:
-    """A name of vLLM.
-
-    path: dotted, from the module. breaks: what does without it. takes: parameters that are passed to it, or that it passes to a method of
-    ours. has: attributes, fields or members that are read or replaced.
-    """
-
-    path: str
-    breaks: str
-    takes: tuple[str, ...] = ()
-    has: tuple[str, ...] = ()
+from ..contract import Name, lacking
 
 
 def _name(path: str, breaks: str, takes: str = "", has: str = "") -> Name:
@@ -232,38 +213,4 @@ NAMES = (
 
 def missing(names: tuple[Name, ...] = NAMES) -> list[str]:
     """What the vLLM that is installed lacks of `names`, each with what breaks: `vllm.a.b (types)`, `vllm.a.b: parameter c (drafts)`."""
-    return [f"{lack} ({name.breaks})" for name in names for lack in _lacks(name)]
-
-
-def _lacks(name: Name) -> Iterator[str]:
-    try:
-        found = _resolve(name.path)
-    except (ImportError, AttributeError):
-        yield name.path
-        return
-    if name.takes:
-        parameters = inspect.signature(found).parameters
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        yield from (f"{name.path}: parameter {p}" for p in name.takes if p not in parameters and not open_ended)
-    yield from (f"{name.path}: {attribute}" for attribute in name.has if not _has(found, attribute))
-
-
-def _resolve(path: str) -> Any:
-    """The object of a dotted path: of a module, or an attribute of a class."""
-    try:
-        return resolve_obj_by_qualname(path)
-    except ModuleNotFoundError:  # its parent is a class
-        parent, _, last = path.rpartition(".")
-        return getattr(resolve_obj_by_qualname(parent), last)
-
-
-def _has(owner: Any, attribute: str) -> bool:
-    """Whether a class or an object has an attribute, or its instances get one."""
-    return hasattr(owner, attribute) or any(attribute in _of_instances(cls) for cls in getattr(owner, "__mro__", ()))
-
-
-def _of_instances(cls: type) -> set[str]:
-    """Fields, and names that `__init__` reads or sets."""
-    made = vars(cls).get("__init__")
-    code = None if made is None else getattr(inspect.unwrap(made), "__code__", None)
-    return {*vars(cls).get("__annotations__", ()), *(() if code is None else code.co_names)}
+    return lacking(names)

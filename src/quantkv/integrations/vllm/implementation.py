@@ -33,8 +33,9 @@ from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
+from ..asked import check_weights
 from . import PREFIX, calls
-from .asked import check_weights, policy_of, reads_own_rows
+from .asked import policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
 from .blocks import kernel_pages
 from .connectors import check_connectors
@@ -130,7 +131,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             if self.policy.wants_statistics:
                 check_statistics(self.config, self.policy)
         if not any(isinstance(getattr(layer, "impl", None), QuantKVImpl) for layer in _layers(self.config)):  # once a model
-            check_weights(self.config.model_config, self.policy)
+            check_weights(self.config.model_config.model, self.config.model_config.revision, self.policy)
             check_hybrid(self.config, self.policy, self._token_bytes)
             warn_of_padding(self.config, self.policy, self.dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")

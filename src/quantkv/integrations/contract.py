@@ -1,0 +1,66 @@
+"""The names of an engine that an adapter relies on, and what breaks without each."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name of an engine.
+
+    path: dotted, from the module. breaks: what does without it. takes: parameters that are passed to it, or that it passes to a method of
+    ours. has: attributes, fields or members that are read or replaced.
+    """
+
+    path: str
+    breaks: str
+    takes: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+
+
+def lacking(names: tuple[Name, ...]) -> list[str]:
+    """What the engine that is installed lacks of `names`, each with what breaks: `vllm.a.b (types)`, `vllm.a.b: parameter c (drafts)`."""
+    return [f"{lack} ({name.breaks})" for name in names for lack in _lacks(name)]
+
+
+def _lacks(name: Name) -> Iterator[str]:
+    try:
+        found = _resolve(name.path)
+    except (ImportError, AttributeError):
+        yield name.path
+        return
+    if name.takes:
+        parameters = inspect.signature(found).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        yield from (f"{name.path}: parameter {p}" for p in name.takes if p not in parameters and not open_ended)
+    yield from (f"{name.path}: {attribute}" for attribute in name.has if not _has(found, attribute))
+
+
+def _resolve(path: str) -> Any:
+    """The object of a dotted path: a module, of a module, or an attribute of a class."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[count:]:
+            found = getattr(found, name)
+        return found
+    raise ImportError(path)
+
+
+def _has(owner: Any, attribute: str) -> bool:
+    """Whether a class or an object has an attribute, or its instances get one."""
+    return hasattr(owner, attribute) or any(attribute in _of_instances(cls) for cls in getattr(owner, "__mro__", ()))
+
+
+def _of_instances(cls: type) -> set[str]:
+    """Fields, and names that its methods read or set."""
+    codes = (getattr(inspect.unwrap(made), "__code__", None) for made in vars(cls).values() if inspect.isfunction(made))
+    return {*vars(cls).get("__annotations__", ()), *(name for code in codes if code is not None for name in code.co_names)}

@@ -1,0 +1,59 @@
+"""quantkv's formats in an unmodified SGLang: `sglang serve --model-path MODEL --attention-backend quantkv_4bit`.
+
+SGLang finds `register` by its entry point (`sglang.srt.plugins`) and calls it in every process before arguments are parsed. It logs and
+swallows what a plug-in raises, and whatever fails when hooks are applied. So the names of `--attention-backend` come last, and what they
+build refuses to start over any pool but quantkv's: SGLang serves from quantized pages, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import Counter
+
+from ..asked import POLICY, names, presets
+from ..asked import PREFIX as PREFIX
+
+POLICY_VARIABLE = "QUANTKV_POLICY"  # the policy's file, for --attention-backend quantkv_policy
+PROMPT_VARIABLE = "QUANTKV_PROMPT"  # "own" or "stored": what prompts read of their own rows
+TESTED = ("0.5.23",)
+ANY_VERSION = "QUANTKV_SGLANG_ANY_VERSION"  # =1 registers with a version of SGLang that was not tested
+SCHEDULER = "sglang.srt.managers.scheduler"  # loaded where models run
+
+served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
+calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
+
+
+def backends() -> list[str]:
+    """What --attention-backend takes of quantkv."""
+    return [*presets(), *names(), POLICY]
+
+
+def register() -> None:
+    """Make quantkv's attention backends known to SGLang. A version of SGLang that was not tested gets one line in the log, and nothing is
+    registered: SGLang then refuses the names. May be called again."""
+    import sglang
+
+    if not sglang.__version__.startswith(TESTED) and os.environ.get(ANY_VERSION) != "1":
+        from .contract import missing
+
+        logging.getLogger("sglang.quantkv").warning(
+            "quantkv: not tested with SGLang %s (tested: %s), so its attention backends are not registered; %s=1 does so anyway; "
+            "what it lacks: %s",
+            sglang.__version__,
+            ", ".join(TESTED),
+            ANY_VERSION,
+            "; ".join(missing()) or "nothing that the adapter relies on by name",
+        )
+        return
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    from . import hooks
+
+    if backends()[0] in ATTENTION_BACKEND_CHOICES:
+        return
+    hooks.hook_arguments()
+    if SCHEDULER in sys.modules:
+        hooks.hook_runner()
+    add_attention_backend_choices(backends())

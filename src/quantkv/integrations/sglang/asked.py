@@ -1,0 +1,121 @@
+"""What SGLang's arguments ask of quantkv: a policy, and what is refused before weights are loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.environ import envs
+
+from ... import vllm_pages
+from ...formats import get_format
+from ...geometry import Heads
+from ...policy import Policy
+from ...policy_file import check_prompt
+from ..asked import POLICY, PREFIX, check_weights, names, preset, presets, read_policy
+from . import POLICY_VARIABLE, PROMPT_VARIABLE
+
+PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
+# What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.
+ONLY = {
+    "kv_cache_dtype": "auto",
+    "enable_hierarchical_cache": False,
+    "hicache_storage_backend": None,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_hisparse": False,
+    "enable_unified_memory": False,
+    "enable_unified_cache_external_linker": False,
+    "enable_page_major_kv_layout": False,
+    "enable_kv_cache_sharding": False,
+    "prefill_only_disable_kv_cache": False,
+    "enable_memory_saver": False,
+    "disaggregation_mode": "null",
+    "speculative_algorithm": None,
+    "dcp_size": 1,
+    "attn_cp_size": 1,
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "enable_deterministic_inference": False,
+    "enable_mis": False,
+    "dllm_algorithm": None,
+    "kv_canary": "none",
+}
+ONLY_ENVIRONMENT = ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE")  # allocate pools of another form
+
+
+def asked_backends(view: Any) -> tuple[str | None, str | None]:
+    """The attention backends of prompts and of decode that a server's arguments name, and quantkv's alone; None for another's."""
+    return tuple(name if name and name.startswith(PREFIX) else None for name in attention_backends_of(view))
+
+
+def policy_of(backend: str) -> Policy:
+    """The policy behind a name of --attention-backend. ValueError where it needs a file and none is named, or the other way round."""
+    path = os.environ.get(POLICY_VARIABLE)
+    if (backend == POLICY) != (path is not None):
+        needed = f"--attention-backend {POLICY} and {POLICY_VARIABLE}=FILE in the environment need each other"
+        raise ValueError(f"attention_backend={backend!r}, {POLICY_VARIABLE}={path!r}: {needed}")
+    if backend == POLICY:
+        return read_policy(path)
+    if backend in presets():
+        return preset(presets()[backend])
+    return Policy(names()[backend])
+
+
+def reads_own_rows(policy: Policy) -> bool:
+    """Whether prompts read their own rows as given."""
+    asked = os.environ.get(PROMPT_VARIABLE)
+    return (check_prompt(PROMPT_VARIABLE, asked) if asked is not None else policy.prompt) == "own"
+
+
+def check(server_args: Any, model: Any) -> str | None:
+    """The one backend of quantkv that a server's resolved arguments ask for; None where they ask for none. model: SGLang's `ModelConfig`.
+
+    ValueError or NotImplementedError, naming the argument, for what quantkv does not serve.
+    """
+    view = resolved_view(server_args)
+    given, found = asked_backends(server_args), asked_backends(view)
+    if given != found:
+        raise ValueError(
+            f"attention_backend={server_args.attention_backend!r}: SGLang took {attention_backends_of(view)} for this model instead"
+        )
+    if given == (None, None):
+        return None
+    if given[0] != given[1]:
+        both = attention_backends_of(view)
+        raise ValueError(
+            f"prefill_attention_backend={both[0]!r}, decode_attention_backend={both[1]!r}: pages have one format, name one for both"
+        )
+    for name, served in ONLY.items():
+        value = getattr(view, name)
+        if value != served:
+            raise NotImplementedError(
+                f"quantkv: {name}={value!r} is not supported with attention_backend={given[0]!r}; allowed: {served!r}"
+            )
+    for name in ONLY_ENVIRONMENT:
+        if getattr(envs, name).get():
+            raise NotImplementedError(f"quantkv: {name}=1 is not supported with attention_backend={given[0]!r}; allowed: 0")
+    if view.page_size not in PAGE_SIZES:
+        allowed = ", ".join(map(str, PAGE_SIZES))
+        raise ValueError(f"page_size={view.page_size}: attention_backend={given[0]!r} needs one of {allowed}")
+    _check_model(model, policy_of(given[0]), view.page_size)
+    return given[0]
+
+
+def _check_model(model: Any, policy: Policy, page_size: int) -> None:
+    """Refuse models that keep no keys and values, and formats that their heads cannot have."""
+    architecture = model.hf_config.architectures[0]
+    if model.attention_arch != AttentionArch.MHA:
+        raise NotImplementedError(f"quantkv: {architecture} keeps latents (MLA) or states alone, which quantkv does not serve in SGLang")
+    if model.is_encoder_decoder:
+        raise NotImplementedError(f"quantkv: {architecture} has an encoder; decoders only")
+    heads = Heads(model.get_total_num_kv_heads(), model.head_dim, model.v_head_dim)
+    policy.check(model.num_hidden_layers)
+    if policy.calibration is not None:
+        policy.calibration.check_one(model.num_hidden_layers, heads)
+    for name in {policy.format, *policy.layers.values()}:
+        get_format(name, model.dtype).cache_spec(1, heads.head_size, heads.head_size_v, page_size)
+    check_weights(model.model_path, model.revision, policy)
+    reads_own_rows(policy)

@@ -1,0 +1,224 @@
+"""Attention in SGLang: rows into quantized pages, and attention over them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from ...calls import Batch
+from ...engine.exact_group import ExactGroup
+from ...engine.forward_metadata import ForwardMetadata
+from ...engine.warm_up import StepLimits, summary, warm_up, who_serves
+from . import calls, served
+from .layers import Layers
+
+logger = logging.getLogger("sglang.quantkv")
+PER_LAYER = ("sinks",)  # what a model gives with a call of attention, and calls take
+SERVED_MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
+
+
+class Step(ForwardMetadata):
+    """One pass over one pool. kind: "decode" or "mixed". lent: own rows of layers whose pages several modules read, by the layer."""
+
+    def __init__(self, kind: str, *of_step: Any) -> None:
+        super().__init__(*of_step)
+        self.kind = kind
+        self.lent: dict[int, dict[str, torch.Tensor]] = {}
+
+
+@dataclass
+class Static:
+    """Tensors that a captured graph of decode reads, for one pool: block table `[S, pages]`, slots `[S]`."""
+
+    table: torch.Tensor
+    slots: torch.Tensor
+
+
+class QuantKVBackend(AttentionBackend):
+    """Prepared calls of a pass over each of a model's pools, and a launch of them for each layer.
+
+    layers: of the model. token_to_kv_pool, req_to_token_pool: SGLang's pools, which it looks for here.
+    """
+
+    def __init__(self, runner: Any, layers: Layers) -> None:
+        super().__init__()
+        self.layers, self.device = layers, torch.device(runner.device)
+        self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self.page_size, self.table = runner.page_size, runner.req_to_token_pool.req_to_token[:, :: runner.page_size]
+        self.windows = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
+        limits = self._limits(runner)
+        self.exact = {windowed: self._group(windowed, limits, runner.max_running_requests) for windowed in self._pools}
+        self.forward_metadata: dict[bool, Step] = {}
+        self._static: dict[bool, Static] = {}
+        self._graphs: dict[int, dict[bool, Step]] = {}
+        self._tell(limits)
+
+    @property
+    def _pools(self) -> list[bool]:
+        """Whether the layers of each pool have windows."""
+        return sorted({layer.windowed for layer in self.layers.of.values()})
+
+    def _limits(self, runner: Any) -> StepLimits:
+        """The largest steps that SGLang makes."""
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        view = resolved_view(runner.server_args)
+        sequences = max(runner.max_running_requests, *(view.cuda_graph_config.decode.bs or [0]))
+        tokens = max(view.chunked_prefill_size or 0, view.max_prefill_tokens or 0, runner.model_config.context_len) + sequences
+        return StepLimits(sequences, tokens, runner.model_config.context_len, 1, self.table.shape[1])
+
+    def _group(self, windowed: bool, limits: StepLimits, requests: int) -> ExactGroup | None:
+        """Full-precision tokens of the layers of one pool; None where they have none."""
+        found = [layer.paged for layer in self.layers.exact(windowed)]
+        return ExactGroup(found, limits.num_seqs, limits.num_tokens, requests, self.device) if found else None
+
+    def _tell(self, limits: StepLimits) -> None:
+        """Have compiled what the layers need, on a GPU, and tell the log who serves them."""
+        for layer, attention in self.layers.kinds():
+            fmt = layer.paged.config.format.name
+            if self.device.type == "cuda":
+                served[fmt] = warm_up(layer.paged, attention, limits, layer.cache)
+            else:
+                served[fmt] = who_serves(layer.paged, attention, limits, self.device, self.page_size)
+            same = sum(other.paged.config.format.name == fmt for other in self.layers.of.values())
+            logger.info("quantkv: %d layers of %s: %s", same, fmt, summary(served[fmt]))
+
+    # What SGLang asks before a pass.
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare the calls of a pass."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            return
+        if mode not in SERVED_MODES:
+            raise NotImplementedError(f"quantkv: passes of kind {mode.name}; allowed: {', '.join(m.name for m in SERVED_MODES)}")
+        seq_lens = forward_batch.seq_lens.int()
+        if mode.is_decode():
+            starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=self.device)
+            batch = Batch(starts, seq_lens, 1, self._longest(forward_batch))
+        else:
+            batch = self._mixed(forward_batch, seq_lens)
+        kind = "decode" if mode.is_decode() else "mixed"
+        self.forward_metadata = {windowed: self._step(kind, windowed, batch, forward_batch) for windowed in self._pools}
+
+    def _longest(self, forward_batch: Any) -> int | None:
+        """Keys of the longest sequence, where the host knows them."""
+        known = forward_batch.seq_lens_cpu
+        return None if known is None or not len(known) else int(known.max())
+
+    def _mixed(self, forward_batch: Any, seq_lens: torch.Tensor) -> Batch:
+        """Sequences with several new tokens each."""
+        new = forward_batch.extend_seq_lens_cpu
+        starts = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=self.device)
+        torch.cumsum(forward_batch.extend_seq_lens, 0, out=starts[1:])
+        lengths = None
+        if self.device.type == "cuda" and forward_batch.extend_prefix_lens_cpu is not None:
+            lengths = tuple((n, before + n) for n, before in zip(new, forward_batch.extend_prefix_lens_cpu))
+        return Batch(starts, seq_lens, max(new), self._longest(forward_batch), lengths)
+
+    def _step(self, kind: str, windowed: bool, batch: Batch, forward_batch: Any) -> Step:
+        """The calls over one pool."""
+        slots, first = forward_batch.out_cache_loc, self.table[forward_batch.req_pool_indices.long()]
+        if windowed:
+            slots, first = self._in_windows(slots), self._in_windows(first)
+        step = Step(kind, batch, (first // self.page_size).int(), slots, forward_batch.positions)
+        self._attach(step, windowed)
+        return step
+
+    def _in_windows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Slots of SGLang's pool for windows; those that left the window are 0."""
+        return self.windows.translate_loc_from_full_to_swa(slots.long())
+
+    def _attach(self, step: Step, windowed: bool, advance: bool = True) -> None:
+        """Say what the pass reads at full precision."""
+        group = self.exact[windowed]
+        if group is not None:
+            group.attach(step, self.layers.exact(windowed)[-1].cache, advance)
+
+    # CUDA graphs of decode: written from SGLang's contract.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make the tensors that captured graphs read."""
+        width = self.table.shape[1]
+        self._seq_lens = torch.ones(max_bs, dtype=torch.int32, device=self.device)
+        self._starts = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self._positions = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
+        for windowed in self._pools:
+            table = torch.zeros(max_bs, width, dtype=torch.int32, device=self.device)
+            self._static[windowed] = Static(table, torch.full((max_bs,), -1, dtype=torch.int64, device=self.device))
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Keys of a row of padding."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the tensors that a captured graph of decode reads, outside of the graph. Rows of padding are those whose slot is 0."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            raise NotImplementedError(f"quantkv: CUDA graphs of {forward_batch.forward_mode.name}; allowed: DECODE")
+        count = forward_batch.batch_size
+        slots, table = forward_batch.out_cache_loc[:count], self.table[forward_batch.req_pool_indices[:count].long()]
+        real = slots > 0
+        self._seq_lens[:count].copy_(forward_batch.seq_lens[:count])
+        self._positions[:count].copy_(forward_batch.positions[:count])
+        for windowed, static in self._static.items():
+            own, first = (self._in_windows(slots), self._in_windows(table)) if windowed else (slots, table)
+            static.slots[:count].copy_(torch.where(real, own, -1))
+            static.table[:count].copy_(torch.where(real[:, None], first // self.page_size, 0))
+        steps = self._graphs.get(count)
+        if steps is None:
+            batch = Batch(self._starts[: count + 1], self._seq_lens[:count], 1)  # no bound: a graph is replayed with longer sequences
+            steps = self._graphs[count] = {
+                windowed: Step("decode", batch, static.table[:count], static.slots[:count], self._positions[:count])
+                for windowed, static in self._static.items()
+            }
+        for windowed, step in steps.items():
+            self._attach(step, windowed, advance=not in_capture)
+        self.forward_metadata = steps
+
+    # Layers.
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **given):
+        """Attention of one token of each sequence."""
+        return self._forward(q, k, v, layer, save_kv_cache, given)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **given):
+        """Attention of several tokens of a sequence."""
+        return self._forward(q, k, v, layer, save_kv_cache, given)
+
+    def _forward(self, q: torch.Tensor, k: Any, v: Any, module: Any, save: bool, given: dict[str, Any]) -> torch.Tensor:
+        """Store a layer's rows and attend: `q [T, HQ * D]` -> `[T, HQ * D_V]`. k, v: None for a module that reads another's pages."""
+        found, attention = self.layers.of[module.layer_id], self.layers.attention[id(module)]
+        unknown = [name for name, value in given.items() if value is not None and name not in PER_LAYER]
+        if unknown or (k is not None and not save):
+            raise NotImplementedError(f"quantkv: layer {found.number}: attention with {unknown or 'save_kv_cache=False'} is not supported")
+        step = self.forward_metadata[found.windowed]
+        pages = found.pages
+        q = q.view(-1, module.tp_q_head_num, module.qk_head_dim)
+        rows: dict[str, torch.Tensor] = {}
+        if k is not None:
+            rows = {"key": k.view(-1, *found.paged.heads[:2]), "value": v.view(-1, found.paged.heads.num_kv_heads, module.v_head_dim)}
+            calls["write"] += 1
+            step.write(pages, rows["key"], rows["value"])
+            if found.lends:  # what comes later may take their memory
+                step.lent[found.number] = rows = {name: t.clone() for name, t in rows.items()}
+        else:
+            rows = step.lent.get(found.number, {})
+        calls[step.kind] += 1
+        out = q.new_empty(q.shape[0], module.tp_q_head_num, module.v_head_dim)
+        own = rows if attention.own_rows and step.batch.max_query_len != 1 else {}
+        step.attend(pages, q, attention.scale, attention.options, out=out, **own, **self._tensors(module, given))
+        return out.view(q.shape[0], -1)
+
+    def _tensors(self, module: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Sinks of a layer, as calls take them."""
+        return {name: given[name].float() for name in PER_LAYER if given.get(name) is not None}
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may run kernels of its own by Triton around attention."""
+        return self.device.type == "cuda"

@@ -1,0 +1,129 @@
+"""The attention layers of one model on one rank: how each is stored, and who serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.runtime_context import get_parallel
+
+from ...cache import PagedCache
+from ...copies import CacheWithCopies
+from ...engine.layer import LayerAttention, PagedLayer
+from ...engine.layer_config import UNQUANTIZED, LayerConfig, Shard
+from ...geometry import Heads
+from ...options import AttentionOptions
+from ...policy import Policy
+from .asked import reads_own_rows
+
+
+@dataclass
+class Layer:
+    """One layer's pages, whoever reads them.
+
+    number: of the layer. windowed: whether its pages are those of SGLang's pool for windows. cache: its pages, once they are allocated.
+    lends: whether several of the model's modules read them.
+    """
+
+    number: int
+    paged: PagedLayer
+    windowed: bool = False
+    cache: PagedCache | None = None
+    lends: bool = False
+
+    @property
+    def pages(self) -> PagedCache | CacheWithCopies:
+        """Its pages as calls take them, with the 16-bit copies in front of them."""
+        return self.paged.cache(self.cache)
+
+
+class Layers:
+    """The layers of a model on this rank.
+
+    backend: the name that was asked for. policy: how rows are stored. of: layers by their number. modules: SGLang's attention by layer.
+    cell_bytes: bytes of a token that the pools were sized by, once they were.
+    """
+
+    def __init__(self, backend: str, policy: Policy, model: torch.nn.Module, model_config: Any, dtype: torch.dtype) -> None:
+        self.backend, self.policy, self.dtype, self.model_config = backend, policy, dtype, model_config
+        self.modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
+        self.of: dict[int, Layer] = {}
+        self.attention: dict[int, LayerAttention] = {}  # by the id of a module
+        self.cell_bytes: float | None = None
+        for module in self.modules:
+            self._add(module)
+
+    def _add(self, module: RadixAttention) -> None:
+        _check(module)
+        number, heads = module.layer_id, Heads(module.tp_k_head_num, module.qk_head_dim, module.v_head_dim)
+        window = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0  # SGLang's does not count the query's own
+        options = AttentionOptions(window=window, softcap=float(module.logit_cap or 0.0))
+        attention = LayerAttention(module.tp_q_head_num, float(module.scaling), options, own_rows=reads_own_rows(self.policy))
+        known = self.of.get(number)
+        if known is None:
+            ranks = get_parallel()
+            total = _all_kv_heads(self.model_config, heads.num_kv_heads, ranks.attn_tp_size)
+            shard = Shard(ranks.attn_tp_rank, ranks.attn_tp_size)
+            config = LayerConfig.of(self.policy, number, self.dtype, heads, total, shard, attention.by_position)
+            known = self.of[number] = Layer(number, PagedLayer(config, heads, self.dtype, _scales(module, config)))
+        else:
+            known.lends = True
+            if known.paged.heads != heads:
+                raise NotImplementedError(f"quantkv: layer {number} has heads {known.paged.heads} and {heads}")
+        if known.paged.config.format.name in UNQUANTIZED:  # pages hold the same numbers
+            attention = replace(attention, own_rows=False)
+        self.attention[id(module)] = attention
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the layers, in order."""
+        return sorted(self.of)
+
+    def page_bytes(self, numbers: list[int], page_size: int) -> int:
+        """Bytes of a page of `page_size` tokens in these layers."""
+        return sum(self.of[number].paged.spec(page_size).block_bytes for number in numbers)
+
+    def kinds(self) -> Iterator[tuple[Layer, LayerAttention]]:
+        """One layer of each kind that the same kernels serve."""
+        seen = set()
+        for module in self.modules:
+            layer, attention = self.of[module.layer_id], self.attention[id(module)]
+            kind = layer.paged.kind(attention), layer.windowed
+            if kind not in seen:
+                seen.add(kind)
+                yield layer, attention
+
+    def exact(self, windowed: bool) -> list[Layer]:
+        """Layers with full-precision tokens, of those that share block tables; the last one last."""
+        found = (self.of[number] for number in self.numbers)
+        return [layer for layer in found if layer.windowed == windowed and layer.paged.config.full_precision is not None]
+
+
+def _scales(module: RadixAttention, config: LayerConfig) -> tuple[float, float]:
+    """Scales of a checkpoint, for sides that have one a tensor."""
+    given = module.k_scale_float, module.v_scale_float
+    return tuple(s if s and codec.scaled_per_tensor else 1.0 for s, codec in zip(given, (config.format.k, config.format.v)))
+
+
+def _all_kv_heads(model_config: Any, own: int, ranks: int) -> int:
+    """Of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
+    return own * ranks if own > 1 or ranks == 1 else model_config.get_total_num_kv_heads()
+
+
+def _check(module: RadixAttention) -> None:
+    """Refuse attention that calls of quantkv cannot compute."""
+    number = module.layer_id
+    for name, served in (
+        ("attn_type", AttentionType.DECODER),
+        ("is_cross_attention", False),
+        ("use_irope", False),
+        ("pos_encoding_mode", "NONE"),
+        ("logit_capping_method", "tanh"),
+        ("xai_temperature_len", -1),
+    ):
+        value = getattr(module, name)
+        if value != served:
+            raise NotImplementedError(f"quantkv: layer {number}: {name}={value!r} is not supported; allowed: {served!r}")
