@@ -3,7 +3,6 @@
 import json
 
 import engine
-import prompts
 import pytest
 import tiny_models
 import torch
@@ -11,6 +10,7 @@ from test_exact import PREFIX, differences
 from test_smollm2 import BOUNDS, TIGHT, TOKENS
 from transformers import AutoModelForCausalLM
 
+import prompts
 from quantkv.calibration import Calibration
 from quantkv.integrations.sample_tokens import sample_tokens
 from quantkv.integrations.transformers import calibrate

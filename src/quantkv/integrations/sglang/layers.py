@@ -79,7 +79,7 @@ class Layers:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the layers, in order."""
+        """Numbers of the layers, in order."""
         return sorted(self.of)
 
     def page_bytes(self, numbers: list[int], page_size: int) -> int:
@@ -109,7 +109,7 @@ def _scales(module: RadixAttention, config: LayerConfig) -> tuple[float, float]:
 
 
 def _all_kv_heads(model_config: Any, own: int, ranks: int) -> int:
-    """Of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
+    """Heads of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
     return own * ranks if own > 1 or ranks == 1 else model_config.get_total_num_kv_heads()
 
 
