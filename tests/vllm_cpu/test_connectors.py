@@ -7,10 +7,10 @@ the prefix cache: the numbers are the same, and no tolerance is needed.
 import re
 
 import engine
-import prompts
 import pytest
 import tiny_models
 
+import prompts
 from test_options import policy
 
 IMPLEMENTATION = "quantkv.integrations.vllm.implementation.QuantKVImpl"

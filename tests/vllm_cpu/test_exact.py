@@ -1,13 +1,13 @@
 """Full-precision tokens in stock vLLM, which knows nothing of them: nothing of int2 is to be seen where all tokens are exact."""
 
 import engine
-import prompts
 import pytest
 import references
 import tiny_models
 import torch
 from test_smollm2 import BOUNDS, CHUNKED, LAYERS, TIGHT, TOKENS
 
+import prompts
 from test_options import policy
 
 PREFIX = {"enable_prefix_caching": True}

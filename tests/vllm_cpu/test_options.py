@@ -3,11 +3,11 @@
 import json
 
 import engine
-import prompts
 import pytest
 import tiny_models
 import torch
 
+import prompts
 from quantkv import weights
 from quantkv.calibration import Calibration, LayerMoments
 

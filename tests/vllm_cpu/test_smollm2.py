@@ -1,11 +1,11 @@
 """A real model, SmolLM2 in float32, served by stock vLLM from quantkv's pages."""
 
 import engine
-import prompts
 import pytest
 import references
 import torch
 
+import prompts
 from quantkv import get_format
 from test_options import STORED
 
