@@ -3,8 +3,9 @@
 import inspect
 import os
 import re
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -462,7 +463,7 @@ def test_connectors_are_told_what_bytes_mean():
     [
         ("LMCacheConnectorV1", {}, "takes a token's bytes"),
         ("NixlConnector", {"enforce_handshake_compat": False}, "enforce_handshake_compat=False"),
-        ("MultiConnector", {"connectors": [{"kv_connector": "LMCacheMPConnector"}]}, "'LMCacheMPConnector' takes"),
+        ("MultiConnector", {"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}, "'LMCacheConnectorV1' takes"),
         ("MooncakeConnector", {}, "kv_connector='MooncakeConnector' takes blocks without comparing what their bytes mean"),
         ("MultiConnector", {"connectors": [{"kv_connector": "HF3FSKVConnector"}]}, "'HF3FSKVConnector' takes blocks without comparing"),
         ("NixlConnector", {}, None),
@@ -496,6 +497,23 @@ def test_every_connector_of_vllm_is_served_or_refused_by_name():
             connectors.check_connectors(
                 SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(cache_dtype="quantkv_int4"))
             )
+
+
+def test_keys_of_lmcache_have_the_digest(monkeypatch):
+    """LMCache's module is stood in for."""
+    home = ModuleType("lmcache_stand_in")
+    home.get_dcp_decorated_model_name = lambda config, blocks=None: config.model_config.model
+    home.LMCacheMPConnector = type("LMCacheMPConnector", (), {"__module__": home.__name__})
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class_by_name", {"LMCacheMPConnector": home.LMCacheMPConnector}.get)
+    for _ in range(2):
+        connectors._name_in_keys()
+    for stored, key in ((f"quantkv_int4:{'1f' * 8}", f"llama of quantkv_int4:{'1f' * 8}"), ("auto", "llama")):
+        config = SimpleNamespace(model_config=SimpleNamespace(model="llama"), cache_config=SimpleNamespace(cache_dtype=stored))
+        assert home.get_dcp_decorated_model_name(config, None) == key
+    del home.get_dcp_decorated_model_name
+    with pytest.raises(NotImplementedError, match=r"of lmcache_stand_in; that of LMCache 0\.5\.6 is needed"):
+        connectors._name_in_keys()
 
 
 def test_a_folder_of_blocks_says_whose_they_are(tmp_path):

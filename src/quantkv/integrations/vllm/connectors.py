@@ -7,6 +7,7 @@ nothing of ours are refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from .backend import UNQUANTIZED, format_of
 from .blocks import is_packed
 
 logger = init_logger("vllm.quantkv")
-BY_HEAD_SIZE = ("LMCacheConnectorV1", "LMCacheMPConnector")  # connectors that work out the bytes of a token from the head size
+BY_HEAD_SIZE = ("LMCacheConnectorV1",)  # connectors that work out the bytes of a token from the head size
 HANDSHAKES = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")  # of which each side compares the type's name
+KEYED = ("LMCacheMPConnector",)  # whose keys begin with the model's name, and say nothing of the type
 FOLDERS = ("ExampleConnector",)  # which keep pages in a folder, and compare nothing: a file there says the type
 FOLDER_OPTION, FOLDER_DEFAULT = "shared_storage_path", "/tmp"  # as the connector has them
 TYPE_FILE = "quantkv_type"
 WITHIN = ("MultiConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleHiddenStatesConnector")
-SERVED = (*HANDSHAKES, *FOLDERS, *WITHIN)  # WITHIN: which hold others, compare the type's name, or keep pages within one engine
+SERVED = (*HANDSHAKES, *KEYED, *FOLDERS, *WITHIN)  # WITHIN: which hold others, compare the type's name, or keep pages within one engine
 
 
 def name_page_types() -> None:
@@ -50,6 +52,8 @@ def name_page_types() -> None:
             for name, extra in _connectors_of(config.kv_transfer_config):
                 if name in HANDSHAKES:
                     _name_in_handshakes()
+                if name in KEYED:
+                    _name_in_keys()
                 if name in FOLDERS:
                     _check_folder(Path(extra.get(FOLDER_OPTION, FOLDER_DEFAULT)), config.cache_config.cache_dtype)
         return own(cls, config, role, kv_cache_config)
@@ -70,6 +74,23 @@ def _name_in_handshakes() -> None:
         return own(vllm_config, *args, **kwargs) + (f" of {stored}" if stored.startswith(PREFIX) else "")
 
     base_worker.compute_nixl_compatibility_hash = compute_nixl_compatibility_hash
+
+
+def _name_in_keys() -> None:
+    """Let LMCache's keys have the type's name with its digest behind the model's. May be called again. NotImplementedError for an LMCache
+    that makes them in another way."""
+    home = sys.modules[KVConnectorFactory.get_connector_class_by_name(KEYED[0]).__module__]
+    own = getattr(home, "get_dcp_decorated_model_name", None)
+    if own is None:
+        raise NotImplementedError(f"quantkv: kv_connector={KEYED[0]!r} of {home.__name__}; that of LMCache 0.5.6 is needed")
+    if own.__module__ == __name__:
+        return
+
+    def get_dcp_decorated_model_name(vllm_config, *args, **kwargs):
+        stored = vllm_config.cache_config.cache_dtype
+        return own(vllm_config, *args, **kwargs) + (f" of {stored}" if stored.startswith(PREFIX) else "")
+
+    home.get_dcp_decorated_model_name = get_dcp_decorated_model_name
 
 
 def _check_folder(folder: Path, stored: str) -> None:

@@ -199,7 +199,7 @@ NAMES = (
     _name(f"{MLA}.MLAAttention", "latents", has="attn_backend bind_kv_cache impl kv_cache layer_name"),
     # Connectors and statistics.
     _name("distributed.kv_transfer.kv_connector.factory.KVConnectorFactory.create_connector", "connectors", "config role kv_cache_config"),
-    _name("distributed.kv_transfer.kv_connector.factory.KVConnectorFactory", "refusals of connectors", has="_registry"),
+    _name("distributed.kv_transfer.kv_connector.factory.KVConnectorFactory", "connectors", has="_registry get_connector_class_by_name"),
     _name("distributed.kv_transfer.kv_connector.v1.nixl.base_worker", "digests in NIXL's handshake", has="compute_nixl_compatibility_hash"),
     _name("v1.kv_cache_interface.KVCacheConfig", "connectors", has="kv_cache_groups"),
     _name("v1.kv_cache_interface.KVCacheGroupSpec", "connectors", has="kv_cache_spec"),
