@@ -166,7 +166,7 @@ def test_latents_have_no_statistics():
 
     config = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build().config
     assert QuantizedCache(config, "4bit").cache_positions.statistics == "off"
-    with pytest.raises(NotImplementedError, match=r"policy\.full_precision: latents"):
+    with pytest.raises(NotImplementedError, match=r"policy\.statistics='require': latents"):
         QuantizedCache(config, Policy("levels4", full_precision=FullPrecisionTokens(16, 24), statistics="require"))
 
 

@@ -106,10 +106,12 @@ def quantkv_attention(
     if sliding_window not in (None, window) or (sliding_window is None and window and asked and window not in asked):
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    if layer.is_new and not compiling:
+    if layer.is_new and not compiling and not layer.latent:
         _meet(module, layer)
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None
+    if layer.latent:
+        return layer.attend_latents(module, query, key, value, attention_mask, **options), None
     return layer.attend(query, attention_mask, key.update, **options), None
 
 

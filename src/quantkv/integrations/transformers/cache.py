@@ -33,7 +33,7 @@ class QuantizedCache(Cache):
     """KV cache of a decoder in quantized pages, for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
     Layers of full, sliding and chunked attention keep keys and values in pages; those of latent attention (DeepSeek's MLA) the latents,
-    which are read back in each forward pass. What linear attention, convolutions and recurrences (Mamba) keep stays in transformers'
+    which queries read absorbed. What linear attention, convolutions and recurrences (Mamba) keep stays in transformers'
     own layers, at the model's precision: see `quantized_layers` and `passed_layers`.
 
     config: the model's; its layer types say what each layer is. Pages of layers with a sliding window or chunks that no query sees any
@@ -73,7 +73,7 @@ class QuantizedCache(Cache):
         plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
         if policy is not None:
             if policy.statistics == "auto" and any(plan.latent for plan in plans):  # as a preset: what latents cannot have is left out
-                policy = replace(policy, full_precision=None, statistics="off")
+                policy = replace(policy, statistics="off")
             _check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
@@ -278,10 +278,11 @@ def _check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[Laye
     """Refuse, before anything is made, what was made for another model."""
     geometry = geometry_of(config)
     policy.check(geometry.num_layers)
-    if policy.full_precision is not None and any(plan.latent for plan in plans):
-        raise NotImplementedError("policy.full_precision: latents in place of keys and values are read back whole")
+    latent = any(plan.latent for plan in plans)
+    if policy.statistics == "require" and latent:
+        raise NotImplementedError("policy.statistics='require': latents in place of keys and values are not measured; 'auto' or 'off'")
     if policy.calibration is not None:
-        if any(plan.latent for plan in plans):
+        if latent:
             raise NotImplementedError("policy.calibration: latents in place of keys and values are not calibrated")
         policy.calibration.check(geometry)
 
