@@ -184,5 +184,5 @@ def test_selected_latents_are_refused_by_name_before_the_weights_are_loaded(tmp_
 
 def test_batch_invariance_is_refused_before_the_weights_are_loaded(latents):
     report = engine.run(latents, "quantkv_int4", **ARGUMENTS, environment={"VLLM_BATCH_INVARIANT": "1"})
-    assert "batch invariance not supported" in report.error
+    assert "VLLM_BATCH_INVARIANT=1 with latents (MLA) is not supported" in report.error
     assert "Loading weights took" not in report.log

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from ...cache import PagedCache
+from ...calibration import gains_from_key_mean
 from ...checks import refuse
 from ...copies import CacheWithCopies
 from ...format import Format
@@ -39,16 +40,26 @@ class LatentLayer(QuantizedLayer):
     values as the model computed them. With another implementation, rows are read back whole in each forward pass, and the model's own
     attention follows, with transformers' mask: padding is stored like any token.
 
-    latent: size of the vector.
+    latent: size of the vector. mean: `[latent]`, which latents are stored without; None: they are stored whole. Softmax does not see what
+        all keys of a query have in common, so only outputs and rows that are read back get it.
     """
 
     is_compileable = False
+    mean: torch.Tensor | None = None
 
     def __init__(self, *args: Any, latent: int) -> None:
         super().__init__(*args)
         self.latent = latent
         self._up: tuple[torch.Tensor, torch.Tensor] | None = None  # of the call under way: see `_projections`
         self._expanded: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values of its own rows
+
+    def take_mean(self, mean: torch.Tensor | None) -> None:
+        """Store latents without this mean from now on, where the format gains from it. No row may have been stored."""
+        self.mean = mean if gains_from_key_mean(get_format(self.requested, torch.bfloat16).k) else None
+
+    def _centred(self, latents: torch.Tensor, sign: int = -1) -> torch.Tensor:
+        """Latents without their mean; sign 1: with it again."""
+        return latents if self.mean is None else latents + sign * self.mean.to(latents.device, latents.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys of a mask. Transformers asks at the beginning of a pass, and then a mask function; if ours, our
@@ -85,6 +96,7 @@ class LatentLayer(QuantizedLayer):
         try:
             if self.is_new:
                 self._check_projections(module)
+            self._new = self._centred(self._new[0]), self._new[1]
             out = self.attend(query, mask, key.update, **options)
             self.is_new = False
             return out
@@ -133,7 +145,7 @@ class LatentLayer(QuantizedLayer):
         plain, rotated = query.split([up_key.shape[1], query.shape[3] - up_key.shape[1]], 3)
         absorbed = torch.cat([torch.einsum("shnd,hdl->shnl", plain, up_key), rotated], 3)
         out = super()._attend(absorbed, new, mask, scale=query.shape[3] ** -0.5 if scale is None else scale, **options)
-        return torch.einsum("snhl,hvl->snhv", out, up_value)
+        return torch.einsum("snhl,hvl->snhv", self._centred(out, 1), up_value)
 
     def _of_own_rows(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
         """Attention of a whole prompt over its keys and values as given; 0 for padding."""
@@ -155,7 +167,7 @@ class LatentLayer(QuantizedLayer):
         self.pages, self.is_initialized = pages if self.pages is None else self.pages, True
         try:
             self.make_room(self.sequences.table.num_pages, [])
-            self.store(key_states, value_states)
+            self.store(self._centred(key_states), value_states)
             self.turn = cache_positions.turn + 1
             read = None if self.prompt == "own" and count > 1 and not before else self._read_back(batch_size, key_states)
             cache_positions.leave()
@@ -180,6 +192,7 @@ class LatentLayer(QuantizedLayer):
             cache.gather(table, starts, out, None, step.full_precision)
         else:
             cache.gather(table, starts, out)
+        out = self._centred(out[0], 1), out[1]
         return tuple(rows.unflatten(0, (batch_size, seen)).transpose(1, 2) for rows in out)
 
     def _new_pages(self, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
