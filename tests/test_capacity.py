@@ -126,8 +126,8 @@ def test_ranks_that_cannot_share():
         capacity(six, one("int4"), 4)
     whole, shared = capacity(latent, one("int4")), capacity(latent, one("int4"), 4)
     assert whole.layers == shared.layers  # every rank holds the latents
-    with pytest.raises(NotImplementedError, match="latents"):
-        capacity(latent, one("int4", FullPrecisionTokens(16, 24)))
+    exact = capacity(latent, one("int4", FullPrecisionTokens(16, 24))).layers[0]
+    assert exact.spec == whole.layers[0].spec and exact.full_precision_bytes == 5 * 16 * 1152  # pages of 16 rows of bf16
     with pytest.raises(ValueError, match=r"int4\+bf16.*of latents"):
         capacity(llama, one("int4+bf16"))
 

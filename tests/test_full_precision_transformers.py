@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from architectures import ARCHITECTURES, VOCABULARY  # noqa: E402
 from quantkv.engine.sequences import Sequences  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
@@ -159,10 +160,25 @@ def test_a_chunk_of_nothing_but_padding(llama):
     assert (results[0] - results[1])[:, 20:].abs().max() <= 1e-5 * results[0].abs().max()
 
 
-def test_latents_are_refused():
-    config = transformers.DeepseekV3Config(num_hidden_layers=1, kv_lora_rank=32)
-    with pytest.raises(NotImplementedError, match=r"policy\.full_precision: latents"):
-        QuantizedCache(config, Policy("int4", full_precision=SOME))
+@pytest.mark.parametrize("attention", ["quantkv", "sdpa"])
+@pytest.mark.parametrize("prompt", ["own", "stored"])
+@torch.no_grad()
+def test_latents(attention, prompt):
+    """Nothing of int2 is seen where all tokens are exact: by absorbed attention, and by rows that are read back. With few exact tokens
+    something is, and less than with none."""
+    model = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build()
+    ids, mask = prompts([60, 41])
+    ids = ids % VOCABULARY
+    ids, mask = (ids[:1], mask[:1]) if attention == "sdpa" else (ids, mask)  # which stores padding like any token
+    want = model(ids, attention_mask=mask).logits[mask.bool()]
+    model.set_attn_implementation(attention)
+    lost = []
+    for tokens in (ALL, SOME, None):
+        cache = QuantizedCache(model.config, Policy("int2", full_precision=tokens), prompt=prompt)
+        found = logits(model, cache, ids, mask, [0, 16, 30, 58, 59])[mask.bool()]
+        assert (cache.full_precision_nbytes > 0) == (tokens is not None)
+        lost.append(float((found - want).norm() / want.norm()))
+    assert lost[0] <= 1e-5 < 0.01 < lost[1] < lost[2]
 
 
 def test_layers_of_16_bits_have_no_copies(llama):

@@ -283,3 +283,45 @@ def test_warm_up_of_latents():
     cache, _, _, _ = make()
     served = warm_up(cache, 4, dtype=torch.float32, scale=SCALE, max_seq_len=16, batch_sizes=(2,), write_sizes=(1,))
     assert served["attend of 2 x 1 queries"] == "reference"
+
+
+@pytest.mark.parametrize("sink", [0, SIZE])
+def test_rows_read_back_with_full_precision_tokens(sink):
+    """Stretches of two sequences, of which the first and the latest tokens have copies, rotated as pages are; and the same sequences
+    read by queries that are rotated beforehand."""
+    tokens, keys = FullPrecisionTokens(sink, 2 * SIZE), (70, 45)
+    cache, batch, (slots, positions), rows = make("int4", keys=keys, queries=(1, 1))
+    copied = CopiedPages(tokens, SIZE, 2, cache.num_blocks)
+    both, table = CacheWithCopies(cache, cache_of_copies(cache, copied.num_copies, torch.float32), copied), batch["block_table"]
+    assert both.copies.maps.k is cache.maps.k
+    copied.watch(cache)
+    for before, after in (((0, 0), (30, 20)), ((30, 20), keys)):  # two steps of prompts
+        new = torch.cat([torch.arange(a, b) + s * keys[0] for s, (a, b) in enumerate(zip(before, after))])
+        step = FullPrecisionStep(tokens, SIZE, 2, len(new), cache.device, False)
+        lens, starts = torch.tensor(after).int(), torch.tensor([0, *(b - a for a, b in zip(before, after))]).cumsum(0).int()
+        copied.advance(table, lens, starts, slots[new], step)
+        prepare_write(slots[new], full_precision=step)(both, *(t[new] for t in rows))
+    first, counts = torch.tensor([3, 40], dtype=torch.int32), torch.tensor([67, 5])
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    out = torch.full((80, 1, LATENT), 7.0), torch.full((80, 1, ROPE), 7.0)
+    assert both.gather(table, starts, out, first, step) is out
+    at = torch.cat([torch.arange(3, 70), keys[0] + torch.arange(40, 45)])
+    begin, end = (t.repeat_interleave(counts) for t in step.between.unbind(1))
+    exact = (positions[at] < begin) | (positions[at] >= end)
+    assert {int(n) for n in begin} == {sink} and int(exact[67:].sum()) == 5 and int((~exact).sum()) > 3 * SIZE
+    for got, given, read in zip(out, rows, cache.dequantize(slots[at])):
+        want = torch.where(exact[:, None, None], given[at], read)
+        assert (got[: len(at)] - want).norm() <= 1e-6 * want.norm()
+        assert bool((got[len(at) :] == 7.0).all())
+    inverse, q = cache.maps.k.inverse[0], queries(cache, count=2)
+    attend = prepare_attend(**batch, scale=SCALE, full_precision=step)
+    mapped = torch.cat([q[..., :LATENT] @ inverse, q[..., LATENT:]], -1)
+    want = attend(both, q)
+    assert (attend(both.as_stored(), mapped) @ inverse.mT - want).norm() <= 3e-6 * want.norm()
+
+
+def test_copies_of_keys_and_values_are_not_read_as_stored():
+    cache = PagedCache(get_format("int4").cache_spec(1, 32), 4)
+    copied = CopiedPages(FullPrecisionTokens(0, 16), 16, 1, 4)
+    with pytest.raises(ValueError, match=r"pages\.spec\.format=int4"):
+        CacheWithCopies(cache, cache_of_copies(cache, copied.num_copies, torch.float32), copied).as_stored()

@@ -53,7 +53,8 @@ ALLOWED = {
     "plain_json": set(),
     "tensor_file": {"whole_file"},
     "policy_file": {"full_precision", "plain_json", "refusals", "whole_file"},
-    "copies": {"assumed", "calls", "cache", "checks", "full_precision", "formats", "triton"},
+    "copied_rows": {"cache"},
+    "copies": {"assumed", "calls", "cache", "checks", "copied_rows", "full_precision", "formats", "options", "triton"},
     "prepared": {"autocast", "calls", "cache", "checks", "ops", "options", "copies"},
     "page_table": set(),
     "whole_file": set(),
@@ -62,7 +63,7 @@ ALLOWED = {
     "page_views": {"calls", "checks", "format", "maps", "page_meaning", "spec"},
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
-    "warmup": {"cache", "calls", "full_precision", "implementations", "prepared", "copies", "triton", "under_way"},
+    "warmup": {"cache", "calls", "full_precision", "implementations", "options", "prepared", "copies", "triton", "under_way"},
     "weights": {"checks"},
     "calibration": {"weights", "checks", "format", "geometry", "maps", "plain_json", "tensor_file", "whole_file"},
     "policy": {

@@ -1,6 +1,7 @@
 """Statistics without a file: what a cache measures by itself, when, and what it says where it cannot."""
 
 import copy
+import itertools
 import logging
 
 import pytest
@@ -161,13 +162,35 @@ def test_caches_that_are_never_used_are_not_kept(model):
     assert not statistics._waiting and statistics._hook is None
 
 
-def test_latents_have_no_statistics():
+@torch.no_grad()
+def test_latents_are_stored_without_their_mean():
+    """Of a model whose embeddings share a direction: read by absorbed queries, and read back for another attention."""
+    from architectures import ARCHITECTURES
+
+    model = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build()
+    model.model.embed_tokens.weight += 0.5 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(2, 90, (2, 60), generator=torch.Generator().manual_seed(7))
+    want = model(ids).logits
+    for attention in ("quantkv", "sdpa"):
+        model.set_attn_implementation(attention)
+        lost = []
+        for mode in ("off", "require"):
+            cache, cuts = QuantizedCache(model.config, Policy("levels4", statistics=mode), prompt="stored"), (0, 30, 58, 59, 60)
+            found = torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1)
+            lost.append(float((found - want).norm() / want.norm()))
+            assert (cache.layers[0].mean is None) == (mode == "off")
+        assert lost[1] < lost[0] / 2
+
+
+def test_latents_wait_for_their_model():
     from architectures import ARCHITECTURES
 
     config = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build().config
-    assert QuantizedCache(config, "4bit").cache_positions.statistics == "off"
-    with pytest.raises(NotImplementedError, match=r"policy\.full_precision: latents"):
-        QuantizedCache(config, Policy("levels4", full_precision=FullPrecisionTokens(16, 24), statistics="require"))
+    assert QuantizedCache(config, "4bit").cache_positions.statistics == "auto"
+    assert QuantizedCache(config, Policy("int2", statistics="require")).cache_positions.statistics == "require"
+    layer = QuantizedCache(config, "int2").layers[0]
+    layer.take_mean(torch.ones(32))
+    assert layer.mean is None  # at 2 bits rows without it shrink
 
 
 def test_policies_say_it(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_heads_of_two_sizes():
     assert geometry_of(model.config).heads == {0: Heads(2, 16, 16), 1: Heads(2, 32, 32)}
 
 
-@pytest.mark.parametrize("fmt, name", [("int4", "int4+fp32"), ("none", "fp32"), ("k8v4", "k8v4+fp32")])
+@pytest.mark.parametrize("fmt, name", [("int4", "int4+fp32"), ("none", "fp32+fp32"), ("k8v4", "k8v4+fp32")])
 def test_a_latent_is_stored_in_the_k_half(fmt, name):
     """32 latent dimensions at the width of the format and 16 rotated ones at full width, for one head."""
     model = use_quantkv_attention(build("DeepSeek V3"))
@@ -271,3 +272,48 @@ def test_crop_of_layers_that_keep_states():
     fresh = QuantizedCache(model.config, "int4")
     model(ids[:, :17], past_key_values=fresh)
     assert torch.allclose(got, model(ids[:, 17:], past_key_values=fresh).logits, atol=1e-5)
+
+
+MLA = ("DeepSeek V2", "DeepSeek V3", "GLM-4.7-Flash", "MiniCPM3", "LongCat-Flash", "Youtu", "Kimi Linear")
+
+
+@pytest.mark.parametrize("name", [name for name in MLA if any(a.name == name and a.is_known for a in ARCHITECTURES)])
+@torch.no_grad()
+def test_queries_read_pages_of_latents(name, monkeypatch):
+    """A prompt, a chunk and single tokens, without a row that is read back; attention that is transformers' gets rows read back."""
+    model = build(name)
+    ids = torch.randint(2, 90, (2, 40), generator=torch.Generator().manual_seed(7))
+    want = model(ids).logits
+    read = []
+    monkeypatch.setattr(LatentLayer, "_read_back", lambda self, *args, own=LatentLayer._read_back: read.append(1) or own(self, *args))
+    for implementation in ("sdpa", "quantkv"):
+        model.set_attn_implementation(implementation)
+        for prompt in ("own", "stored"):
+            cache = QuantizedCache(model.config, "none", dtype=torch.float32, prompt=prompt)
+            cuts = (0, 20, 36, 37, 40)
+            found = torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)], 1)
+            assert (found - want).norm() <= 2e-6 * want.norm()
+        assert (len(read) > 0) == (implementation == "sdpa")
+        read.clear()
+
+
+@torch.no_grad()
+def test_projections_of_latents_that_are_not_plain_weights():
+    """As a quantized layer's, or one with an adapter: what they make of unit vectors is read. One that is no linear map is refused."""
+    model = use_quantkv_attention(build("DeepSeek V3"))
+    ids = torch.randint(2, 90, (2, 20), generator=torch.Generator().manual_seed(7))
+    cuts = (0, 12, 13, 20)
+
+    def answer(prompt="own"):
+        cache = QuantizedCache(model.config, "int4", prompt=prompt)
+        return torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)], 1)
+
+    want = answer()
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = torch.nn.Sequential(layer.self_attn.kv_b_proj)
+    assert (answer() - want).norm() <= 1e-6 * want.norm()
+    model.model.layers[1].self_attn.kv_b_proj.append(torch.nn.Tanh())
+    with pytest.raises(NotImplementedError, match=r"DeepseekV3Attention: its keys are not kv_b_proj of a latent.*sdpa"):
+        answer()
+    model.set_attn_implementation("sdpa")
+    answer()

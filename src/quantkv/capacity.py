@@ -100,7 +100,7 @@ class Capacity:
 
 def capacity(model: Model, policy: Stored, ranks: int = 1, block_size: int = 16) -> Capacity:
     """A model's cache on each of `ranks` ranks, tensor-parallel, as `check_ranks` takes them. ValueError, naming the argument, for a format
-    that cannot take the model's heads, or is of latents where it has none; NotImplementedError for full-precision tokens beside latents."""
+    that cannot take the model's heads, or is of latents where it has none."""
     check_ranks(model, ranks)
     layers = {number: _layer_cache(layer, number, policy, ranks, block_size) for number, layer in model.attention.items()}
     return Capacity(layers, state_bytes(model, ranks))
@@ -128,8 +128,6 @@ def _layer_cache(layer: Layer, number: int, policy: Stored, ranks: int, block_si
     plain = layout_of(PLAIN)
     layout = layout_of(name, PLAIN)
     if layer.kind == "latent":
-        if full_precision is not None:
-            raise NotImplementedError("policy.full_precision: latents in place of keys and values are read back whole")
         layout = layout_of(names.of_latent(layout.name, PLAIN)) if layout.k != plain.k else layout
     elif names.is_latent(layout.name):
         raise ValueError(f"format={name!r}: one of latents; layer {number} keeps keys and values: {layout.k.name} is one of theirs")

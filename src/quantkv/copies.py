@@ -15,9 +15,11 @@ import torch
 from . import checks, deprecated
 from .assumed import assumed
 from .cache import PagedCache
-from .calls import AttentionOptions, Segment
+from .calls import Segment
+from .copied_rows import put_copies
 from .formats import get_format
 from .full_precision import FullPrecisionTokens
+from .options import goes_by_position  # noqa: F401  an old name of `shadow`
 
 BEYOND = 1 << 30  # a position that no key has
 FEW_QUERIES = 8  # of a sequence: a step of decode, or of verification, for which first and latest tokens are one segment
@@ -58,13 +60,13 @@ class FullPrecisionStep:
         for key_range in (self.between, *(() if self.joined is None else self.joined[2:])):
             key_range[:, 1] = BEYOND
 
-    def part(self, num_seqs: int, few: bool) -> FullPrecisionStep:
-        """The same step for its first sequences: views."""
-        part = object.__new__(FullPrecisionStep)
-        part.slots, part.scratch, part.between = self.slots, self.scratch, self.between[:num_seqs]
+    def part(self, num_seqs: int, few: bool, first: int = 0) -> FullPrecisionStep:
+        """The same step for `num_seqs` of its sequences, from number `first` on: views."""
+        part, of = object.__new__(FullPrecisionStep), slice(first, first + num_seqs)
+        part.slots, part.scratch, part.between = self.slots, self.scratch, self.between[of]
         for name in ("recent", "sink", "joined"):
             tensors = getattr(self, name)
-            setattr(part, name, None if tensors is None or (name == "joined" and not few) else tuple(t[:num_seqs] for t in tensors))
+            setattr(part, name, None if tensors is None or (name == "joined" and not few) else tuple(t[of] for t in tensors))
         return part
 
 
@@ -327,6 +329,25 @@ class CacheWithCopies:
         if self.full_precision.watched is self.pages:
             self.full_precision.note(slot_mapping, step)
 
+    def as_stored(self) -> CacheWithCopies:
+        """The same read without the maps, see `PagedCache.as_stored`. ValueError unless both are of latents: other copies have no map."""
+        if not self.pages.spec.latent:
+            checks.refuse("pages.spec.format", self.pages.spec.format, "latents are needed: copies of keys and values are not mapped")
+        return CacheWithCopies(self.pages.as_stored(), self.copies.as_stored(), self.full_precision)
+
+    def gather(
+        self,
+        block_table: torch.Tensor,
+        starts: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor],
+        first: torch.Tensor | None,
+        step: FullPrecisionStep,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `PagedCache.gather` gives, and of tokens that the step reads at full precision their copies. step: of these sequences."""
+        self.pages.gather(block_table, starts, out, first)
+        put_copies(self.copies, step, starts, first, out)
+        return out
+
     def segments(self, block_table: torch.Tensor, step: FullPrecisionStep, apart: bool) -> tuple[Segment, ...]:
         """What a step reads. apart: each key at its own position, for many queries and for options that go by position."""
         if step.joined is not None and not apart:
@@ -340,14 +361,17 @@ class CacheWithCopies:
 
 
 def cache_of_copies(pages: PagedCache, num_copies: int, dtype: torch.dtype, buffer: torch.Tensor | None = None) -> PagedCache:
-    """Pages of `dtype` for the 16-bit copies of `pages`."""
+    """Pages of `dtype` for the 16-bit copies of `pages`. Those of latents are rotated as their pages are, so that queries which an engine
+    has rotated beforehand read both; those of keys and values are as given."""
     spec = pages.spec
     plain = get_format("none", dtype)
     plain = plain.latents(dtype) if spec.latent else plain
     own = plain.cache_spec(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
-    values, map_ = (pages.k, pages.maps.k) if spec.latent else (pages.v, pages.maps.v)
-    scale = {"k_scale" if spec.latent else "v_scale": values.scale if map_ is None else 1.0}  # what segments without a map share
-    return PagedCache(own, num_copies, pages.device, buffer=buffer, **scale)
+    if spec.latent:
+        given = {"maps": pages.maps, "k_scale": pages.k.scale, "v_scale": pages.v.scale}
+    else:
+        given = {"v_scale": pages.v.scale if pages.maps.v is None else 1.0}  # what segments without a map share
+    return PagedCache(own, num_copies, pages.device, buffer=buffer, **given)
 
 
 def kernels_of(device: torch.device, columns: int) -> Any:
@@ -358,13 +382,6 @@ def kernels_of(device: torch.device, columns: int) -> Any:
     from .implementations.triton import copies
 
     return copies if copies.serves(columns) else None
-
-
-def goes_by_position(options: AttentionOptions) -> bool:
-    """Whether more than causality depends on where a key stands."""
-    tensors = (options.alibi_slopes, options.qq_bias)
-    windowed = isinstance(options.window, int) and options.window != 0  # what is no number is refused by name with the call
-    return windowed or any(t is not None for t in tensors)
 
 
 def _rows(pages: PagedCache) -> list[torch.Tensor]:

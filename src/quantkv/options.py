@@ -106,3 +106,10 @@ class AttentionOptions:
 _SHAPES = {f.name: f.metadata["shape"] for f in fields(AttentionOptions) if "shape" in f.metadata}
 TENSORS = tuple(_SHAPES)  # options that may be tensors
 PER_LAYER = tuple(name for name, shape in _SHAPES.items() if "S" not in shape)  # those that may differ from layer to layer of a step
+
+
+def goes_by_position(options: AttentionOptions) -> bool:
+    """Whether more than causality depends on where a key stands."""
+    tensors = (options.alibi_slopes, options.qq_bias)
+    windowed = isinstance(options.window, int) and options.window != 0  # what is no number is refused by name with the call
+    return windowed or any(t is not None for t in tensors)

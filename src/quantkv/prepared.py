@@ -13,8 +13,8 @@ from . import checks, deprecated, ops
 from .autocast import given_dtypes
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, Segment, WriteCall
-from .copies import CacheWithCopies, FullPrecisionStep, as_segments, goes_by_position
-from .options import PER_LAYER, AttentionOptions
+from .copies import CacheWithCopies, FullPrecisionStep, as_segments
+from .options import PER_LAYER, AttentionOptions, goes_by_position
 
 
 def _same(name: str, t: torch.Tensor, like: torch.Tensor) -> None:

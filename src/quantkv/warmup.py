@@ -15,9 +15,10 @@ import torch
 from . import deprecated, implementations, under_way
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
-from .copies import FEW_QUERIES, CacheWithCopies, CopiedPages, FullPrecisionStep, as_segments, cache_of_copies, goes_by_position
+from .copies import FEW_QUERIES, CacheWithCopies, CopiedPages, FullPrecisionStep, as_segments, cache_of_copies
 from .full_precision import FullPrecisionTokens
 from .implementations import Call, batches
+from .options import goes_by_position
 from .prepared import prepare_attend
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`

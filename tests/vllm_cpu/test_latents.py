@@ -8,6 +8,7 @@ import pytest
 import references
 import tiny_models
 import torch
+from safetensors.torch import load_file, save_file
 from test_tiny_models import PROMPTS, TOKENS
 
 from quantkv import PagedCache, get_format
@@ -116,10 +117,48 @@ def test_drafts_are_verified(latents):
         assert found.drafted > 0
 
 
-def test_a_preset_says_what_it_leaves_out(latents):
-    report = ask(latents, "4bit")
-    assert set(report.formats) == {"levels4+fp32"}
-    assert "quantkv: latents (MLA) are stored without full-precision tokens and statistics" in report.log
+@pytest.mark.parametrize("given", [{}, CHUNKED, {**CHUNKED, **STORED}], ids=["at_once", "chunked", "chunked_stored"])
+def test_all_tokens_at_full_precision_say_what_transformers_says(latents, tmp_path, given):
+    """Nothing of int2 is to be seen: decode reads copies, rotated as its projections are, and prompts rows that are rotated back."""
+    prompt = "stored" if "additional_config" in given else "own"
+    exact = policy(tmp_path, format="int2", full_precision={"sink": 16, "recent": 512}, prompt=prompt)
+    report = ask(latents, "policy", **{**given, **exact})
+    assert set(report.formats) == {"int2+fp32"}
+    found = report.answers[0]
+    for prompt, tokens, logprobs, of_prompt in zip(PROMPTS, found.tokens, found.logprobs, found.prompt_logprobs):
+        wanted = references.scored(latents, prompt + tokens)
+        torch.testing.assert_close(torch.tensor(of_prompt + logprobs), wanted, rtol=0, atol=SAME)
+
+
+def test_some_tokens_at_full_precision_lose_less(latents, tmp_path):
+    """Of prompts that read what is stored of them; the first tokens are a part of every context."""
+    plain, whole = scores(ask(latents, "none")), scores(ask(latents, "int2", **STORED))
+    few = policy(tmp_path, format="int2", full_precision={"sink": 16, "recent": 24}, prompt="stored")
+    off = (scores(ask(latents, "policy", **few, **CHUNKED)) - plain).abs().mean()
+    assert 0.01 < off < 0.8 * (whole - plain).abs().mean()
+
+
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory):
+    """Whose latents have a mean: all embeddings share a direction."""
+    folder = tmp_path_factory.mktemp("shifted")
+    tiny_models.write("latents", folder)
+    held = load_file(folder / "model.safetensors")
+    held["model.embed_tokens.weight"] += 0.5 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_a_preset_measures_the_mean_of_latents(shifted, tmp_path):
+    """Prompts read what is stored of them, earlier ones and decode too."""
+    stored = {"full_precision": {"sink": 16, "recent": 24}, "prompt": "stored"}
+    plain = ask(shifted, "none")
+    without = ask(shifted, "policy", **policy(tmp_path, format="levels4", **stored))
+    found = ask(shifted, "4bit", **STORED, **CHUNKED)
+    assert set(found.formats) == {"levels4+fp32"}
+    assert "quantkv: means of latents of 2 layers (512 tokens at random" in found.log
+    lost, off = ((scores(report) - scores(plain)).abs().mean() for report in (without, found))
+    assert off < lost / 2
 
 
 def test_a_policy_gives_each_layer_its_format(latents, tmp_path):
@@ -143,13 +182,7 @@ def test_selected_latents_are_refused_by_name_before_the_weights_are_loaded(tmp_
     assert "Loading weights took" not in report.log
 
 
-def test_statistics_that_are_required_are_refused_before_the_weights_are_loaded(latents, tmp_path):
-    report = engine.run(latents, "quantkv_policy", **ARGUMENTS, **policy(tmp_path, format="int4", statistics="require"))
-    assert "policy.statistics='require' for latents (MLA)" in report.error
-    assert "Loading weights took" not in report.log
-
-
 def test_batch_invariance_is_refused_before_the_weights_are_loaded(latents):
     report = engine.run(latents, "quantkv_int4", **ARGUMENTS, environment={"VLLM_BATCH_INVARIANT": "1"})
-    assert "batch invariance not supported" in report.error
+    assert "VLLM_BATCH_INVARIANT=1 with latents (MLA) is not supported" in report.error
     assert "Loading weights took" not in report.log

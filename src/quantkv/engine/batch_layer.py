@@ -183,14 +183,14 @@ class BatchLayer:
         return first
 
     def store(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new rows `[S, HK, N, D]` of the pass under way, of which none is padding."""
+        """Write the new rows `[S, HK, N, D]` of the pass under way."""
         if not self.sequences.loaded:
-            self.sequences.step(key.device).write(self.pages, _tokens(key), _tokens(value))
+            self.sequences.step(key.device).write(self.cache, _tokens(key), _tokens(value))
             return
-        decoding = self.sequences.decodings[key.device]
+        decoding, cache = self.sequences.decodings[key.device], self.cache
         if self._leads_now(decoding):
-            decoding.advance(None)
-        decoding.write(self.pages, _last(key), _last(value))
+            decoding.advance(None, self.sequences.pools.get(key.device))
+        decoding.write(cache, _last(key), _last(value))
 
     def warm_up(self) -> None:
         """Run what `decode` runs, for a token that is not stored."""
@@ -209,12 +209,16 @@ class BatchLayer:
         spec, batch_size, count = pages.spec, query.shape[0], query.shape[2]
         tensor("key", key, (batch_size, spec.num_kv_heads, count, spec.head_size), ROW_DTYPES, pages.device)
         tensor("value", value, (batch_size, spec.num_kv_heads, count, spec.head_size_v), (key.dtype,), pages.device)
-        tensor("query", query, (None, None, None, spec.head_size), ROW_DTYPES, pages.device)
+        tensor("query", query, (None, None, None, self._query_size(pages)), ROW_DTYPES, pages.device)
         if query.shape[1] % spec.num_kv_heads:
             refuse("query.shape[1]", query.shape[1], f"a multiple of the {spec.num_kv_heads} kv heads is needed")
         AttentionOptions(**self.sequences.kind.options, **options).check({"S": batch_size, "HQ": query.shape[1]}, pages.device)
         if scale is not None:
             number("scaling", scale)
+
+    def _query_size(self, pages: PagedCache) -> int:
+        """Numbers of a head's query, as it comes."""
+        return pages.spec.head_size
 
     def make_room(self, num_pages: int, copies: list[tuple[int, int]]) -> None:
         """At least `num_pages` pages, and copies of those that are shared no longer."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..cache import PagedCache
-from ..copies import CacheWithCopies, CopiedPages, cache_of_copies, goes_by_position
+from ..copies import CacheWithCopies, CopiedPages, cache_of_copies
 from ..geometry import Heads
-from ..options import AttentionOptions
+from ..options import AttentionOptions, goes_by_position
 from ..spec import CacheSpec
 from .layer_config import LayerConfig
 
@@ -92,6 +92,8 @@ class PagedLayer:
         held, found = owner.copies, self._with_copies
         if held is None or held.spec.block_size != pages.spec.block_size or held.num_blocks < pool.num_copies:  # than when it was taken
             held = owner._hold(pages, pool.num_copies)
+        elif held.spec.latent and held.maps.k is not pages.maps.k:  # which its copies share
+            held = owner._hold(pages, held.num_blocks)
         if found is None or found.pages is not pages or found.full_precision is not pool or found.copies is not held:
             found = self._with_copies = CacheWithCopies(pages, held, pool)
         return found
@@ -105,7 +107,8 @@ class PagedLayer:
         """Room for `count` copies; those that are there stay."""
         old, self.copies = self.copies, None
         with torch.inference_mode(False):  # as pages: written to in any mode
-            self.copies = cache_of_copies(pages, count, self.dtype)
-            if old is not None and old.spec == self.copies.spec and old.num_blocks <= count:
+            same = old is not None and old.num_blocks == count and old.spec.block_size == pages.spec.block_size
+            self.copies = cache_of_copies(pages, count, self.dtype, old.buffer if same else None)
+            if not same and old is not None and old.spec == self.copies.spec and old.num_blocks <= count:
                 self.copies.buffer[: old.num_blocks] = old.buffer
         return self.copies

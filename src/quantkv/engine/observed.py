@@ -73,6 +73,13 @@ def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor],
     return made
 
 
+def latent_moments(mean: torch.Tensor) -> LayerMoments:
+    """`LayerMoments` of a layer of latents whose mean is `[latent]`: it is one bucket, since latents are not rotated. All errors cost the
+    same: no kernel rounds rows so long by a Hessian as fast as a step needs."""
+    mean = mean.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
+    return LayerMoments(mean[None, None], torch.eye(len(mean), device="cpu")[None], torch.ones(1, 1, 1, device="cpu"))
+
+
 def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
     """Means `[HK, D]` at every position below limit, averaged over buckets: `[buckets, HK, D]` of each."""
     parts, step, device = [], BUCKETS_AT_ONCE * KEY_MEAN_BUCKET, means[0].device

@@ -107,9 +107,13 @@ def quantkv_attention(
         refuse("sliding_window", sliding_window, f"config gives this layer a window or chunks of {window}, and its model's masks do not")
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if layer.is_new and not compiling:
-        _meet(module, layer)
+        _expect_statistics(layer)
+        if not layer.latent:
+            _meet(module, layer)
     if compiling:
         return layer.traced(query, key, value, attention_mask, **options), None
+    if layer.latent:
+        return layer.attend_latents(module, query, key, value, attention_mask, **options), None
     return layer.attend(query, attention_mask, key.update, **options), None
 
 
@@ -120,10 +124,6 @@ _warned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
     """What a layer's attention module tells of the model, before the layer stores its first row: whether its calibration is of another one,
     and whether its keys have biases that break them. ValueError for another model."""
-    positions = layer.sequences.cache_positions
-    if positions.statistics != "off":
-        _no_statistics(positions.statistics)
-        positions.statistics = "off"
     if layer.weights is not None:
         weights.check({layer.index: layer.weights}, {layer.index: weights.of_module(module)})
     maps, name = layer.config.maps, get_format(layer.requested, torch.bfloat16).name
@@ -140,6 +140,14 @@ def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
             name,
         )
     layer.is_new = False
+
+
+def _expect_statistics(layer: QuantizedLayer) -> None:
+    """Statistics that a cache waits for are there before a layer stores its first row."""
+    positions = layer.sequences.cache_positions
+    if positions.statistics != "off":
+        _no_statistics(positions.statistics)
+        positions.statistics = "off"
 
 
 def _no_statistics(mode: str) -> None:

@@ -6,7 +6,6 @@ import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ...spec import CacheSpec
 from .config import LayerPlan, MadeFor, geometry_of, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .recurrent_and_latent import HybridLayer, LatentLayer
-from .statistics import wait_for, with_statistics
+from .statistics import latent_means, wait_for, with_statistics
 
 
 @deprecated.attributes(exact_nbytes="full_precision_nbytes")
@@ -33,7 +32,7 @@ class QuantizedCache(Cache):
     """KV cache of a decoder in quantized pages, for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
     Layers of full, sliding and chunked attention keep keys and values in pages; those of latent attention (DeepSeek's MLA) the latents,
-    which are read back in each forward pass. What linear attention, convolutions and recurrences (Mamba) keep stays in transformers'
+    which queries read absorbed. What linear attention, convolutions and recurrences (Mamba) keep stays in transformers'
     own layers, at the model's precision: see `quantized_layers` and `passed_layers`.
 
     config: the model's; its layer types say what each layer is. Pages of layers with a sliding window or chunks that no query sees any
@@ -72,8 +71,6 @@ class QuantizedCache(Cache):
             refuse("config", type(config).__name__, "a model's configuration is needed: QuantizedCache(model.config, ...)")
         plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
         if policy is not None:
-            if policy.statistics == "auto" and any(plan.latent for plan in plans):  # as a preset: what latents cannot have is left out
-                policy = replace(policy, full_precision=None, statistics="off")
             _check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
@@ -110,7 +107,12 @@ class QuantizedCache(Cache):
     def take_statistics(self, model: PreTrainedModel) -> None:
         """Guide the writers of all layers by what a pass of `model` measures: for caches whose policy has `statistics`, before the first
         row is stored. Where the model cannot be measured: a warning; ValueError or NotImplementedError where the policy requires it."""
-        policy = with_statistics(self._policy, model)
+        latents = [layer for layer in self.layers if getattr(layer, "latent", 0)]
+        if latents:
+            means = latent_means(self._policy, model)
+            for number, layer in self.quantized_layers.items():
+                layer.take_mean(means.get(number))
+        policy = self._policy if latents else with_statistics(self._policy, model)
         for number, layer in self.quantized_layers.items():
             layer.config = LayerConfig.of(policy, number, self._dtype)
         self.cache_positions.statistics = "off"
@@ -278,8 +280,6 @@ def _check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[Laye
     """Refuse, before anything is made, what was made for another model."""
     geometry = geometry_of(config)
     policy.check(geometry.num_layers)
-    if policy.full_precision is not None and any(plan.latent for plan in plans):
-        raise NotImplementedError("policy.full_precision: latents in place of keys and values are read back whole")
     if policy.calibration is not None:
         if any(plan.latent for plan in plans):
             raise NotImplementedError("policy.calibration: latents in place of keys and values are not calibrated")

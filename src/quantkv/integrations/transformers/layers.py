@@ -25,6 +25,7 @@ class QuantizedLayer(BatchLayer, CacheLayerMixin):
 
     is_croppable = True
     supports_early_init = False
+    latent = 0  # size of the vector that it keeps in place of keys and values
 
     def __init__(self, fmt: str | Format, sequences: Sequences, dtype: torch.dtype | None, prompt: str, num_tokens: int) -> None:
         CacheLayerMixin.__init__(self)

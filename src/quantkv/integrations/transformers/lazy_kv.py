@@ -57,3 +57,19 @@ class LazyKV(torch.Tensor):
             f"{func.__name__}: a QuantizedCache is read by the attention implementation {ATTENTION!r} only, as the "
             "rows are in quantized pages; call quantkv.integrations.transformers.use_quantkv_attention(model)"
         )
+
+
+class LazyLatents(LazyKV):
+    """New latents or their rotated dimensions, and what a model's own code makes of them on the way to the attention function: its new
+    keys and values. Another attention would take these for all keys there are: that is an error."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("scaled_dot_product_attention", "softmax"):
+            return super().__torch_function__(func, types, args, kwargs)
+        made = torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})
+        source = next((t for t in (*args, *(kwargs or {}).values()) if isinstance(t, cls)), None)
+        for t in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(t, cls) and source is not None:
+                t.layer, t.update = source.layer, source.update
+        return made

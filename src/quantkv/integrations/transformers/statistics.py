@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ... import weights, whole_file
 from ...calibration import Calibration
+from ...engine.observed import SKIPPED
 from ...policy import Policy
 from ..sample_tokens import pass_tokens, sample_tokens
 from .calibrate import calibrate
-from .config import geometry_of, max_positions
+from .config import geometry_of, max_positions, plan_layers
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
@@ -33,6 +34,7 @@ SLOW = 2.0  # seconds: a pass that takes longer is worth a line that everyone se
 
 log = logging.getLogger("quantkv")
 _known: weakref.WeakKeyDictionary[torch.nn.Module, Calibration] = weakref.WeakKeyDictionary()
+_means: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 _waiting: weakref.WeakSet[QuantizedCache] = weakref.WeakSet()
 _hook: Any = None
 
@@ -96,6 +98,48 @@ def statistics_of(model: PreTrainedModel) -> Calibration:
         )
         _known[model] = made
     return _known[model]
+
+
+class SeenLatents(DynamicCache):
+    """A cache that takes sums of the latents of some layers, and keeps none.
+
+    sums: `[latent]` and how many latents they are of, by the number of the layer.
+    """
+
+    def __init__(self, config: Any, layers: set[int]) -> None:
+        super().__init__(config=config)
+        self.of, self.sums = layers, {}
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Count latents `[S, 1, N, latent]`; layers of another kind go on as they do."""
+        if layer_idx not in self.of:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        rows = key_states[:, 0, SKIPPED:].flatten(0, 1).double()
+        self.sums[layer_idx] = rows.sum(0), len(rows)
+        return key_states, value_states
+
+
+def latent_means(policy: Policy, model: PreTrainedModel) -> dict[int, torch.Tensor]:
+    """Means `[latent]` float32 of the latents of a model's layers, by their number, by one pass over the package's text; kept in memory.
+
+    Where the model cannot be measured: a warning, and none; ValueError or NotImplementedError where the policy requires them."""
+    if model not in _means:
+        began, layers = time.perf_counter(), {number for number, plan in enumerate(plan_layers(model.config)) if plan.latent}
+        ids, source = _ids(model)
+        seen = SeenLatents(model.config.get_text_config(decoder=True), layers)
+        try:
+            with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+                model(ids[:1].to(model.device), past_key_values=seen, use_cache=True)
+            if missing := sorted(layers - seen.sums.keys()):
+                raise NotImplementedError(f"layers {missing} store no latents in transformers' cache")
+        except (ValueError, NotImplementedError) as error:
+            if policy.statistics == "require":
+                raise
+            log.warning("quantkv: no statistics of %s, latents are stored with their mean: %s", type(model).__name__, error)
+            return {}
+        log.info("quantkv: means of latents of %s (%s): %.1f s", type(model).__name__, source, time.perf_counter() - began)
+        _means[model] = {number: (total / count).float() for number, (total, count) in seen.sums.items()}
+    return _means[model]
 
 
 def _ids(model: PreTrainedModel) -> tuple[torch.Tensor, str]:

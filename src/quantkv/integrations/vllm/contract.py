@@ -196,6 +196,7 @@ NAMES = (
     _name(f"{MLA}.MLACommonMetadataBuilder", "steps of latents", has="query_len_support"),
     _name(f"{MLA}.QueryLenSupport", "drafts", has="VARLEN"),
     _name(f"{MLA}.MLAAttention.process_weights_after_loading", "rotations of latents", "act_dtype"),
+    _name(f"{MLA}.MLAAttention.forward_impl", "statistics of latents", "q k_c_normed k_pe kv_cache attn_metadata output"),
     _name(f"{MLA}.MLAAttention", "latents", has="attn_backend bind_kv_cache impl kv_cache layer_name"),
     # Connectors and statistics.
     _name("distributed.kv_transfer.kv_connector.factory.KVConnectorFactory.create_connector", "connectors", "config role kv_cache_config"),

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm.envs as envs
@@ -86,6 +86,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     attention: LayerAttention
     paged: PagedLayer | None = None
     owner: QuantKVImpl | None = None
+    of_latents: ClassVar[bool] = False
     lends: bool = False  # whether other layers read its pages, and its rows
     pages_per_block: int = 1
     unmeasured: bool = False
@@ -204,7 +205,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             self.number = extract_layer_index(owner)
             stored = self._by_policy(self.number, heads)
             if self.measured is not None:  # weights are loaded again: pages stay what they were
-                stored = stored.with_calibration(self.measured, self.number)
+                stored = self._calibrated(stored)
             if self.policy.wants_statistics:
                 measure_before_sizing(self.config)
         given = getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
@@ -247,7 +248,15 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     def take_statistics(self, made: Calibration) -> None:
         """Store rows by a calibration of this rank's heads from now on. No row may have been stored."""
         self.measured = made
-        self.paged.config = self.paged.config.with_calibration(made, self.number)
+        self.paged.config = self._calibrated(self.paged.config)
+
+    def _calibrated(self, stored: LayerConfig) -> LayerConfig:
+        """How rows are stored by what was measured."""
+        return stored.with_calibration(self.measured, self.number)
+
+    def watch(self, observer: Any) -> None:
+        """Show the rows of the pass that measures the model to an observer from now on; None: no such pass runs."""
+        self.observer, self.seen = observer, None
 
     def _by_policy(self, number: int, heads: Heads) -> LayerConfig:
         """What the policy says of a layer, for the kv heads of this rank."""

@@ -91,20 +91,38 @@ class TellsWhoServes:
             logger.info("quantkv: %d layers of %s: %s", len(self.layers), impl.format.name, summary(who))
 
 
-class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
+class KeepsExact:
+    """The part of a builder that says what a step reads at full precision. `self.keep_exact` begins it.
+
+    full_precision: of those of its layers that have full-precision tokens; None: none has. last: of these layers.
+    """
+
+    full_precision: FullPrecisionGroup | None = None
+    last: Any = None
+
+    def keep_exact(self, vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
+        """Of these layers of vLLM's."""
+        named = vllm_config.compilation_config.static_forward_context
+        if kept := list(exact_layers({name: named[name] for name in layer_names}).values()):
+            self.full_precision, self.last = full_precision_group(kept, vllm_config, device), kept[-1]
+
+    def attach_exact(self, metadata: ForwardMetadata, advance: bool) -> None:
+        """Say in a step's metadata what it reads at full precision. advance: whether it runs now."""
+        if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
+            self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
+
+
+class QuantKVBuilder(TellsWhoServes, KeepsExact, AttentionMetadataBuilder[Metadata]):
     """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     requires_block_table_width = True  # kernels are compiled for its alignment
-    full_precision: FullPrecisionGroup | None = None  # where some of its layers have full-precision tokens
-    last: Any = None  # of those layers
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        if kept := list(exact_layers(named).values()):
-            self.full_precision, self.last = full_precision_group(kept, vllm_config, device), kept[-1]
+        self.keep_exact(vllm_config, layer_names, device)
         self.pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
         for layer in named.values():
             layer.impl.pages_per_block = self.pages.pages
@@ -164,6 +182,5 @@ class QuantKVBuilder(TellsWhoServes, AttentionMetadataBuilder[Metadata]):
         """What vLLM says in `m` that concerns the sequences of `batch`."""
         tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
         metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
-        if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
-            self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
+        self.attach_exact(metadata, advance)
         return metadata

@@ -7,12 +7,11 @@ of the model's dtype, through the layer's up-projection, into attention over man
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
     MLACommonBackend,
@@ -24,17 +23,17 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.platforms import current_platform
 
 from ...cache import PagedCache
+from ...calibration import gains_from_key_mean
+from ...copies import CacheWithCopies, FullPrecisionStep
 from ...engine.layer_config import LayerConfig, Shard
+from ...engine.observed import causal_attention
 from ...engine.warm_up import claim_scratch, warm_up
 from ...format import Format
 from ...geometry import Heads
-from ...policy import Policy
 from . import LATENTS, calls
 from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes, why_not
 from .implementation import QuantKVImpl, step_of
 from .mla_metadata import LatentMetadata, QuantKVLatentBuilder
-
-logger = init_logger("vllm.quantkv")
 
 
 def latent_bytes(fmt: Format, sizes: tuple[int, int], dtype: torch.dtype) -> int:
@@ -126,11 +125,15 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
     """One layer's attention over latents. Its one kv head is the same on every rank.
 
     absorbed: whether the layer's projections of decode hold the rotation of stored latents, so that pages are read as they are stored.
+    mean: `[latent]`, which latents are stored without; None: they are stored whole. Softmax does not see what all keys of a query have in
+        common, so only outputs and rows that are read back get it.
     """
 
+    of_latents = True
     supports_pcp = False
     absorbed = False
-    _read: tuple[PagedCache | None, PagedCache | None] = None, None  # pages, and what decode reads of them
+    mean: torch.Tensor | None = None
+    _read: tuple[PagedCache | CacheWithCopies | None, ...] = None, None  # the cache, and what decode reads of it
 
     def __init__(
         self,
@@ -166,17 +169,6 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         """Numbers of a latent, and of its rotated dimensions."""
         return self.kv_lora_rank, self.qk_rope_head_dim
 
-    def _served(self, policy: Policy | None) -> Policy | None:
-        policy = super()._served(policy)
-        if policy is None:
-            return None
-        if policy.statistics == "require":
-            raise NotImplementedError("quantkv: policy.statistics='require' for latents (MLA), which are not measured; 'auto' or 'off'")
-        left_out = {"full-precision tokens": policy.full_precision is not None, "statistics": policy.statistics != "off"}
-        if named := [name for name, asked in left_out.items() if asked]:
-            logger.info_once("quantkv: latents (MLA) are stored without %s", " and ".join(named))
-        return replace(policy, full_precision=None, statistics="off")
-
     def _token_bytes(self, name: str) -> int:
         return latent_bytes(format_of(name, self.dtype), self.sizes, self.dtype)
 
@@ -211,6 +203,37 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
                 self._projections.setdefault(name, torch.empty_like(tensor, dtype=parameter.dtype)).copy_(tensor)
                 parameter.data = self._projections[name]
 
+    @cached_property
+    def _mean_of_outputs(self) -> torch.Tensor:
+        """The mean in the space of what decode reads, `[latent]`."""
+        if not self.absorbed:
+            return self.mean
+        map_ = self.pages_of(self._layer().kv_cache).maps.k
+        return (map_.forward[0].double() @ self.mean.double()).to(self.mean.dtype)
+
+    def _calibrated(self, stored: LayerConfig) -> LayerConfig:
+        """The same, since the mean of latents is taken off here, where it is a part of no kernel."""
+        if gains_from_key_mean(stored.format.k):
+            self.mean = self.measured.layers[self.number].key_mean[0, 0].to(current_platform.device_type, self.dtype)
+        return stored
+
+    def watch(self, observer: Any) -> None:
+        """The same; the layer shows its rows, since without metadata it asks nothing of this."""
+        super().watch(observer)
+        layer = self._layer()
+        if observer is not None:
+            layer.forward_impl = partial(self._observed_latents, layer)
+        elif "forward_impl" in vars(layer):
+            del layer.forward_impl
+
+    def _observed_latents(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, **unused):
+        """Attention of the pass that measures the model, over its own rows: `q [T, HQ, nope + rope]` into `output [T, HQ * V]`."""
+        self.observer.see_latents(self, k_c_normed)
+        heads = self.kv_b_proj(k_c_normed)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
+        found = causal_attention(self.attention, q, self._concat_k_nope_k_pe(k_nope, k_pe), v)
+        return output.copy_(found.view_as(output))
+
     def warm_up(self, kv_cache: torch.Tensor, verified: int, table_width: int) -> dict[str, str]:
         """Compile what its calls need, those of prompts too."""
         pages, limits = self._wrap(kv_cache), self._limits(verified, table_width)
@@ -237,16 +260,18 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
             return
         calls["write"] += 1
         step = step_of(self._layer())
-        step.written.write(self.cache_of(kv_cache), kv_c_normed.unsqueeze(1), k_pe, slot_mapping.flatten())
+        latents = kv_c_normed if self.mean is None else kv_c_normed - self.mean
+        step.written.write(self.cache_of(kv_cache), latents.unsqueeze(1), k_pe, slot_mapping.flatten())
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         """Attention of absorbed queries, `[T, HQ, latent + rope]` or its two parts, over pages -> `[T, HQ, latent]`; no log-sum-exp."""
         calls["decode"] += 1
         q = torch.cat(q, 2) if isinstance(q, tuple) else q
-        pages, read = self.pages_of(layer.kv_cache), self._read
-        if read[0] is not pages:
-            read = self._read = pages, pages.as_stored() if self.absorbed else pages
-        return attn_metadata.decoded.attend(read[1], q, self.scale, self.attention.options), None
+        cache, read = self.cache_of(layer.kv_cache), self._read
+        if read[0] is not cache:
+            read = self._read = cache, cache.as_stored() if self.absorbed else cache
+        out = attn_metadata.decoded.attend(read[1], q, self.scale, self.attention.options)
+        return out if self.mean is None else out.add_(self._mean_of_outputs), None
 
     def forward_mha(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None):
         """Attention of prompts, whose own rows are read as given or, where they are to read what is stored, from their pages."""
@@ -254,7 +279,8 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         if not self.reads_own_rows:
             prefill, count = attn_metadata.prefill, len(kv_c_normed)
             rows = kv_c_normed.new_zeros(count, sum(self.sizes))  # those of padding stay so
-            kv_c_normed, k_pe = self._gather(rows, prefill.block_table, prefill.query_start_loc, attn_metadata.before, count)
+            where = prefill.block_table, prefill.query_start_loc, attn_metadata.before
+            kv_c_normed, k_pe = self._gather(rows, *where, count, attn_metadata.exact_of_prompts(0, len(prefill.block_table)))
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
 
     def _compute_prefill_context(self, q, kv_c_and_k_pe_cache, attn_metadata, k_scale):
@@ -263,7 +289,8 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         context, found = prefill.chunked_context, None
         for chunk in context.chunks:
             where = prefill.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts
-            latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens)
+            exact = attn_metadata.exact_of_prompts(chunk.request_slice.start, len(where[0]))
+            latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens, exact)
             heads = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
             k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
             k = self._concat_k_nope_k_pe(k_nope, rotated)
@@ -273,11 +300,25 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
             accumulate_mla_context_chunk(chunk, *part, *found)
         return found
 
-    def _gather(self, workspace: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, count: int) -> Any:
-        """`count` rows of pages in a workspace `[rows, latent + rope]`, as latents `[count, latent]` and rotated dimensions `[count, 1,
-        rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`."""
+    def _gather(
+        self,
+        workspace: torch.Tensor,
+        block_table: torch.Tensor,
+        starts: torch.Tensor,
+        first: torch.Tensor,
+        count: int,
+        exact: FullPrecisionStep | None,
+    ) -> Any:
+        """`count` rows of a cache in a workspace `[rows, latent + rope]`, as latents `[count, latent]` and rotated dimensions `[count, 1,
+        rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`. exact: what these read at full precision."""
         latents, rotated = workspace[:count, None].split(self.sizes, 2)
-        self.pages_of(self._layer().kv_cache).gather(block_table, starts, out=(latents, rotated), first=first)
+        cache, where = self.cache_of(self._layer().kv_cache), (block_table, starts, (latents, rotated), first)
+        if isinstance(cache, CacheWithCopies) and exact is not None:
+            cache.gather(*where, exact)
+        else:
+            self.pages_of(self._layer().kv_cache).gather(*where)
+        if self.mean is not None:
+            latents.add_(self.mean)
         return latents[:, 0], rotated
 
 

@@ -9,8 +9,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 
 from ...calls import Batch
+from ...copies import FullPrecisionStep
 from ...engine.forward_metadata import ForwardMetadata
-from .metadata import TellsWhoServes
+from .metadata import KeepsExact, TellsWhoServes
 
 
 @dataclass
@@ -25,8 +26,13 @@ class LatentMetadata(MLACommonMetadata):
     decoded: ForwardMetadata | None = None
     before: torch.Tensor | None = None
 
+    def exact_of_prompts(self, first: int, count: int) -> FullPrecisionStep | None:
+        """What `count` prompts, from number `first` on, read at full precision; None: nothing."""
+        step = self.written.full_precision
+        return None if step is None else step.part(count, False, self.num_decodes + first)
 
-class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetadata]):
+
+class QuantKVLatentBuilder(TellsWhoServes, KeepsExact, MLACommonMetadataBuilder[LatentMetadata]):
     """Builds `LatentMetadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -35,6 +41,7 @@ class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetada
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=LatentMetadata)
+        self.keep_exact(vllm_config, layer_names, device)
         self.tell(vllm_config, layer_names, block_table_width, kv_cache_spec.block_size)
 
     @classmethod
@@ -47,19 +54,24 @@ class QuantKVLatentBuilder(TellsWhoServes, MLACommonMetadataBuilder[LatentMetada
         return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata):
-        """The same for a graph: no bound on lengths, since it is replayed with longer sequences."""
-        return self._build(common_attn_metadata, None)
+        """The same for a graph: no bound on lengths, since it is replayed with longer sequences, and full-precision tokens stay as they
+        are."""
+        return self._build(common_attn_metadata, None, advance=False)
 
     def build_for_drafting(self, common_attn_metadata, draft_index):
         """The same for a model that drafts."""
         return self._build(common_attn_metadata, None)
 
-    def _build(self, m, max_seq_len: int | None) -> LatentMetadata:
+    def _build(self, m, max_seq_len: int | None, advance: bool = True) -> LatentMetadata:
+        """advance: whether the step runs now; False: it is captured, and its numbers come later."""
         made = super().build(0, m)
         made.written = _part(m, m.num_reqs, m.num_actual_tokens, m.max_query_len, None)
+        self.attach_exact(made.written, advance)
         if made.num_decodes:
             longest = min(m.max_query_len, self.reorder_batch_threshold)
             made.decoded = _part(m, made.num_decodes, made.num_decode_tokens, longest, max_seq_len)
+            if (exact := made.written.full_precision) is not None:
+                made.decoded.full_precision = exact.part(made.num_decodes, made.decoded.few_queries)
         if made.prefill is not None:
             first = made.num_decodes
             made.before = m.seq_lens[first : m.num_reqs] - made.prefill.query_start_loc.diff()

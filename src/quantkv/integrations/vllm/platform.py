@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -71,10 +72,21 @@ def _check_models(platform: type) -> None:
         model = vllm_config.model_config
         if vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM and model is not None and model.use_mla:
             check_latents(model)
+            check_invariance()
             for part, name, value in kept:
                 setattr(part, name, value)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def check_invariance() -> None:
+    """NotImplementedError where an answer must not depend on the batch: what is before a prompt is read back from pages in chunks, whose
+    lengths vLLM works out of the batch, and each is a sum of its own."""
+    if envs.VLLM_BATCH_INVARIANT:
+        raise NotImplementedError(
+            "quantkv: VLLM_BATCH_INVARIANT=1 with latents (MLA) is not supported: chunks of a prompt's context depend on the batch; 0 is "
+            "needed, or vLLM's own backends, without --attention-backend CUSTOM and --kv-cache-dtype quantkv_.."
+        )
 
 
 def check_latents(model: Any) -> None:

@@ -26,7 +26,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ...calibration import Calibration
-from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, layer_moments, projection_moments
+from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, latent_moments, layer_moments, projection_moments
 from ..sample_tokens import pass_tokens, sample_tokens
 
 logger = init_logger("vllm.quantkv")
@@ -49,12 +49,14 @@ class Rotated(NamedTuple):
 class Observer:
     """What the pass shows of the layers.
 
-    layers: sums by the number of a layer. values: second moments `[HK, D_V, D_V]` of what reads its values. rotaries: rotary embeddings by
-    their key, with the dimensions of the positions that each takes.
+    layers: sums by the number of a layer. latents: sums `[latent]` of latents and how many they are of, likewise. values: second moments
+    `[HK, D_V, D_V]` of what reads its values. rotaries: rotary embeddings by their key, with the dimensions of the positions that each
+    takes.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSums] = {}
+        self.latents: dict[int, tuple[torch.Tensor, int]] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.rotaries: dict[tuple[int, int, int], torch.nn.Module] = {}
         self._given: list[tuple[torch.Tensor, ...]] = []
@@ -70,11 +72,11 @@ class Observer:
                 handles.append(module.register_forward_hook(self._after, with_kwargs=True))
         try:
             for impl in impls:
-                impl.observer = self
+                impl.watch(self)
             yield
         finally:
             for impl in impls:
-                impl.observer, impl.seen = None, None
+                impl.watch(None)
             for handle in handles:
                 handle.remove()
 
@@ -108,6 +110,14 @@ class Observer:
                 query, key = (turned[name].before for name in ("query", "key"))
         sums.add(query, key)
 
+    def see_latents(self, impl: Any, latents: torch.Tensor) -> None:
+        """Latents `[T, latent]` of a layer. Their rotated dimensions are stored as they are."""
+        self._rotated = []
+        if impl.wants_statistics:
+            rows = latents[SKIPPED:].double()
+            total, count = self.latents.get(impl.number, (0.0, 0))
+            self.latents[impl.number] = total + rows.sum(0), count + len(rows)
+
     def _find(self, rows: torch.Tensor) -> Rotated | None:
         """The call of a rotary embedding that made rows `[T, H, D]`; its rows before are scaled as these were afterwards (Llama 4 norms
         rows after their rotation, and scales queries by position)."""
@@ -122,7 +132,8 @@ class Observer:
     def moments(self, limit: int, dtype: torch.dtype) -> dict[int, Any]:
         """`LayerMoments` by the number of a layer, with key means for positions below limit."""
         rotations = {name: functools.partial(_rotate, module, *name[1:], dtype) for name, module in self.rotaries.items()}
-        return layer_moments(self.layers, self.values, rotations, limit)
+        made = layer_moments(self.layers, self.values, rotations, limit)
+        return made | {number: latent_moments(total / count) for number, (total, count) in self.latents.items()}
 
 
 def _rotate(module: torch.nn.Module, size: int, dims: int, dtype: torch.dtype, positions: torch.Tensor) -> torch.Tensor:
@@ -197,7 +208,8 @@ def take_statistics(config: Any, runner: Any) -> None:
         return
     for layer in waiting.values():
         layer.impl.take_statistics(made)
-    logger.info("quantkv: key means and Hessians of %d layers (%s): %.1f s", len(made.layers), source, time.perf_counter() - began)
+    what = "means of latents" if all(layer.impl.of_latents for layer in waiting.values()) else "key means and Hessians"
+    logger.info("quantkv: %s of %d layers (%s): %.1f s", what, len(made.layers), source, time.perf_counter() - began)
 
 
 def _measured(config: Any, runner: Any, layers: dict[str, Any]) -> tuple[Calibration, str]:
@@ -217,7 +229,7 @@ def _measured(config: Any, runner: Any, layers: dict[str, Any]) -> tuple[Calibra
             if len(part) > 2 * SKIPPED:
                 _forward(model, config, part)
     owners = {layer.impl.number for layer in layers.values()}
-    if missing := owners - observer.layers.keys():
+    if missing := owners - observer.layers.keys() - observer.latents.keys():
         raise NotImplementedError(f"the pass did not reach layers {sorted(missing)}")
     with torch.inference_mode():
         _value_moments(model, layers, observer)
@@ -250,7 +262,7 @@ def _value_moments(model: torch.nn.Module, layers: dict[str, Any], observer: Obs
     parents = {id(child): module for module in model.modules() for child in module.children()}
     for layer in layers.values():
         impl, number = layer.impl, layer.impl.number
-        if number in observer.values or extract_layer_index(layer.layer_name) != number:
+        if number in observer.values or number in observer.latents or extract_layer_index(layer.layer_name) != number:
             continue
         parent = parents.get(id(layer))
         named = [] if parent is None else [getattr(getattr(parent, name, None), "weight", None) for name in PROJECTIONS]
