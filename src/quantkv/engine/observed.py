@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..calibration import LayerMoments
+from ..calibration import Calibration, LayerMoments
 from ..maps import KEY_MEAN_BUCKET
 from .layer import LayerAttention
 
@@ -71,6 +71,15 @@ def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor],
         key_mean = key_means[number].clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu() if sums.understood else None
         made[number] = LayerMoments(key_mean, hessians[number].cpu(), values[number].float().cpu())
     return made
+
+
+def calibration_of(moments: dict[int, LayerMoments], layers: int, source: str) -> Calibration:
+    """What a pass measured, as a calibration of a model of `layers` layers, in tensors that are no inference tensors. source: of tokens."""
+    kept = {}
+    for number, found in moments.items():
+        tensors = found.key_mean, found.key_hessian, found.value_hessian
+        kept[number] = LayerMoments(*(None if t is None else t.clone() for t in tensors))
+    return Calibration(max(max(kept) + 1, layers), kept, {"text": source})
 
 
 def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
