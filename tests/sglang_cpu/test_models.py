@@ -55,6 +55,15 @@ KVCacheConfigurator._profile_available_bytes = lambda self, before: {memory}
 
 
 SWA = {"hidden_act": "gelu_pytorch_tanh", "is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0]}  # layer 0 gets SGLang's pool for windows
+# SGLang has it for models that a CPU does not run; of Gemma 2 it keeps all layers in one pool.
+ALLOWED = """
+from sglang.srt.configs.model_config import ModelConfig
+own = ModelConfig._derive_hybrid_model
+def derive(self):
+    self.disable_hybrid_swa_memory = False
+    own(self)
+ModelConfig._derive_hybrid_model = derive
+"""
 
 
 @pytest.mark.parametrize("stored", ["none", "int4"])
@@ -62,7 +71,7 @@ def test_layers_with_windows_have_a_pool_of_their_own(tmp_path, stored):
     """Tokens leave it behind the window, and their slots are given to others."""
     folder = tiny_models.write("softcap", tmp_path)
     given = {"max_total_tokens": 512, "swa_full_tokens_ratio": 0.5, "json_model_override_args": json.dumps(SWA)}
-    report = engine.run(folder, f"quantkv_{stored}", PROMPTS, tokens=TOKENS, rounds=2, disable_radix_cache=False, **given)
+    report = engine.run(folder, f"quantkv_{stored}", PROMPTS, tokens=TOKENS, rounds=2, disable_radix_cache=False, setup=ALLOWED, **given)
     assert report.error == "", report.log[-3000:]
     pool = "quantkv.integrations.sglang.pool.QuantKVPool"
     assert report.pools == [pool, pool] and (report.tokens, report.window_tokens) == (512, 256)
