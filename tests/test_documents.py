@@ -21,6 +21,7 @@ import typer
 
 from documents import PAGES, ROOT, Block, blocks, commands, given, inline_code
 from quantkv.cli.main import commands as application
+from quantkv.integrations import sglang as sglang_plugin
 from quantkv.integrations import vllm as plugin
 from quantkv.policy import Policy
 
@@ -112,6 +113,8 @@ def check_command(words: list[str]) -> None:
         check_install(arguments)
     elif name == "vllm":
         check_vllm(arguments)
+    elif name == "sglang":
+        check_sglang(arguments)
     else:
         check_script(arguments if name == "python" else words, executable=name != "python")
 
@@ -151,6 +154,12 @@ def check_vllm(arguments: list[str]) -> None:
     assert json.loads(options.get("--additional-config", "{}")).keys() <= {plugin.POLICY_OPTION}
 
 
+def check_sglang(arguments: list[str]) -> None:
+    """SGLang is not installed here; tests/sglang_cpu starts it. What is ours of its options is checked."""
+    asked = dict(pairwise(arguments)).get("--attention-backend")
+    assert asked in sglang_plugin.backends(), asked
+
+
 def check_script(words: list[str], executable: bool) -> None:
     """The file is there and mentions every option."""
     path = ROOT / words[0]
@@ -168,6 +177,8 @@ def test_a_wrong_command_is_found():
     for line in ("quantkv eval --fromats int4", "quantkv evil", "python benchmarks/none.py", "vllm serve M --kv-cache-dtype quantkv_int5"):
         with pytest.raises(Exception, match=r"fromats|evil|none\.py|int5"):
             check_command(next(commands(line)))
+    with pytest.raises(AssertionError, match="int5"):
+        check_command(next(commands("sglang serve --model-path M --attention-backend quantkv_int5")))
     with pytest.raises(AttributeError, match="resolve"):
         find("quantkv.ops.resolve")
     with pytest.raises(AssertionError, match="nothing"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +35,10 @@ class LayerAttention:
     def by_position(self) -> bool:
         """Whether more than causality depends on where a key stands."""
         return goes_by_position(self.options) or self.alibi_slopes is not None
+
+    def with_sinks(self, sinks: torch.Tensor | None) -> LayerAttention:
+        """The same with the sinks of a layer whose engine gives them with each call."""
+        return self if sinks is None else replace(self, sinks=sinks)
 
     def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Its sinks and slopes by name, those that it has, on a device."""

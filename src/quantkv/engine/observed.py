@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..calibration import LayerMoments
+from ..calibration import Calibration, LayerMoments
 from ..maps import KEY_MEAN_BUCKET
 from .layer import LayerAttention
 
@@ -78,6 +78,15 @@ def latent_moments(mean: torch.Tensor) -> LayerMoments:
     same: no kernel rounds rows so long by a Hessian as fast as a step needs."""
     mean = mean.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
     return LayerMoments(mean[None, None], torch.eye(len(mean), device="cpu")[None], torch.ones(1, 1, 1, device="cpu"))
+
+
+def calibration_of(moments: dict[int, LayerMoments], layers: int, source: str) -> Calibration:
+    """What a pass measured, as a calibration of a model of `layers` layers, in tensors that are no inference tensors. source: of tokens."""
+    kept = {}
+    for number, found in moments.items():
+        tensors = found.key_mean, found.key_hessian, found.value_hessian
+        kept[number] = LayerMoments(*(None if t is None else t.clone() for t in tensors))
+    return Calibration(max(max(kept) + 1, layers), kept, {"text": source})
 
 
 def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:

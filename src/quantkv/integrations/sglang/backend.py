@@ -53,7 +53,7 @@ class QuantKVBackend(AttentionBackend):
         self.page_size, self.table = runner.page_size, runner.req_to_token_pool.req_to_token[:, :: runner.page_size]
         self.windows = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         limits = self._limits(runner)
-        self.exact = {windowed: self._group(windowed, limits, runner.max_running_requests) for windowed in self._pools}
+        self.exact = {windowed: self._group(windowed, limits) for windowed in self._pools}
         self.forward_metadata: dict[bool, Step] = {}
         self._static: dict[bool, Static] = {}
         self._graphs: dict[int, dict[bool, Step]] = {}
@@ -73,10 +73,10 @@ class QuantKVBackend(AttentionBackend):
         tokens = max(view.chunked_prefill_size or 0, view.max_prefill_tokens or 0, runner.model_config.context_len) + sequences
         return StepLimits(sequences, tokens, runner.model_config.context_len, 1, self.table.shape[1])
 
-    def _group(self, windowed: bool, limits: StepLimits, requests: int) -> ExactGroup | None:
+    def _group(self, windowed: bool, limits: StepLimits) -> ExactGroup | None:
         """Full-precision tokens of the layers of one pool; None where they have none."""
         found = [layer.paged for layer in self.layers.exact(windowed)]
-        return ExactGroup(found, limits.num_seqs, limits.num_tokens, requests, self.device) if found else None
+        return ExactGroup(found, limits.num_seqs, limits.num_tokens, self.layers.requests, self.device) if found else None
 
     def _tell(self, limits: StepLimits) -> None:
         """Have compiled what the layers need, on a GPU, and tell the log who serves them."""

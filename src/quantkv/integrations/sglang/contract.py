@@ -24,7 +24,11 @@ NAMES = (
     _name("srt.layers.attention.attention_registry.register_attention_backend", "backends", "name"),
     # What a configuration says.
     _name("srt.server_args.ServerArgs.resolve_once", "arguments"),
-    _name("srt.server_args.ServerArgs", "arguments", has="attention_backend page_size _resolution_finished"),
+    _name(
+        "srt.server_args.ServerArgs",
+        "arguments",
+        has="_resolution_finished attention_backend enable_lora lora_paths max_running_requests page_size",
+    ),
     _name("srt.arg_groups.overrides.attention_backends_of", "arguments", "cfg"),
     _name("srt.arg_groups.overrides.resolved_view", "arguments", "server_args"),
     _name("srt.arg_groups.overrides.model_config_of", "arguments"),
@@ -43,7 +47,8 @@ NAMES = (
     _name(
         CONFIGURATOR,
         "pools",
-        has="is_draft_worker is_hybrid_swa kv_cache_dtype layer_info mambaish_config model model_config page_size server_args",
+        has="attn_dp_size device is_draft_worker is_hybrid_swa kv_cache_dtype layer_info mambaish_config model model_config page_size "
+        "pp_size server_args",
     ),
     _name(
         "srt.model_executor.model_runner_components.layer_setup.ModelLayerInfo",
@@ -90,6 +95,15 @@ NAMES = (
         "passes",
         has="DECODE EXTEND MIXED SPLIT_PREFILL is_decode is_decode_or_idle is_idle",
     ),
+    _name(
+        "srt.model_executor.forward_batch_info.ForwardBatch.__init__",
+        "statistics",
+        "forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc seq_lens_sum positions extend_num_tokens "
+        "extend_seq_lens extend_prefix_lens extend_start_loc extend_prefix_lens_cpu extend_seq_lens_cpu seq_lens_cpu",
+    ),
+    _name("srt.model_executor.forward_context.ForwardContext.__init__", "statistics", "attn_backend"),
+    _name("srt.model_executor.forward_context.forward_context", "statistics"),
+    _name(f"{BACKEND}.forward", "statistics", "q k v layer forward_batch save_kv_cache"),
     _name(f"{BACKEND}.init_forward_metadata", "passes", "forward_batch"),
     _name(f"{BACKEND}.init_forward_metadata_out_graph", "CUDA graphs", "forward_batch in_capture"),
     _name(f"{BACKEND}.init_cuda_graph_state", "CUDA graphs", "max_bs max_num_tokens"),

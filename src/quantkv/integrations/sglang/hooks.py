@@ -13,6 +13,7 @@ from . import backends
 
 logger = logging.getLogger("sglang.quantkv")
 PAGE_SIZE = 16  # where none is asked for
+REQUESTS = 256  # likewise, of those that run at once, which SGLang works out later: those beyond have no full-precision tokens
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 SIZES = "sglang.srt.model_executor.pool_configurator"
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -64,15 +65,23 @@ def configure(own: Any, configurator: Any, *, pre_model_load_memory: int) -> Any
 
     from .asked import asked_backends, check, policy_of
     from .layers import Layers
+    from .statistics import take_statistics
 
     if asked_backends(resolved_view(configurator.server_args)) != (None, None):
         backend = check(configurator.server_args, configurator.model_config)
         if configurator.is_draft_worker:
             raise NotImplementedError("quantkv: models that draft")
-        _layers[configurator.model] = Layers(
-            backend, policy_of(backend), configurator.model, configurator.model_config, configurator.kv_cache_dtype
-        )
+        layers = Layers(backend, policy_of(backend), configurator.model, configurator.model_config, configurator.kv_cache_dtype)
+        take_statistics(configurator, layers)
+        layers.reserve_copies(configurator.page_size, _requests(configurator), torch.device(configurator.device))
+        _layers[configurator.model] = layers
     return own(configurator, pre_model_load_memory=pre_model_load_memory)
+
+
+def _requests(configurator: Any) -> int:
+    """Sequences whose full-precision tokens have room: those that may run at once, where that was asked for."""
+    asked = configurator.server_args.max_running_requests
+    return REQUESTS if asked is None else max(1, asked // configurator.attn_dp_size)
 
 
 def resolve_kv_pool_class(own: Any, configurator: Any, *, kind: str, default: type) -> type:

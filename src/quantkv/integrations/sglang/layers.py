@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
 from ...cache import PagedCache
+from ...calibration import Calibration
 from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
 from ...engine.layer_config import UNQUANTIZED, LayerConfig, Shard
@@ -44,6 +45,7 @@ class Layers:
     """The layers of a model on this rank.
 
     backend: the name that was asked for. policy: how rows are stored. of: layers by their number. modules: SGLang's attention by layer.
+    measured: what a pass at start has measured of this rank's heads. requests: sequences whose full-precision tokens have room.
     cell_bytes: bytes of a token that the pools were sized by, once they were.
     """
 
@@ -52,7 +54,7 @@ class Layers:
         self.modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
         self.of: dict[int, Layer] = {}
         self.attention: dict[int, LayerAttention] = {}  # by the id of a module
-        self.cell_bytes: float | None = None
+        self.requests, self.cell_bytes, self.measured = 0, None, None
         for module in self.modules:
             self._add(module)
 
@@ -76,6 +78,18 @@ class Layers:
         if known.paged.config.format.name in UNQUANTIZED:  # pages hold the same numbers
             attention = replace(attention, own_rows=False)
         self.attention[id(module)] = attention
+
+    def reserve_copies(self, page_size: int, requests: int, device: torch.device) -> None:
+        """Take the memory of full-precision tokens now, before SGLang gives the rest to pages."""
+        self.requests = requests
+        for layer in self.of.values():
+            layer.paged.reserve_copies(page_size, requests, device)
+
+    def take_statistics(self, made: Calibration) -> None:
+        """Store rows by a calibration of this rank's heads from now on. No row may have been stored."""
+        self.measured = made
+        for number, layer in self.of.items():
+            layer.paged.config = layer.paged.config.with_calibration(made, number)
 
     @property
     def numbers(self) -> list[int]:

@@ -11,12 +11,11 @@ pages of other requests, and CUDA graphs, would be there.
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -26,122 +25,61 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ...calibration import Calibration
-from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, latent_moments, layer_moments, projection_moments
+from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, calibration_of, latent_moments, layer_moments, projection_moments
+from ..rotations import SeenRotations
 from ..sample_tokens import pass_tokens, sample_tokens
 
 logger = init_logger("vllm.quantkv")
 IN_MEMORY = ("OffloadingConnector", "CPUOffloadingSpec")  # a connector whose pages end with the engine
-SAME = 2**-6  # relative distance of rows that differ by a factor each, in bfloat16
-TINY = torch.finfo(torch.float32).tiny
 ROTARIES = "vllm.model_executor.layers.rotary_embedding"
 WITHIN_ROTARIES = ("ApplyRotaryEmb",)  # steps of a rotary embedding, which are given parts of rows
-
-
-class Rotated(NamedTuple):
-    """Rows before and after one call of a rotary embedding. dims: of the positions that the module takes."""
-
-    module: torch.nn.Module
-    before: torch.Tensor
-    after: torch.Tensor
-    dims: int
 
 
 class Observer:
     """What the pass shows of the layers.
 
     layers: sums by the number of a layer. latents: sums `[latent]` of latents and how many they are of, likewise. values: second moments
-    `[HK, D_V, D_V]` of what reads its values. rotaries: rotary embeddings by their key, with the dimensions of the positions that each
-    takes.
+    `[HK, D_V, D_V]` of what reads its values. rotations: of rotary embeddings.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSums] = {}
         self.latents: dict[int, tuple[torch.Tensor, int]] = {}
         self.values: dict[int, torch.Tensor] = {}
-        self.rotaries: dict[tuple[int, int, int], torch.nn.Module] = {}
-        self._given: list[tuple[torch.Tensor, ...]] = []
-        self._rotated: list[Rotated] = []
+        self.rotations = SeenRotations(ROTARIES, WITHIN_ROTARIES)
 
     @contextmanager
     def watching(self, model: torch.nn.Module, impls: list[Any]) -> Iterator[None]:
         """A context in which every call of the layers is seen."""
-        handles = []
-        for module in model.modules():
-            if type(module).__module__.startswith(ROTARIES) and type(module).__name__ not in WITHIN_ROTARIES:
-                handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._after, with_kwargs=True))
         try:
             for impl in impls:
                 impl.watch(self)
-            yield
+            with self.rotations.watching(model):
+                yield
         finally:
             for impl in impls:
                 impl.watch(None)
-            for handle in handles:
-                handle.remove()
-
-    def _before(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        given = [*args, *kwargs.values()]
-        self._given.append(tuple(t.clone() for t in given if isinstance(t, torch.Tensor) and t.is_floating_point()))
-
-    def _after(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        positions = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and not t.is_floating_point())
-        made = output if isinstance(output, tuple) else (output,)
-        for before, after in zip(self._given.pop(), (t for t in made if t is not None)):
-            self._rotated.append(Rotated(module, before, after.clone(), positions.ndim))
 
     def see(self, layer: torch.nn.Module, impl: Any, query: torch.Tensor, key: torch.Tensor) -> None:
         """`query [T, HQ, D]` and `key [T, HK, D]` of a layer, as they are attended to. Left out are layers that read another's pages, and
         layers whose rows are stored as they are."""
-        rotated = self._rotated
         if impl.owner is not None or not impl.wants_statistics:
-            self._rotated = []
-            return
-        sums = self.layers.setdefault(impl.number, LayerSums())
-        turned = {name: self._find(rows) for name, rows in (("query", query), ("key", key))}
-        self._rotated = []
-        if rotated:
-            same = turned["query"] is not None and turned["key"] is not None and turned["query"].module is turned["key"].module
-            sums.understood = sums.understood and same
-            if same:
-                found = turned["key"]
-                name = id(found.module), key.shape[2], found.dims
-                self.rotaries[name], sums.rotation = found.module, name
-                query, key = (turned[name].before for name in ("query", "key"))
-        sums.add(query, key)
+            self.rotations.forget()
+        else:
+            self.rotations.add(self.layers.setdefault(impl.number, LayerSums()), query, key)
 
     def see_latents(self, impl: Any, latents: torch.Tensor) -> None:
         """Latents `[T, latent]` of a layer. Their rotated dimensions are stored as they are."""
-        self._rotated = []
+        self.rotations.forget()
         if impl.wants_statistics:
             rows = latents[SKIPPED:].double()
             total, count = self.latents.get(impl.number, (0.0, 0))
             self.latents[impl.number] = total + rows.sum(0), count + len(rows)
 
-    def _find(self, rows: torch.Tensor) -> Rotated | None:
-        """The call of a rotary embedding that made rows `[T, H, D]`; its rows before are scaled as these were afterwards (Llama 4 norms
-        rows after their rotation, and scales queries by position)."""
-        for call in reversed(self._rotated):
-            if call.after.numel() == rows.numel():
-                before, after, given = (t.reshape(rows.shape).float() for t in (call.before, call.after, rows))
-                scale = (given * after).sum(2, keepdim=True) / after.square().sum(2, keepdim=True).clamp(min=TINY)
-                if (given - scale * after).norm() <= SAME * given.norm():
-                    return call._replace(before=before * scale)
-        return None
-
     def moments(self, limit: int, dtype: torch.dtype) -> dict[int, Any]:
         """`LayerMoments` by the number of a layer, with key means for positions below limit."""
-        rotations = {name: functools.partial(_rotate, module, *name[1:], dtype) for name, module in self.rotaries.items()}
-        made = layer_moments(self.layers, self.values, rotations, limit)
+        made = layer_moments(self.layers, self.values, self.rotations.rotations(dtype), limit)
         return made | {number: latent_moments(total / count) for number, (total, count) in self.latents.items()}
-
-
-def _rotate(module: torch.nn.Module, size: int, dims: int, dtype: torch.dtype, positions: torch.Tensor) -> torch.Tensor:
-    """`[P, D, D]`: the rotations of a rotary embedding at positions `[P]`, from what it makes of the identity."""
-    eye = torch.eye(size, dtype=dtype, device=positions.device).flatten().repeat(len(positions), 1)
-    places = positions if dims == 1 else positions.expand(3, -1).contiguous()
-    made = module(places, eye, eye[:, :size].clone())
-    return (made[0] if isinstance(made, tuple) else made).view(len(positions), size, size)
 
 
 def reason_against(config: Any) -> str | None:
@@ -238,14 +176,9 @@ def _measured(config: Any, runner: Any, layers: dict[str, Any]) -> tuple[Calibra
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    kept = {number: _own(moments[number]) for number in sorted(owners)}
-    return Calibration(max(max(kept) + 1, model_config.get_total_num_hidden_layers()), kept, {"text": source}), source
-
-
-def _own(moments: Any) -> Any:
-    """The same numbers in tensors that are no inference tensors."""
-    tensors = moments.key_mean, moments.key_hessian, moments.value_hessian
-    return type(moments)(*(None if t is None else t.clone() for t in tensors))
+    return calibration_of(
+        {number: moments[number] for number in sorted(owners)}, model_config.get_total_num_hidden_layers(), source
+    ), source
 
 
 def _forward(model: torch.nn.Module, config: Any, ids: torch.Tensor) -> None:

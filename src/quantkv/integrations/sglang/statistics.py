@@ -1,0 +1,168 @@
+"""Key means and Hessians that a server measures of its own model at start, without a file.
+
+Each rank makes one pass of the loaded model, for its own heads, right before SGLang measures how much memory is left for pages. The pass is
+eager and needs no pages: an attention backend of its own attends over the rows of the pass itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, calibration_of, causal_attention, layer_moments, projection_moments
+from ..rotations import SeenRotations
+from ..sample_tokens import pass_tokens, sample_tokens
+from .layers import Layer, Layers
+
+logger = logging.getLogger("sglang.quantkv")
+ROTARIES = "sglang.srt.layers.rotary_embedding"
+BODIES = ("model", "language_model.model")  # where a model has its layers, in front of its output's weights
+
+
+class Observer(AttentionBackend):
+    """Attention of the pass that measures a model, over its own rows.
+
+    sums: by the number of a layer. seen: keys and values of its rows. token_to_kv_pool: what models ask before they store rows themselves.
+    """
+
+    token_to_kv_pool = SimpleNamespace(dtype=torch.uint8)
+
+    def __init__(self, layers: Layers, owners: dict[int, Layer]) -> None:
+        super().__init__()
+        self.layers, self.owners = layers, owners
+        self.rotations = SeenRotations(ROTARIES)
+        self.sums: dict[int, LayerSums] = {}
+        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **given):
+        """Attention of a layer's rows, as `QuantKVBackend` takes them."""
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        number = layer.layer_id
+        if k is None:
+            self.rotations.forget()
+        else:
+            k, v = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim), v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
+            if number in self.owners:
+                self.rotations.add(self.sums.setdefault(number, LayerSums()), q, k)
+            self.rotations.forget()
+            self.seen[number] = k.clone(), v.clone()
+        attention = self.layers.attention[id(layer)].with_sinks(given.get("sinks"))
+        return causal_attention(attention, q, *self.seen[number]).flatten(1)
+
+
+def reason_against(configurator: Any) -> str | None:
+    """Why no pass over this model shows its keys, in words; None where one does."""
+    if configurator.pp_size > 1:
+        return "pp_size is above 1: a rank has some of the layers alone"
+    if configurator.attn_dp_size > 1:
+        return "attn_dp_size is above 1: ranks have requests of their own"
+    if configurator.mambaish_config is not None:
+        return "the model keeps states of a recurrence, which a pass without pages leaves out"
+    if configurator.server_args.enable_lora or configurator.server_args.lora_paths:
+        return "the model takes LoRA adapters"
+    return None
+
+
+def take_statistics(configurator: Any, layers: Layers) -> None:
+    """Measure a model where its policy asks for that. Where it cannot be measured: one line says so, and rows are stored without;
+    NotImplementedError where the policy requires it."""
+    if not layers.policy.wants_statistics:
+        return
+    began = time.perf_counter()
+    try:
+        if (reason := reason_against(configurator)) is not None:
+            raise NotImplementedError(reason)
+        made, source = _measured(configurator, layers)
+    except Exception as error:  # of whatever a model does when it is called so
+        if layers.policy.statistics == "require":
+            raise NotImplementedError(f"quantkv: policy.statistics='require': the model cannot be measured: {error}") from error
+        logger.warning("quantkv: no statistics of this model, keys and values are stored without key means and Hessians: %s", error)
+        return
+    layers.take_statistics(made)
+    logger.info("quantkv: key means and Hessians of %d layers (%s): %.1f s", len(made.layers), source, time.perf_counter() - began)
+
+
+def _measured(configurator: Any, layers: Layers) -> tuple[Any, str]:
+    """The calibration of this rank's heads, and what it was made of."""
+    args, config, device = configurator.server_args, configurator.model_config, torch.device(configurator.device)
+    body = _body(configurator.model)
+    count = pass_tokens(device)
+    context = min(count, config.context_len)
+    if context <= 2 * SKIPPED:
+        raise NotImplementedError(f"contexts of {context} tokens are too short")
+    tokenizer = None if args.skip_tokenizer_init else args.tokenizer_path or args.model_path
+    ids, source = sample_tokens(tokenizer, config.vocab_size, count)
+    observer = Observer(layers, layers.of)
+    with torch.inference_mode(), observer.rotations.watching(configurator.model):
+        for part in ids[0].to(device).split(context):
+            if len(part) > 2 * SKIPPED:
+                _forward(body, observer, part)
+        if missing := layers.of.keys() - observer.sums.keys():
+            raise NotImplementedError(f"the pass did not reach layers {sorted(missing)}")
+        moments = layer_moments(
+            observer.sums, _value_moments(configurator.model, layers), observer.rotations.rotations(layers.dtype), config.context_len
+        )
+    del observer
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    return calibration_of({number: moments[number] for number in layers.numbers}, config.num_hidden_layers, source), source
+
+
+def _body(model: torch.nn.Module) -> torch.nn.Module:
+    """What holds a model's layers."""
+    for path in BODIES:
+        found: Any = model
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if isinstance(found, torch.nn.Module):
+            return found
+    raise NotImplementedError(f"{type(model).__name__} has none of {', '.join(BODIES)}")
+
+
+def _forward(body: torch.nn.Module, observer: Observer, ids: torch.Tensor) -> None:
+    """One eager pass over tokens `[T]` that stand at the first positions."""
+    count, device = len(ids), ids.device
+    one, none = torch.tensor([count], device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    places = torch.arange(count, device=device)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=ids,
+        req_pool_indices=none,
+        seq_lens=one,
+        out_cache_loc=places,
+        seq_lens_sum=count,
+        positions=places,
+        extend_num_tokens=count,
+        extend_seq_lens=one,
+        extend_prefix_lens=none,
+        extend_start_loc=none,
+        extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[count],
+        seq_lens_cpu=torch.tensor([count], device="cpu"),
+    )
+    with forward_context(ForwardContext(attn_backend=observer)):
+        body(ids, places, batch)
+
+
+def _value_moments(model: torch.nn.Module, layers: Layers) -> dict[int, torch.Tensor]:
+    """Second moments of the output projection behind each layer; without one the errors of all values count the same."""
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    made: dict[int, torch.Tensor] = {}
+    for module in layers.modules:
+        if module.layer_id not in made:
+            parent = parents.get(id(module))
+            named = [] if parent is None else [getattr(getattr(parent, name, None), "weight", None) for name in PROJECTIONS]
+            heads, size = module.tp_k_head_num, module.v_head_dim
+            found = projection_moments(named, heads, size, module.tp_q_head_num)
+            made[module.layer_id] = torch.eye(size, device="cpu").repeat(heads, 1, 1) if found is None else found
+    return made

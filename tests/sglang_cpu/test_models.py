@@ -1,0 +1,83 @@
+"""Tiny random models: what they say from quantkv's pages, against transformers."""
+
+import json
+
+import engine
+import pytest
+import references
+import tiny_models
+
+from quantkv import get_format
+
+TOKENS, PAGE = 16, 16
+PROMPTS = [tiny_models.prompt(seed, length) for seed, length in ((1, 70), (2, 5), (3, 33))]
+
+
+@pytest.mark.parametrize("family", ["llama", "softcap"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_unquantized_format_says_what_transformers_says(tmp_path, family, chunked):
+    folder = tiny_models.write(family, tmp_path)
+    arguments = {"chunked_prefill_size": 32} if chunked else {}
+    changes = '{"hidden_act": "gelu_pytorch_tanh"}' if family == "softcap" else "{}"  # where transformers has another name
+    report = engine.run(folder, "quantkv_none", PROMPTS, tokens=TOKENS, json_model_override_args=changes, **arguments)
+    assert report.error == "", report.log[-3000:]
+    assert report.formats == ["fp32", "fp32"] and report.calls["decode"] > 0
+    assert report.answers[0].tokens == [references.continued(folder, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def test_a_policy_gives_each_layer_its_format_and_its_bytes(tmp_path):
+    """Layers of two sizes: each has pages of its own size."""
+    folder, file = tiny_models.write("llama", tmp_path / "model"), tmp_path / "policy.json"
+    file.write_text(json.dumps({"policy_version": 1, "format": "int4", "layers": {"1": "int8"}}))
+    report = engine.run(
+        folder, "quantkv_policy", PROMPTS, tokens=TOKENS, environment={"QUANTKV_POLICY": str(file)}, json_model_override_args="{}"
+    )
+    assert report.error == "", report.log[-3000:]
+    assert report.formats == ["int4", "int8"] and len(report.answers[0].tokens[0]) == TOKENS
+    pages = [get_format(name).cache_spec(2, 64, block_size=PAGE).block_bytes for name in ("int4", "int8")]
+    assert report.page_bytes == pages
+    assert report.pool_bytes == sum(pages) * (report.tokens // PAGE + 1)
+
+
+@pytest.mark.parametrize("stored", ["none", "int4"])
+def test_as_many_tokens_fit_as_the_pages_allow(tmp_path, stored):
+    """SGLang takes a share of the machine's memory; the tokens that fit there follow from the bytes of a page."""
+    memory = 64 << 20
+    setup = f"""
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+KVCacheConfigurator._profile_available_bytes = lambda self, before: {memory}
+"""
+    folder = tiny_models.write("llama", tmp_path)
+    report = engine.run(folder, f"quantkv_{stored}", setup=setup, max_total_tokens=None, json_model_override_args="{}")
+    assert report.error == "", report.log[-3000:]
+    page = 2 * get_format("fp32" if stored == "none" else stored).cache_spec(2, 64, block_size=PAGE).block_bytes
+    assert report.tokens == memory // (page // PAGE) // PAGE * PAGE
+
+
+SWA = {"hidden_act": "gelu_pytorch_tanh", "is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0]}  # layer 0 gets SGLang's pool for windows
+# SGLang has it for models that a CPU does not run; of Gemma 2 it keeps all layers in one pool.
+ALLOWED = """
+from sglang.srt.configs.model_config import ModelConfig
+own = ModelConfig._derive_hybrid_model
+def derive(self):
+    self.disable_hybrid_swa_memory = False
+    own(self)
+ModelConfig._derive_hybrid_model = derive
+"""
+
+
+@pytest.mark.parametrize("stored", ["none", "int4"])
+def test_layers_with_windows_have_a_pool_of_their_own(tmp_path, stored):
+    """Tokens leave it behind the window, and their slots are given to others."""
+    folder = tiny_models.write("softcap", tmp_path)
+    given = {"max_total_tokens": 512, "swa_full_tokens_ratio": 0.5, "json_model_override_args": json.dumps(SWA)}
+    report = engine.run(folder, f"quantkv_{stored}", PROMPTS, tokens=TOKENS, rounds=2, disable_radix_cache=False, setup=ALLOWED, **given)
+    assert report.error == "", report.log[-3000:]
+    pool = "quantkv.integrations.sglang.pool.QuantKVPool"
+    assert report.pools == [pool, pool] and (report.tokens, report.window_tokens) == (512, 256)
+    page = get_format("fp32" if stored == "none" else stored).cache_spec(2, 64, block_size=PAGE).block_bytes
+    assert report.page_bytes == [page, page] and report.pool_bytes == page * (512 // PAGE + 1 + 256 // PAGE + 1)
+    first, again = (answers.tokens for answers in report.answers)
+    wanted = [references.continued(folder, prompt, TOKENS) for prompt in PROMPTS]
+    assert stored != "none" or first == again == wanted
+    assert sum(report.answers[1].cached) > 0
