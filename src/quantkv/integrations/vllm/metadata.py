@@ -101,7 +101,7 @@ class KeepsExact:
     last: Any = None
 
     def keep_exact(self, vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
-        """Of these layers of vLLM's."""
+        """Keep full-precision tokens of the layers of vLLM's with these names, where their policy has some."""
         named = vllm_config.compilation_config.static_forward_context
         if kept := list(exact_layers({name: named[name] for name in layer_names}).values()):
             self.full_precision, self.last = full_precision_group(kept, vllm_config, device), kept[-1]
