@@ -205,6 +205,43 @@ def test_an_adapter_knows_no_implementation(path):
     assert imported_rooms(path).isdisjoint(behind)
 
 
+def bound_names(path: Path) -> set[str] | None:
+    """Names that a module has once it is loaded; None where it finds more when asked. Modules of a package count."""
+    names = {inner.stem for inner in path.parent.iterdir() if not inner.name.startswith("_")} if path.name == "__init__.py" else set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return None if "__getattr__" in names else names
+
+
+def missing_imports(path: Path) -> list[str]:
+    """What a file takes from this package and the package does not have."""
+    missing = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module.partition(".")[0] == "quantkv"):
+            base = path.parents[node.level - 1] if node.level else ROOT.parent
+            module = base.joinpath(*(node.module or "").split("."))
+            file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+            if not file.exists():
+                missing.append(f"{'.' * node.level}{node.module or ''}")
+            elif (bound := bound_names(file)) is not None:
+                missing += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names if alias.name not in bound]
+    return missing
+
+
+OTHERS = [path for folder in ("tests", "scripts", "benchmarks", "examples") for path in sorted((ROOT.parents[1] / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", [*FILES, *OTHERS], ids=lambda p: str(p.relative_to(ROOT.parents[1])))
+def test_what_is_imported_exists(path):
+    """An adapter is not loaded where its engine is not installed: a name that moved would be found by a user."""
+    assert missing_imports(path) == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) <= 400

@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from ...calls import Batch
-from ...engine.exact_group import ExactGroup
 from ...engine.forward_metadata import ForwardMetadata
+from ...engine.full_precision_group import FullPrecisionGroup
 from ...engine.warm_up import StepLimits, summary, warm_up, who_serves
 from . import calls, served
 from .layers import Layers
@@ -73,10 +73,10 @@ class QuantKVBackend(AttentionBackend):
         tokens = max(view.chunked_prefill_size or 0, view.max_prefill_tokens or 0, runner.model_config.context_len) + sequences
         return StepLimits(sequences, tokens, runner.model_config.context_len, 1, self.table.shape[1])
 
-    def _group(self, windowed: bool, limits: StepLimits) -> ExactGroup | None:
+    def _group(self, windowed: bool, limits: StepLimits) -> FullPrecisionGroup | None:
         """Full-precision tokens of the layers of one pool; None where they have none."""
         found = [layer.paged for layer in self.layers.exact(windowed)]
-        return ExactGroup(found, limits.num_seqs, limits.num_tokens, self.layers.requests, self.device) if found else None
+        return FullPrecisionGroup(found, limits.num_seqs, limits.num_tokens, self.layers.requests, self.device) if found else None
 
     def _tell(self, limits: StepLimits) -> None:
         """Have compiled what the layers need, on a GPU, and tell the log who serves them."""
