@@ -70,19 +70,21 @@ def every_option(num_seqs, heads, queries):
     }
 
 
-def compile_steps(cache, rows, widest, several_reads):
-    """What prefill launches around a dense kernel: keys and values gathered, also mapped back up to a head size, queries mapped, outputs
-    merged and mapped back. several_reads: also into another layout of the scratch, which no codec knows of."""
+def compile_steps(cache, rows, widest, every_way):
+    """What prefill launches around a dense kernel: keys and values gathered, up to a head size mapped back, queries mapped, outputs
+    merged and mapped back. every_way: also not mapped back, and into another layout of the scratch, which no codec knows of."""
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
     alone, several = (
         Round((KeySlice(0, 200, 0, 200, 0, room), *more), CAUSAL, 256)
         for room, more in ((256, ()), (240, (KeySlice(1, 9, 0, 9, 240, 16),)))
     )
-    for back in (True, False) if rows.shape[2] <= widest else (False,):
+    narrow = rows.shape[2] <= widest
+    for back in (True, False) if narrow and every_way else (narrow,):
         steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, back)
         steps.gather(torch.zeros(2, 16, dtype=torch.int32), alone, scratch)
-        if several_reads:
+        if every_way:
             steps.gather(torch.zeros(2, 16, dtype=torch.int32), several, [t.view(256, 8, -1).transpose(0, 1) for t in scratch])
+    steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, False)
     steps.map_query(rows, 0, 0)
     part, out = Partial(rows, torch.empty(rows.shape[:2])), torch.empty_like(rows)
     steps.finish(steps.merge(part, part), part, out, torch.empty(rows.shape[:2]))
