@@ -12,6 +12,7 @@ from quantkv.engine.forward_metadata import ForwardMetadata
 from quantkv.engine.full_precision_group import FullPrecisionGroup
 from quantkv.engine.layer import LayerAttention, PagedLayer
 from quantkv.engine.layer_config import LayerConfig, Shard, full_precision_tokens
+from quantkv.engine.observed import value_moments
 from quantkv.engine.padded_metadata import PaddedMetadata
 from quantkv.engine.warm_up import StepLimits, claim_scratch, who_serves
 from quantkv.full_precision import FullPrecisionTokens
@@ -211,3 +212,46 @@ def test_scratch_memory_of_a_step():
     assert implementations.scratch_bytes(1, 32, (128, 128), 2) == (256 << 20) + row
     assert implementations.scratch_bytes(1 << 20, 32, (128, 128), 2) == (256 << 20) + (512 << 20)
     claim_scratch(torch.zeros(1, 2, SIZE))  # on a CPU there is none to claim
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_rows_are_lent_to_the_layers_that_read_anothers_pages(lends):
+    """As copies, by the layer that owns the pages; a step of one query a sequence lends none."""
+    k, v = rows(4, 2)
+    batch = Batch(torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32), 3)
+    step = ForwardMetadata(batch, torch.zeros(2, 1, dtype=torch.int32))
+    given = step.own_rows("owner", k, v, lends)
+    kept = k.clone()
+    k.zero_()  # as what comes later in a graph may do
+    assert torch.equal(given["key"], kept if lends else k) and torch.equal(given["value"], v)
+    assert step.own_rows("another", None, None) == {}
+    assert step.own_rows("owner", None, None) == (given if lends else {})
+    one = ForwardMetadata(replace(batch, max_query_len=1), step.block_table)
+    assert one.own_rows("owner", k, v, lends) == {} == one.lent
+
+
+def test_scales_of_a_checkpoint_are_for_codecs_that_have_one_a_tensor():
+    assert LayerConfig(get_format("fp8")).scales(0.5, None) == (0.5, 1.0)
+    assert LayerConfig(get_format("int8/int4")).scales(0.5, 0.25) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("own", "ranks", "total"), [(2, 2, 4), (1, 1, 1), (1, 4, 3), (2, 1, 2)])
+def test_kv_heads_of_all_ranks(own, ranks, total):
+    """Where each rank has one, only the model says how many there are."""
+    assert Shard(0, ranks).all_kv_heads(own, lambda: 3) == total
+
+
+def test_the_projection_behind_a_layer_says_what_its_values_are_worth():
+    """Of the first module with a number; an identity where none is found."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.attention, self.o_proj = torch.nn.Module(), torch.nn.Linear(4 * size, 5, bias=False)
+
+    model = torch.nn.ModuleList([Block(3), Block(3), torch.nn.Module()])
+    sizes = 2, 3, 4
+    found = value_moments(model, [(0, model[0].attention, sizes), (0, model[1].attention, sizes), (7, model[2], sizes)])
+    weight = model[0].o_proj.weight.detach().view(5, 2, 2, 3)  # hidden, kv head, group, size
+    torch.testing.assert_close(found[0], torch.einsum("ohgd,ohge->hde", weight, weight))
+    assert found.keys() == {0, 7} and torch.equal(found[7], torch.eye(3).repeat(2, 1, 1))

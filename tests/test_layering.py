@@ -198,7 +198,10 @@ def test_what_may_import_what_has_no_cycles():
     assert order.index("spec") < order.index("cache") < order.index("cli")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "integrations" / "vllm").glob("*.py")), ids=lambda p: p.name)
+SERVERS = [path for engine in ("vllm", "sglang") for path in sorted((ROOT / "integrations" / engine).glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SERVERS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_an_adapter_knows_no_implementation(path):
     """Kernels, prepared calls and what compiles them are behind `engine`."""
     behind = {p.name for p in (ROOT / "implementations").iterdir()} | {"implementations", "prepared", "warmup", "maps"}

@@ -11,7 +11,9 @@ transformers = pytest.importorskip("transformers")
 
 from quantkv import get_format, weights  # noqa: E402
 from quantkv.calibration import gains_from_key_mean  # noqa: E402
+from quantkv.engine.observed import calibration_of, latent_moments  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
+from quantkv.integrations.at_start import contexts, measured  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, statistics, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from quantkv.policy_file import PRESETS  # noqa: E402
@@ -210,3 +212,39 @@ def test_tokens_of_the_pass(model, tmp_path):
     short = tiny("qwen2", max_position_embeddings=100)
     assert statistics._ids(short)[0].shape == (5, 100)
     assert weights.of_module(model.model.layers[0].self_attn) is not None
+
+
+@pytest.mark.parametrize(
+    ("reason", "fault", "statistics", "said"),
+    [
+        (None, None, "auto", "means of 2 layers (text): 0.0 s"),
+        ("it has an encoder", None, "auto", "keys and values are stored without key means and Hessians: it has an encoder"),
+        (None, RuntimeError("no such layer"), "auto", "without key means and Hessians: no such layer"),
+        (None, RuntimeError("no such layer"), "require", None),
+        ("it has an encoder", None, "require", None),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_served_without(reason, fault, statistics, said, caplog):
+    made = calibration_of({0: latent_moments(torch.ones(4)), 1: latent_moments(torch.ones(4))}, 2, "text")
+
+    def measure():
+        if fault is not None:
+            raise fault
+        return made, "text"
+
+    asked = statistics, reason, measure, logging.getLogger("quantkv.test"), "means"
+    with caplog.at_level(logging.INFO, "quantkv.test"):
+        if said is None:
+            with pytest.raises(NotImplementedError, match=f"policy.statistics='require': the model cannot be measured: {reason or fault}"):
+                measured(*asked)
+        else:
+            assert measured(*asked) is (made if reason is fault is None else None)
+            assert said in caplog.text
+
+
+def test_passes_that_measure_a_model_are_long_enough():
+    parts, source = contexts(None, 50, 100, torch.device("cpu"))
+    assert [len(part) for part in parts] == [100] * 5 and "512 tokens at random" in source  # 12 more are too few for a pass
+    assert len(contexts(None, 50, 10**6, torch.device("cpu"))[0][0]) == 512
+    with pytest.raises(NotImplementedError, match="steps of 16 tokens are too short"):
+        contexts(None, 50, 16, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ class ForwardMetadata:
     prefix_ranges: int32 `[S, R, 2]`, positions of images whose tokens see each other, inclusive; None: there are none.
     num_pages: pages that the block table may name; 0: as many as the cache has.
     full_precision: what the pass reads at full precision; None: nothing. See `advance_full_precision`.
+    lent: the pass's own rows of layers whose pages other layers read, by the layer. See `own_rows`.
     Tensors are read when a layer runs, so they may be filled anew for another pass of the same shape.
     """
 
@@ -42,6 +44,7 @@ class ForwardMetadata:
     ) -> None:
         self.batch, self.block_table, self.slots, self.positions = batch, block_table, slots, positions
         self.num_tokens, self.prefix_ranges, self.num_pages, self.full_precision = num_tokens, prefix_ranges, num_pages, full_precision
+        self.lent: dict[Hashable, dict[str, torch.Tensor]] = {}
         self._writes: dict[Any, PreparedWrite] = {}
         self._attends: dict[Any, PreparedAttend] = {}
 
@@ -98,6 +101,23 @@ class ForwardMetadata:
         if count is not None:
             q, out, own = q[:count], None if out is None else out[:count], own and (key[:count], value[:count])
         return prepared(cache, q, out=out, own=own, **per_layer)
+
+    def own_rows(
+        self, owner: Hashable, key: torch.Tensor | None, value: torch.Tensor | None, lends: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The pass's own rows, `key` and `value` as `attend` takes them; none where each sequence has one query.
+
+        owner: the layer whose pages are read. key, value: its rows; None: another layer stored them, and lent them to this one. lends: they
+        are lent to others, as copies: what comes later in a graph may take their memory.
+        """
+        if self.batch.max_query_len == 1:
+            return {}
+        if key is None:
+            return self.lent.get(owner, {})
+        rows = {"key": key, "value": value}
+        if lends:
+            rows = self.lent[owner] = {name: t.clone() for name, t in rows.items()}
+        return rows
 
     def as_given(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor) -> PagedCache:
         """New pages that hold the pass's own rows as given, and nothing else; key and value as `write` takes them."""

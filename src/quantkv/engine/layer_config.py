@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,10 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+
+    def all_kv_heads(self, own: int, of_model: Callable[[], int]) -> int:
+        """Kv heads of all ranks, of which this one has `own`; where each has one, several may hold the same of those of the model."""
+        return own * self.size if own > 1 or self.size == 1 else of_model()
 
     def maps(self, maps: LayerMaps, heads: Heads, num_kv_heads: int) -> LayerMaps:
         """The maps of the kv heads that this rank holds, of those of the layer. heads: of the layer. num_kv_heads: of this rank.
@@ -77,6 +82,10 @@ class LayerConfig:
         fmt, maps = policy.of(number, dtype), policy.maps_of(number)
         maps = maps if whole is None else shard.maps(maps, whole, heads.num_kv_heads)
         return cls(fmt, maps, full_precision_tokens(policy.full_precision, by_position, fmt))
+
+    def scales(self, k: float | None, v: float | None) -> tuple[float, float]:
+        """A checkpoint's scales of K and V as pages take them: 1.0 where it has none, or where the side's codec has none a tensor."""
+        return tuple(1.0 if s is None or not codec.scaled_per_tensor else s for s, codec in zip((k, v), (self.format.k, self.format.v)))
 
     def with_calibration(self, calibration: Calibration, number: int) -> LayerConfig:
         """The same with the maps of layer `number` of a calibration of this rank's heads, on the sides that have no map of their own."""

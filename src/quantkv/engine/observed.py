@@ -142,6 +142,23 @@ def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.
     return torch.cat(out, 1).to(query.dtype)
 
 
+def value_moments(model: torch.nn.Module, layers: Iterable[tuple[int, torch.nn.Module, tuple[int, int, int]]]) -> dict[int, torch.Tensor]:
+    """Second moments `[HK, D_V, D_V]` of the output projection behind each layer of a model, by its number; without one the errors of all
+    values count the same.
+
+    layers: number, module and (HK, D_V, HQ) of each. Of several with one number the first counts.
+    """
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    made: dict[int, torch.Tensor] = {}
+    for number, module, (heads, size, num_heads) in layers:
+        if number not in made:
+            parent = parents.get(id(module))
+            named = [] if parent is None else [getattr(getattr(parent, name, None), "weight", None) for name in PROJECTIONS]
+            found = projection_moments(named, heads, size, num_heads)
+            made[number] = torch.eye(size, device="cpu").repeat(heads, 1, 1) if found is None else found
+    return made
+
+
 def projection_moments(weights: Iterable[torch.Tensor], heads: int, size: int, num_heads: int) -> torch.Tensor | None:
     """`[HK, D_V, D_V]`: second moments of the columns of the first weight `[hidden, HQ * D_V]` that has them; None where none does."""
     for weight in weights:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+import logging
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,26 @@ class Name:
     breaks: str
     takes: tuple[str, ...] = ()
     has: tuple[str, ...] = ()
+
+
+def is_tested(engine: str, version: str, tested: tuple[str, ...], variable: str, what: str, missing: Callable[[], list[str]]) -> bool:
+    """Whether a version of an engine is one that an adapter was tested with, or is to be served all the same; else the log says what it
+    lacks.
+
+    tested: what versions begin with. variable: of the environment, which asks for any version with "1". what: is not registered, in words.
+    """
+    if version.startswith(tested) or os.environ.get(variable) == "1":
+        return True
+    logging.getLogger(f"{engine.lower()}.quantkv").warning(
+        "quantkv: not tested with %s %s (tested: %s), so its %s are not registered; %s=1 does so anyway; what it lacks: %s",
+        engine,
+        version,
+        ", ".join(name + "x" if name.endswith(".") else name for name in tested),
+        what,
+        variable,
+        "; ".join(missing()) or "nothing that the adapter relies on by name",
+    )
+    return False
 
 
 def lacking(names: tuple[Name, ...]) -> list[str]:

@@ -7,13 +7,13 @@ build refuses to start over any pool but quantkv's: SGLang serves from quantized
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections import Counter
 
 from ..asked import POLICY, names, presets
 from ..asked import PREFIX as PREFIX
+from ..contract import is_tested
+from .contract import missing
 
 POLICY_VARIABLE = "QUANTKV_POLICY"  # the policy's file, for --attention-backend quantkv_policy
 PROMPT_VARIABLE = "QUANTKV_PROMPT"  # "own" or "stored": what prompts read of their own rows
@@ -35,17 +35,7 @@ def register() -> None:
     registered: SGLang then refuses the names. May be called again."""
     import sglang
 
-    if not sglang.__version__.startswith(TESTED) and os.environ.get(ANY_VERSION) != "1":
-        from .contract import missing
-
-        logging.getLogger("sglang.quantkv").warning(
-            "quantkv: not tested with SGLang %s (tested: %s), so its attention backends are not registered; %s=1 does so anyway; "
-            "what it lacks: %s",
-            sglang.__version__,
-            ", ".join(TESTED),
-            ANY_VERSION,
-            "; ".join(missing()) or "nothing that the adapter relies on by name",
-        )
+    if not is_tested("SGLang", sglang.__version__, TESTED, ANY_VERSION, "attention backends", missing):
         return
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 

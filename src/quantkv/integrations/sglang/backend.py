@@ -24,12 +24,11 @@ SERVED_MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, Forwa
 
 
 class Step(ForwardMetadata):
-    """One pass over one pool. kind: "decode" or "mixed". lent: own rows of layers whose pages several modules read, by the layer."""
+    """One pass over one pool. kind: "decode" or "mixed"."""
 
     def __init__(self, kind: str, *of_step: Any) -> None:
         super().__init__(*of_step)
         self.kind = kind
-        self.lent: dict[int, dict[str, torch.Tensor]] = {}
 
 
 @dataclass
@@ -200,18 +199,13 @@ class QuantKVBackend(AttentionBackend):
         step = self.forward_metadata[found.windowed]
         pages = found.pages
         q = q.view(-1, module.tp_q_head_num, module.qk_head_dim)
-        rows: dict[str, torch.Tensor] = {}
         if k is not None:
-            rows = {"key": k.view(-1, *found.paged.heads[:2]), "value": v.view(-1, found.paged.heads.num_kv_heads, module.v_head_dim)}
+            k, v = k.view(-1, *found.paged.heads[:2]), v.view(-1, found.paged.heads.num_kv_heads, module.v_head_dim)
             calls["write"] += 1
-            step.write(pages, rows["key"], rows["value"])
-            if found.lends:  # what comes later may take their memory
-                step.lent[found.number] = rows = {name: t.clone() for name, t in rows.items()}
-        else:
-            rows = step.lent.get(found.number, {})
+            step.write(pages, k, v)
         calls[step.kind] += 1
         out = q.new_empty(q.shape[0], module.tp_q_head_num, module.v_head_dim)
-        own = rows if attention.own_rows and step.batch.max_query_len != 1 else {}
+        own = step.own_rows(found.number, k, v, found.lends) if attention.own_rows else {}
         step.attend(pages, q, attention.scale, attention.options, out=out, **own, **self._tensors(module, given))
         return out.view(q.shape[0], -1)
 

@@ -50,15 +50,15 @@ class Layers:
     """
 
     def __init__(self, backend: str, policy: Policy, model: torch.nn.Module, model_config: Any, dtype: torch.dtype) -> None:
-        self.backend, self.policy, self.dtype, self.model_config = backend, policy, dtype, model_config
+        self.backend, self.policy, self.dtype = backend, policy, dtype
         self.modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
         self.of: dict[int, Layer] = {}
         self.attention: dict[int, LayerAttention] = {}  # by the id of a module
         self.requests, self.cell_bytes, self.measured = 0, None, None
         for module in self.modules:
-            self._add(module)
+            self._add(module, model_config)
 
-    def _add(self, module: RadixAttention) -> None:
+    def _add(self, module: RadixAttention, model_config: Any) -> None:
         _check(module)
         number, heads = module.layer_id, Heads(module.tp_k_head_num, module.qk_head_dim, module.v_head_dim)
         window = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0  # SGLang's does not count the query's own
@@ -67,10 +67,11 @@ class Layers:
         known = self.of.get(number)
         if known is None:
             ranks = get_parallel()
-            total = _all_kv_heads(self.model_config, heads.num_kv_heads, ranks.attn_tp_size)
             shard = Shard(ranks.attn_tp_rank, ranks.attn_tp_size)
+            total = shard.all_kv_heads(heads.num_kv_heads, model_config.get_total_num_kv_heads)
             config = LayerConfig.of(self.policy, number, self.dtype, heads, total, shard, attention.by_position)
-            known = self.of[number] = Layer(number, PagedLayer(config, heads, self.dtype, _scales(module, config)))
+            scales = config.scales(module.k_scale_float, module.v_scale_float)
+            known = self.of[number] = Layer(number, PagedLayer(config, heads, self.dtype, scales))
         else:
             known.lends = True
             if known.paged.heads != heads:
@@ -114,17 +115,6 @@ class Layers:
         """Layers with full-precision tokens, of those that share block tables; the last one last."""
         found = (self.of[number] for number in self.numbers)
         return [layer for layer in found if layer.windowed == windowed and layer.paged.config.full_precision is not None]
-
-
-def _scales(module: RadixAttention, config: LayerConfig) -> tuple[float, float]:
-    """Scales of a checkpoint, for sides that have one a tensor."""
-    given = module.k_scale_float, module.v_scale_float
-    return tuple(s if s and codec.scaled_per_tensor else 1.0 for s, codec in zip(given, (config.format.k, config.format.v)))
-
-
-def _all_kv_heads(model_config: Any, own: int, ranks: int) -> int:
-    """Heads of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
-    return own * ranks if own > 1 or ranks == 1 else model_config.get_total_num_kv_heads()
 
 
 def _check(module: RadixAttention) -> None:

@@ -6,9 +6,7 @@ eager and needs no pages: an attention backend of its own attends over the rows 
 
 from __future__ import annotations
 
-import gc
 import logging
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +15,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, calibration_of, causal_attention, layer_moments, projection_moments
+from ...engine.observed import LayerSums, calibration_of, causal_attention, layer_moments, value_moments
+from ..at_start import contexts, measured, release
 from ..rotations import SeenRotations
-from ..sample_tokens import pass_tokens, sample_tokens
 from .layers import Layer, Layers
 
 logger = logging.getLogger("sglang.quantkv")
@@ -74,46 +72,29 @@ def reason_against(configurator: Any) -> str | None:
 def take_statistics(configurator: Any, layers: Layers) -> None:
     """Measure a model where its policy asks for that. Where it cannot be measured: one line says so, and rows are stored without;
     NotImplementedError where the policy requires it."""
-    if not layers.policy.wants_statistics:
-        return
-    began = time.perf_counter()
-    try:
-        if (reason := reason_against(configurator)) is not None:
-            raise NotImplementedError(reason)
-        made, source = _measured(configurator, layers)
-    except Exception as error:  # of whatever a model does when it is called so
-        if layers.policy.statistics == "require":
-            raise NotImplementedError(f"quantkv: policy.statistics='require': the model cannot be measured: {error}") from error
-        logger.warning("quantkv: no statistics of this model, keys and values are stored without key means and Hessians: %s", error)
-        return
-    layers.take_statistics(made)
-    logger.info("quantkv: key means and Hessians of %d layers (%s): %.1f s", len(made.layers), source, time.perf_counter() - began)
+    if layers.policy.wants_statistics:
+        made = measured(layers.policy.statistics, reason_against(configurator), lambda: _measured(configurator, layers), logger)
+        if made is not None:
+            layers.take_statistics(made)
 
 
 def _measured(configurator: Any, layers: Layers) -> tuple[Any, str]:
     """The calibration of this rank's heads, and what it was made of."""
     args, config, device = configurator.server_args, configurator.model_config, torch.device(configurator.device)
     body = _body(configurator.model)
-    count = pass_tokens(device)
-    context = min(count, config.context_len)
-    if context <= 2 * SKIPPED:
-        raise NotImplementedError(f"contexts of {context} tokens are too short")
     tokenizer = None if args.skip_tokenizer_init else args.tokenizer_path or args.model_path
-    ids, source = sample_tokens(tokenizer, config.vocab_size, count)
+    parts, source = contexts(tokenizer, config.vocab_size, config.context_len, device)
     observer = Observer(layers, layers.of)
     with torch.inference_mode(), observer.rotations.watching(configurator.model):
-        for part in ids[0].to(device).split(context):
-            if len(part) > 2 * SKIPPED:
-                _forward(body, observer, part)
+        for part in parts:
+            _forward(body, observer, part)
         if missing := layers.of.keys() - observer.sums.keys():
             raise NotImplementedError(f"the pass did not reach layers {sorted(missing)}")
         moments = layer_moments(
             observer.sums, _value_moments(configurator.model, layers), observer.rotations.rotations(layers.dtype), config.context_len
         )
     del observer
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    release(device)
     return calibration_of({number: moments[number] for number in layers.numbers}, config.num_hidden_layers, source), source
 
 
@@ -155,14 +136,5 @@ def _forward(body: torch.nn.Module, observer: Observer, ids: torch.Tensor) -> No
 
 
 def _value_moments(model: torch.nn.Module, layers: Layers) -> dict[int, torch.Tensor]:
-    """Second moments of the output projection behind each layer; without one the errors of all values count the same."""
-    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
-    made: dict[int, torch.Tensor] = {}
-    for module in layers.modules:
-        if module.layer_id not in made:
-            parent = parents.get(id(module))
-            named = [] if parent is None else [getattr(getattr(parent, name, None), "weight", None) for name in PROJECTIONS]
-            heads, size = module.tp_k_head_num, module.v_head_dim
-            found = projection_moments(named, heads, size, module.tp_q_head_num)
-            made[module.layer_id] = torch.eye(size, device="cpu").repeat(heads, 1, 1) if found is None else found
-    return made
+    """Second moments of what reads the values of each layer, by its number."""
+    return value_moments(model, ((m.layer_id, m, (m.tp_k_head_num, m.v_head_dim, m.tp_q_head_num)) for m in layers.modules))

@@ -6,12 +6,12 @@ configuration is checked. Nothing here imports vLLM until then. --kv-cache-dtype
 
 from __future__ import annotations
 
-import logging
-import os
 from collections import Counter
 
 from ..asked import POLICY, names, presets
 from ..asked import PREFIX as PREFIX
+from ..contract import is_tested
+from .contract import missing
 
 POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
 PROMPT_OPTION = "quantkv_prompt"  # --additional-config '{"quantkv_prompt": "stored"}'
@@ -47,17 +47,7 @@ def register() -> None:
     and nothing is registered: vLLM then refuses the types by name. May be called again."""
     import vllm
 
-    if not vllm.__version__.startswith(TESTED) and os.environ.get(ANY_VERSION) != "1":
-        from .contract import missing
-
-        tested = ", ".join(version + "x" for version in TESTED)
-        logging.getLogger("vllm.quantkv").warning(
-            "quantkv: not tested with vLLM %s (tested: %s), so its types are not registered; %s=1 does so anyway; what it lacks: %s",
-            vllm.__version__,
-            tested,
-            ANY_VERSION,
-            "; ".join(missing()) or "nothing that the adapter relies on by name",
-        )
+    if not is_tested("vLLM", vllm.__version__, TESTED, ANY_VERSION, "types", missing):
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

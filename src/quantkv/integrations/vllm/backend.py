@@ -125,7 +125,7 @@ class QuantKVBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Always, by Triton (docs/vllm.md)."""
+        """Always (docs/vllm.md)."""
         return True
 
     @classmethod

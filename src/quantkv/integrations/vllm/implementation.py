@@ -208,8 +208,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
                 stored = self._calibrated(stored)
             if self.policy.wants_statistics:
                 measure_before_sizing(self.config)
-        given = getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
-        scales = tuple(s if codec.scaled_per_tensor else 1.0 for s, codec in zip(given, (stored.format.k, stored.format.v)))
+        scales = stored.scales(getattr(layer, "_k_scale_float", None), getattr(layer, "_v_scale_float", None))
         if self.paged is None:
             self.paged = PagedLayer(stored, heads, self.dtype, scales)
         else:  # weights that are loaded again
@@ -260,8 +259,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def _by_policy(self, number: int, heads: Heads) -> LayerConfig:
         """What the policy says of a layer, for the kv heads of this rank."""
-        shard = Shard(get_tensor_model_parallel_rank(), self.config.parallel_config.tensor_parallel_size)
-        return LayerConfig.of(self.policy, number, self.dtype, heads, self._all_kv_heads(), shard, self.attention.by_position)
+        return LayerConfig.of(self.policy, number, self.dtype, heads, self._all_kv_heads(), self._shard(), self.attention.by_position)
 
     def _set_options(self, **options: Any) -> None:
         self.attention = replace(self.attention, options=replace(self.attention.options, **options))
@@ -274,10 +272,12 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self._set_options(window=int(size), chunk_lookback=0)
 
     def _all_kv_heads(self) -> int:
-        """Kv heads of all ranks of a tensor-parallel group; where each has one, several may hold the same."""
-        ranks = self.config.parallel_config.tensor_parallel_size
-        own = self.num_kv_heads > 1 or ranks == 1
-        return self.num_kv_heads * ranks if own else self.config.model_config.get_total_num_kv_heads()
+        """Kv heads of all ranks of a tensor-parallel group."""
+        return self._shard().all_kv_heads(self.num_kv_heads, self.config.model_config.get_total_num_kv_heads)
+
+    def _shard(self) -> Shard:
+        """This rank of a tensor-parallel group."""
+        return Shard(get_tensor_model_parallel_rank(), self.config.parallel_config.tensor_parallel_size)
 
     @property
     def format(self) -> Format:
@@ -349,14 +349,10 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def _own_rows(self, step: Metadata, key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows that a step brings to the layer's pages, where it reads them as given: another's, where the pages are another's."""
-        if not self.attention.own_rows or step.batch.max_query_len == 1:
+        if not self.attention.own_rows:
             return {}
-        if self.owner is not None:
-            return step.lent.get(id(self.owner), {})
-        rows = {"key": key, "value": value}
-        if self.lends:  # what comes later in a graph may take their memory
-            rows = step.lent[id(self)] = {name: t.clone() for name, t in rows.items()}
-        return rows
+        own = (key, value) if self.owner is None else (None, None)
+        return step.own_rows(self.owner or self, *own, self.lends)
 
     def _observed(self, layer, query, key, value, output):
         """Attention of the pass that measures the model, over its own rows; layers without keys of their own attend to the owner's."""

@@ -27,13 +27,11 @@ class Metadata(ForwardMetadata):
     """One step, over slices of vLLM's own tensors, which a graph replays with other numbers in them.
 
     kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
-    lent: own rows of layers whose pages others read, by the layer.
     """
 
     def __init__(self, kind: str, *of_step: Any, **named: Any) -> None:
         super().__init__(*of_step, **named)
         self.kind = kind
-        self.lent: dict[int, dict[str, torch.Tensor]] = {}
 
 
 def exact_layers(layers: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,6 @@ pages of other requests, and CUDA graphs, would be there.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,9 +23,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ...calibration import Calibration
-from ...engine.observed import PROJECTIONS, SKIPPED, LayerSums, calibration_of, latent_moments, layer_moments, projection_moments
+from ...engine.observed import SKIPPED, LayerSums, calibration_of, latent_moments, layer_moments, value_moments
+from ..at_start import contexts, measured, release
 from ..rotations import SeenRotations
-from ..sample_tokens import pass_tokens, sample_tokens
 
 logger = init_logger("vllm.quantkv")
 IN_MEMORY = ("OffloadingConnector", "CPUOffloadingSpec")  # a connector whose pages end with the engine
@@ -132,50 +130,37 @@ def take_statistics(config: Any, runner: Any) -> None:
     waiting = {name: layer for name, layer in layers.items() if getattr(getattr(layer, "impl", None), "wants_statistics", False)}
     if not waiting:
         return
-    began = time.perf_counter()
-    try:
-        if (reason := reason_against(config)) is not None:
-            raise NotImplementedError(reason)
-        made, source = _measured(config, runner, waiting)
-    except Exception as error:  # of whatever a model does when it is called so
-        if any(layer.impl.policy.statistics == "require" for layer in waiting.values()):
-            raise NotImplementedError(f"quantkv: policy.statistics='require': the model cannot be measured: {error}") from error
-        logger.warning("quantkv: no statistics of this model, keys and values are stored without key means and Hessians: %s", error)
-        for layer in waiting.values():
-            layer.impl.unmeasured = True
-        return
-    for layer in waiting.values():
-        layer.impl.take_statistics(made)
-    what = "means of latents" if all(layer.impl.of_latents for layer in waiting.values()) else "key means and Hessians"
-    logger.info("quantkv: %s of %d layers (%s): %.1f s", what, len(made.layers), source, time.perf_counter() - began)
+    impls = [layer.impl for layer in waiting.values()]
+    required = "require" if any(impl.policy.statistics == "require" for impl in impls) else None
+    what = "means of latents" if all(impl.of_latents for impl in impls) else "key means and Hessians"
+    made = measured(required, reason_against(config), lambda: _measured(config, runner, waiting), logger, what)
+    for impl in impls:
+        if made is None:
+            impl.unmeasured = True
+        else:
+            impl.take_statistics(made)
 
 
 def _measured(config: Any, runner: Any, layers: dict[str, Any]) -> tuple[Calibration, str]:
     """The calibration of this rank's heads, and what it was made of."""
     model, model_config, device = runner.get_model(), config.model_config, runner.device
     limit = model_config.max_model_len
-    count = pass_tokens(device)
-    context = min(count, limit, config.scheduler_config.max_num_batched_tokens)
-    if context <= 2 * SKIPPED:
-        raise NotImplementedError(f"steps of {context} tokens are too short")
     tokenizer = None if model_config.skip_tokenizer_init else model_config.tokenizer
-    ids, source = sample_tokens(tokenizer, model_config.get_vocab_size(), count)
+    longest = min(limit, config.scheduler_config.max_num_batched_tokens)
+    parts, source = contexts(tokenizer, model_config.get_vocab_size(), longest, device)
     observer = Observer()
     every = [layer.impl for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
     with torch.inference_mode(), set_current_vllm_config(config), observer.watching(model, every):
-        for part in ids[0].to(device).split(context):
-            if len(part) > 2 * SKIPPED:
-                _forward(model, config, part)
+        for part in parts:
+            _forward(model, config, part)
     owners = {layer.impl.number for layer in layers.values()}
     if missing := owners - observer.layers.keys() - observer.latents.keys():
         raise NotImplementedError(f"the pass did not reach layers {sorted(missing)}")
     with torch.inference_mode():
-        _value_moments(model, layers, observer)
+        observer.values = _value_moments(model, layers, observer)
         moments = observer.moments(limit, model_config.dtype)
     del observer
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    release(device)
     return calibration_of(
         {number: moments[number] for number in sorted(owners)}, model_config.get_total_num_hidden_layers(), source
     ), source
@@ -190,15 +175,9 @@ def _forward(model: torch.nn.Module, config: Any, ids: torch.Tensor) -> None:
         model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
 
 
-def _value_moments(model: torch.nn.Module, layers: dict[str, Any], observer: Observer) -> None:
-    """Find the output projection behind each layer; without one the errors of all values count the same."""
-    parents = {id(child): module for module in model.modules() for child in module.children()}
-    for layer in layers.values():
-        impl, number = layer.impl, layer.impl.number
-        if number in observer.values or number in observer.latents or extract_layer_index(layer.layer_name) != number:
-            continue
-        parent = parents.get(id(layer))
-        named = [] if parent is None else [getattr(getattr(parent, name, None), "weight", None) for name in PROJECTIONS]
-        heads, size = impl.num_kv_heads, layer.head_size_v
-        found = projection_moments(named, heads, size, impl.num_heads)
-        observer.values[number] = torch.eye(size, device="cpu").repeat(heads, 1, 1) if found is None else found
+def _value_moments(model: torch.nn.Module, layers: dict[str, Any], observer: Observer) -> dict[int, torch.Tensor]:
+    """Second moments of what reads the values of each layer, by its number."""
+    own = [layer for layer in layers.values() if extract_layer_index(layer.layer_name) == layer.impl.number]
+    seen = [layer for layer in own if layer.impl.number not in observer.latents]
+    sizes = [(layer.impl.num_kv_heads, layer.head_size_v, layer.impl.num_heads) for layer in seen]
+    return value_moments(model, [(layer.impl.number, layer, of) for layer, of in zip(seen, sizes)])
