@@ -112,11 +112,12 @@ def test_against_the_models_own_rotation(name, caplog):
     made = calibrate(model, ids, limit=LIMIT)
     assert not said(caplog)
     made.check(geometry_of(model.config))
-    means, moments = {n: [] for n in made.layers}, dict.fromkeys(made.layers, 0.0)
+    means, moments, squares = {n: [] for n in made.layers}, dict.fromkeys(made.layers, 0.0), dict.fromkeys(made.layers, 0.0)
     for position in range(LIMIT):
         keys, queries = record(model, ids, position)
         for number, key in keys.items():
             means[number].append(key[:, :, SKIPPED:].double().mean((0, 2)))
+            squares[number] = squares[number] + key[:, :, SKIPPED:].double().square().mean((0, 2)) / LIMIT
             moments[number] = moments[number] + second_moments(queries[number], key.shape[1]) / LIMIT
     turned = 0
     for number, layer in made.layers.items():
@@ -127,6 +128,8 @@ def test_against_the_models_own_rotation(name, caplog):
         turned += len(key_mean) > 1
         assert (key_mean - brute).norm() <= 1e-3 * brute.norm()  # of half precision
         assert (layer.key_hessian.double() - moments[number]).norm() <= 1e-4 * moments[number].norm()
+        spread = squares[number] - torch.stack([part for part in brute for _ in range(BUCKET)])[:LIMIT].square().mean(0)
+        assert (layer.key_spread - spread).norm() <= 1e-3 * spread.norm()
     assert turned >= 1 and len(made.layers) == len(keys)
 
 

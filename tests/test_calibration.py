@@ -1,6 +1,7 @@
 """Calibrations as files and as maps: what is in them, what is refused, what a writer makes of them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def moments(seed=0, buckets=3, heads=HEADS, size=SIZE, size_v=SIZE_V):
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(heads, n, 2 * n, generator=generator) for n in (size, size_v))
     key_mean = None if buckets is None else 3 * torch.randn(buckets, heads, size, generator=generator).half()
-    return LayerMoments(key_mean, k @ k.mT, v @ v.mT)
+    return LayerMoments(key_mean, k @ k.mT, v @ v.mT, key_spread=1 + torch.rand(heads, size, generator=generator))
 
 
 def calibration(**changes):
@@ -67,13 +68,14 @@ def test_damage_is_named(damage, tmp_path):
 
 WRONG = {
     "another format": ({"format": "quantkv-pages"}, {}, "format=quantkv-pages: 'quantkv-calibration' is needed"),
-    "another version": ({"version": "3"}, {}, "version=3: '1' or '2' is needed"),
+    "another version": ({"version": "4"}, {}, "version=4: '1' or '2' or '3' is needed"),
     "another digest": ({"digest": "0" * 64}, {}, "damaged: its numbers have the digest .*the file says 0000"),
     "another number of layers": ({"geometry": json.dumps({"num_layers": 5})}, {}, "damaged"),
     "no geometry": ({"geometry": "[]"}, {}, "damaged, or no calibration"),
     "too few layers": ({"geometry": json.dumps({"num_layers": 2})}, {}, "layers of 0 to 1 are needed"),
     "a tensor of another shape": ({}, {"layers.1.k.metric": torch.eye(SIZE).repeat(3, 1, 1)}, r"\(3, 3, 32\) of torch.float16 is needed"),
     "a tensor of another dtype": ({}, {"layers.1.k.offset": torch.zeros(3, HEADS, SIZE)}, "float16 is needed"),
+    "a spread of another shape": ({}, {"layers.1.k.spread": torch.ones(HEADS, SIZE + 1)}, r"\(2, 32\) of torch.float32 is needed"),
     "a tensor of another name": ({}, {"layers.1.k.mean": torch.zeros(2)}, "they are named"),
     "a number that is none": ({}, {"layers.1.k.metric": torch.full((HEADS, SIZE, SIZE), float("nan"))}, "not finite"),
     "a part missing": ({}, {"layers.2.k.metric": torch.eye(SIZE).repeat(HEADS, 1, 1)}, "value_hessian"),
@@ -200,6 +202,38 @@ def test_a_head_that_nothing_reads_has_a_plain_metric():
     layer.key_hessian[1] = 0
     hessian = Calibration(1, {0: layer}).maps(0, get_format("levels4")).k.hessian
     assert torch.equal(hessian[1], torch.eye(SIZE)) and not torch.equal(hessian[0], torch.eye(SIZE))
+
+
+@pytest.mark.parametrize("name, gain", [("levels2", 2.5), ("levels4", 3)])
+def test_a_few_large_dimensions_do_not_set_the_scale_of_all(name, gain):
+    """Rows of a head whose keys are uneven are even behind its map; another head's map is the format's own."""
+    size, fmt, generator = 64, get_format(name), torch.Generator().manual_seed(0)
+    spread = torch.ones(HEADS, size)
+    spread[0, 0], spread[1, :4] = 100.0, 900.0  # mean over geometric mean: 2.4 and 37
+    layer = replace(moments(size=size, size_v=size), key_mean=torch.zeros(2, HEADS, size).half(), key_spread=spread)
+    plain = Calibration(1, {0: replace(layer, key_spread=None)}).maps(0, fmt)
+    even, own = Calibration(1, {0: layer}).maps(0, fmt), LayerMaps.of(fmt, size, size).k
+    assert torch.equal(even.k.forward[0], own.forward[0]) and torch.equal(plain.k.forward, own.forward)
+    key = torch.randn(96, HEADS, size, generator=generator) * spread.sqrt()
+    assert even.k.forward[1].double().slogdet()[1] == pytest.approx(float(own.forward[0].double().slogdet()[1]), rel=1e-6)
+    mapped = even.k.apply(key, torch.float32)[:, 1] @ own.inverse[0].mT  # in the model's own dimensions
+    assert mapped.square().mean(0).std() < 0.3 * mapped.square().mean()
+    costs, slots = [], torch.arange(96)
+    for maps in (even, plain):
+        cache = PagedCache(fmt.cache_spec(HEADS, size), 6, maps=maps)
+        cache.write(key, key, slots, slots)
+        error = (cache.dequantize(slots, slots, dtype=torch.float64)[0] - key).double()
+        costs.append(torch.einsum("thd,hde,the->h", error, layer.key_hessian.double(), error))
+    assert costs[0][1] < costs[1][1] / gain and torch.equal(costs[0][0], costs[1][0])
+
+
+def test_rows_that_kernels_write_behind_their_own_map_alone_keep_it():
+    """Else a GPU's cache of trellis-coded rows would be written by the reference where keys are uneven."""
+    size, fmt = 64, get_format("trellis2")
+    spread = torch.tensor([900.0] * 4 + [1.0] * 60).repeat(HEADS, 1)
+    layer = replace(moments(size=size, size_v=size), key_spread=spread)
+    own = LayerMaps.of(fmt, size, size).k
+    assert torch.equal(Calibration(1, {0: layer}).maps(0, fmt, key_mean=True).k.forward, own.forward)
 
 
 @pytest.mark.parametrize("name", ["levels2", "levels4"])

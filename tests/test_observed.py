@@ -56,6 +56,10 @@ def test_statistics_stand_at_every_position(limit):
     first = torch.einsum("hd,pde->phe", KEY[SKIPPED:].mean(0), matrices[:64]).mean(0)
     torch.testing.assert_close(made.key_mean[0].float(), first, rtol=2**-10, atol=2**-10)
     assert made.key_mean.shape == (math.ceil(limit / 64), HEADS, SIZE)
+    last = torch.arange(-(-limit // 64) * 64).clamp(max=limit - 1)  # of a bucket that ends beyond the limit
+    everywhere = torch.einsum("thd,pde->pthe", KEY[SKIPPED:].double(), rotate(last).double()).unflatten(0, (-1, 64))
+    strays = (everywhere - everywhere.mean((1, 2), keepdim=True)).square().mean((0, 1, 2))
+    assert (made.key_spread - strays).norm() < 0.05 * strays.norm()
     rows = QUERY[SKIPPED:].unflatten(1, (HEADS, GROUP))
     seen = torch.einsum("thgd,thge->hde", rows, rows) / (TOKENS - SKIPPED) / GROUP
     expected = torch.einsum("pde,hdf,pfg->heg", matrices, seen, matrices) / limit

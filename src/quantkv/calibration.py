@@ -1,9 +1,9 @@
 """What is measured of a model once, so that its cache loses less in the same bytes. docs/calibration.md says what it is good for.
 
 A calibration file is a safetensors file with, for each layer N that keeps keys and values, `layers.N.k.offset` float16
-`[buckets, HK, D]`, `layers.N.k.metric` float32 `[HK, D, D]`, `layers.N.v.metric` float32 `[HK, D_V, D_V]` and, since version 2,
-`layers.N.weights` float16 `[64]`. Its metadata: format, version, geometry (JSON), made_of (JSON, for people) and digest, a SHA-256 over the
-tensors and the geometry.
+`[buckets, HK, D]`, `layers.N.k.metric` float32 `[HK, D, D]`, `layers.N.v.metric` float32 `[HK, D_V, D_V]`, since version 2
+`layers.N.weights` float16 `[64]` and, since version 3, `layers.N.k.spread` float32 `[HK, D]`. Its metadata: format, version, geometry
+(JSON), made_of (JSON, for people) and digest, a SHA-256 over the tensors and the geometry.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from .maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap, default_map
 
 MIN_TOKENS = 256  # fewer say too little of a model
 NUMBERS = frozenset(map(str, range(MOST_LAYERS)))  # of layers, as a file spells them
-FILE_FORMAT, FILE_VERSION, VERSIONS = "quantkv-calibration", "2", ("1", "2")  # version 1 has no weights
-PARTS = {"k.offset": "key_mean", "k.metric": "key_hessian", "v.metric": "value_hessian", "weights": "weights"}
+FILE_FORMAT, FILE_VERSION, VERSIONS = "quantkv-calibration", "3", ("1", "2", "3")
+PARTS = {"k.offset": "key_mean", "k.metric": "key_hessian", "v.metric": "value_hessian", "weights": "weights", "k.spread": "key_spread"}
 # what a file calls a tensor: field of `LayerMoments`; names in files never change
-OPTIONAL = ("key_mean", "weights")
+OPTIONAL = ("key_mean", "weights", "key_spread")
+UNEVEN = 8.0  # variances of a head's dimensions, their mean over their geometric mean: from there on they are evened out
+SMALLEST_SPREAD = 1e-4  # of the mean variance of a head's dimensions, that one dimension counts with
 
 
 @deprecated.keywords(key_offset="key_mean", key_metric="key_hessian", value_metric="value_hessian")
@@ -42,12 +44,14 @@ class LayerMoments:
     key_hessian: float32 `[HK, D, D]`: what an error e of a key costs, `e^T key_hessian e`: second moments of the queries.
     value_hessian: float32 `[HK, D_V, D_V]`: the same of values: of the output projection's columns.
     weights: float16 `[64]`: the sample of the layer's key projection (`weights.sample`), by which another model is told; None: not known.
+    key_spread: float32 `[HK, D]`: variance of each dimension of the keys about `key_mean`; None: not known.
     """
 
     key_mean: torch.Tensor | None
     key_hessian: torch.Tensor
     value_hessian: torch.Tensor
     weights: torch.Tensor | None = None
+    key_spread: torch.Tensor | None = None
 
     @property
     def heads(self) -> Heads:
@@ -64,13 +68,13 @@ class LayerMoments:
             t = getattr(self, name)
             if name not in OPTIONAL or t is not None:
                 instance(f"layers.{layer}.{part}", t, torch.Tensor, "a tensor")
-                if name != "weights" and (t.ndim != 3 or not t.numel()):
+                if name not in ("weights", "key_spread") and (t.ndim != 3 or not t.numel()):
                     refuse(f"layers.{layer}.{part}", tuple(t.shape), "three dimensions are needed, none of them 0")
         (heads, size, size_v), key_mean = self.heads, self.key_mean
         buckets = 1 if key_mean is None else key_mean.shape[0]
         needed = {"k.offset": ((buckets, heads, size), torch.float16)}
         needed |= {"k.metric": ((heads, size, size), torch.float32), "v.metric": ((heads, size_v, size_v), torch.float32)}
-        needed |= {"weights": ((weights.SAMPLE,), torch.float16)}
+        needed |= {"weights": ((weights.SAMPLE,), torch.float16), "k.spread": ((heads, size), torch.float32)}
         for part, t in self.tensors().items():
             shape, dtype = needed[part]
             if tuple(t.shape) != shape or t.dtype != dtype:
@@ -178,7 +182,9 @@ class Calibration:
     @deprecated.keywords(offset="key_mean")
     def maps(self, layer: int, fmt: Format, key_mean: bool | None = None) -> LayerMaps:
         """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the key means and with
-        the Hessian in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either.
+        the Hessian in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either. Where dimensions of keys
+        differ by far about their means (`UNEVEN`), the matrix of a codec that rounds by a Hessian evens them out first, unless kernels write
+        its rows behind its own map alone (`Codec.own_map_alone`).
 
         key_mean: whether keys are stored without their mean; None: where `gains_from_key_mean`.
         ValueError for a layer that it does not hold, or a head size that the format cannot take.
@@ -190,7 +196,8 @@ class Calibration:
                 refuse("layer", layer, f"the calibration holds layers {sorted(self.layers)}")
             moments = self.layers[layer]
             with_key_mean = gains_from_key_mean(fmt.k) if key_mean is None else key_mean
-            k = _map(fmt.k, moments.key_hessian, moments.key_mean if with_key_mean else None)
+            given = (moments.key_mean, moments.key_spread) if with_key_mean else ()
+            k = _map(fmt.k, moments.key_hessian, *given)
             v = _map(fmt.v, moments.value_hessian)
             known[key] = LayerMaps(k, v, None if k is None and v is None else self.digest)
         return known[key]
@@ -233,8 +240,25 @@ def gains_from_key_mean(codec: Codec) -> bool:
     return codec.signed or (codec.row.code_bits >= 4 and bool(codec.row.meta))
 
 
-def _map(codec: Codec, hessian: torch.Tensor, key_mean: torch.Tensor | None = None) -> LinearMap | None:
-    """The codec's own map with what its writer can use of the Hessian `[HK, D, D]` and of the key mean; None where that is nothing."""
+def _even(own: LinearMap, spread: torch.Tensor) -> LinearMap:
+    """The map behind one that gives each dimension of a head's rows the same variance, in heads where `spread [HK, D]` is uneven. A row has
+    one scale for all dimensions: a few large ones would set it, and what the Hessian saves is lost."""
+    variance = spread.double()
+    mean = variance.mean(1, keepdim=True)
+    variance = torch.where(mean > 0, variance.clamp(min=SMALLEST_SPREAD * mean), 1.0)
+    level = variance.log().mean(1, keepdim=True).exp()  # the geometric mean: volumes stay what they are
+    factor = torch.where(mean > UNEVEN * level, (level / variance).sqrt(), 1.0)
+    if bool((factor == 1.0).all()):
+        return own
+    forward, inverse = own.forward.double() * factor[:, None], own.inverse.double() / factor[:, :, None]
+    return LinearMap(forward.float(), inverse.float())
+
+
+def _map(
+    codec: Codec, hessian: torch.Tensor, key_mean: torch.Tensor | None = None, key_spread: torch.Tensor | None = None
+) -> LinearMap | None:
+    """The codec's own map with what its writer can use of the Hessian `[HK, D, D]`, of the key mean and of the spread about it; None where
+    that is nothing."""
     if key_mean is None and codec.encode_in is None:
         return None
     size = hessian.shape[1]
@@ -245,6 +269,7 @@ def _map(codec: Codec, hessian: torch.Tensor, key_mean: torch.Tensor | None = No
         own = LinearMap(eye, eye)
     mapped = None
     if codec.encode_in is not None:
+        own = own if key_spread is None or codec.own_map_alone else _even(own, key_spread)
         inverse = own.inverse.double()
         mapped = inverse.mT @ hessian.double() @ inverse
         mean = mapped.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]

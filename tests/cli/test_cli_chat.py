@@ -116,6 +116,17 @@ def piped(monkeypatch):
     return lambda text: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
 
 
+def test_copies_are_told_apart_from_pages(run, model_dir, piped):
+    """In a short conversation they are most of the memory, and in a long one next to nothing."""
+    policy = '{"policy_version": 1, "format": "int8", "full_precision": {"sink": 16, "recent": 24}}'
+    (file := model_dir.parent / "copies.json").write_text(policy)
+    piped(b"ab\n")
+    code, _, err = run("generate", "--chat", "--model", model_dir, "--kv", file, "--max-new-tokens", 3)
+    pages, copies = 2 * 16 * (2 * 64 + 2 * 4), 2 * 5 * 16 * 2 * 64 * 4  # layers, pages, K and V; copies in float32
+    assert code == 0 and f"tokens in {pages:,} bytes; 16 bits would take" in err
+    assert f". Copies of the first and latest tokens take {copies:,}, however many" in err
+
+
 def test_piped(run, model_dir, piped):
     """A turn a line, PROMPT first; the cache's tokens and bytes after each."""
     piped(b"ab\n\n  cde\n")

@@ -137,9 +137,9 @@ def _answer(writer: Writer, ids: Sequence[int], max_new_tokens: int, errors: Any
     if errors is not None:
         cache, held = writer.cache, writer.held
         sixteen_bits = sum(2 * spec.elements_per_token for spec in cache.specs) * held
-        size = (
-            f"the cache holds {held:,} tokens in {cache.nbytes + cache.full_precision_nbytes:,} bytes; 16 bits would take {sixteen_bits:,}"
-        )
+        size = f"the cache holds {held:,} tokens in {cache.nbytes:,} bytes; 16 bits would take {sixteen_bits:,}"
+        if copies := cache.full_precision_nbytes:
+            size += f". Copies of the first and latest tokens take {copies:,}, however many tokens there are"
         options.say(errors, f"{read:,} tokens read, {len(steps):,} written; {size}")
     return steps
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -31,7 +32,7 @@ class LayerSums:
     """
 
     def __init__(self) -> None:
-        self.count, self.keys, self.moments = 0, 0.0, 0.0
+        self.count, self.keys, self.moments, self.squares = 0, 0.0, 0.0, 0.0
         self.understood, self.rotation = True, None
 
     def add(self, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -40,6 +41,8 @@ class LayerSums:
         rows = query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [HK, .., D]
         self.moments = self.moments + (rows.mT @ rows).double() / (rows.shape[1] // len(key))
         self.keys = self.keys + key.sum(0).double()
+        wide = key.transpose(0, 1).double()
+        self.squares = self.squares + wide.mT @ wide
         self.count += len(key)
 
     @property
@@ -52,24 +55,34 @@ class LayerSums:
         """Second moments of the queries `[HK, D, D]` float32."""
         return (self.moments / self.count).float()
 
+    @property
+    def covariance(self) -> torch.Tensor:
+        """Of the keys about their mean, `[HK, D, D]` float32."""
+        mean = self.keys / self.count
+        return (self.squares / self.count - mean[:, :, None] * mean[:, None]).float()
+
 
 def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor], rotations: dict, limit: int) -> dict[int, LayerMoments]:
     """`LayerMoments` of layers by number. values: `[HK, D_V, D_V]` of each. rotations: `Rotate` by `LayerSums.rotation`. limit: positions
     that key means cover and moments are averaged over."""
     key_means: dict[int, torch.Tensor | None] = {}
     hessians = {number: sums.hessian for number, sums in layers.items()}
+    spreads = {number: sums.covariance.diagonal(dim1=1, dim2=2) for number, sums in layers.items()}
     for rotation in {sums.rotation for sums in layers.values()}:
         own = [number for number, sums in layers.items() if sums.rotation == rotation]
         means = [layers[number].mean for number in own]
         if rotation is None:
             key_means |= {number: mean[None] for number, mean in zip(own, means)}
             continue
-        key_means |= dict(zip(own, rotated_means(means, rotations[rotation], limit)))
+        covariances = rotated_moments([layers[number].covariance for number in own], rotations[rotation], limit)
+        for number, covariance, (key_mean, strays) in zip(own, covariances, rotated_means(means, rotations[rotation], limit)):
+            key_means[number], spreads[number] = key_mean, covariance.diagonal(dim1=1, dim2=2) + strays
         hessians |= dict(zip(own, rotated_moments([hessians[number] for number in own], rotations[rotation], limit)))
     made = {}
     for number, sums in layers.items():
         key_mean = key_means[number].clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu() if sums.understood else None
-        made[number] = LayerMoments(key_mean, hessians[number].cpu(), values[number].float().cpu())
+        spread = spreads[number].clamp(min=0).float().cpu().contiguous() if sums.understood else None
+        made[number] = LayerMoments(key_mean, hessians[number].cpu(), values[number].float().cpu(), key_spread=spread)
     return made
 
 
@@ -84,20 +97,23 @@ def calibration_of(moments: dict[int, LayerMoments], layers: int, source: str) -
     """What a pass measured, as a calibration of a model of `layers` layers, in tensors that are no inference tensors. source: of tokens."""
     kept = {}
     for number, found in moments.items():
-        tensors = found.key_mean, found.key_hessian, found.value_hessian
-        kept[number] = LayerMoments(*(None if t is None else t.clone() for t in tensors))
+        kept[number] = replace(found, **{name: t.clone() for name, t in vars(found).items() if t is not None})
     return Calibration(max(max(kept) + 1, layers), kept, {"text": source})
 
 
-def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:
-    """Means `[HK, D]` at every position below limit, averaged over buckets: `[buckets, HK, D]` of each."""
-    parts, step, device = [], BUCKETS_AT_ONCE * KEY_MEAN_BUCKET, means[0].device
+def rotated_means(means: list[torch.Tensor], rotate: Rotate, limit: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Means `[HK, D]` at every position below limit, averaged over buckets: `[buckets, HK, D]` of each, and how far they are from these
+    averages: the mean square over all positions `[HK, D]`."""
+    parts, strays, step, device = [], 0.0, BUCKETS_AT_ONCE * KEY_MEAN_BUCKET, means[0].device
     stacked, heads = torch.cat(means), [len(mean) for mean in means]
     for start in range(0, limit, step):
         positions = torch.arange(start, min(start + step, -(-limit // KEY_MEAN_BUCKET) * KEY_MEAN_BUCKET), device=device)
-        matrices = rotate(positions.clamp(max=limit - 1)).float().unflatten(0, (-1, KEY_MEAN_BUCKET)).mean(1)
-        parts.append(torch.einsum("hd,bde->bhe", stacked, matrices))
-    return list(torch.cat(parts).split(heads, 1))
+        matrices = rotate(positions.clamp(max=limit - 1)).float().unflatten(0, (-1, KEY_MEAN_BUCKET))
+        rows = torch.einsum("hd,bpde->bphe", stacked, matrices)
+        parts.append(rows.mean(1))
+        strays = strays + (rows - parts[-1][:, None]).square().sum((0, 1)) / KEY_MEAN_BUCKET
+    averages = torch.cat(parts)
+    return list(zip(averages.split(heads, 1), (strays / len(averages)).split(heads)))
 
 
 def rotated_moments(hessians: list[torch.Tensor], rotate: Rotate, limit: int) -> list[torch.Tensor]:

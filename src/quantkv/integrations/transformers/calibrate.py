@@ -107,7 +107,7 @@ class SeenLayer:
     """What forward passes showed of one layer: sums over its tokens, and how it turns them."""
 
     def __init__(self) -> None:
-        self.keys, self.key_sum = 0, 0.0
+        self.keys, self.key_sum, self.key_moments = 0, 0.0, 0.0
         self.queries, self.query_moments = 0, 0.0
         self.rotary: Rotary | None = None
         self.layout: Layout | None = None
@@ -187,8 +187,9 @@ class Observer:
         heads, skipped = key.shape[1], slice(SKIPPED, None)
         rows = query.float()[:, :, skipped].unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3)  # [HK, .., D]
         layer.query_moments = layer.query_moments + (rows.mT @ rows).double()
-        layer.key_sum = layer.key_sum + key.float()[:, :, skipped].sum((0, 2)).double()
-        layer.keys, layer.queries = layer.keys + key.shape[0] * (key.shape[2] - SKIPPED), layer.queries + rows.shape[1]
+        key = key[:, :, skipped].transpose(0, 1).flatten(1, 2).double()  # [HK, .., D]
+        layer.key_sum, layer.key_moments = layer.key_sum + key.sum(1), layer.key_moments + key.mT @ key
+        layer.keys, layer.queries = layer.keys + key.shape[1], layer.queries + rows.shape[1]
 
     def _turn(self, module: torch.nn.Module, layer: SeenLayer, query: torch.Tensor, key: torch.Tensor) -> Turn | None:
         """The rotations of the rows of this call, one after the other; None where they are not turned, or it is not known how."""
@@ -274,19 +275,22 @@ class Observer:
         return {number: self._moments(number, layer, count, averages) for number, layer in sorted(self.layers.items())}
 
     def _moments(self, number: int, layer: SeenLayer, count: int, averages: dict[Any, Average]) -> LayerMoments:
-        queries, mean, key_mean = layer.query_moments / layer.queries, layer.key_sum / layer.keys, None
+        queries, mean, keys = layer.query_moments / layer.queries, layer.key_sum / layer.keys, layer.key_moments / layer.keys
+        key_mean, spread = None, None
         if not layer.understood:
             log.warning("calibrate: layer %d: how keys turn with their position is not understood: no key means", number)
         elif layer.layout is None:
-            key_mean = mean[None]
+            key_mean, spread = mean[None], keys.diagonal(dim1=1, dim2=2) - mean.square()
         else:
             key = layer.rotary.key, layer.layout, mean.shape[-1]
             if key not in averages:
                 tables = layer.rotary.tables(count, KEY_MEAN_BUCKET)
                 averages[key] = Average.of(tables, layer.layout, mean.shape[-1], KEY_MEAN_BUCKET)
             key_mean, queries = averages[key].turned_mean(mean), averages[key].turned_moments(queries)
+            spread = averages[key].turned_moments(keys).diagonal(dim1=1, dim2=2) - key_mean.double().square().mean(0)
         key_mean = None if key_mean is None else key_mean.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
-        return LayerMoments(key_mean, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu(), layer.weights)
+        spread = None if spread is None else spread.clamp(min=0).float().cpu().contiguous()
+        return LayerMoments(key_mean, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu(), layer.weights, spread)
 
 
 WATCHING: list[Observer] = []

@@ -29,7 +29,7 @@ from .config import geometry_of, max_positions, plan_layers
 if TYPE_CHECKING:
     from .cache import QuantizedCache
 
-VERSION = 1  # part of a kept file's name: raise it when the text or what is measured changes
+VERSION = 2  # part of a kept file's name: raise it when the text or what is measured changes
 SLOW = 2.0  # seconds: a pass that takes longer is worth a line that everyone sees
 
 log = logging.getLogger("quantkv")
