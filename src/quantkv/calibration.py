@@ -183,7 +183,7 @@ class Calibration:
     def maps(self, layer: int, fmt: Format, key_mean: bool | None = None) -> LayerMaps:
         """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the key means and with
         the Hessian in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either. Where dimensions of keys
-        differ by far about their means (`UNEVEN`), the matrix of a codec that rounds by a Hessian evens them out first, unless kernels write
+        differ by far about their means (`UNEVEN`), the matrix of a codec that rounds by a Hessian evens them out first, unless GPUs write
         its rows behind its own map alone (`Codec.own_map_alone`).
 
         key_mean: whether keys are stored without their mean; None: where `gains_from_key_mean`.
