@@ -57,7 +57,7 @@ class LayerSums:
 
     @property
     def covariance(self) -> torch.Tensor:
-        """Of the keys about their mean, `[HK, D, D]` float32."""
+        """Covariance of the keys, `[HK, D, D]` float32."""
         mean = self.keys / self.count
         return (self.squares / self.count - mean[:, :, None] * mean[:, None]).float()
 
