@@ -1,12 +1,14 @@
-"""Attention over latents (DeepSeek's MLA: 512 + 64 numbers a token) by the Triton kernels, beside attention over latents of 16 bits:
+"""Attention over latents (DeepSeek's MLA: 512 + 64 numbers a token) by Triton and by the Hopper kernel, beside attention over 16 bits:
 
     python benchmarks/latent.py [--peers DIR] [--shapes B64xL8192 ..] [--heads 16 128] [--formats int4 ..] [--tiles] [--device cpu]
+
+On a Hopper GPU both are checked and timed; the rows of Hopper's say so.
 
 Every result is compared with float64 attention over what the cache holds, also for several queries, ragged lengths and all numbers of
 heads, before anything is timed. Times are microseconds of CUDA-graph replays of a whole call: attention, combine, and but for those that
 say "absorbed" the rotation of queries and output. Rivals, where they can be loaded: FlashMLA (of vLLM), FlashAttention-3 (`fa3.xz` in
---peers, or vLLM's), and our own kernel over bf16 latents. --tiles: the kernel's tiles that tiling.py could have instead. No group is begun
-after --seconds. Exit code 1 where a result is wrong.
+--peers, or vLLM's), and our own kernel over bf16 latents. --tiles: what tiling.py could choose instead for Triton, and
+hopper/decode/latents.py for Hopper. No group is begun after --seconds. Exit code 1 where a result is wrong.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from quantkv import PagedCache, get_format, prepare_attend
+from quantkv import PagedCache, get_format, implementations, prepare_attend
 from quantkv.bench.problem import Unavailable
 from quantkv.bench.rivals import load_flash3
 from quantkv.bench.timing import measure
+from quantkv.implementations.hopper.decode import latents
+from quantkv.implementations.hopper.decode.latents import LatentConfig
 from quantkv.implementations.triton import tiling
 from quantkv.testing import OUTPUT_BUDGET, relative_error
 
@@ -35,6 +41,9 @@ TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor a
     32: [(64, 8, 5, 1), (64, 8, 7, 1), (32, 8, 5, 1), (64, 4, 5, 1), (128, 8, 5, 1)],
     64: [(32, 8, 5, 1), (32, 8, 2, 1), (64, 8, 2, 1), (64, 8, 5, 1), (16, 8, 5, 1)],
 }
+HOPPER_CHOICES = [  # products of keys and of values that are begun together, warps of a block
+    (keys, values, warps) for warps in (8, 12, 4) for keys, values in ((8, 8), (4, 4), (8, 4), (4, 8), (2, 2))
+]
 Call = Callable[[], torch.Tensor]
 
 
@@ -59,7 +68,7 @@ class Rows:
         cache.write(*self.rows, self.slots)
         return cache
 
-    def attend(self, cache: PagedCache, q: torch.Tensor | None = None) -> Call:
+    def attend(self, cache: PagedCache, q: torch.Tensor | None = None, implementation: str = "triton") -> Call:
         attend = prepare_attend(
             block_table=self.table,
             seq_lens=self.seq_lens,
@@ -67,7 +76,7 @@ class Rows:
             scale=SCALE,
             max_query_len=self.queries,
             max_seq_len=max(self.lens),
-            implementation="triton",
+            implementation=implementation,
         )
         q, out = self.q if q is None else q, torch.empty(*self.q.shape[:2], LATENT, dtype=self.q.dtype, device=self.device)
         return lambda: attend(cache, q, out=out)
@@ -160,17 +169,25 @@ def timed(rows: Rows, name: str, make: Callable[[], Call], cache: PagedCache | N
         return None
 
 
+def served_by(name: str, device: torch.device) -> tuple[str, ...]:
+    """Who attends over latents in a format here."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    hopper = hopper and implementations.can_serve("hopper", get_format(name).latent_spec(LATENT, ROPE).format, "attend")
+    return ("triton", "hopper") if hopper else ("triton",)
+
+
 def check_all(device: torch.device, wrong: list[str]) -> None:
     """All numbers of heads, one to four queries, ragged lengths."""
     small = device.type == "cpu"
     for heads in (16,) if small else (8, 16, 32, 64, 128):
         for queries in (1, 2) if small else (1, 2, 4):
             rows = Rows([70, 4, 33] if small else [1500, 4, 777, 64], heads, queries, device)
-            for name in ("int4",) if small or (heads, queries) != (16, 1) else FORMATS:
+            for name in ("int4",) if small else ("int4", "int8") if (heads, queries) != (16, 1) else FORMATS:
                 cache = rows.cache(name)
-                error = rows.error(cache, rows.attend(cache)())
-                if not error <= 2 * OUTPUT_BUDGET[torch.bfloat16]:
-                    wrong.append(f"{name}, {heads} heads, {queries} queries: differs by {error:.1e}")
+                for implementation in served_by(name, device):
+                    error = rows.error(cache, rows.attend(cache, implementation=implementation)())
+                    if not error <= 2 * OUTPUT_BUDGET[torch.bfloat16]:
+                        wrong.append(f"{implementation}, {name}, {heads} heads, {queries} queries: differs by {error:.1e}")
     print("correct" if not wrong else "\n".join(wrong), flush=True)
 
 
@@ -202,18 +219,46 @@ def main() -> None:
     sys.exit("\n".join(wrong) if wrong else 0)
 
 
+def chosen_for_hopper(stock: Callable, chosen: dict[str, int], *given) -> LatentConfig:
+    """The configuration that `stock` makes of `given`, with other numbers; of fewer warps where shared memory has no room for all."""
+    config = replace(stock(*given), **chosen)
+    while config.stages < 2:
+        config = replace(config, warps=config.warps - 4)
+    return config
+
+
+def hopper_choices(rows: Rows, cache: PagedCache) -> None:
+    """Times and errors of configurations that hopper/decode/latents.py could choose."""
+    stock = latents.choose
+    for keys, values, warps in HOPPER_CHOICES:
+        latents.choose = partial(chosen_for_hopper, stock, dict(keys_at_once=keys, values_at_once=values, warps=warps))
+        timed(rows, f"  hopper {keys}, {values}, {warps} warps", lambda: rows.attend(cache, implementation="hopper"), cache, [])
+    latents.choose = stock
+
+
 def of_shape(rows: Rows, given: argparse.Namespace, wrong: list[str]) -> None:
     times = {}
     for name, make in (("FlashMLA bf16", lambda: flash_mla(rows)), ("FlashAttention-3 bf16", lambda: flash3(rows, given.peers))):
         times[name] = timed(rows, name, make, None, wrong)
     for name in given.formats:
         cache = rows.cache(name)
-        times[f"ours {name}"] = timed(rows, f"ours {name}", lambda cache=cache: rows.attend(cache), cache, wrong)
-        if cache.maps.k is not None:
+        for who in served_by(name, rows.device):
+            label = f"ours {name}" + (", hopper" if who == "hopper" else "")
+            times[label] = timed(rows, label, lambda cache=cache, who=who: rows.attend(cache, implementation=who), cache, wrong)
+            if cache.maps.k is None:
+                continue
             inverse = cache.maps.k.inverse[0]
             q = torch.cat([(rows.q[..., :LATENT].float() @ inverse).to(rows.q.dtype), rows.q[..., LATENT:]], -1)
-            label = f"ours {name}, absorbed"
-            times[label] = timed(rows, label, lambda cache=cache, q=q: rows.attend(cache.as_stored(), q), cache, wrong, check=False)
+            times[f"{label}, absorbed"] = timed(
+                rows,
+                f"{label}, absorbed",
+                lambda cache=cache, q=q, who=who: rows.attend(cache.as_stored(), q, who),
+                cache,
+                wrong,
+                check=False,
+            )
+        if given.tiles and "hopper" in served_by(name, rows.device):
+            hopper_choices(rows, cache)
         if given.tiles and name == "int4":
             stock = tiling.LATENT_TILES
             for most, tiles in TILES.items():

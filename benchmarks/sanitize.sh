@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1
-OURS='(decode|many|combine|combine_one|write|prompt|attend|gather|fold)_kernel'
+OURS="\b($(grep -rhoE --include=*.cu --include=*.cuh --include=*.py '\b[a-z_0-9]+_kernel\b' src/quantkv/implementations src/quantkv/formats | sort -u | paste -sd '|'))\b"
 log=${OUT:-$(mktemp -d)}/sanitize.log
 run() { python benchmarks/small_run.py --implementation hopper triton prefill "$@"; }
 run "$@" >"$log.warm" 2>&1 || { tail -20 "$log.warm"; exit 1; } # compiles the kernels, which are kept

@@ -16,15 +16,17 @@ from quantkv.implementations.hopper.decode.warps import DecodeConfig
 from quantkv.implementations.reference.attend import compute
 
 PAIRS = ["tq4/int8", "int4/tq3", "fp8_token/int2"]
+LATENTS = ["int4+bf16", "int8+bf16", "levels4+bf16"]
 
 
 def run(name: str, implementation: str, device: str, head_size: int) -> float | None:
     """Write, then decode and a ragged batch, plain and with every mask at once: the largest relative error against the reference in
     float64; None if the implementation takes none of the calls."""
-    spec = get_format(name).cache_spec(2, head_size, block_size=16)
-    cache = PagedCache(spec, 40, device)
+    fmt = get_format(name)
+    spec = fmt.cache_spec(1, 512, 64) if fmt.latent else fmt.cache_spec(2, head_size)
+    cache, heads = PagedCache(spec, 40, device), spec.num_kv_heads
     generator = torch.Generator(device).manual_seed(0)
-    rows = lambda n, heads: torch.randn(n, heads, head_size, generator=generator, device=device, dtype=torch.bfloat16)
+    rows = lambda n, heads, size=head_size: torch.randn(n, heads, size, generator=generator, device=device, dtype=torch.bfloat16)
     lens = [37, 50, 3, 400]
     table = torch.full((4, 25), 10**6, device=device)
     order = torch.randperm(40, generator=generator, device=device)
@@ -33,7 +35,8 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         table[s, :count], order = order[:count], order[count:]
     positions = [torch.arange(n, device=device) for n in lens]
     slots = torch.cat([table[s, p // 16] * 16 + p % 16 for s, p in enumerate(positions)])
-    write = WriteCall(rows(len(slots), 2), rows(len(slots), 2), cache.k, cache.v, cache.format, slots, cache.maps)
+    given = (rows(len(slots), heads, size) for size in ((512, 64) if fmt.latent else (head_size, head_size)))
+    write = WriteCall(*given, cache.k, cache.v, fmt, slots, cache.maps)
     ops.write(write, implementation if implementations.refusal(implementation, write) is None else "auto")
     worst = []
     masks = AttentionOptions(window=30, softcap=20.0, sinks=torch.linspace(-1, 1, 8, device=device))
@@ -51,15 +54,15 @@ def run(name: str, implementation: str, device: str, head_size: int) -> float | 
         (3, [1], invariant),  # alone: the blocks of a cluster send each other their partials
         (3, prompt, AttentionOptions()),
     ):
-        q, chosen = rows(sum(counts), 8), slice(first, first + len(counts))
+        q, chosen = rows(sum(counts), 8, spec.query_sizes[0]), slice(first, first + len(counts))
         starts = torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32)
         batch = Batch(starts, torch.tensor(lens[chosen], device=device, dtype=torch.int32), max(counts))
-        call = AttendCall(q, (cache.segment(table[chosen].int()),), batch, options=options)
+        call = AttendCall(q, (cache.segment(table[chosen].int()),), batch, q.shape[2] ** -0.5, options)
         if implementations.refusal(implementation, call) is None:
             got, _ = ops.attend(call, implementation)
             want, _ = compute(call, torch.float64)
             worst.append(((got.double() - want).norm() / want.norm()).item())
-        if counts is decode:  # the same beside full-precision tokens
+        if counts is decode and not fmt.latent:  # the same beside full-precision tokens
             call = beside_exact(call, lens[chosen], rows)
             if implementations.refusal(implementation, call) is None:
                 got, _ = ops.attend(call, implementation)
@@ -85,7 +88,7 @@ def beside_exact(call: AttendCall, lens: list[int], rows) -> AttendCall:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", nargs="+", default=["triton"], help="hopper, prefill, triton: each in turn")
-    parser.add_argument("--formats", nargs="+", default=[*available_formats(), *PAIRS])
+    parser.add_argument("--formats", nargs="+", default=[*available_formats(), *PAIRS, *LATENTS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--head-size", type=int, default=128)
     args = parser.parse_args()

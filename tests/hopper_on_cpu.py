@@ -162,7 +162,7 @@ class Device:
 
     def _library(self, source, config):
         rows = getattr(config, "rows", config)
-        snippets = (codec.hopper().source for codec in (rows.key, rows.value))
+        snippets = (codec.hopper().source for codec in getattr(rows, "codecs", (rows.key, rows.value)))
         macros = config.macros()
         return compile_library(self.folder, source, macros | ({"MAX_TILES": self.max_tiles} if "MAX_TILES" in macros else {}), snippets)
 

@@ -194,7 +194,7 @@ def test_refusals():
     mean = LinearMap(torch.eye(LATENT)[None], torch.eye(LATENT)[None], torch.zeros(2, 1, LATENT))
     with pytest.raises(ValueError, match=r"maps\.k\.key_mean"):
         PagedCache(cache.spec, 1, maps=LayerMaps(mean))
-    for name in ("hopper", "prefill", "cpu"):
+    for name in ("prefill", "cpu"):
         with pytest.raises(ValueError, match=r"latents \(int4\+fp32\): not supported here; supported by .*reference"):
             cache.attend(q, **batch, scale=SCALE, implementation=name)
         assert implementations.can_serve(name, cache.format, "attend") is False

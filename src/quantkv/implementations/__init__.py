@@ -7,6 +7,7 @@ Each is a folder with a module for reads, `attend`, and one for writes, `write` 
     run(call)                   serves it, into the call's tensors
     prepare(call) -> launch     works out once what calls of the same shape share; `launch(call)` serves each of them
     LATENTS                     of reads: whether it reads latents (`Format.latent`); any other refuses them here
+    withheld(call) -> str | None  why "auto" passes over it though it serves the call; without it, never
     OWN_ROWS                    of reads: "read" where it takes a call's own rows. Else they are one more segment: "copied" into pages,
                                 "dense" (one after the other) or, without it, read where they lie
 """
@@ -121,6 +122,8 @@ def resolve(call: Call, implementation: str = "auto") -> tuple[str, dict[str, st
     refusals = {}
     for name in (implementation,) if implementation != "auto" else NAMES if device.type == "cuda" or assumed() else ON_CPU:
         reason = refusal(name, call)
+        if reason is None and implementation == "auto":
+            reason = getattr(module(name, kind(call)), "withheld", lambda call: None)(call)
         if reason is None:
             return name, refusals
         refusals[name] = reason
@@ -140,8 +143,8 @@ def can_serve(name: str, fmt: Format, kind: str) -> bool | None:
     if name == "prefill":
         return kind == "attend"
     if name == "hopper":
-        backends = [(codec.hopper and codec.hopper(), use) for codec, use in ((fmt.k, "keys"), (fmt.v, "values"))]
-        return all(backend is not None and getattr(backend, use if kind == "attend" else "written") for backend, use in backends)
+        uses = ("written", "written") if kind == "write" else ("latents", "keys") if fmt.latent else ("keys", "values")
+        return all(codec.hopper is not None and getattr(codec.hopper(), use) for codec, use in zip((fmt.k, fmt.v), uses))
     if name == "triton":
         try:
             backends = [codec.triton and codec.triton() for codec in (fmt.k, fmt.v)]

@@ -41,7 +41,7 @@ INT4 = Codec(
     head_size_multiple=8,
     planes=2,
     triton=codec_in(__name__, "INT4"),
-    hopper=hopper_codec(__file__, "Int4", half=4, odd_unit=16.0, integers=True),
+    hopper=hopper_codec(__file__, "Int4", half=4, odd_unit=16.0, integers=True, latents=True),
     cpu=cpu_codec(zero_point_bits=ZERO_POINT_BITS, encode=codec_in(__name__, "encode", "cpu")),
 )
 register(Format("int4", INT4, INT4, "asymmetric, randomized Hadamard"), "int4_per_token_head")

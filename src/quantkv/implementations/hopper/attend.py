@@ -14,7 +14,7 @@ import torch
 from ...calls import AttendCall, Segment
 from ...under_way import wanted
 from . import geometry
-from .decode import combine, unsplit, warps, wgmma
+from .decode import combine, latents, unsplit, warps, wgmma
 from .decode.read import Part, Read, layer_of, scale_of
 from .decode.unsplit import longest_of_shape, rounded_tiles
 from .decode.warps import COMBINE_PACKED_ROWS, COMBINE_WARPS, EXACT_TILES, TILE, CallShape, DecodeConfig
@@ -25,6 +25,7 @@ from .host.operands import kind
 SUPPORTED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_invariant"))
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 OWN_ROWS = "copied"  # into pages: only those are read
+LATENTS = True
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
 
@@ -34,19 +35,27 @@ def refusal(call: AttendCall) -> str | None:
     return launch.elsewhere(call.q.device) or _unsupported(call)
 
 
+def withheld(call: AttendCall) -> str | None:
+    """Why "auto" does not choose what serves a call."""
+    return "latents: this kernel has run on no GPU yet, and serves where it is asked for by name" if call.segments[0].fmt.latent else None
+
+
 def _unsupported(call: AttendCall) -> str | None:
     """Why no Hopper GPU can serve it."""
     q, batch, first = call.q, call.batch, call.segments[0]
-    if len(call.segments) > SEGMENTS:
-        return f"{len(call.segments)} segments: at most {SEGMENTS}"
+    if len(call.segments) > (most := 1 if first.fmt.latent else SEGMENTS):
+        return f"{len(call.segments)} segments{' of latents' if first.fmt.latent else ''}: at most {most}"
     D, HQ, HK, invariant = q.shape[2], q.shape[1], first.k.codes.shape[2], call.options.batch_invariant
+    if first.fmt.latent and invariant:
+        return "batch_invariant: not of latents"
     most = QUERIES[-1] if invariant else wgmma.MOST_QUERIES  # what a batch keeps together is served alike
     if not batch.max_query_len or batch.max_query_len > most:
         promised = f"1 to {most} queries a sequence must be promised{' with batch_invariant' if invariant else ''}"
         return f"max_query_len={batch.max_query_len}: {promised}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q.dtype {q.dtype}: bfloat16 or float16"
-    if reason := wgmma.unserved(HQ // HK, 1 if invariant else batch.max_query_len):
+    most = latents.MOST_PACKED_ROWS if first.fmt.latent else wgmma.MOST_PACKED_ROWS
+    if reason := wgmma.unserved(HQ // HK, 1 if invariant else batch.max_query_len, most):
         return reason
     for segment in call.segments:
         if reason := geometry.unreadable_segment(segment, D, q.dtype):
@@ -127,7 +136,7 @@ def _orders(call: AttendCall) -> tuple[list[int], list[int]]:
     own = [i for i in range(len(sizes)) if i != exact]
     if call.options.batch_invariant:
         sizes = [0] * len(sizes)  # as they were given, whatever the batch
-    return _launch_order(own, sizes), sorted(own, key=lambda i: (call.segments[i].maps.v is None, -sizes[i]))
+    return _launch_order(own, sizes), sorted(own, key=lambda i: (call.segments[i].values[2] is None, -sizes[i]))
 
 
 def _launch_order(segments: list[int], sizes: list[int]) -> list[int]:
@@ -139,7 +148,7 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
     """What a kernel that serves `call` is compiled for, for each of its segments that has one."""
     launched, combined = _orders(call)
     exact = _exact(call)
-    mapped = sum(s.maps.v is not None for s in call.segments) or len(combined)
+    mapped = sum(s.values[2] is not None for s in call.segments) or len(combined)
     ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
     chosen = {i: _configuration(call, call.segments[i], wgmma.choose) for i in sorted(combined)}
     if len({config.worker_warps for config in chosen.values()}) > 1:  # the combine kernel knows one way to cut a line
@@ -154,12 +163,12 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
 
 def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., DecodeConfig]) -> DecodeConfig:
     """What suits a segment if it were alone."""
-    (_, HQ, D), HK, invariant = call.q.shape, segment.k.codes.shape[2], call.options.batch_invariant
+    HQ, HK, invariant = call.q.shape[1], segment.k.codes.shape[2], call.options.batch_invariant
     group, packed_rows = HQ // HK, call.batch.max_query_len * (HQ // HK)
     shape = CallShape(
         segment.fmt.k,
-        segment.fmt.v,
-        D,
+        segment.values[1],
+        segment.stored_sizes[0],
         segment.head_size_v,
         group,
         kv_heads=HK,
@@ -169,9 +178,11 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
         packed_rows=max(group, 8) if invariant else packed_rows,
         softcap=call.options.softcap > 0,
         key_map=kind(segment.maps.k),
-        value_map=kind(segment.maps.v),
+        value_map=kind(segment.values[2]),
         key_mean=segment.maps.by_position,
     )
+    if segment.fmt.latent:
+        return latents.choose(shape, segment.fmt.v, segment.stored_sizes[1], _capacity(call, segment))
     if not invariant:
         return choose(shape, _capacity(call, segment))
     # What suits one query of each of many sequences, or two; half as many packed query rows, or twice as many, where these come to the same
@@ -189,7 +200,7 @@ def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., Dec
 
 def _is_scaled(call: AttendCall) -> bool:
     """Whether values without a map have a per-tensor scale; those with a map have it in the map's gain."""
-    return any(s.maps.v is None and s.v.scale != 1.0 for s in call.segments)
+    return any(map_ is None and side.scale != 1.0 for side, _, map_ in (s.values for s in call.segments))
 
 
 class Plan:
@@ -316,7 +327,7 @@ class Prepared:
                 read.fill(call, call.segments[i], q, scratch.data_ptr())
             if self.exact is not None:
                 self._fill_exact(call, call.segments[self.exact])
-            main.plain_gain = next((s.v.scale for s in call.segments if s.maps.v is None), 1.0)
+            main.plain_gain = next((side.scale for side, _, map_ in (s.values for s in call.segments) if map_ is None), 1.0)
             main.out, main.lse = call.out.data_ptr(), None if lse is None else lse.data_ptr()
             if sinks is not None:
                 main.sinks, main.sinks_stride, main.sinks_type = sinks.data_ptr(), sinks.stride(0), launch.SINK_TYPES[sinks.dtype]

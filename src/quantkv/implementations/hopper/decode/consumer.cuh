@@ -4,10 +4,10 @@
 #include "scores.cuh"
 #include "wgmma.cuh"
 
-static_assert(WORKER_WARPS == 4 && WARPS % WORKER_WARPS == 0 && D <= 256 && DV <= 256,
+static_assert(WORKER_WARPS == 4 && WARPS % WORKER_WARPS == 0 && (LATENTS || D <= 256 && DV <= 256),
     "a warpgroup, whose registers have room for such rows");
-// tiles of 8 packed query rows; matrices of 64 numbers of a query a row
-constexpr int TILES = PACKED_ROWS / 8, SLABS = (DK + 63) / 64;
+// tiles of 8 packed query rows; matrices of 64 numbers of a query a row, those of rotated dimensions the last
+constexpr int TILES = PACKED_ROWS / 8, SLABS = (DK + 63) / 64, QUERY_SLABS = SLABS + (ROPE_SIZE + 63) / 64;
 constexpr int AHEAD = STAGES - 1, KV_TILE_BYTES = WORKER_WARPS * TILE_BYTES;
 
 // Keys that have a zero lose it by one more product, of the zero with the sum of a query's numbers, which is there as
@@ -17,11 +17,11 @@ constexpr float MOVED = 16.f;
 static_assert(!SUMMED || KEY::GAIN == SUBNORMAL && KEY::ZERO * MOVED <= 2048.f,
     "zeros are fp16 numbers in the unit of the codes");
 
-// Shared memory of a consumer warpgroup, in bytes: the queries, SLABS matrices of a row a packed query row; their sums,
-// the first 16 numbers of such a row (whether SUMMED or not); weights of a KV tile's tokens, a row a packed query row,
-// of this KV tile and the last; the ring; what warps tell each other; values' zero points, of this KV tile and the
+// Shared memory of a consumer warpgroup, in bytes: the queries, QUERY_SLABS matrices of a row a packed query row; their
+// sums, the first 16 numbers of such a row (whether SUMMED or not); weights of a KV tile's tokens, a row a packed query
+// row, of this KV tile and the last; the ring; what warps tell each other; values' zero points, of this KV tile and the
 // last; sums of queries in float32; scores of 16 key means. Over the first three, and the ring: what a run ends with.
-constexpr int SLAB = PACKED_ROWS * MATRIX_ROW, SUMS_AT = SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
+constexpr int SLAB = PACKED_ROWS * MATRIX_ROW, SUMS_AT = QUERY_SLABS * SLAB, WEIGHTS_AT = SUMS_AT + SLAB;
 constexpr int RING_AT = WEIGHTS_AT + 2 * SLAB, TOLD_AT = RING_AT + STAGES * KV_TILE_BYTES;
 constexpr int TOLD = 2 * PACKED_ROWS + 4;  // numbers of a warp
 constexpr int ZEROS_AT = TOLD_AT + WORKER_WARPS * TOLD * 4, QUERY_SUMS_AT = ZEROS_AT + 2 * 2 * KV_TILE,
@@ -128,7 +128,7 @@ template <bool IN_HALVES> struct OwnValues {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; i++) {
       const int chunk = member * OWN_CHUNKS / SHARING + i;
-      at[i] = TILE_V + lane / 16 * TILE_BYTES +
+      at[i] = VALUES_AT + lane / 16 * TILE_BYTES +
           chunk_address<V_ROW>(
               lane % 16, OWN_CHUNKS * WORKER_WARPS > V_CHUNKS * SHARING ? min(chunk, V_CHUNKS - 1) : chunk);
       keep(at[i]);
@@ -162,7 +162,7 @@ template <> struct OwnValues<false> {
   DI void load(const KeyLane&, u32 tile, u32 (&a)[2][ALL_OWN_PAIRS], u32 (&b)[2][ALL_OWN_PAIRS]) const {
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      const u32 from = tile + TILE_V + t * TILE_BYTES;
+      const u32 from = tile + VALUES_AT + t * TILE_BYTES;
       two(from, a[t]), two(from + 8 * V_ROW, b[t]);
     }
   }
@@ -223,18 +223,20 @@ struct WarpgroupQueries {
         store(nt, query);
       }
       Query::add_up(query.sum[0], query.b[0]);
-      const int lane = threadIdx.x % 32, row = 8 * nt + 2 * lane;
-      if (lane < 4) {  // g = 0: the packed query rows 2 c and 2 c + 1
-        if (KEY::BIASED)
-          store_shared(base + QUERY_SUMS_AT + 4 * row, as_bits(query.sum[0][0]), as_bits(query.sum[0][1]));
-        if constexpr (SUMMED) {
+      store_sums(nt, query.sum[0]);
+    }
+  }
+  DI void store_sums(int nt, const float (&sums)[2]) const {
+    const int lane = threadIdx.x % 32, row = 8 * nt + 2 * lane;
+    if (lane < 4) {  // g = 0: the packed query rows 2 c and 2 c + 1
+      if (KEY::BIASED) store_shared(base + QUERY_SUMS_AT + 4 * row, as_bits(sums[0]), as_bits(sums[1]));
+      if constexpr (SUMMED) {
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const float sum = query.sum[0][e] * (-KEY_GAIN / MOVED);
-            const u32 high = half1(sum);
-            store_shared(base + SUMS_AT + matrix_chunk(row + e, 0), high | (u32)half1(sum - low(high)) << 16, 0, 0, 0);
-            store_shared(base + SUMS_AT + matrix_chunk(row + e, 1), 0, 0, 0, 0);
-          }
+        for (int e = 0; e < 2; e++) {
+          const float sum = sums[e] * (-KEY_GAIN / MOVED);
+          const u32 high = half1(sum);
+          store_shared(base + SUMS_AT + matrix_chunk(row + e, 0), high | (u32)half1(sum - low(high)) << 16, 0, 0, 0);
+          store_shared(base + SUMS_AT + matrix_chunk(row + e, 1), 0, 0, 0, 0);
         }
       }
     }
@@ -248,3 +250,64 @@ struct WarpgroupQueries {
     }
   }
 };
+
+// Where a lane finds its parts of a KV tile of latents: chunks further on differ by an xor, which spares registers.
+// rotated: of a tile, its quarter of the rotated dimensions of its keys; own_tile, own: of two tiles, as OwnValues, the
+// tile, and the first of its warp's chunks in a row.
+template <bool LATENTS> struct LatentLane {
+  static_assert(!LATENTS || ROPE::BITS == 16 && ROPE::META_BYTES == 0 && ROPE_SIZE == 64 && K_ROW % 256 == 0,
+      "rotated dimensions as given, and rows whose chunks are permuted");
+  u32 rotated, own_tile, own;
+  DI LatentLane(int member) {
+    const int lane = threadIdx.x % 32;
+    rotated = TILE_V + chunk_address<SECOND_ROW>(lane / 4, lane % 4 * 2);
+    own_tile = lane / 16 * TILE_BYTES, own = chunk_address<K_ROW>(lane % 16, member * OWN_CHUNKS);
+    keep(rotated), keep(own_tile), keep(own);
+  }
+};
+template <> struct LatentLane<false> {
+  DI LatentLane(int) {}
+};
+
+// What a lane is in its consumer warpgroup, and where it finds its part of a KV tile.
+struct WarpgroupLane : KeyLane, LatentLane<LATENTS> {
+  int member, c, barrier;
+  // of the consumer warpgroup's shared memory; to where this lane's row of a matrix of weights is, for two tiles of
+  // packed query rows
+  u32 base, weights;
+  OwnValues<IN_HALVES> values;
+  float latent_gain;  // of products with latents, to the unit of those with rotated dimensions
+  DI WarpgroupLane(int member, int barrier, u32 base, float latent_gain)
+      : KeyLane(threadIdx.x % 32 / 4, threadIdx.x % 4), LatentLane<LATENTS>(member), member(member),
+        c(threadIdx.x % 4), barrier(barrier), base(base), values(member),
+        latent_gain(latent_gain) {
+    const int lane = threadIdx.x % 32;
+    keep_all(lane / 4, c);
+    weights = matrix_chunk(lane / 16 * 8 + lane % 8, 2 * member + lane / 8 % 2);
+    keep(weights);
+  }
+  DI float* told(int by) const { return (float*)(shared + (base - shared_address(shared)) + TOLD_AT) + by * TOLD; }
+};
+
+// Of a lane's two keys in the tile at `tile`: their metadata; what they have for zero, moved, of lanes with c > 0 times
+// 0.
+DI void load_metas(u32 tile, const KeyLane& at, u32 (&meta)[2]) {
+  if constexpr (K_META > 0) {
+    load_shared<K_META>(tile + TILE_KM + at.token * K_META, &meta[0]),
+        load_shared<K_META>(tile + TILE_KM + (at.token + 8) * K_META, &meta[1]);
+  }
+}
+DI void moved_zeros(const u32 (&meta)[2], u32 (&zero)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) zero[r] = (KEY::ZERO_POINTS ? meta[r] & 15 : (u32)KEY::ZERO) * twice((u32)MOVED);
+}
+
+constexpr bool SUBTRACT = VALUE::CENTRE > 0;  // codes are taken about their zero: many packed query rows share them
+// Register k of a lane's product of slab i with a tile, of which it loaded va and vb: dimensions 2 i and 2 i + 1, then
+// of the tokens 8 further, whose zero points are `zero`.
+template <int N>
+DI u32 value_operand(const u32 (&va)[N], const u32 (&vb)[N], int i, int k, u32 zero, u32 table) {
+  const int j = 2 * i + k % 2;
+  const u32 code = value_pair<VALUE, OWN_PAIRS>(k < 2 ? va : vb, j, table);
+  return SUBTRACT ? centred(code, zero, VALUE::unit(j)) : code;
+}

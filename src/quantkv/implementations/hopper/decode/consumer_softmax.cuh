@@ -1,26 +1,6 @@
 // Scores, softmax and the weighted sum of values: what a consumer warpgroup does with a KV tile.
 #pragma once
-#include "consumer.cuh"
-
-constexpr bool SUBTRACT = VALUE::CENTRE > 0;  // codes are taken about their zero: many packed query rows share them
-
-// What a lane is in its consumer warpgroup, and where it finds its part of a KV tile.
-struct WarpgroupLane : KeyLane {
-  int member, c, barrier;
-  // of the consumer warpgroup's shared memory; to where this lane's row of a matrix of weights is, for two tiles of
-  // packed query rows
-  u32 base, weights;
-  OwnValues<IN_HALVES> values;
-  DI WarpgroupLane(int member, int barrier, u32 base)
-      : KeyLane(threadIdx.x % 32 / 4, threadIdx.x % 4), member(member), c(threadIdx.x % 4), barrier(barrier),
-        base(base), values(member) {
-    const int lane = threadIdx.x % 32;
-    keep_all(lane / 4, c);
-    weights = matrix_chunk(lane / 16 * 8 + lane % 8, 2 * member + lane / 8 % 2);
-    keep(weights);
-  }
-  DI float* told(int by) const { return (float*)(shared + (base - shared_address(shared)) + TOLD_AT) + by * TOLD; }
-};
+#include "latents.cuh"
 
 // The running softmax of a consumer warpgroup, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in
 // all lanes of a packed query row; l and bias are of this lane's tokens; o is of this warp's dimensions.
@@ -75,15 +55,12 @@ struct WarpgroupSoftmax {
       }
   }
 
-  // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply.
-  template <class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at,
-      float scale, float softcap, Meanwhile meanwhile) {
-    u32 ka[ALL_K_WORDS], kb[ALL_K_WORDS], meta[2] = {}, squares[2] = {};
+  // Begins the products of this warp's keys with the queries, of codes less their zero.
+  static DI void multiply_keys(
+      float (&s)[TILES][4], u32 tile, const WarpgroupLane& at, u32 (&meta)[2], u32 (&squares)[2]) {
+    u32 ka[ALL_K_WORDS], kb[ALL_K_WORDS];
     at.key.load(tile, ka), at.key.load(tile + 8 * K_ROW, kb);
-    if constexpr (K_META > 0) {
-      load_shared<K_META>(tile + TILE_KM + at.token * K_META, &meta[0]),
-          load_shared<K_META>(tile + TILE_KM + (at.token + 8) * K_META, &meta[1]);
-    }
+    load_metas(tile, at, meta);
     at.overlap_key<KEY>(ka), at.overlap_key<KEY>(kb);
     u32 x[DK / 16][4], zero[2] = {};
 #pragma unroll
@@ -95,11 +72,7 @@ struct WarpgroupSoftmax {
         squares[1] = fma2(a.y, a.y, fma2(a8.y, a8.y, squares[1]));
       }
     }
-    if constexpr (SUMMED) {
-      // of lanes with c > 0 times 0
-#pragma unroll
-      for (int r = 0; r < 2; r++) zero[r] = (KEY::ZERO_POINTS ? meta[r] & 15 : (u32)KEY::ZERO) * twice((u32)MOVED);
-    }
+    if constexpr (SUMMED) moved_zeros(meta, zero);
     begin_products();
     multiply<KEY, false>(s, x[0][0], x[0][1], x[0][2], x[0][3], matrix_descriptor(at.base));
 #pragma unroll
@@ -108,6 +81,14 @@ struct WarpgroupSoftmax {
           s, x[w][0], x[w][1], x[w][2], x[w][3], matrix_descriptor(at.base) + (w / 4 * SLAB + w % 4 * 32) / 16);
     if constexpr (SUMMED) multiply<KEY>(s, zero[0], zero[1], 0, 0, matrix_descriptor(at.base) + SUMS_AT / 16);
     commit_products();
+  }
+
+  // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply.
+  template <class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at,
+      float scale, float softcap, Meanwhile meanwhile) {
+    u32 meta[2] = {}, squares[2] = {};
+    if constexpr (LATENTS) LatentProducts::score(s, tile, at, meta);
+    else multiply_keys(s, tile, at, meta, squares);
     float norms[4] = {};
     if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
     const KeyScores key(meta, norms[0], norms[2], scale);
@@ -136,7 +117,7 @@ struct WarpgroupSoftmax {
       for (int r = 0; r < 2; r++) {
         u32 meta = 0;
         if constexpr (V_META > 0)
-          load_shared<V_META>(tile + TILE_VM + (at.token + 8 * r) * V_META, &meta), scale[r] = VALUE::scale(meta);
+          load_shared<V_META>(tile + VALUE_META_AT + (at.token + 8 * r) * V_META, &meta), scale[r] = VALUE::scale(meta);
         if constexpr (VALUE::BIASED) bias[r] = fmaf(scale[r], VALUE::CENTRE, VALUE::bias(meta));
         if (RANGES && V_META > 0 && masked && !ours(r)) scale[r] = 0.f, bias[r] = 0.f;
         if (ZERO_POINTS && at.c == 0)
@@ -212,10 +193,12 @@ struct WarpgroupSoftmax {
   }
 
   DI void multiply_values(u32 slot, u32 weights, u32 zeros, const WarpgroupLane& at) {
-    u32 x[WORKER_WARPS][OWN_SLABS][4], zero[WORKER_WARPS * 2] = {};
+    u32 zero[WORKER_WARPS * 2] = {};
     if (ZERO_POINTS)
       load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero),
           load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
+    if constexpr (LATENTS) return LatentProducts::add_values(o, slot, weights, zero, at);
+    u32 x[WORKER_WARPS][OWN_SLABS][4];
 #pragma unroll
     for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2) {
       u32 va[2][ALL_OWN_PAIRS], vb[2][ALL_OWN_PAIRS];
@@ -225,11 +208,8 @@ struct WarpgroupSoftmax {
 #pragma unroll
         for (int i = 0; i < OWN_SLABS; i++) {
 #pragma unroll
-          for (int k = 0; k < 4; k++) {  // dimensions 2 i and 2 i + 1, then of the tokens 8 further
-            const int j = 2 * i + k % 2;
-            u32 code = value_pair<VALUE, OWN_PAIRS>(k < 2 ? va[t] : vb[t], j, at.value_table);
-            x[t0 + t][i][k] = SUBTRACT ? centred(code, zero[2 * (t0 + t) + k / 2], VALUE::unit(j)) : code;
-          }
+          for (int k = 0; k < 4; k++)
+            x[t0 + t][i][k] = value_operand(va[t], vb[t], i, k, zero[2 * (t0 + t) + k / 2], at.value_table);
         }
       }
     }

@@ -8,7 +8,11 @@
 // others once a KV tile: when the weights are there. Partials are as in decode.cu, with consumer warpgroups in the
 // place of warps.
 //
-// Compile-time, from wgmma.py: as decode.cu.
+// Rows of latents (ROPE_SIZE > 0), which are keys and, but for their rotated dimensions, values, are read once: V^T is
+// unpacked from the codes that K was (latents.cuh).
+//
+// Compile-time, from wgmma.py: as decode.cu; from latents.py: ROPE ROPE_SIZE LATENT_KEYS_AT_ONCE
+// LATENT_VALUES_AT_ONCE besides.
 #include "kernels.cuh"
 #include "consumer_softmax.cuh"
 
@@ -32,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   u32 base = shared_address(shared) + TABLES_BYTES + warpgroup * WORKER_BYTES;
   if (base % 1024) __trap();
   GivenQuery given;
-  if (left > 0) given.ask(queries, a.key_map, sequences, s, head, packed_row0 + 8 * member);
+  if (!LATENTS && left > 0) given.ask(queries, a.key_map, sequences, s, head, packed_row0 + 8 * member);
   KvTileLoader loader(sequences, a, member, head, s, kv_tile, left);
   u32 slot = base + RING_AT, free_slot = slot + AHEAD * KV_TILE_BYTES;  // of the next KV tile, and of the one before
   for (int i = 0; i < AHEAD; i++) loader.next(slot + i * KV_TILE_BYTES + member * TILE_BYTES);
   fill_tables(warp);  // while the first tiles are on their way
-  const WarpgroupLane at(member, warpgroup + 1, base);
+  const WarpgroupLane at(member, warpgroup + 1, base, KEY_GAIN / Query::NORM / a.key_mean_gain);
   const WarpgroupQueries query{base};
-  const float scale = a.scale * (KEY_GAIN / Query::NORM);
+  const float scale = a.scale * (LATENTS ? a.key_mean_gain : KEY_GAIN / Query::NORM);
   bool is_held = false;  // what a stretch of this sequence came to
   // Of a sequence and kv head, as in decode.cu.
   OwnPartials own;
@@ -55,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     if (end > kv_tile) {
       // what a partial ended with was told behind a barrier, and the next one tells behind another: no need to meet
       if (!INVARIANT || is_new) {
-        query.load(given, queries, a, sequences, s, head, packed_row0, member);
+        if constexpr (LATENTS) LatentQueries{base}.load(queries, a, sequences, s, packed_row0, member, at.barrier);
+        else query.load(given, queries, a, sequences, s, head, packed_row0, member);
         stores_before_wgmma();
         meet(at.barrier);
         low = sequences.first_slot(s), high = sequences.slots(s);
@@ -108,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
       if (++s == a.sequences) s = 0, head++;
       kv_tile = sequences.first_tile(s), is_new = true;
     }
+    if (LATENTS) continue;
     if (left > 0 && (!INVARIANT || is_new)) given.ask(queries, a.key_map, sequences, s, head, packed_row0 + 8 * member);
     else given.forget();
   }

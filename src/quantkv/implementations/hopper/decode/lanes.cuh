@@ -19,6 +19,10 @@ DI int own_packed_row(int k) { return k / 2 * 8 + threadIdx.x % 4 * (is_halved(k
 enum { NO_MAP, HADAMARD, MATRIX };  // what KEY_MAP and VALUE_MAP may be
 
 template <int N> struct Constant { static constexpr int value = N; };
+template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Constant<0>()) to f(Constant<N - 1>())
+  f(Constant<I>{});
+  if constexpr (I + 1 < N) each_part<N, I + 1>(f);
+}
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
 // the query's operands wait in shared memory: outputs fill the registers

@@ -106,9 +106,9 @@ struct Query {
   }
 
   // in the order of the keys' registers; to be mapped, as fp16
-  static DI void arrange(u32 (&x)[DK / 8], const u32 (&words)[DK / 8]) {
+  template <int N> static DI void arrange(u32 (&x)[N], const u32 (&words)[N]) {
 #pragma unroll
-    for (int j = 0; j < DK / 8; j++) {
+    for (int j = 0; j < N; j++) {
       const int d = key_dim(j);
       const u32 pair =
           KEY::HALF == 1 ? words[d / 2] : prmt(words[d / 2], words[(d + KEY::HALF) / 2], d & 1 ? 0x7632 : 0x5410);
@@ -120,6 +120,12 @@ struct Query {
   static DI void operands(u32& b0, u32& b1, const float (&y)[4], int w) {
     const float u0 = NORM / key_unit(2 * w), u1 = NORM / key_unit(2 * w + 1);
     b0 = transpose(operand_pair<KEY>(y[0] * u0, y[1] * u0)), b1 = transpose(operand_pair<KEY>(y[2] * u1, y[3] * u1));
+  }
+
+  // The same out of arranged words, where there is no map.
+  static DI void operands(u32& b0, u32& b1, u32 x0, u32 x1, int w) {
+    const float u0 = 1.f / key_unit(2 * w), u1 = 1.f / key_unit(2 * w + 1);
+    b0 = half2(low(x0) * u0, high(x0) * u0), b1 = half2(low(x1) * u1, high(x1) * u1);
   }
 
   // Eight packed query rows as GivenQuery has them, mapped BY_CHUNKS, to shared memory: the eight numbers of dimension
@@ -187,9 +193,7 @@ struct Query {
       if constexpr (KEY_MAP == NO_MAP && KEY::BFLOAT) {
         b[2 * w] = x[2 * w], b[2 * w + 1] = x[2 * w + 1];
       } else if constexpr (KEY_MAP == NO_MAP) {
-        const float u0 = 1.f / key_unit(2 * w), u1 = 1.f / key_unit(2 * w + 1);
-        b[2 * w] = half2(low(x[2 * w]) * u0, high(x[2 * w]) * u0);
-        b[2 * w + 1] = half2(low(x[2 * w + 1]) * u1, high(x[2 * w + 1]) * u1);
+        operands(b[2 * w], b[2 * w + 1], x[2 * w], x[2 * w + 1], w);
       } else {
         operands(b[2 * w], b[2 * w + 1], y[w], w);
       }
@@ -252,10 +256,10 @@ struct Query {
   }
   DI float in_unit(float scale) const { return scale; }  // what products are multiplied by
   DI float total(int k) const { return sum[k / 2][k % 2]; }
-  static DI void add_up(float (&sum)[2], const u32 (&b)[DK / 8]) {
+  template <int N> static DI void add_up(float (&sum)[2], const u32 (&b)[N]) {
     float total[2][4] = {};  // products depend on each other: two sums take half the time
 #pragma unroll
-    for (int w = 0; w < DK / 16; w++) {
+    for (int w = 0; w < N / 2; w++) {
       const u32 a0 = key_ones(2 * w), a1 = key_ones(2 * w + 1);
       product<KEY>(total[w % 2], a0, a0, a1, a1, b[2 * w], b[2 * w + 1]);
     }

@@ -36,7 +36,7 @@ def scale_of(call: AttendCall) -> float:
 def layer_of(s: Segment) -> Hashable:
     """What may differ between layers, and is compiled for."""
     key, value = s.fmt.k, s.fmt.v  # which a configuration keeps alive
-    return kind(s.maps.k), kind(s.maps.v), s.maps.by_position, id(key), id(value)
+    return kind(s.maps.k), kind(s.values[2]), s.maps.by_position, id(key), id(value)
 
 
 class Read:
@@ -79,13 +79,15 @@ class Read:
         prepared for."""
         if layer_of(segment) != self.layer:
             raise ValueError("segments: maps of another kind, or another format, than in the call that was prepared")
-        maps, a = segment.maps, self.arguments
-        key_map, value_map = map_of(maps.k, self.key_half) or NO_MAP, map_of(maps.v, None) or NO_MAP
+        maps, a, (values, _, output_map) = segment.maps, self.arguments, segment.values
+        key_map, value_map = map_of(maps.k, self.key_half) or NO_MAP, map_of(output_map, None) or NO_MAP
         means = key_means_of(maps.k, self.key_half)
         self.scales = k_scale, v_scale = segment.k.scale, segment.v.scale
         a.key_map, a.key_map_stride, a.scale = key_map.address, key_map.head_stride, self.scale * key_map.gain * k_scale
-        a.value_map, a.value_map_stride, a.value_gain = value_map.address, value_map.head_stride, value_map.gain * v_scale
+        a.value_map, a.value_map_stride, a.value_gain = value_map.address, value_map.head_stride, value_map.gain * values.scale
         if means is not None:
             a.key_mean, a.key_mean_stride = means.data.data_ptr(), means.head_stride
             a.key_mean_groups, a.key_mean_gain = means.groups, means.gain / k_scale  # what a key mean is not divided by
+        if segment.fmt.latent:  # rotated dimensions are under no map
+            a.key_mean_gain = v_scale / (key_map.gain * k_scale)
         self.maps, self.operands = maps, (key_map, value_map, means)  # alive while their addresses are here

@@ -3,11 +3,6 @@
 #include "scores.cuh"
 
 constexpr bool SUBTRACT = VALUE::CENTRE > 0 && NT > 2, CENTRED_LATER = VALUE::CENTRE > 0 && !SUBTRACT;
-template <int N, int I = 0, class F> DI void each_part(F f) {  // f(Part<0>()) to f(Part<N - 1>())
-  f(Constant<I>{});
-  if constexpr (I + 1 < N) each_part<N, I + 1>(f);
-}
-
 // The running softmax of a warp, base 2. m and l are per packed query row (of this lane's tokens only: l). o, bias and
 // mass carry the factor v_norm, a power of two that keeps p * scale within fp16 whatever the values' scales are.
 //

@@ -3,9 +3,10 @@
 #include "sequences.cuh"
 
 // A tile in shared memory has the order of a record.
-constexpr int TILE_V = TILE * K_ROW, TILE_KM = TILE_V + TILE * V_ROW, TILE_VM = TILE_KM + TILE * K_META;
-constexpr int TILE_BYTES = TILE_VM + TILE * V_META;
-constexpr int META_CHUNKS = K_META + V_META;  // of 16 bytes, of a tile
+constexpr int TILE_V = TILE * K_ROW, TILE_KM = TILE_V + TILE * SECOND_ROW, TILE_VM = TILE_KM + TILE * K_META;
+constexpr int TILE_BYTES = TILE_VM + TILE * SECOND_META;
+constexpr int META_CHUNKS = K_META + SECOND_META;  // of 16 bytes, of a tile
+enum { VALUES_AT = LATENTS ? 0 : TILE_V, VALUE_META_AT = LATENTS ? TILE_KM : TILE_VM };
 constexpr int HELD = 32 * PER_PAGE / PAGES;  // tiles of which page ids are held
 // a tile may begin with rows that are nobody's, or whose page has been given away
 constexpr bool FOREIGN = RANGES || PAGES == 2;
@@ -33,16 +34,16 @@ struct TileCopier {
     chunk = lane % max(META_CHUNKS, 1);
     const bool key = chunk < K_META;
     records = pages + (i64)head * RECORD_BYTES + lane * 16;
-    k_to = chunk_place<K_ROW>(lane), v_to = chunk_place<V_ROW>(lane);
+    k_to = chunk_place<K_ROW>(lane), v_to = chunk_place<SECOND_ROW>(lane);
     meta_from = (key ? PAGE_KM : PAGE_VM - K_META * 16) + (chunk - lane) * 16,
-    meta_step = TILE * (key ? K_META : V_META);
+    meta_step = TILE * (key ? K_META : SECOND_META);
     if (PAGES == 2) {  // half of them are of the second page
-      const u32 half = max((key ? K_META : V_META) / 2, 1);
+      const u32 half = max((key ? K_META : SECOND_META) / 2, 1);
       second_page = (key ? chunk : chunk - K_META) >= half, meta_from -= second_page * half * 16;
     }
     meta_to = TILE_KM + chunk * 16;
     keep(records), keep(lane), keep(chunk), keep(k_to), keep(meta_to);
-    if (K_ROW == V_ROW) v_to = k_to; else keep(v_to);
+    if (K_ROW == SECOND_ROW) v_to = k_to; else keep(v_to);
   }
   // Bytes of the chunk'th 16 of a tile's rows that are copied. Rows before `from` that share it with others come along:
   // codes that no packed query row sees, and nothing but integers.
@@ -79,10 +80,10 @@ struct TileCopier {
     for (int i = 0; i < PAGES; i++) {
       const u8* record = records + (u64)pages[i] * page_stride;
       keys[i] = record + sub * TILE * K_ROW - i * BLOCK_SIZE * K_ROW, metas[i] = record;
-      values[i] = record + PAGE_V + sub * TILE * V_ROW - i * BLOCK_SIZE * V_ROW;
+      values[i] = record + PAGE_V + sub * TILE * SECOND_ROW - i * BLOCK_SIZE * SECOND_ROW;
     }
     rows<K_ROW>(keys, slot, k_to, valid, from);
-    rows<V_ROW>(values, slot + TILE_V, v_to, valid, from);
+    rows<SECOND_ROW>(values, slot + TILE_V, v_to, valid, from);
     // lane i: bytes 16 i .. 16 i + 15 of the tile's meta, the keys' first. Spare lanes do what one of these does: a
     // branch around them would cost more, and so did a place of its own for each: 25 accesses to shared memory for one
     // copy.

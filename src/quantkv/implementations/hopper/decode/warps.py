@@ -84,6 +84,11 @@ class DecodeConfig(CallShape):
         return Path(__file__).with_name("decode.cu")
 
     @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose snippets it is compiled with."""
+        return self.key, self.value
+
+    @property
     def worker_warps(self) -> int:
         """Warps that share a run of tiles."""
         return 1
@@ -263,7 +268,7 @@ class DecodeConfig(CallShape):
 
     def cubin(self) -> bytes:
         """Compiled, once."""
-        return compile_cubin(self.source, self.macros(), (codec.hopper().source for codec in (self.key, self.value)))
+        return compile_cubin(self.source, self.macros(), (codec.hopper().source for codec in self.codecs))
 
 
 def choose(shape: CallShape, capacity: int = 1 << 20) -> DecodeConfig:

@@ -17,10 +17,11 @@ WORKER_WARPS = 4  # warps
 PACKED_ROW_TILES = (1, 2, 3, 4, 6, 8)  # that wgmma is written for
 
 
-def unserved(group: int, queries: int) -> str | None:
-    """Why nobody serves so many query heads of a kv head, and queries of a sequence, at most MOST_QUERIES of them."""
-    if group * queries > MOST_PACKED_ROWS:
-        return f"{group} query heads of a kv head, max_query_len={queries}: {group * queries} share it, at most {MOST_PACKED_ROWS} do"
+def unserved(group: int, queries: int, most: int = MOST_PACKED_ROWS) -> str | None:
+    """Why nobody serves so many query heads of a kv head, and queries of a sequence, at most MOST_QUERIES of them. most: packed query rows
+    that share a kv head."""
+    if group * queries > most:
+        return f"{group} query heads of a kv head, max_query_len={queries}: {group * queries} share it, at most {most} do"
     return None
 
 

@@ -35,7 +35,7 @@ struct AttendArguments {
   int all_packed_rows;
   float scale;            // of scores, base 2; over softcap / 2 where there is one
   float softcap;          // base 2
-  float key_mean_gain;
+  float key_mean_gain;    // of latents: of rotated dimensions, over what `scale` has for latents
   float value_gain;
   const int* key_start;   // [sequences]: position of the key in a segment's first slot
   const int* key_range;   // [sequences, 2]: positions that are read

@@ -1,0 +1,63 @@
+"""The configurations of decode_wgmma.cu over latents: rows that are keys and, but for their rotated dimensions, values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ....format import Codec
+from ..host.records import page_bytes
+from .warps import TILE, CallShape
+from .wgmma import PACKED_ROW_TILES, WORKER_WARPS, WgmmaConfig
+
+MOST_PACKED_ROWS = 512  # heads times the queries of a sequence
+MOST_TILES = 4  # of 8 packed query rows, of a block: outputs of 512 numbers fill the registers
+
+
+@dataclass(frozen=True)
+class LatentConfig(WgmmaConfig):
+    """What one compiled kernel is made for where rows are latents, codec `key` and `value`. rope, rope_size: codec and number of their
+    rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys, of 64 of values."""
+
+    rope: Codec | None = None
+    rope_size: int = 0
+    keys_at_once: int = 8
+    values_at_once: int = 8
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Whose snippets it is compiled with."""
+        return self.key, self.rope
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one tile, metadata included."""
+        return page_bytes(self.key, self.rope, self.head_size, self.rope_size, TILE)
+
+    @property
+    def beside_ring(self) -> int:
+        """As of other rows, and the queries to rotated dimensions."""
+        return super().beside_ring + -(-self.rope_size // 64) * 128 * self.packed_rows
+
+    def macros(self) -> dict[str, object]:
+        """What the kernel is compiled with."""
+        rope = dict(ROPE=self.rope.hopper().type, ROPE_SIZE=self.rope_size)
+        at_once = dict(LATENT_KEYS_AT_ONCE=self.keys_at_once, LATENT_VALUES_AT_ONCE=self.values_at_once)
+        return super().macros() | rope | at_once
+
+
+def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 20) -> LatentConfig:
+    """The configuration for one shape; capacity: as of `warps.choose`. By count (notebook/2026-11-25-hopper-latents.md): no GPU has timed
+    any.
+
+    A block has as many packed query rows as leave room for two consumer warpgroups, with two KV tiles each: one alone could not hide what
+    it waits for. With more than 16, fewer products are begun together, as outputs leave fewer registers."""
+
+    def config(tiles: int) -> LatentConfig:
+        at_once = 8 if tiles <= 2 else 2
+        warps = WORKER_WARPS * (1 if capacity <= 1 << 10 else 2)  # little work is spread
+        given = dict(warps=warps, rope=rope, rope_size=rope_size, keys_at_once=at_once, values_at_once=at_once)
+        return shape.config(LatentConfig, 8 * tiles, **given)
+
+    most = next(n for n in range(MOST_TILES, 0, -1) if replace(config(n), warps=2 * WORKER_WARPS).stages >= 2)
+    blocks = -(-shape.packed_rows // (8 * most))
+    return config(next(n for n in PACKED_ROW_TILES if 8 * n * blocks >= shape.packed_rows))

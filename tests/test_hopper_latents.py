@@ -1,0 +1,233 @@
+"""The Hopper kernel over latents against float64, on a Hopper GPU or else by its source run on a CPU; and what it is compiled to."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hopper_on_cpu import AVAILABLE, Device
+from latent_batches import SCALE, make, queries
+from quantkv import get_format, implementations
+from quantkv.calls import AttendCall, Batch
+from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper.decode.latents import LatentConfig
+from quantkv.implementations.hopper.host import launch
+from quantkv.implementations.hopper.host.sass import is_product, kernels, step
+from quantkv.maps import LayerMaps, LinearMap
+from quantkv.options import AttentionOptions
+from quantkv.testing import LSE_BUDGET, OUTPUT_BUDGET, relative_error
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DEVICE = "cuda" if ON_HOPPER else "cpu"
+runs = pytest.mark.skipif(not (ON_HOPPER or AVAILABLE), reason="needs a Hopper GPU, or g++")
+LENS, DECODE = (90, 33, 1, 260), (1, 1, 1, 1)
+
+
+def call_of(cache, batch, q, longest, **options):
+    """With room for results that are NaN until they are written."""
+    out = q.new_full((*q.shape[:2], cache.spec.head_size), torch.nan)
+    lse = q.new_full(q.shape[:2], torch.nan, dtype=torch.float32)
+    own = Batch(batch["cu_seqlens_q"], batch["seq_lens"], longest)
+    return AttendCall(q, (cache.segment(batch["block_table"]),), own, SCALE, AttentionOptions(**options), out, lse)
+
+
+def cache_of(fmt, lens, counts, dtype=torch.bfloat16, size=64, latent=512, device="cpu"):
+    """What `latent_batches.make` gives for rows of DeepSeek's sizes."""
+    return make(fmt, dtype=dtype, latent=latent, rope=64, size=size, keys=lens, queries=counts, device=device)
+
+
+def batch_of(fmt, heads, lens=LENS, counts=DECODE, dtype=torch.bfloat16, device="cpu", size=64, latent=512, pages=0, **options):
+    """A call over latents, and what it has to give. pages: for which a sequence has room, at least."""
+    cache, batch, (slots, _), _ = cache_of(fmt, lens, counts, dtype, size, latent, device)
+    room = max(pages - batch["block_table"].shape[1], 0)
+    batch["block_table"] = torch.nn.functional.pad(batch["block_table"], (0, room), value=-(2**30))
+    q = queries(cache, dtype, heads, sum(counts))
+    return call_of(cache, batch, q, max(counts), **options), exact(cache, q, lens, counts, slots, **options)
+
+
+def exact(cache, q, lens, counts, slots, window=0, softcap=0.0, sinks=None):
+    """Outputs and log-sum-exps in float64 of what the cache holds, on the CPU."""
+    latents, rotated = (t[:, 0].cpu() for t in cache.dequantize(slots, dtype=torch.float64))
+    token, key, out, lse, q = 0, 0, [], [], q.cpu()
+    for n, count in zip(lens, counts):
+        rows = torch.cat([latents[key : key + n], rotated[key : key + n]], 1)
+        score = q[token : token + count].double() @ rows.T * SCALE
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        behind = torch.arange(n - count, n)[:, None] - torch.arange(n)
+        score = score.masked_fill((behind < 0)[:, None] | (window > 0) & (behind >= window)[:, None], -torch.inf)
+        total = score.logsumexp(2)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.double().cpu())
+        out.append((score - total[..., None]).exp() @ latents[key : key + n])
+        lse.append(total)
+        token, key = token + count, key + n
+    return torch.cat(out), torch.cat(lse)
+
+
+def check(call, want):
+    out, lse = want
+    for s in range(len(call.q)):  # each token: a wrong one does not hide among many
+        assert relative_error(call.out[s], out[s]) <= OUTPUT_BUDGET[call.q.dtype], s
+    assert (call.lse.double().cpu() - lse).abs().max() <= LSE_BUDGET[call.q.dtype]
+
+
+def run(monkeypatch, folder, call, multiprocessors=1, max_tiles=1024):
+    """Serve it by the GPU, or by a stand-in of so many multiprocessors, each with at most `max_tiles` tiles at once."""
+    assert all(isinstance(config, LatentConfig) for config in hopper.configurations(call))
+    if ON_HOPPER:
+        implementations.run("hopper", call)
+    else:
+        Device(monkeypatch, folder, multiprocessors, max_tiles).serve(call)
+
+
+def serve(monkeypatch, folder, *given, multiprocessors=1, max_tiles=1024, **arguments):
+    call, want = batch_of(*given, device=DEVICE, **arguments)
+    assert [config.workers for config in hopper.configurations(call)] == [2 if "pages" in arguments else 1]
+    run(monkeypatch, folder, call, multiprocessors, max_tiles)
+    check(call, want)
+
+
+@runs
+@pytest.mark.parametrize("fmt", ["int4", "int8"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_numbers_of_heads(fmt, heads, monkeypatch, tmp_path):
+    serve(monkeypatch, tmp_path, fmt, heads, *((LENS, DECODE) if heads <= 32 else ((70, 5), (1, 1))))
+
+
+@runs
+@pytest.mark.parametrize(
+    "heads, arguments",
+    [
+        (16, dict(counts=(2, 4, 1, 3))),  # two groups of packed query rows, of some of which a sequence has none
+        (8, dict(counts=(3, 1, 1, 2), softcap=2.0, window=100)),
+        (128, dict(lens=(70, 5), counts=(2, 2))),
+        (16, dict(lens=(900, 3, 700), counts=(1, 1, 1), multiprocessors=2, max_tiles=8)),  # partials of several workers, and stretches
+        (16, dict(pages=65)),  # two warpgroups of a block, as of much work
+        (32, dict(lens=(900, 3, 700), counts=(1, 2, 1), pages=90, multiprocessors=2, max_tiles=8)),
+        (16, dict(lens=(90, 0, 40, 33), counts=(1, 0, 0, 1))),  # sequences without queries, or keys
+        (5, dict(sinks=torch.linspace(-3, 3, 5, device=DEVICE))),
+        (16, dict(size=16, dtype=torch.float16)),
+        (16, dict(size=8, window=70)),  # pages of which a tile has two
+        (16, dict(size=128)),
+    ],
+    ids=str,
+)
+def test_batches(heads, arguments, monkeypatch, tmp_path):
+    serve(monkeypatch, tmp_path, "int4", heads, **arguments)
+
+
+@runs
+@pytest.mark.parametrize("fmt", ["int4", "int8"])
+def test_maxima_that_rise(fmt, monkeypatch, tmp_path):
+    """Later keys are larger, so that weights are rescaled from KV tile to KV tile."""
+    cache, batch, (slots, _), rows = cache_of(fmt, (400,), (1,), device=DEVICE)
+    cache.write(*(t * torch.linspace(0.1, 3, 400)[:, None, None].to(t) for t in rows), slots, implementation="reference")
+    call = call_of(cache, batch, queries(cache, torch.bfloat16, 16, 1), 1)
+    run(monkeypatch, tmp_path, call)
+    check(call, exact(cache, call.q, (400,), (1,), slots))
+
+
+@runs
+def test_queries_that_are_mapped_before(monkeypatch, tmp_path):
+    """Of an engine whose projections hold the rotation."""
+    cache, batch, (slots, _), _ = cache_of("int4", LENS, DECODE, device=DEVICE)
+    q, inverse = queries(cache, torch.bfloat16, 16, len(LENS)), cache.maps.k.inverse[0]
+    q[..., :512] = (q[..., :512].float() @ inverse).bfloat16()
+    call = call_of(cache.as_stored(), batch, q, 1)
+    run(monkeypatch, tmp_path, call)
+    forward = torch.linalg.inv(inverse.double().cpu())
+    out, lse = exact(cache, torch.cat([q[..., :512].double().cpu() @ forward, q[..., 512:].double().cpu()], 2), LENS, DECODE, slots)
+    check(call, (out @ forward.T, lse))
+
+
+@runs
+def test_some_of_the_keys(monkeypatch, tmp_path):
+    """Positions outside of a range are not read: their pages are nowhere."""
+    cache, batch, (slots, _), _ = cache_of("int4", (200, 70), (1, 1), device=DEVICE)
+    call = call_of(cache, batch, queries(cache, torch.bfloat16, 16, 2), 1)
+    call.segments[0].block_table[0, :2] = -(2**30)
+    key_range = torch.tensor([[130, 190], [0, 70]], dtype=torch.int32, device=DEVICE)
+    run(monkeypatch, tmp_path, replace(call, segments=(call.segments[0]._replace(key_range=key_range),)))
+    check(call, exact(cache, call.q, (60, 70), (1, 1), torch.cat([slots[130:190], slots[200:]])))
+
+
+def test_refusals():
+    """What the kernel has no code for, by the argument and what is allowed."""
+    call, _ = batch_of("int4", 16)
+    segment = call.segments[0]
+    others = {name: batch_of(name, 16)[0] for name in ("levels4", "none")}
+    turn = torch.linalg.qr(torch.randn(512, 512, generator=torch.Generator().manual_seed(0)))[0][None]
+    maps = LayerMaps(LinearMap(turn, turn.mT.contiguous()))
+    for refused, reason in (
+        (others["levels4"], "format levels4.bf16: latents of levels4 have no code for Hopper"),
+        (others["none"], "format bf16.bf16: latents of bf16 have no code for Hopper"),
+        (replace(call, segments=(segment._replace(maps=maps),)), "maps: latents under a Hadamard matrix or none"),
+        (replace(call, segments=(segment, segment)), "2 segments of latents: at most 1"),
+        (replace(call, options=AttentionOptions(batch_invariant=True)), "batch_invariant: not of latents"),
+        (replace(call, q=call.q.half(), out=None), "rotated dimensions of q.dtype, torch.float16"),
+        (replace(call, batch=replace(call.batch, max_query_len=None)), "max_query_len=None"),
+        (batch_of("int4", 256, (9,), (3,))[0], "256 query heads of a kv head, max_query_len=3: 768 share it, at most 512 do"),
+        (batch_of("int4", 16, latent=256)[0], "latents of 256 . 64 numbers, 1 kv heads: 512 . 64, one kv head"),
+    ):
+        assert re.search(reason, hopper._unsupported(refused)), (reason, hopper._unsupported(refused))
+    assert hopper._unsupported(call) is None
+    served = {
+        fmt: implementations.can_serve("hopper", get_format(fmt), "attend")
+        for fmt in ("int4+bf16", "int8+fp16", "int8+fp32", "levels4+bf16")
+    }
+    assert served == {"int4+bf16": True, "int8+fp16": True, "int8+fp32": False, "levels4+bf16": False}
+
+
+def test_serves_by_name_alone(monkeypatch):
+    """Until a GPU has run it: "auto" passes over it, and says so."""
+    call, _ = batch_of("int4", 16)
+    monkeypatch.setattr(launch, "elsewhere", lambda device: None)
+    assert implementations.resolve(call, "hopper") == ("hopper", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(implementations, "ON_CPU", ("hopper", "reference"))
+        name, refusals = implementations.resolve(call)
+    assert name == "reference" and "has run on no GPU" in refusals["hopper"]
+
+
+# ---- what it is compiled to
+
+
+def compiled(monkeypatch, folder, fmt, heads, counts=DECODE):
+    """The configuration of a call whose sequences have room for many tokens, and the names of its kernel's instructions: of the loop over
+    KV tiles, and all."""
+    pytest.importorskip("cuda.core")
+    cache, batch, _, _ = cache_of(fmt, (4096,), (1,))
+    batch["block_table"] = batch["block_table"][:, :1].repeat(64, 128)
+    batch["seq_lens"], batch["cu_seqlens_q"] = torch.ones(64, dtype=torch.int32), torch.arange(65, dtype=torch.int32)
+    (config,) = hopper.configurations(call_of(cache, batch, queries(cache, torch.bfloat16, heads, 64), 1))
+    cubin = folder / "cubin"
+    cubin.write_bytes(config.cubin())
+    return config, step(cubin), [name for _, name, _ in kernels(cubin)["decode_wgmma_kernel"]]
+
+
+# Packed query rows of a block, KV tiles in a ring, warpgroups, products begun together; then instructions of a warp for a KV tile of 64
+# tokens, and of local memory outside of that loop, both at most.
+COMPILED = {
+    ("int4", 8): (8, 4, 2, 8, 840, 2), ("int4", 16): (16, 3, 2, 8, 840, 2), ("int4", 32): (32, 2, 2, 2, 960, 35),
+    ("int4", 48): (24, 3, 2, 2, 940, 35), ("int4", 128): (32, 2, 2, 2, 960, 35), ("int8", 16): (16, 2, 2, 8, 940, 2),
+    ("int8", 128): (16, 2, 2, 8, 940, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt, heads", COMPILED)
+def test_what_it_is_compiled_to(fmt, heads, monkeypatch, tmp_path, cubins):
+    """Products run on behind the program: were they waited for one by one, more would wait. The loop keeps in registers what it holds."""
+    config, loop, names = compiled(monkeypatch, tmp_path, fmt, heads)
+    rows, stages, warpgroups, at_once, budget, spilled = COMPILED[fmt, heads]
+    assert (config.packed_rows, config.stages, config.workers, config.keys_at_once, config.values_at_once) == (
+        rows, stages, warpgroups, at_once, at_once,
+    )  # fmt: skip
+    assert config.shared_bytes <= 227 * 1024 - 1024
+    assert sum(map(is_product, loop)) == 32 + 4 + 1 + 32
+    parts = 32 // min(at_once, 8 if fmt == "int4" else 4) + 2 + 32 // at_once
+    assert sum(name.startswith("WARPGROUP.ARRIVE") for name in loop) == parts
+    assert len(loop) <= budget
+    local = [name for name in names if name.startswith(("LDL", "STL"))]
+    assert not [name for name in loop if name.startswith(("LDL", "STL"))] and len(local) <= spilled
