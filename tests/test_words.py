@@ -58,6 +58,7 @@ BANNED_IN_CODE = {
     r"pieces?|teams?|reread|parked|honoured": "as in documents",
     r"whole_?pairs?|many_?columns|query_?columns?": "unsplit; packed query rows",
     r"shadows?|exact_?tokens": "16-bit copies, full-precision tokens",
+    r"(keep|attach|check)_exact|KeepsExact|ExactGroup|exact_(layers|of_prompts)": "full-precision tokens",
     r"key_?offsets?|score_offsets|offset_(stride|groups|gain|bucket|head)|offsets_of": "key means",
     r"(key|value)_metrics?|in the metric": "Hessian",
     r"Turn[A-Z]\w*|AFTER_WRITE(?<!PDL_AFTER_WRITE)|FOLLOWS": "programmatic dependent launch (PDL)",

@@ -62,7 +62,7 @@ class BatchLayer:
 
     @property
     def cache(self) -> PagedCache | CacheWithCopies:
-        """Its pages, with the 16-bit copies in front of them where tokens are exact."""
+        """Its pages, with the 16-bit copies in front of them where some tokens are at full precision."""
         pages, pool = self.pages, self.sequences.pool(self.pages.device)
         self.paged.pool = pool
         cache = self.paged.cache(pages)

@@ -126,7 +126,7 @@ class Sequences:
         return step
 
     def pool(self, device: torch.device) -> CopiedPages | None:
-        """Which pages have a 16-bit copy; None where no token is exact."""
+        """Which pages have a 16-bit copy; None where no token is at full precision."""
         if self.full_precision is not None and device not in self.pools:
             self.pools[device] = CopiedPages(self.full_precision, self.block_size, len(self.table.rows), self.table.num_pages, device)
         return self.pools.get(device)

@@ -52,7 +52,7 @@ class QuantKVBackend(AttentionBackend):
         self.page_size, self.table = runner.page_size, runner.req_to_token_pool.req_to_token[:, :: runner.page_size]
         self.windows = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         limits = self._limits(runner)
-        self.exact = {windowed: self._group(windowed, limits) for windowed in self._pools}
+        self.full_precision = {windowed: self._group(windowed, limits) for windowed in self._pools}
         self.forward_metadata: dict[bool, Step] = {}
         self._static: dict[bool, Static] = {}
         self._graphs: dict[int, dict[bool, Step]] = {}
@@ -74,7 +74,7 @@ class QuantKVBackend(AttentionBackend):
 
     def _group(self, windowed: bool, limits: StepLimits) -> FullPrecisionGroup | None:
         """Full-precision tokens of the layers of one pool; None where they have none."""
-        found = [layer.paged for layer in self.layers.exact(windowed)]
+        found = [layer.paged for layer in self.layers.full_precision(windowed)]
         return FullPrecisionGroup(found, limits.num_seqs, limits.num_tokens, self.layers.requests, self.device) if found else None
 
     def _tell(self, limits: StepLimits) -> None:
@@ -136,9 +136,9 @@ class QuantKVBackend(AttentionBackend):
 
     def _attach(self, step: Step, windowed: bool, advance: bool = True) -> None:
         """Say what the pass reads at full precision."""
-        group = self.exact[windowed]
+        group = self.full_precision[windowed]
         if group is not None:
-            group.attach(step, self.layers.exact(windowed)[-1].cache, advance)
+            group.attach(step, self.layers.full_precision(windowed)[-1].cache, advance)
 
     # CUDA graphs of decode: written from SGLang's contract.
 

@@ -111,7 +111,7 @@ class Layers:
                 seen.add(kind)
                 yield layer, attention
 
-    def exact(self, windowed: bool) -> list[Layer]:
+    def full_precision(self, windowed: bool) -> list[Layer]:
         """Layers with full-precision tokens, of those that share block tables; the last one last."""
         found = (self.of[number] for number in self.numbers)
         return [layer for layer in found if layer.windowed == windowed and layer.paged.config.full_precision is not None]

@@ -175,9 +175,9 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         for name in {self.policy.format, *self.policy.layers.values()}:
             self._token_bytes(name)
         if self.policy.full_precision is not None:
-            self._check_exact()
+            self._check_full_precision()
 
-    def _check_exact(self) -> None:
+    def _check_full_precision(self) -> None:
         """Refuse what would read copies that are not those of its tokens."""
         if self.config.parallel_config.use_ubatching:
             raise NotImplementedError("quantkv: policy.full_precision with steps that are cut into two batches at once (enable_dbo)")

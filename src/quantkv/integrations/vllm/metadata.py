@@ -34,7 +34,7 @@ class Metadata(ForwardMetadata):
         self.kind = kind
 
 
-def exact_layers(layers: dict[str, Any]) -> dict[str, Any]:
+def full_precision_layers(layers: dict[str, Any]) -> dict[str, Any]:
     """Those with full-precision tokens and pages of their own, the last one last."""
     kept = [name for name, layer in layers.items() if layer.impl.full_precision is not None and layer.impl.owner is None]
     return {name: layers[name] for name in sorted(kept, key=extract_layer_index)}
@@ -89,8 +89,8 @@ class TellsWhoServes:
             logger.info("quantkv: %d layers of %s: %s", len(self.layers), impl.format.name, summary(who))
 
 
-class KeepsExact:
-    """The part of a builder that says what a step reads at full precision. `self.keep_exact` begins it.
+class KeepsFullPrecision:
+    """The part of a builder that says what a step reads at full precision. `self.keep_full_precision` begins it.
 
     full_precision: of those of its layers that have full-precision tokens; None: none has. last: of these layers.
     """
@@ -98,19 +98,19 @@ class KeepsExact:
     full_precision: FullPrecisionGroup | None = None
     last: Any = None
 
-    def keep_exact(self, vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
+    def keep_full_precision(self, vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
         """Keep full-precision tokens of the layers of vLLM's with these names, where their policy has some."""
         named = vllm_config.compilation_config.static_forward_context
-        if kept := list(exact_layers({name: named[name] for name in layer_names}).values()):
+        if kept := list(full_precision_layers({name: named[name] for name in layer_names}).values()):
             self.full_precision, self.last = full_precision_group(kept, vllm_config, device), kept[-1]
 
-    def attach_exact(self, metadata: ForwardMetadata, advance: bool) -> None:
+    def attach_full_precision(self, metadata: ForwardMetadata, advance: bool) -> None:
         """Say in a step's metadata what it reads at full precision. advance: whether it runs now."""
         if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
             self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
 
 
-class QuantKVBuilder(TellsWhoServes, KeepsExact, AttentionMetadataBuilder[Metadata]):
+class QuantKVBuilder(TellsWhoServes, KeepsFullPrecision, AttentionMetadataBuilder[Metadata]):
     """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -120,7 +120,7 @@ class QuantKVBuilder(TellsWhoServes, KeepsExact, AttentionMetadataBuilder[Metada
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        self.keep_exact(vllm_config, layer_names, device)
+        self.keep_full_precision(vllm_config, layer_names, device)
         self.pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
         for layer in named.values():
             layer.impl.pages_per_block = self.pages.pages
@@ -180,5 +180,5 @@ class QuantKVBuilder(TellsWhoServes, KeepsExact, AttentionMetadataBuilder[Metada
         """What vLLM says in `m` that concerns the sequences of `batch`."""
         tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
         metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
-        self.attach_exact(metadata, advance)
+        self.attach_full_precision(metadata, advance)
         return metadata

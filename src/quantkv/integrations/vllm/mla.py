@@ -280,7 +280,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
             prefill, count = attn_metadata.prefill, len(kv_c_normed)
             rows = kv_c_normed.new_zeros(count, sum(self.sizes))  # those of padding stay so
             where = prefill.block_table, prefill.query_start_loc, attn_metadata.before
-            kv_c_normed, k_pe = self._gather(rows, *where, count, attn_metadata.exact_of_prompts(0, len(prefill.block_table)))
+            kv_c_normed, k_pe = self._gather(rows, *where, count, attn_metadata.full_precision_of_prompts(0, len(prefill.block_table)))
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
 
     def _compute_prefill_context(self, q, kv_c_and_k_pe_cache, attn_metadata, k_scale):
@@ -289,8 +289,8 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         context, found = prefill.chunked_context, None
         for chunk in context.chunks:
             where = prefill.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts
-            exact = attn_metadata.exact_of_prompts(chunk.request_slice.start, len(where[0]))
-            latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens, exact)
+            full_precision = attn_metadata.full_precision_of_prompts(chunk.request_slice.start, len(where[0]))
+            latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens, full_precision)
             heads = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
             k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
             k = self._concat_k_nope_k_pe(k_nope, rotated)
@@ -307,14 +307,14 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         starts: torch.Tensor,
         first: torch.Tensor,
         count: int,
-        exact: FullPrecisionStep | None,
+        full_precision: FullPrecisionStep | None,
     ) -> Any:
         """`count` rows of a cache in a workspace `[rows, latent + rope]`, as latents `[count, latent]` and rotated dimensions `[count, 1,
-        rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`. exact: what these read at full precision."""
+        rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`. full_precision: what these read so."""
         latents, rotated = workspace[:count, None].split(self.sizes, 2)
         cache, where = self.cache_of(self._layer().kv_cache), (block_table, starts, (latents, rotated), first)
-        if isinstance(cache, CacheWithCopies) and exact is not None:
-            cache.gather(*where, exact)
+        if isinstance(cache, CacheWithCopies) and full_precision is not None:
+            cache.gather(*where, full_precision)
         else:
             self.pages_of(self._layer().kv_cache).gather(*where)
         if self.mean is not None:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from ...calls import Batch
 from ...copies import FullPrecisionStep
 from ...engine.forward_metadata import ForwardMetadata
-from .metadata import KeepsExact, TellsWhoServes
+from .metadata import KeepsFullPrecision, TellsWhoServes
 
 
 @dataclass
@@ -26,13 +26,13 @@ class LatentMetadata(MLACommonMetadata):
     decoded: ForwardMetadata | None = None
     before: torch.Tensor | None = None
 
-    def exact_of_prompts(self, first: int, count: int) -> FullPrecisionStep | None:
+    def full_precision_of_prompts(self, first: int, count: int) -> FullPrecisionStep | None:
         """What `count` prompts, from number `first` on, read at full precision; None: nothing."""
         step = self.written.full_precision
         return None if step is None else step.part(count, False, self.num_decodes + first)
 
 
-class QuantKVLatentBuilder(TellsWhoServes, KeepsExact, MLACommonMetadataBuilder[LatentMetadata]):
+class QuantKVLatentBuilder(TellsWhoServes, KeepsFullPrecision, MLACommonMetadataBuilder[LatentMetadata]):
     """Builds `LatentMetadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -41,7 +41,7 @@ class QuantKVLatentBuilder(TellsWhoServes, KeepsExact, MLACommonMetadataBuilder[
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=LatentMetadata)
-        self.keep_exact(vllm_config, layer_names, device)
+        self.keep_full_precision(vllm_config, layer_names, device)
         self.tell(vllm_config, layer_names, block_table_width, kv_cache_spec.block_size)
 
     @classmethod
@@ -66,12 +66,12 @@ class QuantKVLatentBuilder(TellsWhoServes, KeepsExact, MLACommonMetadataBuilder[
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""
         made = super().build(0, m)
         made.written = _part(m, m.num_reqs, m.num_actual_tokens, m.max_query_len, None)
-        self.attach_exact(made.written, advance)
+        self.attach_full_precision(made.written, advance)
         if made.num_decodes:
             longest = min(m.max_query_len, self.reorder_batch_threshold)
             made.decoded = _part(m, made.num_decodes, made.num_decode_tokens, longest, max_seq_len)
-            if (exact := made.written.full_precision) is not None:
-                made.decoded.full_precision = exact.part(made.num_decodes, made.decoded.few_queries)
+            if (step := made.written.full_precision) is not None:
+                made.decoded.full_precision = step.part(made.num_decodes, made.decoded.few_queries)
         if made.prefill is not None:
             first = made.num_decodes
             made.before = m.seq_lens[first : m.num_reqs] - made.prefill.query_start_loc.diff()
