@@ -201,9 +201,10 @@ def test_dtypes(dtype):
 @pytest.mark.parametrize("name", ["int4", "int8/int2", "tq4/levels2", "fp8_token"])
 def test_tiles_as_on_other_gpus(name, spared, monkeypatch):
     """Where tensor cores want more rows keys run across also for few queries; codes are then centred one by one, or not."""
-    monkeypatch.setattr(tiling, "FEW", 0)
+    monkeypatch.setattr(launch.Target, "turns", False)
     monkeypatch.setattr(tiling, "SPARED", spared)
     b = batch(name, DECODE, dtype=torch.bfloat16)
+    assert attend.AttendPlan.of(b.call(max_query_len=1)).tiling[6:8] == (spared > 0, True)
     check(b, b.attend(**TRITON, max_query_len=1))
 
 

@@ -166,6 +166,7 @@ class AttendPlan:
             single=self.single,
             key_axis=self.tiling.key_axis,
             joined=self.tiling.block_m >= 64,
+            by_page=self.tiling.by_page,
             one_loop=self.tiling.block_m >= 64 and self.target.has_matrix_descriptors,
             one_block=self.one_block,
             split_tiles=SPLIT_TOKENS // self.tiling.block_n if o.batch_invariant else 0,

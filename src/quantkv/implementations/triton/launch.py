@@ -127,6 +127,7 @@ def row_plan(
         key_mean and codec.signed,
         codec.round_mapped,
         scale != 1.0,
+        align_meta=1 if pages.meta is None else math.gcd(16, pages.meta.stride(0), pages.meta_head),
         align=math.gcd(16, *pages.words.stride()[:3]),
     )
 

@@ -36,6 +36,7 @@ class Tiling(NamedTuple):
     resident: int  # programs of a multiprocessor at once
     key_axis: int = 1  # see `Features`
     lean: bool = False  # whether codecs are read by their `lean` codecs
+    by_page: bool = False  # whether pages are looked up once a page, not once a key
     parts: int = 1  # tiles that the heads of a kv head are cut into: of latents alone
 
     @classmethod
@@ -58,19 +59,20 @@ class Tiling(NamedTuple):
             else:
                 block_n, stages = 32, 5
         warps = min(warps, 8)
-        return cls(block_m, block_n, warps, stages, max(8 // warps, 1), lean=block_m < SPARED)
+        return cls(block_m, block_n, warps, stages, max(8 // warps, 1), lean=block_m < SPARED, by_page=block_m == 16 and not target.turns)
 
     @classmethod
     def _of_few(cls, rows: int, width: int, bytes_of_number: float, codecs: Sequence[TritonCodec], target: Target) -> Tiling:
         """A warp for each tile, and as many as there is shared memory for: what one waits for, another uses. Five stages are two buffers,
         since pages are looked up first. Words as long as no integer is take twice their room, and so do those read with the one before."""
         twice = any(codec.bytewise or codec.overlap > 0 for codec in codecs)
-        block_m, row_bytes, warps = max(8, rows), width * bytes_of_number * (2 if twice else 1), 1 if width <= 256 else 2
-        most = min(WARPS if width * block_m <= 1024 else WARPS_OF_WIDE_TILES, *(codec.warps for codec in codecs)) // warps
-        fit = lambda keys: int(target.shared // (1024 + 2 * width * block_m + 2 * keys * (2 * row_bytes + 8)))
+        block_m, columns, warps = max(4, rows), max(8, rows), 1 if width <= 256 else 2
+        row_bytes = width * bytes_of_number * (2 if twice else 1)
+        most = min(WARPS if width * columns <= 1024 else WARPS_OF_WIDE_TILES, *(codec.warps for codec in codecs)) // warps
+        fit = lambda keys: int(target.shared // (1024 + 2 * width * columns + 2 * keys * (2 * row_bytes + 8)))
         narrow = row_bytes <= 64 and fit(KEYS_OF_NARROW_ROWS) >= min(most, 8)
         block_n = KEYS_OF_NARROW_ROWS if narrow else KEYS_OF_WIDE_ROWS
-        return cls(block_m, block_n, warps, 5, max(1, min(most, fit(block_n))), 0, SPARED > 0)
+        return cls(block_m, block_n, warps, 5, max(1, min(most, fit(block_n))), 0, SPARED > 0, True)
 
     @classmethod
     def of_latents(cls, group: int, max_query_len: int, width: int, row_bytes: int, wide: bool, target: Target) -> Tiling:

@@ -3,27 +3,40 @@
 import triton
 import triton.language as tl
 
+from .columns import column_count, decayed, halve, narrow, partial_sum, spread, turned, widen
 from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, used_slots, visible, whole_tiles
+from .powers import inverse_power, largest_finite, power_of_two_below
 from .tiles import decode, join_operand, join_planes, key_mean_row, load_cached, load_rows, split_planes, zero_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def power_of_two_below(x):
-    """Largest power of two that is not above x > 0; the smallest normal number for 0."""
-    return tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.2e-38)
+def hidden(score, meta, seen, used, WHOLE: tl.constexpr):
+    """score, -inf where it is not seen; metadata, zeros where a row is not used, unless it was masked as it was loaded (WHOLE is 0)."""
+    kept = meta
+    if WHOLE > 0:
+        kept = ()
+        for i in tl.static_range(len(meta)):
+            kept = kept + (tl.where(used, meta[i], 0.0),)
+    return tl.where(seen, score, float("-inf")), kept
 
 
 @triton.jit
-def inverse_power(x):
-    """1 / x of a power of two from 2^-126 to 2^126."""
-    return (0x7F000000 - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+def hide(score, meta, seen, used, partly, WHOLE: tl.constexpr, EVERY: tl.constexpr):
+    """Scores of a tile and metadata of its values without what is not to be read: an unwritten slot may hold NaN. partly: whether there is
+    such; EVERY: in every tile, by what is known ahead."""
+    if EVERY:  # noqa: SIM114  the other is a branch of the kernel, and none where EVERY
+        score, meta = hidden(score, meta, seen, used, WHOLE)
+    elif partly:
+        score, meta = hidden(score, meta, seen, used, WHOLE)
+    return score, meta
 
 
 @triton.jit
-def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISION: tl.constexpr, least=0.0):
-    """q mapped, as planes in the dtype of K's operand; its sum and what the planes were divided by, each `[M]`.
+def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISION: tl.constexpr, least=0.0, KEYS: tl.constexpr = 1):
+    """q mapped, as planes in the dtype of K's operand, with the empty rows of `spread` where keys run down (KEYS is 0); its sum and what
+    the planes were divided by, each `[M]`.
 
     Each row is brought to magnitudes near 2^10, where fp16 holds a plane that is to meet an operand 2^-24 small. least: of what they are
     divided by."""
@@ -31,6 +44,8 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
     F32: tl.constexpr = q.ptr.dtype.element_ty == tl.float32
     DTYPE: tl.constexpr = tl.float32 if F32 else K.codec.operand
     FACTORS: tl.constexpr = K.factors
+    M: tl.constexpr = token.shape[0]
+    token, head, row_mask = spread(token, head, row_mask, column_count(M, KEYS))
     at = q.ptr + token * q.stride_token + head * q.stride_head
     loaded = load_rows(at, row_mask, map, kv_head, token, K, False, PRECISION)
     largest = tl.full([token.shape[0]], 2.0**-100, tl.float32)  # a query of zeros has a unit too
@@ -43,16 +58,7 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
         plane = (loaded[p].to(tl.float32) * ((FACTORS[p] / FACTORS[0]) / unit)[:, None]).to(DTYPE)
         total += tl.sum(plane.to(tl.float32), axis=1) * (FACTORS[0] / FACTORS[p])
         planes = planes + (plane,)
-    return planes, total, unit
-
-
-@triton.jit
-def turned(planes):
-    """Each transposed."""
-    other = ()
-    for p in tl.static_range(len(planes)):
-        other = other + (tl.trans(planes[p]),)
-    return other
+    return planes, halve(total, M), halve(unit, M)
 
 
 @triton.jit
@@ -63,7 +69,7 @@ def find_slots(table, start, low, high, used, PAGE: tl.constexpr, BLOCK_N: tl.co
     slot = tl.arange(0, BLOCK_N)
     if PAGE % BLOCK_N == 0:
         return tl.load(table + start // PAGE).to(tl.int64), start % PAGE + slot
-    elif BLOCK_N % PAGE == 0 and F.key_axis == 0 and not F.prefix:  # an entry of the table a page
+    elif BLOCK_N % PAGE == 0 and F.by_page and not F.prefix:  # an entry of the table a page
         COUNT: tl.constexpr = BLOCK_N // PAGE
         first = start // PAGE + tl.arange(0, COUNT)
         page = tl.load(table + first, mask=used_slots(first * PAGE, low - PAGE + 1, high, F), other=0)
@@ -93,15 +99,16 @@ def key_score(q_operand, q_sum, operand, affine, zero, factor, K: tl.constexpr, 
         score = tl.zeros([q_operand[0].shape[0], operand[0].shape[1]], tl.float32)
     for p in tl.static_range(len(operand)):
         score = product(q_operand[p], operand[p].to(q_operand[p].dtype), score, KEYS, PRECISION)
+    if KEYS == 0:
+        score = narrow(score, q_sum.shape[0])
+    if len(zero) > 0:
+        score -= tl.expand_dims(q_sum * (1 / FACTORS[0]), KEYS) * tl.expand_dims(zero[0], 1 - KEYS)
     if len(affine) > 0:
         score *= tl.expand_dims(affine[0] * (factor * FACTORS[0]), 1 - KEYS)
     else:
         score *= factor * FACTORS[0]
-    if len(affine) > 1 or len(zero) > 0:
-        bias = affine[1] if len(affine) > 1 else tl.zeros(affine[0].shape, tl.float32)
-        if len(zero) > 0:
-            bias -= affine[0] * zero[0]
-        score += tl.expand_dims(q_sum, KEYS) * tl.expand_dims(bias * factor, 1 - KEYS)
+    if len(affine) > 1:
+        score += tl.expand_dims(q_sum, KEYS) * tl.expand_dims(affine[1] * factor, 1 - KEYS)
     return score
 
 
@@ -118,6 +125,7 @@ def key_mean_score(score, q_planes, map, head, key, first_key, affine, factor, K
         for p in tl.static_range(P):
             key_mean = key_mean_row(map, head, bucket + i, word * P + p, K.head_size) * (FACTORS[0] / FACTORS[p])
             row += tl.sum(q_planes[p].to(tl.float32) * key_mean[None, :], axis=1)
+        row = halve(row, score.shape[1 - KEYS])
         here = key // 64 == bucket + i
         if K.signed:
             here = here & (affine[0] >= 0)
@@ -174,8 +182,7 @@ def add_values(
     FACTORS: tl.constexpr = V.factors
     weight = prob
     if len(affine) > 0:
-        largest_scale = tl.max(tl.where(tl.abs(affine[0]) < float("inf"), affine[0], 0.0), axis=0)
-        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(largest_scale))
+        new_unit = tl.maximum(unit, 2.0**-13 * power_of_two_below(largest_finite(affine[0])))
         inverse = inverse_power(new_unit)
         weight = prob * tl.expand_dims(affine[0] * inverse, 1 - KEYS)
         if len(affine) > 1:
@@ -186,11 +193,11 @@ def add_values(
     excess = tl.zeros(decay.shape, tl.float32)
     if len(zero) > 0:
         excess = tl.sum(weight.to(tl.float32) * tl.expand_dims(zero[0], 1 - KEYS), axis=KEYS)
+    if KEYS == 0:
+        weight = widen(weight, acc[0].shape[1])
     updated = ()
     for p in tl.static_range(len(acc)):
-        kept = acc[p] * tl.expand_dims(decay, KEYS)
-        if len(zero) > 0:
-            kept -= tl.expand_dims(excess * (1 / FACTORS[p]), KEYS)
+        kept = decayed(acc[p], decay, excess * (1 / FACTORS[p]), KEYS)
         updated = updated + (product(weight, planes[p].to(DTYPE), kept, KEYS, PRECISION),)
     return updated, shift, unit
 
@@ -200,12 +207,13 @@ def no_values(BLOCK_M: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, JOINED
     """What `add_values` adds to first: a tile for each plane, or one for all."""
     WIDTH: tl.constexpr = V.width
     PLANES: tl.constexpr = V.codec.planes
+    COLUMNS: tl.constexpr = column_count(BLOCK_M, KEYS)
     if JOINED:
         acc = (tl.zeros([BLOCK_M, WIDTH * PLANES], tl.float32),)
     else:
         acc = ()
         for _ in tl.static_range(PLANES):
-            acc = acc + (tl.zeros([WIDTH, BLOCK_M] if KEYS == 0 else [BLOCK_M, WIDTH], tl.float32),)
+            acc = acc + (tl.zeros([WIDTH, COLUMNS] if KEYS == 0 else [BLOCK_M, WIDTH], tl.float32),)
     return acc
 
 
@@ -218,7 +226,7 @@ def finish_values(acc, scale, shift, V: tl.constexpr, KEYS: tl.constexpr, JOINED
         acc = split_planes(acc[0], P)
     planes = ()
     for p in tl.static_range(P):
-        plane = tl.trans(acc[p]) if KEYS == 0 else acc[p]
+        plane = tl.trans(narrow(acc[p], scale.shape[0])) if KEYS == 0 else acc[p]
         planes = planes + (plane * (scale * FACTORS[p])[:, None] + shift[:, None],)
     return join_planes(planes)
 
@@ -255,11 +263,10 @@ def attend_kernel(
     V_DTYPE: tl.constexpr = tl.float32 if q.ptr.dtype.element_ty == tl.float32 else V_CODEC.operand
     MASKED: tl.constexpr = F.prefix or BLOCK_Q != 1  # not every query sees all the keys of a tile that are used
     NATURAL: tl.constexpr = F.softcap > 0 or F.alibi > 0 or F.qq_bias
-    V_PLANES: tl.constexpr = V.codec.planes
-    V_WIDTH: tl.constexpr = V.width
     HEADS: tl.constexpr = F.num_kv_heads
     PRECISION: tl.constexpr = F.precision
     KEYS: tl.constexpr = F.key_axis
+    WHOLE: tl.constexpr = min(PAGE, BLOCK_N) if max(PAGE, BLOCK_N) % min(PAGE, BLOCK_N) == 0 and F.by_page and not F.prefix else 0
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
 
@@ -289,13 +296,13 @@ def attend_kernel(
         return
     position = tl.expand_dims(context + query, KEYS)
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
-    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION)
+    q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION, 0.0, KEYS)
     q_operand = (join_planes(q_planes),) if F.joined else turned(q_planes) if KEYS == 0 else q_planes
     factor = scale * (1.0 if NATURAL else LOG2E)
     score_unit = tl.full([BLOCK_M], 1.0, tl.float32) if NATURAL else q_unit
     slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32) if F.alibi > 0 else row_mask
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_sum = tl.zeros([8, BLOCK_M] if KEYS == 0 else [BLOCK_M], tl.float32)
     shift = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.full([], 2.0**-100 if V_CODEC.num_meta > 0 else 1.0, tl.float32)
     acc = no_values(BLOCK_M, V, KEYS, F.joined)
@@ -312,7 +319,7 @@ def attend_kernel(
             if F.prefix:  # the keys that some query sees are no interval
                 used = tl.max(seen.to(tl.int32), axis=1 - KEYS) > 0
             page, slot = find_slots(table, start, low, high, used, PAGE, BLOCK_N, F)
-            words, meta = load_cached(k_pages, page, slot, head, used, K, 0 if F.joined else KEYS, True)
+            words, meta = load_cached(k_pages, page, slot, head, used, K, 0 if F.joined else KEYS, True, WHOLE)
             operand, affine = decode(words, meta, k_pages.table, K, KEYS == 1 and not F.joined)
             if F.joined:
                 operand = (tl.trans(join_operand(operand)),)
@@ -323,24 +330,23 @@ def attend_kernel(
                 asked, slopes = tl.expand_dims(row_mask, KEYS), tl.expand_dims(slope, KEYS)
                 score *= tl.expand_dims(q_unit, KEYS)
                 score = natural_score(score, position, tl.expand_dims(key, 1 - KEYS), context, slopes, asked, extras, F)
-            score = tl.where(seen, score, float("-inf"))
+            words, meta = load_cached(v_pages, page, slot, head, used, V, 1 - KEYS, not V_CODEC.floats, WHOLE)
+            score, meta = hide(score, meta, seen, used, (start < low) | (start + BLOCK_N > high), WHOLE, MASKED or WHOLE == 0)
 
             prob, decay, row_max = softmax_step(score, score_unit, row_max, KEYS)
-            row_sum = row_sum * decay + tl.sum(prob, axis=KEYS)
+            row_sum = row_sum * decay + partial_sum(prob, KEYS)
 
-            words, meta = load_cached(v_pages, page, slot, head, used, V, 1 - KEYS, not V_CODEC.floats)
             operand, affine = decode(words, meta, v_pages.table, V, KEYS == 0)
             if masked:
                 operand, affine, bad = confine(operand, affine, seen_by_all(key, context + q_low, context + last, F), V, KEYS)
                 shift += tl.sum(tl.where(seen, tl.expand_dims(bad, 1 - KEYS), 0.0), axis=KEYS)
             if F.joined:
                 operand = (join_operand(operand),)
-            zero = zero_of(meta, V)
-            acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, zero, V, V_DTYPE, KEYS, PRECISION)
+            acc, shift, unit = add_values(acc, shift, unit, prob, decay, operand, affine, zero_of(meta, V), V, V_DTYPE, KEYS, PRECISION)
 
+    row_sum = tl.sum(row_sum, axis=0) if KEYS == 0 else row_sum
     tl.store(lse + out_row, row_max + tl.log2(row_sum), mask=row_mask)
     norm = tl.where(row_sum > 0, 1 / row_sum, 0.0) * extras.v_factor
     out = finish_values(acc, norm * unit, norm * shift, V, KEYS, F.joined)
-    column = tl.arange(0, V_WIDTH * V_PLANES)[None, :]
-    stored = row_mask[:, None] & (column < V.head_size)
-    tl.store(part + out_row[:, None] * V.head_size + column, out, mask=stored)
+    column = tl.arange(0, out.shape[1])[None, :]
+    tl.store(part + out_row[:, None] * V.head_size + column, out, mask=row_mask[:, None] & (column < V.head_size))

@@ -4,19 +4,8 @@ values. A tile of rows is read once for both."""
 import triton
 import triton.language as tl
 
-from .attend import (
-    LOG2E,
-    add_values,
-    confine,
-    find_slots,
-    finish_values,
-    key_score,
-    load_query,
-    natural_score,
-    no_values,
-    softmax_step,
-    turned,
-)
+from .attend import LOG2E, add_values, confine, find_slots, finish_values, key_score, load_query, natural_score, no_values, softmax_step
+from .columns import turned
 from .masks import find_sequence, key_bounds, seen_by_all, split_bounds, used_slots, visible, whole_tiles
 from .tiles import decode, load_cached, load_matrix, map_product, zero_of
 

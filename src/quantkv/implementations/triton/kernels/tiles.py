@@ -121,19 +121,24 @@ def word_pointers(pages, page, slot, head, PLAN: tl.constexpr, ROWS: tl.constexp
     ROWS, the axis of the rows, is 1."""
     ALIGN: tl.constexpr = PLAN.align
     STEP: tl.constexpr = PLAN.codec.word_bytes if PLAN.codec.bytewise else 1
-    record = tl.multiple_of(page * PLAN.page_words + head * pages.stride_head, ALIGN)
     row = tl.multiple_of(slot * PLAN.slot_words, ALIGN)
     inside = tl.expand_dims(row, 1 - ROWS) + STEP * tl.expand_dims(tl.arange(0, PLAN.width), ROWS)
+    rows = pages.words + tl.multiple_of(head * pages.stride_head, ALIGN) + inside  # of any page: the same in every tile of a loop
+    record = tl.multiple_of(page * PLAN.page_words, ALIGN)
     if len(record.shape) > 0:
-        return pages.words + tl.expand_dims(record, 1 - ROWS) + inside
+        return rows + tl.expand_dims(record, 1 - ROWS)
     else:
-        return pages.words + record + inside
+        return rows + record
 
 
 @triton.jit
-def meta_pointers(pages, page, slot, head, PLAN: tl.constexpr):
-    """Where the metadata of a row begins."""
-    return pages.meta + (page * PLAN.page_meta + head * pages.meta_head) + slot * PLAN.slot_meta
+def meta_pointers(pages, page, slot, head, PLAN: tl.constexpr, WHOLE: tl.constexpr = 0):
+    """Where the metadata of a row begins. WHOLE: so many slots at a time lie in one page; 0: nothing is known."""
+    ALIGN: tl.constexpr = PLAN.align_meta
+    record = tl.multiple_of(page * PLAN.page_meta + head * pages.meta_head, ALIGN)
+    if WHOLE > 0 and len(record.shape) > 0:
+        record = tl.max_constancy(record, WHOLE)
+    return pages.meta + record + slot * PLAN.slot_meta
 
 
 @triton.jit
@@ -160,9 +165,12 @@ def load_bytes(pages, base, mask, PLAN: tl.constexpr):
 
 
 @triton.jit
-def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr, ROWS: tl.constexpr = 0, ANY: tl.constexpr = False):
+def load_cached(
+    pages, page, slot, head, mask, PLAN: tl.constexpr, ROWS: tl.constexpr = 0, ANY: tl.constexpr = False, WHOLE: tl.constexpr = 0
+):
     """words, `[N, W]` or, where ROWS is 1, `[W, N]`, and metadata, a tuple of `[N]` float32. What is masked reads as zero bits: an
-    unwritten slot may hold NaN. ANY: words that are masked may hold anything."""
+    unwritten slot may hold NaN. ANY: words that are masked may hold anything. WHOLE: so may metadata, and so many slots at a time lie in
+    one page: it can be copied ahead of time."""
     NUM_META: tl.constexpr = PLAN.codec.num_meta
     if PLAN.codec.bytewise:
         words = load_bytes(pages, page * PLAN.page_words + head * pages.stride_head + slot * PLAN.slot_words, mask, PLAN)
@@ -181,9 +189,10 @@ def load_cached(pages, page, slot, head, mask, PLAN: tl.constexpr, ROWS: tl.cons
             words = ((words.to(tl.int32) & ((1 << BITS) - 1)) << OVERLAP) | last
     meta = ()
     if NUM_META > 0:
-        at = meta_pointers(pages, page, slot, head, PLAN)
+        at = meta_pointers(pages, page, slot, head, PLAN, WHOLE)
         for i in tl.static_range(NUM_META):
-            meta = meta + (tl.load(at + i, mask=mask, other=0.0).to(tl.float32),)
+            loaded = tl.load(at + i) if WHOLE > 0 else tl.load(at + i, mask=mask, other=0.0)
+            meta = meta + (loaded.to(tl.float32),)
     return words, meta
 
 

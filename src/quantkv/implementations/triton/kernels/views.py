@@ -163,6 +163,7 @@ class RowPlan(_Constant):
     rounded: bool = False  # the mapped row is rounded to the input's dtype before it is encoded
     scaled: bool = False  # a per-tensor scale other than 1
     cubic: tuple[float, float] | None = None  # rows are rounded by a Hessian, to these levels: see `Codec.cubic`
+    align_meta: int = 1  # metadata of a page and kv head likewise, in elements
     align: int = 1  # rows begin at multiples of so many words: what Triton cannot see where strides are no multiples of 16
 
     @property
@@ -219,6 +220,7 @@ class Features(_Constant):
     single: bool = False  # no sequence has more than one query
     one_block: bool = False  # no sequence has more queries than a tile: the tile's index is the sequence's
     key_axis: int = 1  # of a tile of scores: 0 where keys run down and queries, few, across
+    by_page: bool = False  # pages are looked up once a page, not once a key
     joined: bool = False  # one dot over all planes instead of one a plane: large tiles
     one_loop: bool = False  # all tiles are masked, those too that every query sees whole
     split_tiles: int = 0  # > 0: each split has so many tiles of keys, whatever else is in the batch
