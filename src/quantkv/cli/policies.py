@@ -71,7 +71,7 @@ def policies_of(kv: str, calibration: Path | None = None, full_precision: str | 
     given, files = caches_of(kv)
     formats = formats_of(",".join(given)) if given or not files else []
     if not formats and (calibration is not None or full_precision is not None):
-        raise ValueError(f"--kv {kv}: a policy brings its own --calibration and --full-precision; they belong to formats, such as --kv levels4")
+        raise ValueError(f"--kv {kv}: a policy brings its own; --calibration and --full-precision are of formats, such as --kv levels4")
     tokens, moments = full_precision_of(full_precision), None if calibration is None else load_calibration(calibration)
     ending = ("" if moments is None else " cal") + ("" if tokens is None else f" +{tokens.sink},{tokens.recent}")
     guides = {name: value for name, value in (("calibration", moments), ("full_precision", tokens)) if value is not None}
