@@ -438,13 +438,14 @@ def test_doctor_of_a_model(doctor, model_dir, tmp_path):
         ("qwen2.5-7b", True, set(), "none of 4 bits, as keys have biases"),
         ("llama-3-8b", False, set(), "with nothing set up: 8bit, 4bit, 3bit, 2bit"),
         ("phi-3-mini", False, {"int2", "tq3", "tq4", "tq_k3v4", "k4v2", "k8v2"}, "with nothing set up: 8bit, 4bit, 3bit, 2bit"),
-        ("deepseek-v2-lite", False, set(), "with nothing set up: int8"),
+        ("deepseek-v2-lite", False, set(), "with nothing set up: 8bit, 4bit, 3bit, 2bit"),
     ],
 )
 def test_doctor_advises(doctor, name, biased, refused, advice):
     _, told = doctor(name)
     assert told["model"]["key_biases"] is biased and set(told["model"]["refused"]) == refused
     assert any(advice in line for line in told["model"]["advice"])
+    assert any("quantkv tune" in line for line in told["model"]["advice"]) == (name != "deepseek-v2-lite")
     unsupported = " ".join(finding["what"] for finding in told["findings"] if finding["level"] == "unsupported")
     assert all(format in unsupported for format in refused) and ("MLA" in unsupported) == (name == "deepseek-v2-lite")
 

@@ -67,7 +67,7 @@ def doctor_command(
 
 
 def _heads(described: Described) -> tuple[int, int, int, int] | None:
-    """Heads of its first layer with keys and values; None for latents, which are read back whole."""
+    """Heads of its first layer with keys and values; None for latents, which have one head of another kind."""
     layers = [layer for layer in described.model.attention.values() if layer.kind != "latent"]
     return (described.model.num_heads, *layers[0].heads) if layers else None
 
@@ -105,7 +105,7 @@ def _model(described: Described, with_torch: bool) -> tuple[dict[str, Any], list
     found = [Finding(UNSUPPORTED, f"{', '.join(sorted(names))}: not for this model: {why}") for why, names in _by_reason(refused).items()]
     latent = any(layer.kind == "latent" for layer in model.attention.values())
     if latent:
-        found.append(Finding(UNSUPPORTED, "latents (MLA): calibration, full-precision tokens, vLLM; memory is saved, time is not"))
+        found.append(Finding(UNSUPPORTED, "latents (MLA): a calibration file, rotations of a policy, SGLang"))
     told = {
         "model": described.name,
         "model_type": model.model_type,
@@ -153,13 +153,11 @@ def _notes(described: Described, read: Keys | None, biased: bool | None) -> list
 
 def _advice(latent: bool, biased: bool | None, formats: dict[str, Any]) -> list[str]:
     """Which cache to take: as the README and docs/choose.md say."""
-    if latent:
-        return ["with nothing set up: int8"]
     presets = [name for name, of in PRESETS.items() if of["format"] in formats]
     lines = [f"with nothing set up: {', '.join(presets)}"]
     if "int4" in formats:
         lines.append("vLLM's own bytes: " + ("none of 4 bits, as keys have biases" if biased else "int4, which loses more than 4bit"))
-    if "levels4" in formats:
+    if "levels4" in formats and not latent:  # which take no calibration file
         lines.append(
             "for the bytes that you have, formats by layer: quantkv tune MODEL --budget BYTES --calibration FILE --full-precision 16,24"
         )
