@@ -19,7 +19,6 @@ from quantkv.format import aliases_of, available_formats, get_format  # noqa: E4
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.recurrent_and_latent import LatentLayer  # noqa: E402
 from quantkv.known_models import config_of  # noqa: E402
 from quantkv.page_table import PageTable  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
@@ -60,8 +59,6 @@ def test_bytes_are_those_of_an_allocated_cache(name: str):
         cache = QuantizedCache(config, fmt, num_tokens=48, dtype=torch.bfloat16)
         for number, layer in cache.quantized_layers.items():
             rows = stored.layers[number]
-            if isinstance(layer, LatentLayer):
-                layer.requested = layer._format(torch.bfloat16)
             layer.pages = layer._new_pages(rows.keys, rows.values)
             layer.is_initialized = True
         made = capacity(model, one(fmt))

@@ -1,9 +1,11 @@
-"""In PyTorch, the CPU operators that Llama and GPT-OSS need and that vLLM's wheel on the package index, built for CUDA, lacks.
+"""In PyTorch, the CPU operators that models without recurrences need and that vLLM's wheel on the package index, built for CUDA, lacks.
 
 vLLM loads it as it loads any plug-in, in every process. Where an operator exists, as in vLLM's own CPU builds, that one stays.
 Nothing in quantkv uses this: it is for trying, and testing, the plug-in on a machine without a GPU.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -152,17 +154,46 @@ def cpu_fused_moe(
     activation: str,
     isa: str,
 ) -> None:
-    """GPT-OSS's experts: gate and up projections alternate in w13, and both are clamped."""
-    if activation != "swigluoai" or skip_weighted:
-        raise NotImplementedError(f"activation={activation!r}, skip_weighted={skip_weighted}: only GPT-OSS's experts have a stand-in")
+    """Experts of feed-forward layers: w13 holds gate and up projections, alternating in GPT-OSS's and one behind the other elsewhere."""
+    if activation not in GATES:
+        raise NotImplementedError(f"activation={activation!r}: {', '.join(GATES)} have a stand-in")
     for number, row in enumerate(rows):
         total = torch.zeros_like(row)
         for weight, expert in zip(weights[number].tolist(), experts[number].tolist()):
             inner = torch.nn.functional.linear(row, w13[expert], None if w13_bias is None else w13_bias[expert])
-            gate, up = inner[::2].clamp(max=7.0), inner[1::2].clamp(-7.0, 7.0)
-            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-            total += weight * torch.nn.functional.linear(inner, w2[expert], None if w2_bias is None else w2_bias[expert])
+            outer = torch.nn.functional.linear(GATES[activation](inner), w2[expert], None if w2_bias is None else w2_bias[expert])
+            total += outer if skip_weighted else weight * outer
         output[number] = total
+
+
+def gated_alternating(inner: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS's: both are clamped."""
+    gate, up = inner[::2].clamp(max=7.0), inner[1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def gated_halves(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gated(inner: torch.Tensor) -> torch.Tensor:
+        gate, up = inner.chunk(2, -1)
+        return activation(gate) * up
+
+    return gated
+
+
+GATES = {
+    "swigluoai": gated_alternating,
+    "silu": gated_halves(torch.nn.functional.silu),
+    "gelu": gated_halves(torch.nn.functional.gelu),
+    "gelu_tanh": gated_halves(partial(torch.nn.functional.gelu, approximate="tanh")),
+}
+
+
+def gelu_by_tanh(output: torch.Tensor, rows: torch.Tensor) -> None:
+    output.copy_(torch.nn.functional.gelu(rows, approximate="tanh"))
+
+
+def gelu_quick(output: torch.Tensor, rows: torch.Tensor) -> None:
+    output.copy_(rows * torch.sigmoid(1.702 * rows))
 
 
 OPERATORS = {
@@ -182,6 +213,9 @@ OPERATORS = {
     "copy_and_expand_eagle_inputs_kernel_impl(Tensor tokens, Tensor positions, Tensor following, Tensor(a!) out_tokens, "
     "Tensor(b!) out_positions, Tensor(c!) rejected, Tensor(d!) masked, Tensor(e!) new_at, Tensor(f!) moved_to, Tensor starts, "
     "Tensor lasts, int padding_token, int drafting_token, int all, int slots, bool shift) -> ()": copy_and_expand_eagle_inputs_kernel_impl,
+    "gelu_new(Tensor(a!) output, Tensor rows) -> ()": gelu_by_tanh,
+    "gelu_fast(Tensor(a!) output, Tensor rows) -> ()": gelu_by_tanh,
+    "gelu_quick(Tensor(a!) output, Tensor rows) -> ()": gelu_quick,
     "prepack_moe_weight(Tensor weight, Tensor(a!) output, str isa) -> ()": prepack_moe_weight,
     "cpu_fused_moe(Tensor(a!) output, Tensor rows, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, Tensor weights, "
     "Tensor experts, bool skip_weighted, str activation, str isa) -> ()": cpu_fused_moe,

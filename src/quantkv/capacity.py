@@ -126,9 +126,9 @@ def rank_heads(layer: Layer, ranks: int) -> Heads:
 def _layer_cache(layer: Layer, number: int, policy: Stored, ranks: int, block_size: int) -> LayerCache:
     name, full_precision = policy.name_of(number), policy.full_precision
     plain = layout_of(PLAIN)
-    layout = layout_of(name, PLAIN)
+    layout = asked = layout_of(name, PLAIN)
     if layer.kind == "latent":
-        layout = layout_of(names.of_latent(layout.name, PLAIN)) if layout.k != plain.k else layout
+        layout = layout_of(names.of_latent(asked.name, PLAIN))
     elif names.is_latent(layout.name):
         raise ValueError(f"format={name!r}: one of latents; layer {number} keeps keys and values: {layout.k.name} is one of theirs")
     heads = rank_heads(layer, ranks)
@@ -136,7 +136,7 @@ def _layer_cache(layer: Layer, number: int, policy: Stored, ranks: int, block_si
     if full_precision is not None and kind.window:
         full_precision = full_precision.without_sink()
     copies = 0
-    if full_precision is not None and layout.name not in ("bf16", "fp16", "fp32"):
+    if full_precision is not None and asked.name not in ("bf16", "fp16", "fp32"):
         copies = full_precision.copies_needed(block_size, 1) * plain.cache_spec(*heads, block_size).block_bytes
     return LayerCache(layout.cache_spec(*heads, block_size), kind, copies)
 

@@ -19,6 +19,8 @@ def model(folder: str) -> Any:
         found.config.sliding_window = found.config.sliding_window_size
         for layer in found.model.layers:
             layer.self_attn.sliding_window = layer.self_attn.sliding_window and found.config.sliding_window
+    if found.config.model_type == "cohere2":
+        found.config.sliding_window += 1  # as vLLM's
     return found
 
 

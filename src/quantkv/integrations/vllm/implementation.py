@@ -45,6 +45,7 @@ from .statistics import check_statistics, measure_before_sizing
 
 logger = init_logger("vllm.quantkv")
 LOAD_AHEAD = ("OffloadingConnector",)  # connectors of which a request waits for its blocks, before a step is made of it
+CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
 @cache
@@ -116,12 +117,13 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         given = [name for name, value in unknown.items() if value is not None and value is not False]
         if given:
             raise NotImplementedError(f"quantkv: attention arguments {given} are not supported")
-        if self.total_cp_world_size > 1:
-            raise NotImplementedError("quantkv: context parallelism is not supported")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.config, self.dtype = get_current_vllm_config(), torch.get_default_dtype()
+        if self.total_cp_world_size > 1:
+            given = [f"{kind}={getattr(self.config.parallel_config, kind)}" for kind in CONTEXT_PARALLEL]
+            raise NotImplementedError(f"quantkv: context parallelism is not supported: {', '.join(given)}; 1 is needed of each")
         check_connectors(self.config)
         self._check_configuration()
         self.policy = self._served(policy_of(self.config))
