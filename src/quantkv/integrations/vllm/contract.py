@@ -52,7 +52,8 @@ NAMES = (
     _name(
         "config.ParallelConfig",
         "ranks",
-        has="decode_context_parallel_size pipeline_parallel_size tensor_parallel_size use_ubatching worker_cls",
+        has="decode_context_parallel_size prefill_context_parallel_size pipeline_parallel_size tensor_parallel_size use_ubatching "
+        "worker_cls",
     ),
     _name(
         "config.SchedulerConfig",
