@@ -7,7 +7,7 @@ from family_rows import NAMES, observe
 from features import FEATURES, GPU_ONLY, NOT_RUN, REFUSED, SERVED, ask
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "vllm-features.md").read_text()
-QUICK = ("events", "connectors_preset", "embeddings")
+QUICK = ("events", "connectors_preset", "embeddings", "context_parallel")
 AGAIN = ("Qwen3-MoE", "GPT-J", "Kimi Linear")  # experts; biases; a refusal
 FOUND = [feature for feature in FEATURES if feature.key in QUICK]
 
