@@ -24,7 +24,7 @@ def drawn(seed):
         lengths += [(queries, queries + r.choice([0, 0, 8, 16, r.randint(0, 120)]))] * r.choice([1, 1, 2, 4])
     most = r.randint(1, 30) * 8
     single = max(r.randint(1, 200), planned)
-    return lengths, Limits(most, single, max(r.randint(1, single), planned), planned, bottom_right, together, r.random() < 0.7), reach
+    return lengths, Limits(most, single, max(r.randint(1, single), planned), planned, bottom_right, together), reach
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -47,8 +47,7 @@ def test_groups(seed):
                 assert all(read.room == read.count + APART for read in round.reads[:-1])
             if limits.together == "equal":
                 assert len({read.room for read in round.reads}) == len({read.queries for read in round.reads}) == 1
-                odd = read_odd(round, limits)
-                assert (queries + group.front + group.back) % limits.planned == 0 and not odd
+                assert (queries + group.front + group.back) % limits.planned == round.reads[0].room % limits.planned == 0
                 assert len(round.reads) == 1 or group.front == group.back == 0
             at = group.tokens.start
             for read in round.reads:
@@ -71,8 +70,3 @@ def test_groups(seed):
 def test_groups_whose_results_are_merged_are_smaller(context, queries):
     found = groups([(64, 64 + context)] * 5, Limits(1000, 1000, 128, 8, False, "equal"))
     assert [group.tokens.stop - group.tokens.start for group in found] == queries
-
-
-def read_odd(round, limits):
-    """Whether a round of planned lengths has another, but for what the context has over."""
-    return limits.front and round.room // len(round.reads) % limits.planned != 0

@@ -143,19 +143,27 @@ def test_bytes_do_not_depend_on_the_cuts(name, kind):
     assert torch.equal(*results)
 
 
-def test_latents():
-    """A map of the vectors that stand for keys and values, which are read back by position."""
+@pytest.mark.parametrize("attention", ["quantkv", "eager"])
+@torch.no_grad()
+def test_latents(attention):
+    """Maps of latents have a matrix, in pages and read back; key means by position are refused, since latents are values too."""
     model = next(a for a in ARCHITECTURES if a.name == "DeepSeek V3").build()
     given = policy(heads=1, size=32)
+    rotated = replace(given, maps={i: LayerMaps(k=replace(side.k, key_mean=None)) for i, side in given.maps.items()})
     ids = torch.randint(2, 90, (2, 28), generator=torch.Generator().manual_seed(4))
-    use_quantkv_attention(model)
-    with torch.no_grad():
-        outs = []
-        for recipe in ("none", given):
-            cache = QuantizedCache(model.config, recipe)
-            outs.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split([16, 9, 1, 1, 1], 1)], 1))
+    if attention == "quantkv":
+        use_quantkv_attention(model)
+    else:
+        model.set_attn_implementation(attention)
+    outs = []
+    for recipe in ("none", rotated):
+        cache = QuantizedCache(model.config, recipe)
+        outs.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split([16, 9, 1, 1, 1], 1)], 1))
     assert torch.allclose(*outs, atol=1e-4 * float(outs[0].abs().max()))
-    assert cache.quantized_layers[0].pages.maps.k.key_mean is not None
+    cache = QuantizedCache(model.config, given)
+    with pytest.raises(ValueError, match=r"maps.k.key_mean: shape \(40, 1, 32\); latents take none"):
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
 @torch.no_grad()
