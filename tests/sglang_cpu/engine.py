@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 MEASURED = "MEASURED"  # of the environment: the file that takes what the engine has measured of its model
+# SGLang's own way to test it: every few steps requests lose their pages, as if there were none left.
+TIGHT = {"setup": "import sglang.srt.managers.scheduler as s; s.TEST_RETRACT, s.TEST_RETRACT_INTERVAL = True, 7"}
 LLAMA = '{"architectures": ["LlamaForCausalLM"]}'  # a converted model does not say
 
 
@@ -165,12 +167,16 @@ def _answers(outputs: list) -> dict[str, Any]:
 
 
 def _watch(scheduler: type, seen: Path) -> None:
-    """Have a scheduler write what it sees after its start and each step."""
+    """Have the scheduler of the first rank write what it sees after its start and each step."""
+    from sglang.srt.runtime_context import get_parallel
+
     from quantkv.integrations import sglang as plug_in
 
     own_start, own_step, own_retract = scheduler.__init__, scheduler.process_batch_result, _retract()
 
     def write(self: Any) -> None:
+        if get_parallel().tp_rank:
+            return
         runner = self.tp_worker.model_runner
         pool, layers = runner.token_to_kv_pool, getattr(runner.attn_backend, "layers", None)
         of = {} if layers is None else {number: layers.of[number] for number in layers.numbers}

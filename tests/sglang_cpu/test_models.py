@@ -10,6 +10,7 @@ import tiny_models
 from quantkv import get_format
 
 TOKENS, PAGE = 16, 16
+LONG = tiny_models.prompt(4, 300)
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in ((1, 70), (2, 5), (3, 33))]
 
 
@@ -23,6 +24,48 @@ def test_the_unquantized_format_says_what_transformers_says(tmp_path, family, ch
     assert report.error == "", report.log[-3000:]
     assert report.formats == ["fp32", "fp32"] and report.calls["decode"] > 0
     assert report.answers[0].tokens == [references.continued(folder, prompt, TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+def test_larger_pages_say_the_same(tmp_path, page_size):
+    """Behind a prefix that the radix cache holds too, and in chunks that end within a page."""
+    folder = tiny_models.write("llama", tmp_path)
+    given = {"disable_radix_cache": False, "chunked_prefill_size": 128, "json_model_override_args": "{}"}
+    report = engine.run(folder, "quantkv_none", [LONG, *PROMPTS], tokens=TOKENS, rounds=2, page_size=page_size, **given)
+    assert report.error == "" and report.page_size == page_size, report.log[-3000:]
+    assert report.page_bytes == [get_format("fp32").cache_spec(2, 64, block_size=page_size).block_bytes] * 2
+    first, again = report.answers
+    assert first.tokens == again.tokens == [references.continued(folder, prompt, TOKENS) for prompt in [LONG, *PROMPTS]]
+    assert again.cached[0] == (len(LONG) - 1) // page_size * page_size
+
+
+@pytest.mark.parametrize("arguments", [{"chunked_prefill_size": 32}, engine.TIGHT], ids=["chunked", "retracted"])
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_quantized_pages_survive_what_the_scheduler_does(tmp_path, stored, arguments):
+    """Every row is read back as stored: it does not matter in which step it was written."""
+    folder = tiny_models.write("llama", tmp_path)
+    given = {"environment": {"QUANTKV_PROMPT": "stored"}, "json_model_override_args": "{}"}
+    whole, cut = (engine.run(folder, f"quantkv_{stored}", PROMPTS, tokens=TOKENS, **given, **more) for more in ({}, arguments))
+    assert (whole.error, cut.error) == ("", "") and cut.formats == [stored, stored]
+    assert cut.answers[0].tokens == whole.answers[0].tokens
+    assert (cut.retracted > 0) == (arguments is engine.TIGHT)
+
+
+@pytest.mark.parametrize("stored", ["none", "int4", "4bit"])
+def test_two_ranks_say_what_one_says(tmp_path, stored):
+    """Each has half of the heads, and half of a page's bytes. A preset has each measure its own."""
+    folder = tiny_models.write("llama", tmp_path)
+    bound = {"environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}}  # SGLang asks for it where ranks outnumber NUMA nodes
+    one, two = (
+        engine.run(folder, f"quantkv_{stored}", PROMPTS, tokens=TOKENS, json_model_override_args="{}", **given)
+        for given in ({}, {"tp_size": 2, **bound})
+    )
+    assert (one.error, two.error) == ("", ""), two.log[-3000:]
+    assert two.answers[0].tokens == one.answers[0].tokens
+    assert [2 * size for size in two.page_bytes] == one.page_bytes
+    assert (one.log.count("key means and Hessians of 2 layers"), two.log.count("key means and Hessians of 2 layers")) == (
+        (1, 2) if stored == "4bit" else (0, 0)
+    )
 
 
 def test_a_policy_gives_each_layer_its_format_and_its_bytes(tmp_path):

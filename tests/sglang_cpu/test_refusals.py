@@ -28,12 +28,20 @@ def refused(report, *said):
         ({"kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype='bfloat16'", "allowed: 'auto'"]),
         ({"enable_hierarchical_cache": True, "disable_radix_cache": False}, ["enable_hierarchical_cache=True", "allowed: False"]),
         ({"enable_memory_saver": True}, ["enable_memory_saver=True", "allowed: False"]),
+        ({"disaggregation_mode": "prefill"}, ["disaggregation_mode='prefill'", "allowed: 'null'"]),
+        ({"speculative_algorithm": "NGRAM"}, ["speculative_algorithm='NGRAM'", "allowed: None"]),  # SGLang would name flashinfer
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "no/such"}, ["speculative_algorithm='EAGLE'"]),
+        ({"enable_deterministic_inference": True}, ["enable_deterministic_inference=True", "allowed: False"]),
         ({"decode_attention_backend": "torch_native"}, ["prefill_attention_backend='quantkv_int4'", "'torch_native'", "name one for both"]),
     ],
-    ids=lambda given: next(iter(given)) if isinstance(given, dict) else None,
+    ids=lambda given: "-".join(map(str, next(iter(given.items())))) if isinstance(given, dict) else None,
 )
 def test_arguments(llama, arguments, said):
     refused(engine.run(llama, "quantkv_int4", **arguments), *said)
+
+
+def test_names_that_are_no_format(llama):
+    refused(engine.run(llama, "quantkv_int5"), "ValueError: attention_backend='quantkv_int5'", "quantkv_4bit, ", "quantkv_int4, ")
 
 
 def test_formats_that_heads_cannot_have(tmp_path):

@@ -17,7 +17,6 @@ TOKENS = 16
 LIMIT = 256  # positions: so few that moments are averaged over all of them
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in ((1, 70), (2, 5), (3, 33))]
 PROMPT = tiny_models.prompt(4, 300)
-TIGHT = {"setup": "import sglang.srt.managers.scheduler as s; s.TEST_RETRACT, s.TEST_RETRACT_INTERVAL = True, 7"}
 AS_IT_IS = {"json_model_override_args": "{}"}
 
 
@@ -81,11 +80,11 @@ def test_a_model_that_cannot_be_measured_is_refused_where_that_is_required(biase
     assert report.error == "" and "quantkv: no statistics of this model" in report.log
 
 
-@pytest.mark.parametrize("arguments", [{"chunked_prefill_size": 32}, TIGHT], ids=["chunked", "retracted"])
+@pytest.mark.parametrize("arguments", [{"chunked_prefill_size": 32}, engine.TIGHT], ids=["chunked", "retracted"])
 def test_all_tokens_at_full_precision_say_what_transformers_says(tmp_path, arguments):
     """Of int2, which would say something else. Copies are made again after a retraction."""
     folder = tiny_models.write("llama", tmp_path / "model")
     given = asked(tmp_path, format="int2", full_precision={"sink": 16, "recent": 496})
     report = engine.run(folder, "quantkv_policy", PROMPTS, tokens=TOKENS, **given, **arguments)
     assert agree(report, folder) == 1.0 and report.formats == ["int2", "int2"]
-    assert (report.retracted > 0) == (arguments is TIGHT)
+    assert (report.retracted > 0) == (arguments is engine.TIGHT)

@@ -15,7 +15,7 @@ from ...geometry import Heads
 from ...policy import Policy
 from ...policy_file import check_prompt
 from ..asked import POLICY, PREFIX, check_weights, names, preset, presets, read_policy
-from . import POLICY_VARIABLE, PROMPT_VARIABLE
+from . import POLICY_VARIABLE, PROMPT_VARIABLE, backends
 
 PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
 # What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.
@@ -70,6 +70,30 @@ def reads_own_rows(policy: Policy) -> bool:
     return (check_prompt(PROMPT_VARIABLE, asked) if asked is not None else policy.prompt) == "own"
 
 
+def check_arguments(view: Any) -> None:
+    """Refuse what no model is served with. view: arguments of a server that asks for quantkv.
+
+    ValueError or NotImplementedError, naming the argument.
+    """
+    asked, both = asked_backends(view), attention_backends_of(view)
+    for name in asked:
+        if name is not None and name not in backends():
+            raise ValueError(f"attention_backend={name!r}: allowed of quantkv: {', '.join(backends())}")
+    if asked[0] != asked[1]:
+        raise ValueError(
+            f"prefill_attention_backend={both[0]!r}, decode_attention_backend={both[1]!r}: pages have one format, name one for both"
+        )
+    for name, served in ONLY.items():
+        value = getattr(view, name)
+        if value != served:
+            raise NotImplementedError(
+                f"quantkv: {name}={value!r} is not supported with attention_backend={asked[0]!r}; allowed: {served!r}"
+            )
+    for name in ONLY_ENVIRONMENT:
+        if getattr(envs, name).get():
+            raise NotImplementedError(f"quantkv: {name}=1 is not supported with attention_backend={asked[0]!r}; allowed: 0")
+
+
 def check(server_args: Any, model: Any) -> str | None:
     """The one backend of quantkv that a server's resolved arguments ask for; None where they ask for none. model: SGLang's `ModelConfig`.
 
@@ -83,20 +107,7 @@ def check(server_args: Any, model: Any) -> str | None:
         )
     if given == (None, None):
         return None
-    if given[0] != given[1]:
-        both = attention_backends_of(view)
-        raise ValueError(
-            f"prefill_attention_backend={both[0]!r}, decode_attention_backend={both[1]!r}: pages have one format, name one for both"
-        )
-    for name, served in ONLY.items():
-        value = getattr(view, name)
-        if value != served:
-            raise NotImplementedError(
-                f"quantkv: {name}={value!r} is not supported with attention_backend={given[0]!r}; allowed: {served!r}"
-            )
-    for name in ONLY_ENVIRONMENT:
-        if getattr(envs, name).get():
-            raise NotImplementedError(f"quantkv: {name}=1 is not supported with attention_backend={given[0]!r}; allowed: 0")
+    check_arguments(view)
     if view.page_size not in PAGE_SIZES:
         allowed = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(f"page_size={view.page_size}: attention_backend={given[0]!r} needs one of {allowed}")

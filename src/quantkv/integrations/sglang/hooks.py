@@ -43,11 +43,12 @@ def resolve_once(own: Any, server_args: Any) -> None:
     """Settle arguments: pages of 16 tokens where none were asked for, and refusals before weights are loaded."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
-    from .asked import asked_backends, check
+    from .asked import asked_backends, check, check_arguments
 
     ours = asked_backends(server_args) != (None, None)
     if not ours or getattr(server_args, "_resolution_finished", False):
         return own(server_args)
+    check_arguments(server_args)  # before SGLang, whose own refusals name other backends
     if server_args.page_size is None:
         server_args.page_size = PAGE_SIZE
     own(server_args)
