@@ -19,6 +19,7 @@ from typing import Any, TextIO
 MEASURED = "MEASURED"  # of the environment: the file that takes what the engine has measured of its model
 # SGLang's own way to test it: every few steps requests lose their pages, as if there were none left.
 TIGHT = {"setup": "import sglang.srt.managers.scheduler as s; s.TEST_RETRACT, s.TEST_RETRACT_INTERVAL = True, 7"}
+NEXT = 4
 LLAMA = '{"architectures": ["LlamaForCausalLM"]}'  # a converted model does not say
 
 
@@ -27,7 +28,7 @@ class Answers:
     """Of one call of generate, an item for each prompt."""
 
     tokens: list[list[int]]
-    logprobs: list[list[float]]
+    logprobs: list[list[list[float]]]  # of the NEXT most probable tokens at each step, the greedy one first
     prompt_logprobs: list[list[float]]  # of each token of a prompt but the first
     cached: list[int]  # tokens of a prompt that were found in the radix cache
 
@@ -150,17 +151,17 @@ def _report(
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    asked = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0 if scored else -1}
+    logprobs = {"return_logprob": True, "logprob_start_len": 0 if scored else -1, "top_logprobs_num": NEXT}
+    asked = {"input_ids": prompts, "sampling_params": sampling, **logprobs}
     answers = [_answers(engine.generate(**asked)) for _ in range(rounds if prompts else 0)]
     return {"answers": answers, **json.loads(seen.read_text())}
 
 
 def _answers(outputs: list) -> dict[str, Any]:
     infos = [output["meta_info"] for output in outputs]
-    scored = [[token for token in info["output_token_logprobs"]] for info in infos]
     return {
         "tokens": [output["output_ids"] for output in outputs],
-        "logprobs": [[token[0] for token in line] for line in scored],
+        "logprobs": [[[token[0] for token in step] for step in info["output_top_logprobs"]] for info in infos],
         "prompt_logprobs": [[token[0] for token in (info.get("input_token_logprobs") or [])[1:]] for info in infos],
         "cached": [info["cached_tokens"] for info in infos],
     }

@@ -37,3 +37,9 @@ def scored(folder: str, tokens: list[int]) -> torch.Tensor:
     """Log-probability of every token but the first, given those before it."""
     logits = model(folder)(torch.tensor([tokens])).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@torch.inference_mode()
+def most_probable(folder: str, tokens: list[int], count: int) -> torch.Tensor:
+    """Log-probabilities `[len(tokens), count]` of the most probable tokens behind each of these, in descending order."""
+    return model(folder)(torch.tensor([tokens])).logits[0].log_softmax(-1).topk(count).values
