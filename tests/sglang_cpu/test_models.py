@@ -15,13 +15,18 @@ LONG = tiny_models.prompt(4, 300)
 PROMPTS = [tiny_models.prompt(seed, length) for seed, length in ((1, 70), (2, 5), (3, 33))]
 
 
-def says_what_transformers_says(folder, answers):
-    """The very tokens, and the log-probabilities of the next ones at each step: a key too few in a window moves those alone."""
-    wanted = [references.continued(folder, prompt, TOKENS) for prompt in PROMPTS]
-    assert answers.tokens == wanted
-    for prompt, tokens, found in zip(PROMPTS, wanted, answers.logprobs):
-        expected = references.most_probable(folder, prompt + tokens[:-1], engine.NEXT)[len(prompt) - 1 :]
-        assert (torch.tensor(found) - expected).abs().max() < 5e-5
+def says_what_transformers_says(report, folder, prompts):
+    """In every round the very tokens, and the log-probabilities of the next ones at each step, and of a prompt's own where they were asked:
+    a key too few in a window moves those alone."""
+    assert report.error == "", report.log[-3000:]
+    for answers in report.answers:
+        for prompt, tokens, found, own in zip(prompts, answers.tokens, answers.logprobs, answers.prompt_logprobs, strict=True):
+            assert tokens == references.continued(folder, prompt, TOKENS)
+            expected = references.most_probable(folder, prompt + tokens[:-1], engine.NEXT)[len(prompt) - 1 :]
+            assert (torch.tensor(found) - expected).abs().max() < 5e-5
+            assert len(own) in (0, len(prompt) - 1)
+            if own:
+                assert (torch.tensor(own) - references.scored(folder, prompt)).abs().max() < 5e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "softcap"])
@@ -30,10 +35,9 @@ def test_the_unquantized_format_says_what_transformers_says(tmp_path, family, ch
     folder = tiny_models.write(family, tmp_path)
     arguments = {"chunked_prefill_size": 32} if chunked else {}
     changes = '{"hidden_act": "gelu_pytorch_tanh"}' if family == "softcap" else "{}"  # where transformers has another name
-    report = engine.run(folder, "quantkv_none", PROMPTS, tokens=TOKENS, json_model_override_args=changes, **arguments)
-    assert report.error == "", report.log[-3000:]
+    report = engine.run(folder, "quantkv_none", PROMPTS, tokens=TOKENS, scored=True, json_model_override_args=changes, **arguments)
+    says_what_transformers_says(report, folder, PROMPTS)
     assert report.formats == ["fp32", "fp32"] and report.calls["decode"] > 0
-    says_what_transformers_says(folder, report.answers[0])
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128])
@@ -42,11 +46,10 @@ def test_larger_pages_say_the_same(tmp_path, page_size):
     folder = tiny_models.write("llama", tmp_path)
     given = {"disable_radix_cache": False, "chunked_prefill_size": 128, "json_model_override_args": "{}"}
     report = engine.run(folder, "quantkv_none", [LONG, *PROMPTS], tokens=TOKENS, rounds=2, page_size=page_size, **given)
-    assert report.error == "" and report.page_size == page_size, report.log[-3000:]
+    says_what_transformers_says(report, folder, [LONG, *PROMPTS])
+    assert report.page_size == page_size
     assert report.page_bytes == [get_format("fp32").cache_spec(2, 64, block_size=page_size).block_bytes] * 2
-    first, again = report.answers
-    assert first.tokens == again.tokens == [references.continued(folder, prompt, TOKENS) for prompt in [LONG, *PROMPTS]]
-    assert again.cached[0] == (len(LONG) - 1) // page_size * page_size
+    assert report.answers[1].cached[0] == (len(LONG) - 1) // page_size * page_size
 
 
 @pytest.mark.parametrize("arguments", [{"chunked_prefill_size": 32}, engine.TIGHT], ids=["chunked", "retracted"])
@@ -107,6 +110,22 @@ KVCacheConfigurator._profile_available_bytes = lambda self, before: {memory}
     assert report.tokens == memory // (page // PAGE) // PAGE * PAGE
 
 
+def test_keys_and_values_apart_and_the_page_size_that_nobody_asks_for(tmp_path):
+    folder = tiny_models.write("llama", tmp_path)
+    report = engine.run(folder, "quantkv_int8/int4", page_size=None, json_model_override_args="{}")
+    assert (report.error, report.page_size, report.formats) == ("", PAGE, ["int8/int4"] * 2)
+
+
+@pytest.mark.parametrize("prompt", ["own", "stored"])
+def test_prompts_read_their_own_rows_as_given(tmp_path, prompt):
+    """At 2 bits, which otherwise cost more than a nat."""
+    folder = tiny_models.write("llama", tmp_path)
+    given = {"environment": {"QUANTKV_PROMPT": prompt}, "scored": True, "json_model_override_args": "{}"}
+    report = engine.run(folder, "quantkv_int2", [LONG], **given)
+    off = (torch.tensor(report.answers[0].prompt_logprobs[0]) - references.scored(folder, LONG)).abs()
+    assert off.max() < 1e-4 if prompt == "own" else off.mean() > 1.0
+
+
 SWA = {"hidden_act": "gelu_pytorch_tanh", "is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0]}  # layer 0 gets SGLang's pool for windows
 # SGLang has it for models that a CPU does not run; of Gemma 2 it keeps all layers in one pool.
 ALLOWED = """
@@ -130,6 +149,22 @@ def test_layers_with_windows_have_a_pool_of_their_own(tmp_path, stored):
     assert report.pools == [pool, pool] and (report.tokens, report.window_tokens) == (512, 256)
     page = get_format("fp32" if stored == "none" else stored).cache_spec(2, 64, block_size=PAGE).block_bytes
     assert report.page_bytes == [page, page] and report.pool_bytes == page * (512 // PAGE + 1 + 256 // PAGE + 1)
-    for answers in report.answers if stored == "none" else ():
-        says_what_transformers_says(folder, answers)
+    if stored == "none":
+        says_what_transformers_says(report, folder, PROMPTS)
     assert sum(report.answers[1].cached) > 0
+
+
+@pytest.mark.parametrize("stored", ["none", "int4"])
+def test_pools_for_windows_fill_the_memory(tmp_path, stored):
+    """Bytes of pages, not of rows, say how many tokens each of the two pools holds."""
+    memory = 64 << 20
+    setup = f"""
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+KVCacheConfigurator._profile_available_bytes = lambda self, before: {memory}
+"""
+    given = {"max_total_tokens": None, "json_model_override_args": json.dumps(SWA)}
+    report = engine.run(tiny_models.write("softcap", tmp_path), f"quantkv_{stored}", setup=ALLOWED + setup, **given)
+    assert report.error == "", report.log[-3000:]
+    page = get_format("fp32" if stored == "none" else stored).cache_spec(2, 64, block_size=PAGE).block_bytes
+    assert 0 < report.window_tokens < report.tokens
+    assert memory - 3 * page < (report.tokens + report.window_tokens) // PAGE * page <= memory

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkv.calibration import Calibration
 from quantkv.integrations.sample_tokens import sample_tokens
-from quantkv.integrations.transformers import calibrate
+from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention
 
 TOKENS = 16
 LIMIT = 256  # positions: so few that moments are averaged over all of them
@@ -54,6 +54,43 @@ def test_a_preset_takes_statistics_and_loses_less(biases):
     assert 0 < off[0] < off[1] / 2  # at 4 bits the greater loss ends where a row says nothing
 
 
+@torch.inference_mode()
+def through_our_cache(folder, policy):
+    """Log-probability of each token of `PROMPT` but the first, in transformers over the same pages."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    use_quantkv_attention(model)
+    logits = model(torch.tensor([PROMPT]), past_key_values=QuantizedCache(model.config, policy, prompt="stored")).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+
+WINDOW = {"full_precision": {"sink": 16, "recent": 24}}
+
+
+@pytest.mark.parametrize("more", [{}, WINDOW], ids=["stored", "full_precision"])
+def test_a_calibration_says_what_transformers_says_through_our_cache(biases, tmp_path, more):
+    """On one rank, and on two that take their heads of it. A wrong layer, head or position costs nats."""
+    model = AutoModelForCausalLM.from_pretrained(biases, dtype=torch.float32, trust_remote_code=False)
+    calibrate(model, sample_tokens(None, 128, 512)[0]).save(tmp_path / "made.safetensors")
+    given = asked(tmp_path, format="levels4", calibration="made.safetensors", prompt="stored", **more)
+    wanted = through_our_cache(biases, given["environment"]["QUANTKV_POLICY"])
+    given["environment"]["SGLANG_CPU_OMP_THREADS_BIND"] = "0|0"
+    for ranks in (1, 2):
+        report = engine.run(biases, "quantkv_policy", [PROMPT], scored=True, tp_size=ranks, **given)
+        assert report.error == "", report.log[-3000:]
+        assert (torch.tensor(scores(report)) - wanted).abs().max() < 1e-4
+
+
+def test_what_the_engine_measures_is_what_its_layers_store_by(biases, tmp_path):
+    file = tmp_path / "made.safetensors"
+    given = asked(tmp_path, format="levels4", statistics="auto", prompt="stored")
+    given["environment"][engine.MEASURED] = str(file)
+    report = engine.run(biases, "quantkv_policy", [PROMPT], scored=True, **given)
+    assert report.error == "", report.log[-3000:]
+    again = asked(tmp_path, format="levels4", calibration=file.name, prompt="stored")
+    wanted = through_our_cache(biases, again["environment"]["QUANTKV_POLICY"])
+    assert (torch.tensor(scores(report)) - wanted).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("family", ["llama", "biases", "softcap"])
 def test_the_engine_measures_what_calibrate_measures(tmp_path, family):
     folder, file = tiny_models.write(family, tmp_path / "model"), tmp_path / "measured.safetensors"
@@ -88,3 +125,12 @@ def test_all_tokens_at_full_precision_say_what_transformers_says(tmp_path, argum
     report = engine.run(folder, "quantkv_policy", PROMPTS, tokens=TOKENS, **given, **arguments)
     assert agree(report, folder) == 1.0 and report.formats == ["int2", "int2"]
     assert (report.retracted > 0) == (arguments is engine.TIGHT)
+
+
+def test_every_sequence_that_may_run_has_room_for_its_full_precision_tokens(tmp_path):
+    """All of eight short sequences, at int2."""
+    folder, prompts = tiny_models.write("llama", tmp_path / "model"), [tiny_models.prompt(seed, 18) for seed in range(10, 18)]
+    given = asked(tmp_path, format="int2", full_precision={"sink": 16, "recent": 24})
+    report = engine.run(folder, "quantkv_policy", prompts, tokens=TOKENS, **given)
+    assert report.error == "", report.log[-3000:]
+    assert report.answers[0].tokens == [references.continued(folder, prompt, TOKENS) for prompt in prompts]
