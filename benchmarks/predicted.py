@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from quantkv import assumed
 from quantkv.bench.shapes import Shape
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,12 +64,18 @@ class Gpu(NamedTuple):
     simd: bool = False
 
 
+def _known(name: str, *speeds: float, **cycles: float) -> Gpu:
+    """One that kernels are compiled ahead for."""
+    gpu = assumed.GPUS[name]
+    return Gpu("".join(map(str, gpu.capability)), gpu.shared_bytes, gpu.multiprocessors, *speeds, **cycles)
+
+
 GPUS = {
-    "H100": Gpu("90", 228 << 10, 132, 1.98, 3350, 8),
-    "H200": Gpu("90", 228 << 10, 132, 1.98, 4800, 8),
-    "A100": Gpu("80", 164 << 10, 108, 1.41, 2039, 8, fp32=2),
-    "L40S": Gpu("89", 100 << 10, 142, 2.52, 864, 16, half=2),
-    "RTX 4090": Gpu("89", 100 << 10, 128, 2.52, 1008, 32, half=2),
+    "H100": _known("h100", 1.98, 3350, 8),
+    "H200": _known("h200", 1.98, 4800, 8),
+    "A100": _known("a100", 1.41, 2039, 8, fp32=2),
+    "L40S": _known("l40s", 2.52, 864, 16, half=2),
+    "RTX 4090": _known("rtx-4090", 2.52, 1008, 32, half=2),
     "RTX 5090": Gpu("120", 100 << 10, 170, 2.41, 1792, 32, half=2),
     "MI300X": Gpu("gfx942", 100 << 10, 304, 2.10, 5300, 16, simd=True),
 }

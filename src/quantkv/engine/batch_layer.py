@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -108,25 +110,31 @@ class BatchLayer:
         mask: bool `[S, tokens]`, False for padding; or `mask_summary` of it; None: nothing is padded. options: scale, softcap and sinks.
         A call that is refused changes nothing. One that fails later leaves a cache that refuses everything until it is reset.
         """
-        cache_positions = self.sequences.cache_positions
         pages = self._new_pages(key, value) if self.pages is None else self.pages
         call = tuple((t.shape, t.dtype, t.device) for t in (query, key, value))
         call += tuple(id(v) if isinstance(v, torch.Tensor) else v for v in options.values())  # `_like` keeps them alive
         if call != self._checked:
             self._check(pages, query, key, value, **options)
             self._checked = call
-        cache_positions.enter(self.seen, query.shape[0], query.shape[2], mask)
+        with self._under_way(pages, query.shape[0], query.shape[2], mask):
+            self._like = query.shape, query.dtype, options
+            return self._attend(query, (key, value), mask, **options)
+
+    @contextmanager
+    def _under_way(self, pages: PagedCache, batch_size: int, count: int, mask: torch.Tensor | None) -> Iterator[None]:
+        """The pass over `count` new tokens of each sequence, for which the layer has pages and room. One that fails leaves a cache that
+        refuses everything until it is reset. pages: where this is the first."""
+        cache_positions = self.sequences.cache_positions
+        cache_positions.enter(self.seen, batch_size, count, mask)
         self.pages, self.is_initialized = pages if self.pages is None else self.pages, True  # `enter` may have made them more
-        self._like = query.shape, query.dtype, options
         try:
             self.make_room(self.sequences.table.num_pages, [])
-            out = self._attend(query, (key, value), mask, **options)
+            yield
             self.turn = cache_positions.turn + 1
             cache_positions.leave()
         except BaseException:
             cache_positions.failed = True
             raise
-        return out
 
     def _attend(
         self,

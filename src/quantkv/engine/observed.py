@@ -74,10 +74,11 @@ def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor],
         if rotation is None:
             key_means |= {number: mean[None] for number, mean in zip(own, means)}
             continue
-        covariances = rotated_moments([layers[number].covariance for number in own], rotations[rotation], limit)
-        for number, covariance, (key_mean, strays) in zip(own, covariances, rotated_means(means, rotations[rotation], limit)):
+        covariances = [layers[number].covariance for number in own]
+        moments = rotated_moments([hessians[number] for number in own] + covariances, rotations[rotation], limit)
+        hessians |= dict(zip(own, moments))
+        for number, covariance, (key_mean, strays) in zip(own, moments[len(own) :], rotated_means(means, rotations[rotation], limit)):
             key_means[number], spreads[number] = key_mean, covariance.diagonal(dim1=1, dim2=2) + strays
-        hessians |= dict(zip(own, rotated_moments([hessians[number] for number in own], rotations[rotation], limit)))
     made = {}
     for number, sums in layers.items():
         key_mean = key_means[number].clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu() if sums.understood else None

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from ...engine.observed import LayerSums, calibration_of, causal_attention, layer_moments, value_moments
 from ..at_start import contexts, measured, release
 from ..rotations import SeenRotations
-from .layers import Layer, Layers
+from .layers import Layers
 
 logger = logging.getLogger("sglang.quantkv")
 ROTARIES = "sglang.srt.layers.rotary_embedding"
@@ -33,9 +33,9 @@ class Observer(AttentionBackend):
 
     token_to_kv_pool = SimpleNamespace(dtype=torch.uint8)
 
-    def __init__(self, layers: Layers, owners: dict[int, Layer]) -> None:
+    def __init__(self, layers: Layers) -> None:
         super().__init__()
-        self.layers, self.owners = layers, owners
+        self.layers = layers
         self.rotations = SeenRotations(ROTARIES)
         self.sums: dict[int, LayerSums] = {}
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -48,9 +48,7 @@ class Observer(AttentionBackend):
             self.rotations.forget()
         else:
             k, v = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim), v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
-            if number in self.owners:
-                self.rotations.add(self.sums.setdefault(number, LayerSums()), q, k)
-            self.rotations.forget()
+            self.rotations.add(self.sums.setdefault(number, LayerSums()), q, k)
             self.seen[number] = k.clone(), v.clone()
         attention = self.layers.attention[id(layer)].with_sinks(given.get("sinks"))
         return causal_attention(attention, q, *self.seen[number]).flatten(1)
@@ -84,7 +82,7 @@ def _measured(configurator: Any, layers: Layers) -> tuple[Any, str]:
     body = _body(configurator.model)
     tokenizer = None if args.skip_tokenizer_init else args.tokenizer_path or args.model_path
     parts, source = contexts(tokenizer, config.vocab_size, config.context_len, device)
-    observer = Observer(layers, layers.of)
+    observer = Observer(layers)
     with torch.inference_mode(), observer.rotations.watching(configurator.model):
         for part in parts:
             _forward(body, observer, part)

@@ -162,27 +162,17 @@ class LatentLayer(QuantizedLayer):
     def _stored_and_read(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For attention that is not ours."""
         new, (batch_size, _, count, _), before = (key_states, value_states), key_states.shape, self.seen
-        pages, cache_positions = self._new_pages(*new) if self.pages is None else self.pages, self.sequences.cache_positions
-        cache_positions.enter(self.seen, batch_size, count, None)
-        self.pages, self.is_initialized = pages if self.pages is None else self.pages, True
-        try:
-            self.make_room(self.sequences.table.num_pages, [])
+        own = self.prompt == "own" and count > 1
+        with self._under_way(self._new_pages(*new) if self.pages is None else self.pages, batch_size, count, None):
             self.store(self._centred(key_states), value_states)
-            self.turn = cache_positions.turn + 1
-            read = None if self.prompt == "own" and count > 1 and not before else self._read_back(batch_size, key_states)
-            cache_positions.leave()
-        except BaseException:
-            cache_positions.failed = True
-            raise
-        if read is None:
-            return new
-        if self.prompt == "own" and count > 1:
-            return tuple(torch.cat([t[:, :, :before], given], 2) for t, given in zip(read, new))
-        return read
+            if own and not before:
+                return new
+            read = self._read_back(batch_size, before + count, key_states)
+        return tuple(torch.cat([t[:, :, :before], given], 2) for t, given in zip(read, new)) if own else read
 
-    def _read_back(self, batch_size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_back(self, batch_size: int, seen: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents `[S, 1, seen, latent]` and rotated dimensions of all tokens, in the dtype and on the device of `like`."""
-        seen, spec, device = self.seen, self.pages.spec, like.device
+        spec, device = self.pages.spec, like.device
         table = torch.tensor(self.sequences.table.rows, dtype=torch.int32, device=device)
         starts = torch.arange(batch_size + 1, device=device) * seen
         out = tuple(like.new_empty(batch_size * seen, 1, size) for size in (spec.head_size, spec.head_size_v))

@@ -229,10 +229,15 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
     def _observed_latents(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, **unused):
         """Attention of the pass that measures the model, over its own rows: `q [T, HQ, nope + rope]` into `output [T, HQ * V]`."""
         self.observer.see_latents(self, k_c_normed)
-        heads = self.kv_b_proj(k_c_normed)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
-        found = causal_attention(self.attention, q, self._concat_k_nope_k_pe(k_nope, k_pe), v)
+        found = causal_attention(self.attention, q, *self._keys_and_values(k_c_normed, k_pe))
         return output.copy_(found.view_as(output))
+
+    def _keys_and_values(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer's up-projection makes of latents `[T, latent]`: keys `[T, HQ, nope + rope]`, values `[T, HQ, V]`. rotated: `[T, 1,
+        rope]`."""
+        heads = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
+        return self._concat_k_nope_k_pe(k_nope, rotated), v
 
     def warm_up(self, kv_cache: torch.Tensor, verified: int, table_width: int) -> dict[str, str]:
         """Compile what its calls need, those of prompts too."""
@@ -291,9 +296,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
             where = prefill.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts
             full_precision = attn_metadata.full_precision_of_prompts(chunk.request_slice.start, len(where[0]))
             latents, rotated = self._gather(context.workspace, *where, chunk.num_context_tokens, full_precision)
-            heads = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-            k_nope, v = heads.split([self.qk_nope_head_dim, self.v_head_dim], 2)
-            k = self._concat_k_nope_k_pe(k_nope, rotated)
+            k, v = self._keys_and_values(latents, rotated)
             part = prefill.prefill_backend.run_prefill_context_chunk(chunk=chunk, q=q[chunk.token_slice], k=k, v=v)
             if found is None:
                 found = init_mla_context_partial(context, *part, num_tokens=len(q))
