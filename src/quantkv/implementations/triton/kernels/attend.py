@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .columns import column_count, decayed, halve, narrow, partial_sum, spread, turned, widen
+from .columns import LEAST_COLUMNS, decayed, halve, narrow, partial_sum, spread, turned, widen
 from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, used_slots, visible, whole_tiles
 from .powers import inverse_power, largest_finite, power_of_two_below
 from .tiles import decode, join_operand, join_planes, key_mean_row, load_cached, load_rows, split_planes, zero_of
@@ -45,7 +45,7 @@ def load_query(q, token, head, row_mask, map, kv_head, K: tl.constexpr, PRECISIO
     DTYPE: tl.constexpr = tl.float32 if F32 else K.codec.operand
     FACTORS: tl.constexpr = K.factors
     M: tl.constexpr = token.shape[0]
-    token, head, row_mask = spread(token, head, row_mask, column_count(M, KEYS))
+    token, head, row_mask = spread(token, head, row_mask, KEYS)
     at = q.ptr + token * q.stride_token + head * q.stride_head
     loaded = load_rows(at, row_mask, map, kv_head, token, K, False, PRECISION)
     largest = tl.full([token.shape[0]], 2.0**-100, tl.float32)  # a query of zeros has a unit too
@@ -207,7 +207,7 @@ def no_values(BLOCK_M: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, JOINED
     """What `add_values` adds to first: a tile for each plane, or one for all."""
     WIDTH: tl.constexpr = V.width
     PLANES: tl.constexpr = V.codec.planes
-    COLUMNS: tl.constexpr = column_count(BLOCK_M, KEYS)
+    COLUMNS: tl.constexpr = LEAST_COLUMNS if BLOCK_M < LEAST_COLUMNS else BLOCK_M  # of a product, where keys run down
     if JOINED:
         acc = (tl.zeros([BLOCK_M, WIDTH * PLANES], tl.float32),)
     else:

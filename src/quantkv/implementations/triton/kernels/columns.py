@@ -10,12 +10,6 @@ LEAST_COLUMNS = tl.constexpr(8)  # of a product
 
 
 @triton.jit
-def column_count(BLOCK_M: tl.constexpr, KEYS: tl.constexpr):
-    """Columns of a product of BLOCK_M queries; of queries that run down (KEYS is 1) as many as there are."""
-    return max(BLOCK_M, LEAST_COLUMNS) if KEYS == 0 else BLOCK_M
-
-
-@triton.jit
 def turned(planes):
     """Each transposed."""
     other = ()
@@ -61,10 +55,10 @@ def halve(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def spread(token, head, row_mask, SIZE: tl.constexpr):
-    """Rows of queries, `[M]` each, with an empty one after each where SIZE is 2 M."""
-    if token.shape[0] < SIZE:
-        return twice(token), twice(head), twice(row_mask) & (tl.arange(0, SIZE) % 2 == 0)
+def spread(token, head, row_mask, KEYS: tl.constexpr):
+    """Rows of queries, `[M]` each, with an empty one after each where keys run down (KEYS is 0) and there would be too few columns."""
+    if KEYS == 0 and token.shape[0] < LEAST_COLUMNS:
+        return twice(token), twice(head), twice(row_mask) & (tl.arange(0, LEAST_COLUMNS) % 2 == 0)
     else:
         return token, head, row_mask
 
