@@ -499,3 +499,13 @@ def test_rows_of_dequantized_values_are_kept():
     out, _ = b.attend(**TRITON)
     expected = codes.view(torch.float8_e4m3fn).to(torch.float16)
     assert torch.equal(out.cpu().nan_to_num(12345.0), expected.nan_to_num(12345.0))
+
+
+@pytest.mark.parametrize("range_", [(23, 21), (21, 21), (0, 0)])
+def test_a_range_of_no_keys_reads_no_page(range_):
+    """The pages around it may be anyone's, or none. With an end before its beginning, or within a page."""
+    b = batch("fp8", ((1, 2), (40, 31)), block_size=16)
+    table = torch.full_like(b.block_table, 1 << 30)
+    ranges = torch.tensor([range_] * 2, dtype=torch.int32, device=DEVICE)
+    out, lse = replace(b, block_table=table).attend(implementation="triton", key_range=ranges)
+    assert (out == 0).all() and (lse == -torch.inf).all()

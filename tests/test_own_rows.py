@@ -327,7 +327,7 @@ def test_refusals(name, queries):
         b.attend(own=change(*(t.clone() for t in own_of(b))), max_query_len=max(queries))
 
 
-@pytest.mark.skipif(not hopper_on_cpu.AVAILABLE, reason="needs g++")
+@pytest.mark.skipif(not hopper_on_cpu.AVAILABLE or torch.cuda.is_available(), reason="needs g++, and tensors on a CPU")
 @pytest.mark.parametrize("name", ["int4", "fp8"])
 def test_hopper_kernels_verify_over_copies(name, monkeypatch, tmp_path):
     """The sources, run on a CPU: drafts beside a sequence that decodes and a short prompt."""

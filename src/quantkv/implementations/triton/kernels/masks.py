@@ -66,9 +66,10 @@ def used_slots(slot, low, high, F: tl.constexpr):
 
 @triton.jit
 def split_bounds(low, high, split, BLOCK_N: tl.constexpr, F: tl.constexpr):
-    """Tiles of slots, from begin to before end, that this split of slots low .. high reads."""
+    """Tiles of slots, from begin to before end, that this split of slots low .. high reads. Of no slot no tile: the table may hold anything
+    for the pages around."""
     begin = low // BLOCK_N
-    end = tl.cdiv(high, BLOCK_N)
+    end = tl.where(low < high, tl.cdiv(high, BLOCK_N), begin)
     if F.split_tiles > 0:
         return tl.maximum(begin, split * F.split_tiles), tl.minimum(end, (split + 1) * F.split_tiles)
     else:
