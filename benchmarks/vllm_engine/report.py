@@ -38,7 +38,7 @@ def cell(scenario: str, found: dict, base: dict) -> str:
 
 def main() -> None:
     results = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] not in LEFT_OUT))
+    types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] in ("main", "reasoning", *JOBS)))
     types.sort(key=lambda t: (t.startswith("quantkv"), t != BASE))
     table: dict[str, dict[str, str]] = {}
     for engine in results:
