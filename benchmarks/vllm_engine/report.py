@@ -14,10 +14,12 @@ TITLES = {
     "decode": "decode, {sequences} x {context:,}",
     "fit": "decode, all x {context:,} that fit",
     "serving": "{requests} requests, {rate:g} a second: tokens/s; 99th percentile between tokens",
+    "reasoning": "{requests} requests of {prompt:,} and about {answer:,} new tokens",
     "verify": "drafts of 4, {sequences} x {context:,}",
 }
 JOBS = {"two_gpus": "two GPUs, Llama-3-70B with 20 layers: "}
-LEFT_OUT = ("smoke", "invariant")  # models of two layers
+JOBS |= {f"latents{n}": f"DeepSeek-V3 with 16 layers, {n} heads: " for n in (16, 128)}
+LEFT_OUT = ("smoke", "cache", "invariant")  # models of two layers
 
 
 def cell(scenario: str, found: dict, base: dict) -> str:
@@ -36,7 +38,7 @@ def cell(scenario: str, found: dict, base: dict) -> str:
 
 def main() -> None:
     results = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] == "main"))
+    types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] in ("main", "reasoning", *JOBS)))
     types.sort(key=lambda t: (t.startswith("quantkv"), t != BASE))
     table: dict[str, dict[str, str]] = {}
     for engine in results:

@@ -7,9 +7,13 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
 
     smoke      a model of two layers: does it start, does it repeat
     main       Llama-3-8B: prefill, a serving mix, and decode over contexts that count as computed, up to all that fit. The type
-               quantkv_policy:FORMAT is FORMAT with a calibration (random numbers), rounded by its Hessian, and full-precision tokens; its
-               contexts are computed, as full-precision tokens are of pages that were written here
-    verify     the same model with drafts found in the text (ngram, 4 tokens)
+               quantkv_policy:FORMAT is FORMAT with a calibration (random numbers), rounded by its Hessian, and full-precision tokens. Its
+               contexts, and a preset's, are computed, as full-precision tokens are of pages that were written here
+    reasoning  the same model: short prompts, long answers, all at once
+    latents16, latents128
+               DeepSeek-V3's geometry with 16 or 128 heads: 16 layers, each with an eighth of a dense layer's inner size and no experts
+    cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
+    verify     Llama-3-8B with drafts found in the text (ngram, 4 tokens)
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
     two_gpus   a quarter of Llama-3-70B's layers on two GPUs
     one_rank, two_ranks   a model of two layers from a checkpoint, whose answers on one GPU and on two are compared; the type
@@ -32,10 +36,41 @@ from offline import set_environment
 LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 LLAMA_70B = {"num_hidden_layers": 20, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
 SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 16,
+    "first_k_dense_replace": 16,
+    "hidden_size": 7168,
+    "intermediate_size": 2304,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": None,
+}
 GRAPHS = (1, 2, 4, *range(8, 129, 8), *range(144, 1024, 16))  # sequences that decode together: close to each other, as vLLM's own
 POLICY = "quantkv_policy"
-JOBS = ("smoke", "main", "verify", "invariant", "two_gpus", "one_rank", "two_ranks")
-SMALL_JOBS = ("smoke", "invariant", "one_rank", "two_ranks")
+GEOMETRIES = {"two_gpus": LLAMA_70B}
+GEOMETRIES |= {f"latents{n}": DEEPSEEK_V3 | {"num_attention_heads": n, "num_key_value_heads": n} for n in (16, 128)}
+SMALL_JOBS = ("smoke", "cache", "invariant", "one_rank", "two_ranks")
+GEOMETRIES |= dict.fromkeys(SMALL_JOBS, SMALL)
+JOBS = ("smoke", "main", "reasoning", "latents16", "latents128", "cache", "verify", "invariant", "two_gpus", "one_rank", "two_ranks")
+DECODING = ("main", "latents16", "latents128")  # jobs that take --decode
+CACHES = ("QUANTKV_CACHE", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # folders of kernels
+CACHE_BLOCKS = 66  # of 16 tokens: they hold one request of the longest, and not the four of the job `cache`
 FROM_CHECKPOINT = ("one_rank", "two_ranks")
 FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quantkv_int2": 720}  # sequences of 8,192 on 141 GB
 
@@ -58,23 +93,35 @@ def write_config(folder: Path, **geometry) -> str:
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(common | geometry))
+    config = {name: value for name, value in (common | geometry).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
-def with_full_precision_tokens(kv_type: str) -> str | None:
+def calibrated_format(kv_type: str) -> str | None:
     """The format of a type quantkv_policy:FORMAT; None for any other."""
     return kv_type.partition(":")[2] or None
+
+
+def is_preset(kv_type: str) -> bool:
+    """Whether a type is quantkv's by bits: full-precision tokens, and statistics of the weights that are there at start."""
+    return re.fullmatch(r"quantkv_\dbit", kv_type) is not None
+
+
+def computes_contexts(kv_type: str, args) -> bool:
+    """Whether contexts are computed rather than counted as computed: full-precision tokens are of pages that were written here."""
+    return kv_type in args.computed.split(",") or calibrated_format(kv_type) is not None or is_preset(kv_type)
 
 
 def engine(job: str, kv_type: str, out: Path, args) -> object:
     """An LLM of vLLM for this job and this KV type."""
     import checkpoint
+    import workers
     from vllm import LLM
 
-    geometry = SMALL if job in SMALL_JOBS else LLAMA_70B if job == "two_gpus" else LLAMA_8B
+    geometry = GEOMETRIES.get(job, LLAMA_8B)
     folder = Path(write_config(out / "models" / ("checkpoint" if job in FROM_CHECKPOINT else job), **geometry))
-    most = FIT.get(kv_type, 64) if job == "main" and args.fit else 64
+    most = args.thinking[0] if job == "reasoning" else FIT.get(kv_type, 64) if job == "main" and args.fit else 64
     graphs = [*(n for n in GRAPHS if n < most), most]
     options = {
         "load_format": "dummy",
@@ -92,9 +139,14 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     }
     if kv_type.startswith("quantkv_"):
         options["attention_backend"] = "CUSTOM"
-    if fmt := with_full_precision_tokens(kv_type):
+    if kv_type.startswith("turboquant_"):
+        workers.keep_flash_attention_3()
+    if job == "cache":
+        options |= {"enable_prefix_caching": True, "max_model_len": 1024, "block_size": 16, "num_gpu_blocks_override": CACHE_BLOCKS}
+    if job != "two_gpus" and job not in FROM_CHECKPOINT:
+        workers.draw_weights_at_load()
+    if fmt := calibrated_format(kv_type):
         options["additional_config"] = {"quantkv_policy": checkpoint.write_calibrated_policy(folder, geometry, fmt)}
-        return LLM(str(folder), **options, **json.loads(args.extra))
     if job in ("two_gpus", "two_ranks"):
         options["tensor_parallel_size"] = 2
     if job in FROM_CHECKPOINT:
@@ -105,20 +157,24 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     if job == "verify":
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
         options["compilation_config"]["cudagraph_capture_sizes"] = [5 * n for n in (1, 8, 32, most)]
-    options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
-    return LLM(str(folder), **options, **json.loads(args.extra))
+    if job not in ("cache", "reasoning") and not computes_contexts(kv_type, args):
+        options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
+    return LLM(str(folder), **options | json.loads(args.extra))
 
 
 def measure(job: str, kv_type: str, out: Path, args) -> dict:
     os.environ["VLLM_PLUGINS"] = "quantkv" if kv_type.startswith("quantkv_") else ""
     if job == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if args.fresh:
+        for name in CACHES:
+            os.environ[name] = str(out / "caches" / f"{job}-{kv_type.replace(':', '-')}" / name)
     start = time.perf_counter()
     import scenarios
     import workers
 
     llm = engine(job, kv_type, out, args)
-    if job not in FROM_CHECKPOINT:
+    if job == "two_gpus":
         llm.collective_rpc(workers.draw_weights)
     found = {"job": job, "type": kv_type, "start_s": round(time.perf_counter() - start, 1), **llm.collective_rpc(workers.facts)[0]}
     print("STARTED", json.dumps(found), flush=True)
@@ -137,16 +193,24 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         note("padding", scenarios.padding)
     if job in FROM_CHECKPOINT:
         return found
+    if job == "cache":
+        note("prefix", scenarios.prefix)
+        note("preempted", scenarios.preempted)
+        return found
+    if job == "reasoning":
+        note("reasoning", scenarios.reasoning, *args.thinking)
+        return found
     if job == "main" and args.prompts:
         note("prefill", scenarios.prefill, 8, 8192)
         note("prefill", scenarios.prefill, 2, 32768)
+    if job == "main" and args.requests:
         note("serving", scenarios.serving, args.requests, args.rate)
-    if not with_full_precision_tokens(kv_type):
+    if not computes_contexts(kv_type, args):
         scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
     if job == "verify":
         note("verify", scenarios.speculative, 64, 8192)
         return found
-    for size in args.decode.split(",") if job == "main" else ["4x200"] if job in ("smoke", "invariant") else ["64x8192"]:
+    for size in args.decode.split(",") if job in DECODING else ["4x200"] if job in ("smoke", "invariant") else ["64x8192"]:
         note("decode", scenarios.decode, *map(int, size.split("x")))
     if job == "main" and args.fit and kv_type in FIT:
         note("fit", scenarios.decode, FIT[kv_type], 8192, 48)
@@ -187,14 +251,18 @@ def main() -> None:
     parser.add_argument("--jobs", default="main", help=f"of {', '.join(JOBS)}, separated by commas")
     parser.add_argument("--types", default="auto,fp8,int8_per_token_head,int4_per_token_head,quantkv_int8,quantkv_int4,quantkv_int2")
     parser.add_argument("--decode", default="64x8192,8x32768", help="sequences x context")
-    parser.add_argument("--requests", type=int, default=96, help="of the serving mix")
+    parser.add_argument("--requests", type=int, default=0, help="of the serving mix; 0: it is left out")
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second that arrive in it")
     parser.add_argument("--fit", action="store_true", help="also all sequences of 8,192 that fit")
-    parser.add_argument("--prompts", action="store_true", help="also prefill and the serving mix")
+    parser.add_argument("--prompts", action="store_true", help="also prefill")
+    parser.add_argument("--computed", default="", help="types whose contexts are computed though they could count as computed")
+    parser.add_argument("--fresh", action="store_true", help="every engine begins with no kernels on the disk: start_s is a first start's")
+    parser.add_argument("--thinking", default="256x1024x2048", help="of the job reasoning: requests x prompt x mean answer")
     parser.add_argument("--deadline", type=float, default=1e9, help="start no engine later than this many seconds")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one engine")
     parser.add_argument("--extra", default="{}", help="JSON with more arguments of vLLM's LLM")
     args = parser.parse_args()
+    args.thinking = tuple(map(int, args.thinking.split("x")))
     args.out.mkdir(parents=True, exist_ok=True)
     set_environment(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions are sent to the workers
     start = time.perf_counter()

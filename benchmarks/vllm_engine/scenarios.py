@@ -136,12 +136,90 @@ def speculative(llm, sequences: int, context: int, steps: int = 64) -> dict:
     return found
 
 
+def reasoning(llm, requests: int, prompt: int, answer: int, limit: float = 150.0) -> dict:
+    """Requests that think at length: all arrive at once, with short prompts, and answers of half to one and a half times `answer`. What
+    did not end within `limit` seconds is left out. How many ran together is of all steps."""
+    engine = llm.llm_engine
+    names, *_ = begin(engine, prompts(2, prompt, 3), sampling(8))
+    drain(engine, names)
+    scheduler = engine.engine_core.engine_core.scheduler
+    lengths = np.random.default_rng(1).integers(answer // 2, answer * 3 // 2, requests).tolist()
+    preempted, tokens, running, start = preemptions(scheduler), 0, [], time.perf_counter()
+    for i, given in enumerate(prompts(requests, prompt, 5)):
+        engine.add_request(f"request-{i}", given, sampling(lengths[i]))
+    while engine.has_unfinished_requests() and time.perf_counter() - start < limit:
+        tokens += sum(len(o.outputs[0].token_ids) for o in engine.step())
+        running.append(len(scheduler.running))
+    seconds = time.perf_counter() - start
+    finished = not engine.has_unfinished_requests()
+    drain(engine, [f"request-{i}" for i in range(requests)])
+    return {
+        "requests": requests,
+        "prompt": prompt,
+        "answer": answer,
+        "seconds": round(seconds, 1),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "together": round(float(np.mean(running)), 1),
+        "step_ms": round(seconds / len(running) * 1e3, 3),
+        "preemptions": len(preempted),
+        "finished": finished,
+    }
+
+
+def preemptions(scheduler) -> list:
+    """A list that takes a request whenever the scheduler preempts it, from now on."""
+    seen, preempt = [], scheduler._preempt_request
+
+    def counted(request, *args, **options):
+        seen.append(request)
+        return preempt(request, *args, **options)
+
+    scheduler._preempt_request = counted
+    return seen
+
+
+def greedy(llm, inputs: list[dict], tokens: int = 24) -> list[Answer]:
+    """Greedy answers, of requests that are asked together."""
+    return _answers(_ask(llm, inputs, tokens))
+
+
+def _ask(llm, inputs: list[dict], tokens: int) -> list:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
+    return llm.generate(inputs, params, use_tqdm=False)
+
+
+def _answers(outputs: list) -> list[Answer]:
+    return [
+        (list(o.token_ids), [step[t].logprob for t, step in zip(o.token_ids, o.logprobs)])
+        for o in (output.outputs[0] for output in outputs)
+    ]
+
+
 def answers(llm, count: int = 4) -> list[Answer]:
     """Greedy answers of 24 tokens to the first `count` of four prompts."""
-    inputs = [prompts(1, n, n)[0] for n in (17, 64, 200, 333)][:count]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=1)
-    outputs = [o.outputs[0] for o in llm.generate(inputs, params, use_tqdm=False)]
-    return [(list(o.token_ids), [step[t].logprob for t, step in zip(o.token_ids, o.logprobs)]) for o in outputs]
+    return greedy(llm, [prompts(1, n, n)[0] for n in (17, 64, 200, 333)][:count])
+
+
+def prefix(llm) -> dict:
+    """Prompts asked alone, and again from the prefix cache."""
+    first, again, cached = [], [], []
+    for n in (100, 333, 600):
+        inputs = prompts(1, n, n)
+        first += greedy(llm, inputs)
+        outputs = _ask(llm, inputs, 24)
+        again += _answers(outputs)
+        cached += [output.num_cached_tokens for output in outputs]
+    return {"cached": cached, **compare(first, again)}
+
+
+def preempted(llm, tokens: int = 200) -> dict:
+    """Four requests, which the cache has no room for together, against the same asked alone."""
+    inputs = [prompts(1, n, n + 1)[0] for n in (250, 280, 300, 333)]
+    alone = [answer for given in inputs for answer in greedy(llm, [given], tokens)]
+    llm.reset_prefix_cache()
+    seen = preemptions(llm.llm_engine.engine_core.engine_core.scheduler)
+    together = greedy(llm, inputs, tokens)
+    return {"preemptions": len(seen), **compare(alone, together)}
 
 
 def padding(llm) -> dict:

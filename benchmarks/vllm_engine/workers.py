@@ -5,16 +5,42 @@ from __future__ import annotations
 import torch
 
 
-def draw_weights(worker, seed: int = 1234) -> None:
+def draw_weights(worker) -> None:
     """Weights at random in place of vLLM's dummies, which are all within 1e-3, so that attention would do nothing."""
+    draw_weights_of(worker.model_runner.model)
+
+
+def draw_weights_of(model: torch.nn.Module, seed: int = 1234) -> None:
+    """`draw_weights` of a model."""
     with torch.no_grad():
-        for i, (name, parameter) in enumerate(sorted(worker.model_runner.model.named_parameters())):
+        for i, (name, parameter) in enumerate(sorted(model.named_parameters())):
             if parameter.dim() < 2:
                 if parameter.is_floating_point():
                     parameter.fill_(1.0)
             else:
                 generator = torch.Generator(device=parameter.device).manual_seed(seed + i)
                 parameter.normal_(0.0, 1.0 if "embed" in name else 0.02, generator=generator)
+
+
+def draw_weights_at_load() -> None:
+    """Let vLLM's loader of dummy weights draw them as `draw_weights` does, in this process: an engine measures these at start."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = lambda self, model, model_config: draw_weights_of(model)
+
+
+def keep_flash_attention_3() -> None:
+    """Let engines of this process prompt by FlashAttention 3, where vLLM asks for 2 by a note in the log (TurboQuant)."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    def created(self, *args, **options):
+        config = create(self, *args, **options)
+        config.attention_config.flash_attn_version = 3
+        return config
+
+    EngineArgs.create_engine_config = created
 
 
 def tile(worker, blocks: list[int], num_blocks: int) -> None:
