@@ -281,7 +281,8 @@ def measure(loaded: models.Loaded, name: str, source: str, given: argparse.Names
         if run is None:
             run = {**values, **head, "formats": []}
             runs.append(run)
-        run["formats"] = [row for row in run["formats"] if row["format"] not in left] + values["formats"]
+        taken = {row["format"] for row in values["formats"]}
+        run["formats"] = [row for row in run["formats"] if row["format"] not in taken] + values["formats"]
         save()
 
     say = lambda cache, step: print(f"{name}, {chosen.name}: {cache}, pass {step}", file=sys.stderr, flush=True) if step % 32 == 0 else None
@@ -300,7 +301,7 @@ def device_name(device: torch.device) -> str:
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """Markdown of a part's rows: what was tried of them."""
+    """Markdown of a part's rows, the largest of a run first: what was tried of them."""
     columns = [
         ("model, text", "---", lambda run, row: f"{run['model']}, {run['text']}"),
         ("cache", "---", lambda run, row: f"`{row['format']}`"),
@@ -325,7 +326,8 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
             ("digits right, %", "--:", lambda run, row: report.with_error(row["codes"]["share"], row["codes"]["error"])),
         ]
     lines = ["| " + " | ".join(of[index] for of in columns) + " |" for index in (0, 1)]
-    lines += ["| " + " | ".join(cell(run, row) for *_, cell in columns) + " |" for run in runs for row in run["formats"]]
+    rows = [(run, row) for run in runs for row in sorted(run["formats"], key=lambda row: -row["bytes_per_head"])]
+    lines += ["| " + " | ".join(cell(*row) for *_, cell in columns) + " |" for row in rows]
     return lines if len(lines) > 2 else []
 
 

@@ -99,6 +99,20 @@ def test_caches_and_a_text_that_a_part_does_not_have(measured, text_file, tmp_pa
         measured("b.json", "--part", "domains", "--kv", "int5")
 
 
+def test_rows_of_rivals_stay_beside_each_other(measured, script, text_file, monkeypatch):
+    class Rival(script.readers.ThroughCache):
+        def __init__(self, backend, chunk):
+            super().__init__(chunk)
+            self.size = script.policies.Size(*{"quanto": (10.0, 5.0, 4), "hqq": (8.0, 4.0, 4)}[backend])
+
+    monkeypatch.setattr(script, "Rival", Rival)
+    monkeypatch.setitem(script.PARTS, "rivals", replace(script.PARTS["rivals"], contexts=2, prompt=100, decode=12))
+    (run,) = measured("a.json", "--part", "rivals", "--text", str(text_file))
+    held = {row["format"]: row["bytes_per_head"] for row in run["formats"]}
+    assert list(held) == ["4bit", "transformers quanto 4-bit", "transformers hqq 4-bit"]
+    assert [*held.values()][1:] == [5.0, 4.0]  # what each holds, not what the cache holds that stands in for it
+
+
 def test_added_rows_replace_those_over_fewer_contexts(script):
     def run(contexts, device, **losses):
         head = dict.fromkeys(script.HEAD, "same") | {"contexts": contexts, "device": device}
