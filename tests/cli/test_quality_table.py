@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -136,10 +137,15 @@ def test_tables_of_added_files_stand_in_documents(measured, script, tmp_path, mo
     assert "kept" in lines and json.loads(out.read_text())["runs"][0]["part"] == "short"
 
 
-def test_the_tables_of_the_notebook_are_those_of_the_file(script):
-    runs = json.loads((BENCHMARKS / "results" / "quality-table.json").read_text())["runs"]
-    page = (BENCHMARKS.parent / "notebook" / "2026-11-25-quality-table.md").read_text()
-    for name in ("presets", "parts"):
-        lines = script.table([run for run in runs if run["part"] == name])
-        assert len(lines) > 2 and "\n".join(["<!-- through:" + name + " -->", *lines, "<!-- /through:" + name + " -->"]) in page
-    assert all(run.keys() >= set(script.HEAD) for run in runs)
+def test_tables_in_documents_are_those_of_the_file_that_the_page_names(script):
+    root, held = BENCHMARKS.parent, []
+    for page in [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("notebook/*.md")]:
+        written = page.read_text(encoding="utf-8")
+        for name in re.findall("<!-- through:(.*?) -->", written):
+            file = root / re.search(r"--out (benchmarks/results/[\w-]+\.json)", written)[1]
+            runs = json.loads(file.read_text())["runs"]
+            assert all(run.keys() >= set(script.HEAD) for run in runs)
+            lines = script.table([run for run in runs if run["part"] == name])
+            assert "\n".join([f"<!-- through:{name} -->", *lines, f"<!-- /through:{name} -->"]) in written, (page.name, name)
+            held.append((page.name, name))
+    assert sorted(held, reverse=True)[:2] == [("2026-11-25-quality-table.md", name) for name in ("presets", "parts")]
