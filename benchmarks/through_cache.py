@@ -10,13 +10,14 @@ rivals: transformers' own 4-bit caches, where optimum-quanto and hqq are install
 chunked: the last pass of a prompt that is read in several
 domains: the 4-bit preset over the texts of `--domain`
 short, long: greedy continuations
-codes: passkeys asked again
+codes, far-codes: passkeys asked again in 1,536 and 5,120 tokens
 
 Every row is in FILE.json as soon as it is measured, and what is there is not measured again.
 
 A prompt in one pass reads its own rows, whatever the format. So a model's MLPs compute it once, for the exact cache, and each policy's pass
 over it repeats their outputs; attention and the cache are real. `--whole` computes everything, and shows the prompt's loss.
 `--into` writes a table of each part between `<!-- through:PART -->` and `<!-- /through:PART -->`. `--model none` measures nothing.
+`--add` takes in what other processes or machines measured: of two figures of one cache over one text, that of more contexts stays.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ from quantkv.spec import CacheSpec
 WITHOUT = ("prompt rows", "exact tokens", "key mean", "Hessian", "statistics")
 RIVALS = {"quanto": {}, "hqq": {"axis_key": 1, "axis_value": 1}}
 CONTINUED = 40  # tokens of a greedy continuation
+ALIKE = ("part", "model", "text", "read", "whole")  # of runs of which a table shows one row a cache
+HEAD = (*ALIKE, "context", "decoded", "contexts", "device")  # of runs whose rows are of the same predictions
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ PARTS = {
     "short": Part(continue_greedily, contexts=24, prompt=64, decode=0),
     "long": Part(continue_greedily, contexts=8, prompt=1024, decode=0),
     "codes": Part(ask_codes, kv="4bit,2bit", contexts=2, prompt=1536, decode=0),
+    "far-codes": Part(ask_codes, kv="4bit,2bit", contexts=2, prompt=5120, decode=0),
 }
 
 
@@ -141,6 +146,17 @@ class PromptOnce:
             self.repeating = False
 
 
+def unpack_without_compiler() -> None:
+    """Let quanto unpack its codes by torch: of its extensions that is all a cache needs, and for a GPU their compiler takes minutes.
+    ImportError without quanto."""
+    from optimum.quanto.library.extensions import get_extension, is_extension_available
+
+    unpack = lambda packed, bits: torch.cat([packed >> bits * i & 2**bits - 1 for i in range(8 // bits)])
+    for name in ("quanto_cpp", "quanto_cuda"):
+        if is_extension_available(name):
+            get_extension(name)._lib = SimpleNamespace(unpack=unpack)
+
+
 class Rival(readers.ThroughCache):
     """transformers' own cache of 4 bits, in the quantized cache's place. size: what it holds for the last contexts, 16-bit tokens too."""
 
@@ -153,6 +169,8 @@ class Rival(readers.ThroughCache):
 
         self.held = QuantizedCache(self.backend, model.config, nbits=4, **RIVALS[self.backend])
         self.held.quantized_layers, self.held.specs = {}, []
+        if self.backend == "quanto":
+            unpack_without_compiler()
         return self.held
 
     def __call__(self, model: Any, ids: torch.Tensor, *given: Any) -> tuple[torch.Tensor, dict[int, CacheSpec]]:
@@ -194,8 +212,8 @@ class Reader:
 MEASURE = evaluation.measure
 
 
-def caches(name: str, part: Part, model: Any) -> tuple[dict[str, Policy], dict[int, Rival]]:
-    """The caches of a part by name, and the readers of those that are not ours."""
+def caches(name: str, part: Part, model: Any, kv: str | None) -> tuple[dict[str, Policy], dict[int, Rival]]:
+    """The caches of a part by name, or those of `--kv`, and the readers of those that are not ours. ValueError for unknown names."""
     tried, rivals = policies.policies_of(part.kv), {}
     if name == "parts":
         tried |= {f"4bit without {of}": without(of, model) for of in WITHOUT}
@@ -203,12 +221,35 @@ def caches(name: str, part: Part, model: Any) -> tuple[dict[str, Policy], dict[i
         for backend in RIVALS:
             stand_in = Policy("int4")
             tried[f"transformers {backend} 4-bit"], rivals[id(stand_in)] = stand_in, Rival(backend, part.chunk)
+    if kv is not None:
+        chosen = kv.split(",")
+        others = [of for of in chosen if of not in tried]
+        tried |= policies.policies_of(",".join(others)) if others else {}
+        tried = {of: tried[of] for of in chosen}
     return tried, rivals
 
 
 def same(run: dict[str, Any], head: dict[str, Any]) -> bool:
-    """Whether a run of the file is of the same model, text and tokens."""
+    """Whether a run of the file is of the same model, text, tokens and device."""
     return all(run.get(key) == value for key, value in head.items())
+
+
+def add(runs: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
+    """Take runs of another file into `runs`. Of two rows of one part, model, text and cache, the one over more contexts stays, and of as
+    many the added one; a run without rows goes."""
+    alike = lambda run: [run[key] for key in ALIKE]
+    for new in more:
+        rows = list(new["formats"])
+        for old in [run for run in runs if alike(run) == alike(new)]:
+            stays = {row["format"] for row in old["formats"]} if old["contexts"] > new["contexts"] else set()
+            rows = [row for row in rows if row["format"] not in stays]
+            taken = {row["format"] for row in rows}
+            old["formats"] = [row for row in old["formats"] if row["format"] not in taken]
+        if (run := next((run for run in runs if same(run, {key: new[key] for key in HEAD})), None)) is None:
+            runs.append({**new, "formats": rows})
+        else:
+            run["formats"] += rows
+    runs[:] = [run for run in runs if run["formats"]]
 
 
 def measure(loaded: models.Loaded, name: str, source: str, given: argparse.Namespace, runs: list[dict[str, Any]], save: Any) -> None:
@@ -222,15 +263,15 @@ def measure(loaded: models.Loaded, name: str, source: str, given: argparse.Names
     if given.whole and part.make is read_on:
         last_pass = last_pass or part.prompt
     made = part.make(ids, loaded.tokenizer, decode, last_pass)
-    tried, rivals = caches(name, part, loaded.model)
+    tried, rivals = caches(name, part, loaded.model, given.kv)
     once = None if given.whole or part.chunk is not None else given.once
     reader = Reader(part.chunk, once, rivals)
     evaluation.measure = reader.measure
     head = {"part": name, "model": loaded.name, "text": chosen.name, "read": reader.name, "whole": once is None}
-    head |= {"context": length, "decoded": decode, "contexts": len(ids)}
+    head |= {"context": length, "decoded": decode, "contexts": len(ids), "device": device_name(loaded.model.device)}
     run = next((run for run in runs if same(run, head)), None)
     known = {row["format"] for row in run["formats"]} if run else set()
-    left = {name: tried[name] for name in (given.kv.split(",") if given.kv else tried) if name in tried.keys() - known}
+    left = {name: policy for name, policy in tried.items() if name not in known}
 
     def keep(result: evaluation.Result) -> None:
         nonlocal run
@@ -240,7 +281,8 @@ def measure(loaded: models.Loaded, name: str, source: str, given: argparse.Names
         if run is None:
             run = {**values, **head, "formats": []}
             runs.append(run)
-        run["formats"] = [row for row in run["formats"] if row["format"] not in left] + values["formats"]
+        taken = {row["format"] for row in values["formats"]}
+        run["formats"] = [row for row in run["formats"] if row["format"] not in taken] + values["formats"]
         save()
 
     say = lambda cache, step: print(f"{name}, {chosen.name}: {cache}, pass {step}", file=sys.stderr, flush=True) if step % 32 == 0 else None
@@ -253,8 +295,13 @@ def measure(loaded: models.Loaded, name: str, source: str, given: argparse.Names
             print(f"{', '.join(unit)}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
+def device_name(device: torch.device) -> str:
+    """A GPU by its name, anything else by its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """Markdown of a part's rows: what was tried of them."""
+    """Markdown of a part's rows, the largest of a run first: what was tried of them."""
     columns = [
         ("model, text", "---", lambda run, row: f"{run['model']}, {run['text']}"),
         ("cache", "---", lambda run, row: f"`{row['format']}`"),
@@ -279,7 +326,8 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
             ("digits right, %", "--:", lambda run, row: report.with_error(row["codes"]["share"], row["codes"]["error"])),
         ]
     lines = ["| " + " | ".join(of[index] for of in columns) + " |" for index in (0, 1)]
-    lines += ["| " + " | ".join(cell(run, row) for *_, cell in columns) + " |" for run in runs for row in run["formats"]]
+    rows = [(run, row) for run in runs for row in sorted(run["formats"], key=lambda row: -row["bytes_per_head"])]
+    lines += ["| " + " | ".join(cell(*row) for *_, cell in columns) + " |" for row in rows]
     return lines if len(lines) > 2 else []
 
 
@@ -294,8 +342,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help="NAME=DIR|GGUF, several times; SmolLM2 if left out; none to write tables alone")
     parser.add_argument("--part", action="append", choices=PARTS, help="several times; all if left out")
-    parser.add_argument("--kv", help="only these of a part's caches, in this order")
-    parser.add_argument("--text", help="only this one of a part's texts")
+    parser.add_argument("--kv", help="these caches in place of a part's, or some of these")
+    parser.add_argument("--text", help="this text in place of a part's: news, docs, a file")
     parser.add_argument("--domain", action="append", default=[], help="a text of another kind, several times")
     parser.add_argument("--contexts", type=int, help="read side by side, where a part says another number")
     parser.add_argument("--decode", type=int, help="tokens read one at a time behind a prompt, where a part says another number")
@@ -303,11 +351,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="files of this script whose rows go into that of --out")
     parser.add_argument("--into", type=Path, nargs="*", default=[])
     given = parser.parse_args()
+    torch.set_float32_matmul_precision("highest")  # no TF32: an exact cache loses nothing but roundings of float32
+    torch.backends.cudnn.allow_tf32 = False
     PARTS["domains"] = replace(PARTS["domains"], texts=tuple(given.domain))
     runs = report.read_json(given.out)["runs"] if given.out.exists() else []
     save = lambda: given.out.write_text(report.in_json(runs) + "\n", encoding="utf-8")
+    for file in given.add:
+        add(runs, report.read_json(file)["runs"])
+        save()
     for named in given.model or ["SmolLM2-135M"]:
         if named == "none":
             continue
@@ -319,9 +373,8 @@ def main() -> None:
         print(f"{name}: statistics in {took[0]:.1f} s, {took[1]:.1f} s of CPU", file=sys.stderr, flush=True)
         given.once = None if given.whole else PromptOnce(loaded.model)
         for part in given.part or PARTS:
-            for source in PARTS[part].texts:
-                if given.text in (None, source):
-                    measure(loaded, part, source, given, runs, save)
+            for source in [given.text] if given.text else PARTS[part].texts:
+                measure(loaded, part, source, given, runs, save)
     blocks = {name: table([run for run in runs if run.get("part") == name]) for name in PARTS}
     print("\n\n".join("\n".join(lines) for lines in blocks.values() if lines))
     for path in given.into:

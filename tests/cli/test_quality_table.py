@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -87,3 +88,64 @@ def test_chunks_and_greedy_continuations(measured):
     _, run = measured("a.json", "--part", "short")
     agreed = {row["format"]: row["greedy"] for row in run["formats"]}
     assert {row["of"] for row in agreed.values()} == {40} and agreed["int2"]["tokens"] < agreed["int4"]["tokens"]
+
+
+def test_caches_and_a_text_that_a_part_does_not_have(measured, text_file, tmp_path):
+    other = tmp_path / "other text"
+    other.write_text("Pack my box with five dozen liquor jugs. " * 20, encoding="utf-8")
+    (run,) = measured("a.json", "--part", "domains", "--kv", "none,int4", "--text", str(other))
+    assert [row["format"] for row in run["formats"]] == ["none", "int4"] and run["text"] == "other text" and run["device"] == "cpu"
+    assert abs(run["formats"][0]["kl"]) < 1e-6 < run["formats"][1]["kl"]  # a cache that stores rows as they are loses roundings of float32
+    with pytest.raises(ValueError, match="int5"):
+        measured("b.json", "--part", "domains", "--kv", "int5")
+
+
+def test_rows_of_rivals_stay_beside_each_other(measured, script, text_file, monkeypatch):
+    class Rival(script.readers.ThroughCache):
+        def __init__(self, backend, chunk):
+            super().__init__(chunk)
+            self.size = script.policies.Size(*{"quanto": (10.0, 5.0, 4), "hqq": (8.0, 4.0, 4)}[backend])
+
+    monkeypatch.setattr(script, "Rival", Rival)
+    monkeypatch.setitem(script.PARTS, "rivals", replace(script.PARTS["rivals"], contexts=2, prompt=100, decode=12))
+    (run,) = measured("a.json", "--part", "rivals", "--text", str(text_file))
+    held = {row["format"]: row["bytes_per_head"] for row in run["formats"]}
+    assert list(held) == ["4bit", "transformers quanto 4-bit", "transformers hqq 4-bit"]
+    assert [*held.values()][1:] == [5.0, 4.0]  # what each holds, not what the cache holds that stands in for it
+
+
+def test_added_rows_replace_those_over_fewer_contexts(script):
+    def run(contexts, device, **losses):
+        head = dict.fromkeys(script.HEAD, "same") | {"contexts": contexts, "device": device}
+        return head | {"formats": [{"format": name, "kl": kl} for name, kl in losses.items()]}
+
+    held = [run(4, "cpu", int4=1.0, int8=2.0), run(16, "gpu", int2=3.0), run(4, "cpu", int4=4.0) | {"text": "another"}]
+    script.add(held, [run(16, "gpu", int4=5.0), run(2, "cpu", int2=6.0), run(4, "cpu", int8=7.0)])
+    shown = [(of["text"], of["contexts"], {row["format"]: row["kl"] for row in of["formats"]}) for of in held]
+    assert shown == [("same", 4, {"int8": 7.0}), ("same", 16, {"int2": 3.0, "int4": 5.0}), ("another", 4, {"int4": 4.0})]
+
+
+def test_tables_of_added_files_stand_in_documents(measured, script, tmp_path, monkeypatch):
+    measured("gpu.json", "--part", "short", "--kv", "int4")
+    page, out = tmp_path / "page.md", tmp_path / "table.json"
+    page.write_text("before\n<!-- through:short -->\nold\n<!-- /through:short -->\n<!-- through:codes -->\nkept\n<!-- /through:codes -->\n")
+    given = ["--model", "none", "--out", str(out), "--add", str(tmp_path / "gpu.json"), "--into", str(page)]
+    monkeypatch.setattr(sys, "argv", ["through_cache.py", *given])
+    script.main()
+    lines = page.read_text().splitlines()
+    assert "| tiny, text.txt | `int4` |" in lines[4] and "old" not in lines and lines[5:] == ["<!-- /through:short -->", *lines[6:]]
+    assert "kept" in lines and json.loads(out.read_text())["runs"][0]["part"] == "short"
+
+
+def test_tables_in_documents_are_those_of_the_file_that_the_page_names(script):
+    root, held = BENCHMARKS.parent, []
+    for page in [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("notebook/*.md")]:
+        written = page.read_text(encoding="utf-8")
+        for name in re.findall("<!-- through:(.*?) -->", written):
+            file = root / re.search(r"--out (benchmarks/results/[\w-]+\.json)", written)[1]
+            runs = json.loads(file.read_text())["runs"]
+            assert all(run.keys() >= set(script.HEAD) for run in runs)
+            lines = script.table([run for run in runs if run["part"] == name])
+            assert "\n".join([f"<!-- through:{name} -->", *lines, f"<!-- /through:{name} -->"]) in written, (page.name, name)
+            held.append((page.name, name))
+    assert sorted(held, reverse=True)[:2] == [("2026-11-25-quality-table.md", name) for name in ("presets", "parts")]
