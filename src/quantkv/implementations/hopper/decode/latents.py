@@ -46,8 +46,8 @@ class LatentConfig(WgmmaConfig):
 
 
 def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 20) -> LatentConfig:
-    """The configuration for one shape; capacity: as of `warps.choose`. By count (notebook/2026-11-25-hopper-latents.md): no GPU has timed
-    any.
+    """The configuration for one shape; capacity: as of `warps.choose`. By count (notebook/2026-11-25-hopper-latents.md): others
+    were not timed.
 
     A block has as many packed query rows as leave room for two consumer warpgroups, with two KV tiles each: one alone could not hide what
     it waits for. With more than 16, fewer products are begun together, as outputs leave fewer registers."""
