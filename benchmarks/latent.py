@@ -171,8 +171,8 @@ def timed(rows: Rows, name: str, make: Callable[[], Call], cache: PagedCache | N
 
 def served_by(name: str, device: torch.device) -> tuple[str, ...]:
     """Who attends over latents in a format here."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    hopper = hopper and implementations.can_serve("hopper", get_format(get_format(name).latent_spec(LATENT, ROPE).format), "attend")
+    hopper = implementations.can_serve("hopper", get_format(get_format(name).latent_spec(LATENT, ROPE).format), "attend")
+    hopper = hopper and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return ("triton", "hopper") if hopper else ("triton",)
 
 

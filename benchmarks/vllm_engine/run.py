@@ -103,14 +103,11 @@ def calibrated_format(kv_type: str) -> str | None:
     return kv_type.partition(":")[2] or None
 
 
-def is_preset(kv_type: str) -> bool:
-    """Whether a type is quantkv's by bits: full-precision tokens, and statistics of the weights that are there at start."""
-    return re.fullmatch(r"quantkv_\dbit", kv_type) is not None
-
-
 def computes_contexts(kv_type: str, args) -> bool:
     """Whether contexts are computed rather than counted as computed: full-precision tokens are of pages that were written here."""
-    return kv_type in args.computed.split(",") or calibrated_format(kv_type) is not None or is_preset(kv_type)
+    from quantkv.integrations.asked import presets
+
+    return kv_type in args.computed.split(",") or calibrated_format(kv_type) is not None or kv_type in presets()
 
 
 def engine(job: str, kv_type: str, out: Path, args) -> object:
