@@ -180,15 +180,22 @@ def test_refusals():
     assert served == {"int4+bf16": True, "int8+fp16": True, "int8+fp32": False, "levels4+bf16": False}
 
 
-def test_serves_by_name_alone(monkeypatch):
-    """Until a GPU has run it: "auto" passes over it, and says so."""
-    call, _ = batch_of("int4", 16)
+@pytest.mark.parametrize(
+    "fmt, heads, counts, chosen",
+    [
+        ("int4", 16, DECODE, "hopper"), ("int4", 128, DECODE, "hopper"), ("int8", 128, DECODE, "hopper"),
+        ("int8", 16, (8, 1, 1, 1), "hopper"), ("int8", 16, DECODE, "triton"), ("int8", 64, DECODE, "triton"),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_faster_kernel(monkeypatch, fmt, heads, counts, chosen):
+    """On Hopper its kernel, and Triton's for int8 with few rows; by name, always."""
+    call, _ = batch_of(fmt, heads, counts=counts)
     monkeypatch.setattr(launch, "elsewhere", lambda device: None)
     assert implementations.resolve(call, "hopper") == ("hopper", {})
-    with monkeypatch.context() as patched:
-        patched.setattr(implementations, "ON_CPU", ("hopper", "reference"))
-        name, refusals = implementations.resolve(call)
-    assert name == "reference" and "has run on no GPU" in refusals["hopper"]
+    monkeypatch.setattr(implementations, "ON_CPU", ("hopper", "reference"))
+    name, refusals = implementations.resolve(call)
+    assert name == ("hopper" if chosen == "hopper" else "reference")
+    assert ("Triton is faster below 128 rows" in refusals.get("hopper", "")) == (chosen == "triton")
 
 
 # ---- what it is compiled to
@@ -230,4 +237,7 @@ def test_what_it_is_compiled_to(fmt, heads, monkeypatch, tmp_path, cubins):
     assert sum(name.startswith("WARPGROUP.ARRIVE") for name in loop) == parts
     assert len(loop) <= budget
     local = [name for name in names if name.startswith(("LDL", "STL"))]
-    assert not [name for name in loop if name.startswith(("LDL", "STL"))] and len(local) <= spilled
+    from cuda.bindings import nvrtc
+
+    reloads = 1 if nvrtc.nvrtcVersion()[1:] < (13, 5) else 0  # of an address, by NVRTC 13.0
+    assert len([name for name in loop if name.startswith(("LDL", "STL"))]) <= reloads and len(local) <= spilled

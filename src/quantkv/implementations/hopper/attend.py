@@ -26,6 +26,7 @@ SUPPORTED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_in
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 OWN_ROWS = "copied"  # into pages: only those are read
 LATENTS = True
+INT8_LATENT_ROWS = 128  # query heads times queries of a sequence from which int8 latents are read faster than by Triton
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
 
@@ -37,7 +38,10 @@ def refusal(call: AttendCall) -> str | None:
 
 def withheld(call: AttendCall) -> str | None:
     """Why "auto" does not choose what serves a call."""
-    return "latents: this kernel has run on no GPU yet, and serves where it is asked for by name" if call.segments[0].fmt.latent else None
+    fmt, HQ, most = call.segments[0].fmt, call.q.shape[1], call.batch.max_query_len
+    if fmt.latent and fmt.k.name == "int8" and HQ * most < INT8_LATENT_ROWS:
+        return f"int8 latents, {HQ} query heads, max_query_len={most}: Triton is faster below {INT8_LATENT_ROWS} rows of a sequence"
+    return None
 
 
 def _unsupported(call: AttendCall) -> str | None:
