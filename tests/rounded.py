@@ -14,14 +14,20 @@ from quantkv.testing import POISON, rows
 from test_rounding import cost, hessian_of
 
 
-def layer(name, head_size=128, heads=2, *, hessians=(True, True), key_mean=False, shared=False, seed=0):
-    """Maps of a layer: the format's own, with Hessians for K and V where `hessians` says so, one for all heads if `shared`."""
+def layer(name, head_size=128, heads=2, *, hessians=(True, True), key_mean=False, shared=False, even=False, seed=0):
+    """Maps of a layer: the format's own, with Hessians for K and V where `hessians` says so, one for all heads if `shared`.
+    even: keys of each head go through powers of two of their own first."""
     fmt, sides = get_format(name), []
     for i, codec in enumerate((fmt.k, fmt.v)):
         plain = default_map(codec, head_size)
         table = 3 * torch.randn(4, heads, head_size, generator=torch.Generator().manual_seed(seed + 7)) if key_mean and i == 0 else None
         hessian = hessian_of(1 if shared else heads, head_size, seed + i) if hessians[i] else None
-        sides.append(plain if hessian is None and table is None else LinearMap(plain.forward, plain.inverse, table, hessian))
+        forward, inverse = plain.forward, plain.inverse
+        if even and i == 0:
+            steps = torch.randint(-4, 1, (heads, head_size), generator=torch.Generator().manual_seed(seed + 9)).float().exp2()
+            forward, inverse = forward * steps[:, None], inverse / steps[..., None]
+        new = hessian is not None or table is not None or forward is not plain.forward
+        sides.append(LinearMap(forward, inverse, table, hessian) if new else plain)
     return LayerMaps(*sides)
 
 

@@ -201,6 +201,12 @@ def test_what_the_rule_refuses():
     matrix = torch.linalg.qr(torch.randn(1, 128, 128))[0].contiguous()
     assert refusal("int4") is None
     assert "Hadamard" in refusal("int4", maps=LayerMaps(k=LinearMap(matrix, matrix.mT.contiguous())))
+    own = default_map(get_format("int4").k, 128)
+    for steps, why in ((0.5, None), (2.0**-12, None), (0.75, "Hadamard"), (2.0, "Hadamard"), (2.0**-13, "Hadamard")):
+        evened = torch.ones(2, 1, 128)
+        evened[1, 0, 5] = steps
+        reason = refusal("int4", maps=LayerMaps(k=LinearMap(own.forward * evened, own.inverse / evened.mT)))
+        assert reason is None if why is None else why in reason
     assert "float32" in refusal("int8", dtype=torch.float32)
     assert "head_size 40:" in refusal("int8", head_size=40) and "head_size_v 520:" in refusal("int8", head_size_v=520)
     assert "no code for Hopper" in refusal("fp32")
@@ -230,7 +236,7 @@ def test_signs_as_the_lanes_read_them(head_size):
 @pytest.mark.parametrize("name, head_size", [("int4", 128), ("int2", 128), ("tq3", 128), ("int4", 80), ("levels4", 96)])
 def test_the_maps_of_the_formats_are_hadamard(name, head_size):
     codec = get_format(name).k
-    found = hopper.hadamard_of(default_map(codec, head_size))
+    found = hopper.hadamard_of(default_map(codec, head_size), 2, torch.bfloat16)
     assert found.factor == default_map(codec, head_size).forward.abs().max()
     assert (found.signs is None) == (codec.map != "rht")
 

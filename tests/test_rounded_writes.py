@@ -39,13 +39,33 @@ def check(results, bits, mean):
 
 
 @on_cpu
-@pytest.mark.parametrize("head_size, dtype, key_mean", [(64, torch.float16, False), (128, torch.bfloat16, True)], ids=str)
+@pytest.mark.parametrize(
+    "head_size, dtype, key_mean, even",
+    [(64, torch.float16, False, False), (64, torch.float16, True, True), (128, torch.bfloat16, True, False), (128, torch.bfloat16, True, True)],
+    ids=str,
+)
 @pytest.mark.parametrize("bits", BITS)
-def test_hopper_costs_what_the_reference_does(bits, head_size, dtype, key_mean, monkeypatch, tmp_path):
+def test_hopper_costs_what_the_reference_does(bits, head_size, dtype, key_mean, even, monkeypatch, tmp_path):
     name = f"levels{bits}"
-    maps = layer(name, head_size, 4, key_mean=key_mean)
+    maps = layer(name, head_size, 4, key_mean=key_mean, even=even)
     given = Rows.make(77, maps, 4, head_size, dtype)
     assert len(check(compare(*on_a_cpu(name, maps, given, monkeypatch, tmp_path), given), bits, 0.05 if bits < 6 else 0.12)) == 2
+
+
+@on_cpu
+@pytest.mark.parametrize("name, head_size", [("levels4", 96), ("int4", 64), ("trellis2", 64)])
+def test_hopper_evens_out_rows_that_no_hessian_rounds(name, head_size, monkeypatch, tmp_path):
+    """Keys of each head behind its own powers of two: nearly all bytes are the reference's, and none are without them."""
+    maps = layer(name, head_size, 4, hessians=(False, False), even=True)
+    given = Rows.make(77, maps, 4, head_size, torch.float16)
+    call = call_of(given.caches(name, maps)[0], given)
+    config = hopper.configuration(call)
+    assert config.key_evened and not config.value_evened
+    for changed, differ in ((maps, (0.0, 0.02)), (replace(maps, k=layer(name, head_size, 4, hessians=(False, False)).k), (0.3, 1.0))):
+        cache, expected = on_a_cpu(name, changed, given, monkeypatch, tmp_path)[0], given.caches(name, maps)[0]
+        expected.write(*given.given, implementation="reference")
+        share = (cache.k.codes != expected.k.codes).float().mean()
+        assert differ[0] <= share <= differ[1]
 
 
 @on_cpu
@@ -154,9 +174,10 @@ def test_what_no_kernel_rounds_is_the_reference_s():
 @on_hopper
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("bits", BITS)
-def test_many_rows_on_a_gpu(bits, head_size):
+@pytest.mark.parametrize("even", [False, True])
+def test_many_rows_on_a_gpu(even, bits, head_size):
     name = f"levels{bits}"
-    maps = layer(name, head_size, 8, key_mean=True)
+    maps = layer(name, head_size, 8, key_mean=True, even=even)
     given = Rows.make(1000, maps, 8, head_size)
     (expected,), (cache,) = given.caches(name, maps, 1), given.caches(name, maps, 1, "cuda")
     expected.write(*given.given, implementation="reference")

@@ -26,12 +26,18 @@ def check(results: list[Compared], mean: float, sides: int = 2) -> None:
 
 @on_cpu
 @pytest.mark.parametrize(
-    "head_size, dtype, key_mean, shared",
-    [(64, torch.float16, False, False), (128, torch.bfloat16, True, False), (256, torch.bfloat16, False, True)],
+    "head_size, dtype, key_mean, shared, even",
+    [
+        (64, torch.float16, False, False, False),
+        (64, torch.float16, True, False, True),
+        (128, torch.bfloat16, True, False, False),
+        (128, torch.bfloat16, True, False, True),
+        (256, torch.bfloat16, False, True, False),
+    ],
     ids=str,
 )
-def test_it_costs_what_the_reference_does(head_size, dtype, key_mean, shared, monkeypatch, tmp_path):
-    maps = layer("trellis2", head_size, key_mean=key_mean, shared=shared)
+def test_it_costs_what_the_reference_does(head_size, dtype, key_mean, shared, even, monkeypatch, tmp_path):
+    maps = layer("trellis2", head_size, key_mean=key_mean, shared=shared, even=even)
     given = Rows.make(45 if head_size < 256 else 20, maps, 2, head_size, dtype)
     check(compare(*on_a_cpu("trellis2", maps, given, monkeypatch, tmp_path), given), 0.03)
 
@@ -107,8 +113,9 @@ def test_it_compiles_within_its_budget_and_its_registers(head_size, hessian, tmp
 @on_hopper
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("hessians", [(True, True), (False, False)], ids=["hessian", "plain"])
-def test_many_rows_on_a_gpu(hessians, head_size):
-    maps = layer("trellis2", head_size, 8, key_mean=True, hessians=hessians)
+@pytest.mark.parametrize("even", [False, True])
+def test_many_rows_on_a_gpu(even, hessians, head_size):
+    maps = layer("trellis2", head_size, 8, key_mean=True, hessians=hessians, even=even)
     given = Rows.make(1000, maps, 8, head_size)
     (expected,), (cache,) = given.caches("trellis2", maps, 1), given.caches("trellis2", maps, 1, "cuda")
     expected.write(*given.given, implementation="reference")

@@ -9,6 +9,7 @@ A calibration file is a safetensors file with, for each layer N that keeps keys 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,7 @@ from . import deprecated, plain_json, tensor_file, weights, whole_file
 from .checks import digest_of, instance, integer, refuse
 from .format import Codec, Format
 from .geometry import MOST_LAYERS, Geometry, Heads
-from .maps import KEY_MEAN_BUCKET, LayerMaps, LinearMap, default_map
+from .maps import KEY_MEAN_BUCKET, SMALLEST_STEP, LayerMaps, LinearMap, default_map
 
 MIN_TOKENS = 256  # fewer say too little of a model
 NUMBERS = frozenset(map(str, range(MOST_LAYERS)))  # of layers, as a file spells them
@@ -183,8 +184,7 @@ class Calibration:
     def maps(self, layer: int, fmt: Format, key_mean: bool | None = None) -> LayerMaps:
         """What a layer's writer and readers in format `fmt` take of it: each codec's own matrix, with the key means and with
         the Hessian in mapped space, its mean diagonal 1 for each head. None for a side that has no use for either. Where dimensions of keys
-        differ by far about their means (`UNEVEN`), the matrix of a codec that rounds by a Hessian evens them out first, unless GPUs write
-        its rows behind its own map alone (`Codec.own_map_alone`).
+        differ by far about their means (`UNEVEN`), the matrix of a codec that rounds by a Hessian evens them out first.
 
         key_mean: whether keys are stored without their mean; None: where `gains_from_key_mean`.
         ValueError for a layer that it does not hold, or a head size that the format cannot take.
@@ -241,13 +241,15 @@ def gains_from_key_mean(codec: Codec) -> bool:
 
 
 def _even(own: LinearMap, spread: torch.Tensor) -> LinearMap:
-    """The map behind one that gives each dimension of a head's rows the same variance, in heads where `spread [HK, D]` is uneven. A row has
-    one scale for all dimensions: a few large ones would set it, and what the Hessian saves is lost."""
+    """The map behind one that gives each dimension of a head's rows about the same variance, in heads where `spread [HK, D]` is uneven. A row
+    has one scale for all dimensions: a few large ones would set it, and what the Hessian saves is lost. Factors are powers of two from 1
+    down (`MapOperands.steps`)."""
     variance = spread.double()
     mean = variance.mean(1, keepdim=True)
     variance = torch.where(mean > 0, variance.clamp(min=SMALLEST_SPREAD * mean), 1.0)
-    level = variance.log().mean(1, keepdim=True).exp()  # the geometric mean: volumes stay what they are
-    factor = torch.where(mean > UNEVEN * level, (level / variance).sqrt(), 1.0)
+    level = variance.log().mean(1, keepdim=True).exp()
+    power = (variance.amin(1, keepdim=True) / variance).log2().div(2).round()  # of the factor
+    factor = torch.where(mean > UNEVEN * level, power.clamp(min=math.log2(SMALLEST_STEP)).exp2(), 1.0)
     if bool((factor == 1.0).all()):
         return own
     forward, inverse = own.forward.double() * factor[:, None], own.inverse.double() / factor[:, :, None]
@@ -269,7 +271,7 @@ def _map(
         own = LinearMap(eye, eye)
     mapped = None
     if codec.encode_in is not None:
-        own = own if key_spread is None or codec.own_map_alone else _even(own, key_spread)
+        own = own if key_spread is None else _even(own, key_spread)
         inverse = own.inverse.double()
         mapped = inverse.mT @ hessian.double() @ inverse
         mean = mapped.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]

@@ -55,7 +55,6 @@ class Codec(ByName):
         hessian. None: the codec rounds by one way, and a Hessian changes nothing.
     cubic: (a, b) of a codec whose codes c of B bits stand for `t (a + b t^2)`, t = c - (2^B - 1) / 2, times one fp16 scale: what kernels
         that round by a Hessian must know of it. None: it has other numbers, and only the reference rounds them so.
-    own_map_alone: GPUs' kernels write its rows behind no other map, so a calibration leaves the matrix as it is.
     signed: the first metadata field is a scale, and a key whose scale is negative was stored without its map's key mean.
     code_dtype: dtype of the codes' view; uint8 for what is packed.
     map: linear map that a row goes through before it is encoded, unless a layer brings its own: "none", "hadamard"
@@ -80,7 +79,6 @@ class Codec(ByName):
     encode_in: Callable[[torch.Tensor, Rounding], tuple[torch.Tensor, Meta]] | None = None
     cubic: tuple[float, float] | None = None
     signed: bool = False
-    own_map_alone: bool = False
     triton: Callable[[], Any] | None = None
     hopper: Callable[[], Any] | None = None
     cpu: Callable[[], Any] | None = None

@@ -18,8 +18,9 @@ from .format import Codec, Format
 from .rounding import Rounding
 
 KEY_MEAN_BUCKET = 64  # positions that share one row of a table of key means
-SIDE_TENSORS = 12  # of `LayerMaps.flatten`, for K and for V
+SIDE_TENSORS = 13  # of `LayerMaps.flatten`, for K and for V
 RHT_SEED = 0x9E3779B9
+SMALLEST_STEP = 2.0**-12  # of a map that evens out dimensions: what fp16 holds of common rows times it keeps 10 bits or more
 LARGEST_INVERSE_ERROR = 2.0**-8  # of an entry of A^-1 A: what bfloat16 rounds a number near 1 by, at most
 
 
@@ -88,6 +89,9 @@ class MapOperands(NamedTuple):
     # [D] float32, where A is forward_factor * H diag(signs), and A^-T inverse_factor * H diag(signs), for all heads, H Hadamard matrices
     # in blocks of the largest power of two that divides D.
     signs: torch.Tensor | None
+    # [HK or 1, D] float32, powers of two from 1 down and their negatives, where A of each head is H diag(steps): a map that evens out
+    # dimensions first, which loses nothing in 16 bits.
+    steps: torch.Tensor | None
     forward_factor: float
     inverse_factor: float
 
@@ -108,6 +112,18 @@ def _hadamard_signs(matrix: torch.Tensor) -> torch.Tensor | None:
     signs = torch.cat([matrix[0, i, i : i + block] for i in range(0, size, block)])  # H's first row is all ones
     h = torch.block_diag(*[hadamard(block).to(matrix)] * (size // block))
     return signs.float() if bool(signs.abs().amin() > 0) and torch.equal(matrix[0], h * signs) else None
+
+
+def _hadamard_steps(matrix: torch.Tensor) -> torch.Tensor | None:
+    """The powers of two s, with signs, of `matrix[h] = H diag(s[h])`, H in blocks, where `matrix [HK, D, D]` of float32 has them."""
+    if matrix.dtype != torch.float32:
+        return None
+    size = matrix.shape[-1]
+    block = size & -size
+    steps = torch.cat([matrix[:, i, i : i + block] for i in range(0, size, block)], 1)  # H's first row is all ones
+    h = torch.block_diag(*[hadamard(block).to(matrix)] * (size // block))
+    powers = bool((steps.abs().frexp().mantissa == 0.5).all()) and bool((steps.abs() >= SMALLEST_STEP).all() and (steps.abs() <= 1).all())
+    return steps if powers and torch.equal(matrix, h * steps[:, None]) else None
 
 
 @deprecated.keywords(offset="key_mean", metric="hessian")
@@ -182,7 +198,7 @@ class LinearMap:
         """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
         key_mean = None if self.key_mean is None else (self.key_mean.shape, self.key_mean.stride())
         hessian = None if self.hessian is None else self.hessian.shape
-        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands[5:], key_mean, hessian
+        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands.steps is None, self.operands[6:], key_mean, hessian
 
     @cached_property
     def _forward64(self) -> torch.Tensor:
@@ -220,8 +236,9 @@ class LinearMap:
             mapped = rows.transpose(0, 1).float().contiguous()
         query = inverse.mT.contiguous()
         return MapOperands(
-            forward.contiguous(), query, inverse.contiguous(), mapped, _hadamard_signs(query), forward_factor, inverse_factor
-        )
+            forward.contiguous(), query, inverse.contiguous(), mapped, _hadamard_signs(query), _hadamard_steps(forward), forward_factor,
+            inverse_factor,
+        )  # fmt: skip
 
     def heads(self, start: int, stop: int) -> LinearMap:
         """The map of kv heads start to before stop: of a rank that holds these. Itself where all heads share one."""
@@ -318,8 +335,8 @@ class LayerMaps:
                 factors += [1.0, 1.0]
             else:
                 rounding = [None] * 3 if side.rounding is None else side.rounding
-                tensors += [side.forward, side.inverse, side.key_mean, side.hessian, *side.operands[:5], *rounding]
-                factors += side.operands[5:]
+                tensors += [side.forward, side.inverse, side.key_mean, side.hessian, *side.operands[:6], *rounding]
+                factors += side.operands[6:]
         return tensors, factors
 
     @classmethod
@@ -327,8 +344,8 @@ class LayerMaps:
         """The maps that `flatten` took apart."""
 
         def side(t, f):
-            rounding = None if t[3] is None else Rounding(*t[9:])
-            return None if t[0] is None else LinearMap(*t[:4], MapOperands(*t[4:9], *f), rounding)
+            rounding = None if t[3] is None else Rounding(*t[10:])
+            return None if t[0] is None else LinearMap(*t[:4], MapOperands(*t[4:10], *f), rounding)
 
         return cls(side(tensors[:SIDE_TENSORS], factors[:2]), side(tensors[SIDE_TENSORS:], factors[2:]))
 

@@ -255,6 +255,9 @@ CPU_FN u16 cpu_max_size(u16 a, u16 b) { return (b & 0x7fff) > a ? b & 0x7fff : a
 CPU_FN u32 max_size_half2(u32 a, u32 b) { return cpu_max_size(a, b) | (u32)cpu_max_size(a >> 16, b >> 16) << 16; }
 CPU_FN u32 cpu_saturate(u32 h) { return (h & 0x7fff) == 0x7c00 ? (h & 0x8000) | 0x7bff : h; }
 CPU_FN u32 saturate_half2(u32 x) { return cpu_saturate(x & 0xffff) | cpu_saturate(x >> 16) << 16; }
+CPU_FN u32 mul_bfloat2(u32 a, u32 b) {
+  return bfloat2(as_float(a << 16) * as_float(b << 16), as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u));
+}
 CPU_FN u32 max_bfloat2(u32 a, u32 b) {
   return bfloat2(fmaxf(cpu_of_bfloat(a), cpu_of_bfloat(b)), fmaxf(cpu_of_bfloat(a >> 16), cpu_of_bfloat(b >> 16)));
 }

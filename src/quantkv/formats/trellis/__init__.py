@@ -66,7 +66,6 @@ TRELLIS2 = Codec(
     _decode,
     encode_in=_encode,
     signed=True,
-    own_map_alone=True,
     map="rht",
     head_size_multiple=16,
     triton=codec_in(__name__, "TRELLIS"),

@@ -14,11 +14,11 @@ static_assert(WARPS == ROWS, "a warp a row");
 DI float sum_over_warp(float x) { for (int k = 1; k < 32; k <<= 1) x += __shfl_xor_sync(~0u, x, k); return x; }
 
 // By the first warp, four lanes a row.
-template <bool MAPPED, bool SCALED, bool SHIFTED, bool SIGNED>
+template <bool MAPPED, bool EVENED, bool SCALED, bool SHIFTED, bool SIGNED>
 DI void map_rows(TrellisRows& s, const RowSource& side, float factor, const KeyMeans& means, int token, bool given) {
   Row<!MAPPED && !SCALED> row = {};
   const int g = threadIdx.x / 4, c = threadIdx.x % 4;
-  const bool alone = load_row<MAPPED, false, SCALED, SHIFTED, SIGNED>(row, side, factor, means, token, given);
+  const bool alone = load_row<MAPPED, EVENED, false, SCALED, SHIFTED, SIGNED>(row, side, factor, means, token, given);
   float squares = 0.f;
 #pragma unroll
   for (int e = 0; e < E; e++) squares += row.x[e] * row.x[e];
@@ -73,17 +73,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
   for (int e = threadIdx.x; e < STATES * STATES; e += 32 * WARPS) s.pairs[e] = CODEC::PAIRS[e];
   if (warp == 0) {
     const int token = first + lane / 4;
-    const RowSource side = is_key
-        ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
-        : RowSource{
-              a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
+    const RowSource side = source_of(a, is_key, token, head);
     const float* table = a.key_mean + head * a.key_mean_head;
     const KeyMeans means{table, (const POSITION*)a.positions, a.key_mean_bucket, a.buckets};
     if (SIDES == 1 || ALIKE || is_key)
-      map_rows<KEY_FACTOR != 0.f, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
+      map_rows<KEY_FACTOR != 0.f, KEY_EVENED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
           s, side, KEY_FACTOR, means, token, token < a.tokens);
     else
-      map_rows<VALUE_FACTOR != 0.f, VALUE_SCALED, false, false>(s, side, VALUE_FACTOR, means, token, token < a.tokens);
+      map_rows<VALUE_FACTOR != 0.f, VALUE_EVENED, VALUE_SCALED, false, false>(s, side, VALUE_FACTOR, means, token, token < a.tokens);
   }
   __syncthreads();
   encode_rows(s, block.scratch,

@@ -67,7 +67,7 @@ struct WriteArguments {
   const u16* value;
   u8* pages;
   const u8* slots;
-  const u32* key_signs;
+  const u32* key_signs;  // where KEY_EVENED: steps of each head
   const u32* value_signs;
   const float* key_mean;
   const u8* positions;

@@ -30,10 +30,11 @@ KEYS, VALUES, BOTH = 1, 2, 3  # sides that a kernel writes
 
 @dataclass(frozen=True)
 class Hadamard:
-    """The map `factor * H * diag(signs)`, H the Sylvester matrix of the head size, or of its largest power of two, as often as it goes."""
+    """The map `factor * H * diag(signs)`, H the Sylvester matrix of the head size, or of its largest power of two, as often as it goes.
+    Where `evened`, `H * diag(steps)` of each head (`MapOperands.steps`)."""
 
     factor: float
-    signs: torch.Tensor | None  # int32 [4, D / 128, rounded up], as `of` packs them; None: all are +1
+    signs: torch.Tensor | None  # int32 [4, D / 128, rounded up], as `of` packs them, or steps [HK, D] of the rows' dtype; None: all are +1
 
     @staticmethod
     def of(factor: float, signs: torch.Tensor) -> Hadamard:
@@ -51,17 +52,20 @@ class Hadamard:
 
     @property
     def address(self) -> int | None:
-        """Address of its signs; None where it has none."""
+        """Address of its signs or steps; None where it has none."""
         return None if self.signs is None else self.signs.data_ptr()
 
 
 NONE = Hadamard(0.0, None)
 
 
-def hadamard_of(map_: LinearMap | None) -> Hadamard | None:
-    """The map as the kernel takes it, `NONE` for no map; None where it is no Hadamard matrix."""
+def hadamard_of(map_: LinearMap | None, heads: int, dtype: torch.dtype) -> Hadamard | None:
+    """The map of `heads` kv heads as the kernel takes it for rows of `dtype`, `NONE` for no map; None where it is no Hadamard matrix."""
     if map_ is None:
         return NONE
+    steps = map_.operands.steps
+    if steps is not None:
+        return kept(steps, (heads, dtype), lambda: Hadamard(1.0, steps.to(dtype).expand(heads, -1).contiguous()))
     signs, factor = map_.operands.signs, map_.operands.forward_factor
     if signs is None:
         signs = map_.block_signs
@@ -86,6 +90,8 @@ class WriteConfig:
     key_scaled: bool = False
     value_scaled: bool = False
     key_shifted: bool = False
+    key_evened: bool = False
+    value_evened: bool = False
     wide_positions: bool = False
     warps: int = 4
     sides: int = BOTH
@@ -95,7 +101,8 @@ class WriteConfig:
     @property
     def alike(self) -> bool:
         """K and V are treated in the same way."""
-        key, value = (self.key, self.key_factor, self.key_scaled), (self.value, self.value_factor, self.value_scaled)
+        key = (self.key, self.key_factor, self.key_scaled, self.key_evened)
+        value = (self.value, self.value_factor, self.value_scaled, self.value_evened)
         return key == value and not self.key_shifted and self.head_size == self.head_size_v
 
     def macros(self) -> dict[str, object]:
@@ -104,7 +111,8 @@ class WriteConfig:
             **row_macros(self.key, self.value, self.head_size, self.head_size_v, self.sides == VALUES), BLOCK_SIZE=self.block_size,
             KEY_FACTOR=literal(self.key_factor), VALUE_FACTOR=literal(self.value_factor), KEY_ROUNDED=int(self.key.round_mapped),
             VALUE_ROUNDED=int(self.value.round_mapped), KEY_SCALED=int(self.key_scaled), VALUE_SCALED=int(self.value_scaled),
-            KEY_SHIFTED=int(self.key_shifted), SIDES=self.sides, ALIKE=int(self.alike),
+            KEY_SHIFTED=int(self.key_shifted), KEY_EVENED=int(self.key_evened), VALUE_EVENED=int(self.value_evened), SIDES=self.sides,
+            ALIKE=int(self.alike),
             ROWS_BF16=int(self.bf16), SLOT=_integer(self.wide_slots), POSITION=_integer(self.wide_positions), WARPS=self.warps, CHUNK=CHUNK,
             ARGUMENT_BYTES=sizeof(launch.arguments("WriteArguments")),
         )  # fmt: skip
@@ -180,8 +188,8 @@ def _unsupported(call: WriteCall) -> str | None:
         return "the cache is no buffer of page records [num_blocks, HK, page_bytes]"
     if reason := unsuitable(pages, fmt.k, fmt.v, D, D_V, block_size):
         return reason
-    if hadamard_of(call.maps.k) is None or hadamard_of(call.maps.v) is None:
-        return "maps: a Hadamard matrix of the head size, or none"
+    if any(hadamard_of(map_, key.shape[1], key.dtype) is None for map_ in (call.maps.k, call.maps.v)):
+        return "maps: a Hadamard matrix of the head size, behind powers of two or not, or none"
     for codec, map_ in ((fmt.k, call.maps.k), (fmt.v, call.maps.v)):
         cubic = codec.cubic is not None and not codec.round_mapped and codec.row.meta_bytes == 2
         if rounding_of(codec, map_) is not None and not cubic and codec.hopper().writer is None:
@@ -242,7 +250,7 @@ def ways(call: WriteCall) -> tuple[Way, ...]:
 
 def configuration(call: WriteCall) -> WriteConfig:
     """What a kernel that serves `call` is compiled for, where no codec has a kernel of its own and nothing is rounded by a Hessian."""
-    key_factor, value_factor, _, key_scaled, value_scaled, shifted, *_ = _layer(call)
+    key_factor, value_factor, key_evened, value_evened, _, key_scaled, value_scaled, shifted, *_ = _layer(call)
     tokens, heads, D = call.key.shape
     return WriteConfig(
         call.fmt.k,
@@ -257,6 +265,8 @@ def configuration(call: WriteCall) -> WriteConfig:
         key_scaled,
         value_scaled,
         shifted,
+        key_evened,
+        value_evened,
         shifted and call.positions.dtype == torch.int64,
         1 if tokens * heads <= 2048 else 2,  # warps of a block: one block for each SM as long as there are few
     )
@@ -276,6 +286,7 @@ def _layer(call: WriteCall) -> tuple:
     factors = (0.0 if m is None else m.operands.forward_factor for m in (maps.k, maps.v))
     return (
         *factors,
+        *(m is not None and m.operands.steps is not None for m in (maps.k, maps.v)),
         ways(call),
         call.k.scale != 1.0,
         call.v.scale != 1.0,
@@ -340,7 +351,7 @@ class Prepared:
         if _layer(call) != self.layer:
             raise ValueError("maps, scales: of another kind, or another format, than in the call that was prepared")
         maps, a = call.maps, self.arguments
-        key_map, value_map = hadamard_of(maps.k), hadamard_of(maps.v)
+        key_map, value_map = (hadamard_of(m, call.key.shape[1], call.key.dtype) for m in (maps.k, maps.v))
         a.key_signs, a.value_signs, a.key_scale, a.value_scale = key_map.address, value_map.address, call.k.scale, call.v.scale
         if maps.by_position:
             means = maps.k.operands.mapped_key_mean  # [buckets, HK or 1, D] float32, contiguous

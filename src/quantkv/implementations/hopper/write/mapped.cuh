@@ -7,13 +7,22 @@ static_assert(CHUNK == 8, "16-bit numbers of one load");
 constexpr float TINY = 1.17549435e-38f, SMALLEST_HALF = 1.f / (1 << 24);
 DI float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays NaN
 
-// K or V: this token's row, the signs of its map, the per-tensor scale, where codes and metadata begin in a record.
+// K or V: this token's row, the signs of its map (EVENED: its steps, D numbers of 16 bits), the per-tensor scale, where
+// codes and metadata begin in a record.
 struct RowSource {
   const u16* row;
   const u32* signs;
   float scale;
   int codes, meta;
 };
+
+DI RowSource source_of(const WriteArguments& a, bool is_key, int token, i64 head) {
+  const i64 key_steps = KEY_EVENED ? head * (D / 2) : 0, value_steps = VALUE_EVENED ? head * (D / 2) : 0;
+  return is_key
+      ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs + key_steps, a.key_scale, 0, PAGE_KM}
+      : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs + value_steps, a.value_scale,
+            PAGE_V, PAGE_VM};
+}
 
 // The mapped mean of the keys of every 64 positions, of one head; what lies beyond the table has its last row.
 struct KeyMeans {
@@ -38,7 +47,7 @@ DI bool is_shorter(const float (&row)[E], const float* mean) {
 
 // Fills in a lane's part of the row of `token`, which is there if `given`. Whether it is kept without its key mean:
 // then it is negated, as SIGNED codecs store what is shorter so.
-template <bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class R>
+template <bool MAPPED, bool EVENED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class R>
 DI bool load_row(R& row, const RowSource& side, float factor, const KeyMeans& means, int token, bool given) {
   constexpr int FLIPS = (E + 31) / 32;
   const int c = threadIdx.x % 4;
@@ -49,9 +58,19 @@ DI bool load_row(R& row, const RowSource& side, float factor, const KeyMeans& me
     for (int e = 0; e < E; e += CHUNK)
       if (are_there(e)) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
   if constexpr (MAPPED) {
-    if (side.signs)
+    if constexpr (EVENED) {
+#pragma unroll
+      for (int e = 0; e < E; e += CHUNK)
+        if (are_there(e)) {
+          const uint4 four = *(const uint4*)((const u16*)side.signs + 4 * e + CHUNK * c);
+          u32* pairs = row.pairs + e / 2;
+          pairs[0] = times2(pairs[0], four.x), pairs[1] = times2(pairs[1], four.y);
+          pairs[2] = times2(pairs[2], four.z), pairs[3] = times2(pairs[3], four.w);
+        }
+    } else if (side.signs) {
 #pragma unroll
       for (int i = 0; i < FLIPS; i++) flips[i] = side.signs[c * FLIPS + i];
+    }
     hadamard(row, flips, factor);
   }
   if constexpr (SHIFTED) {

@@ -83,18 +83,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 
   const int token = blockIdx.x / (SIDES == 3 ? 2 : 1) * (8 * WARPS) + threadIdx.x / 4;
   const bool given = token < a.tokens;
-  const RowSource side = is_key
-      ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
-      : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
+  const RowSource side = source_of(a, is_key, token, head);
   const KeyMeans means{a.key_mean + head * a.key_mean_head, (const POSITION*)a.positions, a.key_mean_bucket, a.buckets};
   const Target to = target_of(
       side, is_key ? K_ROW : V_ROW, (const SLOT*)a.slots, given, token, a.pages + head * a.head_stride, a.page_stride);
   Row<false> row = {};
   bool alone = false;
   if (SIDES == 1 || ALIKE || is_key)
-    alone = load_row<true, false, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(row, side, KEY_FACTOR, means, token, given);
+    alone = load_row<true, KEY_EVENED, false, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(row, side, KEY_FACTOR, means, token, given);
   else
-    load_row<true, false, VALUE_SCALED, false, false>(row, side, VALUE_FACTOR, means, token, given);
+    load_row<true, VALUE_EVENED, false, VALUE_SCALED, false, false>(row, side, VALUE_FACTOR, means, token, given);
   wait_for_all_copies_but<0>();
   __syncthreads();
   const u32 first = shared_address(shared), levels = first + FEEDBACK_BYTES + threadIdx.x / 32 * ROUNDING_BYTES;

@@ -4,6 +4,7 @@
 
 DI u32 max2(u32 a, u32 b) { return ROWS_BF16 ? max_bfloat2(a, b) : max_half2(a, b); }
 DI u32 min2(u32 a, u32 b) { return ROWS_BF16 ? min_bfloat2(a, b) : min_half2(a, b); }
+DI u32 times2(u32 a, u32 b) { return ROWS_BF16 ? mul_bfloat2(a, b) : mul2(a, b); }
 DI float first(u32 pair) { return ROWS_BF16 ? as_float(pair << 16) : low(pair); }
 DI float second(u32 pair) { return ROWS_BF16 ? as_float(pair & 0xffff0000u) : high(pair); }
 DI u32 pair_of(float x, float y) { return ROWS_BF16 ? bfloat2(x, y) : saturate_half2(half2(x, y)); }

@@ -56,14 +56,14 @@ template <int BITS> DI void share_words(int c, u32 (&words)[WORDS<BITS>]) {
     for (u32& word : words) word = word >> 8 * c | __shfl_down_sync(~0u, word, 1) << 24 - 8 * c;
 }
 
-template <class CODEC, bool MAPPED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED>
+template <class CODEC, bool MAPPED, bool EVENED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED>
 DI void write_row(const RowSource& side, float factor, const KeyMeans& means, const SLOT* slots, int token, int tokens,
     u8* records, i64 page_stride) {
   const int c = threadIdx.x % 4;
   const bool given = token < tokens;
   const i64 slot = given ? slots[token] : -1;
   Row<(!MAPPED || ROUND) && !SCALED> row = {};
-  const bool alone = load_row<MAPPED, ROUND, SCALED, SHIFTED, SIGNED>(row, side, factor, means, token, given);
+  const bool alone = load_row<MAPPED, EVENED, ROUND, SCALED, SHIFTED, SIGNED>(row, side, factor, means, token, given);
   u32 words[WORDS<CODEC::BITS>];
   // the sign of an fp16 scale
   const u32 meta = CODEC::encode(row, words) ^ (SHIFTED && SIGNED && alone ? 0x8000u : 0u);
@@ -88,14 +88,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
   const SLOT* slots = (const SLOT*)a.slots;
   u8* records = a.pages + head * a.head_stride;
   const bool is_key = SIDES == 3 ? blockIdx.x % 2 == 0 : SIDES == 1;
-  const RowSource side = is_key
-      ? RowSource{a.key + token * a.key_token + head * a.key_head, a.key_signs, a.key_scale, 0, PAGE_KM}
-      : RowSource{a.value + token * a.value_token + head * a.value_head, a.value_signs, a.value_scale, PAGE_V, PAGE_VM};
+  const RowSource side = source_of(a, is_key, token, head);
   const KeyMeans means{a.key_mean + head * a.key_mean_head, (const POSITION*)a.positions, a.key_mean_bucket, a.buckets};
   if (SIDES == 1 || ALIKE || is_key)  // one copy of the code where K and V are treated alike
-    write_row<KEY, KEY_FACTOR != 0.f, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
+    write_row<KEY, KEY_FACTOR != 0.f, KEY_EVENED, KEY_ROUNDED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
         side, KEY_FACTOR, means, slots, token, a.tokens, records, a.page_stride);
   else
-    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_ROUNDED, VALUE_SCALED, false, false>(
+    write_row<VALUE, VALUE_FACTOR != 0.f, VALUE_EVENED, VALUE_ROUNDED, VALUE_SCALED, false, false>(
         side, VALUE_FACTOR, means, slots, token, a.tokens, records, a.page_stride);
 }
