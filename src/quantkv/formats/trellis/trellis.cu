@@ -80,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
       map_rows<KEY_FACTOR != 0.f, KEY_EVENED, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
           s, side, KEY_FACTOR, means, token, token < a.tokens);
     else
-      map_rows<VALUE_FACTOR != 0.f, VALUE_EVENED, VALUE_SCALED, false, false>(s, side, VALUE_FACTOR, means, token, token < a.tokens);
+      map_rows<VALUE_FACTOR != 0.f, VALUE_EVENED, VALUE_SCALED, false, false>(
+          s, side, VALUE_FACTOR, means, token, token < a.tokens);
   }
   __syncthreads();
   encode_rows(s, block.scratch,

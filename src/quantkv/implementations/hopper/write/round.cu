@@ -90,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   Row<false> row = {};
   bool alone = false;
   if (SIDES == 1 || ALIKE || is_key)
-    alone = load_row<true, KEY_EVENED, false, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(row, side, KEY_FACTOR, means, token, given);
+    alone = load_row<true, KEY_EVENED, false, KEY_SCALED, KEY_SHIFTED, KEY_SIGNED>(
+        row, side, KEY_FACTOR, means, token, given);
   else
     load_row<true, VALUE_EVENED, false, VALUE_SCALED, false, false>(row, side, VALUE_FACTOR, means, token, given);
   wait_for_all_copies_but<0>();
