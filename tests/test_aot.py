@@ -119,6 +119,8 @@ LATENTS = [
 ]
 LATENTS += [("latents", "int4", "sm90", 16, 2), ("latents", "none", "sm90", 128, 1), ("latents", "none", "sm80", 16, 1)]
 LATENTS += [("latents", "levels4", "sm89", 16, 1)]
+LATENTS += [("latents", "none", "sm90", heads, queries) for heads, queries in ((1, 2), (16, 2), (16, 4), (64, 2))]  # keys are masked
+LATENTS += [("latents", "none", arch, heads, 4) for arch in ("sm80", "sm89") for heads in (2, 8, 32)]
 
 
 @pytest.mark.xdist_group("aot")

@@ -239,5 +239,5 @@ def test_what_it_is_compiled_to(fmt, heads, monkeypatch, tmp_path, cubins):
     local = [name for name in names if name.startswith(("LDL", "STL"))]
     from cuda.bindings import nvrtc
 
-    reloads = 1 if nvrtc.nvrtcVersion()[1:] < (13, 5) else 0  # of an address, by NVRTC 13.0
-    assert len([name for name in loop if name.startswith(("LDL", "STL"))]) <= reloads and len(local) <= spilled
+    reloads = 1 if nvrtc.nvrtcVersion()[1:] < (13, 5) else 0  # NVRTC 13.0 loads an address again, and spills four registers more
+    assert len([name for name in loop if name.startswith(("LDL", "STL"))]) <= reloads and len(local) <= spilled + 4 * reloads

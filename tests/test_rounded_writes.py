@@ -41,7 +41,12 @@ def check(results, bits, mean):
 @on_cpu
 @pytest.mark.parametrize(
     "head_size, dtype, key_mean, even",
-    [(64, torch.float16, False, False), (64, torch.float16, True, True), (128, torch.bfloat16, True, False), (128, torch.bfloat16, True, True)],
+    [
+        (64, torch.float16, False, False),
+        (64, torch.float16, True, True),
+        (128, torch.bfloat16, True, False),
+        (128, torch.bfloat16, True, True),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("bits", BITS)

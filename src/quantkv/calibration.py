@@ -241,9 +241,9 @@ def gains_from_key_mean(codec: Codec) -> bool:
 
 
 def _even(own: LinearMap, spread: torch.Tensor) -> LinearMap:
-    """The map behind one that gives each dimension of a head's rows about the same variance, in heads where `spread [HK, D]` is uneven. A row
-    has one scale for all dimensions: a few large ones would set it, and what the Hessian saves is lost. Factors are powers of two from 1
-    down (`MapOperands.steps`)."""
+    """The map behind one that gives each dimension of a head's rows about the same variance, in heads where `spread [HK, D]` is uneven.
+    A row has one scale for all dimensions: a few large ones would set it, and what the Hessian saves is lost. Factors are powers of two
+    from 1 down (`MapOperands.steps`)."""
     variance = spread.double()
     mean = variance.mean(1, keepdim=True)
     variance = torch.where(mean > 0, variance.clamp(min=SMALLEST_SPREAD * mean), 1.0)

@@ -198,7 +198,15 @@ class LinearMap:
         """What one prepared call needs the maps of its layers to have in common: everything but the entries."""
         key_mean = None if self.key_mean is None else (self.key_mean.shape, self.key_mean.stride())
         hessian = None if self.hessian is None else self.hessian.shape
-        return self.forward.shape, self.operands.forward.dtype, self.operands.signs is None, self.operands.steps is None, self.operands[6:], key_mean, hessian
+        return (
+            self.forward.shape,
+            self.operands.forward.dtype,
+            self.operands.signs is None,
+            self.operands.steps is None,
+            self.operands[6:],
+            key_mean,
+            hessian,
+        )
 
     @cached_property
     def _forward64(self) -> torch.Tensor:

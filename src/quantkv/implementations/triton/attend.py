@@ -115,7 +115,7 @@ class AttendPlan:
         wide, queries = exact or torch.float32 in [c.dtype for c in codes], 1 if invariant else longest
         if latent:
             row_bytes = max(sum(side.codes.shape[3] * side.codes.element_size() for side in (s.k, s.v)) for s in call.segments)
-            tiling = Tiling.of_latents(group, queries, triton.next_power_of_2(first.head_size_v), row_bytes, wide, target)
+            tiling = Tiling.of_latents(group, queries, triton.next_power_of_2(first.head_size_v), row_bytes, wide, bound != 1, target)
         else:
             row_bytes = max(c.shape[3] * c.element_size() for c in codes)
             codecs = [codec.triton() for s in call.segments for codec in (s.fmt.k, s.fmt.v)]

@@ -75,9 +75,9 @@ class Tiling(NamedTuple):
         return cls(block_m, block_n, warps, 5, max(1, min(most, fit(block_n))), 0, SPARED > 0, True)
 
     @classmethod
-    def of_latents(cls, group: int, max_query_len: int, width: int, row_bytes: int, wide: bool, target: Target) -> Tiling:
+    def of_latents(cls, group: int, max_query_len: int, width: int, row_bytes: int, wide: bool, masked: bool, target: Target) -> Tiling:
         """Over latents of up to `width` numbers: all heads share them, and a tile holds few rows, whose outputs stay in registers and
-        their queries in shared memory. row_bytes: of a stored row. wide: dots are in float32."""
+        their queries in shared memory. row_bytes: of a stored row. wide: dots are in float32. masked: see `_shared_by_latents`."""
         most = 16 if wide else ROWS_OF_LATENTS if width <= 512 else ROWS_OF_LATENTS // 2
         while True:
             parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
@@ -86,7 +86,7 @@ class Tiling(NamedTuple):
                 return cls(block_m, 16, 4, 2, 1, parts=parts)
             keys, warps, most_stages, resident = LATENT_TILES[block_m]
             for block_n, stages in ((keys, most_stages), (keys, 3), (keys // 2, 3)):
-                fit = _room(target) // _shared_by_latents(block_m, block_n, stages, width, row_bytes, target)
+                fit = _room(target) // _shared_by_latents(block_m, block_n, stages, width, row_bytes, masked, target)
                 if fit:
                     return cls(block_m, block_n, warps, stages, min(resident, fit), lean=block_m < SPARED, parts=parts)
             if most <= 16:
@@ -99,10 +99,12 @@ def _room(target: Target) -> int:
     return target.shared if target.ptx or INTERPRETED else 64 << 10
 
 
-def _shared_by_latents(rows: int, keys: int, stages: int, width: int, row_bytes: int, target: Target) -> int:
+def _shared_by_latents(rows: int, keys: int, stages: int, width: int, row_bytes: int, masked: bool, target: Target) -> int:
     """Bytes of shared memory of a tile over latents, about: its queries, stored rows, of which two stages are one buffer, since pages are
-    looked up first, and decoded ones, where tensor cores read them there."""
-    decoded = 2 * keys * width if rows >= 64 and target.has_matrix_descriptors else 0
+    looked up first, and decoded ones, where tensor cores read them there. masked: later keys are hidden, as a lone query of a sequence
+    needs not, so that rows of 16 bits, which need no decoding, are copied before they are values."""
+    copied = rows >= 64 and target.has_matrix_descriptors or masked and row_bytes >= 2 * width
+    decoded = 2 * keys * width if copied else 0
     return 2 * rows * (width + 64) + max(stages // 2, 1) * keys * row_bytes + decoded + (6 << 10)
 
 
