@@ -103,7 +103,7 @@ def _shared_by_latents(rows: int, keys: int, stages: int, width: int, row_bytes:
     """Bytes of shared memory of a tile over latents, about: its queries, stored rows, of which two stages are one buffer, since pages are
     looked up first, and decoded ones, where tensor cores read them there. masked: later keys are hidden, as a lone query of a sequence
     needs not, so that rows of 16 bits, which need no decoding, are copied before they are values."""
-    copied = rows >= 64 and target.has_matrix_descriptors or masked and row_bytes >= 2 * width
+    copied = (rows >= 64 and target.has_matrix_descriptors) or (masked and row_bytes >= 2 * width)
     decoded = 2 * keys * width if copied else 0
     return 2 * rows * (width + 64) + max(stages // 2, 1) * keys * row_bytes + decoded + (6 << 10)
 
