@@ -6,9 +6,6 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 
 import five_bits  # noqa: F401  a format outside the package
 from quantkv import PagedCache, copies, get_format
@@ -40,20 +37,16 @@ class Compiler:
     """Stands in for a kernel: a launch compiles it."""
 
     def __init__(self, kernel, target, compiled):
-        self.kernel, self.target, self.compiled = kernel, target, compiled
+        self.kernel, self.compiled = kernel, compiled
+        self.driver = launch.AssumedDriver(str(target.arch), target)
         self.arg_names, self.fn = kernel.arg_names, kernel.fn
 
     def __getitem__(self, grid):
         return self.launch
 
     def launch(self, *args, **kwargs):
-        kernel, backend = self.kernel, make_backend(self.target)
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        bound, specialization, options = bind(*args, **kwargs)
-        options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-        source = ASTSource(kernel, signature, constants, attributes)
-        result = triton.compile(source, target=self.target, options=options.__dict__)
-        self.compiled.append((kernel.__name__, result))
+        triton.runtime.driver.set_active(self.driver)
+        self.compiled.append((self.kernel.__name__, self.kernel.warmup(*args, grid=(1,), **kwargs)))
 
 
 def every_option(num_seqs, heads, queries):

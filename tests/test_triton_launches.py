@@ -15,7 +15,7 @@ from quantkv.testing import SampleBatch, check, relative_error
 
 pytest.importorskip("triton")
 
-from quantkv.implementations.triton import attend, launch, write
+from quantkv.implementations.triton import attend, launch, tiling, write
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -257,6 +257,28 @@ print(implementations.refusal("triton", call), len(implementations.module("trito
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("the package triton is missing: pip install 'quantkv[triton]'")
+
+
+def test_the_oldest_triton_is_refused_on_amd(monkeypatch):
+    """It compiles there, but some prompts to more shared memory than a block may have."""
+    call = batch("int4", ((1,), (5,))).call()
+    assert launch.refusal(call.q.device, []) is None
+    monkeypatch.setattr(launch, "TRITON_3_4", True)
+    assert launch.refusal(call.q.device, []) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert attend.refusal(call).endswith("on an AMD GPU: 3.5 or later is needed")
+
+
+@pytest.mark.parametrize("oldest, turns, tiles", [(False, True, [(64, 5), (64, 3)]), (True, False, [(64, 3), (32, 3)])])
+def test_tiles_of_the_oldest_triton_on_nvidia(oldest, turns, tiles, monkeypatch):
+    """No product of 8 columns, and as many keys and stages of 16-bit latents as fit sm_90 and sm_80: a buffer for each stage but one."""
+    for module in (launch, tiling):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+        monkeypatch.setattr(module, "TRITON_3_4", oldest)
+    targets = [launch.Target(90, "tf32x3", 132, 228 << 10), launch.Target(80, "tf32x3", 108, 164 << 10)]
+    assert [target.turns for target in targets] == [turns, turns]
+    found = [tiling.Tiling.of_latents(16, 1, 512, 2 * 576, False, target) for target in targets]
+    assert [(tile.block_n, tile.num_stages) for tile in found] == tiles
 
 
 def test_word_dtype():

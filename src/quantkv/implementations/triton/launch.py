@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ...assumed import Gpu, assumed
+from ...assumed import assumed
 from ...calls import PagedTensor
 from ...format import Codec
 from ...maps import LinearMap
@@ -25,12 +25,15 @@ from ...under_way import compiling, wanted
 from .kernels.views import MapView, PagesView, RowPlan, RowsView, TritonCodec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_3_4 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 5)  # the oldest release
 
 
 def refusal(device: torch.device, sides: Sequence[tuple[PagedTensor, Codec]], stored: bool = False) -> str | None:
     """Why no kernel can run on this device, or read (write, if `stored`) these sides; None where all can."""
     if device.type != "cuda" and not INTERPRETED and assumed() is None:
         return f"tensors are on {device}, and the kernels need a GPU (or TRITON_INTERPRET=1)"
+    if torch.version.hip and TRITON_3_4:  # some prompts would take more shared memory than there is
+        return f"triton {triton.__version__} on an AMD GPU: 3.5 or later is needed"
     for side, codec in sides:
         if codec.triton is None:
             return f"codec {codec.name} has no Triton codec"
@@ -59,8 +62,9 @@ class Target(NamedTuple):
 
     @property
     def turns(self) -> bool:
-        """Whether a product may have as few as 8 columns at no loss: NVIDIA's tensor cores take 16 rows by 8."""
-        return self.ptx > 0 or INTERPRETED
+        """Whether a product may have as few as 8 columns at no loss: NVIDIA's tensor cores take 16 rows by 8, and Triton 3.4 refuses fewer
+        than 16."""
+        return INTERPRETED or (self.ptx > 0 and not TRITON_3_4)
 
     @property
     def has_matrix_descriptors(self) -> bool:
@@ -212,23 +216,23 @@ def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.
         return len(mode.future_kernels)
 
 
-class _AssumedDriver:
+class AssumedDriver:
     """Driver of a GPU that need not be there: kernels are compiled for it, and none is loaded."""
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
+    def __init__(self, name: str, target: GPUTarget) -> None:
+        self.name, self.target = name, target
 
     def get_current_device(self) -> str:
         """Its name, which is no device's number: what is compiled for it is not launched."""
-        return self.gpu.name
+        return self.name
 
     def get_current_stream(self, device: str) -> int:
         """None."""
         return 0
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self) -> GPUTarget:
         """What Triton compiles for."""
-        return GPUTarget("cuda", 10 * self.gpu.capability[0] + self.gpu.capability[1], 32)
+        return self.target
 
 
 @contextlib.contextmanager
@@ -239,7 +243,8 @@ def _assumed_driver() -> Iterator[None]:
         yield
         return
     held = triton.runtime.driver._active  # what `reset_active` would make anew, and cannot without a GPU
-    triton.runtime.driver.set_active(_AssumedDriver(gpu))
+    target = GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+    triton.runtime.driver.set_active(AssumedDriver(gpu.name, target))
     try:
         yield
     finally:

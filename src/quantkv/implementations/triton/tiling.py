@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 
 from .kernels.views import TritonCodec
-from .launch import INTERPRETED, Target
+from .launch import INTERPRETED, TRITON_3_4, Target
 
 FEW = 16  # rows of a tile up to which keys run down (`Features.key_axis`); 0: in no tile
 SPARED = 64  # rows below which codecs are read by their `lean` codecs; 0: in no tile
@@ -101,11 +101,12 @@ def _room(target: Target) -> int:
 
 def _shared_by_latents(rows: int, keys: int, stages: int, width: int, row_bytes: int, masked: bool, target: Target) -> int:
     """Bytes of shared memory of a tile over latents, about: its queries, stored rows, of which two stages are one buffer, since pages are
-    looked up first, and decoded ones, where tensor cores read them there. masked: later keys are hidden, as a lone query of a sequence
-    needs not, so that rows of 16 bits, which need no decoding, are copied before they are values."""
+    looked up first (by Triton 3.4 each but one is a buffer), and decoded ones, where tensor cores read them there. masked: later keys are
+    hidden, as a lone query of a sequence needs not, so that rows of 16 bits, which need no decoding, are copied before they are values."""
+    buffers = stages - 1 if TRITON_3_4 else max(stages // 2, 1)
     copied = (rows >= 64 and target.has_matrix_descriptors) or (masked and row_bytes >= 2 * width)
     decoded = 2 * keys * width if copied else 0
-    return 2 * rows * (width + 64) + max(stages // 2, 1) * keys * row_bytes + decoded + (6 << 10)
+    return 2 * rows * (width + 64) + buffers * keys * row_bytes + decoded + (6 << 10)
 
 
 def split_count(tiles: int, max_keys: int, tiling: Tiling, target: Target) -> int:

@@ -266,7 +266,8 @@ def attend_kernel(
     HEADS: tl.constexpr = F.num_kv_heads
     PRECISION: tl.constexpr = F.precision
     KEYS: tl.constexpr = F.key_axis
-    WHOLE: tl.constexpr = min(PAGE, BLOCK_N) if max(PAGE, BLOCK_N) % min(PAGE, BLOCK_N) == 0 and F.by_page and not F.prefix else 0
+    FEWER: tl.constexpr = PAGE if PAGE < BLOCK_N else BLOCK_N  # before 3.5, Triton's `min` of two constants is no constant
+    WHOLE: tl.constexpr = FEWER if F.by_page and not F.prefix and PAGE % FEWER == 0 and BLOCK_N % FEWER == 0 else 0
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(0) // HEADS
 

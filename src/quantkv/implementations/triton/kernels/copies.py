@@ -18,7 +18,8 @@ def pages_of_interest(
 ):
     """Keys of sequence s, the page where the recent ones begin, which page column n is, whether it is held, and its number; num_blocks
     for none."""
-    length = tl.load(seq_lens + s, mask=there, other=0).to(tl.int64)
+    at = s + 0 * n  # of the shape of `there`: Triton 3.4 broadcasts no pointer to its mask
+    length = tl.load(seq_lens + at, mask=there, other=0).to(tl.int64)
     base = tl.maximum(length - RECENT, 0) // PAGE if RECENT > 0 else (length + PAGE - 1) // PAGE
     index = tl.where(n < SINK, n, base + n - SINK)
     held = there & (index * PAGE < length)

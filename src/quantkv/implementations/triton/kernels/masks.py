@@ -136,5 +136,7 @@ def bias_score(score, query, key, context, slope, row_mask, extras, F: tl.conste
         column = key - context
         row = tl.minimum(query - context, extras.qq_rows - 1)
         inside = (column >= 0) & (column < extras.qq_cols) & row_mask
-        score += tl.load(extras.qq_bias + row * extras.qq_stride + column, mask=inside, other=0.0).to(tl.float32)
+        # Triton 3.4 broadcasts no pointer to its mask.
+        at = tl.broadcast_to(extras.qq_bias + row * extras.qq_stride + column, score.shape)
+        score += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return score
