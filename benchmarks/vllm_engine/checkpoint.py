@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import torch
+from answers import VOCABULARY
 from safetensors.torch import save_file
 
-HEAD_SIZE, VOCABULARY = 128, 32000
+HEAD_SIZE = 128
 POSITIONS = 33280
 
 

@@ -14,6 +14,12 @@ OFFLINE = {
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Several GPUs: vLLM's own all-reduce kernels only. NVLink multicast can put a host's GPUs out of service for others.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
 }
 
 

@@ -1,4 +1,7 @@
-"""The tables of docs/vllm.md from what run.py left: python benchmarks/vllm_engine/report.py DIR/results.jsonl"""
+"""The tables of docs/vllm.md, from lines that run.py and pages_travel.py left.
+
+python benchmarks/vllm_engine/report.py DIR/results.jsonl [DIR/travel.jsonl ...]
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ TITLES = {
     "reasoning": "{requests} requests of {prompt:,} and about {answer:,} new tokens",
     "verify": "drafts of 4, {sequences} x {context:,}",
 }
-JOBS = {"two_gpus": "two GPUs, Llama-3-70B with 20 layers: "}
+JOBS = dict.fromkeys(("two_gpus", "two_gpus_reasoning"), "two GPUs, Llama-3-70B with 20 layers: ")
+JOBS |= {"two_gpus_latents": "two GPUs, DeepSeek-V3 with 16 layers, 16 heads on each: "}
 JOBS |= {f"latents{n}": f"DeepSeek-V3 with 16 layers, {n} heads: " for n in (16, 128)}
 LEFT_OUT = ("smoke", "cache", "invariant")  # models of two layers
 
@@ -37,7 +41,14 @@ def cell(scenario: str, found: dict, base: dict) -> str:
 
 
 def main() -> None:
-    results = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    results = [json.loads(line) for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]
+    for section in (speeds, batches, ranks, travel):
+        if lines := section(results):
+            print("\n".join(lines))
+
+
+def speeds(results: list[dict]) -> list[str]:
+    """The table of tokens a second, by scenario and type."""
     types = list(dict.fromkeys(engine["type"] for engine in results if engine["job"] in ("main", "reasoning", *JOBS)))
     types.sort(key=lambda t: (t.startswith("quantkv"), t != BASE))
     table: dict[str, dict[str, str]] = {}
@@ -55,21 +66,75 @@ def main() -> None:
                 x for e in rivals for x in e.get("found", []) if x["scenario"] == scenario and x.get("context") == found.get("context")
             ]
             table.setdefault(title, {})[engine["type"]] = cell(scenario, found, alike[0] if alike else {})
-    print(f"| tokens a second (speedup over 16 bits) | {' | '.join('16 bits' if t == BASE else t for t in types)} |")
-    print(f"|---|{'---|' * len(types)}")
-    for title, cells in table.items():
-        print(f"| {title} | {' | '.join(cells.get(t, '') for t in types)} |")
-    print("\n| answers of 24 tokens, equal up to | the same batch again | three prompts in the graph of four |\n|---|---|---|")
-    ranks = {}
-    for engine in results:
-        for found in engine.get("found", []):
-            if found["scenario"] == "padding" and "error" not in found:
-                ranks[engine["job"], engine["type"]] = found.get("answers")
-                print(f"| {engine['job']}, {engine['type']} | {_difference(found['again'])} | {_difference(found['three_of_four'])} |")
+    head = f"| tokens a second (speedup over 16 bits) | {' | '.join('16 bits' if t == BASE else t for t in types)} |"
+    rows = [f"| {title} | {' | '.join(cells.get(t, '') for t in types)} |" for title, cells in table.items()]
+    return [head, f"|---|{'---|' * len(types)}", *rows] if rows else []
+
+
+def batches(results: list[dict]) -> list[str]:
+    """The table of answers in batches of other sizes."""
+    rows = [
+        f"| {engine['job']}, {engine['type']} | {_difference(found['again'])} | {_difference(found['three_of_four'])} |"
+        for engine, found in _found(results, "padding")
+    ]
+    head = "\n| answers of 24 tokens, equal up to | the same batch again | three prompts in the graph of four |"
+    return [head, "|---|---|---|", *rows] if rows else []
+
+
+def ranks(results: list[dict]) -> list[str]:
+    """Answers, and statistics of kv heads, of one rank against two."""
+    lines = []
+    answers = {(engine["job"], engine["type"]): found.get("answers") for engine, found in _found(results, "padding")}
     for kv_type in dict.fromkeys(engine["type"] for engine in results):
-        pair = [ranks.get((job, kv_type)) for job in ("one_rank", "two_ranks")]
+        pair = [answers.get((job, kv_type)) for job in ("one_rank", "two_ranks")]
         if all(pair):
-            print(f"\n{kv_type}, one GPU against two: {_difference(compare(*pair))}")
+            lines.append(f"\n{kv_type}, one GPU against two: {_difference(compare(*pair))}")
+    for engine, found in _found(results, "measured"):
+        if "difference" in found:
+            name, most = max(found["difference"].items(), key=lambda item: item[1])
+            lines.append(
+                f"\n{engine['type']}, statistics of kv heads, one GPU against two: relative difference at most {most:.1e} ({name})"
+            )
+    return lines
+
+
+def travel(results: list[dict]) -> list[str]:
+    """The table of prompts whose pages came by NIXL, and answers of two ranks from one rank's pages; of lines of pages_travel.py."""
+    ended = [line for line in results if "error" not in line]
+    times = [line for line in ended if line["job"] == "times"]
+    lines = []
+    if times:
+        lines.append(
+            "\n| prompts whose pages came by NIXL (over 16 bits; lower is better) | MB a prompt | ms to the first token | ms if computed |"
+        )
+        lines.append("|---|---|---|---|")
+    for line in times:
+        alike = [x for x in times if x["type"] == BASE and all(x[name] == line[name] for name in ("block", "context"))]
+        base = alike[0] if alike else line
+        sent, waited = (
+            f"{factor * number(line):,.1f}" + (f" ({number(line) / number(base):.2f}x)" if base is not line else "")
+            for factor, number in ((1e-6, _bytes), (1e3, _first_token))
+        )
+        name = f"{line['type']}, {line['context']:,} tokens, blocks of {line['block']}"
+        lines.append(f"| {name} | {sent} | {waited} | {1e3 * line['prompt_computed_s']:,.1f} |")
+    for line in ended:
+        if line["job"] == "ranks":
+            for name, pages in (("travelled_against_stayed", "one GPU's pages"), ("computed_by_two_against_stayed", "pages of their own")):
+                lines.append(f"\n{line['type']}, blocks of {line['block']}, two GPUs from {pages} against one: {_difference(line[name])}")
+    return lines
+
+
+def _found(results: list[dict], scenario: str) -> list[tuple[dict, dict]]:
+    """What engines found in a scenario, each with its engine, without failures."""
+    return [(e, found) for e in results for found in e.get("found", []) if found["scenario"] == scenario and "error" not in found]
+
+
+def _bytes(line: dict) -> float:
+    return line["a_request"]["nixl_bytes_transferred"]
+
+
+def _first_token(line: dict) -> float:
+    return line["first_token_s_median"]
 
 
 def _difference(found: dict) -> str:

@@ -15,9 +15,12 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
     verify     Llama-3-8B with drafts found in the text (ngram, 4 tokens)
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
-    two_gpus   a quarter of Llama-3-70B's layers on two GPUs
+    two_gpus, two_gpus_reasoning
+               a quarter of Llama-3-70B's layers on two GPUs: decode; short prompts and long answers
+    two_gpus_latents
+               latents16 on each of two GPUs: 32 heads, a quarter of a dense layer's inner size
     one_rank, two_ranks   a model of two layers from a checkpoint, whose answers on one GPU and on two are compared; the type
-               quantkv_policy has maps and offsets of its own for each kv head
+               quantkv_policy has maps and offsets of its own for each kv head. A preset's statistics of its kv heads are kept and compared
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 
+from answers import VOCABULARY
 from offline import set_environment
 
 LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
@@ -63,15 +68,21 @@ DEEPSEEK_V3 = {
 }
 GRAPHS = (1, 2, 4, *range(8, 129, 8), *range(144, 1024, 16))  # sequences that decode together: close to each other, as vLLM's own
 POLICY = "quantkv_policy"
-GEOMETRIES = {"two_gpus": LLAMA_70B}
+GEOMETRIES = {
+    "two_gpus": LLAMA_70B,
+    "two_gpus_reasoning": LLAMA_70B,
+    "two_gpus_latents": DEEPSEEK_V3 | {"num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 4608},
+}
 GEOMETRIES |= {f"latents{n}": DEEPSEEK_V3 | {"num_attention_heads": n, "num_key_value_heads": n} for n in (16, 128)}
 SMALL_JOBS = ("smoke", "cache", "invariant", "one_rank", "two_ranks")
 GEOMETRIES |= dict.fromkeys(SMALL_JOBS, SMALL)
-JOBS = ("smoke", "main", "reasoning", "latents16", "latents128", "cache", "verify", "invariant", "two_gpus", "one_rank", "two_ranks")
+FROM_CHECKPOINT = ("one_rank", "two_ranks")
+ON_TWO = ("two_gpus", "two_gpus_reasoning", "two_gpus_latents", "two_ranks")
+JOBS = ("smoke", "main", "reasoning", "latents16", "latents128", "cache", "verify", "invariant", "one_rank", *ON_TWO)
+REASONING = ("reasoning", "two_gpus_reasoning")
 DECODING = ("main", "latents16", "latents128")  # jobs that take --decode
 CACHES = ("QUANTKV_CACHE", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # folders of kernels
 CACHE_BLOCKS = 66  # of 16 tokens: they hold one request of the longest, and not the four of the job `cache`
-FROM_CHECKPOINT = ("one_rank", "two_ranks")
 FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quantkv_int2": 720}  # sequences of 8,192 on 141 GB
 
 
@@ -81,7 +92,7 @@ def write_config(folder: Path, **geometry) -> str:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "head_dim": 128,
-        "vocab_size": 32000,
+        "vocab_size": VOCABULARY,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
@@ -110,6 +121,22 @@ def computes_contexts(kv_type: str, args) -> bool:
     return kv_type in args.computed.split(",") or calibrated_format(kv_type) is not None or kv_type in presets()
 
 
+def plugins(kv_type: str) -> str:
+    """The value of VLLM_PLUGINS: quantkv for its own types, none for vLLM's."""
+    return "quantkv" if kv_type.startswith("quantkv_") else ""
+
+
+def common_arguments(kv_type: str, graphs: list[int]) -> dict:
+    """Arguments of vLLM's LLM that all engines have. graphs: sequences of the CUDA graphs of decode."""
+    return {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "attention_backend": "CUSTOM" if plugins(kv_type) else None,
+        "max_model_len": 33280,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graphs},
+    }
+
+
 def engine(job: str, kv_type: str, out: Path, args) -> object:
     """An LLM of vLLM for this job and this KV type."""
     import checkpoint
@@ -118,34 +145,29 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
 
     geometry = GEOMETRIES.get(job, LLAMA_8B)
     folder = Path(write_config(out / "models" / ("checkpoint" if job in FROM_CHECKPOINT else job), **geometry))
-    most = args.thinking[0] if job == "reasoning" else FIT.get(kv_type, 64) if job == "main" and args.fit else 64
+    most = args.thinking[0] if job in REASONING else FIT.get(kv_type, 64) if job == "main" and args.fit else 64
     graphs = [*(n for n in GRAPHS if n < most), most]
-    options = {
+    options = common_arguments(kv_type, graphs) | {
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
         "kv_cache_dtype": kv_type.partition(":")[0],
-        "max_model_len": 33280,
         "max_num_seqs": most,
         "max_num_batched_tokens": 8192 + most,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.2 if geometry is SMALL else 0.9,
         "disable_log_stats": True,
         "seed": 0,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graphs},
     }
-    if kv_type.startswith("quantkv_"):
-        options["attention_backend"] = "CUSTOM"
     if kv_type.startswith("turboquant_"):
         workers.keep_flash_attention_3()
     if job == "cache":
         options |= {"enable_prefix_caching": True, "max_model_len": 1024, "block_size": 16, "num_gpu_blocks_override": CACHE_BLOCKS}
-    if job != "two_gpus" and job not in FROM_CHECKPOINT:
+    if job not in FROM_CHECKPOINT:
         workers.draw_weights_at_load()
     if fmt := calibrated_format(kv_type):
         options["additional_config"] = {"quantkv_policy": checkpoint.write_calibrated_policy(folder, geometry, fmt)}
-    if job in ("two_gpus", "two_ranks"):
+    if job in ON_TWO:
         options["tensor_parallel_size"] = 2
+        workers.no_multicast()
     if job in FROM_CHECKPOINT:
         options["load_format"] = "safetensors"
         checkpoint.write_weights(folder, geometry)
@@ -154,24 +176,27 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
     if job == "verify":
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
         options["compilation_config"]["cudagraph_capture_sizes"] = [5 * n for n in (1, 8, 32, most)]
-    if job not in ("cache", "reasoning") and not computes_contexts(kv_type, args):
+    if job not in ("cache", *REASONING) and not computes_contexts(kv_type, args):
         options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
     return LLM(str(folder), **options | json.loads(args.extra))
 
 
 def measure(job: str, kv_type: str, out: Path, args) -> dict:
-    os.environ["VLLM_PLUGINS"] = "quantkv" if kv_type.startswith("quantkv_") else ""
+    os.environ["VLLM_PLUGINS"] = plugins(kv_type)
     if job == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if args.fresh:
         for name in CACHES:
             os.environ[name] = str(out / "caches" / f"{job}-{kv_type.replace(':', '-')}" / name)
     start = time.perf_counter()
+    import ranks
     import scenarios
     import workers
 
+    from quantkv.integrations.asked import presets
+
     llm = engine(job, kv_type, out, args)
-    if job == "two_gpus":
+    if job in ON_TWO and job not in FROM_CHECKPOINT:  # again: workers that were spawned have vLLM's dummies
         llm.collective_rpc(workers.draw_weights)
     found = {"job": job, "type": kv_type, "start_s": round(time.perf_counter() - start, 1), **llm.collective_rpc(workers.facts)[0]}
     print("STARTED", json.dumps(found), flush=True)
@@ -189,12 +214,14 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
     if job in (*SMALL_JOBS, "main"):
         note("padding", scenarios.padding)
     if job in FROM_CHECKPOINT:
+        if kv_type in presets():
+            note("measured", ranks.measured, out, job, kv_type)
         return found
     if job == "cache":
         note("prefix", scenarios.prefix)
         note("preempted", scenarios.preempted)
         return found
-    if job == "reasoning":
+    if job in REASONING:
         note("reasoning", scenarios.reasoning, *args.thinking)
         return found
     if job == "main" and args.prompts:
@@ -215,7 +242,9 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
 
 
 def child(job: str, kv_type: str, log: Path, args) -> None:
-    """In a forked process, whose output goes to a log."""
+    """In a forked process, whose output goes to a log; its workers end with it."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(target, 1), os.dup2(target, 2)
     status = 1
@@ -230,16 +259,18 @@ def child(job: str, kv_type: str, log: Path, args) -> None:
 
 def wait(process: int, limit: float) -> str | None:
     """How the process failed, None if it did not."""
-    began = time.perf_counter()
-    while True:
-        done, status = os.waitpid(process, os.WNOHANG)
-        if done:
-            return f"status {status}" if status else None
-        if time.perf_counter() - began > limit:
-            os.kill(process, 9)
+    began, done = time.perf_counter(), 0
+    try:
+        while time.perf_counter() - began < limit:
+            done, status = os.waitpid(process, os.WNOHANG)
+            if done:
+                return f"status {status}" if status else None
+            time.sleep(0.05)
+    finally:
+        if not done:
+            os.killpg(process, signal.SIGKILL)
             os.waitpid(process, 0)
-            return f"no end after {limit:.0f} s"
-        time.sleep(0.05)
+    return f"no end after {limit:.0f} s"
 
 
 def main() -> None:
@@ -262,6 +293,7 @@ def main() -> None:
     args.thinking = tuple(map(int, args.thinking.split("x")))
     args.out.mkdir(parents=True, exist_ok=True)
     set_environment(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions are sent to the workers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # with its engine
     start = time.perf_counter()
     import vllm.model_executor.models.llama
     import vllm.v1.worker.gpu_worker  # imported once, before the engines are forked

@@ -6,18 +6,10 @@ import time
 
 import numpy as np
 import torch
-from answers import Answer, compare
+from answers import Answer, compare, prompts
 from connector import BenchConnector
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-
-VOCABULARY = 32000
-
-
-def prompts(count: int, length: int | list[int], seed: int = 7, vocabulary: int = VOCABULARY) -> list[dict]:
-    rng = np.random.default_rng(seed)
-    lengths = [length] * count if isinstance(length, int) else length
-    return [{"prompt_token_ids": rng.integers(3, vocabulary, n).tolist()} for n in lengths]
 
 
 def sampling(tokens: int, **more) -> SamplingParams:

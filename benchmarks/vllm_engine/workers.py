@@ -43,6 +43,13 @@ def keep_flash_attention_3() -> None:
     EngineArgs.create_engine_config = created
 
 
+def no_multicast() -> None:
+    """Let engines of this process, and ranks that they fork, take no buffers for NVLink multicast beside vLLM's own all-reduce."""
+    from vllm.distributed.device_communicators import custom_all_reduce
+
+    custom_all_reduce.torch_symm_mem = None
+
+
 def tile(worker, blocks: list[int], num_blocks: int) -> None:
     """Copy the pages of `blocks` over the whole cache of every layer, again and again."""
     for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
@@ -57,7 +64,7 @@ def tile(worker, blocks: list[int], num_blocks: int) -> None:
 
 
 def facts(worker) -> dict:
-    """What this worker chose: classes, graphs, layout, who serves."""
+    """Choices of this worker: classes, graphs, layout, who serves; of several ranks, whether vLLM's own all-reduce and multicast run."""
     runner, config = worker.model_runner, worker.model_runner.vllm_config
     layers = [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
     found = {
@@ -67,8 +74,21 @@ def facts(worker) -> dict:
         "layout": str(config.cache_config.kv_cache_layout),
         "runner": type(runner).__module__,
     }
-    if found["implementation"] == "QuantKVImpl":
+    if found["implementation"].startswith("QuantKV"):
         from quantkv.integrations import vllm as plugin
 
         found["served"] = plugin.served
+    if config.parallel_config.tensor_parallel_size > 1:
+        from vllm.distributed import get_tp_group
+
+        reduce = getattr(get_tp_group().device_communicator, "ca_comm", None)
+        found["all_reduce_by_vllm"] = reduce is not None and not reduce.disabled
+        found["multicast"] = bool(getattr(reduce, "mnnvl_multicast_ptr", 0))
     return found
+
+
+def measured(worker) -> dict[str, torch.Tensor]:
+    """Statistics that this rank measured of its kv heads at start, by layer and part."""
+    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+    found = next(layer.impl.measured for layer in layers if hasattr(layer, "impl"))
+    return {f"{number}.{part}": t.cpu() for number, layer in found.layers.items() for part, t in layer.tensors().items()}

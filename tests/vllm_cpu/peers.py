@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,28 @@ FIRST_PORT = 23000 + os.getpid() % 20000  # of the side channels
 class Peer:
     """An engine with these arguments of vLLM's `LLM`, and NIXL between it and its peers.
 
-    It answers one request at a time (`ask`). log: what it printed. environment: variables for it.
+    It answers one request at a time (`ask`). log: what it printed. environment: variables for it. buffers: the memory that NIXL sends
+    from, "cpu" or "cuda". prepare: called in its process before the engine is made.
     """
 
     count = 0
 
-    def __init__(self, model: str, kv_cache_dtype: str, folder: Path, environment: Any = None, policy: str = "recompute", **arguments: Any):
+    def __init__(
+        self,
+        model: str,
+        kv_cache_dtype: str,
+        folder: Path,
+        environment: Any = None,
+        policy: str = "recompute",
+        buffers: str = "cpu",
+        prepare: Callable[[], None] | None = None,
+        **arguments: Any,
+    ):
         Peer.count += 1
         self._log = folder / f"engine {Peer.count}.log"
         here, there = socket.socketpair()
         port = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(FIRST_PORT + Peer.count)}
-        connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_load_failure_policy": policy}
+        connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffers, "kv_load_failure_policy": policy}
         given = {**engine.COMMON, "max_num_seqs": 1, "num_gpu_blocks_override": 64, "kv_transfer_config": connector, **arguments}
         self.process = os.fork()
         if self.process == 0:
@@ -37,6 +49,8 @@ class Peer:
                     engine._print_to(file)
                     try:
                         os.environ.update({**port, **(environment or {})})
+                        if prepare is not None:
+                            prepare()
                         _serve(there, model, kv_cache_dtype, given)
                     except BaseException:
                         traceback.print_exc(file=file)

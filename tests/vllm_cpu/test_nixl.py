@@ -80,6 +80,20 @@ def test_prefill_here_decode_there(start):
     assert there.ask(prompt(0), TOKENS, here.fill(prompt(0)))["metrics"][BYTES] == sent_bytes(256)
 
 
+def test_two_ranks_read_the_pages_of_one(start):
+    """Each rank reads its own kv head. Together they take the bytes of one rank, and answer as from pages that stayed.
+
+    Log-probabilities are within 1e-4, since two ranks add their parts of a sum in another order.
+    """
+    two = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    here, there, plain = start(("quantkv_int4", {}), ("quantkv_int4", two), ("quantkv_int4", STAYS))
+    for seed in range(2):
+        answer, stayed = there.ask(prompt(seed), TOKENS, here.fill(prompt(seed))), from_pages(plain, seed)
+        assert answer["finish"] == "length" and answer["tokens"] == stayed["tokens"]
+        assert answer["logprobs"] == pytest.approx(stayed["logprobs"], abs=1e-4)
+    assert answer["metrics"][BYTES] == 2 * sent_bytes(72)
+
+
 def test_a_sender_that_is_killed_loses_no_request(start):
     """Before the first handshake, and after it, with pages that were promised: what was not sent is computed where it is needed."""
     first, second, there, plain = start(*[("quantkv_int4", {})] * 3, ("quantkv_int4", NO_PEER))
