@@ -63,7 +63,7 @@ def test_options_over_ragged_queries(name, options):
 
 @pytest.mark.parametrize("sizes", [(8, 8, 24), (80, 48, 16), (128, 64, 32), (256, 256, 40)], ids=str)
 def test_sizes_of_heads_and_pages(sizes):
-    for name in ("int4", "levels3", "int8"):
+    for name in ("int4", "levels3", "int8", *(["trellis2"] if sizes[0] % 16 == 0 else [])):
         check(b := batch(name, head_size=sizes[0], head_size_v=sizes[1], block_size=sizes[2], num_kv_heads=3, group=2), served(b))
 
 
