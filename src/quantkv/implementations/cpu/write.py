@@ -82,7 +82,7 @@ def _places(call: WriteCall) -> tuple[np.ndarray | None, tuple[np.ndarray, np.nd
 
 
 def _bytes(t: torch.Tensor) -> np.ndarray:
-    return t.view(torch.uint8).numpy()
+    return (t if t.dtype is torch.uint8 else t.view(torch.uint8)).numpy()
 
 
 def _encode(rows: torch.Tensor, codec: Codec, map_: LinearMap | None, positions: torch.Tensor | None, scale: float) -> Encoded:
