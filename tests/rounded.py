@@ -126,9 +126,10 @@ def call_of(cache, given: Rows) -> WriteCall:
     return WriteCall(given.key, given.value, cache.k, cache.v, cache.format, given.slots, cache.maps, given.positions)
 
 
-def check_contained(name: str, maps: LayerMaps, tokens: int, device: Callable[[], Any]) -> None:
-    """AssertionError unless rows that are not finite have a scale that is no number and change no other row. device: makes what serves."""
-    given = Rows.make(tokens, maps)
+def check_contained(name: str, maps: LayerMaps, tokens: int, device: Callable[[], Any], *shape: int) -> None:
+    """AssertionError unless rows that are not finite have a scale that is no number and change no other row. device: makes what serves.
+    shape: heads and head size, by default as of `Rows.make`."""
+    given = Rows.make(tokens, maps, *shape)
     broken = replace(given, key=given.key.clone(), value=given.value.clone())
     broken.key[12], broken.value[13] = torch.nan, torch.inf
     cache, other = given.caches(name, maps)

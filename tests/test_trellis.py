@@ -77,8 +77,9 @@ def test_it_beats_levels_at_the_same_bytes():
     assert plain[0] < 0.70 * plain[1] and hessian[0] < 0.75 * hessian[1]
 
 
-def test_rows_are_searched_one_by_one():
-    rows, rounding = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(5)), Rounding.of(hessian_of(2, 128))
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_are_searched_one_by_one(heads):
+    rows, rounding = torch.randn(21, heads, 128, generator=torch.Generator().manual_seed(5)), Rounding.of(hessian_of(heads, 128))
     codes, scale = CODEC.encode_in(rows, rounding)
     for part in (slice(0, 1), slice(1, 21)):
         some = CODEC.encode_in(rows[part], rounding)

@@ -13,7 +13,7 @@ A key may be stored without its map's key mean: then its codes are those of the 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -88,9 +88,12 @@ def codec(bits: int) -> Codec:
         scale = size * unbiased(unit.square().sum(-1, keepdim=True), (unit * table[codes]).sum(-1, keepdim=True))
         return pack(codes, bits), stored_scale(scale)
 
-    def encode_in(y, rounding: Rounding):
+    def encode_in(y, rounding: Rounding, round_to_levels=round_to_levels):
         codes, scale = round_to_levels(y, rounding, levels(bits).to(y.device))
         return pack(codes, bits), stored_scale(scale)
+
+    def compiled_encode_in():
+        return partial(encode_in, round_to_levels=codec_in(__name__, "round_to_levels", "cpu")())
 
     def decode(codes, scale, dtype):
         values = codes if bits == 8 else unpack(codes, bits)
@@ -109,7 +112,7 @@ def codec(bits: int) -> Codec:
         planes=planes_of(bits),
         triton=codec_in(__name__, f"LEVELS{bits}"),
         hopper=hopper_codec(__file__, f"Levels<{bits}>", numbers=_numbers, **READS[bits]),
-        cpu=cpu_codec(operands=lambda head_size: levels(bits)),
+        cpu=cpu_codec(operands=lambda head_size: levels(bits), encode_in=compiled_encode_in),
     )
 
 

@@ -9,7 +9,8 @@ window: QTIP, arXiv 2406.11235.)
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
@@ -17,7 +18,7 @@ from ...format import Codec, Format, register
 from ...packing import interleave, pack, unpack
 from ...rounding import Rounding, root_mean_square, unbiased
 from ...spec import RowLayout
-from ..device import codec_in, hopper_codec
+from ..device import codec_in, cpu_codec, hopper_codec
 from ..levels import stored_scale
 from .pairs import PAIRS
 from .search import CHAIN, STATES, search
@@ -41,14 +42,20 @@ def _numbers(head_size: int) -> dict[str, list[int] | list[float]]:
     return {"TRELLIS_PAIRS": [word & 0xFFFFFFFF for word in words().tolist()], "TRELLIS_WIDE": [WIDE]}
 
 
-def _encode(y: torch.Tensor, rounding: Rounding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = y.reshape(-1, 1, y.shape[-1]) if rounding is None else y
+def _search(rows: torch.Tensor, rounding: Rounding | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes `[T, HK, D / 2]` and scales `[T, HK, 1]` of rows `[T, HK, D]`."""
     size = root_mean_square(rows) * (1.0 if rounding is None else WIDE)
     unit = rows / size
-    codes, rounded = search(unit, pairs(str(y.device)), rounding)
+    codes, rounded = search(unit, pairs(str(rows.device)), rounding)
     weighted = unit if rounding is None else rounding.weigh(unit)
     dots = ((weighted * t).sum(-1, keepdim=True) for t in (unit, rounded))
-    scale = size * unbiased(*dots)
+    return codes, size * unbiased(*dots)
+
+
+def _encode(
+    y: torch.Tensor, rounding: Rounding | None = None, search: Callable[[], Callable] = lambda: _search
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scale = search()(y.reshape(-1, 1, y.shape[-1]) if rounding is None else y, rounding)
     return pack(codes, 4).view(*y.shape[:-1], y.shape[-1] // 4), stored_scale(scale).view(*y.shape[:-1], 1)
 
 
@@ -57,6 +64,10 @@ def _decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
     before = torch.nn.functional.pad(code[..., :-1], (1, 0))
     before[..., :: CHAIN // 2] = 0
     return pairs(str(codes.device))[before, code].flatten(-2).to(dtype), scale.to(dtype), None
+
+
+def _compiled() -> Callable:
+    return partial(_encode, search=codec_in(__name__, "search", "cpu"))
 
 
 TRELLIS2 = Codec(
@@ -78,5 +89,6 @@ TRELLIS2 = Codec(
         step=CHAIN,
         numbers=_numbers,
     ),
+    cpu=cpu_codec(operands=lambda head_size: words().view(torch.float16).view(-1, 2), chain=CHAIN, encode=_compiled, encode_in=_compiled),
 )
 register(Format("trellis2", TRELLIS2, TRELLIS2, "2 bits by a trellis of 16 states, one scale a row"))

@@ -17,7 +17,7 @@ def search(rows: torch.Tensor, pairs: torch.Tensor, rounding: Rounding | None) -
     cost (see `rounding.py`): each of the 16 ways that are kept open feeds back its own errors. None: all errors cost alike.
     """
     size = rows.shape[2]
-    left = rows.permute(2, 1, 0).contiguous()  # what is aimed at, [D, HK, T]
+    left = rows.permute(2, 1, 0).clone(memory_format=torch.contiguous_format)  # what is aimed at, [D, HK, T]; of one row no view
     codes, rounded = [], []
     for start in range(0, size, CHAIN):
         stop = min(start + CHAIN, size)

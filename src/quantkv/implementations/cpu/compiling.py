@@ -9,6 +9,9 @@ from typing import Any
 
 from ...under_way import compiling
 
+# For `fastmath`: sums may be taken in any order, and a product and a sum be one instruction; what is not finite stays what it is.
+SUMS = {"contract", "reassoc", "nsz"}
+
 
 def missing() -> str | None:
     """Why nothing can be compiled here, in words; None where numba is there."""

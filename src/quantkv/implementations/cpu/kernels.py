@@ -10,17 +10,15 @@ import numpy as np
 from numba import float32, int32, int64, njit, types, void
 from numba.extending import intrinsic
 
-from .compiling import compiled
+from .compiling import SUMS, compiled
 
 CHUNK = 512  # keys that are attended to at once. Cuts go by position: what a sequence gets depends on nothing beside it
 ROWS = 16  # rows of a page that are unpacked at once
 # Of the numbers that describe a side: addresses, strides in bytes, traits.
 CODES, PAGE, TOKEN, HEAD, META, META_PAGE, META_TOKEN, META_HEAD = range(8)
-SIZE, BITS, PLANES, WORD_BYTES, OPERANDS, SIGN, FIELDS, HALVES, ZERO_POINT, UNIT_LENGTH, SIGNED, HEADS, BUCKET_BITS = range(8, 21)
-NUMBERS = 21
+SIZE, BITS, PLANES, WORD_BYTES, OPERANDS, SIGN, FIELDS, HALVES, ZERO_POINT, UNIT_LENGTH, SIGNED, HEADS, BUCKET_BITS, CHAIN = range(8, 22)
+NUMBERS = 22
 
-# Sums may be taken in any order, and a product and a sum be one instruction; numbers that are not finite stay what they are.
-SUMS = {"contract", "reassoc", "nsz"}
 f32 = np.float32
 ZERO, ONE, TWO, LOWEST = f32(0), f32(1), f32(2), f32(-np.inf)
 LOG2_E, LN2_HIGH, LN2_LOW = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4)  # the high part times an exponent is exact
@@ -77,7 +75,17 @@ def unpack(side, address, count, tile):
     """The operands of `count` rows of a page, from `address` on, into `tile [ROWS, D]`."""
     size, bits, table, stride = side[SIZE], side[BITS], side[OPERANDS], side[TOKEN]
     half = size // 2
-    if bits == 4 and table:
+    if side[CHAIN]:
+        for r in range(count):
+            before = int32(0)
+            for i in range(size // 4):
+                byte = byte_at(address + r * stride, i)
+                before = int32(0) if 4 * i % side[CHAIN] == 0 else before
+                first, second = 2 * (before | (byte & 15) << 4), 2 * byte
+                tile[r, 4 * i], tile[r, 4 * i + 1] = float_at(table, first), float_at(table, first + 1)
+                tile[r, 4 * i + 2], tile[r, 4 * i + 3] = float_at(table, second), float_at(table, second + 1)
+                before = byte >> 4
+    elif bits == 4 and table:
         for r in range(count):
             for i in range(half):
                 byte = byte_at(address + r * stride, i)

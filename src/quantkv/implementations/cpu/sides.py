@@ -64,6 +64,7 @@ def described(side: PagedTensor, codec: Codec) -> Description:
         kernels.ZERO_POINT: backend.zero_point_bits,
         kernels.UNIT_LENGTH: backend.unit_length,
         kernels.SIGNED: codec.signed,
+        kernels.CHAIN: backend.chain,
         kernels.HEADS: side.codes.shape[2],
         kernels.BUCKET_BITS: (maps.KEY_MEAN_BUCKET - 1).bit_length(),  # position >> bits: the row of a table of key means
     }

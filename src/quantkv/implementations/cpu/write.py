@@ -1,4 +1,5 @@
-"""Writes on a CPU: rows are mapped by a compiled kernel, and encoded by one where their codec has it. The bytes are the reference's."""
+"""Writes on a CPU: the reference's, with compiled maps and encoders where there are any. Rounded by a Hessian, rows cost what they do by
+the reference; else their bytes are the reference's."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import torch
 from ...calls import Kept, PagedTensor, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
+from ...rounding import Rounding
 from ..reference import write as reference
 from . import sides
 from .compiling import missing
 
+Encoded = tuple[torch.Tensor, torch.Tensor | None]
 ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)  # by the numbers of `rows`
 
 
@@ -23,14 +26,19 @@ def refusal(call: WriteCall) -> str | None:
         return f"key lies on {call.key.device}: CPUs only"
     if reason := missing():
         return reason
-    for side, codec, map_ in _sides(call):
+    for side, codec, _ in _sides(call):
         if reason := sides.refusal(side, codec):
             return reason
-        if map_ is not None and (map_.key_mean is not None or map_.block_signs is None):
-            return "maps of Hadamard matrices with entries of +-1 and without key means only"
-    if all(map_ is None and codec.cpu().encode is None for _, codec, map_ in _sides(call)):
-        return f"{call.fmt.name} has neither a map nor a compiled encoder: there is nothing to gain"
+    if not any(_gains(codec, map_) for _, codec, map_ in _sides(call)):
+        return f"{call.fmt.name} has neither a compiled map nor a compiled encoder: there is nothing to gain"
     return None
+
+
+def _gains(codec: Codec, map_: LinearMap | None) -> bool:
+    """Whether anything of a side's writes is compiled."""
+    backend = codec.cpu()
+    encoder = backend.encode if rounding_of(codec, map_) is None else backend.encode_in
+    return encoder is not None or (map_ is not None and map_.block_signs is not None)
 
 
 def _sides(call: WriteCall) -> tuple[tuple[PagedTensor, Codec, LinearMap | None], ...]:
@@ -47,22 +55,21 @@ def prepare(call: WriteCall) -> Callable[[WriteCall], None]:
     places = Kept(_places)
 
     def launch(call: WriteCall) -> None:
-        (kept, at), given = places.of(call), [call.key.detach(), call.value.detach()]
+        (kept, at), given, positions = places.of(call), [call.key.detach(), call.value.detach()], call.positions
         if kept is not None:
             given = [t[kept] for t in given]
+            positions = None if positions is None else positions[kept]
         (k, codec, map_), (v, *others) = _sides(call)
-        if others[0] is codec and others[1] is map_ and k.scale == v.scale and given[0].shape == given[1].shape:
-            encoded = _encode(torch.cat(given), codec, map_, k.scale)  # rows are encoded one by one: half the calls
-            half = len(given[0])
-            encoded = encoded and [[t if t is None else t[part] for t in encoded] for part in (slice(half), slice(half, None))]
+        alike = others[0] is codec and others[1] is map_ and (map_ is None or map_.key_mean is None)
+        if alike and k.scale == v.scale and given[0].shape == given[1].shape:
+            both = _encode(torch.cat(given), codec, map_, None, k.scale)  # rows are encoded one by one: half the calls
+            encoded = zip(*((None, None) if t is None else t.chunk(2) for t in both))
         else:
-            encoded = [_encode(rows, *parts, side.scale) for rows, (side, *parts) in zip(given, _sides(call))]
-        if encoded is None or None in encoded:  # what is not finite has bytes, too, and the reference says which
-            return reference.run(call)
+            encoded = [_encode(rows, *parts, positions, side.scale) for rows, (side, *parts) in zip(given, _sides(call))]
         for side, (codes, meta) in zip((k, v), encoded):
-            _bytes(side.codes)[at] = codes
+            _bytes(side.codes)[at] = _bytes(codes)
             if meta is not None:
-                side.meta.numpy()[at] = meta
+                side.meta.numpy()[at] = meta.numpy()
 
     return launch
 
@@ -75,27 +82,29 @@ def _places(call: WriteCall) -> tuple[np.ndarray | None, tuple[np.ndarray, np.nd
 
 
 def _bytes(t: torch.Tensor) -> np.ndarray:
-    return t.view(torch.uint8).numpy()
+    return (t if t.dtype is torch.uint8 else t.view(torch.uint8)).numpy()
 
 
-def _encode(given: torch.Tensor, codec: Codec, map_: LinearMap | None, scale: float) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """Bytes of codes `[T, HK, code_bytes]` and metadata `[T, HK, fields]` of rows `[T, HK, D]`; None where a mapped one is not finite."""
-    y = given.float()
-    if map_ is not None:
-        from .rows import map_rows
+def _encode(rows: torch.Tensor, codec: Codec, map_: LinearMap | None, positions: torch.Tensor | None, scale: float) -> Encoded:
+    """Codes `[T, HK, code bytes]` and metadata `[T, HK, fields]` of rows `[T, HK, D]`."""
+    return reference.encode(rows, codec, map_, positions, scale, _map, _encode_mapped)
 
-        signs, source = map_.block_signs, y.contiguous()
-        dtype = given.dtype if codec.round_mapped else torch.float32
-        y, size = torch.empty_like(source), len(signs)
-        arguments = source.view(-1, size).numpy(), signs.numpy(), size & -size, ROUNDINGS.index(dtype), torch.finfo(dtype).max
-        if not map_rows(*arguments, y.view(-1, size).numpy()):
-            return None
-    y = reference.divided(y, scale, codec)
-    rounding, encode = rounding_of(codec, map_), codec.cpu().encode
-    if rounding is not None or encode is None:
-        codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)
-        return _bytes(codes.contiguous()), None if meta is None else meta.numpy()
-    codes = np.empty((*y.shape[:2], codec.row.code_bytes(y.shape[2])), np.uint8)
-    meta = np.empty((*y.shape[:2], len(codec.row.meta)), codec.row.meta[0])
-    encode()(y.view(-1, y.shape[2]).numpy(), codes.reshape(-1, codes.shape[2]), meta.reshape(-1, meta.shape[2]))
-    return codes, meta
+
+def _map(map_: LinearMap, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`LinearMap.apply`, of float32 numbers that are numbers of dtype."""
+    signs = map_.block_signs
+    if signs is None:
+        return map_.apply(rows, dtype)
+    from .rows import map_rows
+
+    source, size = rows.contiguous(), len(signs)
+    mapped = torch.empty_like(source)
+    arguments = source.view(-1, size).numpy(), signs.numpy(), size & -size, ROUNDINGS.index(dtype), torch.finfo(dtype).max
+    return mapped if map_rows(*arguments, mapped.view(-1, size).numpy()) else map_.apply(rows, dtype)
+
+
+def _encode_mapped(codec: Codec, rows: torch.Tensor, rounding: Rounding | None) -> Encoded:
+    backend = codec.cpu()
+    if rounding is None:
+        return (backend.encode() if backend.encode else codec.encode)(rows)
+    return (backend.encode_in() if backend.encode_in else codec.encode_in)(rows, rounding)

@@ -11,6 +11,7 @@ from ...autocast import given_dtypes
 from ...calls import Kept, PagedTensor, WriteCall
 from ...format import Codec
 from ...maps import LinearMap, rounding_of
+from ...rounding import Rounding
 
 LARGEST = torch.finfo(torch.float32).max
 Places = tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
@@ -64,23 +65,34 @@ def as_integers(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.is_floating_point() else t
 
 
+def encode_mapped(codec: Codec, rows: torch.Tensor, rounding: Rounding | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and metadata of mapped rows `[T, HK, D]` float32, by the Hessian of `rounding` where there is one."""
+    return codec.encode(rows) if rounding is None else codec.encode_in(rows, rounding)
+
+
 def encode(
-    rows: torch.Tensor, codec: Codec, map_: LinearMap | None = None, positions: torch.Tensor | None = None, scale: float = 1.0
+    rows: torch.Tensor,
+    codec: Codec,
+    map_: LinearMap | None = None,
+    positions: torch.Tensor | None = None,
+    scale: float = 1.0,
+    apply: Callable = LinearMap.apply,
+    encode_mapped: Callable = encode_mapped,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes and metadata of `rows [T, HK, D]`: `codec.encode(A (rows - key_mean) / scale)`. positions: int `[T]`, for key means.
+    apply, encode_mapped: what does as `LinearMap.apply` and `encode_mapped` do.
 
     A signed codec stores the negative of `A rows` where that is shorter than `A (rows - key_mean)`, and a negative scale."""
     y, alone = rows.detach().float(), None
     if map_ is not None:
         dtype = rows.dtype if codec.round_mapped else torch.float32
         if map_.key_mean is not None and codec.signed:
-            alone = map_.apply(y, dtype).float()
-        y = map_.apply(y if map_.key_mean is None else y - map_.key_mean_rows(positions), dtype).float()
+            alone = apply(map_, y, dtype).float()
+        y = apply(map_, y if map_.key_mean is None else y - map_.key_mean_rows(positions), dtype).float()
     if alone is not None:
         alone_is_shorter = alone.square().sum(-1, keepdim=True) < y.square().sum(-1, keepdim=True)
         y = torch.where(alone_is_shorter, -alone, y)
-    y, rounding = divided(y, scale, codec), rounding_of(codec, map_)
-    codes, meta = codec.encode(y) if rounding is None else codec.encode_in(y, rounding)
+    codes, meta = encode_mapped(codec, divided(y, scale, codec), rounding_of(codec, map_))
     return codes, meta if alone is None else torch.where(alone_is_shorter, -meta, meta)
 
 
