@@ -6,9 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from quantkv import PagedCache, get_format, warm_up
+from quantkv import PagedCache, get_format, implementations, warm_up, warmup
+from quantkv.calls import Batch
 from quantkv.copies import CopiedPages, FullPrecisionStep
 from quantkv.full_precision import FullPrecisionTokens
+from quantkv.implementations import batches
 from quantkv.warmup import mixed_batches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,3 +108,26 @@ def test_full_precision_tokens_compile_nothing_after_the_warm_up(tokens, monkeyp
         pool.advance(torch.zeros(count, 512, dtype=torch.int32), lengths, starts, slots, step)
         pool.note(slots, step)
     assert gpu.found and gpu.found <= compiled
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")
+def test_sequences_beside_a_prompt_read_full_precision_tokens_by_what_was_compiled(monkeypatch):
+    """Where one sequence of a batch has many queries, sinks and latest tokens are a segment each for all of it: other calls than a batch of
+    decode makes."""
+    from compiled import Gpu
+
+    gpu, tokens, longest = Gpu(monkeypatch, "H100"), FullPrecisionTokens(16, 24), 4096
+    cache = PagedCache(get_format("levels4").cache_spec(2, 128), 1)
+    sizes = {"batch_sizes": (1, 8), "write_sizes": (1, 512), "max_seq_len": longest, "table_width": longest // 16, "own": True}
+    warm_up(cache, 8, **sizes, mixed=mixed_batches(8, 8, 512, longest, True), full_precision=tokens)
+    compiled, read = gpu.found | gpu.ahead, 0
+    given = warmup._Given(cache, 8, torch.bfloat16, longest, longest // 16, tokens, True, {})
+    for others in [[(1, 900)], [(1, 900), (1, 300), (1, 40)], *([(n, 900)] for n in range(2, 17)), [(2, 3), (7, 500)]]:
+        gpu.found.clear()
+        lengths = (*others, (300, 300))
+        call = given.attend(Batch(*given.starts(lengths), lengths=lengths))
+        for run in batches.cut(call):
+            read += len(run.call.segments) == 3
+            implementations.run(implementations.resolve(run.call)[0], run.call)
+        assert gpu.found and not gpu.found - compiled, others
+    assert read

@@ -23,6 +23,7 @@ from .prepared import prepare_attend
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
 FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
+BESIDE_PROMPTS = (12, 16)  # more queries of a sequence, which full-precision tokens make other calls of than those of a batch of their own
 ROWS = 16 * 160  # queries times heads from which on kernels are cut as for many: more than of any GPU's multiprocessors
 
 
@@ -203,12 +204,17 @@ class _Given:
     def others(self, batch_sizes: Iterable[int]) -> Iterable[Call]:
         """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels."""
         most, lengths = max(batch_sizes, default=0), [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
-        for queries in FEW:
+        copied = self.full_precision is not None
+        for queries in (*FEW, *(BESIDE_PROMPTS if copied else ())):
             for sequences in [most >> i for i in range(most.bit_length())]:
                 for longest in lengths if queries <= self.max_seq_len else ():
                     tensors = self.starts([(queries, longest)] * sequences)
-                    yield self.attend(Batch(*tensors, queries, longest))
-                    yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences))
+                    known = Batch(*tensors, lengths=((queries, longest),) * sequences)
+                    if queries in FEW:
+                        yield self.attend(Batch(*tensors, queries, longest))
+                        yield self.attend(known)
+                    if copied:
+                        yield self.attend(known, few=False)
 
     def writes(self, count: int) -> Iterable[tuple[str, WriteCall]]:
         cache, spec, device = self.cache, self.cache.spec, self.cache.device
@@ -251,7 +257,9 @@ class _Given:
         starts = torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32, device=self.cache.device)
         return starts, torch.tensor([keys for _, keys in lengths], dtype=torch.int32, device=self.cache.device)
 
-    def attend(self, batch: Batch) -> AttendCall:
+    def attend(self, batch: Batch, few: bool | None = None) -> AttendCall:
+        """few: whether no sequence of the batch that this one is a part of has many queries, which says how copies are found; None: it is
+        all of it."""
         spec, device, sequences = self.cache.spec, self.cache.device, batch.num_seqs
         tokens = sum(n for n, _ in batch.lengths) if batch.lengths else sequences * batch.max_query_len
         q, out = (self.zeros(name, tokens, self.num_heads, n, dtype=self.dtype) for name, n in zip(("q", "out"), spec.query_sizes))
@@ -267,7 +275,8 @@ class _Given:
         )
         step = None
         if self.full_precision is not None:
-            step = FullPrecisionStep(self.full_precision, spec.block_size, sequences, 0, device, batch.max_query_len <= FEW_QUERIES)
+            few = batch.max_query_len <= FEW_QUERIES if few is None else few
+            step = FullPrecisionStep(self.full_precision, spec.block_size, sequences, 0, device, few)
         rows = None
         if self.own and batch.max_query_len > 1:
             sizes = (("key", spec.head_size), ("value", spec.head_size_v))
