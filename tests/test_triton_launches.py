@@ -277,7 +277,7 @@ def test_tiles_of_the_oldest_triton_on_nvidia(oldest, turns, tiles, monkeypatch)
         monkeypatch.setattr(module, "TRITON_3_4", oldest)
     targets = [launch.Target(90, "tf32x3", 132, 228 << 10), launch.Target(80, "tf32x3", 108, 164 << 10)]
     assert [target.turns for target in targets] == [turns, turns]
-    found = [tiling.Tiling.of_latents(16, 1, 512, 2 * 576, False, target) for target in targets]
+    found = [tiling.Tiling.of_latents(16, 1, 512, 2 * 576, False, False, target) for target in targets]
     assert [(tile.block_n, tile.num_stages) for tile in found] == tiles
 
 

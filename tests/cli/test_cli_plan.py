@@ -318,7 +318,7 @@ def test_formats_lists_the_registry(run):
     assert code == 0 and rows["int4"]["aliases"] == ["int4_per_token_head"] and rows["int4"]["bytes"] == 136
     assert rows["int4"]["k"] == "4 bits, rotated, 4 bytes a row" and rows["fp8"]["k"] == "float8_e4m3"
     assert rows["fp32"]["read"] == ["prefill", "triton", "cpu", "reference"] and rows["fp8"]["written"] == ["hopper", "triton", "reference"]
-    assert rows["trellis2"]["written"] == ["hopper", "reference"] and rows["trellis2"]["calibration"] == "key mean and Hessian"
+    assert rows["trellis2"]["written"] == ["hopper", "cpu", "reference"] and rows["trellis2"]["calibration"] == "key mean and Hessian"
     assert (rows["int4"]["calibration"], rows["int8"]["calibration"], rows["k4v2"]["bits"]) == ("key mean", "key mean", 3.25)
     int8 = get_format("int8")
     register(Format("mine", dataclasses.replace(int8.k, name="mine", hopper=None), int8.v, "of this test"), "me")
