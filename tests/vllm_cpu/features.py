@@ -362,7 +362,8 @@ tested(
     "disaggregation",
     "Prefill in one engine, decode in another",
     "`NixlConnector`",
-    f"{SERVED}: the tokens of one engine to the last bit; two ranks read one rank's pages; pages of another meaning are refused by both digests",
+    f"{SERVED}: the tokens of one engine to the last bit; two ranks read one rank's pages; "
+    "pages of another meaning are refused by both digests",
     "test_nixl.py",
 )
 tested(
