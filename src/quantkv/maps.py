@@ -103,27 +103,30 @@ def _signs(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
     return matrix, 1.0
 
 
+def _before_hadamard(matrix: torch.Tensor) -> torch.Tensor | None:
+    """The numbers s `[HK or 1, D]` of `matrix[h] = H diag(s[h])`, H in blocks, where matrix `[HK or 1, D, D]` has them."""
+    size = matrix.shape[-1]
+    block = size & -size
+    factors = torch.cat([matrix[:, i, i : i + block] for i in range(0, size, block)], 1)  # H's first row is all ones
+    h = torch.block_diag(*[hadamard(block).to(matrix)] * (size // block))
+    return factors if torch.equal(matrix, h * factors[:, None]) else None
+
+
 def _hadamard_signs(matrix: torch.Tensor) -> torch.Tensor | None:
     """The signs s with `matrix[0] = H diag(s)`, H in blocks, where matrix `[HK or 1, D, D]`, of entries 0 and +-1 or others, has them."""
     if matrix.shape[0] > 1 or matrix.dtype != torch.bfloat16:
         return None
-    size = matrix.shape[-1]
-    block = size & -size
-    signs = torch.cat([matrix[0, i, i : i + block] for i in range(0, size, block)])  # H's first row is all ones
-    h = torch.block_diag(*[hadamard(block).to(matrix)] * (size // block))
-    return signs.float() if bool(signs.abs().amin() > 0) and torch.equal(matrix[0], h * signs) else None
+    signs = _before_hadamard(matrix)
+    return None if signs is None or not bool(signs.abs().amin() > 0) else signs[0].float()
 
 
 def _hadamard_steps(matrix: torch.Tensor) -> torch.Tensor | None:
-    """The powers of two s, with signs, of `matrix[h] = H diag(s[h])`, H in blocks, where `matrix [HK, D, D]` of float32 has them."""
-    if matrix.dtype != torch.float32:
+    """The powers of two s, with signs, of `matrix[h] = H diag(s[h])`, H in blocks, where `matrix [HK or 1, D, D]` of float32 has them."""
+    steps = None if matrix.dtype != torch.float32 else _before_hadamard(matrix)
+    if steps is None:
         return None
-    size = matrix.shape[-1]
-    block = size & -size
-    steps = torch.cat([matrix[:, i, i : i + block] for i in range(0, size, block)], 1)  # H's first row is all ones
-    h = torch.block_diag(*[hadamard(block).to(matrix)] * (size // block))
-    powers = bool((steps.abs().frexp().mantissa == 0.5).all()) and bool((steps.abs() >= SMALLEST_STEP).all() and (steps.abs() <= 1).all())
-    return steps if powers and torch.equal(matrix, h * steps[:, None]) else None
+    sizes = steps.abs()
+    return steps if bool(((sizes.frexp().mantissa == 0.5) & (sizes >= SMALLEST_STEP) & (sizes <= 1)).all()) else None
 
 
 @deprecated.keywords(offset="key_mean", metric="hessian")
