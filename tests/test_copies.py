@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -90,6 +92,24 @@ def test_maps_and_scales_go_along(duplicate):
     again = duplicate(cache)
     assert again.maps.fingerprint() == cache.maps.fingerprint() and (again.k.scale, again.v.scale) == (2.0, 0.5)
     assert torch.equal(attention(again), attention(cache))
+
+
+def test_a_map_is_moved_to_a_device_once(duplicate):
+    turn = torch.linalg.qr(torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0)))[0].contiguous()
+    here = LinearMap(turn, turn.mT.contiguous(), hessian=torch.eye(64)[None])
+    assert here.to("cpu") is here
+    with torch.inference_mode():
+        there = here.to("meta")
+    assert there.forward.device.type == "meta" and not there.forward.is_inference()
+    assert here.to(torch.device("meta")) is there and there.to("meta") is there
+    caches = [PagedCache(get_format("int8").cache_spec(1, 64), 6, device="meta", maps=LayerMaps(v=here)) for _ in range(2)]
+    assert caches[0].maps.v is caches[1].maps.v is there  # a call over both is of one map
+    again = duplicate(here)
+    assert torch.equal(again.forward, turn) and again.to("meta") is not there
+    last = weakref.ref(there)
+    del there, caches
+    gc.collect()
+    assert last() is None  # nothing keeps a device's memory
 
 
 def test_a_view_of_an_engines_memory_takes_only_itself_along(duplicate):

@@ -7,9 +7,10 @@ Nothing that reads a map may assume that it is a Hadamard matrix.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -262,17 +263,29 @@ class LinearMap:
         return self if all(a is b for a, b in zip(own, given)) else LinearMap(*own)
 
     def to(self, device: torch.device | str) -> LinearMap:
-        """The same map on a device; itself where it is there, so that caches made with one map share it."""
+        """The same map on a device; itself where it is there. One map and one device give one object as long as anything holds it, so that
+        caches made with one map share it."""
 
         def move(values):
             return [t.to(device) if isinstance(t, torch.Tensor) else t for t in values]
 
         given = self.forward, self.inverse, self.key_mean, self.hessian
-        moved = move(given)
-        if all(a is b for a, b in zip(given, moved)):
+        place = torch.empty(0, device=device).device  # "cuda" with its number
+        if all(t is None or t.device == place for t in given):
             return self
-        rounding = None if self.rounding is None else Rounding(*move(self.rounding))
-        return LinearMap(*moved, MapOperands(*move(self.operands)), rounding)
+        if (moved := self._elsewhere.get(place)) is None:
+            with torch.inference_mode(False):  # it serves calls outside of it, too
+                rounding = None if self.rounding is None else Rounding(*move(self.rounding))
+                moved = self._elsewhere[place] = LinearMap(*move(given), MapOperands(*move(self.operands)), rounding)
+        return moved
+
+    @cached_property
+    def _elsewhere(self) -> weakref.WeakValueDictionary[torch.device, LinearMap]:
+        return weakref.WeakValueDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles and copies, which have places of their own."""
+        return {name: value for name, value in vars(self).items() if name != "_elsewhere"}
 
     def key_mean_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Rows `[..., HK or 1, D]` of the table of key means for integer positions `[...]`."""
