@@ -19,8 +19,9 @@ PAGES = ("README.md", "docs/choose.md", "docs/performance-by-model.md", "docs/en
 BLOCK = re.compile(r"(<!-- site:(\w+) -->\n).*?(<!-- /site -->)", re.DOTALL)
 SHAPE = "B64xL8192"  # the batch that times are of
 NOT_MEASURED = "not measured"
-# What a recipe is for, and its name in the file of quality; without full-precision tokens (+SINK,RECENT) in that of every format as it is.
-RECIPES = (
+# What a configuration is for, and its name in the file of quality; without full-precision tokens (+SINK,RECENT) in that of every format
+# as it is.
+CONFIGURATIONS = (
     ("nothing may change, and nothing is to be set up", "int8"),
     ("keys at 8 bits, values at 4, nothing to set up", "k8v4"),
     ("4 bits as vLLM stores them, to try", "int4"),
@@ -32,14 +33,15 @@ RECIPES = (
     ("2 bits, decode on Hopper", "trellis2 +16,24"),
     ("2 bits as they are: not advised", "int2"),
 )
-PRESETS = (  # with nothing set up: what for, the configuration, its type in vLLM and the file of its speed, if that was measured
-    ("nothing may change", "8bit", None, None),
-    ("**4 bits: start here**", "4bit", "quantkv_policy:levels4", "h200-vllm-levels.jsonl"),
-    ("3 bits", "3bit", None, None),
-    ("2 bits", "2bit", None, None),
-    ("4 bits as vLLM stores them", "int4", "quantkv_int4", "h200-vllm.jsonl"),
+PRESETS = (  # with nothing set up: what for, and the configuration
+    ("nothing may change", "8bit"),
+    ("**4 bits: start here**", "4bit"),
+    ("3 bits", "3bit"),
+    ("2 bits", "2bit"),
+    ("4 bits as vLLM stores them", "int4"),
 )
-# Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its recipes is shown.
+FRONT = "h100-vllm.jsonl"  # speeds of the front page, all of one run
+# Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its configurations is shown.
 MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
 BY_MODEL = ("int4", "levels4 +16,24", "tuned 80 +16,24", "tuned 52 +16,24", "tuned 48 +16,24", "trellis2 +16,24")
 
@@ -74,7 +76,7 @@ def presets() -> str:
     loss = "KL of decoded tokens, nats a token (lower is better)"
     head = ("you want", "take", "bytes (16 bits: 256)", loss, "same top-1, %", "KL of the prompt")
     rows, found = [], through_cache()
-    for wanted, name, *_ in PRESETS:
+    for wanted, name in PRESETS:
         row = found[name]
         rows.append((wanted, f"`{name}`", held(row), lost(row), f"{row['same_top1']:.1f}", kl_with_error(row["prompt"])))
     return table(head, rows, 2)
@@ -91,27 +93,28 @@ def lost(row: dict) -> str:
 
 
 def choose() -> str:
-    """Every recipe with what it needs, takes and loses, teacher-forced."""
+    """Every configuration with what it needs, takes and loses, teacher-forced."""
     base = ("16 bits", "`none`", "", "256", "0", "", "")
     head = ("you want", "take", "first", "bytes (compression)", "KL, nats a token", "perplexity", "copy accuracy, %")
-    return table(head, [base, *(recipe_row(*recipe) for recipe in RECIPES)], 3)
+    return table(head, [base, *(configuration_row(*each) for each in CONFIGURATIONS)], 3)
 
 
 def front() -> str:
     """What the front page advises, with loss and speed of the same configuration."""
-    fast = lambda kind, file: speed(next(e for e in read(file) if (e["job"], e["type"]) == ("main", kind)), "decode", 64)
-    base, rows = fast("auto", "h200-vllm.jsonl"), []
-    for wanted, name, kind, file in PRESETS:
-        row = through_cache()[name]
-        found = NOT_MEASURED if kind is None else f"{fast(kind, file):,.0f} ({fast(kind, file) / base:.2f}x)"
-        rows.append((wanted, f"`{name}`", held(row), lost(row), f"{row['same_top1']:.1f}", found))
+    engines = {e["type"]: e for e in reversed(read(FRONT)) if e["job"] == "main"}  # of a type's engines the first
+    fast = lambda kind: speed(engines.get(kind), "decode", 48)
+    base, rows = fast("auto"), []
+    for wanted, name in PRESETS[:4]:
+        row, found = through_cache()[name], fast(f"quantkv_{name}")
+        gain = NOT_MEASURED if found is None else f"{found:,.0f} ({found / base:.2f}x)"
+        rows.append((wanted, f"`{name}`", held(row), lost(row), f"{row['same_top1']:.1f}", gain))
     loss, gain = "KL of decoded tokens, nats a token (lower is better)", f"tokens/s in vLLM (16 bits: {base:,.0f})"
     return table(("you want", "take", "bytes (16 bits: 256)", loss, "same top-1, %", gain), rows, 2)
 
 
 def times() -> str:
-    """How long attention takes to read each format of the recipes that is no choice by layer."""
-    names = [name.split(" ")[0] for _, name in RECIPES if not name.startswith("tuned")]
+    """How long attention takes to read each format of the configurations that is no choice by layer."""
+    names = [name.split(" ")[0] for _, name in CONFIGURATIONS if not name.startswith("tuned")]
     rows = [(f"`{name}`", *(microseconds(f"quantkv {by}", name) for by in ("hopper", "triton"))) for name in names]
     rows = sorted((row for row in rows if row[1] != NOT_MEASURED), key=lambda row: float(row[1]))
     base = ("16 bits, FlashAttention-3", microseconds("FlashAttention-3", "bf16"), "")
@@ -122,7 +125,7 @@ def times() -> str:
     )
 
 
-def recipe_row(wanted: str, name: str) -> tuple[str, ...]:
+def configuration_row(wanted: str, name: str) -> tuple[str, ...]:
     """A line of `choose`."""
     exact = "+" in name
     if exact:
@@ -173,7 +176,7 @@ def errors() -> str:
 
 
 def by_model() -> str:
-    """The KL of a few recipes on each model of the benchmark of quality."""
+    """The KL of a few configurations on each model of the benchmark of quality."""
     runs = {run["model"]: run for run in read("quality.json")["runs"] if run["part"] == "kl" and run["text"] == "news"}
     head = ("model", "cache", "bytes (16 bits: 100 %)", "KL, nats a token (lower is better)")
     rows = []

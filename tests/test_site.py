@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -94,5 +95,15 @@ def test_figures_are_those_of_the_results():
     assert [round(100 * figures.error(row)) for row in (figures.ROW, turned)] == [9, 5]  # percent, as the figure says
     pages = "".join((ROOT / page).read_text() for page in ("README.md", "docs/how-it-works.md", "docs/four-bits.md"))
     assert all(f"figures/{name})" in pages for name in figures.FIGURES)
-    speeds = {kind: figures.point(kind, *of)[0] for kind, *of in figures.POINTS}  # each of a run and of an evaluation that is recorded
-    assert {kind: speeds[kind] for kind in ("auto", "fp8", "quantkv_int4")} == {"auto": 2993.6, "fp8": 3652.8, "quantkv_int4": 6585.2}
+    points = {kind: figures.point(kind, name) for kind, name in figures.POINTS.items()}  # of one run and one evaluation
+    speeds = {"auto": 2050.4, "fp8": 2869.5, "int4_per_token_head": 1126.0, "quantkv_int4": 4227.4, "quantkv_4bit": 3980.9}
+    assert {kind: speed for kind, (speed, _, _) in points.items()} == speeds
+    losses = {kind: kl for kind, (_, _, kl) in points.items()}
+    assert losses["int4_per_token_head"] == losses["quantkv_int4"] > losses["fp8"] > losses["quantkv_4bit"] > losses["auto"] == 0
+
+
+def test_the_front_page_counts_models_as_their_tables_do():
+    works, refused = re.findall(r"from scripts/models_table.py -->(.*?)<!-- end of", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
+    counts = [len(re.findall(r"^\| ", rows, re.MULTILINE)) - 1 for rows in (works, refused)]
+    said = re.search(r"\*\*Models\*\*: (\d+) architectures .* (\d+) others", (ROOT / "README.md").read_text())
+    assert [int(n) for n in said.groups()] == counts
