@@ -222,10 +222,8 @@ def caches(name: str, part: Part, model: Any, kv: str | None) -> tuple[dict[str,
             stand_in = Policy("int4")
             tried[f"transformers {backend} 4-bit"], rivals[id(stand_in)] = stand_in, Rival(backend, part.chunk)
     if kv is not None:
-        chosen = kv.split(",")
-        others = [of for of in chosen if of not in tried]
-        tried |= policies.policies_of(",".join(others)) if others else {}
-        tried = {of: tried[of] for of in chosen}
+        chosen = [{of: tried[of]} if of in tried else policies.policies_of(of) for of in kv.split(",")]
+        tried = {of: policy for one in chosen for of, policy in one.items()}
     return tried, rivals
 
 
@@ -322,7 +320,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         ]
     if any("codes" in row for run in runs for row in run["formats"]):
         columns += [
-            ("codes right (16 bits)", "--:", lambda run, row: f"{row['codes']['whole']} ({run['reference']['codes']['whole']})"),
+            ("codes right, % (16 bits)", "--:", lambda run, row: f"{row['codes']['whole']:.0f} ({run['reference']['codes']['whole']:.0f})"),
             ("digits right, %", "--:", lambda run, row: report.with_error(row["codes"]["share"], row["codes"]["error"])),
         ]
     lines = ["| " + " | ".join(of[index] for of in columns) + " |" for index in (0, 1)]
