@@ -36,7 +36,7 @@ def free_port():
 
 def command(model, kv, port):
     """What starts the server: vLLM's own command line for a model on a GPU, without one the script that brings SmolLM2."""
-    start = [str(SCRIPT), "serve"] if model is None else ["vllm", "serve", model, "--attention-backend", "CUSTOM"]
+    start = [str(SCRIPT), "serve"] if model is None else ["vllm", "serve", model]
     return [*start, "--kv-cache-dtype", kv, "--port", str(port)]
 
 

@@ -71,15 +71,18 @@ def run(
     tokens: int = 1,
     rounds: int = 1,
     scored: bool = False,
+    preempted: int = 0,
     environment: Any = None,
     **arguments: Any,
 ) -> Report:
     """Ask an engine with these arguments of vLLM's `LLM` to continue `prompts` greedily by `tokens` tokens, `rounds` times.
 
     prompts: texts, or lists of tokens. scored: whether the tokens of prompts get log-probabilities too; then none is taken from
-    the prefix cache. environment: variables for the engine. The same question is asked once a session.
+    the prefix cache. preempted: tokens of an answer after which all that run lose their blocks, once; 0: never. environment: variables
+    for the engine. The same question is asked once a session.
     """
-    return _run(json.dumps([model, kv_cache_dtype, list(prompts), tokens, rounds, scored, environment or {}, {**COMMON, **arguments}]))
+    asked = [tokens, rounds, scored, preempted, environment or {}]
+    return _run(json.dumps([model, kv_cache_dtype, list(prompts), *asked, {**COMMON, **arguments}]))
 
 
 @cache
@@ -116,7 +119,15 @@ def _print_to(file: TextIO) -> None:
 
 
 def _report(
-    model: str, kv_cache_dtype: str, prompts: list, tokens: int, rounds: int, scored: bool, environment: dict, arguments: dict
+    model: str,
+    kv_cache_dtype: str,
+    prompts: list,
+    tokens: int,
+    rounds: int,
+    scored: bool,
+    preempted_after: int,
+    environment: dict,
+    arguments: dict,
 ) -> dict[str, Any]:
     os.environ.update(environment)
     from vllm import LLM, SamplingParams
@@ -135,6 +146,8 @@ def _report(
     if MEASURED in environment:
         layers[0].impl.measured.save(environment[MEASURED])
     preempted = _count(scheduler, "_preempt_request")
+    if preempted_after:
+        _preempt(scheduler, preempted_after)
     plug_in.calls.clear()
     sampling = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0 if scored else None, detokenize=False
@@ -170,6 +183,19 @@ def _answers(outputs: list) -> dict[str, Any]:
         ],
         "cached": [output.num_cached_tokens for output in outputs],
     }
+
+
+def _preempt(scheduler: Any, tokens: int) -> None:
+    """Take the blocks of all that run, before each step in which the first of them has so many tokens of its answer."""
+    schedule, seen = scheduler.schedule, set()
+
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        if scheduler.running and scheduler.running[0].num_output_tokens == tokens and scheduler.running[0].request_id not in seen:
+            seen.add(scheduler.running[0].request_id)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = scheduled
 
 
 def _count(owner: Any, method: str) -> list[int]:

@@ -61,6 +61,28 @@ def test_lost_copies_cost_no_more_than_the_format(smollm2, asked, tmp_path, argu
     assert len(off) > TOKENS * len(asked) / 2 and off.mean() < BOUNDS["int4"]
 
 
+@pytest.mark.parametrize("family", ["llama", "window"])
+@pytest.mark.parametrize("kv", ["quantkv_int4", "quantkv_4bit"])
+def test_a_preempted_sequence_goes_on_as_a_new_prompt_of_its_tokens(tmp_path, family, kv):
+    """To the last bit: its rows are computed again as a prompt's, whose queries see them as given. Pages, and copies, of the first round
+    are in the way of the second."""
+    folder = tiny_models.write(family, tmp_path / "model")
+    asked, tokens, cut = [tiny_models.prompt(seed, length) for seed, length in enumerate((90, 150))], 48, 24
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "async_scheduling": False}
+    report = engine.run(folder, kv, asked, tokens=tokens, rounds=2, preempted=cut, **arguments)
+    assert report.error == "" and report.preemptions == 2 * len(asked)
+    for answers in report.answers:
+        known = [prompt + ids[:cut] for prompt, ids in zip(asked, answers.tokens)]
+        (new,) = engine.run(folder, kv, known, tokens=tokens - cut, **arguments).answers
+        assert new.tokens == [ids[cut:] for ids in answers.tokens]
+        assert new.logprobs == [given[cut:] for given in answers.logprobs]
+    whole = engine.run(folder, kv, asked, tokens=tokens, **arguments)
+    off = differences(report, whole)
+    assert off[:cut].max() == 0
+    quantized = kv == "quantkv_int4" or family == "llama"  # beside a window of few tokens all of 4bit are at full precision
+    assert (off.max() > 1e-4) == quantized  # without preemption, queries of the answer read stored rows
+
+
 def differences(*reports):
     """|difference of log-probabilities| of the tokens of two answers, as far as they are the same."""
     assert [report.error for report in reports] == ["", ""]

@@ -164,9 +164,23 @@ def test_a_wrong_policy_is_refused_before_the_weights_are_loaded(tmp_path, case)
     assert "Loading weights took" not in report.log
 
 
-def test_another_backend_was_not_asked_for(tmp_path):
-    """Without CUSTOM vLLM's own backend would take pages that it cannot read: it says so itself."""
+@pytest.mark.parametrize("family", ["llama", "latents", "two_sizes"])
+def test_a_type_of_ours_names_its_backend(tmp_path, family):
+    """Without --attention-backend the answers are those with it, and layers that are left at 16 bits are served too."""
+    folder = tiny_models.write(family, tmp_path / "model")
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_dtype_skip_layers": ["1"] if family == "llama" else []}
+    named, unnamed = (
+        engine.run(folder, "quantkv_int4", [tiny_models.prompt(0, 40)], tokens=8, attention_backend=backend, **arguments)
+        for backend in ("CUSTOM", None)
+    )
+    assert named.error == unnamed.error == ""
+    assert unnamed.answers == named.answers and unnamed.formats == named.formats and unnamed.page_bytes == named.page_bytes
+    assert all(name.startswith("quantkv.") for name in unnamed.classes)
+
+
+def test_a_backend_that_cannot_read_the_pages_is_refused(tmp_path):
+    """vLLM says so itself."""
     report = engine.run(
-        tiny_models.write("llama", tmp_path), "quantkv_int4", skip_tokenizer_init=True, max_model_len=256, attention_backend=None
+        tiny_models.write("llama", tmp_path), "quantkv_int4", skip_tokenizer_init=True, max_model_len=256, attention_backend="CPU_ATTN"
     )
     assert "--kv-cache-dtype quantkv_int4 is not supported" in report.error

@@ -1,4 +1,4 @@
-"""quantkv's formats in an unmodified vLLM: `vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype quantkv_int4`.
+"""quantkv's formats in an unmodified vLLM: `vllm serve MODEL --kv-cache-dtype quantkv_int4`.
 
 vLLM finds `register` by its entry point (`vllm.general_plugins`) and calls it in the engine and in every worker before a
 configuration is checked. Nothing here imports vLLM until then. --kv-cache-dtype takes what `..asked` names.

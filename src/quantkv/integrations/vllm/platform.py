@@ -1,4 +1,5 @@
-"""What vLLM's platform answers where CUSTOM is asked for: one name for layers of keys and values and for layers of latents, on a CPU too.
+"""What vLLM's platform answers where CUSTOM is asked for, by name or by a type of quantkv's: one name for layers of keys and values and for
+layers of latents, on a CPU too.
 
 vLLM takes one class for a name. Its other way, a backend by kind of attention in the configuration, needs a member of its enumeration that
 is lost when a configuration is sent to another process; so the class is chosen here, in the process of the layer.
@@ -13,22 +14,31 @@ from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from . import LATENTS
+from . import LATENTS, PREFIX
 
 TWO_SIZES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # backends of keys and values of two sizes, which models name themselves
 WRITE_THEMSELVES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "KimiK3MTPModel")
 OF_STEPS, OF_PAGES = ("enable_chunked_prefill", "max_num_batched_tokens"), ("enable_prefix_caching", "block_size")
 
 
+def asks_for_custom(config: Any) -> bool:
+    """Whether a vLLM configuration asks for CUSTOM: by its name, or by a type that no other backend reads, where none is named."""
+    backend = config.attention_config.backend
+    return backend == AttentionBackendEnum.CUSTOM or (backend is None and config.cache_config.cache_dtype.startswith(PREFIX))
+
+
 def take_custom() -> None:
-    """Let CUSTOM serve latents (MLA), and let the CPU platform take it at all: that one answers every request for a backend with its
-    own, and says so in one line of the log. What asks for another backend is as it was. May be called again."""
+    """Let CUSTOM be chosen by a type of quantkv's, let it serve latents (MLA), and let the CPU platform take it at all: that one answers
+    every request for a backend with its own, and says so in one line of the log. What asks for another backend is as it was. May be
+    called again."""
     platform = type(current_platform)
     own = platform.get_attn_backend_cls.__func__
     if own.__module__ == __name__:
         return
 
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        if selected_backend is None and asks_for_custom(get_current_vllm_config()):
+            selected_backend = AttentionBackendEnum.CUSTOM
         if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.use_mla:
             selected_backend = AttentionBackendEnum[LATENTS]
         asked = selected_backend is not None and selected_backend.name in (AttentionBackendEnum.CUSTOM.name, LATENTS)
@@ -36,7 +46,8 @@ def take_custom() -> None:
             return own(cls, selected_backend, attn_selector_config, num_heads)
         reasons = selected_backend.get_class().validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if reasons:
-            raise ValueError(f"--attention-backend CUSTOM cannot serve this model: {'; '.join(reasons)}")
+            given = attn_selector_config.kv_cache_dtype
+            raise ValueError(f"--kv-cache-dtype {given}, --attention-backend CUSTOM cannot serve this model: {'; '.join(reasons)}")
         return selected_backend.get_path()
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
@@ -52,7 +63,7 @@ def _take_two_sizes() -> None:
         return
 
     def get_class(self):
-        if self.name in TWO_SIZES and get_current_vllm_config().attention_config.backend == AttentionBackendEnum.CUSTOM:
+        if self.name in TWO_SIZES and asks_for_custom(get_current_vllm_config()):
             return own(AttentionBackendEnum.CUSTOM)
         return own(self)
 
@@ -70,7 +81,7 @@ def _check_models(platform: type) -> None:
         kept = [(part, name, getattr(part, name)) for part, names in parts for name in names] if current_platform.is_cpu() else []
         own(cls, vllm_config)
         model = vllm_config.model_config
-        if vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM and model is not None and model.use_mla:
+        if model is not None and model.use_mla and asks_for_custom(vllm_config):
             check_latents(model)
             check_invariance()
             for part, name, value in kept:
@@ -85,7 +96,7 @@ def check_invariance() -> None:
     if envs.VLLM_BATCH_INVARIANT:
         raise NotImplementedError(
             "quantkv: VLLM_BATCH_INVARIANT=1 with latents (MLA) is not supported: chunks of a prompt's context depend on the batch; 0 is "
-            "needed, or vLLM's own backends, without --attention-backend CUSTOM and --kv-cache-dtype quantkv_.."
+            "needed, or vLLM's own backends, without --kv-cache-dtype quantkv_.. and --attention-backend CUSTOM"
         )
 
 
@@ -98,6 +109,6 @@ def check_latents(model: Any) -> None:
     else:
         return
     raise NotImplementedError(
-        f"quantkv: {model.architecture} {reason}, which quantkv does not serve; vLLM's own backends do, without --attention-backend CUSTOM "
-        "and --kv-cache-dtype quantkv_.."
+        f"quantkv: {model.architecture} {reason}, which quantkv does not serve; vLLM's own backends do, without --kv-cache-dtype "
+        "quantkv_.. and --attention-backend CUSTOM"
     )
