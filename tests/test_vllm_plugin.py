@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before vLLM looks for a device
 vllm = pytest.importorskip("vllm")
 
-from vllm.config import compilation  # noqa: E402
+from vllm.config import VllmConfig, compilation  # noqa: E402
 from vllm.config.cache import get_kv_cache_dtype_handler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
@@ -289,17 +289,27 @@ def test_what_vllm_calls_by_other_means_is_there():
     assert AttentionBackendEnum[QuantKVBackend.get_name()].get_class() is QuantKVBackend
 
 
+def test_a_type_of_ours_names_custom_before_a_model_names_a_backend(monkeypatch):
+    """Gemma 4's hook names Triton's backend where none is named."""
+    seen, custom, triton = [], AttentionBackendEnum.CUSTOM, AttentionBackendEnum.TRITON_ATTN
+    monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", lambda self: seen.append(self.attention_config.backend))
+    for _ in range(2):
+        platform._choose_by_type()
+    stored = {name: SimpleNamespace(cache_dtype=name) for name in ("quantkv_4bit", "fp8")}
+    for cache, backend in ((stored["quantkv_4bit"], None), (stored["quantkv_4bit"], triton), (stored["fp8"], None), (None, None)):
+        config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend), cache_config=cache)
+        VllmConfig.try_verify_and_update_config(config)
+    assert seen == [custom, triton, None, None]
+
+
 def test_backends_of_two_sizes_are_vllms_where_custom_was_not_asked_for(monkeypatch):
     """MiMo names them whatever was asked for."""
-    stored = SimpleNamespace(cache_dtype="auto")
-    asked = SimpleNamespace(attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM), cache_config=stored)
+    asked = SimpleNamespace(attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM))
     monkeypatch.setattr(platform, "get_current_vllm_config", lambda: asked)
     members = [AttentionBackendEnum[name] for name in platform.TWO_SIZES]
     assert [member.get_class() for member in members] == [QuantKVBackend] * 2
     asked.attention_config.backend = None
     assert [member.get_class().get_name() for member in members] == list(platform.TWO_SIZES)
-    stored.cache_dtype = "quantkv_4bit"
-    assert [member.get_class() for member in members] == [QuantKVBackend] * 2
 
 
 def selector(**given):
@@ -325,35 +335,26 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
         def check_and_update_config(cls, vllm_config):
             seen.append(vllm_config)
 
-    asked = SimpleNamespace(backend=AttentionBackendEnum.CUSTOM)
-    stored = SimpleNamespace(cache_dtype="quantkv_int4")
     dims = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128)
     model = SimpleNamespace(hf_text_config=dims, dtype=torch.bfloat16, architecture="DeepseekV3ForCausalLM")
-    current = SimpleNamespace(model_config=model, attention_config=asked, cache_config=stored)
     for module in (platform, mla):
-        monkeypatch.setattr(module, "get_current_vllm_config", lambda: current)
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model))
     monkeypatch.setattr(platform, "current_platform", Platform())
     platform.take_custom()
     platform.take_custom()
     custom, latents = AttentionBackendEnum.CUSTOM, AttentionBackendEnum[plug_in.LATENTS]
     ask = Platform.get_attn_backend_cls
     rows = selector(head_size=576, use_mla=True)
-    found = ask(custom, rows), ask(custom, selector()), ask(AttentionBackendEnum.FLASHMLA, rows)
-    asked.backend, unasked = None, []
-    for name in ("quantkv_int4", "fp8"):  # where no backend is named, a type of ours names it
-        stored.cache_dtype = name
-        unasked += [ask(None, rows), ask(None, selector())]
+    found = ask(custom, rows), ask(custom, selector()), ask(AttentionBackendEnum.FLASHMLA, rows), ask(None, rows)
     if is_cpu:
-        assert found == (plug_in.LATENT_BACKEND, plug_in.BACKEND, "theirs")
-        assert unasked == [plug_in.LATENT_BACKEND, plug_in.BACKEND, "theirs", "theirs"]
-        assert seen == [AttentionBackendEnum.FLASHMLA, None, None]
+        assert found == (plug_in.LATENT_BACKEND, plug_in.BACKEND, "theirs", "theirs")
+        assert seen == [AttentionBackendEnum.FLASHMLA, None]
         with pytest.raises(ValueError, match="batch invariance"):
             ask(custom, rows._replace(use_batch_invariant=True))
     else:
-        assert found == ("theirs",) * 3 and unasked == ["theirs"] * 4
-        assert seen == [latents, custom, AttentionBackendEnum.FLASHMLA, latents, custom, None, None]
-    stored.cache_dtype = "quantkv_int4"  # no backend is named
-    config = SimpleNamespace(model_config=model, attention_config=asked, scheduler_config=SimpleNamespace(), cache_config=stored)
+        assert found == ("theirs",) * 4 and seen == [latents, custom, AttentionBackendEnum.FLASHMLA, None]
+    asked = SimpleNamespace(backend=custom)
+    config = SimpleNamespace(model_config=model, attention_config=asked, scheduler_config=SimpleNamespace(), cache_config=SimpleNamespace())
     for part, names in ((config.scheduler_config, platform.OF_STEPS), (config.cache_config, platform.OF_PAGES)):
         vars(part).update(dict.fromkeys(names, 1))
     model.use_mla = True
@@ -364,11 +365,8 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
     model.architecture, dims.index_topk = "DeepseekV32ForCausalLM", 2048
     with pytest.raises(NotImplementedError, match="DeepseekV32ForCausalLM attends to latents that a sparse indexer selects"):
         Platform.check_and_update_config(config)
-    stored.cache_dtype = "auto"
+    asked.backend = None
     Platform.check_and_update_config(config)
-    asked.backend = custom
-    with pytest.raises(NotImplementedError, match="DeepseekV32ForCausalLM"):
-        Platform.check_and_update_config(config)
 
 
 RANK, ROPE, NOPE, VALUES, COUNT = 256, 64, 32, 48, 4  # of a model with latents; COUNT query heads
@@ -711,10 +709,9 @@ def test_the_cpu_platform_takes_custom_where_it_is_asked_for():
     assert chosen == plug_in.BACKEND
     with pytest.raises(ValueError, match=r"CUSTOM cannot serve this model: .*head_size=80"):
         current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, config._replace(kv_cache_dtype="quantkv_int2", head_size=80))
-    own = AttentionBackendEnum.CPU_ATTN
-    assert current_platform.get_attn_backend_cls(own, config._replace(kv_cache_dtype="auto")) == own.value
+    assert current_platform.get_attn_backend_cls(None, config._replace(kv_cache_dtype="auto")) == AttentionBackendEnum.CPU_ATTN.value
     with pytest.raises(ValueError, match="quantkv_int4 is not supported"):
-        current_platform.get_attn_backend_cls(own, config)
+        current_platform.get_attn_backend_cls(None, config)
 
 
 def common(queries, keys, padding=0, **more):

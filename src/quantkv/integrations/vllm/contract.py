@@ -30,6 +30,7 @@ NAMES = (
     # What a configuration says.
     _name("config.get_current_vllm_config", "configurations"),
     _name("config.set_current_vllm_config", "statistics", "vllm_config"),
+    _name("config.VllmConfig.try_verify_and_update_config", "a backend by its type"),
     _name(
         "config.VllmConfig",
         "configurations",

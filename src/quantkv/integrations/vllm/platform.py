@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import envs
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -19,12 +19,6 @@ from . import LATENTS, PREFIX
 TWO_SIZES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # backends of keys and values of two sizes, which models name themselves
 WRITE_THEMSELVES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "KimiK3MTPModel")
 OF_STEPS, OF_PAGES = ("enable_chunked_prefill", "max_num_batched_tokens"), ("enable_prefix_caching", "block_size")
-
-
-def asks_for_custom(config: Any) -> bool:
-    """Whether a vLLM configuration asks for CUSTOM: by its name, or by a type that no other backend reads, where none is named."""
-    backend = config.attention_config.backend
-    return backend == AttentionBackendEnum.CUSTOM or (backend is None and config.cache_config.cache_dtype.startswith(PREFIX))
 
 
 def take_custom() -> None:
@@ -37,8 +31,6 @@ def take_custom() -> None:
         return
 
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
-        if selected_backend is None and asks_for_custom(get_current_vllm_config()):
-            selected_backend = AttentionBackendEnum.CUSTOM
         if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.use_mla:
             selected_backend = AttentionBackendEnum[LATENTS]
         asked = selected_backend is not None and selected_backend.name in (AttentionBackendEnum.CUSTOM.name, LATENTS)
@@ -51,8 +43,24 @@ def take_custom() -> None:
         return selected_backend.get_path()
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    _choose_by_type()
     _take_two_sizes()
     _check_models(platform)
+
+
+def _choose_by_type() -> None:
+    """Let a type of quantkv's choose CUSTOM where no backend is named: no other reads it. It is chosen before models choose (Gemma 4's
+    hook names Triton's backend where none is named), and from there on all is as if it had been named."""
+    own = VllmConfig.try_verify_and_update_config
+    if own.__module__ == __name__:
+        return
+
+    def try_verify_and_update_config(self):
+        if self.attention_config.backend is None and self.cache_config is not None and self.cache_config.cache_dtype.startswith(PREFIX):
+            self.attention_config.backend = AttentionBackendEnum.CUSTOM
+        own(self)
+
+    VllmConfig.try_verify_and_update_config = try_verify_and_update_config
 
 
 def _take_two_sizes() -> None:
@@ -63,7 +71,7 @@ def _take_two_sizes() -> None:
         return
 
     def get_class(self):
-        if self.name in TWO_SIZES and asks_for_custom(get_current_vllm_config()):
+        if self.name in TWO_SIZES and get_current_vllm_config().attention_config.backend == AttentionBackendEnum.CUSTOM:
             return own(AttentionBackendEnum.CUSTOM)
         return own(self)
 
@@ -81,7 +89,7 @@ def _check_models(platform: type) -> None:
         kept = [(part, name, getattr(part, name)) for part, names in parts for name in names] if current_platform.is_cpu() else []
         own(cls, vllm_config)
         model = vllm_config.model_config
-        if model is not None and model.use_mla and asks_for_custom(vllm_config):
+        if model is not None and model.use_mla and vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM:
             check_latents(model)
             check_invariance()
             for part, name, value in kept:
