@@ -39,7 +39,7 @@ VARIANTS = {  # what is set in tiling.py
     "now": {},
     "before": {"FEW": 0, "SPARED": 0},  # queries down, codes centred one by one; pages and strides are looked up as now
     "lean": {"FEW": 0},
-    "turned": {"SPARED": 0},
+    "transposed": {"SPARED": 0},
     "32 keys": {"KEYS_OF_NARROW_ROWS": 32},
     "128 keys": {"KEYS_OF_NARROW_ROWS": 128},
     "64 wide": {"KEYS_OF_WIDE_ROWS": 64},
@@ -48,7 +48,7 @@ VARIANTS = {  # what is set in tiling.py
     "split 256": {"KEYS_OF_SPLIT": 256},
     "16 bits too": {"WIDE_NUMBERS": 3},
 }
-TRIED = {"int4": ("now", "before", "lean", "turned", "32 keys", "8 warps", "24 warps", "split 256"), "none": ("now", "16 bits too")}
+TRIED = {"int4": ("now", "before", "lean", "transposed", "32 keys", "8 warps", "24 warps", "split 256"), "none": ("now", "16 bits too")}
 TRIED_ELSE = ("now", "before", "24 warps")
 
 

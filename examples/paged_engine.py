@@ -254,7 +254,7 @@ def main(arguments=None):
     right = same == total or model.dtype != torch.float32
     made, seconds, same = engine(options.kv)
     times = exact.spec.bytes_per_token / made.spec.bytes_per_token
-    print(f"cache of {options.kv}: {same} of {total}; {times:.2f} times smaller than {exact.spec.format}")
+    print(f"cache of {options.kv}: {same} of {total}; compression {times:.2f}x against {exact.spec.format}")
     print(f"{made.reused:,} tokens of the prompts were found in the cache; {made.table.used_pages} pages in use")
     print(f"tokens a second: {total / seconds:.1f} by this engine, {total / plain_s:.1f} by transformers' generate")
     print("served by: " + ", ".join(sorted(set(made.served.values()))))

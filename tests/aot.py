@@ -65,7 +65,7 @@ def every_option(num_seqs, heads, queries):
 
 def compile_steps(cache, rows, widest, every_way):
     """What prefill launches around a dense kernel: keys and values gathered, up to a head size mapped back, queries mapped, outputs
-    merged and mapped back. every_way: also not mapped back, and into another layout of the scratch, which no codec knows of."""
+    combined and mapped back. every_way: also not mapped back, and into another layout of the scratch, which no codec knows of."""
     scratch = [torch.empty(8, 256, rows.shape[2], dtype=rows.dtype) for _ in "kv"]
     alone, several = (
         Round((KeySlice(0, 200, 0, 200, 0, room), *more), CAUSAL, 256)
@@ -80,7 +80,7 @@ def compile_steps(cache, rows, widest, every_way):
     steps = prefill.TritonSteps((cache.k, cache.v), cache.format, cache.maps, 8, False)
     steps.map_query(rows, 0, 0)
     part, out = Partial(rows, torch.empty(rows.shape[:2])), torch.empty_like(rows)
-    steps.finish(steps.merge(part, part), part, out, torch.empty(rows.shape[:2]))
+    steps.finish(steps.combine(part, part), part, out, torch.empty(rows.shape[:2]))
     steps.finish(None, part, out, torch.empty(rows.shape[:2]), torch.zeros(rows.shape[1]))
 
 

@@ -44,7 +44,7 @@ def five_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def five_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def five_affine(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     return (meta[0], meta[1] + 16 * meta[0])  # `uniform_unpack` gives codes less 16
 
 

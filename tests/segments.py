@@ -69,15 +69,15 @@ class Several(NamedTuple):
             spec = get_format(part.format_name, dtype).cache_spec(num_kv_heads, head_size, block_size=block_size)
             held = [part.held(s, length) for s, length in enumerate(seq_lens)]
             begins = [0] * len(held) if part.starts is None else part.starts
-            spans = [range((h.start - b) // block_size, -(-(h.stop - b) // block_size)) if h else range(0) for h, b in zip(held, begins)]
+            pages_of = [range((h.start - b) // block_size, -(-(h.stop - b) // block_size)) if h else range(0) for h, b in zip(held, begins)]
             room = max(length - begin for length, begin in zip(seq_lens, begins))
             table = torch.full((len(held), max(-(-room // block_size), 1)), NOWHERE, dtype=torch.int32)
-            order = torch.randperm(sum(map(len, spans)) + 1, generator=torch.Generator().manual_seed(seed)).int()
+            order = torch.randperm(sum(map(len, pages_of)) + 1, generator=torch.Generator().manual_seed(seed)).int()
             cache, used = PagedCache(spec, len(order), maps=part.maps), 0
             cache.buffer.fill_(POISON)
-            for s, (span, h) in enumerate(zip(spans, held)):
-                table[s, span.start : span.stop] = order[used : used + len(span)]
-                used += len(span)
+            for s, (pages, h) in enumerate(zip(pages_of, held)):
+                table[s, pages.start : pages.stop] = order[used : used + len(pages)]
+                used += len(pages)
                 positions = torch.arange(h.start, h.stop)
                 slots = positions - begins[s]
                 slots = table[s, slots // block_size].long() * block_size + slots % block_size

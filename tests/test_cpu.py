@@ -104,7 +104,7 @@ def test_outputs_for_8_bit_floats_stay_in_their_range():
     torch.testing.assert_close(out.float(), (plain / scale).clamp(-448, 448), rtol=1 / 16, atol=2**-10)
 
 
-def test_segments_merge():
+def test_segments_combine():
     """The first keys exact, the others in levels, with sinks: one V map and none."""
     b, exact = batch("levels4", (1, 2), (90, 40)), batch("fp32", (1, 2), (90, 40))
     ends = torch.tensor([[0, 17], [0, 17]]), torch.tensor([[17, 90], [17, 40]])

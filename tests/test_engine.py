@@ -207,7 +207,7 @@ def test_layers_that_the_same_kernels_serve_are_of_one_kind():
 
 
 def test_scratch_memory_of_a_step():
-    """256 MiB of keys and values; for each query its three results in 16 bits, itself, the merged one in float32; at most 512 MiB."""
+    """256 MiB of keys and values; for each query its three results in 16 bits, itself, the combined one in float32; at most 512 MiB."""
     row = 32 * (2 * (128 + 3 * 128) + 4 * 128 + 16)
     assert implementations.scratch_bytes(1, 32, (128, 128), 2) == (256 << 20) + row
     assert implementations.scratch_bytes(1 << 20, 32, (128, 128), 2) == (256 << 20) + (512 << 20)

@@ -217,7 +217,7 @@ def test_prepared_launches_serve_every_layer():
 
 @hopper_only
 @pytest.mark.parametrize("max_seq_len", [1300, 4096])
-def test_a_promise_of_lengths(max_seq_len):
+def test_a_bound_of_lengths(max_seq_len):
     run(batch("int4"), max_seq_len=max_seq_len)
 
 

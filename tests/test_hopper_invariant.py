@@ -59,7 +59,7 @@ def part_of(call, members, max_query_len=None, max_seq_len=None, wider=0):
 
 
 def assert_invariant(call, serve, monkeypatch):
-    """The bits of each sequence: alone, in another order, among other sequences, with other promises and a wider table; combined by warps
+    """The bits of each sequence: alone, in another order, among other sequences, with other bounds and a wider table; combined by warps
     and by blocks, and unsplit."""
     monkeypatch.setattr(combine, "by_blocks", lambda *_: False)
     hopper_ways.split(monkeypatch)
@@ -121,7 +121,7 @@ def test_warpgroups_with_several_partials_of_a_sequence(monkeypatch, tmp_path):
 @emulated
 @pytest.mark.parametrize("whole, window", [(False, 0), (True, 0), (True, 850)])
 def test_a_prepared_call_has_room_for_the_longest_that_it_serves(whole, window, monkeypatch, tmp_path):
-    """Calls of one shape may promise other lengths, and what was prepared for one of them serves all."""
+    """Calls of one shape may have other bounds of lengths, and what was prepared for one of them serves all."""
     monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
     hopper_ways.split(monkeypatch, not whole)
     b = SampleBatch.make("int4", (1,), (1000,), head_size=64, num_kv_heads=1, group=4, dtype=torch.bfloat16)
@@ -177,8 +177,8 @@ def test_as_many_partials_on_both_sides(lens, monkeypatch, tmp_path):
 
 
 @emulated
-def test_partials_fit_their_room_and_lengths_may_break_a_promise(monkeypatch, tmp_path):
-    """Every length from few tiles to many: partials lie where they have room (`Device` sees to that). What is longer than promised gets a
+def test_partials_fit_their_room_and_lengths_may_be_beyond_their_bound(monkeypatch, tmp_path):
+    """Every length from few tiles to many: partials lie where they have room (`Device` sees to that). What is longer than its bound gets a
     wrong answer, in its own place."""
     device = Device(monkeypatch, tmp_path, 2)
     lens = (*range(1, 1300, 161), 1040, 1024, 512, 513)

@@ -86,8 +86,8 @@ def test_every_way_to_hold_queries(head_size, group, monkeypatch, tmp_path):
 
 
 @emulated
-def test_lengths_that_break_a_promise(monkeypatch, tmp_path):
-    """Longer runs than were promised, each of several stretches, are held between them."""
+def test_lengths_beyond_their_bound(monkeypatch, tmp_path):
+    """Longer runs than their bound, each of several stretches, are held between them."""
     device = Device(monkeypatch, tmp_path, 5, max_tiles=2)
     b = batch("int4", (1, 1), (700, 900))
     call = b.call(max_query_len=1)
@@ -160,8 +160,8 @@ def test_where_the_cut_is_invariant(case, monkeypatch, tmp_path):
 
 @emulated
 @pytest.mark.parametrize("lens", [(290, 1500), (1500, 290)], ids=str)
-def test_lengths_that_break_the_promise_of_an_invariant_cut(lens, monkeypatch, tmp_path):
-    """What is longer than promised gets a wrong answer, in its own place."""
+def test_lengths_that_are_beyond_the_bound_of_an_invariant_cut(lens, monkeypatch, tmp_path):
+    """What is longer than its bound gets a wrong answer, in its own place."""
     monkeypatch.setattr(warps, "PARTIAL_LEAST", 2), monkeypatch.setattr(warps, "PARTIAL_MOST", 2)
     b = batch("int4", (1, 1), lens, head_size=64)
     call = b.call(max_query_len=1, batch_invariant=True)

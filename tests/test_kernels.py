@@ -414,7 +414,7 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives():
     assert relative_error(torch.cat(parts), whole) <= 1e-3
 
 
-def test_splits_are_merged():
+def test_splits_are_combined():
     b = batch("tq4", ((1, 2), (300, 700)), num_kv_heads=1)
     options = {"sinks": torch.ones(3, device=DEVICE)}
     for splits in (1, 5, 16):
@@ -426,7 +426,7 @@ def test_splits_are_merged():
 
 
 def test_segments_of_a_sequence_in_several_caches():
-    """Exact first and latest tokens in a 16-bit cache, the rest quantized: one merge, sinks once."""
+    """Exact first and latest tokens in a 16-bit cache, the rest quantized: one combine, sinks once."""
     exact, quantized = batch("fp16", ((2,), (100,)), seed=3), batch("int4", ((2,), (100,)), seed=3)
     ranges = [torch.tensor([r], dtype=torch.int32, device=DEVICE) for r in ([0, 8], [8, 80], [80, 100])]
     start = torch.tensor([80], dtype=torch.int32, device=DEVICE)

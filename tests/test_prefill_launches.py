@@ -160,7 +160,7 @@ CASES += [("int4", 1, 2), ("fp8, scales", 0, 2), ("signs", 0, 2), ("maps", 1, 2)
 
 @pytest.mark.parametrize("kind,back,lanes", CASES)
 def test_layers_launch_again(kind, back, lanes, monkeypatch):
-    """Whole, and in several rounds that are merged, on two streams; with sinks; mapped, or mapped back: each layer gets its own pages,
+    """Whole, and in several rounds that are combined, on two streams; with sinks; mapped, or mapped back: each layer gets its own pages,
     maps, scales and offsets, and only the first one's launches go through Triton."""
     counts = {} if GPU else played(monkeypatch)
     monkeypatch.setattr(prefill, "MAPPED_BACK", 1000 * back)
@@ -301,7 +301,7 @@ def test_launches_are_of_codecs(counts):
 @pytest.mark.parametrize("shape", [SHAPE, ((64,), (200,))])
 @pytest.mark.parametrize("asked", [True, False])
 def test_what_a_call_does_beside_its_kernels(shape, asked, counts, monkeypatch):
-    """Of FlashAttention-3, where nothing is mapped or merged: one allocation, one launch, and the kernel; the log-sum-exp is copied where
+    """Of FlashAttention-3, where nothing is mapped or combined: one allocation, one launch, and the kernel; the log-sum-exp is copied where
     it is asked for. No number is made on the device."""
     _, call, _ = layer("int8", 1, shape)
     call = call if asked else call.with_tensors(call.q, call.out, None, call.segments)

@@ -67,6 +67,6 @@ def test_groups(seed):
 
 
 @pytest.mark.parametrize("context,queries", [(0, [320]), (64, [128, 128, 64])])
-def test_groups_whose_results_are_merged_are_smaller(context, queries):
+def test_groups_whose_results_are_combined_are_smaller(context, queries):
     found = groups([(64, 64 + context)] * 5, Limits(1000, 1000, 128, 8, False, "equal"))
     assert [group.tokens.stop - group.tokens.start for group in found] == queries

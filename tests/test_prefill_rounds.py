@@ -108,7 +108,7 @@ def test_own_rows(fresh, backend, name, rows, overlap, monkeypatch):
 @pytest.mark.parametrize("rows", [1 << 16, 64])
 @pytest.mark.parametrize("asked", ["out", "out and lse", "float32"])
 def test_sinks_by_the_kernel(asked, rows, monkeypatch):
-    """FlashAttention-3 takes them itself where no log-sum-exp is asked for, no results are merged and nothing is rounded for it."""
+    """FlashAttention-3 takes them itself where no log-sum-exp is asked for, no results are combined and nothing is rounded for it."""
     sinks = SINKS if asked == "float32" else SINKS.bfloat16()
     b, takes, given = make(), [], []
     call = b.call(sinks=sinks, window=70)
@@ -131,7 +131,7 @@ def test_sinks_by_the_kernel(asked, rows, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1 << 16, 64])
 def test_sinks_by_our_kernel(rows, monkeypatch):
-    """It takes them where no results are merged, whatever they are, and whether the log-sum-exp is asked for or not."""
+    """It takes them where no results are combined, whatever they are, and whether the log-sum-exp is asked for or not."""
     b, given, attend = make(), [], backends.attend
     call = b.call(sinks=SINKS, window=70)
     monkeypatch.setattr(backends, "attend", lambda *args: given.append(args[9]) or attend(*args))
@@ -145,7 +145,7 @@ def test_sinks_by_our_kernel(rows, monkeypatch):
 @pytest.mark.parametrize("name,back,rows", [("int4", 0, 64), ("int4", 1000, 1 << 16), ("tq3", 0, 1 << 16), ("fp8", 0, 64)])
 @pytest.mark.parametrize("token_major", [False, True])
 def test_steps_of_several_sequences(name, back, rows, token_major, triton, monkeypatch):
-    """Pages of many sequences in one launch; merged, with sinks, and mapped back or not; either order of what is written out."""
+    """Pages of many sequences in one launch; combined, with sinks, and mapped back or not; either order of what is written out."""
     monkeypatch.setattr(prefill, "MAPPED_BACK", back)
     monkeypatch.setitem(backends.BACKENDS, "math", replace(backends.BACKENDS["math"], token_major=token_major))
     b, options = make(name, head_size=64), {"sinks": SINKS.to(torch.bfloat16), "window": 70}
@@ -259,15 +259,15 @@ def test_memory_is_bounded(backend, overlap, rows, monkeypatch):
                 count("queries", t)
         return result
 
-    merge = prefill.TorchSteps.merge
+    combine = prefill.TorchSteps.combine
 
-    def counted_merge(self, a, b):
-        merged = merge(self, a, b)
-        for t in merged:
+    def counted_combine(self, a, b):
+        combined = combine(self, a, b)
+        for t in combined:
             count("queries", t.float() if t.dtype != torch.float32 else t)
-        return merged
+        return combined
 
-    monkeypatch.setattr(prefill.TorchSteps, "merge", counted_merge)
+    monkeypatch.setattr(prefill.TorchSteps, "combine", counted_combine)
     monkeypatch.setattr(backends, "attend", counted)
     for queries, keys in (((700,), (900,)), ((33,) * 20, (60,) * 20), ((1,) * 40, (300,) * 40)):
         b = make("int4", queries=queries, keys=keys)

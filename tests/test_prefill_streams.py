@@ -66,7 +66,7 @@ def recorded(monkeypatch, without=None):
         return {t.untyped_storage().data_ptr() for t in tensors if t is not None}
 
     steps, attend = prefill.TorchSteps, backends.attend
-    stock = {name: getattr(steps, name) for name in ("gather", "map_query", "merge", "finish")}
+    stock = {name: getattr(steps, name) for name in ("gather", "map_query", "combine", "finish")}
 
     def gather(self, table, round, scratch, blocks=None):
         Recorder.last.did(at(table), at(*scratch))
@@ -82,18 +82,18 @@ def recorded(monkeypatch, without=None):
         Recorder.last.did(at(q, k, v), at(*found))
         return found
 
-    def merge(self, a, b):
-        merged = stock["merge"](self, a, b)
-        Recorder.last.did(at(*a, *b), at(*merged))
-        return merged
+    def combine(self, a, b):
+        combined = stock["combine"](self, a, b)
+        Recorder.last.did(at(*a, *b), at(*combined))
+        return combined
 
     def finish(self, total, last, out, lse, sinks=None):
         Recorder.last.did(at(*last, *(total or ())), at(out, lse))
-        monkeypatch.setattr(steps, "merge", stock["merge"])
+        monkeypatch.setattr(steps, "combine", stock["combine"])
         stock["finish"](self, total, last, out, lse, sinks)
-        monkeypatch.setattr(steps, "merge", merge)
+        monkeypatch.setattr(steps, "combine", combine)
 
-    for name, function in (("gather", gather), ("map_query", map_query), ("merge", merge), ("finish", finish)):
+    for name, function in (("gather", gather), ("map_query", map_query), ("combine", combine), ("finish", finish)):
         monkeypatch.setattr(steps, name, function)
     monkeypatch.setattr(backends, "attend", attended)
 

@@ -10,7 +10,7 @@ import direct
 from oracle import attention
 from quantkv import AttentionOptions, PagedCache, get_format, testing
 from quantkv.implementations.reference import plan
-from quantkv.implementations.reference.attend import merge
+from quantkv.implementations.reference.attend import combine
 from quantkv.maps import LayerMaps, LinearMap
 
 HK, GROUP, D = 2, 3, 16
@@ -253,22 +253,22 @@ def close(a, b):
     return (a - b).norm() <= 3e-6 * b.norm()
 
 
-def test_merge_of_disjoint_keys():
+def test_combine_of_disjoint_keys():
     cache, q, batch, _ = make()
     whole, whole_lse = cache.attend(q, **batch, return_lse=True)
     lens = batch["seq_lens"]
     cut = lens // 3
     parts = [cache.attend(q, **batch, key_range=torch.stack(r, 1), return_lse=True) for r in ((torch.zeros_like(cut), cut), (cut, lens))]
-    out, lse = merge(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+    out, lse = combine(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
     assert close(out, whole) and torch.allclose(lse, whole_lse, atol=1e-5)
 
 
-def test_merge_of_nothing_is_nothing():
+def test_combine_of_nothing_is_nothing():
     """A query without a key in any part: its output is 0, its log-sum-exp -inf, and its neighbour's are untouched."""
     outs, lses = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4)
     outs[:, 0], lses[:, 0] = 0, -torch.inf
     lses[1, 1] = -torch.inf  # a part without keys
-    out, lse = merge(outs, lses)
+    out, lse = combine(outs, lses)
     assert (out[0] == 0).all() and (lse[0] == -torch.inf).all()
     weight = lses[[0, 2], 1].softmax(0)
     torch.testing.assert_close(out[1], (weight[..., None] * outs[[0, 2], 1]).sum(0))

@@ -128,7 +128,7 @@ def test_full_precision_tokens_begin_with_a_page(latest, length, start):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-def test_what_follows_a_prompt_is_judged_as_a_cache_answers(name):
+def test_what_follows_a_prompt_is_answered_as_a_cache_answers(name):
     """The prompt in one pass through a QuantizedCache, and then token by token."""
     model = use_quantkv_attention(tiny(name))
     ids, mask = prompts([60])

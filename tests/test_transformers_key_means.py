@@ -156,8 +156,8 @@ def test_latents(attention):
     else:
         model.set_attn_implementation(attention)
     outs = []
-    for recipe in ("none", rotated):
-        cache = QuantizedCache(model.config, recipe)
+    for configuration in ("none", rotated):
+        cache = QuantizedCache(model.config, configuration)
         outs.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split([16, 9, 1, 1, 1], 1)], 1))
     assert torch.allclose(*outs, atol=1e-4 * float(outs[0].abs().max()))
     cache = QuantizedCache(model.config, given)

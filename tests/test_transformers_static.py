@@ -166,7 +166,7 @@ def test_pages_change_under_a_graph(graphs):
     assert (results[0] - results[1]).abs().max() <= 1e-5 * results[0].abs().max()
 
 
-def test_more_tokens_than_were_promised(stats, graphs):
+def test_more_tokens_than_their_bound(stats, graphs):
     """Passes go on with the host's help, and give the same tokens; how they ran is not to be seen in them."""
     model = tiny("llama")
     tokens = expected(model, [24, 17])

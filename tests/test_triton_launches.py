@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched: what merges partials, what is launched again at other addresses, and without Triton."""
+"""How the Triton kernels are launched: what combines partials, what is launched again at other addresses, and without Triton."""
 
 import math
 import subprocess
@@ -233,7 +233,7 @@ def test_what_is_prepared_gives_what_a_call_gives():
     assert torch.equal(call.out, expected)
 
 
-def test_splits_follow_the_promise_not_the_table():
+def test_splits_follow_the_bound_not_the_table():
     """A table with room for 131,072 tokens, of sequences that have at most 256: scratch for 256."""
     b = batch("int4", ((1, 1), (90, 33)))
     table = torch.zeros(2, 8192, dtype=torch.int32, device=DEVICE)

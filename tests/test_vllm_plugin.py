@@ -752,7 +752,7 @@ def test_lengths_of_a_mixed_step_where_vllm_does_not_know_them(invariant, builde
     assert builder.build(0, given).batch.lengths == (((1, 5), (20, 30)) if invariant else None)
 
 
-def test_a_graph_is_promised_no_longest_sequence(builder):
+def test_a_graph_has_no_bound_of_the_longest_sequence(builder):
     given = common([1, 1], [5, 6])
     assert builder.build(0, given).batch.max_seq_len == 6
     assert builder.build_for_cudagraph_capture(given).batch.max_seq_len is None

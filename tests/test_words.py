@@ -55,7 +55,10 @@ BANNED = {
 }
 # The same of what code calls and says. Old names live where they are deprecated, and where a test or a reader of files takes them.
 BANNED_IN_CODE = {
-    r"pieces?|teams?|reread|parked|honoured": "as in documents",
+    r"pieces?|teams?|spans?|reread|judged|parked|honoured|[Rr]ecipes?|RECIPES": "as in documents",
+    r"promis(e[ds]?|ing)": "upper bound",
+    r"MERGED|merge_splits": "combine",
+    r"TURNED": "transposed",
     r"whole_?pairs?|many_?columns|query_?columns?": "unsplit; packed query rows",
     r"shadows?|exact_?tokens": "16-bit copies, full-precision tokens",
     r"(keep|attach|check)_exact|KeepsExact|ExactGroup|exact_(layers|of_prompts)": "full-precision tokens",

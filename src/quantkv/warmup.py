@@ -134,7 +134,7 @@ def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: i
     found: dict[tuple[tuple[int, int], ...], None] = {}
     for queries in QUERIES:
         room = min(max_seqs, max_tokens // queries)
-        longest = [max_seq_len >> i for i in range(8 if queries == QUERIES[-1] else 1)]  # long prompts: merged of none, two, or more parts
+        longest = [max_seq_len >> i for i in range(8 if queries == QUERIES[-1] else 1)]  # long prompts: of one, two, or more parts
         for count in sorted({min(n, room) for n in (1, 2, -(-ROWS // (queries * num_heads)))} - {0}):
             lengths = (queries, *[queries + 1] * own, *longest)
             found |= dict.fromkeys(((queries, keys),) * count for keys in lengths if queries <= keys <= max_seq_len)

@@ -39,7 +39,7 @@ class Part:
     """A segment. low, high: of each sequence, the positions that are read; begin: its key_start. None: all, from 0."""
 
     format: str
-    span: tuple[tuple[int, int], ...] | None = None
+    key_range: tuple[tuple[int, int], ...] | None = None
     begin: tuple[int, ...] | None = None
 
 
@@ -121,11 +121,11 @@ def parts_of(draw, name, lens, block_size) -> tuple[Part, ...]:
         return (Part(name, None, tuple(draw(st.integers(0, n + 1)) for n in lens)),)
     second = draw(st.sampled_from([name, *PLAIN]))
     cuts = [sorted(draw(st.integers(0, n)) for _ in range(2)) for n in lens]
-    spans = [tuple((0, a) for a, _ in cuts), tuple(map(tuple, cuts)), tuple((b, n) for (_, b), n in zip(cuts, lens))]
+    ranges = [tuple((0, a) for a, _ in cuts), tuple(map(tuple, cuts)), tuple((b, n) for (_, b), n in zip(cuts, lens))]
     parts = []
-    for span, fmt in zip(spans, (second, name, second)):
-        begin = tuple(draw(st.integers(max(low - 2 * block_size, 0), low)) for low, _ in span) if draw(st.booleans()) else None
-        parts.append(Part(fmt, span, begin))
+    for key_range, fmt in zip(ranges, (second, name, second)):
+        begin = tuple(draw(st.integers(max(low - 2 * block_size, 0), low)) for low, _ in key_range) if draw(st.booleans()) else None
+        parts.append(Part(fmt, key_range, begin))
     return tuple(parts)
 
 
@@ -240,8 +240,8 @@ class Made:
         case, size = self.case, self.case.block_size
         spec = get_format(part.format).cache_spec(case.heads, case.head_size, case.head_size_v, size)
         begins = part.begin or [0] * len(case.lens)
-        spans = part.span or [(0, n) for n in case.lens]
-        held = [range(max(low, b), max(min(high, n), low, b)) for (low, high), b, n in zip(spans, begins, case.lens)]
+        ranges = part.key_range or [(0, n) for n in case.lens]
+        held = [range(max(low, b), max(min(high, n), low, b)) for (low, high), b, n in zip(ranges, begins, case.lens)]
         pages = [-(-(h.stop - b) // size) if h else 0 for h, b in zip(held, begins)]
         spare = int(self.rng.integers(1, 3))
         table = np.full((len(held), max(pages, default=0) + spare), NOWHERE)
@@ -281,7 +281,7 @@ class Made:
             assert not self.held[s][at].any(), "segments are disjoint"
             self.held[s][at] = True
         key_start = None if part.begin is None else self._integers(part.begin)
-        key_range = None if part.span is None else self._integers(part.span).view(-1, 2)
+        key_range = None if part.key_range is None else self._integers(part.key_range).view(-1, 2)
         self.caches.append(cache)
         self.segments.append(cache.segment(self._integers(table), key_start, key_range))
 

@@ -24,7 +24,7 @@ DEFAULTS = dict(
 
 class Answer(NamedTuple):
     """out `[n, HQ, D_V]` before an output scale, lse `[n, HQ]`, and seen `[n, L]`, of the queries of one sequence. score_size,
-    value_size `[n, HQ]`: the largest sum of magnitudes in a score and the largest number in a value, by which a rounding is judged."""
+    value_size `[n, HQ]`: the largest sum of magnitudes in a score and the largest number in a value, by which a rounding is measured."""
 
     out: np.ndarray
     lse: np.ndarray

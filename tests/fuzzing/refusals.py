@@ -372,7 +372,7 @@ def check(case: Case) -> None:
 
 
 def serve(entry: Entry, case: Case) -> None:
-    """The call with its one argument, judged."""
+    """The call with its one argument, measured."""
     fixture = entry.fixture()
     before = entry.state(fixture)
     legal = entry.legal[case.argument](case.value)

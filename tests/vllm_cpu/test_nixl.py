@@ -95,7 +95,7 @@ def test_two_ranks_read_the_pages_of_one(start):
 
 
 def test_a_sender_that_is_killed_loses_no_request(start):
-    """Before the first handshake, and after it, with pages that were promised: what was not sent is computed where it is needed."""
+    """Before the first handshake, and after it, with pages that were announced: what was not sent is computed where it is needed."""
     first, second, there, plain = start(*[("quantkv_int4", {})] * 3, ("quantkv_int4", NO_PEER))
     expected = [said(plain.ask(prompt(seed), TOKENS)) for seed in range(3)]
     given = first.fill(prompt(0))

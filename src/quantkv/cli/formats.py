@@ -38,7 +38,7 @@ def formats_command(json_file: Json = None) -> None:
     from .common import print_table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, head in enumerate(("format", "also", "K", "V", "bits", "bytes", "x smaller", "read", "written", "calibration")):
+    for index, head in enumerate(("format", "also", "K", "V", "bits", "bytes", "compression", "read", "written", "calibration")):
         table.add_column(head, justify="right" if 4 <= index <= 6 else "left", overflow="fold")
     for row in rows:
         cells = [row["name"], ", ".join(row["aliases"]), row["k"], "same" if row["v"] == row["k"] else row["v"]]
@@ -102,6 +102,6 @@ def words_of(codec: Codec) -> str:
 
     plain = codec.code_dtype not in (torch.uint8, torch.int8)
     kind = str(codec.code_dtype).removeprefix("torch.").removesuffix("fn") if plain else f"{codec.row.code_bits} bits"
-    turned = "" if codec.map == "none" else ", rotated"
+    rotated = "" if codec.map == "none" else ", rotated"
     beside = f", {codec.row.meta_bytes} bytes a row" if codec.row.meta else ""
-    return f"{kind}{turned}{beside}"
+    return f"{kind}{rotated}{beside}"

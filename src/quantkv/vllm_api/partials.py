@@ -1,4 +1,4 @@
-"""Calls that one call of the project's attention cannot say, by several: float32 partials, merged and rounded once.
+"""Calls that one call of the project's attention cannot say, by several: float32 partials, combined and rounded once.
 
 R-SWA: a query sees the keys of its sequence's prefix, and of the others those in its window: two calls over disjoint keys.
 A scale for each sequence and kv head: K's is multiplied into the queries, V's into the output.

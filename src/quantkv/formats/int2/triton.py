@@ -33,13 +33,13 @@ def int2_unpack(words, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int2_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def int2_affine(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The scale of centroids that were unpacked as integers."""
     return (meta[0] * (PLAN.head_size * 0.0016),)
 
 
 @triton.jit
-def int2_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def int2_lean(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The scale of levels that 10 and 3 stand for: 10 / 6.62 = 1.5106 and 3 / 6.62 = 0.4532."""
     return (meta[0] * (PLAN.head_size / 6.62),)
 

@@ -35,7 +35,7 @@ def int4_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def int4_affine(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Scale and bias of codes that were unpacked less 8."""
     bits = meta[0].to(tl.int32, bitcast=True)
     scale = (bits & -16).to(tl.float32, bitcast=True)
@@ -43,7 +43,7 @@ def int4_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def int4_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def int4_lean(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The scale."""
     return ((meta[0].to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True),)
 

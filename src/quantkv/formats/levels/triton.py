@@ -62,7 +62,7 @@ def levels_unpack(words, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def levels_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def levels_affine(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The stored scale; under fp16 operands times the gain that their cubic leaves out."""
     if planes[0].dtype == tl.float32:
         return meta
@@ -83,7 +83,7 @@ def levels_unpack_exact(words, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def two_bits_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def two_bits_lean(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The stored scale, of levels that 10 and 3 stand for: 10 / 6.62 = 1.5106 and 3 / 6.62 = 0.4532."""
     return (meta[0] * (1 / 6.62),)
 

@@ -55,13 +55,13 @@ def book_magnitude(table, index, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def book_affine(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Scale that brings the row of levels to the length in the metadata."""
     squares = sum_of_squares(planes)
     if PLAN.width != PLAN.columns:
         real = tl.arange(0, PLAN.width) < PLAN.columns
-        squares = tl.where(real[:, None] if TURNED else real[None, :], squares, 0.0)
-    if TURNED:  # as a product: then all that reads the planes has them in one layout, and they are decoded once
+        squares = tl.where(real[:, None] if TRANSPOSED else real[None, :], squares, 0.0)
+    if TRANSPOSED:  # as a product: then all that reads the planes has them in one layout, and they are decoded once
         length = tl.max(tl.dot(tl.full([16, PLAN.width], 1.0, squares.dtype), squares, input_precision="ieee"), axis=0)
     else:
         length = tl.sum(squares.to(tl.float32), axis=1)
@@ -69,10 +69,10 @@ def book_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def book_lean(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def book_lean(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """As `book_affine`; by a product where planes are its rows too."""
-    if TURNED or PLAN.width != PLAN.columns:
-        return book_affine(planes, meta, PLAN, TURNED)
+    if TRANSPOSED or PLAN.width != PLAN.columns:
+        return book_affine(planes, meta, PLAN, TRANSPOSED)
     else:
         squares = sum_of_squares(planes)
         length = tl.max(tl.dot(squares, tl.full([PLAN.width, 8], 1.0, squares.dtype), input_precision="ieee"), axis=1)
@@ -117,7 +117,7 @@ def uniform_encode(x, real, table, PLAN: tl.constexpr):
 
 
 @triton.jit
-def uniform_affine(planes, meta, PLAN: tl.constexpr, TURNED: tl.constexpr):
+def uniform_affine(planes, meta, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Scale and bias of codes that were unpacked around zero."""
     return (meta[0], meta[1] + (1 << (PLAN.bits - 1)) * meta[0])
 

@@ -11,7 +11,7 @@ import torch
 from ...calls import AttendCall, Batch, Kept, Segment
 from ...maps import LinearMap
 from ...reads import window_size
-from ..reference.attend import merge
+from ..reference.attend import combine
 from . import sides
 from .compiling import missing
 from .threads import in_parts
@@ -64,7 +64,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
         if call.options.sinks is not None:  # a value of zero that every query sees
             (out, lse), sinks = results[0], call.options.sinks.float()
             results.append((torch.zeros_like(out), sinks.expand_as(lse)))
-        out, lse = results[0] if len(results) == 1 else merge(*(torch.stack(x) for x in zip(*results)))
+        out, lse = results[0] if len(results) == 1 else combine(*(torch.stack(x) for x in zip(*results)))
         if call.options.output_scale is not None:
             out = (out / call.options.output_scale).clamp(-448, 448)
         call.out.copy_(out)
@@ -77,7 +77,7 @@ def prepare(call: AttendCall) -> Callable[[AttendCall], None]:
 class SegmentPlan(NamedTuple):
     """What is read of one segment; arrays as of `kernels.attend_chunks`.
 
-    first: `[S + 1]`, the first chunk of each sequence. columns: rows of sums and totals."""
+    first: `[S + 1]`, the first chunk of each sequence. packed_rows: of all chunks, rows of sums and totals."""
 
     chunks: np.ndarray
     first: np.ndarray
@@ -85,7 +85,7 @@ class SegmentPlan(NamedTuple):
     starts: np.ndarray
     seen: np.ndarray
     origins: np.ndarray
-    columns: int
+    packed_rows: int
 
     @classmethod
     def of(cls, call: AttendCall, segment: Segment) -> SegmentPlan:
@@ -148,7 +148,7 @@ def _attend_segment(
     key_mean = None if maps.k is None else maps.k.key_mean
     mean_scores = q.new_empty(*q.shape[:2], 0) if key_mean is None else _by_head(q * call.scale, key_mean.permute(1, 2, 0), heads)
     out, lse = q.new_empty(*q.shape[:2], segment.head_size_v), q.new_empty(q.shape[:2])
-    sums, totals = np.empty((plan.columns, segment.head_size_v), np.float32), np.empty((plan.columns, 2), np.float32)
+    sums, totals = np.empty((plan.packed_rows, segment.head_size_v), np.float32), np.empty((plan.packed_rows, 2), np.float32)
     key, value, size = traits[0].of(k), traits[1].of(v), k.codes.shape[1]
     where = (size, plan.chunks, plan.pages, plan.starts, plan.seen, plan.origins)
     what = (key, value, mapped.contiguous().numpy(), mean_scores.contiguous().numpy(), call.options.softcap, sums, totals)

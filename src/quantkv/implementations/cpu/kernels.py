@@ -157,9 +157,9 @@ def read(side, page, slot, head, count, tile, scales, biases):
 
 @njit(fastmath=SUMS)
 def score_keys(key, pages, first, last, size, head, queries, sums, low, high, mean_scores, origin, tile, scores):
-    """`scores [C, CHUNK]` of the keys in slots first to last, CHUNK of them from first rounded down, for each of the columns
+    """`scores [C, CHUNK]` of the keys in slots first to last, CHUNK of them from first rounded down, for each of the packed query rows
     `queries [C, D]` that sees them: from `low[c]` to before `high[c]`."""
-    start, columns = first // CHUNK * CHUNK, queries.shape[0]
+    start, packed_rows = first // CHUNK * CHUNK, queries.shape[0]
     scales, biases = np.empty(ROWS, f32), np.empty(ROWS, f32)
     signed, buckets, bits = key[SIGNED] != 0, mean_scores.shape[1], key[BUCKET_BITS]
     slot = first
@@ -167,7 +167,7 @@ def score_keys(key, pages, first, last, size, head, queries, sums, low, high, me
         page, place = slot // size, slot % size
         count = min(ROWS, size - place, last - slot)
         read(key, pages[page], place, head, count, tile, scales, biases)
-        for c in range(columns):
+        for c in range(packed_rows):
             for r in range(max(low[c] - slot, 0), min(high[c] - slot, count)):
                 dot = ZERO
                 for d in range(queries.shape[1]):
@@ -200,14 +200,14 @@ def weigh(scores, softcap):
 @njit(fastmath=SUMS)
 def add_values(value, pages, first, last, size, head, low, high, weights, tile, sums):
     """Add the values in slots first to last, weighted, to `sums [C, D_V]`."""
-    start, columns, width = first // CHUNK * CHUNK, sums.shape[0], value[SIZE]
+    start, packed_rows, width = first // CHUNK * CHUNK, sums.shape[0], value[SIZE]
     scales, biases = np.empty(ROWS, f32), np.empty(ROWS, f32)
     slot = first
     while slot < last:
         page, place = slot // size, slot % size
         count = min(ROWS, size - place, last - slot)
         read(value, pages[page], place, head, count, tile, scales, biases)
-        for c in range(columns):
+        for c in range(packed_rows):
             r, stop = max(low[c] - slot, 0), min(high[c] - slot, count)
             at, shift = slot - start, ZERO
             while r < stop:  # four rows at once, where there are
@@ -236,10 +236,10 @@ F2, F3, I1, I2 = float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
 def attend_chunks(first, last, size, chunks, pages, starts, seen, origins, key, value, queries, mean_scores, softcap, sums, totals):
     """Chunks first to last (heads innermost) of the work: each is one kv head and CHUNK slots of one sequence.
 
-    size: slots of a page. chunks: `[N, 3]`, a sequence, its first slot, and where the chunk's columns begin in sums and totals.
+    size: slots of a page. chunks: `[N, 3]`, a sequence, its first slot, and where the chunk's packed query rows begin in sums and totals.
     pages `[S, pages]`. starts `[S + 1]`: where a sequence's queries begin. seen `[T, 2]`: which slots a query sees, from, to before.
     origins `[S]`: the position of slot 0. queries `[T, HQ, D]`: mapped and scaled, in planes. mean_scores `[T, HQ, buckets]`: what the
-    keys' key mean adds to a score. sums `[columns, D_V]`, totals `[columns, 2]`: weighted values; the largest score and the sum of weights.
+    keys' key mean adds to a score. sums `[rows, D_V]`, totals `[rows, 2]`: weighted values; the largest score and the sum of weights.
     """
     heads = key[HEADS]
     group, head_size = queries.shape[1] // heads, queries.shape[2]
@@ -248,12 +248,12 @@ def attend_chunks(first, last, size, chunks, pages, starts, seen, origins, key, 
         chunk, head = work // heads, work % heads
         sequence, begin, row = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
         token, count = starts[sequence], starts[sequence + 1] - starts[sequence]
-        columns = group * count
-        row += head * columns
-        rows, by_bucket = np.empty((columns, head_size), f32), np.empty((columns, mean_scores.shape[2]), f32)
-        low, high, sums_q = np.empty(columns, np.int64), np.empty(columns, np.int64), np.zeros(columns, f32)
+        packed_rows = group * count
+        row += head * packed_rows
+        rows, by_bucket = np.empty((packed_rows, head_size), f32), np.empty((packed_rows, mean_scores.shape[2]), f32)
+        low, high, sums_q = np.empty(packed_rows, np.int64), np.empty(packed_rows, np.int64), np.zeros(packed_rows, f32)
         least, most = begin + CHUNK, begin
-        for c in range(columns):
+        for c in range(packed_rows):
             t, h = token + c % count, head * group + c // count
             low[c], high[c] = max(seen[t, 0], begin), min(seen[t, 1], begin + CHUNK)
             if low[c] < high[c]:
@@ -263,14 +263,14 @@ def attend_chunks(first, last, size, chunks, pages, starts, seen, origins, key, 
                 sums_q[c] += queries[t, h, d]
             for b in range(mean_scores.shape[2]):
                 by_bucket[c, b] = mean_scores[t, h, b]
-        scores = np.empty((columns, CHUNK), f32)
+        scores = np.empty((packed_rows, CHUNK), f32)
         score_keys(key, pages[sequence], least, most, size, head, rows, sums_q, low, high, by_bucket, origins[sequence], tile, scores)
-        for c in range(columns):
+        for c in range(packed_rows):
             totals[row + c, 0], totals[row + c, 1] = LOWEST, ZERO
             sums[row + c] = ZERO
             if low[c] < high[c]:
                 totals[row + c, 0], totals[row + c, 1] = weigh(scores[c, low[c] - begin : high[c] - begin], softcap)
-        add_values(value, pages[sequence], least, most, size, head, low, high, scores, tile, sums[row : row + columns])
+        add_values(value, pages[sequence], least, most, size, head, low, high, scores, tile, sums[row : row + packed_rows])
 
 
 @compiled(void(I2, I1, I1, F2, F2, F3, F2), fastmath=SUMS, nogil=True)

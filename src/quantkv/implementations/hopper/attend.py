@@ -54,8 +54,8 @@ def _unsupported(call: AttendCall) -> str | None:
         return "batch_invariant: not of latents"
     most = QUERIES[-1] if invariant else wgmma.MOST_QUERIES  # what a batch keeps together is served alike
     if not batch.max_query_len or batch.max_query_len > most:
-        promised = f"1 to {most} queries a sequence must be promised{' with batch_invariant' if invariant else ''}"
-        return f"max_query_len={batch.max_query_len}: {promised}"
+        needed = f"an upper bound of 1 to {most} queries a sequence is needed{' with batch_invariant' if invariant else ''}"
+        return f"max_query_len={batch.max_query_len}: {needed}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q.dtype {q.dtype}: bfloat16 or float16"
     most = latents.MOST_PACKED_ROWS if first.fmt.latent else wgmma.MOST_PACKED_ROWS

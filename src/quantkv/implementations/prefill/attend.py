@@ -2,7 +2,7 @@
 
 With hundreds of queries attention is bound by arithmetic, and writing the rows out costs a few percent of it: 2 ns a key on
 an H200, where 4,096 queries of 32 heads cost 100 ns. So the pages are dequantized slice by slice, the best dense kernel there
-is (`backends.py`) runs on each slice, and log-sum-exps merge the results (`plan.py` cuts the batch). New tokens are read back like all
+is (`backends.py`) runs on each slice, and log-sum-exps combine the results (`plan.py` cuts the batch). New tokens are read back like all
 others, unless the call has own rows: these lie beside the others in the scratch, or are read where they lie (`own.py`).
 
 A sink is one more term of the denominator, which follows from the log-sum-exp: the output is multiplied by `sigmoid(lse - sink)`. So every
@@ -11,7 +11,7 @@ backend has sinks. Windows and the softcap are the backend's own.
 Segments beside one that holds all positions, full-precision tokens say, are written over its rows in the scratch.
 
 Rows may stay in their mapped space, where a slice needs no product: `q . k^ = (A^-T q) . (y^ + A off)`, so q is mapped once, and
-the merged output once. Where there are not many more rows than queries, the rows are mapped back as they are written out: one
+the combined output once. Where there are not many more rows than queries, the rows are mapped back as they are written out: one
 product in a launch that waits for memory, instead of two launches.
 """
 
@@ -35,8 +35,8 @@ from .streams import Lanes
 
 # Bounds of what a call takes beside its tensors, whatever the batch is. The first is of keys and values: 65,536 tokens of 8 heads of 128;
 # 256 rows of a cache are written out at once however many bytes they have. The second is of mapped queries and of results that are to be
-# merged or mapped: of 10,800 queries of 32 heads of 128 whose results are merged, of 32,500 others, and of half as many where two streams
-# have some each. Queries that are neither mapped nor merged, and whose results go where they belong, need none.
+# combined or mapped: of 10,800 queries of 32 heads of 128 whose results are combined, of 32,500 others, and of half as many where two
+# streams have some each. Queries that are neither mapped nor combined, and whose results go where they belong, need none.
 SCRATCH_BYTES = 256 << 20
 QUERY_BYTES = 512 << 20
 MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
@@ -189,8 +189,8 @@ def plan(
 
 
 def query_row_bytes(num_heads: int, sizes: tuple[int, int], itemsize: int, mapped: bool = True, into: bool = False) -> tuple[int, int]:
-    """Bytes of a query that one round serves: mapped, its result, the log-sum-exp; and of one whose rounds are merged: three results that
-    are there at once, and the merged one in float32. sizes: of a key and a value. mapped: whether queries or results are. into: whether
+    """Bytes of a query that one round serves: mapped, its result, the log-sum-exp; and of one whose rounds are combined: three results that
+    are there at once, and the combined one in float32. sizes: of a key and a value. mapped: whether queries or results are. into: whether
     the kernel puts its results where it is told."""
     size, size_v = sizes
     alone = size * mapped + size_v * (mapped or not into)
@@ -207,18 +207,18 @@ def _place(
 ) -> dict[Round, list[torch.Tensor]]:
     """Numbers of the rounds, and of the sources of such of several sequences, on the device, by one copy that nothing waits for; each list
     at an address that is a multiple of 16."""
-    steps, flat, spans = _steps(device.type == "cuda"), [], {}
+    steps, flat, slices = _steps(device.type == "cuda"), [], {}
     several = [round for round in rounds if len(round.reads) > 1]
     parts = [part for round in several for part in sources.get(round, (round,)) if part is not None]
     for round in dict.fromkeys((*rounds, *parts)):
-        spans[round] = []
+        slices[round] = []
         for numbers in (*(round.ends() if round in rounds else ([],) * 3), steps.blocks(round, sizes) if round in parts else []):
-            spans[round].append(slice(len(flat), len(flat) + len(numbers)))
+            slices[round].append(slice(len(flat), len(flat) + len(numbers)))
             flat += numbers + [0] * (-len(numbers) % 4)
     if not flat:
         return {}
     there = torch.tensor(flat, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    return {round: [there[span] for span in of_round] for round, of_round in spans.items()}
+    return {round: [there[part] for part in of_round] for round, of_round in slices.items()}
 
 
 def follow(call: AttendCall, plan: PrefillPlan, triton: bool | None = None) -> None:
@@ -241,7 +241,7 @@ def follow(call: AttendCall, plan: PrefillPlan, triton: bool | None = None) -> N
     inside = sinks is not None and backends.takes_sinks(plan.backend, sinks, call.lse is not None)
 
     def settle(group: Group, index: int, part: Partial, done) -> None:
-        """Merge the result of a round into those before it, and finish the group after the last one: on the caller's stream."""
+        """Combine the result of a round into those before it, and finish the group after the last one: on the caller's stream."""
         nonlocal total
         lanes.wait(0, done)
         if index + 1 == len(group.rounds):
@@ -249,7 +249,7 @@ def follow(call: AttendCall, plan: PrefillPlan, triton: bool | None = None) -> N
             steps.finish(total, part, _of(out, group.tokens), _of(call.lse, group.tokens), later)
             total = None
         else:
-            total = part if total is None else steps.merge(total, part)
+            total = part if total is None else steps.combine(total, part)
 
     for group in plan.groups:
         rows = made = None

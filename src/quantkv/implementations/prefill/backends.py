@@ -1,9 +1,9 @@
-"""Dense attention over 16-bit rows, by whatever is here: `(out, log-sum-exp)`, so that calls over disjoint keys merge.
+"""Dense attention over 16-bit rows, by whatever is here: `(out, log-sum-exp)`, so that calls over disjoint keys combine.
 
 On a Hopper GPU our own kernel (`implementations/hopper/prefill/prefill.cu`) has all that calls need; with a window it is the fastest.
 FlashAttention-3, where its package is installed or an engine loaded its operators, takes the same, and is up to 5 % faster without one,
 11 % with a softcap (results/h200-prefill.json). Both align masks to the bottom right, so that a chunk sees its prefix and itself in one
-call. cuDNN's kernels, as torch calls them, align the causal mask to the top left: the prefix and the chunk are two calls and a merge.
+call. cuDNN's kernels, as torch calls them, align the causal mask to the top left: the prefix and the chunk are two calls and a combine.
 cuDNN's frontend, where it is installed, aligns masks to the bottom right and has windows. The flash kernel that torch brings has windows
 too, and is slower than all of these.
 """

@@ -95,7 +95,7 @@ def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 class _Kept(threading.local):
-    """A handle for each device, and plans, of a thread: cuDNN does not promise that threads may share them."""
+    """A handle for each device, and plans, of a thread: cuDNN does not say that threads may share them."""
 
     def __init__(self) -> None:
         self.handles: dict[torch.device, Any] = {}

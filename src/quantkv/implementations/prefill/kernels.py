@@ -162,13 +162,13 @@ def fold_kernel(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    MERGED: tl.constexpr,
+    COMBINED: tl.constexpr,
     MAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (blocks of rows, kv heads); a row is one of the GROUP heads of a token. Two results over disjoint keys, merged by
-    their natural log-sum-exps (MERGED, else a alone), with the head's sink in the denominator (SINKS: out is multiplied by
+    """Grid (blocks of rows, kv heads); a row is one of the GROUP heads of a token. Two results over disjoint keys, combined by
+    their natural log-sum-exps (COMBINED, else a alone), with the head's sink in the denominator (SINKS: out is multiplied by
     `sigmoid(lse - sink)`), and then through the map, times factor (MAPPED). out_lse: theirs, where it is asked for."""
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -178,9 +178,9 @@ def fold_kernel(
     weight = tl.full([BLOCK], 1.0, tl.float32)
     other = tl.zeros([BLOCK], tl.float32)
     lse = tl.zeros([BLOCK], tl.float32)
-    if MERGED or SINKS or out_lse.ptr is not None:
+    if COMBINED or SINKS or out_lse.ptr is not None:
         lse = tl.load(row_pointers(a_lse, token, q_head), mask=real, other=0.0)
-    if MERGED:
+    if COMBINED:
         y = tl.load(row_pointers(b_lse, token, q_head), mask=real, other=0.0)
         top = tl.maximum(lse, y)
         weight = tl.exp(lse - top)
@@ -205,7 +205,7 @@ def fold_kernel(
         part = start + tl.arange(0, CHUNK)[None, :]
         mask = real[:, None] & (part < D)
         x = tl.load(row_pointers(a, token, q_head)[:, None] + part, mask=mask, other=0.0)
-        if MERGED:
+        if COMBINED:
             y = tl.load(row_pointers(b, token, q_head)[:, None] + part, mask=mask, other=0.0).to(tl.float32)
             x = x.to(tl.float32) * weight[:, None] + y * other[:, None]
         elif SINKS:

@@ -63,7 +63,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Group:
-    """Queries `tokens` of the batch, neighbours, and the rounds whose results over their keys are merged.
+    """Queries `tokens` of the batch, neighbours, and the rounds whose results over their keys are combined.
 
     front, back: rows that are computed before and behind them, for a planned shape's sake, and dropped."""
 
@@ -75,7 +75,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Limits:
-    """most: rows of keys of a round. single, several: queries of a group whose result is one round's, or is merged of several.
+    """most: rows of keys of a round. single, several: queries of a group whose result is one round's, or is combined of several.
 
     planned: keys and queries of a round are multiples of it; 1: any number. bottom_right: the kernel's masks let the last query see the
     last key, however many keys there are; else a causal round has as many queries as keys. together: sequences of a round: "ragged", of any

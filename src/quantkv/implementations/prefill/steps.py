@@ -1,4 +1,4 @@
-"""What happens around the dense kernel: queries mapped, pages dequantized, results over slices of keys merged."""
+"""What happens around the dense kernel: queries mapped, pages dequantized, results over slices of keys combined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ...calls import PagedTensor, Segment
 from ...format import Format
 from ...maps import LayerMaps, LinearMap
-from ..reference.attend import merge
+from ..reference.attend import combine
 from ..reference.write import apply_map, dequantize, stored_key_mean
 from .plan import KeySlice, Round
 
@@ -109,16 +109,16 @@ class TorchSteps:
             held = target[:, read.at + low - first : read.at + high - first]
             held.copy_(torch.where(here[:, None], rows.transpose(0, 1) / gain(map_), held.float()))
 
-    def merge(self, a: Partial, b: Partial) -> Partial:
+    def combine(self, a: Partial, b: Partial) -> Partial:
         """Attention over the union of two key sets, float32."""
-        return Partial(*merge(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
+        return Partial(*combine(torch.stack([a.out.float(), b.out.float()]), torch.stack([a.lse, b.lse])))
 
     def finish(
         self, total: Partial | None, last: Partial, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> None:
-        """Merge with the last part (total: None where it is the only one), add the sinks `[HQ]`, map back, store. lse: None where it is not
-        asked for."""
-        rows, sums = last if total is None else self.merge(total, last)
+        """Combine with the last part (total: None where it is the only one), add the sinks `[HQ]`, map back, store. lse: None where it is
+        not asked for."""
+        rows, sums = last if total is None else self.combine(total, last)
         if sinks is not None:
             rows = rows.float() * torch.sigmoid(sums - sinks.float())[..., None]
             sums = torch.logaddexp(sums, sinks.float())

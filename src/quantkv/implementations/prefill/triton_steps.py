@@ -152,18 +152,18 @@ class TritonSteps(TorchSteps):
             return None, map_.operands.mapped_key_mean
         return map_.operands.output, launch.dense_rows(map_.key_mean)
 
-    def merge(self, a: Partial, b: Partial) -> Partial:
+    def combine(self, a: Partial, b: Partial) -> Partial:
         """Attention over the keys of both, float32: the rows in a's memory where they are float32 already. Not its sums: threads that read
         one and one that writes it do not wait for each other."""
         again = a.out.dtype == torch.float32 != b.out.dtype
-        merged = Partial(a.out if again else torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
-        self._fold(a, b, merged)
-        return merged
+        combined = Partial(a.out if again else torch.empty_like(a.out, dtype=torch.float32), torch.empty_like(a.lse))
+        self._fold(a, b, combined)
+        return combined
 
     def finish(
         self, total: Partial | None, last: Partial, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> None:
-        """Merge what is left, add the sinks, map the output back and write it."""
+        """Combine what is left, add the sinks, map the output back and write it."""
         map_, a, b = self.maps[1], *((last, None) if total is None else (total, last))
         if map_ is not None:
             self._fold(a, b, Partial(out, lse), map_.operands.output, map_.operands.inverse_factor * self.gains[1], sinks)
@@ -205,7 +205,7 @@ class TritonSteps(TorchSteps):
             "D": head_size,
             "WIDTH": width,
             "BLOCK": block,
-            "MERGED": b is not None,
+            "COMBINED": b is not None,
             "MAPPED": matrix is not None,
             "SINKS": sinks is not None,
             "PRECISION": Target.of(self.device).precision,

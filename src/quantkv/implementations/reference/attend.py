@@ -57,19 +57,19 @@ def compute(
     """out `[T, HQ, D_V]` of `dtype`, in which everything is computed, float8_e4m3fn with an output scale; log-sum-exp `[T, HQ]` of `dtype`,
     None where the call asks for none. reads: what `plan` gives for each segment, where it is known."""
     scratch = Scratch() if scratch is None else scratch
-    options, merged = call.options, len(call.segments) > 1
-    plain = replace(options, sinks=None) if merged else options
+    options, combined = call.options, len(call.segments) > 1
+    plain = replace(options, sinks=None) if combined else options
     results = []
     for i, segment in enumerate(call.segments):
         tiles = plan(call, segment) if reads is None else reads[i]
-        results.append(_attend_segment(call, segment, plain, tiles, scratch, dtype, merged or call.lse is not None))
+        results.append(_attend_segment(call, segment, plain, tiles, scratch, dtype, combined or call.lse is not None))
     out, lse = results[0]
-    if merged:
+    if combined:
         outs, lses = (torch.stack(x) for x in zip(*results))
         if options.sinks is not None:  # a segment whose one value is zero
             outs = torch.cat([outs, torch.zeros_like(outs[:1])])
             lses = torch.cat([lses, options.sinks.to(dtype).expand_as(lses[:1])])
-        out, lse = merge(outs, lses)
+        out, lse = combine(outs, lses)
     if options.output_scale is not None:
         out = (out / options.output_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return out, lse
@@ -238,7 +238,7 @@ def _add_by_position(
         score += torch.where(inside, bias, 0)[:, None, None]
 
 
-def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def combine(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of disjoint key sets: `sum_i exp(lse_i - lse) out_i`. outs `[N, T, HQ, D]`, lses `[N, T, HQ]`."""
     lse = torch.logsumexp(lses, 0)
     weight = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0))

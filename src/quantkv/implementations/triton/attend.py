@@ -1,4 +1,4 @@
-"""Attention by the Triton kernels: a launch for each segment, and one that merges them. Nothing here reads a tensor: splits come from
+"""Attention by the Triton kernels: a launch for each segment, and one that combines them. Nothing here reads a tensor: splits come from
 shapes and upper bounds, and what a split reads from the lengths on the device, so that a captured graph stays right when they change."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Partials(NamedTuple):
 class AttendPlan:
     """What calls of the same shape share.
 
-    order: segments in the order in which they are merged, those whose values have a map first. splits: of the keys of each.
+    order: segments in the order in which they are combined, those whose values have a map first. splits: of the keys of each.
     one_block: no sequence has more queries than a tile. exact: queries are float32."""
 
     target: Target

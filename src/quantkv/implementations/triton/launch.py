@@ -270,16 +270,16 @@ class Launch:
     ) -> None:
         self.kernel, self.arguments, self.options = kernel, arguments, options
         self.grid = (*grid, 1, 1)[:3]
-        starts, self.spans, self.flat = {}, [], []
+        starts, self.slices, self.flat = {}, [], []
         for name, value in arguments.items():
             start = starts[name] = len(self.flat)
             if isinstance(value, tuple):
                 starts.update({f"{name}.{field}": start + i for i, field in enumerate(value._fields)})
                 self.flat += value
-                self.spans.append((start, len(self.flat)))
+                self.slices.append((start, len(self.flat)))
             else:
                 self.flat.append(value)
-                self.spans.append((start, None))
+                self.slices.append((start, None))
         self.places, self.numbers = [starts[place] for place in places], [starts[name] for name in numbers]
         self.kept = [t for i, t in enumerate(self.flat) if isinstance(t, torch.Tensor) and i not in self.places]
         self.flat = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in self.flat]
@@ -322,7 +322,7 @@ class Launch:
                 bits |= address & mask
         for place, number in zip(self.numbers, numbers):
             flat[place] = number
-        return None if bits else [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.spans]
+        return None if bits else [flat[start] if stop is None else tuple(flat[start:stop]) for start, stop in self.slices]
 
     def launch(self, arguments: list[Any], device: int) -> bool:
         """Launch on the current stream of `device`, the current one. False, and nothing is launched, where a profiler listens."""

@@ -39,7 +39,7 @@ def calibrate(
 ) -> Calibration:
     """One forward pass of `model` over contexts `ids [N, tokens]` int64.
 
-    positions: int64 like ids, where the tokens stand; None: from 0. They need not span those in use: what is seen is turned back by the
+    positions: int64 like ids, where the tokens stand; None: from 0. They need not cover those in use: what is seen is turned back by the
         model's rotary embedding, and from there to every position.
     limit: key means for so many positions, and averages over them; None: the model's own limit, or the contexts' length where it has none.
     made_of: what is written beside the numbers, for people. on_step: told how many contexts are done, of how many.

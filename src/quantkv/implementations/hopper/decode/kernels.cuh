@@ -50,7 +50,7 @@ struct OwnPartials {
       : first(sequences.first_tile(s)), all(sequences.tiles(s)), past(first + all), count(Sequences::partials(all)),
         index(Sequences::partial_at(tile - first, all, count)) {}
   DI int end() const { return first + Sequences::partial_begin(index + 1, all, count); }
-  // lengths may break a promise
+  // lengths may be beyond their bound
   DI int place(const AttendArguments& a) const { return min(index, a.partial_slots - 1); }
   DI u32* next(const AttendArguments& a, const Sequences& sequences, int head, int s) {  // where it goes
     const int row = place(a);

@@ -49,8 +49,8 @@ class Unsplit:
 
 def longest(call: AttendCall, segment: Segment) -> int:
     """Tokens of a sequence in a segment, at most."""
-    promised, capacity = call.batch.max_seq_len, segment.block_table.shape[1] * segment.k.codes.shape[1]
-    return capacity if promised is None else min(capacity, promised)
+    bound, capacity = call.batch.max_seq_len, segment.block_table.shape[1] * segment.k.codes.shape[1]
+    return capacity if bound is None else min(capacity, bound)
 
 
 def rounded_tiles(call: AttendCall, segment: Segment) -> int:

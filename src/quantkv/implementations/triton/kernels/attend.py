@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .columns import LEAST_COLUMNS, decayed, halve, narrow, partial_sum, spread, turned, widen
+from .columns import LEAST_COLUMNS, decayed, halve, narrow, partial_sum, spread, transposed, widen
 from .masks import bias_score, find_sequence, key_bounds, seen_by_all, split_bounds, used_slots, visible, whole_tiles
 from .powers import inverse_power, largest_finite, power_of_two_below
 from .tiles import decode, join_operand, join_planes, key_mean_row, load_cached, load_rows, split_planes, zero_of
@@ -82,7 +82,7 @@ def find_slots(table, start, low, high, used, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def product(rows, columns, total, KEYS: tl.constexpr, PRECISION: tl.constexpr):
-    """total + rows columns; where keys run down (KEYS is 0), what is given and what comes out are turned."""
+    """total + rows columns; where keys run down (KEYS is 0), what is given and what comes out are transposed."""
     if KEYS == 0:
         return tl.dot(columns, rows, total, input_precision=PRECISION)
     else:
@@ -298,7 +298,7 @@ def attend_kernel(
     position = tl.expand_dims(context + query, KEYS)
     table = batch.block_table + tl.cast(seq, tl.int64) * batch.stride_table
     q_planes, q_sum, q_unit = load_query(q, token, q_head, row_mask, k_map, head, K, PRECISION, 0.0, KEYS)
-    q_operand = (join_planes(q_planes),) if F.joined else turned(q_planes) if KEYS == 0 else q_planes
+    q_operand = (join_planes(q_planes),) if F.joined else transposed(q_planes) if KEYS == 0 else q_planes
     factor = scale * (1.0 if NATURAL else LOG2E)
     score_unit = tl.full([BLOCK_M], 1.0, tl.float32) if NATURAL else q_unit
     slope = tl.load(extras.alibi_slopes + q_head, mask=row_mask, other=0.0).to(tl.float32) if F.alibi > 0 else row_mask

@@ -10,7 +10,7 @@ LEAST_COLUMNS = tl.constexpr(8)  # of a product
 
 
 @triton.jit
-def turned(planes):
+def transposed(planes):
     """Each transposed."""
     other = ()
     for p in tl.static_range(len(planes)):

@@ -1,4 +1,4 @@
-"""Partial outputs -> output: the splits of a call, and the segments of a sequence, merged by their log-sum-exp."""
+"""Partial outputs -> output: the splits of a call, and the segments of a sequence, combined by their log-sum-exp."""
 
 import triton
 import triton.language as tl
@@ -9,22 +9,22 @@ from .tiles import load_matrix, map_product
 
 
 @triton.jit
-def merge_splits(
+def combine_splits(
     part, lse, row, row_mask, base, splits, begin, end, first_column, D: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Sum of exp2(lse - base) part `[R, WIDTH]`, from first_column on, over splits begin .. end; and of the weights, `[R]`."""
     column = (first_column + tl.arange(0, WIDTH))[None, None, :]
     total = tl.zeros([row.shape[0]], tl.float32)
-    merged = tl.zeros([row.shape[0], WIDTH], tl.float32)
+    combined = tl.zeros([row.shape[0], WIDTH], tl.float32)
     for start in range(begin, end, CHUNK):
         split = start + tl.arange(0, CHUNK)
         at = row[None, :] * splits + split[:, None]
         weight = tl.exp2(tl.load(lse + at, mask=(split < end)[:, None] & row_mask[None, :], other=float("-inf")) - base[None, :])
         # A split without keys left its part unwritten.
         x = tl.load(part + at[:, :, None] * D + column, mask=(weight > 0)[:, :, None] & (column < D), other=0.0)
-        merged += tl.sum(x * weight[:, :, None], axis=0)
+        combined += tl.sum(x * weight[:, :, None], axis=0)
         total += tl.sum(weight, axis=0)
-    return merged, total
+    return combined, total
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def combine_kernel(
     COLUMNS: tl.constexpr = OWN if OWN <= 64 else 64 if WIDTH <= 128 else 32 if MAPPED else OWN
     mapped = tl.zeros([ROWS, WIDTH], tl.float32)
     if MAPPED:
-        mapped, weight = merge_splits(part, lse, row, row_mask, base, splits, 0, mapped_splits, 0, D, WIDTH, CHUNK)
+        mapped, weight = combine_splits(part, lse, row, row_mask, base, splits, 0, mapped_splits, 0, D, WIDTH, CHUNK)
         total += weight
     for done in tl.static_range(0, OWN, COLUMNS):
         first = tl.program_id(2) * OWN + done
@@ -99,7 +99,7 @@ def combine_kernel(
             back = map_product(repeat_rows(mapped, CHUNK), matrix, tl.zeros([16, COLUMNS], tl.float32), PRECISION)
             result = first_repeat(back, CHUNK) * mapped_factor
         if PLAIN:
-            x, weight = merge_splits(part, lse, row, row_mask, base, splits, mapped_splits, splits, first, D, COLUMNS, CHUNK)
+            x, weight = combine_splits(part, lse, row, row_mask, base, splits, mapped_splits, splits, first, D, COLUMNS, CHUNK)
             result += x * plain_factor
             if done == 0:
                 total += weight

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .attend import LOG2E, add_values, confine, find_slots, finish_values, key_score, load_query, natural_score, no_values, softmax_step
-from .columns import turned
+from .columns import transposed
 from .masks import find_sequence, key_bounds, seen_by_all, split_bounds, used_slots, visible, whole_tiles
 from .tiles import decode, load_cached, load_matrix, map_product, zero_of
 
@@ -119,7 +119,7 @@ def attend_latents_kernel(
             words, meta = load_cached(latents, page, slot, head, used, K, 0, not K_CODEC.floats)
             values, affine = decode(words, meta, latents.table, K, False)
             zero = zero_of(meta, K)
-            score = key_score(queries[0], queries[1], turned(values), affine, zero, factor * latent_scale, K, 1, PRECISION)
+            score = key_score(queries[0], queries[1], transposed(values), affine, zero, factor * latent_scale, K, 1, PRECISION)
             score = rotated_score(score, rotated, rope, page, slot, head, used, ratio, factor * rope_scale, R, PRECISION)
             if NATURAL:
                 asked, slopes = row_mask[:, None], slope[:, None]

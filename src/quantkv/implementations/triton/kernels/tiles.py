@@ -65,11 +65,11 @@ def join_operand(planes):
 @triton.jit
 def map_product(x, matrix, total, PRECISION: tl.constexpr):
     """total + x matrix^T. A 16-bit matrix has entries 0 and +-1 only: with 16-bit x its products are exact."""
-    turned = tl.trans(matrix)
+    transposed = tl.trans(matrix)
     if x.dtype == tl.float32 or matrix.dtype == tl.float32:
-        return tl.dot(x.to(tl.float32), turned.to(tl.float32), total, input_precision=PRECISION)
+        return tl.dot(x.to(tl.float32), transposed.to(tl.float32), total, input_precision=PRECISION)
     else:
-        return tl.dot(x, turned.to(x.dtype), total)
+        return tl.dot(x, transposed.to(x.dtype), total)
 
 
 @triton.jit
@@ -197,8 +197,8 @@ def load_cached(
 
 
 @triton.jit
-def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
-    """What rows hold, and the scale and bias to read it with: words `[N, W]`, or `[W, N]` if TURNED."""
+def decode(words, meta, table, PLAN: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """What rows hold, and the scale and bias to read it with: words `[N, W]`, or `[W, N]` if TRANSPOSED."""
     CODEC: tl.constexpr = PLAN.codec
     P: tl.constexpr = PLAN.codec.planes
     PTX: tl.constexpr = PLAN.codec.ptx
@@ -210,7 +210,7 @@ def decode(words, meta, table, PLAN: tl.constexpr, TURNED: tl.constexpr):
             planes = planes + (halves[p],)
     else:
         planes = CODEC.unpack(words, table, PLAN)
-    return planes, meta if CODEC.affine is None else CODEC.affine(planes, meta, PLAN, TURNED)
+    return planes, meta if CODEC.affine is None else CODEC.affine(planes, meta, PLAN, TRANSPOSED)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ class TritonCodec(_Constant):
         `[T, W]`, meta a tuple of `[T]`, one for each field. PLAN is the `RowPlan`. None: no kernel writes rows.
     unpack: (words, table, PLAN) -> tuple of planes of dtype `operand`. words `[N, W]` or `[W, N]`, zero beyond the row's columns.
         Planes should be centred on zero: tensor cores truncate as they add, and an uncentred sum drifts.
-    affine: (planes, meta, PLAN, TURNED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TURNED,
+    affine: (planes, meta, PLAN, TRANSPOSED) -> `()`, `(scale,)` or `(scale, bias)` of `[N]` float32: what planes, `[W, N]` if TRANSPOSED,
         stand for. meta: a tuple of `[N]` float32. None: it is the metadata as it is.
     lean: the same rows with fewer instructions, for tiles of few queries. None: nothing can be spared.
     coarse: of such a codec, that it keeps a score to 8 bits, no more: bfloat16 queries alone are read against it.
