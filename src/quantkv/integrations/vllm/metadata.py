@@ -110,11 +110,33 @@ class KeepsFullPrecision:
             self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
 
 
-class QuantKVBuilder(TellsWhoServes, KeepsFullPrecision, AttentionMetadataBuilder[Metadata]):
+class BuildsSteps:
+    """The part of a builder that vLLM calls: `_build` makes the metadata of a step, of one that is captured and of one that drafts."""
+
+    requires_block_table_width = True  # kernels are compiled for its alignment
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
+        """Queries a sequence that a captured batch may have."""
+        return max_decode_query_len(vllm_config)  # lengths are read on the device
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        """A step's prepared calls, of vLLM's metadata."""
+        return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        """The same for a graph: no bound on lengths, and full-precision tokens stay as they are."""
+        return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
+
+    def build_for_drafting(self, common_attn_metadata, draft_index):
+        """The same for a model that drafts: with no bound on lengths, since it goes on by itself."""
+        return self._build(common_attn_metadata, None)
+
+
+class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionMetadataBuilder[Metadata]):
     """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    requires_block_table_width = True  # kernels are compiled for its alignment
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -137,23 +159,6 @@ class QuantKVBuilder(TellsWhoServes, KeepsFullPrecision, AttentionMetadataBuilde
             getattr(layer, "sliding_window", None) and not getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers
         )
         return AttentionCGSupport.NEVER if beyond else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
-        """Queries a sequence that a captured batch may have."""
-        return max_decode_query_len(vllm_config)  # lengths are read on the device
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        """A step's prepared calls, of vLLM's metadata."""
-        return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata):
-        """The same for a graph: no bound on lengths, and full-precision tokens stay as they are."""
-        return self._build(common_attn_metadata, None, advance=False)  # a graph is replayed with longer sequences
-
-    def build_for_drafting(self, common_attn_metadata, draft_index):
-        """The same for a model that drafts: with no bound on lengths, since it goes on by itself."""
-        return self._build(common_attn_metadata, None)
 
     def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Metadata:
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""

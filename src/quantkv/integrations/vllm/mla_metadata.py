@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder, QueryLenSupport
-from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from ...calls import Batch
 from ...copies import FullPrecisionStep
 from ...engine.forward_metadata import ForwardMetadata
-from .metadata import KeepsFullPrecision, TellsWhoServes
+from .metadata import BuildsSteps, KeepsFullPrecision, TellsWhoServes
 
 
 @dataclass
@@ -32,39 +32,20 @@ class LatentMetadata(MLACommonMetadata):
         return None if step is None else step.part(count, False, self.num_decodes + first)
 
 
-class QuantKVLatentBuilder(TellsWhoServes, KeepsFullPrecision, MLACommonMetadataBuilder[LatentMetadata]):
+class QuantKVLatentBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, MLACommonMetadataBuilder[LatentMetadata]):
     """Builds `LatentMetadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     query_len_support = QueryLenSupport.VARLEN  # lengths are read on the device
-    requires_block_table_width = True  # kernels are compiled for its alignment
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=LatentMetadata)
         self.keep_full_precision(vllm_config, layer_names, device)
         self.tell(vllm_config, layer_names, block_table_width, kv_cache_spec.block_size)
 
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
-        """Queries a sequence that a captured batch may have."""
-        return max_decode_query_len(vllm_config)
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        """A step's metadata, of vLLM's."""
-        return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata):
-        """The same for a graph: no bound on lengths, since it is replayed with longer sequences, and full-precision tokens stay as they
-        are."""
-        return self._build(common_attn_metadata, None, advance=False)
-
-    def build_for_drafting(self, common_attn_metadata, draft_index):
-        """The same for a model that drafts."""
-        return self._build(common_attn_metadata, None)
-
     def _build(self, m, max_seq_len: int | None, advance: bool = True) -> LatentMetadata:
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""
-        made = super().build(0, m)
+        made = MLACommonMetadataBuilder.build(self, 0, m)
         made.written = _part(m, m.num_reqs, m.num_actual_tokens, m.max_query_len, None)
         self.attach_full_precision(made.written, advance)
         if made.num_decodes:
