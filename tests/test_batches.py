@@ -93,7 +93,12 @@ def test_a_run_beside_sequences_without_queries_is_a_part(queries, monkeypatch):
     keys = tuple(50 + 7 * i for i in range(len(queries)))
     b = SampleBatch.make("int8", queries, keys, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
     call = b.call(lengths=tuple(zip(queries, keys)))
-    ops.prepare(call)(call)
+    seen, prepare = [], ops.implementations.prepare
+    monkeypatch.setattr(
+        ops.implementations, "prepare", lambda name, call: lambda of: (seen.append(of.batch.num_seqs), prepare(name, call)(of))
+    )
+    ops.prepare(call, "auto")(call)
+    assert seen == [len(run.call.batch.lengths) for run in batches.runs_of(call)]
     assert relative_error(call.out, b.oracle()[0]) < 2e-3
 
 
