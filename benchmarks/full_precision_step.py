@@ -56,7 +56,7 @@ class Layers:
         """16-bit copies, as a step after a prompt finds them: each page of interest has one."""
         sequences = len(self.lengths)
         copied = CopiedPages(TOKENS, PAGE, sequences, self.caches[0].num_blocks, torch.device("cuda"))
-        self.copied, self.step = copied, FullPrecisionStep(TOKENS, PAGE, sequences, sequences, torch.device("cuda"), few=True)
+        self.copied, self.step = copied, FullPrecisionStep(TOKENS, PAGE, sequences, sequences, torch.device("cuda"))
         self.with_copies = [CacheWithCopies(c, cache_of_copies(c, copied.num_copies, torch.bfloat16), copied) for c in self.caches]
         copied.watch(self.caches[-1])
         base = int(TOKENS.first_recent_page(self.lengths[:1], PAGE))

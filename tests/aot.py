@@ -175,7 +175,7 @@ def compile_copies(arch, name):
         for tokens in (FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)):
             copied = copies.CopiedPages(tokens, 16, 4, 64)
             copied.watch(pages)
-            step = copies.FullPrecisionStep(tokens, 16, 4, 4, pages.device, few=True)
+            step = copies.FullPrecisionStep(tokens, 16, 4, 4, pages.device)
             numbers = torch.zeros(4, 4, dtype=torch.int32), torch.ones(4, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
             copied.advance(*numbers, torch.zeros(4, dtype=torch.int64), step)
             copied.note(torch.zeros(4, dtype=torch.int64), step)

@@ -48,10 +48,11 @@ class Pool:
 
 class Engine:
     """Sequences over layers with copies; what the last layer reads is checked. room: sequences that the pool has room for. own: whether
-    steps read their own rows as given. how: of `prepare_attend`."""
+    steps read their own rows as given. runs: whether the lengths are known, so that where calls are cut, each run is a call of its own; see
+    `quantkv.implementations.batches`. how: of `prepare_attend`."""
 
     def __init__(
-        self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, few=True, seed=0, layers=1, device="cpu", **how
+        self, fmt="int4", first=16, latest=24, *, seqs=4, room=None, num_blocks=64, runs=False, seed=0, layers=1, device="cpu", **how
     ):
         self.own = how.pop("own", False)
         self.tokens, self.generator, self.how = FullPrecisionTokens(first, latest), torch.Generator().manual_seed(seed), how
@@ -65,13 +66,13 @@ class Engine:
             self.caches.append(CacheWithCopies(pages, copies, self.full_precision))
         self.full_precision.watch(self.caches[-1].pages)
         self.pages = self.caches[-1].pages
-        self.pool, self.few = Pool(self.full_precision.num_copies), few
+        self.pool, self.runs = Pool(self.full_precision.num_copies), runs
         order = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.free, self.references = order, dict.fromkeys(order, 0)
         self.seqs = [Sequence() for _ in range(seqs)]
 
     def new_step(self, num_seqs, num_tokens):
-        return FullPrecisionStep(self.tokens, SIZE, num_seqs, num_tokens, self.device, self.few)
+        return FullPrecisionStep(self.tokens, SIZE, num_seqs, num_tokens, self.device)
 
     def rand(self, *shape):
         return torch.randn(*shape, generator=self.generator)
@@ -168,7 +169,8 @@ class Engine:
         self._consistent()
         found = []
         for i, (seq, count) in enumerate(zip(self.seqs, counts)):
-            exact = self.full_precision_set(seq, len(seq), count, self.few and not options and not (self.own and max(counts) > 1))
+            few = (count if self.runs else max(counts)) <= (1 if self.own else 8)
+            exact = self.full_precision_set(seq, len(seq), count, few and not options)
             if self.own and count > 1:
                 exact |= set(range(len(seq) - count, len(seq)))
             found.append(exact)
@@ -184,6 +186,8 @@ class Engine:
         step = self.new_step(len(seq_lens), len(slots))
         write = prepare_write(slots, full_precision=step)
         batch = {"block_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts, "max_query_len": longest}
+        if self.runs:
+            batch["lengths"] = list(zip(starts.diff().tolist(), seq_lens.tolist()))
         return self.run(
             step, write, prepare_attend(**batch, full_precision=step, **self.how, **options), table, seq_lens, starts, slots, key, value, q
         )

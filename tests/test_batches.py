@@ -86,6 +86,22 @@ def test_runs_read_what_their_tensors_hold_when_they_run():
         causal.fill_(False), ranges[:, 0].fill_(2)
 
 
+@pytest.mark.parametrize("queries", [(0, 40), (40, 0), (0, 0, 3)])
+def test_a_run_beside_sequences_without_queries_is_a_part(queries, monkeypatch):
+    """It is the only one that is served, and what was prepared for it was launched with the tensors of the whole batch."""
+    monkeypatch.setattr(batches, "cut", batches.runs_of)
+    keys = tuple(50 + 7 * i for i in range(len(queries)))
+    b = SampleBatch.make("int8", queries, keys, num_kv_heads=2, group=2, dtype=torch.float16, device=DEVICE)
+    call = b.call(lengths=tuple(zip(queries, keys)))
+    seen, prepare = [], ops.implementations.prepare
+    monkeypatch.setattr(
+        ops.implementations, "prepare", lambda name, call: lambda of: (seen.append(of.batch.num_seqs), prepare(name, call)(of))
+    )
+    ops.prepare(call, "auto")(call)
+    assert seen == [len(run.call.batch.lengths) for run in batches.runs_of(call)]
+    assert relative_error(call.out, b.oracle()[0]) < 2e-3
+
+
 @pytest.mark.parametrize("lengths", [((1, 9), (2, 9)), ((LONG, LONG),) * 20])
 def test_a_batch_of_one_kind_is_not_cut(lengths):
     """Long prompts neither, however many there are."""

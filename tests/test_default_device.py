@@ -181,7 +181,7 @@ def test_full_precision_tokens():
         cache = CacheWithCopies(b.cache, cache_of_copies(b.cache, exact.num_copies, torch.float32), exact)
         exact.watch(b.cache)
         ends, starts = b.seq_lens.tolist(), numbers([0, 4, 24])
-        step = FullPrecisionStep(tokens, 16, 2, sum(ends), torch.device("cpu"), False)
+        step = FullPrecisionStep(tokens, 16, 2, sum(ends), torch.device("cpu"))
         table = b.block_table.clamp_min(0)
         exact.advance(table, b.seq_lens, starts, b.slots, step)
         prepare_write(b.slots, b.positions, full_precision=step)(cache, b.key, b.value)

@@ -4,11 +4,12 @@ read."""
 import pytest
 import torch
 
-from full_precision_engine import HEADS, SIZE, Captured, D, Engine
-from quantkv import PagedCache, copies, get_format, prepare_attend, prepare_write
+from full_precision_engine import GROUP, HEADS, SIZE, Captured, D, Engine
+from quantkv import PagedCache, copies, get_format, implementations, prepare_attend, prepare_write
 from quantkv.calls import AttendCall, Batch
 from quantkv.copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
 from quantkv.full_precision import FullPrecisionTokens
+from quantkv.implementations import batches
 from quantkv.implementations.hopper import attend as hopper
 
 
@@ -17,21 +18,81 @@ def rule(length, first, latest):
     return {j for j in range(length) if j < -(-first // SIZE) * SIZE or (latest and j >= max(length - latest, 0) // SIZE * SIZE)}
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("beside", [0, 9])
 @pytest.mark.parametrize(("first", "latest"), [(16, 24), (0, 24), (32, 1), (4, 0), (20, 100)])
-def test_every_length(first, latest, few):
-    """From nothing, token by token."""
-    engine = Engine(first=first, latest=latest, few=few, seqs=1)
+def test_every_length(first, latest, beside):
+    """From nothing, token by token. beside: tokens of a prompt in the same step, so that sink and recent tokens are a source each."""
+    engine = Engine(first=first, latest=latest, seqs=2)
     for length in range(1, 150):
-        assert engine.step([1]) == [rule(length, first, latest)], length
+        assert engine.step([1, beside])[0] == rule(length, first, latest), length
+        engine.drop(1)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Calls are cut into runs, as on a GPU. The list has the KV sources of each call that was served, by the queries of its sequences."""
+    served, run, prepare = [], implementations.run, implementations.prepare
+
+    def told(call):
+        if isinstance(call, AttendCall):
+            served.append(([queries for queries, _ in call.batch.host_lengths()], len(call.segments)))
+        return call
+
+    monkeypatch.setattr(batches, "cut", lambda call: [batches.Run(call)] if call.batch.lengths is None else batches.runs_of(call))
+    monkeypatch.setattr(implementations, "run", lambda name, call: run(name, told(call)))
+
+    def prepared(name, call):
+        launch = prepare(name, call)
+        return lambda call: launch(told(call))
+
+    monkeypatch.setattr(implementations, "prepare", prepared)
+    return served
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("prompt", [9, 40, 130])
+def test_decode_reads_two_sources_beside_a_prompt(own, prompt, cut):
+    """Pages and 16-bit copies, as without the prompt, which reads sink and recent copies each at their positions. Two layers: the second
+    call of one shape is launched by what was prepared for the first."""
+    engine = Engine(seqs=3, own=own, runs=True, layers=2)
+    engine.step([60, 70, 5])
+    for drafts in (1, 5):
+        cut.clear()
+        found = engine.step([1, drafts, prompt])
+        assert found[0] == rule(len(engine.seqs[0]), 16, 24)
+        sources = {tuple(queries): count for queries, count in cut}
+        decode = {(1, drafts): 2} if drafts == 1 or not own else {(1,): 2, (drafts,): 3}
+        assert sources == decode | {(prompt,): 3}
+        engine.drop(2)
+        engine.step([1, 1, 5])
+
+
+def test_runs_of_another_layer_read_its_own_copies(cut):
+    """The call that was prepared for one layer serves another over its pages, copies and queries, in each of its runs."""
+    engine = Engine(seqs=2, runs=True, layers=2)
+    engine.step([60, 70])
+    first, second = engine.caches
+    for mine, other in ((first.pages, second.pages), (first.copies, second.copies)):  # the heads change places
+        mine.buffer.copy_(other.buffer.flip(1))
+    table = torch.tensor([(seq.pages + [0])[:5] for seq in engine.seqs], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 21], dtype=torch.int32)
+    given = {"block_table": table, "seq_lens": torch.tensor([60, 70], dtype=torch.int32), "cu_seqlens_q": starts}
+    step = engine.new_step(2, 21)
+    engine.full_precision.advance(table, given["seq_lens"], starts, torch.full((21,), -1), step)
+    q = engine.rand(21, HEADS * GROUP, D)
+    cut.clear()
+    shared, alone = (prepare_attend(**given, lengths=[(1, 60), (20, 70)], full_precision=step) for _ in range(2))
+    before, out = shared(first, q), shared(second, q)
+    assert torch.equal(out, alone(second, q)) and not torch.allclose(out, before, rtol=0.1)
+    assert [count for _, count in cut] == [2, 3] * 3
 
 
 OPTIONS = {"plain": {}, "window": {"window": 21}, "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])}}
 
 
-@pytest.mark.parametrize(("few", "options"), [(True, "plain"), (False, "plain"), (True, "window"), (False, "alibi")])
+@pytest.mark.parametrize(("runs", "options"), [(True, "plain"), (False, "plain"), (True, "window"), (False, "alibi")])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_steps(seed, few, options):
+def test_random_steps(seed, runs, options, cut):
     """Prompts in chunks beside sequences that decode; sequences end, begin with pages of others, or anew; the pool has room for all, or
     for less than half. Every other time steps read their own rows as given."""
     generator = torch.Generator().manual_seed(seed)
@@ -40,7 +101,7 @@ def test_random_steps(seed, few, options):
         return int(torch.randint(low, high, (), generator=generator))
 
     first, latest = (16, 0, 32, 5)[seed % 4], (24, 40, 3)[seed % 3]
-    engine = Engine(first=first, latest=latest, few=few, seqs=3, room=1 + 2 * (seed % 2), seed=seed, layers=2, own=seed % 4 > 1)
+    engine = Engine(first=first, latest=latest, runs=runs, seqs=3, room=1 + 2 * (seed % 2), seed=seed, layers=2, own=seed % 4 > 1)
     for _ in range(40):
         i = integer(0, 3)
         if integer(0, 6) == 0 or len(engine.seqs[i]) > 180:
@@ -64,7 +125,7 @@ def test_a_step_that_nothing_filled_reads_pages_alone(queries):
     q = torch.randn(queries, 4, 64, generator=torch.Generator().manual_seed(1))
     batch = {"block_table": torch.arange(40, dtype=torch.int32)[None], "seq_lens": torch.tensor([600], dtype=torch.int32)}
     batch["cu_seqlens_q"] = torch.tensor([0, queries], dtype=torch.int32)
-    step = FullPrecisionStep(tokens, 16, 1, queries, torch.device("cpu"), few=queries <= 8)
+    step = FullPrecisionStep(tokens, 16, 1, queries, torch.device("cpu"))
     out = prepare_attend(**batch, full_precision=step, max_query_len=queries)(cache, q)
     torch.testing.assert_close(out, pages.attend(q, **batch), rtol=1e-5, atol=1e-6)
 
@@ -85,7 +146,7 @@ def test_room_is_made_where_there_is_too_little_and_nothing_is_lost():
 
 def test_a_small_pool_leaves_the_copies_to_those_that_have_them():
     """Room for one sequence of four: some keep their full-precision tokens, none reads another's."""
-    engine = Engine(room=1, few=False)
+    engine = Engine(room=1)
     assert [len(exact) for exact in engine.step([40, 40, 40, 40])] == [40, 16, 0, 0]
     for _ in range(60):
         assert engine.step([1, 1, 1, 1])[0] >= set(range(16))
@@ -219,7 +280,7 @@ def test_kernels_do_what_the_operations_do(sink, recent, size, fmt, monkeypatch)
     spec, tokens = get_format(fmt, torch.bfloat16).cache_spec(2, 32, block_size=size), FullPrecisionTokens(sink, recent)
     pages, seqs, width = PagedCache(spec, 40), 5, 7
     both = [CopiedPages(tokens, size, 2, 40) for _ in range(2)]
-    steps = [FullPrecisionStep(tokens, size, seqs + 2, 100, pages.device, few=True) for _ in range(2)]
+    steps = [FullPrecisionStep(tokens, size, seqs + 2, 100, pages.device) for _ in range(2)]
     for copied in both:
         copied.watch(pages)
 
@@ -249,7 +310,7 @@ def test_kernels_do_what_the_operations_do(sink, recent, size, fmt, monkeypatch)
         some = seqs - turn % 2  # a part of the sequences that there is room for
         for copied, step, module in zip(both, steps, (None, kernels)):
             monkeypatch.setattr(copies, "kernels_of", lambda *given, found=module: found)
-            part = step.part(some, few=turn % 3 > 0)
+            part = step.part(some)
             copied.advance(table[:some], torch.stack([length, table[:, 0]], 1)[:some, 0], ends[: some + 1], slots[: int(ends[some])], part)
         granted += int((both[0].owner >= 0).sum())
         for name in ("now", "owner", "stamp", "copy_of"):  # but for the last entries, which nobody reads
@@ -276,13 +337,12 @@ def test_triton_reads_the_same():
     engine = Engine(fmt="int4", seqs=2, layers=1, implementation="triton")
     for counts in ([40, 21], [1, 1], [3, 20], [1, 1], [17, 1]):
         engine.step(counts)
-    engine.few = False
     engine.step([9, 2])
 
 
 def test_prompts_by_the_dense_path():
     """Long chunks, of which the queries come before, in and after what is exact."""
-    engine = Engine(seqs=1, few=False, implementation="prefill")
+    engine = Engine(seqs=1, implementation="prefill")
     for count in (130, 128, 141):
         assert engine.step([count]) == [rule(len(engine.seqs[0]), 16, 24)]
     engine.overwrite(0, 0)
@@ -297,7 +357,7 @@ def test_hopper_takes_both_layouts(name, apart):
     pages = PagedCache(get_format(name).cache_spec(2, 128), 4)
     exact = CopiedPages(FullPrecisionTokens(16, 24), 16, 5, 4)
     cache = CacheWithCopies(pages, cache_of_copies(pages, 4, torch.bfloat16), exact)
-    step = FullPrecisionStep(exact.tokens, 16, 5, 5, pages.device, few=True).part(3, few=True)
+    step = FullPrecisionStep(exact.tokens, 16, 5, 5, pages.device).part(3)
     segments = cache.segments(torch.zeros(3, 4, dtype=torch.int32), step, apart)
     assert len(segments) == 2 + apart
     batch = Batch.of(None, torch.ones(3, dtype=torch.int32))

@@ -250,7 +250,7 @@ def test_full_precision_tokens(implementation):
     assert copies.format.name == "fp16+fp16"
     both, table = CacheWithCopies(cache, copies, copied), batch["block_table"]
     for start in range(70):  # a token a step, as decode brings them
-        step = FullPrecisionStep(tokens, block, 1, 1, cache.device, True)
+        step = FullPrecisionStep(tokens, block, 1, 1, cache.device)
         slot, lens = slots[start : start + 1], torch.tensor([start + 1], dtype=torch.int32)
         copied.advance(table, lens, batch["cu_seqlens_q"], slot, step)
         prepare_write(slot, full_precision=step)(both, *(t[start : start + 1] for t in rows))
@@ -297,7 +297,7 @@ def test_rows_read_back_with_full_precision_tokens(sink):
     copied.watch(cache)
     for before, after in (((0, 0), (30, 20)), ((30, 20), keys)):  # two steps of prompts
         new = torch.cat([torch.arange(a, b) + s * keys[0] for s, (a, b) in enumerate(zip(before, after))])
-        step = FullPrecisionStep(tokens, SIZE, 2, len(new), cache.device, False)
+        step = FullPrecisionStep(tokens, SIZE, 2, len(new), cache.device)
         lens, starts = torch.tensor(after).int(), torch.tensor([0, *(b - a for a, b in zip(before, after))]).cumsum(0).int()
         copied.advance(table, lens, starts, slots[new], step)
         prepare_write(slots[new], full_precision=step)(both, *(t[new] for t in rows))

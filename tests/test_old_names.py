@@ -82,7 +82,7 @@ def test_calls_take_exact_as_full_precision():
         cache = CacheWithCopies(pages, cache_of_copies(pages, copied.num_shadows, torch.float32), copied)
     with says("CacheWithCopies.shadow", "copies"):
         assert cache.shadow is cache.copies
-    step = FullPrecisionStep(tokens, 16, 1, 1, torch.device("cpu"), few=True)
+    step = FullPrecisionStep(tokens, 16, 1, 1, torch.device("cpu"))
     table, lens, slots = (torch.zeros(shape, dtype=torch.int64) for shape in ((1, 1), (1,), (1,)))
     row, lens = torch.ones(1, 1, 32), lens + 1
     with says("exact", "full_precision"):

@@ -101,33 +101,33 @@ def test_full_precision_tokens_compile_nothing_after_the_warm_up(tokens, monkeyp
     pool = CopiedPages(tokens, 16, 40, 9)
     pool.watch(cache)
     for queries, count in ((1, 1), (1, 33), (500, 2)):
-        whole = FullPrecisionStep(tokens, 16, 40, 1000, cache.device, few=True)
+        whole = FullPrecisionStep(tokens, 16, 40, 1000, cache.device)
         starts = torch.arange(count + 1, dtype=torch.int32) * queries
         lengths, slots = torch.full((count,), 500, dtype=torch.int32), torch.full((count * queries,), -1)
-        step = whole.part(count, queries <= 8)
+        step = whole.part(count)
         pool.advance(torch.zeros(count, 512, dtype=torch.int32), lengths, starts, slots, step)
         pool.note(slots, step)
     assert gpu.found and gpu.found <= compiled
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")
-def test_sequences_beside_a_prompt_read_full_precision_tokens_by_what_was_compiled(monkeypatch):
-    """Where one sequence of a batch has many queries, sinks and latest tokens are a segment each for all of it: other calls than a batch of
-    decode makes."""
+@pytest.mark.parametrize("own", [True, False])
+def test_sequences_beside_a_prompt_read_full_precision_tokens_by_what_was_compiled(own, monkeypatch):
+    """Sequences of few queries make the calls that they make without the prompt: two KV sources, pages and copies. own: they read their
+    own rows."""
     from compiled import Gpu
 
     gpu, tokens, longest = Gpu(monkeypatch, "H100"), FullPrecisionTokens(16, 24), 4096
     cache = PagedCache(get_format("levels4").cache_spec(2, 128), 1)
-    sizes = {"batch_sizes": (1, 8), "write_sizes": (1, 512), "max_seq_len": longest, "table_width": longest // 16, "own": True}
-    warm_up(cache, 8, **sizes, mixed=mixed_batches(8, 8, 512, longest, True), full_precision=tokens)
-    compiled, read = gpu.found | gpu.ahead, 0
-    given = warmup._Given(cache, 8, torch.bfloat16, longest, longest // 16, tokens, True, {})
+    sizes = {"batch_sizes": (1, 8), "write_sizes": (1, 512), "max_seq_len": longest, "table_width": longest // 16, "own": own}
+    warm_up(cache, 8, **sizes, mixed=mixed_batches(8, 8, 512, longest, own), full_precision=tokens)
+    compiled, most = gpu.found | gpu.ahead, 1 if own else 8
+    given = warmup._Given(cache, 8, torch.bfloat16, longest, longest // 16, tokens, own, {})
     for others in [[(1, 900)], [(1, 900), (1, 300), (1, 40)], *([(n, 900)] for n in range(2, 17)), [(2, 3), (7, 500)]]:
         gpu.found.clear()
         lengths = (*others, (300, 300))
         call = given.attend(Batch(*given.starts(lengths), lengths=lengths))
         for run in batches.cut(call):
-            read += len(run.call.segments) == 3
+            assert len(run.call.segments) == (2 if run.call.batch.max_query_len <= most else 3)
             implementations.run(implementations.resolve(run.call)[0], run.call)
         assert gpu.found and not gpu.found - compiled, others
-    assert read

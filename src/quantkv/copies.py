@@ -15,14 +15,13 @@ import torch
 from . import checks, deprecated
 from .assumed import assumed
 from .cache import PagedCache
-from .calls import Segment
+from .calls import FEW_QUERIES, Segment  # noqa: F401  FEW_QUERIES: an old name of `shadow`
 from .copied_rows import put_copies
 from .formats import get_format
 from .full_precision import FullPrecisionTokens
 from .options import goes_by_position  # noqa: F401  an old name of `shadow`
 
 BEYOND = 1 << 30  # a position that no key has
-FEW_QUERIES = 8  # of a sequence: a step of decode, or of verification, for which first and latest tokens are one segment
 
 
 class FullPrecisionStep:
@@ -30,19 +29,17 @@ class FullPrecisionStep:
     are from step to step, so that prepared calls and graphs read the latest numbers.
 
     slots: `[T]`, where the copies of the new tokens go; -1: nowhere.
-    joined: for at most `FEW_QUERIES` queries a sequence, else None: `block_table [S, pages]`, the first 16-bit copies and after them the
-        latest ones, `key_start [S]`, which puts the latest at their positions and the first right before these, and `key_range [S, 2]` of
-        what is read quantized.
+    joined: `block_table [S, pages]`, the first 16-bit copies and after them the latest ones, `key_start [S]`, which puts the latest at
+        their positions and the first right before these, and `key_range [S, 2]` of what is read quantized; None where there are no first.
     sink: `block_table` and `key_range` of the first tokens; None where there are none. recent: `block_table` and `key_start`.
     between: `key_range` of what is read quantized beside `sink` and `recent`: here each key stands at its own position.
+    Which of the two is read is decided for each call, or run of one: see `Batch.few_queries`.
     scratch: of the kernels that fill it.
 
     Until it is filled nothing is exact, whatever the lengths are: engines run kernels over it before there are sequences.
     """
 
-    def __init__(
-        self, tokens: FullPrecisionTokens, block_size: int, num_seqs: int, num_tokens: int, device: torch.device, few: bool
-    ) -> None:
+    def __init__(self, tokens: FullPrecisionTokens, block_size: int, num_seqs: int, num_tokens: int, device: torch.device) -> None:
         sink, recent = tokens.copied_pages(block_size)
 
         def integers(*shape: int) -> torch.Tensor:
@@ -54,19 +51,19 @@ class FullPrecisionStep:
             self.between = integers(num_seqs, 2)
             self.recent = integers(num_seqs, recent), integers(num_seqs)
             self.sink = (integers(num_seqs, sink), integers(num_seqs, 2)) if sink else None
-            self.joined = (integers(num_seqs, sink + recent), integers(num_seqs), integers(num_seqs, 2)) if sink and few else None
+            self.joined = (integers(num_seqs, sink + recent), integers(num_seqs), integers(num_seqs, 2)) if sink else None
         for key_start in (self.recent[1], *(() if self.joined is None else self.joined[1:2])):
             key_start.fill_(BEYOND)
         for key_range in (self.between, *(() if self.joined is None else self.joined[2:])):
             key_range[:, 1] = BEYOND
 
-    def part(self, num_seqs: int, few: bool, first: int = 0) -> FullPrecisionStep:
+    def part(self, num_seqs: int, first: int = 0) -> FullPrecisionStep:
         """The same step for `num_seqs` of its sequences, from number `first` on: views."""
         part, of = object.__new__(FullPrecisionStep), slice(first, first + num_seqs)
         part.slots, part.scratch, part.between = self.slots, self.scratch, self.between[of]
         for name in ("recent", "sink", "joined"):
             tensors = getattr(self, name)
-            setattr(part, name, None if tensors is None or (name == "joined" and not few) else tuple(t[of] for t in tensors))
+            setattr(part, name, None if tensors is None else tuple(t[of] for t in tensors))
         return part
 
 

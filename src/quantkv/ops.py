@@ -66,7 +66,7 @@ def prepare(call: AttendCall | WriteCall, implementation: str = "auto") -> Launc
     for run in runs:
         name, _ = implementations.resolve(run.call, implementation)
         launches.append((run, implementations.prepare(name, run.call)))
-    if len(launches) == 1:
+    if launches and launches[0][0].tokens is None:
         return launches[0][1]
 
     def launch(call: AttendCall) -> None:

@@ -162,12 +162,31 @@ class PreparedAttend:
                 layer = replace(layer, **{name: options[name] for name in given})
                 if not q.is_cuda:
                     layer.check_values()
-            _launch(launch, first.with_tensors(q, out, lse, self._segments(cache, layer, rows), layer, rows), cache, new)
+            segments, few = self._segments(cache, layer, rows)
+            _launch(launch, first.with_tensors(q, out, lse, segments, layer, rows, few), cache, new)
         return (out, lse) if return_lse else out
 
-    def _segments(self, cache: PagedCache | CacheWithCopies, options: AttentionOptions, rows: OwnRows | None) -> tuple[Segment, ...]:
-        apart = goes_by_position(options) or (rows is not None and self.batch.max_query_len != 1)  # what own rows replace goes by position
-        return as_segments(cache, self.block_table, self.ranges, self.full_precision, apart)
+    def _segments(
+        self, cache: PagedCache | CacheWithCopies, options: AttentionOptions, rows: OwnRows | None
+    ) -> tuple[tuple[Segment, ...], tuple[Segment, ...] | None]:
+        """What the call reads, and what its runs of few queries read in place of it: `AttendCall.segments` and `few`."""
+        given, by_position = (cache, self.block_table, self.ranges, self.full_precision), goes_by_position(options)
+        segments = as_segments(*given, by_position or not self.batch.few_queries(rows))
+        both = self.batch.lengths is not None and not by_position and isinstance(cache, CacheWithCopies)
+        return segments, as_segments(*given, False) if both else None
+
+    def call(
+        self,
+        cache: PagedCache | CacheWithCopies,
+        q: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        rows: OwnRows | None,
+        options: AttentionOptions,
+    ) -> AttendCall:
+        """The call that is prepared for a cache, tensors as in `AttendCall`."""
+        segments, few = self._segments(cache, options, rows)
+        return AttendCall(q, segments, self.batch, self.scale, options, out, lse, rows, few)
 
     def _first(self, shape, cache: PagedCache | CacheWithCopies, q, out, return_lse: bool, new, rows, given: dict[str, torch.Tensor]):
         unknown = given.keys() - set(PER_LAYER)
@@ -175,7 +194,7 @@ class PreparedAttend:
             checks.refuse("options", sorted(unknown), f"those of a layer are {', '.join(PER_LAYER)}")
         options = replace(self.options, **given) if given else self.options
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        call = AttendCall(q, self._segments(cache, options, rows), self.batch, self.scale, options, out, lse, rows)
+        call = self.call(cache, q, out, lse, rows, options)
         launch = ops.prepare(call, self.implementation)
         self._prepared[shape] = call, launch
         _launch(launch, call, cache, new)

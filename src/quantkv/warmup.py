@@ -15,15 +15,13 @@ import torch
 from . import deprecated, implementations, under_way
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
-from .copies import FEW_QUERIES, CacheWithCopies, CopiedPages, FullPrecisionStep, as_segments, cache_of_copies
+from .copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
 from .full_precision import FullPrecisionTokens
 from .implementations import Call, batches
-from .options import goes_by_position
 from .prepared import prepare_attend
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
 FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
-BESIDE_PROMPTS = (12, 16)  # more queries of a sequence, which full-precision tokens make other calls of than those of a batch of their own
 ROWS = 16 * 160  # queries times heads from which on kernels are cut as for many: more than of any GPU's multiprocessors
 
 
@@ -204,17 +202,12 @@ class _Given:
     def others(self, batch_sizes: Iterable[int]) -> Iterable[Call]:
         """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels."""
         most, lengths = max(batch_sizes, default=0), [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
-        copied = self.full_precision is not None
-        for queries in (*FEW, *(BESIDE_PROMPTS if copied else ())):
+        for queries in FEW:
             for sequences in [most >> i for i in range(most.bit_length())]:
                 for longest in lengths if queries <= self.max_seq_len else ():
                     tensors = self.starts([(queries, longest)] * sequences)
-                    known = Batch(*tensors, lengths=((queries, longest),) * sequences)
-                    if queries in FEW:
-                        yield self.attend(Batch(*tensors, queries, longest))
-                        yield self.attend(known)
-                    if copied:
-                        yield self.attend(known, few=False)
+                    yield self.attend(Batch(*tensors, queries, longest))
+                    yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences))
 
     def writes(self, count: int) -> Iterable[tuple[str, WriteCall]]:
         cache, spec, device = self.cache, self.cache.spec, self.cache.device
@@ -238,7 +231,7 @@ class _Given:
         )
 
     def copied(self) -> None:
-        """Say what steps read exactly, as an engine does, in steps of a few queries a sequence and of many."""
+        """Say what steps read exactly, as an engine does."""
         if self.full_precision is None:
             return
         size, device = self.cache.spec.block_size, self.cache.device
@@ -247,9 +240,8 @@ class _Given:
         table = torch.zeros(1, self.table_width or self.cache.spec.num_blocks(self.max_seq_len), dtype=torch.int32, device=device)
         starts, lengths = self.starts([(1, 1)])
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
-        for few in (True, False):
-            step = FullPrecisionStep(self.full_precision, size, 1, 1, device, few)
-            pool.advance(table, lengths, starts, nowhere, step)
+        step = FullPrecisionStep(self.full_precision, size, 1, 1, device)
+        pool.advance(table, lengths, starts, nowhere, step)
         pool.note(nowhere, step)
 
     def starts(self, lengths: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,13 +249,14 @@ class _Given:
         starts = torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32, device=self.cache.device)
         return starts, torch.tensor([keys for _, keys in lengths], dtype=torch.int32, device=self.cache.device)
 
-    def attend(self, batch: Batch, few: bool | None = None) -> AttendCall:
-        """few: whether no sequence of the batch that this one is a part of has many queries, which says how copies are found; None: it is
-        all of it."""
+    def attend(self, batch: Batch) -> AttendCall:
         spec, device, sequences = self.cache.spec, self.cache.device, batch.num_seqs
         tokens = sum(n for n, _ in batch.lengths) if batch.lengths else sequences * batch.max_query_len
         q, out = (self.zeros(name, tokens, self.num_heads, n, dtype=self.dtype) for name, n in zip(("q", "out"), spec.query_sizes))
         table = self.zeros("table", sequences, self.table_width or spec.num_blocks(self.max_seq_len), dtype=torch.int32)
+        step = None
+        if self.full_precision is not None:
+            step = FullPrecisionStep(self.full_precision, spec.block_size, sequences, 0, device)
         prepared = prepare_attend(
             block_table=table,
             seq_lens=batch.seq_lens,
@@ -271,18 +264,14 @@ class _Given:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             lengths=batch.lengths,
+            full_precision=step,
             **self.options,
         )
-        step = None
-        if self.full_precision is not None:
-            few = batch.max_query_len <= FEW_QUERIES if few is None else few
-            step = FullPrecisionStep(self.full_precision, spec.block_size, sequences, 0, device, few)
         rows = None
         if self.own and batch.max_query_len > 1:
             sizes = (("key", spec.head_size), ("value", spec.head_size_v))
             rows = OwnRows(*(self.zeros(name, tokens, spec.num_kv_heads, size, dtype=self.dtype) for name, size in sizes))
-        segments = as_segments(self.read, table, (None, None), step, goes_by_position(prepared.options) or rows is not None)
-        return AttendCall(q, segments, prepared.batch, prepared.scale, prepared.options, out, None, rows)
+        return prepared.call(self.read, q, out, None, rows, prepared.options)
 
     def zeros(self, name: str, rows: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """The first rows of a tensor that all calls share."""

@@ -37,7 +37,7 @@ class DecodeMetadata(ForwardMetadata):
             super().__init__(Batch(ends, seq_lens, 1), table, slots, positions)
         self.seq_lens = seq_lens
         if tokens is not None:
-            self.full_precision = FullPrecisionStep(tokens, block_size, batch_size, batch_size, device, few=True)
+            self.full_precision = FullPrecisionStep(tokens, block_size, batch_size, batch_size, device)
         self.kind, self.block_size, self.device = kind, block_size, device
         self.batch_size, self.width, self.capacity = batch_size, width, width * block_size
         self.turn = -1  # the pass that they were advanced for

@@ -10,7 +10,7 @@ import torch
 
 from ..cache import PagedCache
 from ..calls import Batch
-from ..copies import FEW_QUERIES, CacheWithCopies, CopiedPages, FullPrecisionStep
+from ..copies import CacheWithCopies, CopiedPages, FullPrecisionStep
 from ..formats import get_format
 from ..options import AttentionOptions
 from ..prepared import PreparedAttend, PreparedWrite
@@ -48,16 +48,10 @@ class ForwardMetadata:
         self._writes: dict[Any, PreparedWrite] = {}
         self._attends: dict[Any, PreparedAttend] = {}
 
-    @property
-    def few_queries(self) -> bool:
-        """Whether each sequence has so few queries that one table of 16-bit copies serves it."""
-        return (self.batch.max_query_len or 0) <= FEW_QUERIES
-
     def advance_full_precision(self, pool: CopiedPages) -> None:
         """Before the first layer: which pages have a 16-bit copy in this pass, into `full_precision`, which is made where there is none."""
         if self.full_precision is None:
-            size = self.batch.num_seqs, len(self.slots)
-            self.full_precision = FullPrecisionStep(pool.tokens, pool.block_size, *size, pool.device, self.few_queries)
+            self.full_precision = FullPrecisionStep(pool.tokens, pool.block_size, self.batch.num_seqs, len(self.slots), pool.device)
         pool.advance(self.block_table, self.batch.seq_lens, self.batch.cu_seqlens_q, self.slots, self.full_precision)
 
     def write(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:

@@ -38,11 +38,11 @@ class FullPrecisionGroup:
         if self.pool is None:
             size = pages.spec.block_size
             self.pool = CopiedPages(self.tokens, size, self.pool_seqs, pages.num_blocks, self.device)
-            self._whole = FullPrecisionStep(self.tokens, size, self.num_seqs, self.num_tokens, self.device, few=True)
+            self._whole = FullPrecisionStep(self.tokens, size, self.num_seqs, self.num_tokens, self.device)
             for layer in self.layers:
                 layer.pool = self.pool
         if pages is not self.pool.watched:
             self.pool.watch(pages)
-        metadata.full_precision = self._whole.part(metadata.batch.num_seqs, metadata.few_queries)
+        metadata.full_precision = self._whole.part(metadata.batch.num_seqs)
         if advance:
             metadata.advance_full_precision(self.pool)

@@ -19,11 +19,13 @@ MOST_RUNS = 8  # of a batch, for the sake of prompts that read no page
 class Run:
     """Neighbouring sequences of a call, as a call of their own.
 
-    tokens: their queries; None: the run is the whole call. copies: tensors of the run's call that are copies, with what they copy."""
+    tokens: their queries; None: the run is the whole call. copies: tensors of the run's call that are copies, with what they copy.
+    few: whether it reads the call's `few` in place of its segments."""
 
     call: AttendCall
     tokens: slice | None = None
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    few: bool = False
 
     def of(self, call: AttendCall) -> AttendCall:
         """The same run of another call of the same shape: of another layer, or of the same batch with other numbers in its tensors."""
@@ -33,7 +35,7 @@ class Run:
             own.copy_(given)
         segments = tuple(
             s._replace(block_table=own.block_table, key_start=own.key_start, key_range=own.key_range)
-            for s, own in zip(call.segments, self.call.segments)
+            for s, own in zip(call.few if self.few else call.segments, self.call.segments)
         )
         options = self.call.options.per_sequence()
         options = call.options if call.options is self.call.options else replace(call.options, **options)
@@ -101,10 +103,12 @@ def _part(call: AttendCall, seqs: slice, tokens: slice) -> Run:
 
     part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs])
     copies.clear()  # that of the lengths stays right: they are the same in every call
+    few = call.few is not None and part.few_queries(call.own)
     segments = tuple(
-        s._replace(block_table=sliced(s.block_table), key_start=sliced(s.key_start), key_range=sliced(s.key_range)) for s in call.segments
+        s._replace(block_table=sliced(s.block_table), key_start=sliced(s.key_start), key_range=sliced(s.key_range))
+        for s in (call.few if few else call.segments)
     )
     options = replace(call.options, **{name: sliced(t) for name, t in call.options.per_sequence().items()})
     q, out, lse = _rows(call, tokens)
     own = None if call.own is None else call.own.of(tokens)
-    return Run(AttendCall(q, segments, part, call.scale, options, out, lse, own), tokens, tuple(copies))
+    return Run(AttendCall(q, segments, part, call.scale, options, out, lse, own), tokens, tuple(copies), few)

@@ -29,7 +29,7 @@ class LatentMetadata(MLACommonMetadata):
     def full_precision_of_prompts(self, first: int, count: int) -> FullPrecisionStep | None:
         """What `count` prompts, from number `first` on, read at full precision; None: nothing."""
         step = self.written.full_precision
-        return None if step is None else step.part(count, False, self.num_decodes + first)
+        return None if step is None else step.part(count, self.num_decodes + first)
 
 
 class QuantKVLatentBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, MLACommonMetadataBuilder[LatentMetadata]):
@@ -52,7 +52,7 @@ class QuantKVLatentBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, MLAC
             longest = min(m.max_query_len, self.reorder_batch_threshold)
             made.decoded = _part(m, made.num_decodes, made.num_decode_tokens, longest, max_seq_len)
             if (step := made.written.full_precision) is not None:
-                made.decoded.full_precision = step.part(made.num_decodes, made.decoded.few_queries)
+                made.decoded.full_precision = step.part(made.num_decodes)
         if made.prefill is not None:
             first = made.num_decodes
             made.before = m.seq_lens[first : m.num_reqs] - made.prefill.query_start_loc.diff()
