@@ -1,5 +1,7 @@
 """Samples of key projections: another model of the same geometry is told, the same one in other dtypes is not."""
 
+import logging
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -8,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from quantkv import weights  # noqa: E402
 from quantkv.calibration import Calibration  # noqa: E402
+from quantkv.integrations import asked  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, calibrate, use_quantkv_attention  # noqa: E402
 from quantkv.integrations.transformers.sensitivity import sensitivities  # noqa: E402
 from quantkv.integrations.transformers.teacher_forced import teacher_forced  # noqa: E402
@@ -130,3 +133,23 @@ def test_files_of_version_1_are_read(made, tmp_path, monkeypatch):
     read = Calibration.load(tmp_path / "old.safetensors")
     assert read.digest == old.digest != made.digest
     run(other(tiny("llama")), read)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "said"),
+    [("int4", None, 1), ("levels4", Policy("levels4"), 1), ("none", None, 0), ("levels4", Policy.given("4bit"), 0)],
+)
+def test_a_server_warns_of_key_biases_that_a_format_would_store(tmp_path, caplog, name, policy, said):
+    """By the files of the checkpoint: the largest bias of any layer."""
+    biases = {
+        f"model.layers.{layer}.self_attn.{part}.bias": torch.full((8,), size)
+        for layer, part, size in ((0, "k_proj", 3.0), (1, "k_proj", -77.0), (1, "v_proj", 900.0))
+    }
+    save_file(biases, tmp_path / "model.safetensors")
+    asked.warn_of_biases(str(tmp_path), None, policy, name, logging.getLogger("quantkv"))
+    assert caplog.text.count("have biases of up to 77, and format") == said and caplog.text.count("quantkv_4bit") == said
+    biases["model.layers.1.self_attn.k_proj.bias"] = torch.full((8,), 7.0)
+    save_file(biases, tmp_path / "model.safetensors")
+    caplog.clear()
+    asked.warn_of_biases(str(tmp_path), None, policy, name, logging.getLogger("quantkv"))
+    assert not caplog.text

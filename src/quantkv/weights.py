@@ -6,7 +6,7 @@ models are 1.4 apart, those of one model in 16 bits and in 8 less than 0.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ SAMPLE = 64  # numbers of a sample
 FARTHEST = 0.5  # relative distance of two samples of one model: fine-tuned and quantized weights are far below
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "key_proj", "k_lin")  # the first that a layer has
 LARGE_BIAS = 8.0  # of a key projection: larger than most keys' numbers, so that it alone sets the step of a quantized key
+BIASED = (  # of the model, the largest bias, the format, and what takes biases off
+    "quantkv: the keys of %s have biases of up to %.0f, and format %r stores them with these: at 4 bits the answer is garbage, at "
+    "8 it loses more than it must; %s takes them off"
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,20 +58,35 @@ def _of_key_projection(module: torch.nn.Module, what: str) -> torch.Tensor | Non
 def of_checkpoint(folder: str | Path) -> dict[int, torch.Tensor]:
     """Samples by layer, of the safetensors files of a model's folder. A layer is left out where its projection is named otherwise, is
     packed, or is named twice, as in a model of two towers; so is every layer of a folder that is none or cannot be read."""
-    from safetensors import safe_open
-
     found: dict[int, list[torch.Tensor | None]] = {}
     try:
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    words = name.split(".")
-                    numbers = [int(word) for word in words if word.isdecimal()]
-                    if words[-1] == "weight" and words[-2] in KEY_PROJECTIONS and len(numbers) == 1:
-                        found.setdefault(numbers[0], []).append(sample(tensors.get_tensor(name)))
+        for number, weight in _in_checkpoint(folder, "weight"):
+            found.setdefault(number, []).append(sample(weight))
     except Exception:  # whoever loads the weights says what is wrong with them
         return {}
     return {number: of[0] for number, of in found.items() if len(of) == 1 and of[0] is not None}
+
+
+def largest_key_bias_of_checkpoint(folder: str | Path) -> float:
+    """The largest number of the biases of all layers' key projections, in the safetensors files of a model's folder; 0.0 where there are
+    none, and of a folder that is none or cannot be read."""
+    try:
+        return max((float(bias.abs().max()) for _, bias in _in_checkpoint(folder, "bias") if bias.dtype in DTYPES), default=0.0)
+    except Exception:  # as above
+        return 0.0
+
+
+def _in_checkpoint(folder: str | Path, what: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """Layer, and weight or bias, of each key projection in the safetensors files of a folder."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                words = name.split(".")
+                numbers = [int(word) for word in words if word.isdecimal()]
+                if words[-1] == what and words[-2] in KEY_PROJECTIONS and len(numbers) == 1:
+                    yield numbers[0], tensors.get_tensor(name)
 
 
 def check(made_for: Mapping[int, torch.Tensor], found: Mapping[int, torch.Tensor | None]) -> None:

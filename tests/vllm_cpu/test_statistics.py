@@ -71,7 +71,12 @@ def test_large_key_biases_are_not_stored(tmp_path, name, stored):
     off = policy(tmp_path, format=stored, full_precision={"sink": 16, "recent": 24}, prompt="stored")
     plain = scores(engine.run(folder, "quantkv_fp32", PROMPTS, scored=True, **ARGUMENTS))
     preset = scores(engine.run(folder, f"quantkv_{name}", PROMPTS, scored=True, **STORED, **ARGUMENTS))  # prompts read pages, too
-    without = scores(engine.run(folder, "quantkv_policy", PROMPTS, scored=True, **ARGUMENTS, **off))
+    warned = [
+        engine.run(folder, kv, PROMPTS, scored=True, **ARGUMENTS, **given) for kv, given in (("quantkv_policy", off), ("quantkv_int4", {}))
+    ]
+    assert all("have biases of up to" in report.log and "quantkv_4bit (or quantkv_8bit" in report.log for report in warned)
+    assert "have biases" not in engine.run(folder, f"quantkv_{name}", PROMPTS, scored=True, **STORED, **ARGUMENTS).log
+    without = scores(warned[0])
     lost, before = ((found - plain).abs().mean() for found in (preset, without))
     assert 0 < lost < before / 2  # at 4 bits the greater loss ends where a row says nothing
 

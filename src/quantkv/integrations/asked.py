@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from itertools import permutations
 
 from .. import weights
+from ..engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ..format import Format, available_formats, get_format
 from ..names import PREFIX
 from ..policy_file import PRESETS
@@ -53,12 +55,28 @@ def read_policy(path: str):
 def check_weights(folder: str, revision: str | None, policy) -> None:
     """ValueError where a policy's calibration was made of another model than a checkpoint is of. Only files on this machine are read:
     a folder, or what the hub's cache holds of a name."""
-    if policy is not None and policy.calibration is not None:
-        if not os.path.isdir(folder):
-            from huggingface_hub import snapshot_download
+    if policy is not None and policy.calibration is not None and (found := _on_disk(folder, revision)):
+        policy.calibration.check_weights(weights.of_checkpoint(found))
 
-            try:
-                folder = snapshot_download(folder, revision=revision, local_files_only=True)
-            except (OSError, ValueError):  # it is not there yet
-                return
-        policy.calibration.check_weights(weights.of_checkpoint(folder))
+
+def warn_of_biases(folder: str, revision: str | None, policy, name: str, logger: logging.Logger) -> None:
+    """Warn where a checkpoint's keys have large biases and a format stores them so. folder, revision: as of `check_weights`. policy: None:
+    a format alone was asked for. name: of the format."""
+    takes_off = policy is not None and (policy.wants_statistics or policy.calibration is not None or bool(policy.maps))
+    if takes_off or get_format(name).name in AS_GIVEN or not (found := _on_disk(folder, revision)):
+        return
+    largest = weights.largest_key_bias_of_checkpoint(found)
+    if largest > weights.LARGE_BIAS:
+        logger.warning(weights.BIASED, folder, largest, name, f"{PREFIX}4bit (or {PREFIX}8bit, {PREFIX}3bit, {PREFIX}2bit)")
+
+
+def _on_disk(folder: str, revision: str | None) -> str | None:
+    """Where this machine holds a model; None where it does not yet."""
+    if os.path.isdir(folder):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(folder, revision=revision, local_files_only=True)
+    except (OSError, ValueError):
+        return None

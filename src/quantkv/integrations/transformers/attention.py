@@ -133,11 +133,7 @@ def _meet(module: torch.nn.Module, layer: QuantizedLayer) -> None:
     if largest > weights.LARGE_BIAS:
         _warned[id(of_model)] = of_model
         log.warning(
-            "quantkv: the keys of %s have biases of up to %.0f, and format %r stores them with these: at 4 bits the answer is garbage, at "
-            "8 it loses more than it must; QuantizedCache(model.config, '4bit') (or '8bit', '3bit', '2bit') takes them off",
-            type(module).__name__,
-            largest,
-            name,
+            weights.BIASED, type(module).__name__, largest, name, "QuantizedCache(model.config, '4bit') (or '8bit', '3bit', '2bit')"
         )
     layer.is_new = False
 

@@ -33,7 +33,7 @@ from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
-from ..asked import check_weights
+from ..asked import check_weights, warn_of_biases
 from . import PREFIX, calls
 from .asked import policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
@@ -134,7 +134,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             if self.policy.wants_statistics:
                 check_statistics(self.config, self.policy)
         if not any(isinstance(getattr(layer, "impl", None), QuantKVImpl) for layer in _layers(self.config)):  # once a model
-            check_weights(self.config.model_config.model, self.config.model_config.revision, self.policy)
+            self._check_weights()
             check_hybrid(self.config, self.policy, self._token_bytes)
             warn_of_padding(self.config, self.policy, self.dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
@@ -167,6 +167,13 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     def _token_bytes(self, name: str) -> int:
         """Bytes of a token of one kv head in the format of that name. ValueError for one that its heads cannot have."""
         return token_bytes(format_of(name, self.dtype).cache_spec(1, self.head_size, block_size=BLOCK_SIZES[0]))
+
+    def _check_weights(self) -> None:
+        """Refuse a calibration of other weights, and warn of key biases that a format would store."""
+        model = self.config.model_config
+        check_weights(model.model, model.revision, self.policy)
+        name = self.policy.format if self.policy else format_of(self.kv_cache_dtype, self.dtype).name
+        warn_of_biases(model.model, model.revision, self.policy, name, logger)
 
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
