@@ -120,7 +120,8 @@ def test_a_step_that_nothing_filled_reads_pages_alone(queries):
     spec, tokens = get_format("int4").cache_spec(2, 64), FullPrecisionTokens(16, 24)
     pages = PagedCache(spec, 40)
     pages.buffer.random_(0, 100, generator=torch.Generator().manual_seed(0))
-    cache = CacheWithCopies(pages, cache_of_copies(pages, 4, torch.float32), CopiedPages(tokens, 16, 1, 40))
+    copied = CopiedPages(tokens, 16, 1, 40)
+    cache = CacheWithCopies(pages, cache_of_copies(pages, copied.num_copies, torch.float32), copied)
     cache.copies.buffer.fill_(0xFF)
     q = torch.randn(queries, 4, 64, generator=torch.Generator().manual_seed(1))
     batch = {"block_table": torch.arange(40, dtype=torch.int32)[None], "seq_lens": torch.tensor([600], dtype=torch.int32)}
@@ -356,7 +357,7 @@ def test_hopper_takes_both_layouts(name, apart):
     """Types, strides and shapes of what `CopiedPages` fills, for a part of the sequences that it has room for."""
     pages = PagedCache(get_format(name).cache_spec(2, 128), 4)
     exact = CopiedPages(FullPrecisionTokens(16, 24), 16, 5, 4)
-    cache = CacheWithCopies(pages, cache_of_copies(pages, 4, torch.bfloat16), exact)
+    cache = CacheWithCopies(pages, cache_of_copies(pages, exact.num_copies, torch.bfloat16), exact)
     step = FullPrecisionStep(exact.tokens, 16, 5, 5, pages.device).part(3)
     segments = cache.segments(torch.zeros(3, 4, dtype=torch.int32), step, apart)
     assert len(segments) == 2 + apart
@@ -402,3 +403,42 @@ def test_a_cache_with_copies_can_be_read_without_them():
     table = torch.tensor([engine.seqs[0].pages], dtype=torch.int32)
     given = {"block_table": table, "seq_lens": torch.tensor([60], dtype=torch.int32)}
     assert torch.equal(prepare_attend(**given)(engine.caches[0], q), engine.pages.attend(q, **given))
+
+
+def test_copies_that_do_not_fit_are_refused():
+    """Too few copies, or page numbers of pages of another size, would be read as something else, on a GPU beyond the memory."""
+    pages, tokens = PagedCache(get_format("int4").cache_spec(HEADS, D), 4), FullPrecisionTokens(16, 24)
+    copied = CopiedPages(tokens, 16, 2, 4)
+    with pytest.raises(ValueError, match=f"copies.num_blocks=2: at least full_precision.num_copies={copied.num_copies} pages"):
+        CacheWithCopies(pages, cache_of_copies(pages, 2, torch.float32), copied)
+    copies = cache_of_copies(pages, copied.num_copies, torch.float32)
+    wide = CopiedPages(tokens, 32, 2, 4)
+    for call in (lambda: CacheWithCopies(pages, copies, wide), lambda: wide.watch(pages)):
+        with pytest.raises(ValueError, match=r"pages.spec.block_size=16: full_precision has pages of 32 tokens"):
+            call()
+    assert wide.watched is None
+    cache = CacheWithCopies(pages, copies, copied)
+    table, lens, ends = torch.tensor([[0, 1], [2, 3]]), torch.tensor([20, 3]), torch.tensor([0, 1, 2])
+    device = torch.device("cpu")
+    for step in (FullPrecisionStep(tokens, 32, 2, 2, device), FullPrecisionStep(FullPrecisionTokens(16, 40), 16, 2, 2, device)):
+        with pytest.raises(ValueError, match=r"step=of Full.* in pages of \d+: one of .* in pages of 16 is needed"):
+            prepare_attend(block_table=table, seq_lens=lens, full_precision=step.part(2))(cache, torch.zeros(2, HEADS, D))
+        with pytest.raises(ValueError, match=r"step=of"):
+            copied.advance(table, lens, ends, torch.tensor([19, 34]), step)
+    state, step, slots = copied.state.clone(), FullPrecisionStep(tokens, 16, 2, 2, device), torch.tensor([19, 34])
+    for name, given in (
+        ("seq_lens.shape=\\(1,\\)", (table, lens[:1], ends, slots)),
+        ("cu_seqlens_q.shape=\\(2,\\)", (table, lens, ends[:2], slots)),
+        ("block_table.dtype=torch.float32", (table.float(), lens, ends, slots)),
+        ("slot_mapping.shape\\[0\\]=3: step has room for 2", (table, lens, ends, torch.arange(3))),
+    ):
+        with pytest.raises(ValueError, match=name):
+            copied.advance(*given, step)
+    assert torch.equal(copied.state, state)
+    for name, given in (("tokens=str", ("x", 16, 1)), ("block_size=0", (tokens, 0, 1)), ("num_seqs=-1", (tokens, 16, -1))):
+        with pytest.raises(ValueError, match=name):
+            CopiedPages(*given)
+        with pytest.raises(ValueError, match=name):
+            FullPrecisionStep(*given, 1, device)
+    with pytest.raises(ValueError, match="device='gpu'"):
+        CopiedPages(tokens, 16, 1, 4, "gpu")

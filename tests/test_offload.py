@@ -310,3 +310,12 @@ def without_its_store(run):
         return run(self, lane, after[:1] + after[2:] if lane == "load" else after, copy)
 
     return call
+
+
+def test_options_are_true_or_false():
+    """A word such as "no" would be taken for True."""
+    caches = [PagedCache(get_format("int4").cache_spec(1, 64), 2)]
+    with pytest.raises(ValueError, match=r"^checksums=str: True or False"):
+        PageStore(caches, 2, checksums="no")
+    with pytest.raises(ValueError, match=r"^up_to_damage=str: True or False"):
+        PageStore(caches, 2).read("there is no file", up_to_damage="no")

@@ -137,3 +137,63 @@ def test_a_cache_serves_every_model_of_its_layers(llama):
         cache = QuantizedCache(llama.config, "int4")
         logits(llama, cache, ids[:, :10], mask[:, :10], [0])
         assert torch.equal(logits(llama, copied(cache), ids, mask, [10]), expected[:, 10:])
+
+
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("block_size", 12, ["multiple of 8"]),
+        ("block_size", 0, ["multiple of 8"]),
+        ("block_size", None, ["multiple of 8"]),
+        ("num_tokens", -1, ["number of tokens"]),
+        ("num_tokens", "a", ["number of tokens"]),
+        ("num_tokens", True, ["number of tokens"]),
+        ("dtype", "bf16", ["torch.bfloat16"]),
+        ("dtype", torch.int8, ["torch.bfloat16"]),
+        ("fresh_prefill", "x", ["True or False"]),
+    ],
+)
+def test_options_are_checked_where_they_are_given(option, value, words, llama):
+    with pytest.raises(ValueError, match=f"^{option}=") as error:
+        QuantizedCache(llama.config, "int4", **{option: value})
+    one_line(error, *words)
+
+
+def test_what_names_no_sequences_is_refused(llama):
+    cache = QuantizedCache(llama.config, "int4")
+    ids, mask = prompts([3, 3])
+    logits(llama, cache, ids, mask, [0])
+    for method, argument in ((cache.reorder_cache, "beam_idx"), (cache.batch_select_indices, "indices")):
+        for given in (None, "a", ["a"]):
+            with pytest.raises(ValueError, match=f"^{argument}=") as error:
+                method(given)
+            one_line(error, "numbers of sequences")
+    assert cache.batch_size == 2
+    cache.reorder_cache([1, 1])
+    for call in (use_quantkv_attention, lambda config: use_quantkv_attention("llama")):
+        with pytest.raises(ValueError, match=r"^model=") as error:
+            call(llama.config)
+        one_line(error, "a model of transformers")
+
+
+def test_a_cache_with_states_takes_another_batch_after_a_reset():
+    """Transformers' own layers keep their states' size when they are reset."""
+    config = transformers.Lfm2Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+    )
+    model, ids = use_quantkv_attention(transformers.Lfm2ForCausalLM(config).eval()), torch.arange(3, 13)
+    cache = QuantizedCache(config, "int8")
+    with torch.no_grad():
+        model(ids.view(2, 5), past_key_values=cache)
+        cache.reset()
+        found, other = (
+            model(ids[None], past_key_values=cache).logits,
+            model(ids[None], past_key_values=QuantizedCache(config, "int8")).logits,
+        )
+    assert torch.equal(found, other)

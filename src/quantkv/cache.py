@@ -54,11 +54,7 @@ class PagedCache:
             checks.refuse("spec", spec, f"format {spec.format!r} stores {self.format.k.row} and {self.format.v.row} here")
         shape = (num_blocks, spec.num_kv_heads, spec.page_bytes)
         if buffer is None:
-            try:
-                place = torch.device(device)
-            except (TypeError, RuntimeError, ValueError):
-                checks.refuse("device", repr(device), "a device such as cpu or cuda:0 is needed")
-            buffer = torch.zeros(shape, dtype=torch.uint8, device=place)
+            buffer = torch.zeros(shape, dtype=torch.uint8, device=checks.place(device))
         checks.tensor("buffer", buffer, shape, (torch.uint8,))
         if buffer.stride(2) != 1 or buffer.stride(0) % 16 or buffer.stride(1) % 16 or buffer.data_ptr() % 16:
             allowed = "a dense last axis and multiples of 16 bytes are needed, at an address that is one"

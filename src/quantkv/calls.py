@@ -18,7 +18,6 @@ from .own import OwnRows, stored_before
 from .reads import key_intervals
 
 T = TypeVar("T")
-FEW_QUERIES = 8  # of a sequence: decode, or verification, for which sink and recent copies are one KV source
 __getattr__ = deprecated.module(__name__, "quantkv.calls", {"Side": "PagedTensor"})
 
 
@@ -135,13 +134,6 @@ class Batch:
         """S: sequences of the batch."""
         return self.seq_lens.shape[0]
 
-    def few_queries(self, own: object = None) -> bool:
-        """Whether sink and recent copies are one KV source of its sequences: each has few queries or, beside own rows, one. own: the call's
-        own rows; None: it has none."""
-        if self.max_query_len is None:
-            return own is None
-        return self.max_query_len <= (FEW_QUERIES if own is None else 1)  # what own rows replace goes by position
-
     def host_lengths(self) -> tuple[tuple[int, int], ...]:
         """`(queries, keys)` of each sequence; read from the device, which the host waits for, unless they are known."""
         if self.lengths is not None:
@@ -173,6 +165,12 @@ def _pairs(lengths: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return pairs
 
 
+def _like(call: T, **changed: Any) -> T:
+    made = object.__new__(type(call))
+    made.__dict__.update(call.__dict__, **changed)
+    return made
+
+
 @dataclass(frozen=True, eq=False)
 class AttendCall:
     """One call of attention: `softmax(scale * q . k^) . v^` over the pages of each sequence.
@@ -185,7 +183,7 @@ class AttendCall:
     out: `[T, HQ, D_V]` of q's dtype, float8_e4m3fn with an output scale, its last axis dense; made if None.
     lse: `[T, HQ]` float32, filled with the natural log-sum-exp, sinks included, -inf where a query has no key; None: it is not asked for.
     own: rows that are read as they were given; None: all are read from the segments. It is None where no sequence has several queries.
-    few: the segments, in their place, of each run for which `Batch.few_queries` is true, where the call is cut into runs; None: the same.
+    few: what runs of `few_queries` read in place of the segments, where the call is cut into runs; None: the segments.
     ValueError, before anything runs, naming the argument, its value and what is allowed.
     """
 
@@ -250,16 +248,12 @@ class AttendCall:
         few: tuple[Segment, ...] | None = None,
     ) -> AttendCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
-        call = object.__new__(AttendCall)
         own = None if self.own is None else own or self.own
-        call.__dict__.update(self.__dict__, q=q, out=out, lse=lse, segments=segments, options=options or self.options, own=own, few=few)
-        return call
+        return _like(self, q=q, out=out, lse=lse, segments=segments, options=options or self.options, own=own, few=few)
 
     def over(self, segments: tuple[Segment, ...]) -> AttendCall:
         """The same call over segments that hold all that is read."""
-        call = object.__new__(AttendCall)
-        call.__dict__.update(self.__dict__, segments=segments, own=None, few=None)
-        return call
+        return _like(self, segments=segments, own=None, few=None)
 
     def numbers(self) -> list[torch.Tensor]:
         """The tensors whose numbers say which keys are read: see `Kept`."""
@@ -385,9 +379,7 @@ class WriteCall:
 
     def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: PagedTensor, v: PagedTensor, maps: LayerMaps) -> WriteCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
-        call = object.__new__(WriteCall)
-        call.__dict__.update(self.__dict__, key=key, value=value, k=k, v=v, maps=maps)
-        return call
+        return _like(self, key=key, value=value, k=k, v=v, maps=maps)
 
 
 class Kept(Generic[T]):

@@ -43,6 +43,14 @@ def instance(argument: str, value: object, kind: type | tuple[type, ...], allowe
         refuse(argument, type(value).__name__, f"{allowed} is needed")
 
 
+def place(device: torch.device | str) -> torch.device:
+    """The device that a name says."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError, ValueError):
+        refuse("device", repr(device), "a device such as cpu or cuda:0 is needed")
+
+
 def in_range(argument: str, t: torch.Tensor, low: int, high: int, note: str = "") -> None:
     """Check `low <= t < high`. Reads the tensor: a synchronisation on an accelerator."""
     if t.numel():

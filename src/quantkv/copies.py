@@ -15,56 +15,13 @@ import torch
 from . import checks, deprecated
 from .assumed import assumed
 from .cache import PagedCache
-from .calls import FEW_QUERIES, Segment  # noqa: F401  FEW_QUERIES: an old name of `shadow`
+from .calls import Segment
 from .copied_rows import put_copies
 from .formats import get_format
 from .full_precision import FullPrecisionTokens
+from .full_precision_step import FullPrecisionStep, check_made_for
 from .options import goes_by_position  # noqa: F401  an old name of `shadow`
-
-BEYOND = 1 << 30  # a position that no key has
-
-
-class FullPrecisionStep:
-    """What one step reads exactly, filled by `CopiedPages.advance`: int32 tensors of S sequences and T new tokens, which stay where they
-    are from step to step, so that prepared calls and graphs read the latest numbers.
-
-    slots: `[T]`, where the copies of the new tokens go; -1: nowhere.
-    joined: `block_table [S, pages]`, the first 16-bit copies and after them the latest ones, `key_start [S]`, which puts the latest at
-        their positions and the first right before these, and `key_range [S, 2]` of what is read quantized; None where there are no first.
-    sink: `block_table` and `key_range` of the first tokens; None where there are none. recent: `block_table` and `key_start`.
-    between: `key_range` of what is read quantized beside `sink` and `recent`: here each key stands at its own position.
-    Which of the two is read is decided for each call, or run of one: see `Batch.few_queries`.
-    scratch: of the kernels that fill it.
-
-    Until it is filled nothing is exact, whatever the lengths are: engines run kernels over it before there are sequences.
-    """
-
-    def __init__(self, tokens: FullPrecisionTokens, block_size: int, num_seqs: int, num_tokens: int, device: torch.device) -> None:
-        sink, recent = tokens.copied_pages(block_size)
-
-        def integers(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        with torch.inference_mode(False):
-            self.slots = integers(num_tokens).fill_(-1)
-            self.scratch = integers(num_seqs * (sink + recent)), integers(num_seqs * (sink + recent) + 1).long()
-            self.between = integers(num_seqs, 2)
-            self.recent = integers(num_seqs, recent), integers(num_seqs)
-            self.sink = (integers(num_seqs, sink), integers(num_seqs, 2)) if sink else None
-            self.joined = (integers(num_seqs, sink + recent), integers(num_seqs), integers(num_seqs, 2)) if sink else None
-        for key_start in (self.recent[1], *(() if self.joined is None else self.joined[1:2])):
-            key_start.fill_(BEYOND)
-        for key_range in (self.between, *(() if self.joined is None else self.joined[2:])):
-            key_range[:, 1] = BEYOND
-
-    def part(self, num_seqs: int, first: int = 0) -> FullPrecisionStep:
-        """The same step for `num_seqs` of its sequences, from number `first` on: views."""
-        part, of = object.__new__(FullPrecisionStep), slice(first, first + num_seqs)
-        part.slots, part.scratch, part.between = self.slots, self.scratch, self.between[of]
-        for name in ("recent", "sink", "joined"):
-            tensors = getattr(self, name)
-            setattr(part, name, None if tensors is None else tuple(t[of] for t in tensors))
-        return part
+from .own import FEW_QUERIES  # noqa: F401  likewise
 
 
 @deprecated.attributes(num_shadows="num_copies", shadow_of="copy_of")
@@ -84,7 +41,9 @@ class CopiedPages:
     def __init__(
         self, tokens: FullPrecisionTokens, block_size: int, num_seqs: int, num_blocks: int = 1, device: torch.device | str = "cpu"
     ) -> None:
-        self.tokens, self.block_size, self.device = tokens, block_size, torch.device(device)
+        self.device = check_made_for(tokens, block_size, num_seqs, device)
+        checks.integer("num_blocks", num_blocks, 0, "a number of pages")
+        self.tokens, self.block_size = tokens, block_size
         self.sink, self.recent = tokens.copied_pages(block_size)
         self.watched: PagedCache | None = None
         self._launches: Any = None
@@ -127,13 +86,20 @@ class CopiedPages:
             self._resize(num_copies, max(num_blocks, self.num_blocks))
 
     def watch(self, pages: PagedCache) -> None:
-        """Keep copies of the K rows that `pages` stores."""
+        """Keep copies of the K rows that `pages` stores. ValueError for pages of another size."""
+        self.check_pages(pages)
         known, self.watched, self._launches = self.watched, pages, None
         self.make_room(0, pages.num_blocks)
         if known is None or known.spec != pages.spec:
             heads, size, width = pages.spec.num_kv_heads, self.block_size, sum(rows.shape[3] for rows in _rows(pages))
             with torch.inference_mode(False):
                 self.copies = torch.zeros(self.num_copies + 1, heads, size, width, dtype=torch.uint8, device=self.device)
+
+    def check_pages(self, pages: PagedCache) -> None:
+        """ValueError unless these are pages of its size."""
+        checks.instance("pages", pages, PagedCache, "a PagedCache")
+        if pages.spec.block_size != self.block_size:
+            checks.refuse("pages.spec.block_size", pages.spec.block_size, f"full_precision has pages of {self.block_size} tokens")
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Rows of the watched pages, and their copies."""
@@ -170,8 +136,9 @@ class CopiedPages:
         exactly, into `step`. block_table: int `[S, pages]`. seq_lens: int `[S]`, keys, the new ones included.
 
         Nothing here waits for the device or depends on what a tensor holds, so that it can be captured in a graph. Whatever else changes
-        pages that this step reads must have done so before.
+        pages that this step reads must have done so before. ValueError for shapes, dtypes and devices that do not fit, or another step.
         """
+        self._check_step(block_table, seq_lens, cu_seqlens_q, slot_mapping, step)
         size, sink = self.block_size, self.sink
         kernels = kernels_of(self.device, sink + self.recent)
         if kernels is not None and block_table.numel():
@@ -195,6 +162,19 @@ class CopiedPages:
             slots = slot_mapping.long()
             copy = self.copy_of[torch.where(slots >= 0, slots // size, self.num_blocks).clamp_max(self.num_blocks)]
             step.slots[: len(slots)] = torch.where(copy >= 0, copy * size + slots % size, -1)
+
+    def _check_step(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, step: FullPrecisionStep) -> None:
+        checks.instance("step", step, FullPrecisionStep, "a FullPrecisionStep")
+        step.check(self.tokens, self.block_size)
+        device = self.state.device  # "cuda" with its number
+        checks.tensor("block_table", block_table, (None, None), checks.INDEX_DTYPES, device)
+        count = len(block_table)
+        checks.tensor("seq_lens", seq_lens, (count,), checks.INDEX_DTYPES, device)
+        checks.tensor("cu_seqlens_q", cu_seqlens_q, (count + 1,), checks.INDEX_DTYPES, device)
+        checks.tensor("slot_mapping", slot_mapping, (None,), checks.INDEX_DTYPES, device)
+        for name, given, room in (("block_table", count, len(step.between)), ("slot_mapping", len(slot_mapping), len(step.slots))):
+            if given > room:
+                checks.refuse(f"{name}.shape[0]", given, f"step has room for {room}")
 
     def _advance_by(self, kernels: Any, block_table, seq_lens, cu_seqlens_q, slot_mapping, step: FullPrecisionStep) -> None:
         given = {
@@ -314,10 +294,20 @@ class CacheWithCopies:
     """
 
     def __init__(self, pages: PagedCache, copies: PagedCache, full_precision: CopiedPages) -> None:
+        for name, given, kind in (
+            ("pages", pages, PagedCache),
+            ("copies", copies, PagedCache),
+            ("full_precision", full_precision, CopiedPages),
+        ):
+            checks.instance(name, given, kind, f"a {kind.__name__}")
         spec, own = pages.spec, copies.spec
         expected = (spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.block_size)
         if (own.num_kv_heads, own.head_size, own.head_size_v, own.block_size) != expected:
             checks.refuse("copies.spec", own, f"pages are {spec}")
+        full_precision.check_pages(pages)
+        if copies.num_blocks < full_precision.num_copies:
+            allowed = f"at least full_precision.num_copies={full_precision.num_copies} pages are needed"
+            checks.refuse("copies.num_blocks", copies.num_blocks, allowed)
         self.pages, self.copies, self.full_precision = pages, copies, full_precision
         self.device, self.maps, self.kind = pages.device, pages.maps, (pages.kind, copies.kind)
 
@@ -347,6 +337,7 @@ class CacheWithCopies:
 
     def segments(self, block_table: torch.Tensor, step: FullPrecisionStep, apart: bool) -> tuple[Segment, ...]:
         """What a step reads. apart: each key at its own position, for many queries and for options that go by position."""
+        step.check(self.full_precision.tokens, self.full_precision.block_size)
         if step.joined is not None and not apart:
             table, key_start, between = step.joined
             return self.pages.segment(block_table, None, between), self.copies.segment(table, key_start)

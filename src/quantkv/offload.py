@@ -73,6 +73,7 @@ class PageStore:
         kinds = {(cache.device, cache.num_blocks) for cache in caches}
         if len(kinds) != 1:
             checks.refuse("caches", sorted(map(str, kinds)), "at least one, all on one device and of one number of pages, are needed")
+        checks.instance("checksums", checksums, bool, "True or False")
         self.caches, self.checksums = tuple(caches), checksums
         ((self.device, self.num_blocks),) = kinds
         self._lanes = _lanes_of(self.device)
@@ -145,6 +146,7 @@ class PageStore:
         again. Else it is refused. The file as a whole is refused, with nothing stored, where it was cut, or its bytes would mean something
         else here: ValueError with the layer, and the digests of both sides (`page_meaning`). OSError where it cannot be read.
         """
+        checks.instance("up_to_damage", up_to_damage, bool, "True or False")
         for event in self._leaving:  # copies out of places that are free now
             self._lanes.synchronize(event)
         places, sums, whole = None, [], 0

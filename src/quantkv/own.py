@@ -9,6 +9,8 @@ import torch
 
 from . import checks
 
+FEW_QUERIES = 8  # of a sequence: decode, or verification, for which sink and recent copies are one KV source
+
 
 class OwnRows(NamedTuple):
     """Keys `[T, HK, D]` and values `[T, HK, D_V]` of the tokens of q as given: bf16, fp16 or fp32, any strides.
@@ -44,6 +46,14 @@ class OwnRows(NamedTuple):
     def traits(self) -> tuple[Hashable, ...]:
         """Everything but numbers and addresses."""
         return tuple((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in self)
+
+
+def few_queries(max_query_len: int | None, own: OwnRows | None) -> bool:
+    """Whether sink and recent copies are one KV source of sequences: each has few queries or, beside own rows, one. max_query_len: the
+    most of one of them; None: it is not known, and few."""
+    if max_query_len is None:
+        return own is None
+    return max_query_len <= (FEW_QUERIES if own is None else 1)  # what own rows replace goes by position
 
 
 def stored_before(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, key_range: torch.Tensor | None = None) -> torch.Tensor:

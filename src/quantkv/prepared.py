@@ -15,6 +15,7 @@ from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, Segment, WriteCall
 from .copies import CacheWithCopies, FullPrecisionStep, as_segments
 from .options import PER_LAYER, AttentionOptions, goes_by_position
+from .own import few_queries
 
 
 def _same(name: str, t: torch.Tensor, like: torch.Tensor) -> None:
@@ -171,7 +172,7 @@ class PreparedAttend:
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...] | None]:
         """What the call reads, and what its runs of few queries read in place of it: `AttendCall.segments` and `few`."""
         given, by_position = (cache, self.block_table, self.ranges, self.full_precision), goes_by_position(options)
-        segments = as_segments(*given, by_position or not self.batch.few_queries(rows))
+        segments = as_segments(*given, by_position or not few_queries(self.batch.max_query_len, rows))
         both = self.batch.lengths is not None and not by_position and isinstance(cache, CacheWithCopies)
         return segments, as_segments(*given, False) if both else None
 

@@ -226,9 +226,8 @@ class _Given:
         cache = self.cache
         if self.full_precision is None:
             return cache
-        return CacheWithCopies(
-            cache, cache_of_copies(cache, 1, self.dtype), CopiedPages(self.full_precision, cache.spec.block_size, 1, device=cache.device)
-        )
+        pool = CopiedPages(self.full_precision, cache.spec.block_size, 1, device=cache.device)
+        return CacheWithCopies(cache, cache_of_copies(cache, pool.num_copies, self.dtype), pool)
 
     def copied(self) -> None:
         """Say what steps read exactly, as an engine does."""

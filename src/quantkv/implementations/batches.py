@@ -10,6 +10,7 @@ import torch
 
 from ..assumed import assumed
 from ..calls import AttendCall, Batch
+from ..own import few_queries
 from . import NAMES, module
 
 MOST_RUNS = 8  # of a batch, for the sake of prompts that read no page
@@ -103,7 +104,7 @@ def _part(call: AttendCall, seqs: slice, tokens: slice) -> Run:
 
     part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs])
     copies.clear()  # that of the lengths stays right: they are the same in every call
-    few = call.few is not None and part.few_queries(call.own)
+    few = call.few is not None and few_queries(part.max_query_len, call.own)
     segments = tuple(
         s._replace(block_table=sliced(s.block_table), key_start=sliced(s.key_start), key_range=sliced(s.key_range))
         for s in (call.few if few else call.segments)

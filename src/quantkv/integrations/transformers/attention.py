@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ... import weights
 from ...calibration import Calibration
-from ...checks import refuse
+from ...checks import instance, refuse
 from ...engine.decode_metadata import mask_summary
 from ...engine.layer_config import UNQUANTIZED
 from ...formats import get_format
@@ -38,6 +38,7 @@ def use_quantkv_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of `model` that attends to cached keys. NotImplementedError where transformers cannot tell it how."""
+    instance("model", model, PreTrainedModel, "a model of transformers")
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"model: {name} is an encoder-decoder; decoders only")

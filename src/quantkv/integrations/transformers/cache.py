@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ... import deprecated, policy_file
-from ...checks import integer, refuse
+from ...checks import ROW_DTYPES, integer, refuse
 from ...engine.cache_positions import CachePositions
 from ...engine.layer_config import LayerConfig
 from ...engine.sequences import Sequences
@@ -69,6 +69,14 @@ class QuantizedCache(Cache):
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             refuse("config", type(config).__name__, "a model's configuration is needed: QuantizedCache(model.config, ...)")
+        integer("block_size", block_size, 8, "a multiple of 8")
+        if block_size % 8:
+            refuse("block_size", block_size, "a multiple of 8 is needed")
+        integer("num_tokens", num_tokens, 0, "a number of tokens, 0 for none,")
+        if dtype not in (None, *ROW_DTYPES):
+            refuse("dtype", repr(dtype), f"None or one of {', '.join(map(str, ROW_DTYPES))} is needed")
+        if fresh_prefill not in (None, True, False):
+            refuse("fresh_prefill", repr(fresh_prefill), "None, True or False is needed")
         plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
         if policy is not None:
             _check_policy(policy, config, plans)
@@ -207,6 +215,8 @@ class QuantizedCache(Cache):
         self.cache_positions.reset()
         for layer in self._states:
             LinearAttentionLayer.reset(layer)
+            for made in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+                made.update(dict.fromkeys(made, False))  # the next batch may have another size
         self._sync()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -231,7 +241,7 @@ class QuantizedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes a copy of sequence `beam_idx[i]`. Pages are shared, and copied when one of them is written to."""
-        self._select(beam_idx.tolist())
+        self._select(_numbers("beam_idx", beam_idx).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, side by side. ValueError for less than 1."""
@@ -240,7 +250,7 @@ class QuantizedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the sequences `indices`: numbers, or one bool for each sequence."""
-        indices = torch.as_tensor(indices, device="cpu")
+        indices = _numbers("indices", indices)
         try:
             chosen = torch.arange(max(self.batch_size, 0), device="cpu")[indices].tolist()
         except IndexError as error:
@@ -256,6 +266,14 @@ class QuantizedCache(Cache):
     def _sync(self) -> None:
         for layer in self.quantized_layers.values():
             layer.forget_pass()
+
+
+def _numbers(argument: str, given: Any) -> torch.Tensor:
+    """What names sequences, on the host."""
+    try:
+        return torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        refuse(argument, repr(given), "a tensor or a sequence of the numbers of sequences is needed")
 
 
 @torch.compiler.disable
