@@ -54,7 +54,7 @@ set_up() {
         local folder='import sysconfig; print(sysconfig.get_path("purelib"))'
         # Read after the editable packages' own: that interpreter's packages come last. pip sees them too.
         printf 'import site; site.addsitedir("%s")\n' "$("$python" -c "$folder")" >"$("$environment/bin/python" -c "$folder")/zz_behind.pth"
-        echo "Setting up $environment: about 0.2 GB to download, 0.5 GB on the disk, beside what $python has. pip's output: $log"
+        echo "Setting up $environment: 0.5 GB on the disk beside what $python has. pip's output: $log"
         : >"$log"
         install --constraint <(grep -E '^(torch|triton|numba)=' constraints.txt) --requirement scripts/sglang_cpu/requirements.txt \
             --editable '.[cli,cpu]' --editable scripts/sglang_cpu pytest pytest-xdist
