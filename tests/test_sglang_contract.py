@@ -75,11 +75,14 @@ def test_a_name_that_is_gone_is_said_with_what_breaks(names, said):
 
 def test_a_version_that_was_not_tested_gets_one_line_and_no_service(monkeypatch, caplog):
     from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention import attention_registry
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     taken = [name for name in choices.ATTENTION_BACKEND_CHOICES if not name.startswith("quantkv_")]
     monkeypatch.setattr(choices, "ATTENTION_BACKEND_CHOICES", taken)
     monkeypatch.setattr(choices, "add_attention_backend_choices", taken.extend)
+    # Tests in this process may ask for a server that knows none of these names.
+    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", dict(attention_registry.ATTENTION_BACKENDS))
     hooked = []
     monkeypatch.setattr(HookRegistry, "register", lambda *given, **named: hooked.append(given))
     monkeypatch.setattr(sglang, "__version__", "0.6.0")

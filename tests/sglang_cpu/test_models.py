@@ -40,7 +40,7 @@ def test_the_unquantized_format_says_what_transformers_says(tmp_path, family, ch
     assert report.formats == ["fp32", "fp32"] and report.calls["decode"] > 0
 
 
-@pytest.mark.parametrize("page_size", [32, 64, 128])
+@pytest.mark.parametrize("page_size", [pytest.param(32, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow), 128])
 def test_larger_pages_say_the_same(tmp_path, page_size):
     """Behind a prefix that the radix cache holds too, and in chunks that end within a page."""
     folder = tiny_models.write("llama", tmp_path)
@@ -53,7 +53,7 @@ def test_larger_pages_say_the_same(tmp_path, page_size):
 
 
 @pytest.mark.parametrize("arguments", [{"chunked_prefill_size": 32}, engine.TIGHT], ids=["chunked", "retracted"])
-@pytest.mark.parametrize("stored", ["int8", "int4"])
+@pytest.mark.parametrize("stored", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_quantized_pages_survive_what_the_scheduler_does(tmp_path, stored, arguments):
     """Every row is read back as stored: it does not matter in which step it was written."""
     folder = tiny_models.write("llama", tmp_path)
@@ -64,7 +64,7 @@ def test_quantized_pages_survive_what_the_scheduler_does(tmp_path, stored, argum
     assert (cut.retracted > 0) == (arguments is engine.TIGHT)
 
 
-@pytest.mark.parametrize("stored", ["none", "int4", "4bit"])
+@pytest.mark.parametrize("stored", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "int4")), "4bit"])
 def test_two_ranks_say_what_one_says(tmp_path, stored):
     """Each has half of the heads, and half of a page's bytes. A preset has each measure its own."""
     folder = tiny_models.write("llama", tmp_path)

@@ -64,6 +64,7 @@ def test_the_unquantized_format_says_what_sglang_says(smollm2, asked, expected, 
     assert report.calls["mixed"] > (3 * LAYERS if arguments in (CHUNKED, MIXED) else 0)
 
 
+@pytest.mark.slow
 def test_without_overlap_it_says_the_same(smollm2, asked, expected):
     report = engine.run(smollm2, "quantkv_none", asked, tokens=TOKENS, disable_overlap_schedule=True)
     ran(report, "fp32")
@@ -91,7 +92,7 @@ def test_chunks_read_back_what_was_stored(smollm2, tokenize):
     assert (off[0] - off[1]).abs().mean() < BOUNDS["int4"] / 10
 
 
-@pytest.mark.parametrize("stored", BOUNDS)
+@pytest.mark.parametrize("stored", [name if name == "int4" else pytest.param(name, marks=pytest.mark.slow) for name in BOUNDS])
 def test_quantized_pages_keep_the_probabilities(smollm2, tokenize, stored):
     text = [tokenize(prompts.SCORED)]
     plain = engine.run(smollm2, "quantkv_none", text, **SCORED).answers[0].prompt_logprobs[0]
