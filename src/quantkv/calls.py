@@ -248,8 +248,8 @@ class AttendCall:
         few: tuple[Segment, ...] | None = None,
     ) -> AttendCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
-        own = None if self.own is None else own or self.own
-        return _like(self, q=q, out=out, lse=lse, segments=segments, options=options or self.options, own=own, few=few)
+        options, own = options or self.options, None if self.own is None else own or self.own
+        return _like(self, q=q, out=out, lse=lse, segments=segments, options=options, own=own, few=few)
 
     def over(self, segments: tuple[Segment, ...]) -> AttendCall:
         """The same call over segments that hold all that is read."""
@@ -270,8 +270,7 @@ class AttendCall:
         if any(length < count for length, count in zip(lengths, counts)):
             checks.refuse("seq_lens", lengths, f"a sequence holds at least its queries, {counts}")
         for name, values in (("max_query_len", counts), ("max_seq_len", lengths)):
-            bound = getattr(self.batch, name)
-            if bound is not None and max(values, default=0) > bound:
+            if (bound := getattr(self.batch, name)) is not None and max(values, default=0) > bound:
                 checks.refuse(name, bound, f"a sequence has {max(values)}")
         if self.batch.lengths is not None and list(self.batch.lengths) != list(zip(counts, lengths)):
             checks.refuse("lengths", list(self.batch.lengths), f"cu_seqlens_q and seq_lens say {list(zip(counts, lengths))}")
@@ -371,8 +370,7 @@ class WriteCall:
         if not len(self.slot_mapping):
             return
         num_pages, size = self.k.codes.shape[:2]
-        largest = int(self.slot_mapping.max())
-        if largest >= num_pages * size:
+        if (largest := int(self.slot_mapping.max())) >= num_pages * size:
             checks.refuse("slot_mapping", largest, f"slots end at {num_pages * size - 1}")
         if self.positions is not None:
             checks.not_negative("positions", self.positions)
