@@ -50,6 +50,7 @@ def test_a_preset_takes_statistics_and_loses_less(biases):
     plain, preset, bare = (engine.run(biases, f"quantkv_{name}", [PROMPT], **ask) for name in ("none", "4bit", "levels4"))
     assert [report.error for report in (plain, preset, bare)] == ["", "", ""]
     assert "quantkv: key means and Hessians of 2 layers (512 tokens at random" in preset.log and "key means" not in bare.log
+    assert [report.log.count("have biases of up to") > 0 for report in (plain, preset, bare)] == [False, False, True]
     off = [(torch.tensor(scores(report)) - torch.tensor(scores(plain))).abs().mean() for report in (preset, bare)]
     assert 0 < off[0] < off[1] / 2  # at 4 bits the greater loss ends where a row says nothing
 

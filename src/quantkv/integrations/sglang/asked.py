@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -14,8 +15,10 @@ from ...formats import get_format
 from ...geometry import Heads
 from ...policy import Policy
 from ...policy_file import check_prompt
-from ..asked import POLICY, PREFIX, check_weights, names, preset, presets, read_policy
+from ..asked import POLICY, PREFIX, check_weights, names, preset, presets, read_policy, warn_of_biases
 from . import POLICY_VARIABLE, PROMPT_VARIABLE, backends
+
+logger = logging.getLogger("sglang.quantkv")
 
 PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
 # What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.
@@ -129,4 +132,5 @@ def _check_model(model: Any, policy: Policy, page_size: int) -> None:
     for name in {policy.format, *policy.layers.values()}:
         get_format(name, model.dtype).cache_spec(1, heads.head_size, heads.head_size_v, page_size)
     check_weights(model.model_path, model.revision, policy)
+    warn_of_biases(model.model_path, model.revision, policy, policy.format, logger)
     reads_own_rows(policy)
