@@ -172,9 +172,9 @@ class PreparedAttend:
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...] | None]:
         """What the call reads, and what its runs of few queries read in place of it: `AttendCall.segments` and `few`."""
         given, by_position = (cache, self.block_table, self.ranges, self.full_precision), goes_by_position(options)
-        segments = as_segments(*given, by_position or not few_queries(self.batch.max_query_len, rows))
-        both = self.batch.lengths is not None and not by_position and isinstance(cache, CacheWithCopies)
-        return segments, as_segments(*given, False) if both else None
+        many = not few_queries(self.batch.max_query_len, rows)
+        some_few = many and not by_position and self.batch.lengths is not None and isinstance(cache, CacheWithCopies)
+        return as_segments(*given, by_position or many), as_segments(*given, False) if some_few else None
 
     def call(
         self,
