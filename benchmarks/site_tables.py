@@ -40,7 +40,7 @@ PRESETS = (  # with nothing set up: what for, and the configuration
     ("2 bits", "2bit"),
     ("4 bits as vLLM stores them", "int4"),
 )
-FRONT = "h100-vllm.jsonl"  # speeds of the front page, all of one run
+FRONT, SEQUENCES = "h100-vllm.jsonl", 48  # speeds of the front page and its picture, all of one run: decode of so many sequences of 8,192
 # Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its configurations is shown.
 MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
 BY_MODEL = ("int4", "levels4 +16,24", "tuned 80 +16,24", "tuned 52 +16,24", "tuned 48 +16,24", "trellis2 +16,24")
@@ -99,10 +99,15 @@ def choose() -> str:
     return table(head, [base, *(configuration_row(*each) for each in CONFIGURATIONS)], 3)
 
 
+def front_engines() -> dict[str, dict]:
+    """The engines of the run that the front page is of, by their types in vLLM; of several of a type the first."""
+    return {engine["type"]: engine for engine in reversed(read(FRONT)) if engine["job"] == "main"}
+
+
 def front() -> str:
     """What the front page advises, with loss and speed of the same configuration."""
-    engines = {e["type"]: e for e in reversed(read(FRONT)) if e["job"] == "main"}  # of a type's engines the first
-    fast = lambda kind: speed(engines.get(kind), "decode", 48)
+    engines = front_engines()
+    fast = lambda kind: speed(engines.get(kind), "decode", SEQUENCES)
     base, rows = fast("auto"), []
     for wanted, name in PRESETS[:4]:
         row, found = through_cache()[name], fast(f"quantkv_{name}")

@@ -6,7 +6,6 @@ they show of measurements comes from benchmarks/results; a test holds the files 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -15,7 +14,10 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from site_tables import SEQUENCES, front_engines, read, speed, through_cache  # noqa: E402
+
 FOLDER = ROOT / "docs" / "figures"
 WIDTH, MARGIN = 600, 24
 INK, PALE, OURS, OTHERS, WARM = "#1f2933", "#e4e9ee", "#0b6e99", "#9aa5b1", "#c2571a"
@@ -200,10 +202,6 @@ def split() -> str:
 # ---- docs/four-bits.md
 
 
-def read(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
-
-
 def kept_at_16_bits() -> dict:
     """The evaluation of configurations with a calibration and full-precision tokens: SmolLM2 on news."""
     (run,) = [run for run in read("quality.json")["runs"] if (run["part"], run["model"], run["text"]) == ("kl", "smollm2", "news")]
@@ -274,28 +272,22 @@ def losses() -> str:
 
 # ---- README.md
 
-FRONT = "h100-vllm.jsonl"  # one run on one GPU, in which all of the picture and of the front page's table was timed
-DECODE = {"scenario": "decode", "sequences": 48, "context": 8192}
 # Configurations of which speed, bytes and loss were recorded: type in vLLM, name in the file of losses through a real cache. vLLM's own
 # int4 stores the bytes of ours.
 POINTS = {"auto": None, "fp8": "fp8", "int4_per_token_head": "int4", "quantkv_int4": "int4", "quantkv_4bit": "4bit"}
 
 
 def point(kind: str, name: str | None) -> tuple[float, int, float]:
-    """Tokens a second, tokens that fit, and KL of a configuration. StopIteration where one of them was not recorded."""
-    engines = [json.loads(row) for row in (RESULTS / FRONT).read_text().splitlines()]
-    engine = next(engine for engine in engines if (engine["job"], engine["type"]) == ("main", kind))
-    run = next(run for run in engine["found"] if DECODE.items() <= run.items())
-    if name is None:
-        return run["tokens_per_s"], engine["kv_tokens"], 0.0
-    lost = read("through-cache.json")["runs"][0]["formats"]
-    return run["tokens_per_s"], engine["kv_tokens"], next(row for row in lost if row["format"] == name)["kl"]
+    """Tokens a second, tokens that fit, and KL of a configuration. KeyError where it was not recorded."""
+    engine = front_engines()[kind]
+    kl = 0.0 if name is None else through_cache()[name]["kl"]
+    return speed(engine, "decode", SEQUENCES), engine["kv_tokens"], kl
 
 
 def front() -> str:
     """Loss against tokens a second in vLLM: a point is one configuration."""
     left, right, top, bottom, zero = 76, WIDTH - MARGIN, 78, 328, 358
-    x = lambda speed: left + (right - left) * (speed - 500) / (5500 - 500)
+    x = lambda rate: left + (right - left) * (rate - 500) / (5500 - 500)
     y = lambda kl: zero if kl == 0 else top + (bottom - top) * (math.log10(0.2) - math.log10(kl)) / (math.log10(0.2) - math.log10(5e-4))
     shapes = [
         text(MARGIN, 34, "Loss against speed in vLLM: one configuration a point", bold=True),
@@ -304,9 +296,9 @@ def front() -> str:
     ]
     for tick in (0.1, 0.01, 0.001, 0):
         shapes += [line(left, y(tick), right, y(tick), PALE), text(left - 8, y(tick) + 5, f"{tick:g}", 14, INK, "end")]
-    for speed in range(1000, 6000, 1000):
-        shapes.append(text(x(speed), zero + 24, f"{speed:,}", 14, INK, "middle"))
-    timed = "tokens a second, 48 sequences of 8,192, one H100 (higher is better)"
+    for rate in range(1000, 6000, 1000):
+        shapes.append(text(x(rate), zero + 24, f"{rate:,}", 14, INK, "middle"))
+    timed = f"tokens a second, {SEQUENCES} sequences of 8,192, one H100 (higher is better)"
     shapes.append(text((left + right) / 2, zero + 46, timed, 14, INK, "middle"))
     found = {kind: point(kind, name) for kind, name in POINTS.items()}
     _, base, _ = found["auto"]
@@ -317,10 +309,10 @@ def front() -> str:
         ("quantkv_int4", "int4", "middle", 0, -14),
         ("quantkv_4bit", "4bit", "end", -11, 5),
     ):
-        speed, tokens, kl = found[kind]
+        rate, tokens, kl = found[kind]
         color = OURS if kind.startswith("quantkv") else OTHERS
         more = "" if kind == "auto" else f": {tokens / base:.1f}x tokens"
-        shapes += [dot(x(speed), y(kl), color, 6), text(x(speed) + aside, y(kl) + down, said + more, anchor=anchor)]
+        shapes += [dot(x(rate), y(kl), color, 6), text(x(rate) + aside, y(kl) + down, said + more, anchor=anchor)]
     shapes += [
         dot(MARGIN + 6, zero + 73, OURS, 6),
         text(MARGIN + 20, zero + 78, "quantkv"),

@@ -10,6 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from architectures import ARCHITECTURES  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
@@ -178,22 +179,14 @@ def test_what_names_no_sequences_is_refused(llama):
 
 def test_a_cache_with_states_takes_another_batch_after_a_reset():
     """Transformers' own layers keep their states' size when they are reset."""
-    config = transformers.Lfm2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        layer_types=["conv", "full_attention"],
-    )
-    model, ids = use_quantkv_attention(transformers.Lfm2ForCausalLM(config).eval()), torch.arange(3, 13)
-    cache = QuantizedCache(config, "int8")
+    (lfm2,) = (given for given in ARCHITECTURES if given.name == "LFM2")
+    model, ids = use_quantkv_attention(lfm2.build()), torch.arange(3, 13)
+    cache = QuantizedCache(model.config, "int8")
     with torch.no_grad():
         model(ids.view(2, 5), past_key_values=cache)
         cache.reset()
         found, other = (
             model(ids[None], past_key_values=cache).logits,
-            model(ids[None], past_key_values=QuantizedCache(config, "int8")).logits,
+            model(ids[None], past_key_values=QuantizedCache(model.config, "int8")).logits,
         )
     assert torch.equal(found, other)

@@ -7,6 +7,7 @@ build refuses to start over any pool but quantkv's: SGLang serves from quantized
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 
@@ -21,6 +22,7 @@ TESTED = ("0.5.23",)
 ANY_VERSION = "QUANTKV_SGLANG_ANY_VERSION"  # =1 registers with a version of SGLang that was not tested
 SCHEDULER = "sglang.srt.managers.scheduler"  # loaded where models run
 
+logger = logging.getLogger("sglang.quantkv")
 served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
 calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -16,9 +15,7 @@ from ...geometry import Heads
 from ...policy import Policy
 from ...policy_file import check_prompt
 from ..asked import POLICY, PREFIX, check_weights, names, preset, presets, read_policy, warn_of_biases
-from . import POLICY_VARIABLE, PROMPT_VARIABLE, backends
-
-logger = logging.getLogger("sglang.quantkv")
+from . import POLICY_VARIABLE, PROMPT_VARIABLE, backends, logger
 
 PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
 # What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.

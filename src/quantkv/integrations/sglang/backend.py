@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,9 @@ from ...calls import Batch
 from ...engine.forward_metadata import ForwardMetadata
 from ...engine.full_precision_group import FullPrecisionGroup
 from ...engine.warm_up import StepLimits, summary, warm_up, who_serves
-from . import calls, served
+from . import calls, logger, served
 from .layers import Layers
 
-logger = logging.getLogger("sglang.quantkv")
 PER_LAYER = ("sinks",)  # what a model gives with a call of attention, and calls take
 SERVED_MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +10,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from . import backends
 
-logger = logging.getLogger("sglang.quantkv")
 PAGE_SIZE = 16  # where none is asked for
 REQUESTS = 256  # likewise, of those that run at once, which SGLang works out later: those beyond have no full-precision tokens
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"

@@ -6,7 +6,6 @@ eager and needs no pages: an attention backend of its own attends over the rows 
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from ...engine.observed import LayerSums, calibration_of, causal_attention, layer_moments, value_moments
 from ..at_start import contexts, measured, release
 from ..rotations import SeenRotations
+from . import logger
 from .layers import Layers
 
-logger = logging.getLogger("sglang.quantkv")
 ROTARIES = "sglang.srt.layers.rotary_embedding"
 BODIES = ("model", "language_model.model")  # where a model has its layers, in front of its output's weights
 
