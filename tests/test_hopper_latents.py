@@ -10,6 +10,7 @@ from hopper_on_cpu import AVAILABLE, Device
 from latent_batches import SCALE, make, queries
 from quantkv import get_format, implementations
 from quantkv.calls import AttendCall, Batch
+from quantkv.copies import cache_of_copies
 from quantkv.implementations.hopper import attend as hopper
 from quantkv.implementations.hopper.decode.latents import LatentConfig
 from quantkv.implementations.hopper.host import launch
@@ -46,9 +47,13 @@ def batch_of(fmt, heads, lens=LENS, counts=DECODE, dtype=torch.bfloat16, device=
     return call_of(cache, batch, q, max(counts), **options), exact(cache, q, lens, counts, slots, **options)
 
 
-def exact(cache, q, lens, counts, slots, window=0, softcap=0.0, sinks=None):
+def exact(cache, q, lens, counts, slots, **options):
     """Outputs and log-sum-exps in float64 of what the cache holds, on the CPU."""
-    latents, rotated = (t[:, 0].cpu() for t in cache.dequantize(slots, dtype=torch.float64))
+    return exact_of_rows(*(t[:, 0].cpu() for t in cache.dequantize(slots, dtype=torch.float64)), q, lens, counts, **options)
+
+
+def exact_of_rows(latents, rotated, q, lens, counts, window=0, softcap=0.0, sinks=None):
+    """The same of rows: latents, and their rotated dimensions."""
     token, key, out, lse, q = 0, 0, [], [], q.cpu()
     for n, count in zip(lens, counts):
         rows = torch.cat([latents[key : key + n], rotated[key : key + n]], 1)
@@ -90,7 +95,7 @@ def serve(monkeypatch, folder, *given, multiprocessors=1, max_tiles=1024, **argu
 
 
 @runs
-@pytest.mark.parametrize("fmt", ["int4", "int8"])
+@pytest.mark.parametrize("fmt", ["int4", "int8", "levels4", "none"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_numbers_of_heads(fmt, heads, monkeypatch, tmp_path):
     serve(monkeypatch, tmp_path, fmt, heads, *((LENS, DECODE) if heads <= 32 else ((70, 5), (1, 1))))
@@ -119,7 +124,7 @@ def test_batches(heads, arguments, monkeypatch, tmp_path):
 
 
 @runs
-@pytest.mark.parametrize("fmt", ["int4", "int8"])
+@pytest.mark.parametrize("fmt", ["int4", "int8", "levels4", "none"])
 def test_maxima_that_rise(fmt, monkeypatch, tmp_path):
     """Later keys are larger, so that weights are rescaled from KV tile to KV tile."""
     cache, batch, (slots, _), rows = cache_of(fmt, (400,), (1,), device=DEVICE)
@@ -153,18 +158,65 @@ def test_some_of_the_keys(monkeypatch, tmp_path):
     check(call, exact(cache, call.q, (60, 70), (1, 1), torch.cat([slots[130:190], slots[200:]])))
 
 
+def with_copies(fmt, heads, lens, counts, recent=24, size=64, **options):
+    """A call over latents whose latest tokens are read from copies at 16 bits, from a page on that begins at a multiple of 16; and what
+    it has to give."""
+    cache, batch, (slots, _), rows = cache_of(fmt, lens, counts, size=size, device=DEVICE)
+    copies = cache_of_copies(cache, 3 * len(lens), torch.bfloat16)
+    copies.buffer.fill_(0xFF)
+    starts = [max(n - recent, 0) // 16 * 16 for n in lens]
+    table = torch.arange(3 * len(lens), dtype=torch.int32, device=DEVICE).flip(0).view(len(lens), 3)
+    read = [t.clone() for t in cache.dequantize(slots, dtype=torch.float64)]
+    first = 0
+    for s, n in enumerate(lens):
+        places, copied = torch.arange(n - starts[s], device=DEVICE), slice(first + starts[s], first + n)
+        to = table[s, places // size].long() * size + places % size
+        copies.write(*(t[copied] for t in rows), to, implementation="reference")
+        for t, own in zip(read, copies.dequantize(to, dtype=torch.float64)):
+            t[copied] = own
+        first += n
+    ranges = torch.tensor([[0, start] for start in starts], dtype=torch.int32, device=DEVICE)
+    key_start = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    call = call_of(cache, batch, queries(cache, torch.bfloat16, heads, sum(counts)), max(counts), **options)
+    call.segments[0].block_table[:, -1] = -(2**30)
+    call = replace(call, segments=(call.segments[0]._replace(key_range=ranges), copies.segment(table, key_start)))
+    return call, exact_of_rows(*(t[:, 0].cpu() for t in read), call.q, lens, counts, **options)
+
+
+@runs
+@pytest.mark.parametrize(
+    "fmt, heads, arguments",
+    [
+        ("int4", 16, {}),
+        ("levels4", 16, {}),
+        ("levels4", 128, dict(lens=(70, 5), counts=(1, 1))),
+        ("levels4", 16, dict(lens=(900, 3, 700), counts=(1, 2, 1), multiprocessors=2, max_tiles=8)),
+        ("int8", 64, dict(counts=(2, 1, 1, 3), softcap=2.0)),
+        ("levels4", 8, dict(counts=(1, 0, 1, 1), window=100, sinks=torch.linspace(-3, 3, 8, device=DEVICE))),
+    ],
+    ids=str,
+)
+def test_copies_at_16_bits_are_a_source_of_their_own(fmt, heads, arguments, monkeypatch, tmp_path):
+    """What a preset's decode reads: quantized rows, and 16-bit copies of the latest ones, under one map."""
+    device = {name: arguments[name] for name in ("multiprocessors", "max_tiles") if name in arguments}
+    call, want = with_copies(fmt, heads, **{"lens": LENS, "counts": DECODE} | {k: v for k, v in arguments.items() if k not in device})
+    assert [config.key.name for config in hopper.configurations(call)] == [fmt, "bf16"]
+    run(monkeypatch, tmp_path, call, **device)
+    check(call, want)
+
+
 def test_refusals():
     """What the kernel has no code for, by the argument and what is allowed."""
     call, _ = batch_of("int4", 16)
     segment = call.segments[0]
-    others = {name: batch_of(name, 16)[0] for name in ("levels4", "none")}
+    others = {name: batch_of(name, 16)[0] for name in ("levels6", "fp8_token")}
     turn = torch.linalg.qr(torch.randn(512, 512, generator=torch.Generator().manual_seed(0)))[0][None]
     maps = LayerMaps(LinearMap(turn, turn.mT.contiguous()))
     for refused, reason in (
-        (others["levels4"], "format levels4.bf16: latents of levels4 have no code for Hopper"),
-        (others["none"], "format bf16.bf16: latents of bf16 have no code for Hopper"),
+        (others["levels6"], "format levels6.bf16: latents of levels6 have no code for Hopper"),
+        (others["fp8_token"], "format fp8_token.bf16: latents of fp8_token have no code for Hopper"),
         (replace(call, segments=(segment._replace(maps=maps),)), "maps: latents under a Hadamard matrix or none"),
-        (replace(call, segments=(segment, segment)), "2 segments of latents: at most 1"),
+        (replace(call, segments=(segment,) * 5), "5 segments: at most 4"),
         (replace(call, options=AttentionOptions(batch_invariant=True)), "batch_invariant: not of latents"),
         (replace(call, q=call.q.half(), out=None), "rotated dimensions of q.dtype, torch.float16"),
         (replace(call, batch=replace(call.batch, max_query_len=None)), "max_query_len=None"),
@@ -175,9 +227,9 @@ def test_refusals():
     assert hopper._unsupported(call) is None
     served = {
         fmt: implementations.can_serve("hopper", get_format(fmt), "attend")
-        for fmt in ("int4+bf16", "int8+fp16", "int8+fp32", "levels4+bf16")
+        for fmt in ("int4+bf16", "int8+fp16", "int8+fp32", "levels4+bf16", "levels6+bf16")
     }
-    assert served == {"int4+bf16": True, "int8+fp16": True, "int8+fp32": False, "levels4+bf16": False}
+    assert served == {"int4+bf16": True, "int8+fp16": True, "int8+fp32": False, "levels4+bf16": True, "levels6+bf16": False}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +271,7 @@ def compiled(monkeypatch, folder, fmt, heads, counts=DECODE):
 COMPILED = {
     ("int4", 8): (8, 4, 2, 8, 840, 2), ("int4", 16): (16, 3, 2, 8, 840, 2), ("int4", 32): (32, 2, 2, 2, 960, 35),
     ("int4", 48): (24, 3, 2, 2, 940, 35), ("int4", 128): (32, 2, 2, 2, 960, 35), ("int8", 16): (16, 2, 2, 8, 940, 2),
-    ("int8", 128): (16, 2, 2, 8, 940, 2),
+    ("int8", 128): (16, 2, 2, 8, 940, 2), ("levels4", 16): (16, 2, 2, 8, 1210, 2), ("none", 16): (16, 2, 1, 4, 760, 2),
 }  # fmt: skip
 
 
@@ -232,8 +284,9 @@ def test_what_it_is_compiled_to(fmt, heads, monkeypatch, tmp_path, cubins):
         rows, stages, warpgroups, at_once, at_once,
     )  # fmt: skip
     assert config.shared_bytes <= 227 * 1024 - 1024
-    assert sum(map(is_product, loop)) == 32 + 4 + 1 + 32
-    parts = 32 // min(at_once, 8 if fmt == "int4" else 4) + 2 + 32 // at_once
+    zeros = fmt.startswith("int")  # a product of their zero points
+    assert sum(map(is_product, loop)) == 32 + 4 + zeros + 32
+    parts = 32 // min(at_once, {"int8": 4, "none": 2}.get(fmt, 8)) + 1 + zeros + 32 // at_once
     assert sum(name.startswith("WARPGROUP.ARRIVE") for name in loop) == parts
     assert len(loop) <= budget
     local = [name for name in names if name.startswith(("LDL", "STL"))]

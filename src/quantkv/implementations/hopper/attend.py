@@ -47,8 +47,8 @@ def withheld(call: AttendCall) -> str | None:
 def _unsupported(call: AttendCall) -> str | None:
     """Why no Hopper GPU can serve it."""
     q, batch, first = call.q, call.batch, call.segments[0]
-    if len(call.segments) > (most := 1 if first.fmt.latent else SEGMENTS):
-        return f"{len(call.segments)} segments{' of latents' if first.fmt.latent else ''}: at most {most}"
+    if len(call.segments) > SEGMENTS:
+        return f"{len(call.segments)} segments: at most {SEGMENTS}"
     D, HQ, HK, invariant = q.shape[2], q.shape[1], first.k.codes.shape[2], call.options.batch_invariant
     if first.fmt.latent and invariant:
         return "batch_invariant: not of latents"

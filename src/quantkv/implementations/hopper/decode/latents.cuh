@@ -135,7 +135,7 @@ struct LatentProducts {
       const u32 from = tile + (at.rotated ^ i << 4);
       load_shared<16>(from, a + 4 * i), load_shared<16>(from + 8 * SECOND_ROW, b + 4 * i);
     }
-    const float gain[2] = {KEY::scale(meta[0]) * at.latent_gain, KEY::scale(meta[1]) * at.latent_gain};
+    const float gain[2] = {key_scale(meta[0], 1.f) * at.latent_gain, key_scale(meta[1], 1.f) * at.latent_gain};
     wait_for_all_products_but<0>();
     keep_tiles(s);
 #pragma unroll

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ....format import Codec
 from ..host.records import page_bytes
@@ -50,14 +50,16 @@ def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 2
     were not timed.
 
     A block has as many packed query rows as leave room for two consumer warpgroups, with two KV tiles each: one alone could not hide what
-    it waits for. With more than 16, fewer products are begun together, as outputs leave fewer registers."""
+    it waits for. Rows of 16 bits leave none for two: copies of a few tokens are read by one. With more than 16 packed query rows, fewer
+    products are begun together, as outputs leave fewer registers."""
+    little = capacity <= 1 << 10  # work that is spread
 
-    def config(tiles: int) -> LatentConfig:
-        at_once = 8 if tiles <= 2 else 2
-        warps = WORKER_WARPS * (1 if capacity <= 1 << 10 else 2)  # little work is spread
-        given = dict(warps=warps, rope=rope, rope_size=rope_size, keys_at_once=at_once, values_at_once=at_once)
+    def config(tiles: int, warpgroups: int) -> LatentConfig:
+        at_once = 2 if tiles > 2 else 4 if shape.key.row.code_bits == 16 else 8
+        given = dict(warps=WORKER_WARPS * warpgroups, rope=rope, rope_size=rope_size, keys_at_once=at_once, values_at_once=at_once)
         return shape.config(LatentConfig, 8 * tiles, **given)
 
-    most = next(n for n in range(MOST_TILES, 0, -1) if replace(config(n), warps=2 * WORKER_WARPS).stages >= 2)
+    sizes = ((n, warpgroups) for warpgroups in (2, 1) for n in range(MOST_TILES, 0, -1))
+    most, warpgroups = next((n, warpgroups) for n, warpgroups in sizes if config(n, warpgroups).stages >= 2)
     blocks = -(-shape.packed_rows // (8 * most))
-    return config(next(n for n in PACKED_ROW_TILES if 8 * n * blocks >= shape.packed_rows))
+    return config(next(n for n in PACKED_ROW_TILES if 8 * n * blocks >= shape.packed_rows), 1 if little else warpgroups)
