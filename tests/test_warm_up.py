@@ -1,5 +1,6 @@
 """Warming up compiles and names who serves what, and leaves the cache as it was."""
 
+import inspect
 import random
 from itertools import accumulate
 
@@ -108,6 +109,29 @@ def test_full_precision_tokens_compile_nothing_after_the_warm_up(tokens, monkeyp
         pool.advance(torch.zeros(count, 512, dtype=torch.int32), lengths, starts, slots, step)
         pool.note(slots, step)
     assert gpu.found and gpu.found <= compiled
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")
+def test_rows_of_any_requests_are_gathered_by_what_was_compiled(monkeypatch):
+    """An engine gathers latents of some requests of a step: its tensors of them begin anywhere."""
+    from compiled import specialized
+    from quantkv.implementations.triton import gather
+
+    kernel, found = gather.gather_rows_kernel, []
+    names, kept = inspect.signature(kernel.fn).parameters, kernel.kwargs["do_not_specialize"]
+
+    def launched(*arguments, **constants):
+        found.append([(type if name in kept else specialized)(value) for name, value in zip(names, arguments)])
+
+    monkeypatch.setattr(gather, "gather_rows_kernel", {(blocks, 1, 2): launched for blocks in (1, 2)})
+    cache = PagedCache(get_format("levels4").latent_spec(64, 32, 16), 9)
+    table, numbers = torch.zeros(5, 8, dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+    for of in (slice(0, 1), slice(1, 2), slice(2, 5)):
+        segment, starts = cache.segment(table[:, :7][of]), numbers[of.start : of.stop + 1]
+        rows = torch.empty(9 * (of.stop - of.start), 1, 96, dtype=torch.bfloat16)
+        gather.run(segment, starts, numbers[of], rows.split((64, 32), 2), (1.0, 1.0))
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+    assert len({t.data_ptr() % 16 for t in (numbers[0:], numbers[1:], numbers[2:])}) == 3
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")

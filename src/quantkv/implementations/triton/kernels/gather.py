@@ -39,7 +39,7 @@ def copy_rows(pages, out, head, row, page, slot, mask, factor, PLAN: tl.constexp
     tl.store(to, join_planes(rows), mask=mask[:, None] & (column < PLAN.head_size))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_rows"])
+@triton.jit(do_not_specialize=["starts", "first", "table", "num_seqs", "num_rows"])  # of any requests of a step, at any address
 def gather_rows_kernel(
     k_pages,
     v_pages,
