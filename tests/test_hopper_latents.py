@@ -237,17 +237,18 @@ def test_refusals():
     [
         ("int4", 16, DECODE, "hopper"), ("int4", 128, DECODE, "hopper"), ("int8", 128, DECODE, "hopper"),
         ("int8", 16, (8, 1, 1, 1), "hopper"), ("int8", 16, DECODE, "triton"), ("int8", 64, DECODE, "triton"),
+        ("levels4", 16, DECODE, "hopper"), ("levels4", 128, DECODE, "hopper"), ("none", 16, DECODE, "triton"),
     ],
 )  # fmt: skip
 def test_auto_takes_the_faster_kernel(monkeypatch, fmt, heads, counts, chosen):
-    """On Hopper its kernel, and Triton's for int8 with few rows; by name, always."""
+    """On Hopper its kernel, and Triton's for int8 with few rows and for 16 bits; by name, always."""
     call, _ = batch_of(fmt, heads, counts=counts)
     monkeypatch.setattr(launch, "elsewhere", lambda device: None)
     assert implementations.resolve(call, "hopper") == ("hopper", {})
     monkeypatch.setattr(implementations, "ON_CPU", ("hopper", "reference"))
     name, refusals = implementations.resolve(call)
     assert name == ("hopper" if chosen == "hopper" else "reference")
-    assert ("Triton is faster below 128 rows" in refusals.get("hopper", "")) == (chosen == "triton")
+    assert ("latents" in refusals.get("hopper", "")) == (chosen == "triton")
 
 
 # ---- what it is compiled to

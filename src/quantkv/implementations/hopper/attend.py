@@ -39,6 +39,8 @@ def refusal(call: AttendCall) -> str | None:
 def withheld(call: AttendCall) -> str | None:
     """Why "auto" does not choose what serves a call."""
     fmt, HQ, most = call.segments[0].fmt, call.q.shape[1], call.batch.max_query_len
+    if fmt.latent and fmt.k.row.code_bits == 16:  # copies of a few tokens beside pages are read so, whole sequences were not
+        return "latents at 16 bits: not timed beside Triton"
     if fmt.latent and fmt.k.name == "int8" and HQ * most < INT8_LATENT_ROWS:
         return f"int8 latents, {HQ} query heads, max_query_len={most}: Triton is faster below {INT8_LATENT_ROWS} rows of a sequence"
     return None
