@@ -272,9 +272,20 @@ def losses() -> str:
 
 # ---- README.md
 
-# Configurations of which speed, bytes and loss were recorded: type in vLLM, name in the file of losses through a real cache. vLLM's own
-# int4 stores the bytes of ours.
-POINTS = {"auto": None, "fp8": "fp8", "int4_per_token_head": "int4", "quantkv_int4": "int4", "quantkv_4bit": "4bit"}
+# Configurations of which speed, bytes and loss were recorded: type in vLLM -> name in the file of losses through a real cache, label, its
+# anchor and where it stands beside the point. vLLM's own int4, int8 and TurboQuant store the bytes of formats that are measured for them.
+POINTS = {
+    "auto": (None, "16 bits", "end", -11, -9),
+    "fp8": ("fp8", "vLLM's fp8", "end", -11, 5),
+    "int8_per_token_head": ("int8", "vLLM's int8", "start", -6, -12),
+    "int4_per_token_head": ("int4", "vLLM's int4", "start", -4, 24),
+    "turboquant_4bit_nc": ("turboquant_4bit_nc", "vLLM's TurboQuant", "start", -6, -14),
+    "quantkv_int4": ("int4", "int4", "start", 10, 5),
+    "quantkv_8bit": ("8bit", "8bit", "end", -11, 5),
+    "quantkv_4bit": ("4bit", "4bit", "start", 10, 5),
+    "quantkv_3bit": ("3bit", "3bit", "start", 10, 5),
+    "quantkv_2bit": ("2bit", "2bit", "start", 10, 5),
+}
 
 
 def point(kind: str, name: str | None) -> tuple[float, int, float]:
@@ -286,30 +297,24 @@ def point(kind: str, name: str | None) -> tuple[float, int, float]:
 
 def front() -> str:
     """Loss against tokens a second in vLLM: a point is one configuration."""
-    left, right, top, bottom, zero = 76, WIDTH - MARGIN, 78, 328, 358
-    x = lambda rate: left + (right - left) * (rate - 500) / (5500 - 500)
-    y = lambda kl: zero if kl == 0 else top + (bottom - top) * (math.log10(0.2) - math.log10(kl)) / (math.log10(0.2) - math.log10(5e-4))
+    left, right, top, bottom, zero = 84, WIDTH - MARGIN, 78, 358, 388
+    x = lambda rate: left + (right - left) * (rate - 500) / (6000 - 500)
+    y = lambda kl: zero if kl == 0 else top + (bottom - top) * (math.log10(0.2) - math.log10(kl)) / (math.log10(0.2) - math.log10(1e-5))
     shapes = [
         text(MARGIN, 34, "Loss against speed in vLLM: one configuration a point", bold=True),
         text(MARGIN, 58, "KL, nats a token (lower is better)", 14),
         text(right, 58, "better: down and to the right", 14, WARM, "end"),
     ]
-    for tick in (0.1, 0.01, 0.001, 0):
-        shapes += [line(left, y(tick), right, y(tick), PALE), text(left - 8, y(tick) + 5, f"{tick:g}", 14, INK, "end")]
+    for tick in ("0.1", "0.01", "0.001", "0.0001", "0"):
+        at = y(float(tick))
+        shapes += [line(left, at, right, at, PALE), text(left - 8, at + 5, tick, 14, INK, "end")]
     for rate in range(1000, 6000, 1000):
         shapes.append(text(x(rate), zero + 24, f"{rate:,}", 14, INK, "middle"))
     timed = f"tokens a second, {SEQUENCES} sequences of 8,192, one H100 (higher is better)"
     shapes.append(text((left + right) / 2, zero + 46, timed, 14, INK, "middle"))
-    found = {kind: point(kind, name) for kind, name in POINTS.items()}
-    _, base, _ = found["auto"]
-    for kind, said, anchor, aside, down in (
-        ("auto", "16 bits", "end", -11, -9),
-        ("fp8", "vLLM's fp8", "end", -11, 5),
-        ("int4_per_token_head", "vLLM's int4", "start", -6, -14),
-        ("quantkv_int4", "int4", "middle", 0, -14),
-        ("quantkv_4bit", "4bit", "end", -11, 5),
-    ):
-        rate, tokens, kl = found[kind]
+    _, base, _ = point("auto", None)
+    for kind, (name, said, anchor, aside, down) in POINTS.items():
+        rate, tokens, kl = point(kind, name)
         color = OURS if kind.startswith("quantkv") else OTHERS
         more = "" if kind == "auto" else f": {tokens / base:.1f}x tokens"
         shapes += [dot(x(rate), y(kl), color, 6), text(x(rate) + aside, y(kl) + down, said + more, anchor=anchor)]
