@@ -40,7 +40,7 @@ PRESETS = (  # with nothing set up: what for, and the configuration
     ("2 bits", "2bit"),
     ("4 bits as vLLM stores them", "int4"),
 )
-FRONT, SEQUENCES = "h100-vllm.jsonl", 48  # speeds of the front page and its picture, all of one run: decode of so many sequences of 8,192
+FRONT, SEQUENCES = "h100-vllm.jsonl", 48  # speeds of the front page and its picture: decode of so many sequences of 8,192
 # Models of the benchmark of quality, with the bytes of a token and kv head at 16 bits, and what of its configurations is shown.
 MODELS = {"smollm2": ("SmolLM2-135M", 256), "qwen": ("Qwen2 0.5B, keys with biases", 256), "gemma": ("Gemma 3 270M", 1024)}
 BY_MODEL = ("int4", "levels4 +16,24", "tuned 80 +16,24", "tuned 52 +16,24", "tuned 48 +16,24", "trellis2 +16,24")
@@ -100,7 +100,7 @@ def choose() -> str:
 
 
 def front_engines() -> dict[str, dict]:
-    """The engines of the run that the front page is of, by their types in vLLM; of several of a type the first."""
+    """The engines that the front page is of, by their types in vLLM; of several of a type the newest, which comes first."""
     return {engine["type"]: engine for engine in reversed(read(FRONT)) if engine["job"] == "main"}
 
 
