@@ -1,5 +1,7 @@
 """1,000 calls of everything public with anything, the same ones in every run (`scripts/fuzz.py` makes others), and what they found."""
 
+import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from fuzzing import attention, command, configurations, elsewhere, files, names, refusals, rows, tables
+from fuzzing.announced import Refused, announced
 from fuzzing.anything import Tensor
-from quantkv import PagedCache, get_format
+from quantkv import PagedCache, get_format, implementations
+from quantkv.calls import AttendCall
+from quantkv.implementations.reference import attend as reference
 from quantkv.page_table import PageTable
 from quantkv.policy import Policy
 
@@ -188,3 +193,96 @@ def test_a_file_that_a_call_leaves_is_a_failure(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match=r"paths that were made up: \[' '\]"), elsewhere():
         refusals.cache_of().save(" ")
     assert not list(tmp_path.iterdir()) and Path.cwd() == tmp_path
+
+
+# ---- the script
+
+
+@pytest.fixture
+def script():
+    path = Path(__file__).resolve().parents[1] / "scripts" / "fuzz.py"
+    spec = importlib.util.spec_from_file_location("fuzz", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def attention_by(script, name, cases=20):
+    return script.main(["--only", "attention", "--cases", str(cases), "--implementation", name])
+
+
+SIMPLE = attention.Case(1, (9, 3), (2, 1), (attention.Part("int4"),))
+
+
+def test_what_an_implementation_announces_is_counted_and_no_failure(script, capsys):
+    """On a CPU Hopper refuses every write, so every case."""
+    assert attention_by(script, "hopper") == 0
+    out = capsys.readouterr().out
+    assert "attention: 20 cases, 20 refused" in out and "20 cases with seed 1: 0 distinct failures, 20 refused" in out
+    with pytest.raises(Refused, match="implementation='hopper': tensors are on cpu: a Hopper GPU is needed"):
+        attention.check(SIMPLE, "hopper")
+
+
+def test_reads_are_tried_where_an_implementation_does_not_write():
+    with pytest.raises(Refused, match="implementation='prefill': 3 queries, fewer than"):
+        attention.check(SIMPLE, "prefill")
+
+
+def refuses(call):
+    raise ValueError("implementation='reference': no such call")
+
+
+def wrong(call):
+    call.out.fill_(1)
+
+
+@pytest.mark.parametrize("fault, found", [(refuses, "ValueError at test_fuzz.py"), (wrong, "AssertionError at attention.py")])
+def test_a_planted_fault_of_an_implementation_is_found(script, capsys, monkeypatch, fault, found):
+    """A refusal that `refusal` does not announce is one, in whatever words."""
+    monkeypatch.setattr(reference, "run", fault)
+    monkeypatch.setattr(reference, "prepare", lambda call: fault)
+    assert attention_by(script, "reference", 40) == 1
+    out = capsys.readouterr().out
+    assert found in out and ", 0 refused" in out and "0 distinct failures" not in out
+
+
+def test_auto_refuses_nothing(script, capsys, monkeypatch):
+    asked = implementations.refusal
+    monkeypatch.setattr(implementations, "refusal", lambda name, call: "planted" if isinstance(call, AttendCall) else asked(name, call))
+    assert attention_by(script, "auto") == 1
+    out = capsys.readouterr().out
+    assert "implementation='auto': planted; planted" in out and "1 distinct failures, 0 refused" in out
+
+
+def test_other_refusals_pass_and_nothing_stays_patched():
+    asked = implementations.refusal
+    for message in ("q=1: a tensor is needed", "implementation='hopper': planted"):
+        with pytest.raises(ValueError, match=message), announced("hopper"):
+            raise ValueError(message)
+    assert implementations.refusal is asked
+
+
+def test_a_bias_has_a_row_for_each_query_of_the_bound_where_it_is_not_checked_on_the_host():
+    """On a GPU the bound is all that is known, and the call was refused by name."""
+    for seed in range(20):
+        case = replace(SIMPLE, seed=seed, bounds=("max_query_len",), options={"qq_bias": (2, 2)})
+        made = attention.Made(case)
+        made.device = "cuda"
+        assert made.bounds() == {"max_query_len": 2}
+
+
+def test_a_run_says_how_far_it_came(script, capsys, monkeypatch):
+    lines = []
+
+    class Target:
+        cases, SHARE = attention.cases, 1
+
+        @staticmethod
+        def check(case, **how):
+            while not lines:
+                lines.extend(line for line in capsys.readouterr().err.splitlines() if "cases" in line)
+
+    monkeypatch.setattr(script, "EVERY", 0.01)
+    monkeypatch.setitem(script.TARGETS, "rows", Target)
+    assert script.main(["--only", "rows", "--cases", "3", "--seed", "7"]) == 0
+    assert lines[0].startswith("0 s: ") and lines[0].endswith("of 3 cases with seed 7 (rows 1), 0 refused")
