@@ -159,6 +159,20 @@ def test_no_queries(implementation, key_mean, queries, keys):
     assert out.shape == again(b.cache, b.q).shape == again(b.cache, b.q).shape == (0, 6, 64) and lse.shape == (0, 6)
 
 
+@pytest.mark.parametrize("name, bound", [("max_query_len", "a"), ("max_query_len", 1.0), ("max_query_len", -1), ("max_seq_len", True)])
+def test_a_bound_is_a_number_of_tokens_also_where_the_call_knows_it_better(name, bound):
+    """Without cu_seqlens_q a sequence has one query, so that this bound was not looked at; beside lengths it was compared with a number."""
+    b = batch(queries=(1, 1))
+    places = dict(block_table=b.block_table, seq_lens=b.seq_lens)
+    for lengths in (None, [(1, 20), (1, 9)]):
+        given = {**places, "lengths": lengths, name: bound}
+        for call in (lambda given: b.cache.attend(b.q, **given), lambda given: prepare_attend(**given)(b.cache, b.q)):
+            with pytest.raises(ValueError, match=f"^{name}={bound}: None or a number of tokens is needed"):
+                call(given)
+            with pytest.raises(ValueError, match=f"^{name}={bound}: None or a number of tokens is needed"):
+                call({**given, "cu_seqlens_q": b.cu_seqlens_q})
+
+
 # ---- inference mode
 
 

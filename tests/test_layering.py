@@ -73,10 +73,10 @@ ALLOWED = {
     "whole_file": set(),
     "page_file": {"checks", "page_meaning", "whole_file"},
     "page_meaning": {"checks", "format", "maps", "names"},
-    "page_views": {"calls", "checks", "format", "maps", "page_meaning", "spec"},
+    "page_views": {"cache", "calls", "checks", "format", "maps", "page_meaning", "spec"},
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
-    "warmup": {"cache", "calls", "full_precision", "implementations", "options", "prepared", "copies", "triton", "under_way"},
+    "warmup": {"cache", "calls", "checks", "full_precision", "implementations", "options", "prepared", "copies", "triton", "under_way"},
     "weights": {"checks"},
     "calibration": {"weights", "checks", "format", "geometry", "maps", "plain_json", "tensor_file", "whole_file"},
     "policy": {

@@ -238,6 +238,16 @@ def test_page_numbers_are_checked_first(pages, targets, match):
     assert not other.buffer.any()
 
 
+@pytest.mark.parametrize("wrong", [None, "cache", torch.zeros(4, 2, 16, dtype=torch.uint8)])
+def test_what_has_no_pages_is_refused_by_name(wrong):
+    cache = cache_of("int4", seed=3)
+    before = cache.buffer.clone()
+    for name, sides in (("source", (wrong, cache)), ("target", (cache, wrong))):
+        with pytest.raises(ValueError, match=f"^{name}={type(wrong).__name__}: a PagedCache or PageViews is needed"):
+            copy_pages_between(*sides, [0], [1])
+    assert torch.equal(cache.buffer, before)
+
+
 def test_pages_of_one_cache_may_change_places():
     cache = cache_of("int4", seed=4)
     before = cache.k.codes.clone()

@@ -28,6 +28,49 @@ def test_warm_up():
     assert seen[-1][:2] == (5, 5) and seen[0][2].startswith("write of 2 tokens: ")
 
 
+@pytest.mark.parametrize(
+    "argument, value, match",
+    [
+        ("cache", None, "^cache=NoneType: a PagedCache is needed"),
+        ("cache", "int4", "^cache=str: a PagedCache is needed"),
+        ("num_heads", "4", "^num_heads=4: a number of query heads is needed"),
+        ("num_heads", 0, "^num_heads=0: a number of query heads"),
+        ("num_heads", 3, r"^q\.shape\[1\]=3: a multiple of the 2 kv heads"),
+        ("dtype", "bf16", r"^dtype=bf16: one of torch\.bfloat16"),
+        ("query_lens", 1, "^query_lens=1: a sequence of integers of at least 0"),
+        ("query_lens", [1.0], r"^query_lens=\[1\.0\]: a sequence of integers"),
+        ("batch_sizes", 64, "^batch_sizes=64: a sequence of integers"),
+        ("batch_sizes", [1, True], r"^batch_sizes=\[1, True\]: a sequence of integers"),
+        ("write_sizes", None, "^write_sizes=None: a sequence of integers"),
+        ("write_sizes", (-1,), r"^write_sizes=\[-1\]: a sequence of integers of at least 0"),
+        ("max_seq_len", "64", "^max_seq_len=64: a number of tokens is needed"),
+        ("mixed", 1, "^mixed=int: a sequence of batches"),
+        ("mixed", [(1, 2)], r"^mixed\[0\]=\(1, 2\): a pair \(queries, keys\) for each sequence"),
+        ("mixed", [[(1, 2)], [("a", 2)]], r"^mixed\[1\]=\[\('a', 2\)\]: a pair \(queries, keys\) of integers"),
+        ("mixed", [[(3, 2)]], r"^mixed\[0\]=\[\(3, 2\)\]: at least one pair, of 0 <= queries <= keys"),
+        ("mixed", [[]], r"^mixed\[0\]=\[\]: at least one pair"),
+        ("table_width", 1.5, "^table_width=float: a number of pages or None"),
+        ("table_width", -1, "^table_width=-1: a number of pages or None"),
+        ("full_precision", 16, "^full_precision=int: FullPrecisionTokens or None"),
+        ("own", 1, "^own=int: True or False is needed"),
+        ("block_table", torch.zeros(1, 1), r"^options=\['block_table'\]: those are made for each call"),
+        ("scale", "1", "^scale=1: a finite number is needed"),
+        ("colour", 1, r"^options=\['colour'\]: allowed: causal"),
+        ("progress", 10, r"^progress=int: a function of \(done, all, what\) or None"),
+    ],
+)
+def test_what_is_no_size_is_refused_by_name_before_anything_runs(argument, value, match, monkeypatch):
+    ran = []
+    monkeypatch.setattr(implementations, "run", lambda *call: ran.append(call))
+    sizes = dict(query_lens=(1,), batch_sizes=(1,), write_sizes=(1,), max_seq_len=64)
+    given = {"cache": PagedCache(get_format("int4").cache_spec(2, 64), 4, DEVICE), "num_heads": 4, **sizes, argument: value}
+    asked = [warm_up] if argument in ("progress", "full_precision") else [warm_up, warmup.who_serves, warmup.compile_ahead]
+    for each in asked:
+        with pytest.raises(ValueError, match=match):
+            each(**given)
+    assert not ran
+
+
 GEOMETRIES = {  # query heads, kv heads, head size, options, tokens of a page, positions, format
     "llama": (32, 8, 128, {}, 16, 4096, "int4"),
     "gemma 3": (8, 4, 256, {"window": 1024}, 64, 2600, "int8"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from numbers import Integral
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -102,10 +101,11 @@ class Batch:
     lengths: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.lengths is not None and self.lengths:
-            for name, column in (("max_query_len", 0), ("max_seq_len", 1)):
+        for name, column in (("max_query_len", 0), ("max_seq_len", 1)):
+            bound = getattr(self, name)
+            checks.bound(name, bound)
+            if self.lengths:
                 longest = max(pair[column] for pair in self.lengths)
-                bound = getattr(self, name)
                 if bound is not None and bound < longest:
                     checks.refuse(name, bound, f"lengths name a sequence of {longest}")
                 object.__setattr__(self, name, longest)
@@ -126,8 +126,9 @@ class Batch:
             num_seqs = seq_lens.shape[0]
             if isinstance(q, torch.Tensor) and q.ndim and q.shape[0] != num_seqs:
                 checks.refuse("cu_seqlens_q", None, f"{q.shape[0]} queries for {num_seqs} sequences: say where each starts")
+            checks.bound("max_query_len", max_query_len)
             cu_seqlens_q, max_query_len = torch.arange(num_seqs + 1, device=seq_lens.device, dtype=torch.int32), 1
-        return cls(cu_seqlens_q, seq_lens, max_query_len, max_seq_len, None if lengths is None else _pairs(lengths))
+        return cls(cu_seqlens_q, seq_lens, max_query_len, max_seq_len, None if lengths is None else checks.pairs("lengths", lengths))
 
     @property
     def num_seqs(self) -> int:
@@ -142,27 +143,13 @@ class Batch:
         return tuple(zip(read, read[self.num_seqs :]))
 
     def check(self, tokens: int, device: torch.device) -> None:
-        """ValueError where types, shapes, bounds or lengths do not fit each other or the rows of q. No values are read."""
+        """ValueError where types, shapes or lengths do not fit each other or the rows of q. No values are read."""
         checks.tensor("seq_lens", self.seq_lens, (None,), checks.INDEX_DTYPES, device)
         checks.tensor("cu_seqlens_q", self.cu_seqlens_q, (self.num_seqs + 1,), checks.INDEX_DTYPES, device)
-        for name in ("max_query_len", "max_seq_len"):
-            if getattr(self, name) is not None:
-                checks.integer(name, getattr(self, name), 0, "None or a number of tokens")
         if self.lengths is not None and len(self.lengths) != self.num_seqs:
             checks.refuse("lengths", f"{len(self.lengths)} pairs", f"one for each of {self.num_seqs} sequences is needed")
         if self.lengths is not None and sum(queries for queries, _ in self.lengths) != tokens:
             checks.refuse("lengths", list(self.lengths), f"their queries are the {tokens} of q")
-
-
-def _pairs(lengths: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    try:
-        pairs = tuple(map(tuple, lengths))
-    except TypeError:
-        checks.refuse("lengths", repr(lengths), "a pair (queries, keys) for each sequence is needed")
-    kinds = {*map(type, chain.from_iterable(pairs))}
-    if not {*map(len, pairs)} <= {2} or not all(issubclass(kind, Integral) for kind in kinds):
-        checks.refuse("lengths", list(pairs), "a pair (queries, keys) of integers for each sequence is needed")
-    return pairs
 
 
 def _like(call: T, **changed: Any) -> T:

@@ -6,6 +6,8 @@ import hashlib
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from numbers import Integral
 
 import torch
 
@@ -81,6 +83,36 @@ def page_numbers(pages: Iterable[int], num_blocks: int, argument: str = "pages")
     if repeated:
         refuse(argument, repeated[0], "repeated: a page can be named once")
     return numbers
+
+
+def bound(argument: str, value: int | None) -> None:
+    """Check an upper bound of queries or keys; None: no bound is known."""
+    if value is not None:
+        integer(argument, value, 0, "None or a number of tokens")
+
+
+def counts(argument: str, values: Iterable[int]) -> list[int]:
+    """Numbers of something, as ints of at least 0. ValueError for anything else: floats, bools, a number alone."""
+    try:
+        given = list(values)
+        numbers = [-1 if isinstance(n, bool) else operator.index(n) for n in given]
+    except TypeError:
+        given, numbers = values, [-1]
+    if min(numbers, default=0) < 0:
+        refuse(argument, repr(given), "a sequence of integers of at least 0 is needed")
+    return numbers
+
+
+def pairs(argument: str, lengths: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """`(queries, keys)` of each sequence of a batch. ValueError for anything else."""
+    try:
+        found = tuple(map(tuple, lengths))
+    except TypeError:
+        refuse(argument, repr(lengths), "a pair (queries, keys) for each sequence is needed")
+    kinds = {*map(type, chain.from_iterable(found))}
+    if not {*map(len, found)} <= {2} or not all(issubclass(kind, Integral) for kind in kinds):
+        refuse(argument, list(found), "a pair (queries, keys) of integers for each sequence is needed")
+    return found
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:

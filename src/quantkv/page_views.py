@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from . import checks
+from .cache import PagedCache
 from .calls import PagedTensor, Segment
 from .format import Format
 from .maps import LayerMaps
 from .page_meaning import PageMeaning
 from .spec import CacheSpec
-
-if TYPE_CHECKING:
-    from .cache import PagedCache
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,12 @@ def copy_pages_between(
     """Copy `pages` of `source` onto `target_pages` (the same numbers if None) of `target`, in order: the codes and metadata of every
     token and head, byte for byte, from one layout and device to another.
 
-    ValueError, with nothing copied, where page numbers are not distinct pages of their cache, or a byte would not mean the same in
-    the target: another format, another number of tokens in a page, other heads, head sizes, scales or maps.
+    ValueError, with nothing copied, where one side is no cache and no views, where page numbers are not distinct pages of their cache, or
+    where a byte would not mean the same in the target: another format, another number of tokens in a page, other heads, head sizes, scales
+    or maps.
     """
+    for name, side in (("source", source), ("target", target)):
+        checks.instance(name, side, (PagedCache, PageViews), "a PagedCache or PageViews")
     pages = checks.page_numbers(pages, source.num_blocks, "pages")
     targets = checks.page_numbers(pages if target_pages is None else target_pages, target.num_blocks, "target_pages")
     if len(targets) != len(pages):

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import deprecated, implementations, under_way
+from . import checks, deprecated, implementations, under_way
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
 from .copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
@@ -22,6 +22,7 @@ from .prepared import prepare_attend
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
 FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
+OF_EACH_CALL = frozenset({"block_table", "seq_lens", "cu_seqlens_q", "max_query_len", "lengths"})  # arguments that no option can be
 ROWS = 16 * 160  # queries times heads from which on kernels are cut as for many: more than of any GPU's multiprocessors
 
 
@@ -51,11 +52,13 @@ def warm_up(
     read from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
     `PagedCache.attend`. options: of `PagedCache.attend`, as requests will have them.
     What is compiled is compiled before anything runs, by as many threads as there are cores.
+    ValueError, before that, naming the argument, its value and what is allowed.
     """
-    batch_sizes, mixed = list(batch_sizes), list(mixed)
+    checks.instance("progress", progress, (Callable, type(None)), "a function of (done, all, what) or None")
+    sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
-    calls = dict(given.calls(query_lens, batch_sizes, write_sizes, mixed))
-    served, _ = _compile(given, calls, batch_sizes, bool(mixed))
+    calls = dict(given.calls(sizes))
+    served, _ = _compile(given, calls, sizes)
     for done, (name, call) in enumerate(calls.items(), 1):
         implementations.run(served[name], call)
         if progress is not None:
@@ -82,12 +85,12 @@ def compile_ahead(
     **options: object,
 ) -> dict[str, int]:
     """Compile what `warm_up` would, and run nothing: {compiler: kernels}. On a machine without a GPU inside `assumed.assuming`."""
-    batch_sizes, mixed = list(batch_sizes), list(mixed)
+    sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
-    return _compile(given, dict(given.calls(query_lens, batch_sizes, write_sizes, mixed)), batch_sizes, bool(mixed))[1]
+    return _compile(given, dict(given.calls(sizes)), sizes)[1]
 
 
-def _compile(given: _Given, calls: dict[str, Call], batch_sizes: list[int], mixed: bool) -> tuple[dict[str, str], dict[str, int]]:
+def _compile(given: _Given, calls: dict[str, Call], sizes: _Sizes) -> tuple[dict[str, str], dict[str, int]]:
     """Compile on all cores what calls need, and where batches are mixed what others need: who serves each, and how many kernels by whom."""
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
     with _Ahead(given.cache.device) as ahead:
@@ -95,7 +98,7 @@ def _compile(given: _Given, calls: dict[str, Call], batch_sizes: list[int], mixe
             if served[name] not in implementations.ON_CPU:
                 ahead.of(partial(implementations.run, served[name], call))
         ahead.of(given.copied)
-        for call in given.others(batch_sizes) if mixed else ():
+        for call in given.others(sizes.batch_sizes) if sizes.mixed else ():
             name = implementations.resolve(call)[0]
             serving = implementations.module(name, implementations.kind(call))
             if hasattr(serving, "compiled_for"):
@@ -119,8 +122,9 @@ def who_serves(
 ) -> dict[str, tuple[str, dict[str, str]]]:
     """What `warm_up` would run, without running or compiling it: {what it is: the implementation that serves it, and why each one that goes
     before it does not}."""
+    sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, own, options)
-    return {name: implementations.resolve(call) for name, call in given.calls(query_lens, batch_sizes, write_sizes, mixed)}
+    return {name: implementations.resolve(call) for name, call in given.calls(sizes)}
 
 
 def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: int, own: bool = False) -> list[list[tuple[int, int]]]:
@@ -173,6 +177,26 @@ class _Ahead:
                 self.pool.submit(each.cubin)
 
 
+class _Sizes(NamedTuple):
+    """How large the calls are, as `warm_up` is told."""
+
+    query_lens: list[int]
+    batch_sizes: list[int]
+    write_sizes: list[int]
+    mixed: list[tuple[tuple[int, int], ...]]
+
+    @classmethod
+    def of(cls, query_lens: object, batch_sizes: object, write_sizes: object, mixed: object) -> _Sizes:
+        """Sizes that were given. ValueError for what is none."""
+        named = {"query_lens": query_lens, "batch_sizes": batch_sizes, "write_sizes": write_sizes}
+        checks.instance("mixed", mixed, Iterable, "a sequence of batches, of a pair (queries, keys) for each sequence")
+        found = [checks.pairs(f"mixed[{i}]", batch) for i, batch in enumerate(mixed)]
+        for i, batch in enumerate(found):
+            if not batch or not all(0 <= queries <= keys for queries, keys in batch):
+                checks.refuse(f"mixed[{i}]", list(batch), "at least one pair, of 0 <= queries <= keys, is needed")
+        return cls(*(checks.counts(name, values) for name, values in named.items()), found)
+
+
 @dataclass(frozen=True)
 class _Given:
     """What the calls of a cache have in common. held: tensors that they share, by what they are."""
@@ -187,15 +211,28 @@ class _Given:
     options: dict[str, object]
     held: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def calls(self, query_lens, batch_sizes, write_sizes, mixed) -> Iterable[tuple[str, Call]]:
-        for count in write_sizes:
+    def __post_init__(self) -> None:
+        checks.instance("cache", self.cache, PagedCache, "a PagedCache")
+        checks.integer("num_heads", self.num_heads, 1, "a number of query heads")
+        if self.dtype not in checks.ROW_DTYPES:
+            checks.refuse("dtype", self.dtype, f"one of {', '.join(map(str, checks.ROW_DTYPES))} is needed")
+        checks.integer("max_seq_len", self.max_seq_len, 1, "a number of tokens")
+        checks.instance("table_width", self.table_width, (int, type(None)), "a number of pages or None")
+        checks.integer("table_width", self.table_width or 0, 0, "a number of pages or None")
+        checks.instance("full_precision", self.full_precision, (FullPrecisionTokens, type(None)), "FullPrecisionTokens or None")
+        checks.instance("own", self.own, bool, "True or False")
+        if taken := sorted(self.options.keys() & OF_EACH_CALL):
+            checks.refuse("options", taken, "those are made for each call")
+
+    def calls(self, sizes: _Sizes) -> Iterable[tuple[str, Call]]:
+        for count in sizes.write_sizes:
             yield from self.writes(count)
-        for queries in query_lens:
-            for sequences in batch_sizes:
+        for queries in sizes.query_lens:
+            for sequences in sizes.batch_sizes:
                 batch = Batch(*self.starts([(queries, queries)] * sequences), queries, self.max_seq_len)
                 yield f"attend of {sequences} x {queries} queries", self.attend(batch)
-        for lengths in mixed:
-            call = self.attend(Batch(*self.starts(lengths), lengths=tuple(lengths)))
+        for lengths in sizes.mixed:
+            call = self.attend(Batch(*self.starts(lengths), lengths=lengths))
             for run in batches.cut(call):
                 yield f"attend of {_described(run.call.batch)}", run.call
 
