@@ -340,6 +340,29 @@ def test_another_attention_is_refused():
         refused(RuntimeError, "use_quantkv_attention", model, ids, past_key_values=QuantizedCache(model.config))
 
 
+@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("length", ["new", "stored", "one less"])
+def test_a_mask_of_fewer_tokens_than_there_are_is_refused(llama, new, length):
+    """Of ones alone it was taken for one that says that nothing is padded."""
+    ids, _ = prompts([9, 9])
+    cache, there = QuantizedCache(llama.config, "int8"), 9 + new
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+    given = {"new": new, "stored": 9, "one less": there - 1}[length]
+    mask, match = torch.ones(2, there, dtype=torch.long), rf"attention_mask\.shape=\(2, {given}\): \(2, {there}\) is needed"
+    refused(ValueError, match, llama, ids[:, :new], attention_mask=mask[:, :given], past_key_values=cache)
+    with torch.no_grad():
+        llama(ids[:, :new], attention_mask=mask, past_key_values=cache)
+    refused(
+        ValueError,
+        r"=\(2, 5\): \(2, 9\) is needed",
+        llama,
+        ids,
+        attention_mask=mask[:, :5],
+        past_key_values=QuantizedCache(llama.config, "int8"),
+    )
+
+
 def test_what_is_not_supported_is_refused_by_name(llama):
     ids, mask = prompts([9, 4])
     fresh = lambda: QuantizedCache(llama.config, "int8")

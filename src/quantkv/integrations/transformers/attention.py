@@ -201,15 +201,16 @@ def quantkv_mask(
     kv_length.windows.add(local_size)
     if attention_mask is None:
         return None
-    padding = attention_mask.bool()
+    padding, fewer = attention_mask.bool(), False
     if not isinstance(q_offset, torch.Tensor):
         padding = padding[:, : q_offset + q_length]
-    if q_length == 1:
+        fewer = padding.shape[1] < q_offset + q_length  # than there are tokens: handed on as it is, and the cache refuses its shape
+    if q_length == 1 and not fewer:
         return mask_summary(padding)
     mask = padding[:, None, None]  # of four dimensions, as models expect of a mask that they cut
     if torch.compiler.is_compiling():
         return mask
-    if bool(padding.all()):
+    if not fewer and bool(padding.all()):
         return None
     mask.padding = padding
     return mask
