@@ -18,11 +18,13 @@ TITLES = {
     "fit": "decode, all x {context:,} that fit",
     "serving": "{requests} requests, {rate:g} a second: tokens/s; 99th percentile between tokens",
     "reasoning": "{requests} requests of {prompt:,} and about {answer:,} new tokens",
-    "verify": "drafts of 4, {sequences} x {context:,}",
+    "drafts": "{sequences} x {context:,}",
+    "verify": "drafts of 4, accepted as they come, {sequences} x {context:,}",  # of lines before 2026-11-26
 }
 JOBS = dict.fromkeys(("two_gpus", "two_gpus_reasoning"), "two GPUs, Llama-3-70B with 20 layers: ")
 JOBS |= {"two_gpus_latents": "two GPUs, DeepSeek-V3 with 16 layers, 16 heads on each: "}
 JOBS |= {f"latents{n}": f"DeepSeek-V3 with 16 layers, {n} heads: " for n in (16, 128)}
+JOBS |= {"ngram": "4 drafts found in the text, 2.5 tokens a step accepted: ", "eagle3": "3 drafts of EAGLE-3, 2.5 tokens a step accepted: "}
 LEFT_OUT = ("smoke", "cache", "invariant")  # models of two layers
 
 

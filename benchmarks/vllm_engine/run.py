@@ -13,7 +13,9 @@ line of results.jsonl in --out, and `report.py` makes the table. Jobs:
     latents16, latents128
                DeepSeek-V3's geometry with 16 or 128 heads: 16 layers, each with an eighth of a dense layer's inner size and no experts
     cache      a model of two layers: answers from the prefix cache, and of requests that were preempted, against those asked alone
-    verify     Llama-3-8B with drafts found in the text (ngram, 4 tokens)
+    ngram, eagle3
+               Llama-3-8B with drafts: 4 tokens found in the text (ngram), or 3 of an EAGLE-3 head. Weights are random, so vLLM accepts
+               drafts at random too, ACCEPTED tokens a step with every type
     invariant  VLLM_BATCH_INVARIANT=1: three sequences replay the graph of four with the tokens of four
     two_gpus, two_gpus_reasoning
                a quarter of Llama-3-70B's layers on two GPUs: decode; short prompts and long answers
@@ -78,9 +80,11 @@ SMALL_JOBS = ("smoke", "cache", "invariant", "one_rank", "two_ranks")
 GEOMETRIES |= dict.fromkeys(SMALL_JOBS, SMALL)
 FROM_CHECKPOINT = ("one_rank", "two_ranks")
 ON_TWO = ("two_gpus", "two_gpus_reasoning", "two_gpus_latents", "two_ranks")
-JOBS = ("smoke", "main", "reasoning", "latents16", "latents128", "cache", "verify", "invariant", "one_rank", *ON_TWO)
+DRAFTS = {"ngram": 4, "eagle3": 3}  # tokens of a draft
+ACCEPTED = 2.5  # tokens of a step and sequence, the one that is no draft's included
+JOBS = ("smoke", "main", "reasoning", "latents16", "latents128", "cache", *DRAFTS, "invariant", "one_rank", *ON_TWO)
 REASONING = ("reasoning", "two_gpus_reasoning")
-DECODING = ("main", "latents16", "latents128")  # jobs that take --decode
+DECODING = ("main", "latents16", "latents128", *DRAFTS)  # jobs that take --decode
 CACHES = ("QUANTKV_CACHE", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # folders of kernels
 CACHE_BLOCKS = 66  # of 16 tokens: they hold one request of the longest, and not the four of the job `cache`
 FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quantkv_int2": 720}  # sequences of 8,192 on 141 GB
@@ -137,6 +141,15 @@ def common_arguments(kv_type: str, graphs: list[int]) -> dict:
     }
 
 
+def drafts(job: str, out: Path) -> dict:
+    """vLLM's speculative configuration of a job with drafts."""
+    found = {"num_speculative_tokens": DRAFTS[job], "rejection_sample_method": "synthetic", "synthetic_acceptance_length": ACCEPTED}
+    if job == "ngram":
+        return found | {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    head = LLAMA_8B | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCABULARY}
+    return found | {"method": "eagle3", "model": write_config(out / "models" / "eagle3-head", **head)}
+
+
 def engine(job: str, kv_type: str, out: Path, args) -> object:
     """An LLM of vLLM for this job and this KV type."""
     import checkpoint
@@ -173,9 +186,9 @@ def engine(job: str, kv_type: str, out: Path, args) -> object:
         checkpoint.write_weights(folder, geometry)
         if kv_type == POLICY:
             options["additional_config"] = {"quantkv_policy": checkpoint.write_policy(folder, geometry)}
-    if job == "verify":
-        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-        options["compilation_config"]["cudagraph_capture_sizes"] = [5 * n for n in (1, 8, 32, most)]
+    if job in DRAFTS:
+        options["speculative_config"] = drafts(job, out)
+        options["compilation_config"]["cudagraph_capture_sizes"] = [(1 + DRAFTS[job]) * n for n in (1, 8, 32, 40, 48, most)]
     if job not in ("cache", *REASONING) and not computes_contexts(kv_type, args):
         options["kv_transfer_config"] = {"kv_connector": "BenchConnector", "kv_connector_module_path": "connector", "kv_role": "kv_both"}
     return LLM(str(folder), **options | json.loads(args.extra))
@@ -231,11 +244,9 @@ def measure(job: str, kv_type: str, out: Path, args) -> dict:
         note("serving", scenarios.serving, args.requests, args.rate)
     if not computes_contexts(kv_type, args):
         scenarios.tile(llm, 128 if job in ("smoke", "invariant") else 4096)
-    if job == "verify":
-        note("verify", scenarios.speculative, 64, 8192)
-        return found
+    scenario = scenarios.speculative if job in DRAFTS else scenarios.decode
     for size in args.decode.split(",") if job in DECODING else ["4x200"] if job in ("smoke", "invariant") else ["64x8192"]:
-        note("decode", scenarios.decode, *map(int, size.split("x")))
+        note("drafts" if job in DRAFTS else "decode", scenario, *map(int, size.split("x")))
     if job == "main" and args.fit and kv_type in FIT:
         note("fit", scenarios.decode, FIT[kv_type], 8192, 48)
     return found

@@ -117,8 +117,8 @@ def serving(llm, requests: int, rate: float, new: int = 256, shortest: int = 512
 
 
 def speculative(llm, sequences: int, context: int, steps: int = 64) -> dict:
-    """Sequences that verify drafts found in their own text. Prompts repeat a few hundred tokens and answers may use those only, so
-    that drafts are found in nearly every step; how many of them are right is in tokens_per_step."""
+    """Sequences that verify drafts. Prompts repeat a few hundred tokens and answers may use those only, so that drafts are found in the
+    text in nearly every step; how many tokens a step of all sequences accepts is in tokens_per_step."""
     engine, allowed = llm.llm_engine, list(range(3, 67))
     rng = np.random.default_rng(7)
     inputs = [{"prompt_token_ids": np.resize(rng.integers(3, 67, 256), context).tolist()} for _ in range(sequences)]
