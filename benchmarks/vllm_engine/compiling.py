@@ -1,6 +1,6 @@
 """What an unmodified vLLM compiles after its start, with quantkv's pages: nothing, or a line says what.
 
-    python benchmarks/vllm_engine/compiling.py --out DIR [--models llama,gemma3,gpt_oss] [--blocks 16,64] [--types quantkv_int4]
+    python benchmarks/vllm_engine/compiling.py --out DIR [--models llama,gemma3,gpt_oss,deepseek] [--blocks 16,64] [--types quantkv_int4]
 
 Needs vLLM 0.33 with quantkv in the same environment, and a GPU. No network: weights at random, four layers, real heads and windows. Each
 model, block size and type is an engine in a process of its own, `--workers` at a time; its log is in DIR. Then come requests of many
@@ -25,9 +25,9 @@ from collections import Counter
 from pathlib import Path
 
 from offline import set_environment
+from run import DEEPSEEK_V3
 
 LENGTH, TOKENS, SEQS = 2500, 1024, 16  # positions; tokens and sequences of a step, at most
-OWN = ("attend_kernel", "combine_kernel", "write_kernel", "gather_kernel", "fold_kernel")
 BASE = {
     "dtype": "bfloat16",
     "vocab_size": 4096,
@@ -75,7 +75,17 @@ MODELS = {
         "rope_theta": 150000.0,
         "swiglu_limit": 7.0,
     },
+    "deepseek": {name: value for name, value in DEEPSEEK_V3.items() if name not in ("num_hidden_layers", "first_k_dense_replace")}
+    | {"first_k_dense_replace": 4, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None},
 }
+
+
+def own_kernels() -> set[str]:
+    """Names of quantkv's Triton kernels that are loaded."""
+    import triton
+
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("quantkv.")]
+    return {x.__name__ for module in modules for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
 
 def watch(stop: bool) -> tuple[list[str], list[str]]:
@@ -146,7 +156,7 @@ def run(model: str, block: int, kind: str, folder: Path, extra: dict, stop: bool
     from quantkv.integrations import vllm as plug_in
 
     plug_in.register()
-    config = BASE | MODELS[model]
+    config = {name: value for name, value in (BASE | MODELS[model]).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     arguments = {
         "load_format": "dummy",
@@ -177,13 +187,15 @@ def run(model: str, block: int, kind: str, folder: Path, extra: dict, stop: bool
     for requests, apart in traffic(rng):
         steps += ask(llm.llm_engine, requests, apart, rng)
     groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    late, own = Counter(seen[before:]), own_kernels()
     return {
         "start_s": round(started, 1),
         "requests_s": round(time.perf_counter() - began - started, 1),
         "steps": steps,
         "monitored": jit_monitor.is_active(),
         "blocks": [group.kv_cache_spec.block_size for group in groups],
-        "late": Counter(seen[before:]),
+        "late": {name: n for name, n in late.items() if name in own},
+        "late_of_others": {name: n for name, n in late.items() if name not in own},
         "late_nvrtc": Counter(by_nvrtc[built:]),
         "nvrtc": built,
         "calls": dict(plug_in.calls),
@@ -211,8 +223,7 @@ def line(name: str, found: dict) -> tuple[bool, str]:
     """Whether nothing of quantkv's was compiled late, and what is said of an engine."""
     if "error" in found:
         return False, f"{name:32s} FAILED  {found['error'].splitlines()[0]}"
-    own = {k: n for k, n in found["late"].items() if k in OWN}
-    theirs = {k: n for k, n in found["late"].items() if k not in own}
+    own, theirs = found["late"], found["late_of_others"]
     good = not own and not found["late_nvrtc"] and found["monitored"]
     said = [
         "nothing compiled late" if good else f"LATE: Triton {own}, NVRTC {found['late_nvrtc']}",
