@@ -36,6 +36,7 @@ from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 import quantkv.integrations.vllm as plug_in  # noqa: E402
 from quantkv import PagedCache, calls, get_format, implementations  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
+from quantkv.copies import CopiedPages  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
@@ -388,10 +389,11 @@ class LatentLayer(torch.nn.Module):
                 setattr(self, name, torch.nn.Parameter(made, requires_grad=False))
 
 
-def latent_impl(fmt):
+def latent_impl(fmt, full_precision=None):
     impl = mla.QuantKVLatentImpl.__new__(mla.QuantKVLatentImpl)
     impl.kv_lora_rank, impl.qk_rope_head_dim, impl.scale, impl._projections = RANK, ROPE, (NOPE + ROPE) ** -0.5, {}
-    impl.paged = PagedLayer(LayerConfig(get_format(fmt).latents(torch.float32)), Heads(1, RANK, ROPE), torch.float32)
+    config = LayerConfig(get_format(fmt).latents(torch.float32), full_precision=full_precision)
+    impl.paged = PagedLayer(config, Heads(1, RANK, ROPE), torch.float32)
     impl.attention, impl.owner, impl._pages = LayerAttention(COUNT, impl.scale, own_rows=False), None, (lambda: None, None)
     return impl
 
@@ -435,6 +437,22 @@ def test_projections_of_decode_hold_the_rotation_of_latents(fmt):
     turned = cache.maps.k is not None  # int8 stores latents as they are
     assert where[0] == where[1] or not turned
     assert [pages.maps.k is None for pages in read] == [not turned, True] * 2
+
+
+@pytest.mark.parametrize("tokens", [None, FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)])
+def test_what_prompts_in_chunks_gather_is_compiled_at_start(tokens, monkeypatch):
+    """Latents before a chunk: of pages, and of copies where some tokens are at full precision."""
+    impl, gathered = latent_impl("levels4", tokens), []
+    cache = torch.zeros(4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)
+    impl.dtype, impl.mean, impl.absorbed = torch.float32, None, False
+    impl._layer, impl._limits = lambda: SimpleNamespace(kv_cache=cache), lambda *steps: None
+    if tokens is not None:
+        impl.paged.pool = CopiedPages(tokens, 16, 1, device=torch.device("cpu"))
+    monkeypatch.setattr(mla, "warm_up", lambda *given: {})
+    monkeypatch.setattr(PagedCache, "gather", lambda self, table, *rest: gathered.append((self, table.shape)))
+    impl.warm_up(cache, 1, 7)
+    copies = [] if tokens is None else [(impl.paged.copies, (1, sum(tokens.copied_pages(16))))]
+    assert gathered == [(impl.pages_of(cache), (1, 7)), *copies]
 
 
 def test_no_pass_of_the_compiler_writes_latents():

@@ -247,8 +247,10 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
             told |= warm_up(self.paged, self.attention, limits, pages.as_stored())
         rows = torch.empty(1, sum(self.sizes), dtype=self.dtype, device=pages.device)
         table = torch.zeros(1, table_width or 1, dtype=torch.int32, device=pages.device)
-        starts = torch.tensor([0, 1], dtype=torch.int32, device=pages.device)
-        pages.gather(table, starts, out=rows[:, None].split(self.sizes, 2), first=starts[:1])
+        starts, step = torch.tensor([0, 1], dtype=torch.int32, device=pages.device), None
+        if self.full_precision is not None:
+            step = FullPrecisionStep(self.full_precision, pages.spec.block_size, 1, 0, pages.device)
+        self._gather(rows, table, starts, starts[:1], 1, step)
         return told
 
     def reserve_workspace(self) -> None:
