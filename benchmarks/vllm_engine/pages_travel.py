@@ -2,16 +2,18 @@
 
     python benchmarks/vllm_engine/pages_travel.py --out DIR [--types auto,quantkv_int4] [--blocks 128] [--context 32768] [--ranks]
 
-Needs vLLM 0.33 with quantkv and NIXL in the same environment, and two GPUs. Weights at random. The time to the first token is that of the
-engine that decodes, for a prompt whose pages the other engine holds: the transfer, and a step for the prompt's last token. With `--ranks`
-two ranks, which split the kv heads, decode from the pages of one rank. Their answers are compared with those from pages that stayed.
-Each pair of engines is a line of travel.jsonl in --out, which `report.py` reads too.
+Needs vLLM 0.33 with quantkv and NIXL in the same environment, and two GPUs; `--devices 0,0` has both engines share one. Weights at
+random. The time to the first token is that of the engine that decodes, for a prompt whose pages the other engine holds: the transfer, and
+a step for the prompt's last token. With `--ranks` two ranks, which split the kv heads, decode from the pages of one rank. Their answers
+are compared with those from pages that stayed. Each pair of engines is a line of travel.jsonl in --out, which `report.py` reads too.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import os
 import signal
 import statistics
 import sys
@@ -20,6 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
 import run
 from answers import compare, prompts
 from offline import set_environment
@@ -48,10 +51,15 @@ def prompt(seed: int, length: int) -> list[int]:
 def first_tokens(folder: Path, kv_type: str, block: int, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first token, and what NIXL counted, from an engine on one GPU to an engine on the other."""
     model = run.write_config(folder / "models" / "travel", **run.LLAMA_8B)
-    given = {"load_format": "dummy", "gpu_memory_utilization": 0.8, "block_size": block}
-    engines = [peer(folder, model, kv_type, device, args, **given) for device in "01"]
+    devices = args.devices.split(",")
+    given = {"load_format": "dummy", "gpu_memory_utilization": 0.8 / devices.count(devices[0]), "block_size": block}
+    engines = []
     try:
-        here, there = (engine.ready() for engine in engines)
+        for device in devices:
+            engines.append(peer(folder, model, kv_type, device, args, **given))
+            if devices.count(device) > 1:  # an engine measures the memory that is free
+                engines[-1].ready()
+        here, there = engines if devices[0] == devices[1] else (engine.ready() for engine in engines)
         there.ask(prompt(0, args.context), 1)  # compiled before the clock
         alone = there.ask(prompt(99, args.context), 1)["seconds"]
         there.ask(prompt(1, args.context), 1, here.fill(prompt(1, args.context)))  # the handshake
@@ -106,11 +114,18 @@ JOBS = {"times": first_tokens, "ranks": one_to_two}  # by their names in travel.
 
 
 def end(engines: list[Any]) -> None:
-    """Kill these engines, those too that have ended."""
+    """Kill these engines, those too that have ended. Where one had no time to end, all write where they were (PYTHONFAULTHANDLER)."""
+    waited_for = sys.exc_info()[0] is TimeoutError
     for engine in engines:
         try:
+            for process in psutil.Process(engine.process).children(recursive=True) if waited_for else ():
+                process.send_signal(signal.SIGABRT)
+            if waited_for:
+                os.kill(engine.process, signal.SIGABRT)
+                time.sleep(1)
+                print(f"the end of an engine's log:\n{engine.log[-5000:]}", flush=True)
             engine.kill()
-        except OSError:
+        except (OSError, psutil.Error):
             traceback.print_exc()
 
 
@@ -125,6 +140,7 @@ def main() -> None:
     parser.add_argument("--types", default="auto,quantkv_int4")
     parser.add_argument("--blocks", default="128", help="tokens of a block of vLLM's, several separated by commas")
     parser.add_argument("--context", type=int, default=32768, help="tokens of a prompt")
+    parser.add_argument("--devices", default="0,1", help="the GPU of each of two engines")
     parser.add_argument("--repeat", type=int, default=5, help="prompts that are timed")
     parser.add_argument("--ranks", action="store_true", help="from one rank to two, in place of times")
     parser.add_argument("--limit", type=int, default=150, help="seconds of a pair of engines")
@@ -132,7 +148,8 @@ def main() -> None:
     parser.add_argument("--extra", default="{}", help="JSON with more arguments of vLLM's LLM")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    set_environment()
+    set_environment(PYTHONFAULTHANDLER="1")
+    faulthandler.enable()
     signal.signal(signal.SIGALRM, too_long)
     job, start = "ranks" if args.ranks else "times", time.perf_counter()
     for block in map(int, args.blocks.split(",")):
