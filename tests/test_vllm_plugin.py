@@ -41,6 +41,7 @@ from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
+from quantkv.integrations import asked  # noqa: E402
 from quantkv.integrations.vllm import connectors, metadata, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
@@ -455,14 +456,14 @@ def test_the_digest_of_latents_says_the_dtype_of_rotated_dimensions():
 
 
 def test_types_are_known():
-    for name in (*plug_in.presets(), *plug_in.names(), plug_in.POLICY):
+    for name in asked.options():
         assert get_kv_cache_dtype_handler(name).torch_dtype() == torch.uint8
         assert QuantKVBackend.supports_kv_cache_dtype(name)
     assert not QuantKVBackend.supports_kv_cache_dtype("fp8")
 
 
 def test_pairs_are_of_formats_that_have_one_codec():
-    known = plug_in.names()
+    known = asked.names()
     assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
     assert known.keys().isdisjoint({"quantkv_k8v4/int4", "quantkv_int4/k8v4", "quantkv_int4/int4"})
 

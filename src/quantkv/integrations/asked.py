@@ -6,12 +6,14 @@ import logging
 import os
 from functools import cache
 from itertools import permutations
+from typing import Any
 
 from .. import weights
 from ..engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ..format import Format, available_formats, get_format
 from ..names import PREFIX
-from ..policy_file import PRESETS
+from ..policy import Policy
+from ..policy_file import PRESETS, check_prompt
 
 POLICY = PREFIX + "policy"  # formats by layer, from a file that another option names
 
@@ -36,20 +38,40 @@ def named_format(name: str, dtype) -> Format:
     return get_format(PRESETS[name]["format"] if name in PRESETS else name, dtype)
 
 
-@cache
-def preset(name: str):
-    """The `Policy` of a preset, one object in each process."""
-    from ..policy import Policy
+def options() -> list[str]:
+    """All that a server's option takes of quantkv."""
+    return [*presets(), *names(), POLICY]
 
+
+def policy_of(argument: str, name: str, place: str, path: str | None, how: str) -> Policy | None:
+    """The policy of the preset that a server's argument names, or of the file that it needs; None where it names a format.
+
+    place, path: where a file is named, and which one; None: none is. how: to name one, in words.
+    ValueError where the argument needs a file and none is named, or the other way round.
+    """
+    if (name == POLICY) != (path is not None):
+        needed = f"--{argument.replace('_', '-')} {POLICY} and {how} need each other"
+        raise ValueError(f"{argument}={name!r}, {place}={path!r}: {needed}")
+    return _preset(presets()[name]) if name in presets() else _read(path) if path is not None else None
+
+
+@cache
+def _preset(name: str) -> Policy:
+    """One object in each process."""
     return Policy.given(name)
 
 
 @cache
-def read_policy(path: str):
-    """The `Policy` of a file, read once in each process."""
-    from ..policy import Policy
-
+def _read(path: str) -> Policy:
+    """Read once in each process."""
     return Policy.load(path)
+
+
+def prompt_of(policy: Policy | None, option: str, asked: Any) -> str:
+    """What sequences with several new tokens read, "own" or "stored": as an option asks, where it does, or as a policy says."""
+    if asked is not None:
+        return check_prompt(option, asked)
+    return "own" if policy is None else policy.prompt
 
 
 def check_weights(folder: str, revision: str | None, policy) -> None:

@@ -11,8 +11,8 @@ import logging
 import sys
 from collections import Counter
 
-from ..asked import POLICY, names, presets
 from ..asked import PREFIX as PREFIX
+from ..asked import options
 from ..contract import is_tested
 from .contract import missing
 
@@ -27,11 +27,6 @@ served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implemen
 calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
 
 
-def backends() -> list[str]:
-    """What --attention-backend takes of quantkv."""
-    return [*presets(), *names(), POLICY]
-
-
 def register() -> None:
     """Make quantkv's attention backends known to SGLang. A version of SGLang that was not tested gets one line in the log, and nothing is
     registered: SGLang then refuses the names. May be called again."""
@@ -43,9 +38,9 @@ def register() -> None:
 
     from . import hooks
 
-    if backends()[0] in ATTENTION_BACKEND_CHOICES:
+    if options()[0] in ATTENTION_BACKEND_CHOICES:
         return
     hooks.hook_arguments()
     if SCHEDULER in sys.modules:
         hooks.hook_runner()
-    add_attention_backend_choices(backends())
+    add_attention_backend_choices(options())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..asked import POLICY, names, presets
 from ..asked import PREFIX as PREFIX
+from ..asked import options
 from ..contract import is_tested
 from .contract import missing
 
@@ -58,7 +58,7 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if LATENTS not in AttentionBackendEnum.__members__:
         register_backend(LATENTS, LATENT_BACKEND)
-    for name in (*presets(), *names(), POLICY):
+    for name in options():
         make_known(name)
     name_page_types()
     take_custom()

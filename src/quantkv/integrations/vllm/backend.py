@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ... import vllm_pages
 from ...format import Format
 from ...spec import CacheSpec
-from ..asked import named_format
-from . import POLICY, PREFIX, asked_type
+from ..asked import POLICY, named_format
+from . import PREFIX, asked_type
 from .blocks import is_packed
 
 UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
