@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from itertools import permutations
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from .. import weights
 from ..engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ..format import Format, available_formats, get_format
+from ..geometry import Heads
 from ..names import PREFIX
 from ..policy import Policy
 from ..policy_file import PRESETS, check_prompt
@@ -72,6 +74,16 @@ def prompt_of(policy: Policy | None, option: str, asked: Any) -> str:
     if asked is not None:
         return check_prompt(option, asked)
     return "own" if policy is None else policy.prompt
+
+
+def check_policy(policy: Policy, num_layers: int, heads: Heads, fits: Callable[[str], Any]) -> None:
+    """ValueError, before weights are loaded, for a policy of other layers or heads than a model's. heads: of all ranks. fits: raises
+    ValueError for a format, by its name, that the heads cannot have."""
+    policy.check(num_layers)
+    if policy.calibration is not None:
+        policy.calibration.check_one(num_layers, heads)
+    for name in {policy.format, *policy.layers.values()}:
+        fits(name)
 
 
 def check_weights(folder: str, revision: str | None, policy) -> None:

@@ -112,11 +112,9 @@ def _check_model(model: Any, policy: Policy, page_size: int) -> None:
     if model.is_encoder_decoder:
         raise NotImplementedError(f"quantkv: {architecture} has an encoder; decoders only")
     heads = Heads(model.get_total_num_kv_heads(), model.head_dim, model.v_head_dim)
-    policy.check(model.num_hidden_layers)
-    if policy.calibration is not None:
-        policy.calibration.check_one(model.num_hidden_layers, heads)
-    for name in {policy.format, *policy.layers.values()}:
-        get_format(name, model.dtype).cache_spec(1, heads.head_size, heads.head_size_v, page_size)
+    asked.check_policy(
+        policy, model.num_hidden_layers, heads, lambda name: get_format(name, model.dtype).cache_spec(1, *heads[1:], page_size)
+    )
     asked.check_weights(model.model_path, model.revision, policy)
     asked.warn_of_biases(model.model_path, model.revision, policy, policy.format, logger)
     reads_own_rows(policy)

@@ -29,7 +29,7 @@ from ...maps import LayerMaps, LinearMap
 from ...policy import Policy
 from ...spec import CacheSpec
 from .attention import check_weights, decoder_of
-from .config import LayerPlan, geometry_of, plan_layers, shares_keys
+from .config import LayerPlan, check_policy, plan_layers, shares_keys
 from .statistics import with_statistics
 
 TEACHER_FORCED = "quantkv_teacher_forced"
@@ -49,10 +49,7 @@ class FakeQuantizedCache:
     def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16, prompt: int = 0) -> None:
         self.prompt = prompt
         self.plans, self.policy, self.dtype = teacher_forced_plans(config), policy, dtype
-        geometry = geometry_of(config)
-        policy.check(geometry.num_layers)
-        if policy.calibration is not None:
-            policy.calibration.check(geometry)
+        check_policy(policy, config, self.plans)
         self.specs: dict[int, CacheSpec] = {}
         self._layers: dict[int, tuple[Format, LinearMap | None, LinearMap | None]] = {}
 

@@ -33,7 +33,7 @@ from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
-from ..asked import check_weights, warn_of_biases
+from ..asked import check_policy, check_weights, warn_of_biases
 from . import PREFIX, calls
 from .asked import policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
@@ -177,12 +177,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
-        layers, calibration = self.config.model_config.get_total_num_hidden_layers(), self.policy.calibration
-        self.policy.check(layers)
-        if calibration is not None:
-            calibration.check_one(layers, Heads(self._all_kv_heads(), self.head_size, self.head_size))
-        for name in {self.policy.format, *self.policy.layers.values()}:
-            self._token_bytes(name)
+        heads = Heads(self._all_kv_heads(), self.head_size, self.head_size)
+        check_policy(self.policy, self.config.model_config.get_total_num_hidden_layers(), heads, self._token_bytes)
         if self.policy.full_precision is not None:
             self._check_full_precision()
 
