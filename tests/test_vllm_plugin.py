@@ -41,7 +41,7 @@ from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
-from quantkv.integrations import asked  # noqa: E402
+from quantkv.integrations import asked, serving  # noqa: E402
 from quantkv.integrations.vllm import connectors, metadata, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
@@ -96,7 +96,7 @@ def builder_of(layers, device, width=24, block_size=64, alignment=None):
 
 def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
     """For the pages and tables that vLLM has, once for layers that the same kernels serve; pages that lie otherwise are another kind."""
-    monkeypatch.setattr(metadata, "served", {})
+    monkeypatch.setattr(serving, "served", {})
     layers = [Layer("a"), Layer("a"), Layer("b")]
     builder_of(layers, "cuda")
     assert [layer.asked for layer in layers] == [[], [], []]
@@ -122,7 +122,7 @@ def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
 
 
 def test_on_a_cpu_who_serves_is_asked(monkeypatch):
-    monkeypatch.setattr(metadata, "served", {})
+    monkeypatch.setattr(serving, "served", {})
     layers = [Layer("a"), Layer("a")]
     builder_of(layers, "cpu")
     assert [layer.asked for layer in layers] == [[(torch.device("cpu"), 64, 1, 24)], []]
@@ -130,7 +130,7 @@ def test_on_a_cpu_who_serves_is_asked(monkeypatch):
 
 def test_blocks_that_hold_several_pages(monkeypatch):
     """Of 80 tokens, in five pages of 16: the kernels get tables and tensors of pages, where a graph may replay them."""
-    monkeypatch.setattr(metadata, "served", {})
+    monkeypatch.setattr(serving, "served", {})
     layer = Layer("a")
     builder = builder_of([layer], "cpu", block_size=80, alignment=5 * 16)
     assert layer.asked == [(torch.device("cpu"), 16, 1, 5 * 24)] and layer.impl.pages_per_block == 5
@@ -202,7 +202,7 @@ def test_layers_read_the_rows_of_their_step(own_rows):
     cache.write(*before, torch.arange(5) + 32)
     slots = torch.tensor([37, 38, 39, 40, 16, 17, 18])
     starts, lens = torch.tensor([0, 4, 7], dtype=torch.int32), torch.tensor([9, 3], dtype=torch.int32)
-    step = metadata.Metadata("mixed", calls.Batch(starts, lens, 4), table, slots, num_tokens=tokens)
+    step = serving.Step("mixed", calls.Batch(starts, lens, 4), table, slots, num_tokens=tokens)
     owner, reader = (QuantKVImpl.__new__(QuantKVImpl) for _ in "ab")
     reader.owner, owner.lends = owner, True
     found = []

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 
 from ..asked import PREFIX as PREFIX
 from ..asked import options
 from ..contract import is_tested
+from ..serving import calls as calls
+from ..serving import served as served
 from .contract import missing
 
 POLICY_VARIABLE = "QUANTKV_POLICY"  # the policy's file, for --attention-backend quantkv_policy
@@ -23,8 +24,6 @@ ANY_VERSION = "QUANTKV_SGLANG_ANY_VERSION"  # =1 registers with a version of SGL
 SCHEDULER = "sglang.srt.managers.scheduler"  # loaded where models run
 
 logger = logging.getLogger("sglang.quantkv")
-served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
-calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
 
 
 def register() -> None:

@@ -34,12 +34,12 @@ from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
 from ..asked import check_policy, check_weights, warn_of_biases
-from . import PREFIX, calls
+from ..serving import Step
+from . import PREFIX
 from .asked import policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
 from .blocks import kernel_pages
 from .connectors import check_connectors
-from .metadata import Metadata
 from .mixed import check_hybrid, warn_of_padding
 from .statistics import check_statistics, measure_before_sizing
 
@@ -74,7 +74,7 @@ def step_of(layer: Any) -> Any:
     return step[layer.layer_name] if isinstance(step, dict) else step
 
 
-class QuantKVImpl(AttentionImpl[Metadata]):
+class QuantKVImpl(AttentionImpl[Step]):
     """One layer's attention. How its rows are stored is known once the weights are loaded.
 
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
@@ -334,7 +334,6 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` in the slots `slot_mapping`; rows beyond these are padding."""
         if kv_cache.numel() == 0:
             return
-        calls["write"] += 1
         step_of(layer).write(self.cache_of(kv_cache), key, value, slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
@@ -346,13 +345,12 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             return output.fill_(0)
         if output_scale is not None:
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")
-        calls[attn_metadata.kind] += 1
         cache, shared = self.cache_of(kv_cache), (self.scale, self.attention.options)
         rows = self._own_rows(attn_metadata, key, value)
         attn_metadata.attend(cache, query, *shared, out=output, **rows, **self._per_layer)
         return output
 
-    def _own_rows(self, step: Metadata, key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _own_rows(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows that a step brings to the layer's pages, where it reads them as given: another's, where the pages are another's."""
         if not self.attention.own_rows:
             return {}

@@ -16,22 +16,10 @@ from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 from ...calls import Batch
 from ...engine.forward_metadata import ForwardMetadata
 from ...engine.full_precision_group import FullPrecisionGroup
-from ...engine.warm_up import summary
-from . import served
+from ..serving import Step, tell
 from .blocks import PagesOfBlocks
 
 logger = init_logger("vllm.quantkv")
-
-
-class Metadata(ForwardMetadata):
-    """One step, over slices of vLLM's own tensors, which a graph replays with other numbers in them.
-
-    kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
-    """
-
-    def __init__(self, kind: str, *of_step: Any, **named: Any) -> None:
-        super().__init__(*of_step, **named)
-        self.kind = kind
 
 
 def full_precision_layers(layers: dict[str, Any]) -> dict[str, Any]:
@@ -84,9 +72,7 @@ class TellsWhoServes:
         if kind in self._seen:
             return
         self._seen.add(kind)
-        served[impl.format.name] = who = ask(impl)
-        if len(self._seen) == 1:
-            logger.info("quantkv: %d layers of %s: %s", len(self.layers), impl.format.name, summary(who))
+        tell(logger, impl.format.name, ask(impl), len(self.layers) if len(self._seen) == 1 else 0)
 
 
 class KeepsFullPrecision:
@@ -133,8 +119,9 @@ class BuildsSteps:
         return self._build(common_attn_metadata, None)
 
 
-class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionMetadataBuilder[Metadata]):
-    """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
+class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionMetadataBuilder[Step]):
+    """Builds a `Step` over slices of vLLM's own tensors, which a graph replays with other numbers in them. Full CUDA graphs hold batches in
+    which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -160,7 +147,7 @@ class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionM
         )
         return AttentionCGSupport.NEVER if beyond else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Metadata:
+    def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Step:
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""
         if m.causal is not True:
             raise NotImplementedError("quantkv: attention that is not causal")
@@ -181,9 +168,9 @@ class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionM
         batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
         return self._metadata("mixed", m, batch, starts[count], None if ranges is None else ranges[:count], advance)
 
-    def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Metadata:
+    def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Step:
         """What vLLM says in `m` that concerns the sequences of `batch`."""
         tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
-        metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
+        metadata = Step(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
         self.attach_full_precision(metadata, advance)
         return metadata
