@@ -62,6 +62,23 @@ class LayerSums:
         return (self.squares / self.count - mean[:, :, None] * mean[:, None]).float()
 
 
+class LatentSums:
+    """Sums over the latents of one layer."""
+
+    def __init__(self) -> None:
+        self.count, self.total = 0, 0.0
+
+    def add(self, latents: torch.Tensor) -> None:
+        """Latents `[.., T, latent]` of contexts of T tokens."""
+        rows = latents[..., SKIPPED:, :].flatten(0, -2).double()
+        self.count, self.total = self.count + len(rows), self.total + rows.sum(0)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Mean latent `[latent]` float64."""
+        return self.total / self.count
+
+
 def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor], rotations: dict, limit: int) -> dict[int, LayerMoments]:
     """`LayerMoments` of layers by number. values: `[HK, D_V, D_V]` of each. rotations: `Rotate` by `LayerSums.rotation`. limit: positions
     that key means cover and moments are averaged over."""

@@ -249,6 +249,11 @@ class QuantKVImpl(AttentionImpl[Step]):
         """Whether its rows are to be stored by statistics of the model that are not there yet."""
         return self.number is not None and self.policy.wants_statistics and self.measured is None and not self.unmeasured
 
+    @property
+    def observed_as(self) -> int | None:
+        """Its number in the pass that measures the model; None: it reads another's pages, or its rows are stored as they are."""
+        return self.number if self.owner is None and self.wants_statistics else None
+
     def take_statistics(self, made: Calibration) -> None:
         """Store rows by a calibration of this rank's heads from now on. No row may have been stored."""
         self.measured = made
@@ -359,7 +364,7 @@ class QuantKVImpl(AttentionImpl[Step]):
 
     def _observed(self, layer, query, key, value, output):
         """Attention of the pass that measures the model, over its own rows; layers without keys of their own attend to the owner's."""
-        self.observer.see(layer, self, query, key)
+        self.observer.add(self.observed_as, query, key)
         if self.owner is None:
             self.seen = key.clone(), value.clone()
         key, value = (self.owner or self).seen

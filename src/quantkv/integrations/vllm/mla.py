@@ -228,7 +228,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
 
     def _observed_latents(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, **unused):
         """Attention of the pass that measures the model, over its own rows: `q [T, HQ, nope + rope]` into `output [T, HQ * V]`."""
-        self.observer.see_latents(self, k_c_normed)
+        self.observer.add_latents(self.observed_as, k_c_normed)
         found = causal_attention(self.attention, q, *self._keys_and_values(k_c_normed, k_pe))
         return output.copy_(found.view_as(output))
 
