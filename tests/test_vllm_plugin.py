@@ -295,7 +295,7 @@ def test_a_type_of_ours_names_custom_before_a_model_names_a_backend(monkeypatch)
     seen, custom, triton = [], AttentionBackendEnum.CUSTOM, AttentionBackendEnum.TRITON_ATTN
     monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", lambda self: seen.append(self.attention_config.backend))
     for _ in range(2):
-        platform._choose_by_type()
+        platform.take_custom()
     stored = {name: SimpleNamespace(cache_dtype=name) for name in ("quantkv_4bit", "fp8")}
     for cache, backend in ((stored["quantkv_4bit"], None), (stored["quantkv_4bit"], triton), (stored["fp8"], None), (None, None)):
         config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend), cache_config=cache)

@@ -31,6 +31,7 @@ from ...engine.warm_up import claim_scratch, warm_up
 from ...format import Format
 from ...geometry import Heads
 from . import LATENTS, calls
+from .around import around
 from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes, why_not
 from .implementation import QuantKVImpl, step_of
 from .mla_metadata import LatentMetadata, QuantKVLatentBuilder
@@ -331,19 +332,12 @@ def keep_writes(config: Any) -> None:
     config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
 
 
-def absorb_rotations() -> None:
+def _absorb(own: Any, layer: Any, act_dtype: torch.dtype) -> None:
     """Let every layer of latents absorb its rotation as soon as vLLM has made its projections, which it does after it has told us that
-    the weights are there. May be called again."""
-    own = MLAAttention.process_weights_after_loading
-    if own.__module__ == __name__:
-        return
-
-    def process_weights_after_loading(self, act_dtype):
-        own(self, act_dtype)
-        if isinstance(self.impl, QuantKVLatentImpl):
-            self.impl.absorb(self)
-
-    MLAAttention.process_weights_after_loading = process_weights_after_loading
+    the weights are there."""
+    own(layer, act_dtype)
+    if isinstance(layer.impl, QuantKVLatentImpl):
+        layer.impl.absorb(layer)
 
 
-absorb_rotations()
+around(MLAAttention, "process_weights_after_loading", _absorb)

@@ -26,6 +26,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from ...calibration import Calibration
 from ..at_start import measured
 from ..seen_layers import SeenLayers, ServedModel
+from .around import around
 
 logger = init_logger("vllm.quantkv")
 IN_MEMORY = ("OffloadingConnector", "CPUOffloadingSpec")  # a connector whose pages end with the engine
@@ -76,16 +77,12 @@ def check_statistics(config: Any, policy: Any) -> None:
 
 def measure_before_sizing(config: Any) -> None:
     """Let the worker of this process measure its model before it tells how much memory is free for pages. May be called again."""
-    worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)
-    own = worker.determine_available_memory
-    if own.__module__ == __name__:
-        return
+    around(resolve_obj_by_qualname(config.parallel_config.worker_cls), "determine_available_memory", _measure_first)
 
-    def determine_available_memory(self):
-        take_statistics(self.vllm_config, self.model_runner)
-        return own(self)
 
-    worker.determine_available_memory = determine_available_memory
+def _measure_first(own: Any, worker: Any) -> int:
+    take_statistics(worker.vllm_config, worker.model_runner)
+    return own(worker)
 
 
 def take_statistics(config: Any, runner: Any) -> None:
