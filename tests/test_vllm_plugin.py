@@ -44,7 +44,7 @@ from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
 from quantkv.integrations.vllm import connectors, metadata, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
-from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
+from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
@@ -557,7 +557,7 @@ def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_vllm_counts_the_bytes_of_a_page(format_name, head_size):
     fmt = get_format(format_name)
-    backend = backend_of(fmt)
+    backend = QuantKVBackend.of(fmt)
     for size in BLOCK_SIZES:
         mode = pages.get_kv_quant_mode(plug_in.PREFIX + format_name)
         spec = pages.FullAttentionSpec(block_size=size, num_kv_heads=HEADS, head_size=head_size, dtype=torch.uint8, kv_quant_mode=mode)
@@ -585,7 +585,7 @@ def test_pages_lie_where_vllm_puts_them(stored, layout):
     spec = pages.FullAttentionSpec(
         block_size=16, num_kv_heads=HEADS, head_size=64, dtype=torch.uint8, kv_quant_mode=pages.get_kv_quant_mode("quantkv_int4")
     )
-    spec = backend_of(fmt).customize_spec(spec)
+    spec = QuantKVBackend.of(fmt).customize_spec(spec)
     memory = torch.zeros(layers * blocks * spec.page_size_bytes, dtype=torch.int8)
     stride = pages.compute_layout_strides(spec, blocks, layers, layout)
     tensor = pages.KVCacheTensor(size=memory.numel(), layers=["a", "b", "c"], layer_stride=stride[0], block_stride=stride[1])
@@ -645,7 +645,7 @@ WRAPPERS = {
     "EncoderOnlyAttention": lambda: create_encoder_only_attention_backend(QuantKVBackend),
     "CrossAttention": lambda: create_cross_attention_backend(QuantKVBackend),
     "WhisperCausalAttentionWithBlockPooling": lambda: create_whisper_attention_backend_with_block_pooling(QuantKVBackend, 2, 64),
-    "FastPrefill": lambda: create_fast_prefill_custom_backend("FastPrefill", backend_of(get_format("int4"))),
+    "FastPrefill": lambda: create_fast_prefill_custom_backend("FastPrefill", QuantKVBackend.of(get_format("int4"))),
 }
 
 
@@ -673,7 +673,7 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
         scheduler_config=SimpleNamespace(max_num_seqs=2),
     )
     impl.process_weights_after_loading(torch.bfloat16)
-    assert layer.attn_backend is (QuantKVBackend if kv_cache_dtype == "auto" else backend_of(get_format("int4")))
+    assert layer.attn_backend is (QuantKVBackend if kv_cache_dtype == "auto" else QuantKVBackend.of(get_format("int4")))
     assert layer.attn_backend.get_builder_cls() is QuantKVBuilder
     assert impl.attention.options == (AttentionOptions() if size is None else AttentionOptions(window=32, chunk_lookback=0))
     assert impl.attention.options in impl.kind

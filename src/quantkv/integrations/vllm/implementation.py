@@ -37,7 +37,7 @@ from ..asked import check_policy, check_weights, warn_of_biases
 from ..serving import Step
 from . import PREFIX
 from .asked import policy_of, reads_own_rows
-from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
+from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
 from .blocks import kernel_pages
 from .connectors import check_connectors
 from .mixed import check_hybrid, warn_of_padding
@@ -88,6 +88,8 @@ class QuantKVImpl(AttentionImpl[Step]):
     paged: PagedLayer | None = None
     owner: QuantKVImpl | None = None
     of_latents: ClassVar[bool] = False
+    backend: ClassVar[type[QuantKVBackend]] = QuantKVBackend  # what its layer answers vLLM
+    sizes: tuple[int, ...] = ()  # of latents and their rotated dimensions
     lends: bool = False  # whether other layers read its pages, and its rows
     pages_per_block: int = 1
     unmeasured: bool = False
@@ -226,7 +228,7 @@ class QuantKVImpl(AttentionImpl[Step]):
         if self.owner is None:
             block_size, num_seqs = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
             self.paged.reserve_copies(block_size, num_seqs, torch.device(current_platform.device_type))
-        layer.attn_backend = self._backend(stored.format)
+        layer.attn_backend = self.backend if self.kv_cache_dtype in UNQUANTIZED else self.backend.of(stored.format, *self.sizes)
 
     def _layer(self) -> Any:
         """The layer that it serves."""
@@ -239,10 +241,6 @@ class QuantKVImpl(AttentionImpl[Step]):
     def _stored(self, fmt: Format) -> Format:
         """How rows are stored where a format is asked for."""
         return fmt
-
-    def _backend(self, fmt: Format) -> type[QuantKVBackend]:
-        """What the layer answers vLLM from now on."""
-        return QuantKVBackend if self.kv_cache_dtype in UNQUANTIZED else backend_of(fmt)
 
     @property
     def wants_statistics(self) -> bool:

@@ -7,8 +7,8 @@ of the model's dtype, through the layer's up-projection, into attention over man
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, cached_property, partial
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -32,7 +32,7 @@ from ...format import Format
 from ...geometry import Heads
 from . import LATENTS, calls
 from .around import around
-from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes, why_not
+from .backend import BLOCK_SIZES, QuantKVBackend, format_of, never, token_bytes
 from .implementation import QuantKVImpl, step_of
 from .mla_metadata import LatentMetadata, QuantKVLatentBuilder
 
@@ -52,8 +52,9 @@ def _sizes_and_dtype() -> tuple[tuple[int, int], torch.dtype]:
 class QuantKVLatentBackend(QuantKVBackend, MLACommonBackend):
     """Pages of latents, `[B, 1, N, C]`: C is the bytes of a token."""
 
-    format: ClassVar[Format | None] = None  # of latents, of a layer's own backend, see `latent_backend_of`
-    sizes: ClassVar[tuple[int, int] | None] = None
+    format = None  # as of `QuantKVBackend`: this class is no other kind of attention that vLLM derives
+    supports_sink = supports_sliding_window = supports_alibi_sqrt = supports_mm_prefix = classmethod(never)
+    supports_batch_invariance = classmethod(never)  # how a prompt's context is cut depends on the batch
 
     @staticmethod
     def get_name() -> str:
@@ -71,55 +72,17 @@ class QuantKVLatentBackend(QuantKVBackend, MLACommonBackend):
         return QuantKVLatentBuilder
 
     @classmethod
-    def supports_combination(
-        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
-    ) -> str | None:
-        """Why a format cannot store this model's latents, in words; None where it can."""
-        return why_not(kv_cache_dtype, dtype, lambda fmt: latent_bytes(fmt, _sizes_and_dtype()[0], dtype))
+    def token_bytes(cls, fmt: Format, head_size: int, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a token in a format. ValueError for one that the model's latents cannot have."""
+        return latent_bytes(fmt, _sizes_and_dtype()[0], dtype)
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Never: how a prompt's context is cut depends on the batch."""
-        return False
-
-    @classmethod
-    def customize_spec(cls, spec):
-        """The bytes of a token where a layer's are quantkv's."""
-        if spec.dtype != torch.uint8 or spec.state_content_bytes is not None:
-            return spec
+    def content_bytes(cls, spec) -> int:
+        """Bytes of a token of a layer."""
         if cls.format is not None:
-            return replace(spec, state_content_bytes=token_bytes(cls.format.cache_spec(1, *cls.sizes)))
+            return token_bytes(cls.format.cache_spec(1, *cls.sizes))
         sizes, dtype = _sizes_and_dtype()  # before the layers have theirs
-        fmt = format_of(get_current_vllm_config().cache_config.cache_dtype, dtype)
-        return replace(spec, state_content_bytes=latent_bytes(fmt, sizes, dtype))
-
-
-@cache
-def latent_backend_of(fmt: Format, sizes: tuple[int, int]) -> type[QuantKVLatentBackend]:
-    """The backend of layers in one format of latents."""
-    name = f"{QuantKVLatentBackend.__name__}[{fmt.name}]"
-    traits = {"format": fmt, "sizes": sizes, "__module__": QuantKVLatentBackend.__module__, "__qualname__": name}
-    return type(name, (QuantKVLatentBackend,), traits)
+        return latent_bytes(format_of(get_current_vllm_config().cache_config.cache_dtype, dtype), sizes, dtype)
 
 
 class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
@@ -131,6 +94,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
     """
 
     of_latents = True
+    backend = QuantKVLatentBackend
     supports_pcp = False
     absorbed = False
     mean: torch.Tensor | None = None
@@ -187,9 +151,6 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
     def _by_policy(self, number: int, heads: Heads) -> LayerConfig:
         asked = LayerConfig.of(self.policy, number, self.dtype, heads, 1, Shard())
         return replace(asked, format=self._stored(asked.format))
-
-    def _backend(self, fmt: Format) -> type[QuantKVBackend]:
-        return QuantKVLatentBackend if self.kv_cache_dtype in UNQUANTIZED else latent_backend_of(fmt, self.sizes)
 
     def absorb(self, layer: Any) -> None:
         """Multiply the rotation of stored latents into the layer's projections of decode, once they are made of the weights: `W_UK_T [HQ,
