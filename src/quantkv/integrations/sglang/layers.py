@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ...cache import PagedCache
 from ...calibration import Calibration
 from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
-from ...engine.layer_config import UNQUANTIZED, LayerConfig, Shard
+from ...engine.layer_config import LayerConfig, Shard
 from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
@@ -76,9 +76,7 @@ class Layers:
             known.lends = True
             if known.paged.heads != heads:
                 raise NotImplementedError(f"quantkv: layer {number} has heads {known.paged.heads} and {heads}")
-        if known.paged.config.format.name in UNQUANTIZED:  # pages hold the same numbers
-            attention = replace(attention, own_rows=False)
-        self.attention[id(module)] = attention
+        self.attention[id(module)] = attention.over(known.paged.config)
 
     def reserve_copies(self, page_size: int, requests: int, device: torch.device) -> None:
         """Take the memory of full-precision tokens now, before SGLang gives the rest to pages."""

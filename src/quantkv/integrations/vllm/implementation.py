@@ -24,7 +24,6 @@ from ...cache import PagedCache
 from ...calibration import Calibration
 from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
-from ...engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ...engine.layer_config import LayerConfig, Shard
 from ...engine.observed import causal_attention
 from ...engine.warm_up import StepLimits, claim_scratch, warm_up, who_serves
@@ -223,8 +222,7 @@ class QuantKVImpl(AttentionImpl[Step]):
         self.owner = None if layers[owner].impl is self else layers[owner].impl
         if self.owner is not None:
             self.owner.lends = True
-        if stored.format.name in AS_GIVEN:  # pages hold the same numbers
-            self.attention = replace(self.attention, own_rows=False)
+        self.attention = self.attention.over(stored)
         if self.owner is None:
             block_size, num_seqs = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
             self.paged.reserve_copies(block_size, num_seqs, torch.device(current_platform.device_type))
