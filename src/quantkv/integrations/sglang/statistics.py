@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from ...calibration import Calibration
 from ...engine.observed import causal_attention
-from ..at_start import measured
+from ..at_start import LORA, RECURRENCE, SOME_LAYERS, measured
 from ..seen_layers import SeenLayers, ServedModel
 from . import logger
 from .layers import Layers
@@ -65,13 +65,13 @@ class Observer(AttentionBackend):
 def reason_against(configurator: Any) -> str | None:
     """Why no pass over this model shows its keys, in words; None where one does."""
     if configurator.pp_size > 1:
-        return "pp_size is above 1: a rank has some of the layers alone"
+        return SOME_LAYERS.format("pp_size")
     if configurator.attn_dp_size > 1:
         return "attn_dp_size is above 1: ranks have requests of their own"
     if configurator.mambaish_config is not None:
-        return "the model keeps states of a recurrence, which a pass without pages leaves out"
+        return RECURRENCE
     if configurator.server_args.enable_lora or configurator.server_args.lora_paths:
-        return "the model takes LoRA adapters"
+        return LORA
     return None
 
 

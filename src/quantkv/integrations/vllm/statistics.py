@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from ...calibration import Calibration
-from ..at_start import measured
+from ..at_start import LORA, RECURRENCE, SOME_LAYERS, measured, unmeasured
 from ..seen_layers import SeenLayers, ServedModel
 from .around import around
 
@@ -50,13 +50,13 @@ def reason_against(config: Any) -> str | None:
     """Why no pass over this model shows its keys, in words; None where one does."""
     model = config.model_config
     if config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline_parallel_size is above 1: a rank has some of the layers alone"
+        return SOME_LAYERS.format("pipeline_parallel_size")
     if model.is_hybrid:
-        return "the model keeps states of a recurrence, which a pass without pages leaves out"
+        return RECURRENCE
     if model.is_encoder_decoder:
         return "the model has an encoder"
     if config.lora_config is not None:
-        return "the model takes LoRA adapters"
+        return LORA
     return None
 
 
@@ -65,7 +65,7 @@ def check_statistics(config: Any, policy: Any) -> None:
     two engines measure with rounding of their own, and the key mean is part of what a page's bytes mean."""
     reason, transfer = reason_against(config), config.kv_transfer_config
     if reason is not None and policy.statistics == "require":
-        raise NotImplementedError(f"quantkv: policy.statistics='require': the model cannot be measured: {reason}")
+        raise unmeasured(reason)
     if transfer is not None and transfer.kv_connector is not None:
         where = transfer.kv_connector, transfer.get_from_extra_config("spec_name", IN_MEMORY[1])
         if where != IN_MEMORY:
