@@ -15,7 +15,7 @@ from ..geometry import Heads, Layer, Model
 from ..options import AttentionOptions
 from ..policy import Policy
 from .layer import LayerAttention, PagedLayer
-from .layer_config import LayerConfig
+from .layer_config import UNQUANTIZED, LayerConfig
 from .warm_up import StepLimits, _calls
 
 
@@ -79,5 +79,7 @@ def _layer(model: Model, policy: Policy, number: int, layer: Layer, ranks: int, 
         eye = [torch.eye(n, device="cpu").expand(heads.num_kv_heads, n, n).contiguous() for n in (size, size_v)]
         moments = LayerMoments(torch.zeros(2, heads.num_kv_heads, size, dtype=torch.float16, device="cpu"), *eye)
         config = config.with_calibration(Calibration(number + 1, {number: moments}), number)
-    attention = LayerAttention(max(model.num_heads // ranks, 1), None, AttentionOptions(**options), own_rows=policy.prompt == "own")
-    return PagedLayer(config, heads, dtype), attention.over(config)
+    own = policy.prompt == "own" and config.format.name not in UNQUANTIZED
+    return PagedLayer(config, heads, dtype), LayerAttention(
+        max(model.num_heads // ranks, 1), None, AttentionOptions(**options), own_rows=own
+    )
