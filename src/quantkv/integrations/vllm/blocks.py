@@ -111,13 +111,17 @@ def plan(config: Any, specs: dict[str, Any]) -> Pool | None:
         found = pool_of(layers, size, page)
         return found if found.packed else None
     kinds = {layer.kind for layer in layers if layer.kind is not None}
-    states = [spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)]
-    if len({_state_bytes(spec) for spec in states}) > 1:
+    if len({_state_bytes(spec) for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)}) > 1:
         return None
     if len(kinds) > 1 or len({spec.unpadded_page_size_bytes // spec.block_size for spec in rows}) == 1:
         return None
-    held = max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
-    return packed_beside_states(layers, held, STEP, size, page)
+    return packed_beside_states(layers, _states_held(config, specs), STEP, size, page)
+
+
+def _states_held(config: Any, specs: dict[str, Any]) -> int:
+    """Most states that a sequence holds of a layer."""
+    states = (spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec))
+    return max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
 
 
 def _pooled(spec: Any) -> PooledLayer | None:
@@ -219,10 +223,8 @@ def _choose_beside_states(config: Any) -> None:
     found = plan(config, specs)
     if found is None:
         return
-    states = [spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)]
-    held = max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
     step = math.lcm(STEP, get_mamba_prefill_checkpoint_alignment(config) or 1) if cache.mamba_cache_mode == "align" else STEP
-    found = packed_beside_states(found.layers, held, step, None, largest_page(policy_of(config)))
+    found = packed_beside_states(found.layers, _states_held(config, specs), step, None, largest_page(policy_of(config)))
     if found is None:
         return
     cache.block_size = found.groups[0].block_size
