@@ -10,7 +10,7 @@ from itertools import permutations
 from typing import Any
 
 from .. import weights
-from ..engine.layer_config import UNQUANTIZED as AS_GIVEN
+from ..engine.layer_config import UNQUANTIZED
 from ..format import Format, available_formats, get_format
 from ..geometry import Heads
 from ..names import PREFIX
@@ -97,7 +97,7 @@ def warn_of_biases(folder: str, revision: str | None, policy, name: str, logger:
     """Warn where a checkpoint's keys have large biases and a format stores them so. folder, revision: as of `check_weights`. policy: None:
     a format alone was asked for. name: of the format."""
     takes_off = policy is not None and (policy.wants_statistics or policy.calibration is not None or bool(policy.maps))
-    if takes_off or get_format(name).name in AS_GIVEN or not (found := _on_disk(folder, revision)):
+    if takes_off or get_format(name).name in UNQUANTIZED or not (found := _on_disk(folder, revision)):
         return
     largest = weights.largest_key_bias_of_checkpoint(found)
     if largest > weights.LARGE_BIAS:

@@ -32,10 +32,10 @@ class Step(ForwardMetadata):
         super().__init__(*of_step, **named)
         self.kind = kind
 
-    def write(self, *given: Any) -> None:
+    def write(self, *given: Any, **named: Any) -> None:
         """See `ForwardMetadata.write`."""
         calls["write"] += 1
-        super().write(*given)
+        super().write(*given, **named)
 
     def attend(self, *given: Any, **named: Any) -> torch.Tensor:
         """See `ForwardMetadata.attend`."""
