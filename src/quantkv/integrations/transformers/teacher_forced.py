@@ -20,12 +20,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ...calls import PagedTensor
 from ...checks import refuse
-from ...engine.layer_config import full_precision_tokens
+from ...engine.layer_config import LayerConfig, full_precision_tokens
+from ...engine.observed import unseen
 from ...format import Codec, Format
 from ...full_precision import BLOCK_SIZE, FullPrecisionTokens
-from ...geometry import Kind
+from ...geometry import Heads, Kind
 from ...implementations.reference.write import dequantize, encode
 from ...maps import LayerMaps, LinearMap
+from ...options import AttentionOptions
 from ...policy import Policy
 from ...spec import CacheSpec
 from .attention import check_weights, decoder_of
@@ -60,14 +62,12 @@ class FakeQuantizedCache:
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""
         if layer not in self.specs:
-            heads, size, size_v = key.shape[0], key.shape[2], value.shape[2]
-            fmt = self.policy.of(layer, self.dtype)
-            self.specs[layer] = fmt.cache_spec(heads, size, size_v, BLOCK_SIZE)
-            maps = self._maps_of(layer, fmt, size, size_v)
-            for side, map_, d in (("k", maps.k, size), ("v", maps.v, size_v)):
-                if map_ is not None:
-                    map_.check(d, heads, side)
-            self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in (maps.k, maps.v))
+            heads = Heads(key.shape[0], key.shape[2], value.shape[2])
+            config = LayerConfig.of(self.policy, layer, self.dtype, heads)
+            fmt, own = config.format, LayerMaps.of(config.format, *heads[1:])  # what the format asks for, where nothing else is given
+            self.specs[layer] = fmt.cache_spec(*heads, BLOCK_SIZE)
+            maps = config.maps.k or own.k, config.maps.v or own.v
+            self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in maps)
         fmt, k_map, v_map = self._layers[layer]
         return fake_quantized(key, fmt.k, k_map), fake_quantized(value, fmt.v, v_map)
 
@@ -77,11 +77,6 @@ class FakeQuantizedCache:
         """Attention of a layer over one sequence: see `attend`."""
         given = scale, self.full_precision(layer), self.plans[layer].kind, softcap, sinks, self.prompt
         return attend(query, key, value, self.rows(layer, key, value), *given)
-
-    def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
-        """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
-        own, given = LayerMaps.of(fmt, head_size, head_size_v), self.policy.maps_of(layer)
-        return LayerMaps(given.k or own.k, given.v or own.v)
 
 
 def teacher_forced_plans(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -159,12 +154,7 @@ def attend(
             score[..., left:] = torch.where(is_exact, nearby, score[..., left:])
         if softcap:
             score = softcap * torch.tanh(score / softcap)
-        hidden = keys > rows
-        if kind.chunked:
-            hidden = hidden | (keys // kind.window != rows // kind.window)
-        elif kind.window:
-            hidden = hidden | (rows - keys >= kind.window)
-        score.masked_fill_(hidden, -math.inf)
+        score.masked_fill_(unseen(AttentionOptions(**kind.options), rows, keys), -math.inf)
         if sinks is None:
             weight = score.softmax(-1)
         else:
