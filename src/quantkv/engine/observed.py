@@ -14,6 +14,7 @@ import torch
 from ..calibration import Calibration, LayerMoments
 from ..maps import KEY_MEAN_BUCKET
 from ..options import AttentionOptions
+from ..reads import window_size
 from .layer import LayerAttention
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of what reads an attention's output
@@ -162,12 +163,10 @@ def rotated_moments(hessians: list[torch.Tensor], rotate: Rotate, limit: int) ->
 
 def unseen(options: AttentionOptions, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Which keys causal queries do not see, by the positions of both, bool: later ones, and those before a window or chunks."""
-    distance = queries - keys
-    hidden = distance < 0
-    if options.window and options.chunk_lookback >= 0:
-        size = options.window // (options.chunk_lookback + 1)
-        return hidden | (queries // size - keys // size > options.chunk_lookback)
-    return hidden | (distance >= options.window) if options.window else hidden
+    hidden, (window, chunk) = keys > queries, window_size(options)
+    if chunk:
+        return hidden | (queries // chunk - keys // chunk > options.chunk_lookback)
+    return hidden | (queries - keys >= window) if window else hidden
 
 
 def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
