@@ -68,10 +68,15 @@ def with_statistics(policy: Policy, model: PreTrainedModel) -> Policy:
     try:
         return replace(policy, calibration=statistics_of(model))
     except (ValueError, NotImplementedError) as error:
-        if policy.statistics == "require":
-            raise
-        log.warning("quantkv: no statistics of %s, keys and values are stored without: %s", type(model).__name__, error)
+        _unmeasured(policy, model, "keys and values are stored without", error)
         return policy
+
+
+def _unmeasured(policy: Policy, model: PreTrainedModel, stored: str, error: Exception) -> None:
+    """A model cannot be measured: a warning, or the error where the policy requires that it is. stored: how rows are then, in words."""
+    if policy.statistics == "require":
+        raise error
+    log.warning("quantkv: no statistics of %s, %s: %s", type(model).__name__, stored, error)
 
 
 def statistics_of(model: PreTrainedModel) -> Calibration:
@@ -133,9 +138,7 @@ def latent_means(policy: Policy, model: PreTrainedModel) -> dict[int, torch.Tens
             if missing := sorted(layers - seen.sums.keys()):
                 raise NotImplementedError(f"layers {missing} store no latents in transformers' cache")
         except (ValueError, NotImplementedError) as error:
-            if policy.statistics == "require":
-                raise
-            log.warning("quantkv: no statistics of %s, latents are stored with their mean: %s", type(model).__name__, error)
+            _unmeasured(policy, model, "latents are stored with their mean", error)
             return {}
         log.info("quantkv: means of latents of %s (%s): %.1f s", type(model).__name__, source, time.perf_counter() - began)
         _means[model] = {number: sums.mean.float() for number, sums in seen.sums.items()}
