@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import permutations
 from typing import Any
@@ -74,6 +74,16 @@ def prompt_of(policy: Policy | None, option: str, asked: Any) -> str:
     if asked is not None:
         return check_prompt(option, asked)
     return "own" if policy is None else policy.prompt
+
+
+def check_only(given: Any, served: Mapping[str, Any], before: str = "", behind: str = "") -> None:
+    """NotImplementedError for what an engine's object says and is not served. served: the only value of each attribute.
+
+    before, behind: what stands around the refusal, in words."""
+    for name, only in served.items():
+        value = getattr(given, name)
+        if value != only:
+            raise NotImplementedError(f"quantkv: {before}{name}={value!r} is not supported{behind}; allowed: {only!r}")
 
 
 def check_policy(policy: Policy, num_layers: int, heads: Heads, fits: Callable[[str], Any]) -> None:

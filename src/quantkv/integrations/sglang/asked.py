@@ -74,10 +74,7 @@ def check_arguments(view: Any) -> None:
         raise ValueError(
             f"prefill_attention_backend={both[0]!r}, decode_attention_backend={both[1]!r}: pages have one format, name one for both"
         )
-    for name, served in ONLY.items():
-        value = getattr(view, name)
-        if value != served:
-            raise NotImplementedError(f"quantkv: {name}={value!r} is not supported with attention_backend={ours[0]!r}; allowed: {served!r}")
+    asked.check_only(view, ONLY, behind=f" with attention_backend={ours[0]!r}")
     for name in ONLY_ENVIRONMENT:
         if getattr(envs, name).get():
             raise NotImplementedError(f"quantkv: {name}=1 is not supported with attention_backend={ours[0]!r}; allowed: 0")

@@ -18,7 +18,17 @@ from ...engine.layer_config import LayerConfig, Shard
 from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
+from ..asked import check_only
 from .asked import reads_own_rows
+
+ONLY = {  # attention that calls of quantkv compute: what a module says, and the only value that is served
+    "attn_type": AttentionType.DECODER,
+    "is_cross_attention": False,
+    "use_irope": False,
+    "pos_encoding_mode": "NONE",
+    "logit_capping_method": "tanh",
+    "xai_temperature_len": -1,
+}
 
 
 @dataclass
@@ -59,7 +69,7 @@ class Layers:
             self._add(module, model_config)
 
     def _add(self, module: RadixAttention, model_config: Any) -> None:
-        _check(module)
+        check_only(module, ONLY, before=f"layer {module.layer_id}: ")
         number, heads = module.layer_id, Heads(module.tp_k_head_num, module.qk_head_dim, module.v_head_dim)
         window = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0  # SGLang's does not count the query's own
         options = AttentionOptions(window=window, softcap=float(module.logit_cap or 0.0))
@@ -113,19 +123,3 @@ class Layers:
         """Layers with full-precision tokens, of those that share block tables; the last one last."""
         found = (self.of[number] for number in self.numbers)
         return [layer for layer in found if layer.windowed == windowed and layer.paged.config.full_precision is not None]
-
-
-def _check(module: RadixAttention) -> None:
-    """Refuse attention that calls of quantkv cannot compute."""
-    number = module.layer_id
-    for name, served in (
-        ("attn_type", AttentionType.DECODER),
-        ("is_cross_attention", False),
-        ("use_irope", False),
-        ("pos_encoding_mode", "NONE"),
-        ("logit_capping_method", "tanh"),
-        ("xai_temperature_len", -1),
-    ):
-        value = getattr(module, name)
-        if value != served:
-            raise NotImplementedError(f"quantkv: layer {number}: {name}={value!r} is not supported; allowed: {served!r}")
