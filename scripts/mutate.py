@@ -78,6 +78,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     **{f"engine/{name}": HUGGING for name in ("batch_layer", "cache_positions", "forward_metadata", "padded_metadata", "sequences")},
     **{f"engine/{name}": "tests/test_engine.py" for name in ("full_precision_group", "layer", "layer_config", "warm_up")},
     "engine/decode_metadata": STATIC,
+    "engine/fake_quantized": "tests/test_teacher_forced.py",
     "integrations/transformers/attention": f"tests/test_weights.py tests/test_statistics.py {HUGGING} {STATIC}",
     "integrations/transformers/cache": HUGGING,
     "integrations/transformers/calibrate": "tests/test_calibrate.py",
@@ -92,7 +93,19 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
     "integrations/transformers/recurrent_and_latent": HUGGING,
     **{
         f"integrations/vllm/{name}": VLLM
-        for name in ("__init__", "asked", "backend", "connectors", "implementation", "metadata", "mixed", "mla", "mla_metadata", "platform")
+        for name in (
+            "__init__",
+            "around",
+            "asked",
+            "backend",
+            "connectors",
+            "implementation",
+            "metadata",
+            "mixed",
+            "mla",
+            "mla_metadata",
+            "platform",
+        )
     },
     "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }

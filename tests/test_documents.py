@@ -21,7 +21,7 @@ import typer
 
 from documents import PAGES, ROOT, Block, blocks, commands, given, inline_code
 from quantkv.cli.main import commands as application
-from quantkv.integrations import sglang as sglang_plugin
+from quantkv.integrations import asked as server_options
 from quantkv.integrations import vllm as plugin
 from quantkv.policy import Policy
 
@@ -150,14 +150,14 @@ def check_vllm(arguments: list[str]) -> None:
     """vLLM is not installed here; tests/vllm_cpu starts it. What is ours of its options is checked."""
     options = dict(pairwise(arguments))
     kind = options.get("--kv-cache-dtype")
-    assert kind is None or kind == plugin.POLICY or kind in {**plugin.presets(), **plugin.names()}, kind
+    assert kind is None or kind in server_options.options(), kind
     assert json.loads(options.get("--additional-config", "{}")).keys() <= {plugin.POLICY_OPTION}
 
 
 def check_sglang(arguments: list[str]) -> None:
     """SGLang is not installed here; tests/sglang_cpu starts it. What is ours of its options is checked."""
     asked = dict(pairwise(arguments)).get("--attention-backend")
-    assert asked in sglang_plugin.backends(), asked
+    assert asked in server_options.options(), asked
 
 
 def check_script(words: list[str], executable: bool) -> None:

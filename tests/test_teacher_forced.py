@@ -14,10 +14,11 @@ from full_precision_engine import Engine  # noqa: E402
 from quantkv import PagedCache, get_format  # noqa: E402
 from quantkv.calls import AttentionOptions  # noqa: E402
 from quantkv.cli.policies import full_precision_share  # noqa: E402
+from quantkv.engine.fake_quantized import attend, fake_quantized, full_precision_from  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Kind  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.teacher_forced import FakeQuantizedCache, attend, fake_quantized, full_precision_from, teacher_forced  # noqa: E402
+from quantkv.integrations.transformers.teacher_forced import FakeQuantizedCache, teacher_forced  # noqa: E402
 from quantkv.maps import LayerMaps, LinearMap  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import logits, prompts, tiny  # noqa: E402
@@ -106,7 +107,7 @@ EXACT = [
     "kind, softcap, sinks", [(Kind(), 0, False), (Kind(20), 0, True), (Kind(20, True), 0, False), (Kind(), 3.0, False)]
 )
 def test_attention_is_that_of_each_decoding_step(monkeypatch, exact, kind, softcap, sinks):
-    monkeypatch.setattr("quantkv.integrations.transformers.teacher_forced.QUERIES_AT_ONCE", 32)
+    monkeypatch.setattr("quantkv.engine.fake_quantized.QUERIES_AT_ONCE", 32)
     query, key, value = rows(0, HQ), rows(1), rows(2)
     cache, table = pages("int4", key, value, LayerMaps(a_map(1, key_mean=True)))
     exact_cache, _ = pages("none", key, value, LayerMaps(None, cache.maps.v))  # segments share the map of their values

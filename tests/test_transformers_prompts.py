@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 
 from quantkv import get_format  # noqa: E402
+from quantkv.engine.fake_quantized import fake_quantized  # noqa: E402
 from quantkv.integrations.transformers import QuantizedCache, use_quantkv_attention  # noqa: E402
-from quantkv.integrations.transformers.teacher_forced import fake_quantized  # noqa: E402
 from quantkv.maps import LayerMaps  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 from test_transformers import MODELS, logits, prompts, tiny  # noqa: E402

@@ -42,9 +42,10 @@ from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
+from quantkv.integrations import asked, serving  # noqa: E402
 from quantkv.integrations.vllm import connectors, metadata, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
-from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, backend_of, format_of  # noqa: E402
+from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
@@ -96,7 +97,7 @@ def builder_of(layers, device, width=24, block_size=64, alignment=None):
 
 def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
     """For the pages and tables that vLLM has, once for layers that the same kernels serve; pages that lie otherwise are another kind."""
-    monkeypatch.setattr(metadata, "served", {})
+    monkeypatch.setattr(serving, "served", {})
     layers = [Layer("a"), Layer("a"), Layer("b")]
     builder_of(layers, "cuda")
     assert [layer.asked for layer in layers] == [[], [], []]
@@ -122,7 +123,7 @@ def test_kernels_are_compiled_when_pages_are_bound(monkeypatch):
 
 
 def test_on_a_cpu_who_serves_is_asked(monkeypatch):
-    monkeypatch.setattr(metadata, "served", {})
+    monkeypatch.setattr(serving, "served", {})
     layers = [Layer("a"), Layer("a")]
     builder_of(layers, "cpu")
     assert [layer.asked for layer in layers] == [[(torch.device("cpu"), 64, 1, 24)], []]
@@ -130,7 +131,7 @@ def test_on_a_cpu_who_serves_is_asked(monkeypatch):
 
 def test_blocks_that_hold_several_pages(monkeypatch):
     """Of 80 tokens, in five pages of 16: the kernels get tables and tensors of pages, where a graph may replay them."""
-    monkeypatch.setattr(metadata, "served", {})
+    monkeypatch.setattr(serving, "served", {})
     layer = Layer("a")
     builder = builder_of([layer], "cpu", block_size=80, alignment=5 * 16)
     assert layer.asked == [(torch.device("cpu"), 16, 1, 5 * 24)] and layer.impl.pages_per_block == 5
@@ -202,7 +203,7 @@ def test_layers_read_the_rows_of_their_step(own_rows):
     cache.write(*before, torch.arange(5) + 32)
     slots = torch.tensor([37, 38, 39, 40, 16, 17, 18])
     starts, lens = torch.tensor([0, 4, 7], dtype=torch.int32), torch.tensor([9, 3], dtype=torch.int32)
-    step = metadata.Metadata("mixed", calls.Batch(starts, lens, 4), table, slots, num_tokens=tokens)
+    step = serving.Step("mixed", calls.Batch(starts, lens, 4), table, slots, num_tokens=tokens)
     owner, reader = (QuantKVImpl.__new__(QuantKVImpl) for _ in "ab")
     reader.owner, owner.lends = owner, True
     found = []
@@ -295,7 +296,7 @@ def test_a_type_of_ours_names_custom_before_a_model_names_a_backend(monkeypatch)
     seen, custom, triton = [], AttentionBackendEnum.CUSTOM, AttentionBackendEnum.TRITON_ATTN
     monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", lambda self: seen.append(self.attention_config.backend))
     for _ in range(2):
-        platform._choose_by_type()
+        platform.take_custom()
     stored = {name: SimpleNamespace(cache_dtype=name) for name in ("quantkv_4bit", "fp8")}
     for cache, backend in ((stored["quantkv_4bit"], None), (stored["quantkv_4bit"], triton), (stored["fp8"], None), (None, None)):
         config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend), cache_config=cache)
@@ -473,14 +474,14 @@ def test_the_digest_of_latents_says_the_dtype_of_rotated_dimensions():
 
 
 def test_types_are_known():
-    for name in (*plug_in.presets(), *plug_in.names(), plug_in.POLICY):
+    for name in asked.options():
         assert get_kv_cache_dtype_handler(name).torch_dtype() == torch.uint8
         assert QuantKVBackend.supports_kv_cache_dtype(name)
     assert not QuantKVBackend.supports_kv_cache_dtype("fp8")
 
 
 def test_pairs_are_of_formats_that_have_one_codec():
-    known = plug_in.names()
+    known = asked.names()
     assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
     assert known.keys().isdisjoint({"quantkv_k8v4/int4", "quantkv_int4/k8v4", "quantkv_int4/int4"})
 
@@ -574,7 +575,7 @@ def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_vllm_counts_the_bytes_of_a_page(format_name, head_size):
     fmt = get_format(format_name)
-    backend = backend_of(fmt)
+    backend = QuantKVBackend.of(fmt)
     for size in BLOCK_SIZES:
         mode = pages.get_kv_quant_mode(plug_in.PREFIX + format_name)
         spec = pages.FullAttentionSpec(block_size=size, num_kv_heads=HEADS, head_size=head_size, dtype=torch.uint8, kv_quant_mode=mode)
@@ -602,7 +603,7 @@ def test_pages_lie_where_vllm_puts_them(stored, layout):
     spec = pages.FullAttentionSpec(
         block_size=16, num_kv_heads=HEADS, head_size=64, dtype=torch.uint8, kv_quant_mode=pages.get_kv_quant_mode("quantkv_int4")
     )
-    spec = backend_of(fmt).customize_spec(spec)
+    spec = QuantKVBackend.of(fmt).customize_spec(spec)
     memory = torch.zeros(layers * blocks * spec.page_size_bytes, dtype=torch.int8)
     stride = pages.compute_layout_strides(spec, blocks, layers, layout)
     tensor = pages.KVCacheTensor(size=memory.numel(), layers=["a", "b", "c"], layer_stride=stride[0], block_stride=stride[1])
@@ -662,7 +663,7 @@ WRAPPERS = {
     "EncoderOnlyAttention": lambda: create_encoder_only_attention_backend(QuantKVBackend),
     "CrossAttention": lambda: create_cross_attention_backend(QuantKVBackend),
     "WhisperCausalAttentionWithBlockPooling": lambda: create_whisper_attention_backend_with_block_pooling(QuantKVBackend, 2, 64),
-    "FastPrefill": lambda: create_fast_prefill_custom_backend("FastPrefill", backend_of(get_format("int4"))),
+    "FastPrefill": lambda: create_fast_prefill_custom_backend("FastPrefill", QuantKVBackend.of(get_format("int4"))),
 }
 
 
@@ -690,7 +691,7 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
         scheduler_config=SimpleNamespace(max_num_seqs=2),
     )
     impl.process_weights_after_loading(torch.bfloat16)
-    assert layer.attn_backend is (QuantKVBackend if kv_cache_dtype == "auto" else backend_of(get_format("int4")))
+    assert layer.attn_backend is (QuantKVBackend if kv_cache_dtype == "auto" else QuantKVBackend.of(get_format("int4")))
     assert layer.attn_backend.get_builder_cls() is QuantKVBuilder
     assert impl.attention.options == (AttentionOptions() if size is None else AttentionOptions(window=32, chunk_lookback=0))
     assert impl.attention.options in impl.kind

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from quantkv import PagedCache, get_format
-from quantkv.integrations.vllm.backend import QuantKVBackend, backend_of
+from quantkv.integrations.vllm.backend import QuantKVBackend
 from quantkv.vllm_api import page_views
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 5, 2, 16, 64, 3
@@ -72,7 +72,7 @@ def test_turboquant_slots_are_vllms(preset):
 @pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
 def test_the_layouts_that_the_backend_declares_are_those_that_wrap_takes(layout):
     fmt = get_format("int4")
-    spec = backend_of(fmt).customize_spec(spec_of("auto", torch.uint8))
+    spec = QuantKVBackend.of(fmt).customize_spec(spec_of("auto", torch.uint8))
     kv_cache = layers_of(spec, layout)[1]
     pages = fmt.cache_spec(HEADS, SIZE, block_size=TOKENS)
     if layout not in QuantKVBackend.supported_kv_cache_layouts():

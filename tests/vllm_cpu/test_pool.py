@@ -17,7 +17,7 @@ from quantkv import geometry, get_format
 from quantkv.capacity import capacity
 from quantkv.geometry import Heads, Layer, Model
 from quantkv.integrations.vllm import blocks
-from quantkv.integrations.vllm.backend import backend_of
+from quantkv.integrations.vllm.backend import QuantKVBackend
 from quantkv.known_models import config_of
 from quantkv.policy_file import PolicyFile
 from quantkv.vllm_pages import pool, unified
@@ -47,7 +47,7 @@ def specs_of(model, policy):
     """Specs as vLLM's attention layers make them."""
     specs = {}
     for number, layer in model.attention.items():
-        backend, heads = backend_of(get_format(policy.name_of(number))), layer.heads
+        backend, heads = QuantKVBackend.of(get_format(policy.name_of(number))), layer.heads
         common = {"num_kv_heads": heads.num_kv_heads, "head_size": heads.head_size, "head_size_v": heads.head_size_v}
         common |= {"dtype": torch.uint8, "block_size": 16, "kv_quant_mode": pages.KVQuantMode.CUSTOM}
         kinds = {

@@ -12,7 +12,7 @@ from ..copies import CacheWithCopies, CopiedPages, cache_of_copies
 from ..geometry import Heads
 from ..options import AttentionOptions, goes_by_position
 from ..spec import CacheSpec
-from .layer_config import LayerConfig
+from .layer_config import UNQUANTIZED, LayerConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class LayerAttention:
     def by_position(self) -> bool:
         """Whether more than causality depends on where a key stands."""
         return goes_by_position(self.options) or self.alibi_slopes is not None
+
+    def over(self, config: LayerConfig) -> LayerAttention:
+        """The same over pages of rows that are stored so: pages that keep rows as they are hold the same numbers, and all is read there."""
+        return replace(self, own_rows=False) if config.format.name in UNQUANTIZED else self
 
     def with_sinks(self, sinks: torch.Tensor | None) -> LayerAttention:
         """The same with the sinks of a layer whose engine gives them with each call."""

@@ -13,6 +13,8 @@ import torch
 
 from ..calibration import Calibration, LayerMoments
 from ..maps import KEY_MEAN_BUCKET
+from ..options import AttentionOptions
+from ..reads import window_size
 from .layer import LayerAttention
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of what reads an attention's output
@@ -62,6 +64,23 @@ class LayerSums:
         return (self.squares / self.count - mean[:, :, None] * mean[:, None]).float()
 
 
+class LatentSums:
+    """Sums over the latents of one layer."""
+
+    def __init__(self) -> None:
+        self.count, self.total = 0, 0.0
+
+    def add(self, latents: torch.Tensor) -> None:
+        """Latents `[.., T, latent]` of contexts of T tokens."""
+        rows = latents[..., SKIPPED:, :].flatten(0, -2).double()
+        self.count, self.total = self.count + len(rows), self.total + rows.sum(0)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Mean latent `[latent]` float64."""
+        return self.total / self.count
+
+
 def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor], rotations: dict, limit: int) -> dict[int, LayerMoments]:
     """`LayerMoments` of layers by number. values: `[HK, D_V, D_V]` of each. rotations: `Rotate` by `LayerSums.rotation`. limit: positions
     that key means cover and moments are averaged over."""
@@ -81,17 +100,28 @@ def layer_moments(layers: dict[int, LayerSums], values: dict[int, torch.Tensor],
             key_means[number], spreads[number] = key_mean, covariance.diagonal(dim1=1, dim2=2) + strays
     made = {}
     for number, sums in layers.items():
-        key_mean = key_means[number].clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu() if sums.understood else None
-        spread = spreads[number].clamp(min=0).float().cpu().contiguous() if sums.understood else None
-        made[number] = LayerMoments(key_mean, hessians[number].cpu(), values[number].float().cpu(), key_spread=spread)
+        key_mean, spread = (key_means[number], spreads[number]) if sums.understood else (None, None)
+        made[number] = moments_of(key_mean, hessians[number], values[number], spread)
     return made
+
+
+def moments_of(
+    key_mean: torch.Tensor | None,
+    key_hessian: torch.Tensor,
+    value_hessian: torch.Tensor,
+    spread: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> LayerMoments:
+    """`LayerMoments` of what was measured, in whatever dtypes and on whatever device; see there for the shapes."""
+    key_mean = None if key_mean is None else key_mean.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
+    spread = None if spread is None else spread.clamp(min=0).float().cpu().contiguous()
+    return LayerMoments(key_mean, key_hessian.float().cpu(), value_hessian.float().cpu(), weights, spread)
 
 
 def latent_moments(mean: torch.Tensor) -> LayerMoments:
     """`LayerMoments` of a layer of latents whose mean is `[latent]`: it is one bucket, since latents are not rotated. All errors cost the
     same: no kernel rounds rows so long by a Hessian as fast as a step needs."""
-    mean = mean.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
-    return LayerMoments(mean[None, None], torch.eye(len(mean), device="cpu")[None], torch.ones(1, 1, 1, device="cpu"))
+    return moments_of(mean[None, None], torch.eye(len(mean), device="cpu")[None], torch.ones(1, 1, 1, device="cpu"))
 
 
 def calibration_of(moments: dict[int, LayerMoments], layers: int, source: str) -> Calibration:
@@ -131,18 +161,20 @@ def rotated_moments(hessians: list[torch.Tensor], rotate: Rotate, limit: int) ->
     return made
 
 
+def unseen(options: AttentionOptions, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Which keys causal queries do not see, by the positions of both, bool: later ones, and those before a window or chunks."""
+    hidden, (window, chunk) = keys > queries, window_size(options)
+    if chunk:
+        return hidden | (queries // chunk - keys // chunk > options.chunk_lookback)
+    return hidden | (queries - keys >= window) if window else hidden
+
+
 def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attention of one whole sequence over its own rows, in float32: `query [T, HQ, D]`, `key [T, HK, D]`, `value [T, HK, D_V]` ->
     `[T, HQ, D_V]`. Windows, chunks, softcap, sinks and ALiBi slopes are as `attention` says."""
     options, tokens, heads = attention.options, len(query), key.shape[1]
     at = torch.arange(tokens, device=query.device)
-    distance = at[:, None] - at
-    unseen = distance < 0
-    if options.window and options.chunk_lookback >= 0:
-        chunks = at // (options.window // (options.chunk_lookback + 1))
-        unseen |= chunks[:, None] - chunks > options.chunk_lookback
-    elif options.window:
-        unseen |= distance >= options.window
+    hidden = unseen(options, at[:, None], at)
     extra = {name: t.float().view(heads, -1, 1, 1) for name, t in attention.tensors(query.device).items()}
     scale = attention.scale or query.shape[2] ** -0.5
     out = []
@@ -151,8 +183,8 @@ def causal_attention(attention: LayerAttention, query: torch.Tensor, key: torch.
         if options.softcap:
             score = torch.tanh(score / options.softcap) * options.softcap
         if "alibi_slopes" in extra:
-            score = score - extra["alibi_slopes"][head] * distance
-        score = score.masked_fill(unseen, -math.inf)
+            score = score - extra["alibi_slopes"][head] * (at[:, None] - at)
+        score = score.masked_fill(hidden, -math.inf)
         if "sinks" in extra:
             score = torch.cat([score, extra["sinks"][head].expand(-1, tokens, 1)], 2)
         out.append((score.softmax(2)[..., :tokens] @ value[:, head].float()).transpose(0, 1))

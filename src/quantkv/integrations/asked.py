@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import permutations
+from typing import Any
 
 from .. import weights
-from ..engine.layer_config import UNQUANTIZED as AS_GIVEN
+from ..engine.layer_config import UNQUANTIZED
 from ..format import Format, available_formats, get_format
+from ..geometry import Heads
 from ..names import PREFIX
-from ..policy_file import PRESETS
+from ..policy import Policy
+from ..policy_file import PRESETS, check_prompt
 
 POLICY = PREFIX + "policy"  # formats by layer, from a file that another option names
 
@@ -36,20 +40,60 @@ def named_format(name: str, dtype) -> Format:
     return get_format(PRESETS[name]["format"] if name in PRESETS else name, dtype)
 
 
-@cache
-def preset(name: str):
-    """The `Policy` of a preset, one object in each process."""
-    from ..policy import Policy
+def options() -> list[str]:
+    """All that a server's option takes of quantkv."""
+    return [*presets(), *names(), POLICY]
 
+
+def policy_of(argument: str, name: str, place: str, path: str | None, how: str) -> Policy | None:
+    """The policy of the preset that a server's argument names, or of the file that it needs; None where it names a format.
+
+    place, path: where a file is named, and which one; None: none is. how: to name one, in words.
+    ValueError where the argument needs a file and none is named, or the other way round.
+    """
+    if (name == POLICY) != (path is not None):
+        needed = f"--{argument.replace('_', '-')} {POLICY} and {how} need each other"
+        raise ValueError(f"{argument}={name!r}, {place}={path!r}: {needed}")
+    return _preset(presets()[name]) if name in presets() else _read(path) if path is not None else None
+
+
+@cache
+def _preset(name: str) -> Policy:
+    """One object in each process."""
     return Policy.given(name)
 
 
 @cache
-def read_policy(path: str):
-    """The `Policy` of a file, read once in each process."""
-    from ..policy import Policy
-
+def _read(path: str) -> Policy:
+    """Read once in each process."""
     return Policy.load(path)
+
+
+def prompt_of(policy: Policy | None, option: str, asked: Any) -> str:
+    """What sequences with several new tokens read, "own" or "stored": as an option asks, where it does, or as a policy says."""
+    if asked is not None:
+        return check_prompt(option, asked)
+    return "own" if policy is None else policy.prompt
+
+
+def check_only(given: Any, served: Mapping[str, Any], before: str = "", behind: str = "") -> None:
+    """NotImplementedError for what an engine's object says and is not served. served: the only value of each attribute.
+
+    before, behind: what stands around the refusal, in words."""
+    for name, only in served.items():
+        value = getattr(given, name)
+        if value != only:
+            raise NotImplementedError(f"quantkv: {before}{name}={value!r} is not supported{behind}; allowed: {only!r}")
+
+
+def check_policy(policy: Policy, num_layers: int, heads: Heads, fits: Callable[[str], Any]) -> None:
+    """ValueError, before weights are loaded, for a policy of other layers or heads than a model's. heads: of all ranks. fits: raises
+    ValueError for a format, by its name, that the heads cannot have."""
+    policy.check(num_layers)
+    if policy.calibration is not None:
+        policy.calibration.check_one(num_layers, heads)
+    for name in {policy.format, *policy.layers.values()}:
+        fits(name)
 
 
 def check_weights(folder: str, revision: str | None, policy) -> None:
@@ -63,7 +107,7 @@ def warn_of_biases(folder: str, revision: str | None, policy, name: str, logger:
     """Warn where a checkpoint's keys have large biases and a format stores them so. folder, revision: as of `check_weights`. policy: None:
     a format alone was asked for. name: of the format."""
     takes_off = policy is not None and (policy.wants_statistics or policy.calibration is not None or bool(policy.maps))
-    if takes_off or get_format(name).name in AS_GIVEN or not (found := _on_disk(folder, revision)):
+    if takes_off or get_format(name).name in UNQUANTIZED or not (found := _on_disk(folder, revision)):
         return
     largest = weights.largest_key_bias_of_checkpoint(found)
     if largest > weights.LARGE_BIAS:

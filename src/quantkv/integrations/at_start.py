@@ -13,7 +13,16 @@ from ..calibration import Calibration
 from ..engine.observed import SKIPPED
 from .sample_tokens import pass_tokens, sample_tokens
 
+# Why no pass over a model shows its keys, in words.
+SOME_LAYERS = "{} is above 1: a rank has some of the layers alone"
+RECURRENCE = "the model keeps states of a recurrence, which a pass without pages leaves out"
+LORA = "the model takes LoRA adapters"
 Measure = Callable[[], tuple[Calibration, str]]  # the calibration of this rank's heads, and what its tokens were
+
+
+def unmeasured(why: object) -> NotImplementedError:
+    """What a server raises of a model that cannot be measured where a policy requires it."""
+    return NotImplementedError(f"quantkv: policy.statistics='require': the model cannot be measured: {why}")
 
 
 def measured(
@@ -31,7 +40,7 @@ def measured(
         made, source = measure()
     except Exception as error:  # of whatever a model does when it is called so
         if statistics == "require":
-            raise NotImplementedError(f"quantkv: policy.statistics='require': the model cannot be measured: {error}") from error
+            raise unmeasured(error) from error
         logger.warning("quantkv: no statistics of this model, keys and values are stored without key means and Hessians: %s", error)
         return None
     logger.info("quantkv: %s of %d layers (%s): %.1f s", what, len(made.layers), source, time.perf_counter() - began)

@@ -25,6 +25,15 @@ class Name:
     has: tuple[str, ...] = ()
 
 
+def names_of(engine: str) -> Callable[..., Name]:
+    """What makes a `Name` of an engine: its path within the engine's package, what breaks, and `takes` and `has` as words in a string."""
+
+    def name(path: str, breaks: str, takes: str = "", has: str = "") -> Name:
+        return Name(f"{engine}.{path}", breaks, tuple(takes.split()), tuple(has.split()))
+
+    return name
+
+
 def is_tested(engine: str, version: str, tested: tuple[str, ...], variable: str, what: str, missing: Callable[[], list[str]]) -> bool:
     """Whether a version of an engine is one that an adapter was tested with, or is to be served all the same; else the log says what it
     lacks.

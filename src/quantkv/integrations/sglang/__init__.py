@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 
-from ..asked import POLICY, names, presets
 from ..asked import PREFIX as PREFIX
+from ..asked import options
 from ..contract import is_tested
+from ..serving import calls as calls
+from ..serving import served as served
 from .contract import missing
 
 POLICY_VARIABLE = "QUANTKV_POLICY"  # the policy's file, for --attention-backend quantkv_policy
@@ -23,13 +24,6 @@ ANY_VERSION = "QUANTKV_SGLANG_ANY_VERSION"  # =1 registers with a version of SGL
 SCHEDULER = "sglang.srt.managers.scheduler"  # loaded where models run
 
 logger = logging.getLogger("sglang.quantkv")
-served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
-calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
-
-
-def backends() -> list[str]:
-    """What --attention-backend takes of quantkv."""
-    return [*presets(), *names(), POLICY]
 
 
 def register() -> None:
@@ -43,9 +37,9 @@ def register() -> None:
 
     from . import hooks
 
-    if backends()[0] in ATTENTION_BACKEND_CHOICES:
+    if options()[0] in ATTENTION_BACKEND_CHOICES:
         return
     hooks.hook_arguments()
     if SCHEDULER in sys.modules:
         hooks.hook_runner()
-    add_attention_backend_choices(backends())
+    add_attention_backend_choices(options())

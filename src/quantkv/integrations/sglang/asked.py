@@ -13,9 +13,8 @@ from ... import vllm_pages
 from ...formats import get_format
 from ...geometry import Heads
 from ...policy import Policy
-from ...policy_file import check_prompt
-from ..asked import POLICY, PREFIX, check_weights, names, preset, presets, read_policy, warn_of_biases
-from . import POLICY_VARIABLE, PROMPT_VARIABLE, backends, logger
+from .. import asked
+from . import POLICY_VARIABLE, PREFIX, PROMPT_VARIABLE, logger
 
 PAGE_SIZES = vllm_pages.BLOCK_SIZES  # of those that the Hopper kernels read
 # What assumes rows of 16 bits, or slots that are rows: the argument, and the only value that is served.
@@ -53,21 +52,13 @@ def asked_backends(view: Any) -> tuple[str | None, str | None]:
 
 def policy_of(backend: str) -> Policy:
     """The policy behind a name of --attention-backend. ValueError where it needs a file and none is named, or the other way round."""
-    path = os.environ.get(POLICY_VARIABLE)
-    if (backend == POLICY) != (path is not None):
-        needed = f"--attention-backend {POLICY} and {POLICY_VARIABLE}=FILE in the environment need each other"
-        raise ValueError(f"attention_backend={backend!r}, {POLICY_VARIABLE}={path!r}: {needed}")
-    if backend == POLICY:
-        return read_policy(path)
-    if backend in presets():
-        return preset(presets()[backend])
-    return Policy(names()[backend])
+    path, how = os.environ.get(POLICY_VARIABLE), f"{POLICY_VARIABLE}=FILE in the environment"
+    return asked.policy_of("attention_backend", backend, POLICY_VARIABLE, path, how) or Policy(asked.names()[backend])
 
 
 def reads_own_rows(policy: Policy) -> bool:
     """Whether prompts read their own rows as given."""
-    asked = os.environ.get(PROMPT_VARIABLE)
-    return (check_prompt(PROMPT_VARIABLE, asked) if asked is not None else policy.prompt) == "own"
+    return asked.prompt_of(policy, PROMPT_VARIABLE, os.environ.get(PROMPT_VARIABLE)) == "own"
 
 
 def check_arguments(view: Any) -> None:
@@ -75,23 +66,18 @@ def check_arguments(view: Any) -> None:
 
     ValueError or NotImplementedError, naming the argument.
     """
-    asked, both = asked_backends(view), attention_backends_of(view)
-    for name in asked:
-        if name is not None and name not in backends():
-            raise ValueError(f"attention_backend={name!r}: allowed of quantkv: {', '.join(backends())}")
-    if asked[0] != asked[1]:
+    ours, both = asked_backends(view), attention_backends_of(view)
+    for name in ours:
+        if name is not None and name not in asked.options():
+            raise ValueError(f"attention_backend={name!r}: allowed of quantkv: {', '.join(asked.options())}")
+    if ours[0] != ours[1]:
         raise ValueError(
             f"prefill_attention_backend={both[0]!r}, decode_attention_backend={both[1]!r}: pages have one format, name one for both"
         )
-    for name, served in ONLY.items():
-        value = getattr(view, name)
-        if value != served:
-            raise NotImplementedError(
-                f"quantkv: {name}={value!r} is not supported with attention_backend={asked[0]!r}; allowed: {served!r}"
-            )
+    asked.check_only(view, ONLY, behind=f" with attention_backend={ours[0]!r}")
     for name in ONLY_ENVIRONMENT:
         if getattr(envs, name).get():
-            raise NotImplementedError(f"quantkv: {name}=1 is not supported with attention_backend={asked[0]!r}; allowed: 0")
+            raise NotImplementedError(f"quantkv: {name}=1 is not supported with attention_backend={ours[0]!r}; allowed: 0")
 
 
 def check(server_args: Any, model: Any) -> str | None:
@@ -123,11 +109,9 @@ def _check_model(model: Any, policy: Policy, page_size: int) -> None:
     if model.is_encoder_decoder:
         raise NotImplementedError(f"quantkv: {architecture} has an encoder; decoders only")
     heads = Heads(model.get_total_num_kv_heads(), model.head_dim, model.v_head_dim)
-    policy.check(model.num_hidden_layers)
-    if policy.calibration is not None:
-        policy.calibration.check_one(model.num_hidden_layers, heads)
-    for name in {policy.format, *policy.layers.values()}:
-        get_format(name, model.dtype).cache_spec(1, heads.head_size, heads.head_size_v, page_size)
-    check_weights(model.model_path, model.revision, policy)
-    warn_of_biases(model.model_path, model.revision, policy, policy.format, logger)
+    asked.check_policy(
+        policy, model.num_hidden_layers, heads, lambda name: get_format(name, model.dtype).cache_spec(1, *heads[1:], page_size)
+    )
+    asked.check_weights(model.model_path, model.revision, policy)
+    asked.warn_of_biases(model.model_path, model.revision, policy, policy.format, logger)
     reads_own_rows(policy)

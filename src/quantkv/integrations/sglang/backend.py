@@ -11,22 +11,14 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from ...calls import Batch
-from ...engine.forward_metadata import ForwardMetadata
 from ...engine.full_precision_group import FullPrecisionGroup
-from ...engine.warm_up import StepLimits, summary, warm_up, who_serves
-from . import calls, logger, served
+from ...engine.warm_up import StepLimits, warm_up, who_serves
+from ..serving import Step, tell
+from . import logger
 from .layers import Layers
 
 PER_LAYER = ("sinks",)  # what a model gives with a call of attention, and calls take
 SERVED_MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
-
-
-class Step(ForwardMetadata):
-    """One pass over one pool. kind: "decode" or "mixed"."""
-
-    def __init__(self, kind: str, *of_step: Any) -> None:
-        super().__init__(*of_step)
-        self.kind = kind
 
 
 @dataclass
@@ -80,11 +72,10 @@ class QuantKVBackend(AttentionBackend):
         for layer, attention in self.layers.kinds():
             fmt = layer.paged.config.format.name
             if self.device.type == "cuda":
-                served[fmt] = warm_up(layer.paged, attention, limits, layer.cache)
+                who = warm_up(layer.paged, attention, limits, layer.cache)
             else:
-                served[fmt] = who_serves(layer.paged, attention, limits, self.device, self.page_size)
-            same = sum(other.paged.config.format.name == fmt for other in self.layers.of.values())
-            logger.info("quantkv: %d layers of %s: %s", same, fmt, summary(served[fmt]))
+                who = who_serves(layer.paged, attention, limits, self.device, self.page_size)
+            tell(logger, fmt, who, sum(other.paged.config.format.name == fmt for other in self.layers.of.values()))
 
     # What SGLang asks before a pass.
 
@@ -199,9 +190,7 @@ class QuantKVBackend(AttentionBackend):
         q = q.view(-1, module.tp_q_head_num, module.qk_head_dim)
         if k is not None:
             k, v = k.view(-1, *found.paged.heads[:2]), v.view(-1, found.paged.heads.num_kv_heads, module.v_head_dim)
-            calls["write"] += 1
             step.write(pages, k, v)
-        calls[step.kind] += 1
         out = q.new_empty(q.shape[0], module.tp_q_head_num, module.v_head_dim)
         own = step.own_rows(found.number, k, v, found.lends) if attention.own_rows else {}
         step.attend(pages, q, attention.scale, attention.options, out=out, **own, **self._tensors(module, given))

@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-from ..contract import Name, lacking
+from ..contract import Name, lacking, names_of
 
-
-def _name(path: str, breaks: str, takes: str = "", has: str = "") -> Name:
-    return Name(f"sglang.{path}", breaks, tuple(takes.split()), tuple(has.split()))
-
-
+_name = names_of("sglang")
 CONFIGURATOR, SIZES = "srt.mem_cache.kv_cache_configurator.KVCacheConfigurator", "srt.model_executor.pool_configurator"
 BACKEND = "srt.layers.attention.base_attn_backend.AttentionBackend"
 NAMES = (

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from . import backends
+from ..asked import options
 
 PAGE_SIZE = 16  # where none is asked for
 REQUESTS = 256  # likewise, of those that run at once, which SGLang works out later: those beyond have no full-precision tokens
@@ -33,7 +33,7 @@ def hook_runner() -> None:
     HookRegistry.register(f"{SIZES}.HybridSWAPoolConfigurator._recompute_cell_size", recompute_cell_size, HookType.BEFORE)
     HookRegistry.register(f"{SIZES}.HybridSWAPoolConfigurator.__init__", size_with_windows, HookType.AROUND)
     HookRegistry.register(f"{RUNNER}.init_attention_backends", init_attention_backends, HookType.AROUND)
-    for name in backends():
+    for name in options():
         register_attention_backend(name)(make_backend)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,21 @@ from ...cache import PagedCache
 from ...calibration import Calibration
 from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
-from ...engine.layer_config import UNQUANTIZED, LayerConfig, Shard
+from ...engine.layer_config import LayerConfig, Shard
 from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
+from ..asked import check_only
 from .asked import reads_own_rows
+
+ONLY = {  # attention that calls of quantkv compute: what a module says, and the only value that is served
+    "attn_type": AttentionType.DECODER,
+    "is_cross_attention": False,
+    "use_irope": False,
+    "pos_encoding_mode": "NONE",
+    "logit_capping_method": "tanh",
+    "xai_temperature_len": -1,
+}
 
 
 @dataclass
@@ -59,7 +69,7 @@ class Layers:
             self._add(module, model_config)
 
     def _add(self, module: RadixAttention, model_config: Any) -> None:
-        _check(module)
+        check_only(module, ONLY, before=f"layer {module.layer_id}: ")
         number, heads = module.layer_id, Heads(module.tp_k_head_num, module.qk_head_dim, module.v_head_dim)
         window = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0  # SGLang's does not count the query's own
         options = AttentionOptions(window=window, softcap=float(module.logit_cap or 0.0))
@@ -76,9 +86,7 @@ class Layers:
             known.lends = True
             if known.paged.heads != heads:
                 raise NotImplementedError(f"quantkv: layer {number} has heads {known.paged.heads} and {heads}")
-        if known.paged.config.format.name in UNQUANTIZED:  # pages hold the same numbers
-            attention = replace(attention, own_rows=False)
-        self.attention[id(module)] = attention
+        self.attention[id(module)] = attention.over(known.paged.config)
 
     def reserve_copies(self, page_size: int, requests: int, device: torch.device) -> None:
         """Take the memory of full-precision tokens now, before SGLang gives the rest to pages."""
@@ -115,19 +123,3 @@ class Layers:
         """Layers with full-precision tokens, of those that share block tables; the last one last."""
         found = (self.of[number] for number in self.numbers)
         return [layer for layer in found if layer.windowed == windowed and layer.paged.config.full_precision is not None]
-
-
-def _check(module: RadixAttention) -> None:
-    """Refuse attention that calls of quantkv cannot compute."""
-    number = module.layer_id
-    for name, served in (
-        ("attn_type", AttentionType.DECODER),
-        ("is_cross_attention", False),
-        ("use_irope", False),
-        ("pos_encoding_mode", "NONE"),
-        ("logit_capping_method", "tanh"),
-        ("xai_temperature_len", -1),
-    ):
-        value = getattr(module, name)
-        if value != served:
-            raise NotImplementedError(f"quantkv: layer {number}: {name}={value!r} is not supported; allowed: {served!r}")

@@ -11,6 +11,17 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from .layers import Layers
 
 WINDOWS = "SWA"  # how SGLang labels its pool of layers with windows; the other one beside it is "Full"
+REFUSED = (  # what reads, writes or moves rows: tokens of a page have no bytes of their own
+    "get_key_buffer",
+    "get_value_buffer",
+    "set_kv_buffer",
+    "set_kv_buffer_prefix_valid",
+    "move_kv_cache",
+    "get_cpu_copy",
+    "load_cpu_copy",
+    "get_contiguous_buf_infos",
+    "host_pool_decls",
+)
 
 
 class QuantKVPool(MHATokenToKVPool):
@@ -49,46 +60,18 @@ class QuantKVPool(MHATokenToKVPool):
     def _clear_buffers(self) -> None:
         raise NotImplementedError("quantkv: giving the memory of pages back is not supported")
 
-    def _no_rows(self, what: str) -> Any:
+
+def _refused(name: str) -> Any:
+    def refuse(self: QuantKVPool, *given: Any, **named: Any) -> None:
         raise NotImplementedError(
-            f"quantkv: {what}: pages of {self.layers.backend} have no rows of 16 bits; the attention backend writes and reads them"
+            f"quantkv: {name}: pages of {self.layers.backend} have no rows of 16 bits; the attention backend writes and reads them"
         )
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Refused."""
-        return self._no_rows("get_key_buffer")
+    return refuse
 
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Refused."""
-        return self._no_rows("get_value_buffer")
 
-    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
-        self._no_rows("set_kv_buffer")
-
-    def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
-        self._no_rows("set_kv_buffer_prefix_valid")
-
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Refused: tokens of a page have no bytes of their own."""
-        self._no_rows("move_kv_cache")
-
-    def get_cpu_copy(self, indices: Any, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
-        """Refused."""
-        return self._no_rows("get_cpu_copy")
-
-    def load_cpu_copy(self, kv_cache_cpu: Any, indices: Any, mamba_indices: Any = None, req_pool_index: Any = None) -> None:
-        """Refused."""
-        self._no_rows("load_cpu_copy")
-
-    def get_contiguous_buf_infos(self) -> Any:
-        """Refused."""
-        return self._no_rows("get_contiguous_buf_infos")
-
-    def host_pool_decls(self) -> Any:
-        """Refused."""
-        return self._no_rows("host_pool_decls")
+for _name in REFUSED:
+    setattr(QuantKVPool, _name, _refused(_name))
 
 
 def pool_class(layers: Layers, info: Any, hybrid: list[int] | None, has_windows: bool) -> type[QuantKVPool]:

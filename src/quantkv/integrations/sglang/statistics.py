@@ -6,6 +6,9 @@ eager and needs no pages: an attention backend of its own attends over the rows 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +17,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from ...engine.observed import LayerSums, calibration_of, causal_attention, layer_moments, value_moments
-from ..at_start import contexts, measured, release
-from ..rotations import SeenRotations
+from ...calibration import Calibration
+from ...engine.observed import causal_attention
+from ..at_start import LORA, RECURRENCE, SOME_LAYERS, measured
+from ..seen_layers import SeenLayers, ServedModel
 from . import logger
 from .layers import Layers
 
@@ -27,42 +31,47 @@ BODIES = ("model", "language_model.model")  # where a model has its layers, in f
 class Observer(AttentionBackend):
     """Attention of the pass that measures a model, over its own rows.
 
-    sums: by the number of a layer. seen: keys and values of its rows. token_to_kv_pool: what models ask before they store rows themselves.
+    seen: what it shows. rows: keys and values of layers by their number.
+    token_to_kv_pool: what models ask before they store rows themselves.
     """
 
     token_to_kv_pool = SimpleNamespace(dtype=torch.uint8)
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()
-        self.layers = layers
-        self.rotations = SeenRotations(ROTARIES)
-        self.sums: dict[int, LayerSums] = {}
-        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers, self.seen = layers, SeenLayers(ROTARIES)
+        self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **given):
         """Attention of a layer's rows, as `QuantKVBackend` takes them."""
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         number = layer.layer_id
-        if k is None:
-            self.rotations.forget()
-        else:
+        if k is not None:
             k, v = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim), v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
-            self.rotations.add(self.sums.setdefault(number, LayerSums()), q, k)
-            self.seen[number] = k.clone(), v.clone()
+            self.rows[number] = k.clone(), v.clone()
+        self.seen.add(None if k is None else number, q, k)
         attention = self.layers.attention[id(layer)].with_sinks(given.get("sinks"))
-        return causal_attention(attention, q, *self.seen[number]).flatten(1)
+        return causal_attention(attention, q, *self.rows[number]).flatten(1)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context after which it keeps no rows."""
+        try:
+            yield
+        finally:
+            self.rows.clear()
 
 
 def reason_against(configurator: Any) -> str | None:
     """Why no pass over this model shows its keys, in words; None where one does."""
     if configurator.pp_size > 1:
-        return "pp_size is above 1: a rank has some of the layers alone"
+        return SOME_LAYERS.format("pp_size")
     if configurator.attn_dp_size > 1:
         return "attn_dp_size is above 1: ranks have requests of their own"
     if configurator.mambaish_config is not None:
-        return "the model keeps states of a recurrence, which a pass without pages leaves out"
+        return RECURRENCE
     if configurator.server_args.enable_lora or configurator.server_args.lora_paths:
-        return "the model takes LoRA adapters"
+        return LORA
     return None
 
 
@@ -75,24 +84,15 @@ def take_statistics(configurator: Any, layers: Layers) -> None:
             layers.take_statistics(made)
 
 
-def _measured(configurator: Any, layers: Layers) -> tuple[Any, str]:
+def _measured(configurator: Any, layers: Layers) -> tuple[Calibration, str]:
     """The calibration of this rank's heads, and what it was made of."""
     args, config, device = configurator.server_args, configurator.model_config, torch.device(configurator.device)
-    body = _body(configurator.model)
     tokenizer = None if args.skip_tokenizer_init else args.tokenizer_path or args.model_path
-    parts, source = contexts(tokenizer, config.vocab_size, config.context_len, device)
-    observer = Observer(layers)
-    with torch.inference_mode(), observer.rotations.watching(configurator.model):
-        for part in parts:
-            _forward(body, observer, part)
-        if missing := layers.of.keys() - observer.sums.keys():
-            raise NotImplementedError(f"the pass did not reach layers {sorted(missing)}")
-        moments = layer_moments(
-            observer.sums, _value_moments(configurator.model, layers), observer.rotations.rotations(layers.dtype), config.context_len
-        )
-    del observer
-    release(device)
-    return calibration_of({number: moments[number] for number in layers.numbers}, config.num_hidden_layers, source), source
+    sizes = config.num_hidden_layers, config.context_len, config.context_len, config.vocab_size
+    served, observer = ServedModel(configurator.model, device, layers.dtype, *sizes, tokenizer), Observer(layers)
+    modules = ((m.layer_id, m, (m.tp_k_head_num, m.v_head_dim, m.tp_q_head_num)) for m in layers.modules)
+    forward = partial(_forward, _body(configurator.model), observer)
+    return observer.seen.measure(served, layers.of.keys(), modules, forward, observer.watching())
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:
@@ -130,8 +130,3 @@ def _forward(body: torch.nn.Module, observer: Observer, ids: torch.Tensor) -> No
     )
     with forward_context(ForwardContext(attn_backend=observer)):
         body(ids, places, batch)
-
-
-def _value_moments(model: torch.nn.Module, layers: Layers) -> dict[int, torch.Tensor]:
-    """Second moments of what reads the values of each layer, by its number."""
-    return value_moments(model, ((m.layer_id, m, (m.tp_k_head_num, m.v_head_dim, m.tp_q_head_num)) for m in layers.modules))

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from ... import deprecated, policy_file
+from ... import deprecated
 from ...checks import ROW_DTYPES, integer, refuse
 from ...engine.cache_positions import CachePositions
 from ...engine.layer_config import LayerConfig
@@ -21,7 +21,8 @@ from ...format import Format
 from ...formats import get_format
 from ...policy import Policy
 from ...spec import CacheSpec
-from .config import LayerPlan, MadeFor, geometry_of, plan_layers, shares_keys
+from ..asked import prompt_of
+from .config import LayerPlan, MadeFor, check_policy, plan_layers, shares_keys
 from .layers import QuantizedLayer
 from .recurrent_and_latent import HybridLayer, LatentLayer
 from .statistics import latent_means, wait_for, with_statistics
@@ -79,7 +80,7 @@ class QuantizedCache(Cache):
             refuse("fresh_prefill", repr(fresh_prefill), "None, True or False is needed")
         plans, policy, made_for = plan_layers(config), Policy.given(format), MadeFor(config)
         if policy is not None:
-            _check_policy(policy, config, plans)
+            check_policy(policy, config, plans)
             format = [None if plan.kind is None else policy.name_of(i) for i, plan in enumerate(plans)]
         formats = _formats(format, [plan.kind is not None for plan in plans], config.get_text_config(decoder=True), dtype)
         prompt = _prompt(prompt, fresh_prefill, policy)
@@ -289,19 +290,7 @@ def _prompt(prompt: str | None, fresh_prefill: bool | None, policy: Policy | Non
         if prompt is not None:
             refuse("fresh_prefill", fresh_prefill, f"prompt={prompt!r} says it")
         return "own" if fresh_prefill else "stored"
-    if prompt is None:
-        return "own" if policy is None else policy.prompt
-    return policy_file.check_prompt("prompt", prompt)
-
-
-def _check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[LayerPlan]) -> None:
-    """Refuse, before anything is made, what was made for another model."""
-    geometry = geometry_of(config)
-    policy.check(geometry.num_layers)
-    if policy.calibration is not None:
-        if any(plan.latent for plan in plans):
-            raise NotImplementedError("policy.calibration: latents in place of keys and values are not calibrated")
-        policy.calibration.check(geometry)
+    return prompt_of(policy, "prompt", prompt)
 
 
 def _formats(

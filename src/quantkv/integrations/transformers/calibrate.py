@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ... import weights
 from ...calibration import MIN_TOKENS, Calibration, LayerMoments
 from ...checks import integer, refuse, tensor
-from ...engine.observed import LARGEST_HALF, PROJECTIONS, SKIPPED, projection_moments
+from ...engine.observed import PROJECTIONS, SKIPPED, moments_of, projection_moments
 from ...maps import KEY_MEAN_BUCKET
 from .attention import decoder_of, quantkv_attention, quantkv_mask
 from .config import geometry_of, max_positions, plan_layers, shares_keys
@@ -288,9 +288,7 @@ class Observer:
                 averages[key] = Average.of(tables, layer.layout, mean.shape[-1], KEY_MEAN_BUCKET)
             key_mean, queries = averages[key].turned_mean(mean), averages[key].turned_moments(queries)
             spread = averages[key].turned_moments(keys).diagonal(dim1=1, dim2=2) - key_mean.double().square().mean(0)
-        key_mean = None if key_mean is None else key_mean.clamp(-LARGEST_HALF, LARGEST_HALF).half().cpu()
-        spread = None if spread is None else spread.clamp(min=0).float().cpu().contiguous()
-        return LayerMoments(key_mean, queries.float().cpu(), sum(layer.value_moments.values()).float().cpu(), layer.weights, spread)
+        return moments_of(key_mean, queries, sum(layer.value_moments.values()), spread, layer.weights)
 
 
 WATCHING: list[Observer] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ...geometry import (
     stretched,
     unknown_type,
 )
+from ...policy import Policy
 
 UNEVEN = ("global_head_dim", "num_global_key_value_heads", "v_head_dim", "attention_head_dim")  # other sizes in some layers, or of values
 
@@ -115,6 +117,16 @@ def _heads(config: PreTrainedConfig, plan: LayerPlan) -> Heads | None:
         return Heads(config.num_key_value_heads, size, size) if isinstance(config.num_key_value_heads, int) else None
     attention = "sliding_attention" if plan.kind.window and not plan.kind.chunked else "full_attention"
     return heads_of({"model_type": config.model_type, **{name: getattr(config, name, None) for name in SHAPE}}, attention)
+
+
+def check_policy(policy: Policy, config: PreTrainedConfig, plans: Sequence[LayerPlan]) -> None:
+    """Refuse a policy that was made for another model. plans: of the model's layers."""
+    geometry = geometry_of(config)
+    policy.check(geometry.num_layers)
+    if policy.calibration is not None:
+        if any(plan.latent for plan in plans):
+            raise NotImplementedError("policy.calibration: latents in place of keys and values are not calibrated")
+        policy.calibration.check(geometry)
 
 
 class MadeFor:

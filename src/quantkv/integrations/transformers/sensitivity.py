@@ -14,10 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checks import refuse
+from ...engine.fake_quantized import attend
 from ...policy import Policy
 from .attention import check_weights
 from .statistics import with_statistics
-from .teacher_forced import FakeQuantizedCache, attend, attending
+from .teacher_forced import FakeQuantizedCache, attending
 
 SKIPPED = 64  # queries at the beginning of a context, which see little of a cache
 SIDES = ("k", "v")
@@ -26,7 +27,7 @@ Sensitivities = dict[tuple[int, str, str], float]  # by layer, side and format: 
 
 
 class Seen(NamedTuple):
-    """What one layer's attention was given, and what it gave. Axes as in `teacher_forced.attend`; out `[N, HQ, D_V]`, with a gradient."""
+    """What one layer's attention was given, and what it gave. Axes as in `fake_quantized.attend`; out `[N, HQ, D_V]`, with a gradient."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ... import weights, whole_file
 from ...calibration import Calibration
-from ...engine.observed import SKIPPED
+from ...engine.observed import LatentSums
 from ...policy import Policy
 from ..sample_tokens import pass_tokens, sample_tokens
 from .calibrate import calibrate
@@ -68,10 +68,15 @@ def with_statistics(policy: Policy, model: PreTrainedModel) -> Policy:
     try:
         return replace(policy, calibration=statistics_of(model))
     except (ValueError, NotImplementedError) as error:
-        if policy.statistics == "require":
-            raise
-        log.warning("quantkv: no statistics of %s, keys and values are stored without: %s", type(model).__name__, error)
+        _unmeasured(policy, model, "keys and values are stored without", error)
         return policy
+
+
+def _unmeasured(policy: Policy, model: PreTrainedModel, stored: str, error: Exception) -> None:
+    """A model cannot be measured: a warning, or the error where the policy requires that it is. stored: how rows are then, in words."""
+    if policy.statistics == "require":
+        raise error
+    log.warning("quantkv: no statistics of %s, %s: %s", type(model).__name__, stored, error)
 
 
 def statistics_of(model: PreTrainedModel) -> Calibration:
@@ -103,19 +108,19 @@ def statistics_of(model: PreTrainedModel) -> Calibration:
 class SeenLatents(DynamicCache):
     """A cache that takes sums of the latents of some layers, and keeps none.
 
-    sums: `[latent]` and how many latents they are of, by the number of the layer.
+    sums: by the number of the layer.
     """
 
     def __init__(self, config: Any, layers: set[int]) -> None:
         super().__init__(config=config)
-        self.of, self.sums = layers, {}
+        self.of: set[int] = layers
+        self.sums: dict[int, LatentSums] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Count latents `[S, 1, N, latent]`; layers of another kind go on as they do."""
         if layer_idx not in self.of:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        rows = key_states[:, 0, SKIPPED:].flatten(0, 1).double()
-        self.sums[layer_idx] = rows.sum(0), len(rows)
+        self.sums.setdefault(layer_idx, LatentSums()).add(key_states[:, 0])
         return key_states, value_states
 
 
@@ -133,12 +138,10 @@ def latent_means(policy: Policy, model: PreTrainedModel) -> dict[int, torch.Tens
             if missing := sorted(layers - seen.sums.keys()):
                 raise NotImplementedError(f"layers {missing} store no latents in transformers' cache")
         except (ValueError, NotImplementedError) as error:
-            if policy.statistics == "require":
-                raise
-            log.warning("quantkv: no statistics of %s, latents are stored with their mean: %s", type(model).__name__, error)
+            _unmeasured(policy, model, "latents are stored with their mean", error)
             return {}
         log.info("quantkv: means of latents of %s (%s): %.1f s", type(model).__name__, source, time.perf_counter() - began)
-        _means[model] = {number: (total / count).float() for number, (total, count) in seen.sums.items()}
+        _means[model] = {number: sums.mean.float() for number, sums in seen.sums.items()}
     return _means[model]
 
 

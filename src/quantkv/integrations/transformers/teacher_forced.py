@@ -9,7 +9,6 @@ Nothing is stored, so a context costs about one plain pass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,22 +17,20 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ...calls import PagedTensor
 from ...checks import refuse
-from ...engine.layer_config import full_precision_tokens
-from ...format import Codec, Format
+from ...engine.fake_quantized import attend, fake_quantized
+from ...engine.layer_config import LayerConfig, full_precision_tokens
+from ...format import Format
 from ...full_precision import BLOCK_SIZE, FullPrecisionTokens
-from ...geometry import Kind
-from ...implementations.reference.write import dequantize, encode
+from ...geometry import Heads
 from ...maps import LayerMaps, LinearMap
 from ...policy import Policy
 from ...spec import CacheSpec
 from .attention import check_weights, decoder_of
-from .config import LayerPlan, geometry_of, plan_layers, shares_keys
+from .config import LayerPlan, check_policy, plan_layers, shares_keys
 from .statistics import with_statistics
 
 TEACHER_FORCED = "quantkv_teacher_forced"
-QUERIES_AT_ONCE = 256
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Any], torch.Tensor]  # as `FakeQuantizedCache` is called
 
 
@@ -49,10 +46,7 @@ class FakeQuantizedCache:
     def __init__(self, config: PreTrainedConfig, policy: Policy, dtype: torch.dtype = torch.bfloat16, prompt: int = 0) -> None:
         self.prompt = prompt
         self.plans, self.policy, self.dtype = teacher_forced_plans(config), policy, dtype
-        geometry = geometry_of(config)
-        policy.check(geometry.num_layers)
-        if policy.calibration is not None:
-            policy.calibration.check(geometry)
+        check_policy(policy, config, self.plans)
         self.specs: dict[int, CacheSpec] = {}
         self._layers: dict[int, tuple[Format, LinearMap | None, LinearMap | None]] = {}
 
@@ -63,14 +57,12 @@ class FakeQuantizedCache:
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[HK, N, D]` and values `[HK, N, D_V]` of positions 0 to N - 1 as they come back from pages, float32."""
         if layer not in self.specs:
-            heads, size, size_v = key.shape[0], key.shape[2], value.shape[2]
-            fmt = self.policy.of(layer, self.dtype)
-            self.specs[layer] = fmt.cache_spec(heads, size, size_v, BLOCK_SIZE)
-            maps = self._maps_of(layer, fmt, size, size_v)
-            for side, map_, d in (("k", maps.k, size), ("v", maps.v, size_v)):
-                if map_ is not None:
-                    map_.check(d, heads, side)
-            self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in (maps.k, maps.v))
+            heads = Heads(key.shape[0], key.shape[2], value.shape[2])
+            config = LayerConfig.of(self.policy, layer, self.dtype, heads)
+            fmt, own = config.format, LayerMaps.of(config.format, *heads[1:])  # what the format asks for, where nothing else is given
+            self.specs[layer] = fmt.cache_spec(*heads, BLOCK_SIZE)
+            maps = config.maps.k or own.k, config.maps.v or own.v
+            self._layers[layer] = fmt, *(m if m is None else m.to(key.device) for m in maps)
         fmt, k_map, v_map = self._layers[layer]
         return fake_quantized(key, fmt.k, k_map), fake_quantized(value, fmt.v, v_map)
 
@@ -80,11 +72,6 @@ class FakeQuantizedCache:
         """Attention of a layer over one sequence: see `attend`."""
         given = scale, self.full_precision(layer), self.plans[layer].kind, softcap, sinks, self.prompt
         return attend(query, key, value, self.rows(layer, key, value), *given)
-
-    def _maps_of(self, layer: int, fmt: Format, head_size: int, head_size_v: int) -> LayerMaps:
-        """As a cache by the policy has them: its own, else the calibration's, else what the format asks for."""
-        own, given = LayerMaps.of(fmt, head_size, head_size_v), self.policy.maps_of(layer)
-        return LayerMaps(given.k or own.k, given.v or own.v)
 
 
 def teacher_forced_plans(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -98,89 +85,6 @@ def teacher_forced_plans(config: PreTrainedConfig) -> list[LayerPlan]:
                 f"config: {name} has layers that keep states or latents; they can be evaluated through a QuantizedCache only"
             )
     return plans
-
-
-def fake_quantized(rows: torch.Tensor, codec: Codec, map_: LinearMap | None) -> torch.Tensor:
-    """`rows [HK, N, D]` of positions 0 to N - 1, written to a page and read back: float32."""
-    rows = rows.transpose(0, 1).contiguous()
-    at = torch.arange(rows.shape[0], device=rows.device)
-    codes, meta = encode(rows, codec, map_, at)
-    page = PagedTensor(codes[None], None if meta is None else meta[None])
-    return dequantize(page, codec, map_, at, at).transpose(0, 1)
-
-
-def full_precision_from(positions: torch.Tensor, latest: int) -> torch.Tensor:
-    """From where a query at each of `positions` reads exactly: the page in which the latest `latest` of its tokens begin."""
-    return FullPrecisionTokens(recent=latest).first_recent_page(positions + 1, BLOCK_SIZE) * BLOCK_SIZE
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    stored: tuple[torch.Tensor, torch.Tensor],
-    scale: float,
-    full_precision: FullPrecisionTokens | None = None,
-    kind: Kind = Kind(),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    prompt: int = 0,
-) -> torch.Tensor:
-    """Causal attention of `query [HQ, N, D]`, position i over positions 0 to i, to `[N, HQ, D_V]` float32.
-
-    key, value: `[HK, N, D]`, `[HK, N, D_V]`: the exact rows. stored: the same as they come back from pages. prompt: so many first queries
-    read exact rows alone.
-    """
-    if prompt:
-        told = query[:, :prompt], key[:, :prompt], value[:, :prompt]
-        whole = attend(*told, told[1:], scale, None, kind, softcap, sinks)
-    heads, count = key.shape[0], query.shape[1]
-    query = (query.float() * scale).unflatten(0, (heads, -1))  # [HK, G, N, D]
-    groups = query.shape[1]
-    key, value = key.float(), value.float()
-    stored_key, stored_value = stored
-    latest, first = (0, 0) if full_precision is None else (full_precision.recent, full_precision.sink_tokens(BLOCK_SIZE))
-    if first:
-        head, tail = slice(None, first), slice(first, None)
-        stored_key = torch.cat([key[:, head], stored_key[:, tail]], 1)
-        stored_value = torch.cat([value[:, head], stored_value[:, tail]], 1)
-    out = query.new_empty(count, heads * groups, value.shape[-1])
-    position = torch.arange(count, device=query.device)
-    if prompt:
-        out[:prompt] = whole
-    for start in range(prompt, count, QUERIES_AT_ONCE):
-        stop = min(count, start + QUERIES_AT_ONCE)
-        seen = slice(kind.first_seen(start), stop)
-        rows, keys = position[start:stop, None], position[None, seen]
-        block = query[:, :, start:stop].flatten(1, 2)
-        score = (block @ stored_key[:, seen].mT).unflatten(1, (groups, -1))
-        if latest:
-            near = slice(max(int(full_precision_from(position[start], latest)), seen.start), stop)
-            left = near.start - seen.start
-            is_exact = position[None, near] >= full_precision_from(rows, latest)
-            nearby = (block @ key[:, near].mT).unflatten(1, (groups, -1))
-            score[..., left:] = torch.where(is_exact, nearby, score[..., left:])
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        hidden = keys > rows
-        if kind.chunked:
-            hidden = hidden | (keys // kind.window != rows // kind.window)
-        elif kind.window:
-            hidden = hidden | (rows - keys >= kind.window)
-        score.masked_fill_(hidden, -math.inf)
-        if sinks is None:
-            weight = score.softmax(-1)
-        else:
-            column = sinks.float().view(heads, groups, 1, 1).expand(*score.shape[:3], 1)
-            weight = torch.cat([score, column], -1).softmax(-1)[..., :-1]
-        if latest:
-            from_exact = (weight[..., left:] * is_exact).flatten(1, 2) @ value[:, near]
-            weight[..., left:].masked_fill_(is_exact, 0)
-            result = weight.flatten(1, 2) @ stored_value[:, seen] + from_exact
-        else:
-            result = weight.flatten(1, 2) @ stored_value[:, seen]
-        out[start:stop] = result.view(heads * groups, stop - start, -1).transpose(0, 1)
-    return out
 
 
 _attention: ContextVar[Attention] = ContextVar("attention")

@@ -6,11 +6,11 @@ configuration is checked. Nothing here imports vLLM until then. --kv-cache-dtype
 
 from __future__ import annotations
 
-from collections import Counter
-
-from ..asked import POLICY, names, presets
 from ..asked import PREFIX as PREFIX
+from ..asked import options
 from ..contract import is_tested
+from ..serving import calls as calls
+from ..serving import served as served
 from .contract import missing
 
 POLICY_OPTION = "quantkv_policy"  # --additional-config '{"quantkv_policy": "policy.json"}'
@@ -21,9 +21,6 @@ LATENT_BACKEND = f"{__name__}.mla.QuantKVLatentBackend"
 TESTED = ("0.33.",)
 DIGEST_MARK = ":"  # between a type and the digest that connectors see beside it
 ANY_VERSION = "QUANTKV_VLLM_ANY_VERSION"  # =1 registers with a version of vLLM that was not tested
-
-served: dict[str, dict[str, str]] = {}  # format: what a call is -> the implementation that serves it
-calls: Counter[str] = Counter()  # Python calls by kind, "write", "decode" or "mixed"; replays of CUDA graphs make none
 
 
 def asked_type(kv_cache_dtype: str) -> str:
@@ -58,7 +55,7 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if LATENTS not in AttentionBackendEnum.__members__:
         register_backend(LATENTS, LATENT_BACKEND)
-    for name in (*presets(), *names(), POLICY):
+    for name in options():
         make_known(name)
     name_page_types()
     take_custom()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import ClassVar
@@ -15,8 +14,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ... import vllm_pages
 from ...format import Format
 from ...spec import CacheSpec
-from ..asked import named_format
-from . import POLICY, PREFIX, asked_type
+from ..asked import POLICY, named_format
+from . import PREFIX, asked_type
 from .blocks import is_packed
 
 UNQUANTIZED = ("auto", "bfloat16", "float16")  # layers that vLLM leaves at 16 bits: one backend serves all layers
@@ -38,16 +37,14 @@ def token_bytes(spec: CacheSpec) -> int:
     return size
 
 
-def why_not(kv_cache_dtype: str | None, dtype: torch.dtype, nbytes: Callable[[Format], int]) -> str | None:
-    """Why a type's format cannot store the rows of this model, in words; None where it can. nbytes: of a token in a format; it raises
-    ValueError for one that cannot take them. Formats of a policy are checked when the first layer is made."""
-    if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:
-        return None
-    try:
-        nbytes(format_of(kv_cache_dtype or "auto", dtype))
-    except ValueError as error:
-        return str(error)
-    return None
+def always(cls: type) -> bool:
+    """What a backend answers vLLM: it serves that."""
+    return True
+
+
+def never(cls: type) -> bool:
+    """What a backend answers vLLM: it does not serve that."""
+    return False
 
 
 class QuantKVBackend(AttentionBackend):
@@ -56,7 +53,12 @@ class QuantKVBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False  # vLLM calls do_kv_cache_update before forward
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    format: ClassVar[Format | None] = None  # of a layer's own backend, see `backend_of`
+    format: ClassVar[Format | None] = None  # of a layer's own backend, see `of`
+    sizes: ClassVar[tuple[int, ...]] = ()  # likewise, where a layer has latents
+    supports_sink = supports_sliding_window = supports_alibi_sqrt = classmethod(always)
+    supports_mm_prefix = classmethod(always)  # tokens of an image that see each other
+    supports_batch_invariance = classmethod(always)  # docs/vllm.md
+    supports_device_cpu_query_lens_mismatch = classmethod(never)  # a mixed batch is cut by the lengths that the host knows
 
     def __init_subclass__(cls, **arguments) -> None:
         """NotImplementedError for a class that vLLM derives for another kind of attention. vLLM derives it with the layer, before the
@@ -99,39 +101,20 @@ class QuantKVBackend(AttentionBackend):
     def supports_combination(
         cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
     ) -> str | None:
-        """Why a format cannot have this head size and block size, in words; None where it can."""
-        size = block_size or BLOCK_SIZES[0]
-        return why_not(kv_cache_dtype, dtype, lambda fmt: token_bytes(fmt.cache_spec(1, head_size, block_size=size)))
+        """Why a type's format cannot store the rows of this model, in words; None where it can. Formats of a policy are checked when the
+        first layer is made."""
+        if kv_cache_dtype is not None and asked_type(kv_cache_dtype) == POLICY:
+            return None
+        try:
+            cls.token_bytes(format_of(kv_cache_dtype or "auto", dtype), head_size, block_size or BLOCK_SIZES[0], dtype)
+        except ValueError as error:
+            return str(error)
+        return None
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        """Always."""
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Always."""
-        return True
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """Always."""
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Always: tokens of an image that see each other."""
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Always (docs/vllm.md)."""
-        return True
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Never."""
-        return False  # a mixed batch is cut by the lengths that the host knows
+    def token_bytes(cls, fmt: Format, head_size: int, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a token of one kv head in a format. ValueError for one that the model's rows cannot have."""
+        return token_bytes(fmt.cache_spec(1, head_size, block_size=block_size))
 
     @classmethod
     def is_supported_on_current_device(cls, head_size, head_size_v, has_sinks) -> bool:
@@ -152,14 +135,20 @@ class QuantKVBackend(AttentionBackend):
         """The bytes of a token where a layer's are quantkv's; a layer at 16 bits has just those of its record."""
         if spec.dtype != torch.uint8 or spec.state_content_bytes is not None:
             return spec
+        return replace(spec, state_content_bytes=cls.content_bytes(spec))
+
+    @classmethod
+    def content_bytes(cls, spec) -> int:
+        """Bytes of a token of one kv head of a layer."""
         fmt = cls.format
         if fmt is None:  # before the layers have theirs
             fmt = format_of(get_current_vllm_config().cache_config.cache_dtype, torch.bfloat16)
-        return replace(spec, state_content_bytes=token_bytes(fmt.cache_spec(1, spec.head_size, spec.head_size_v)))
+        return token_bytes(fmt.cache_spec(1, spec.head_size, spec.head_size_v))
 
-
-@cache
-def backend_of(fmt: Format) -> type[QuantKVBackend]:
-    """The backend of layers in one format: what vLLM asks for a layer's bytes says neither which layer nor which type it is."""
-    name = f"{QuantKVBackend.__name__}[{fmt.name}]"
-    return type(name, (QuantKVBackend,), {"format": fmt, "__module__": QuantKVBackend.__module__, "__qualname__": name})
+    @classmethod
+    @cache
+    def of(cls, fmt: Format, *sizes: int) -> type[QuantKVBackend]:
+        """The backend of layers in one format: what vLLM asks for a layer's bytes says neither which layer nor which type it is. sizes: of
+        latents and of their rotated dimensions."""
+        name = f"{cls.__name__}[{fmt.name}]"
+        return type(name, (cls,), {"format": fmt, "sizes": sizes, "__module__": cls.__module__, "__qualname__": name})

@@ -30,6 +30,7 @@ from ...geometry import Kind
 from ...policy import Policy
 from ...vllm_pages import BLOCK_SIZES, RECORD_ALIGNMENT, Group, Pool, PooledLayer, packed_beside_states, pool_of
 from . import PREFIX, asked_type
+from .around import around
 from .asked import policy_of
 
 logger = init_logger("vllm.quantkv")
@@ -110,13 +111,17 @@ def plan(config: Any, specs: dict[str, Any]) -> Pool | None:
         found = pool_of(layers, size, page)
         return found if found.packed else None
     kinds = {layer.kind for layer in layers if layer.kind is not None}
-    states = [spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)]
-    if len({_state_bytes(spec) for spec in states}) > 1:
+    if len({_state_bytes(spec) for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)}) > 1:
         return None
     if len(kinds) > 1 or len({spec.unpadded_page_size_bytes // spec.block_size for spec in rows}) == 1:
         return None
-    held = max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
-    return packed_beside_states(layers, held, STEP, size, page)
+    return packed_beside_states(layers, _states_held(config, specs), STEP, size, page)
+
+
+def _states_held(config: Any, specs: dict[str, Any]) -> int:
+    """Most states that a sequence holds of a layer."""
+    states = (spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec))
+    return max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
 
 
 def _pooled(spec: Any) -> PooledLayer | None:
@@ -183,30 +188,28 @@ def _group(group: Group, specs: dict[str, Any]) -> KVCacheGroupSpec:
 def pack_blocks() -> None:
     """Let vLLM ask `PackedBlocks` how blocks are cut, and its workers prefer the layout that it needs. May be called again."""
     platform = type(current_platform)
-    own_builder, own_sizes = platform.get_kv_cache_config_builder_cls.__func__, platform.update_block_size_for_backend.__func__
-    own_layouts = WorkerBase.get_supported_kv_cache_layouts
-    if own_builder.__module__ == __name__:
-        return
+    around(platform, "get_kv_cache_config_builder_cls", _builder)
+    around(platform, "update_block_size_for_backend", _update_sizes)
+    around(WorkerBase, "get_supported_kv_cache_layouts", _layouts)
 
-    def get_kv_cache_config_builder_cls(cls, vllm_config):
-        name = own_builder(cls, vllm_config)
-        ours = asked_type(vllm_config.cache_config.cache_dtype).startswith(PREFIX) and name in BUILDERS
-        return f"{__name__}.{PackedBlocks.__name__}" if ours else name
 
-    def update_block_size_for_backend(cls, vllm_config):
-        own_sizes(cls, vllm_config)
-        if vllm_config.model_config is not None and vllm_config.model_config.is_hybrid and can_pack(vllm_config):
-            _choose_beside_states(vllm_config)
+def _builder(own: Any, cls: Any, vllm_config: Any) -> str:
+    name = own(cls, vllm_config)
+    ours = asked_type(vllm_config.cache_config.cache_dtype).startswith(PREFIX) and name in BUILDERS
+    return f"{__name__}.{PackedBlocks.__name__}" if ours else name
 
-    def get_supported_kv_cache_layouts(self):
-        names = own_layouts(self)
-        if PACKED.name in names and can_pack(self.vllm_config) and plan(self.vllm_config, self.get_kv_cache_spec()) is not None:
-            names.insert(0, names.pop(names.index(PACKED.name)))
-        return names
 
-    platform.get_kv_cache_config_builder_cls = classmethod(get_kv_cache_config_builder_cls)
-    platform.update_block_size_for_backend = classmethod(update_block_size_for_backend)
-    WorkerBase.get_supported_kv_cache_layouts = get_supported_kv_cache_layouts
+def _update_sizes(own: Any, cls: Any, vllm_config: Any) -> None:
+    own(cls, vllm_config)
+    if vllm_config.model_config is not None and vllm_config.model_config.is_hybrid and can_pack(vllm_config):
+        _choose_beside_states(vllm_config)
+
+
+def _layouts(own: Any, worker: Any) -> list[str]:
+    names = own(worker)
+    if PACKED.name in names and can_pack(worker.vllm_config) and plan(worker.vllm_config, worker.get_kv_cache_spec()) is not None:
+        names.insert(0, names.pop(names.index(PACKED.name)))
+    return names
 
 
 def _choose_beside_states(config: Any) -> None:
@@ -220,10 +223,8 @@ def _choose_beside_states(config: Any) -> None:
     found = plan(config, specs)
     if found is None:
         return
-    states = [spec for spec in specs.values() if isinstance(spec, vllm_specs.MambaSpec)]
-    held = max(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in states)
     step = math.lcm(STEP, get_mamba_prefill_checkpoint_alignment(config) or 1) if cache.mamba_cache_mode == "align" else STEP
-    found = packed_beside_states(found.layers, held, step, None, largest_page(policy_of(config)))
+    found = packed_beside_states(found.layers, _states_held(config, specs), step, None, largest_page(policy_of(config)))
     if found is None:
         return
     cache.block_size = found.groups[0].block_size

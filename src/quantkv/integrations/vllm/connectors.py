@@ -20,6 +20,7 @@ from ... import whole_file
 from ...names import LATENT
 from ...page_meaning import codecs_of, meaning_digest, refuse_other
 from . import DIGEST_MARK, PREFIX, asked_type, make_known
+from .around import around
 from .asked import policy_of
 from .backend import UNQUANTIZED, format_of
 from .blocks import is_packed
@@ -38,59 +39,45 @@ SERVED = (*HANDSHAKES, *KEYED, *FOLDERS, *WITHIN)  # WITHIN: which hold others, 
 def name_page_types() -> None:
     """Give types their digest from now on, right before vLLM makes a connector, in the scheduler and in every worker. May be called
     again."""
-    own = KVConnectorFactory.create_connector.__func__
-    if own.__module__ == __name__:
-        return
+    around(KVConnectorFactory, "create_connector", _create_connector)
 
-    def create_connector(cls, config, role, kv_cache_config):
-        asked = asked_type(config.cache_config.cache_dtype)
-        if asked.startswith(PREFIX):
-            config.cache_config.cache_dtype = (
-                asked + DIGEST_MARK + page_digest(config, [_block(g) for g in kv_cache_config.kv_cache_groups])
-            )
-            make_known(config.cache_config.cache_dtype)
-            for name, extra in _connectors_of(config.kv_transfer_config):
-                if name in HANDSHAKES:
-                    _name_in_handshakes()
-                if name in KEYED:
-                    _name_in_keys()
-                if name in FOLDERS:
-                    _check_folder(Path(extra.get(FOLDER_OPTION, FOLDER_DEFAULT)), config.cache_config.cache_dtype)
-        return own(cls, config, role, kv_cache_config)
 
-    KVConnectorFactory.create_connector = classmethod(create_connector)
+def _create_connector(own: Any, cls: Any, config: Any, role: Any, kv_cache_config: Any) -> Any:
+    asked = asked_type(config.cache_config.cache_dtype)
+    if asked.startswith(PREFIX):
+        stored = asked + DIGEST_MARK + page_digest(config, [_block(g) for g in kv_cache_config.kv_cache_groups])
+        config.cache_config.cache_dtype = stored
+        make_known(stored)
+        for name, extra in _connectors_of(config.kv_transfer_config):
+            if name in HANDSHAKES:
+                _name_in_handshakes()
+            if name in KEYED:
+                _name_in_keys()
+            if name in FOLDERS:
+                _check_folder(Path(extra.get(FOLDER_OPTION, FOLDER_DEFAULT)), stored)
+    return own(cls, config, role, kv_cache_config)
 
 
 def _name_in_handshakes() -> None:
     """Let NIXL's hash end in the type's name with its digest, so that who refuses a handshake names both sides'. May be called again."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-    own = base_worker.compute_nixl_compatibility_hash
-    if own.__module__ == __name__:
-        return
-
-    def compute_nixl_compatibility_hash(vllm_config, *args, **kwargs):
-        stored = vllm_config.cache_config.cache_dtype
-        return own(vllm_config, *args, **kwargs) + (f" of {stored}" if stored.startswith(PREFIX) else "")
-
-    base_worker.compute_nixl_compatibility_hash = compute_nixl_compatibility_hash
+    around(base_worker, "compute_nixl_compatibility_hash", _named)
 
 
 def _name_in_keys() -> None:
     """Let LMCache's keys have the type's name with its digest behind the model's. May be called again. NotImplementedError for an LMCache
     that makes them in another way."""
     home = sys.modules[KVConnectorFactory.get_connector_class_by_name(KEYED[0]).__module__]
-    own = getattr(home, "get_dcp_decorated_model_name", None)
-    if own is None:
+    if not hasattr(home, "get_dcp_decorated_model_name"):
         raise NotImplementedError(f"quantkv: kv_connector={KEYED[0]!r} of {home.__name__}; that of LMCache 0.5.6 is needed")
-    if own.__module__ == __name__:
-        return
+    around(home, "get_dcp_decorated_model_name", _named)
 
-    def get_dcp_decorated_model_name(vllm_config, *args, **kwargs):
-        stored = vllm_config.cache_config.cache_dtype
-        return own(vllm_config, *args, **kwargs) + (f" of {stored}" if stored.startswith(PREFIX) else "")
 
-    home.get_dcp_decorated_model_name = get_dcp_decorated_model_name
+def _named(own: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> str:
+    """What vLLM's own function makes of a configuration, with the type's name behind it."""
+    stored = vllm_config.cache_config.cache_dtype
+    return own(vllm_config, *args, **kwargs) + (f" of {stored}" if stored.startswith(PREFIX) else "")
 
 
 def _check_folder(folder: Path, stored: str) -> None:

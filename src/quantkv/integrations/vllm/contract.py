@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-from ..contract import Name, lacking
+from ..contract import Name, lacking, names_of
 
-
-def _name(path: str, breaks: str, takes: str = "", has: str = "") -> Name:
-    return Name(f"vllm.{path}", breaks, tuple(takes.split()), tuple(has.split()))
-
-
+_name = names_of("vllm")
 BACKEND, LAYERS = "v1.attention.backend", "model_executor.layers.attention"
 MLA = f"{LAYERS}.mla_attention"
 NAMES = (

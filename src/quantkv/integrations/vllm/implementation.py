@@ -24,7 +24,6 @@ from ...cache import PagedCache
 from ...calibration import Calibration
 from ...copies import CacheWithCopies
 from ...engine.layer import LayerAttention, PagedLayer
-from ...engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ...engine.layer_config import LayerConfig, Shard
 from ...engine.observed import causal_attention
 from ...engine.warm_up import StepLimits, claim_scratch, warm_up, who_serves
@@ -33,13 +32,13 @@ from ...full_precision import FullPrecisionTokens
 from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
-from ..asked import check_weights, warn_of_biases
-from . import PREFIX, calls
+from ..asked import check_policy, check_weights, warn_of_biases
+from ..serving import Step
+from . import PREFIX
 from .asked import policy_of, reads_own_rows
-from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
+from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, format_of, token_bytes
 from .blocks import kernel_pages
 from .connectors import check_connectors
-from .metadata import Metadata
 from .mixed import check_hybrid, warn_of_padding
 from .statistics import check_statistics, measure_before_sizing
 
@@ -74,7 +73,7 @@ def step_of(layer: Any) -> Any:
     return step[layer.layer_name] if isinstance(step, dict) else step
 
 
-class QuantKVImpl(AttentionImpl[Metadata]):
+class QuantKVImpl(AttentionImpl[Step]):
     """One layer's attention. How its rows are stored is known once the weights are loaded.
 
     attention: what its calls have in common. paged: its pages. owner: the layer whose pages it reads; None: they are its own.
@@ -88,6 +87,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
     paged: PagedLayer | None = None
     owner: QuantKVImpl | None = None
     of_latents: ClassVar[bool] = False
+    backend: ClassVar[type[QuantKVBackend]] = QuantKVBackend  # what its layer answers vLLM
+    sizes: tuple[int, ...] = ()  # of latents and their rotated dimensions
     lends: bool = False  # whether other layers read its pages, and its rows
     pages_per_block: int = 1
     unmeasured: bool = False
@@ -177,12 +178,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def _check_policy(self) -> None:
         """Refuse, before weights are loaded, formats that this layer's heads cannot have and layers that the model lacks."""
-        layers, calibration = self.config.model_config.get_total_num_hidden_layers(), self.policy.calibration
-        self.policy.check(layers)
-        if calibration is not None:
-            calibration.check_one(layers, Heads(self._all_kv_heads(), self.head_size, self.head_size))
-        for name in {self.policy.format, *self.policy.layers.values()}:
-            self._token_bytes(name)
+        heads = Heads(self._all_kv_heads(), self.head_size, self.head_size)
+        check_policy(self.policy, self.config.model_config.get_total_num_hidden_layers(), heads, self._token_bytes)
         if self.policy.full_precision is not None:
             self._check_full_precision()
 
@@ -225,12 +222,11 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self.owner = None if layers[owner].impl is self else layers[owner].impl
         if self.owner is not None:
             self.owner.lends = True
-        if stored.format.name in AS_GIVEN:  # pages hold the same numbers
-            self.attention = replace(self.attention, own_rows=False)
+        self.attention = self.attention.over(stored)
         if self.owner is None:
             block_size, num_seqs = self.config.cache_config.block_size, self.config.scheduler_config.max_num_seqs
             self.paged.reserve_copies(block_size, num_seqs, torch.device(current_platform.device_type))
-        layer.attn_backend = self._backend(stored.format)
+        layer.attn_backend = self.backend if self.kv_cache_dtype in UNQUANTIZED else self.backend.of(stored.format, *self.sizes)
 
     def _layer(self) -> Any:
         """The layer that it serves."""
@@ -244,14 +240,15 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         """How rows are stored where a format is asked for."""
         return fmt
 
-    def _backend(self, fmt: Format) -> type[QuantKVBackend]:
-        """What the layer answers vLLM from now on."""
-        return QuantKVBackend if self.kv_cache_dtype in UNQUANTIZED else backend_of(fmt)
-
     @property
     def wants_statistics(self) -> bool:
         """Whether its rows are to be stored by statistics of the model that are not there yet."""
         return self.number is not None and self.policy.wants_statistics and self.measured is None and not self.unmeasured
+
+    @property
+    def observed_as(self) -> int | None:
+        """Its number in the pass that measures the model; None: it reads another's pages, or its rows are stored as they are."""
+        return self.number if self.owner is None and self.wants_statistics else None
 
     def take_statistics(self, made: Calibration) -> None:
         """Store rows by a calibration of this rank's heads from now on. No row may have been stored."""
@@ -338,7 +335,6 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         """Store `key [T, HK, D]` and `value [T, HK, D_V]` in the slots `slot_mapping`; rows beyond these are padding."""
         if kv_cache.numel() == 0:
             return
-        calls["write"] += 1
         step_of(layer).write(self.cache_of(kv_cache), key, value, slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
@@ -350,13 +346,12 @@ class QuantKVImpl(AttentionImpl[Metadata]):
             return output.fill_(0)
         if output_scale is not None:
             raise NotImplementedError("quantkv: fused quantization of the output is not supported")
-        calls[attn_metadata.kind] += 1
         cache, shared = self.cache_of(kv_cache), (self.scale, self.attention.options)
         rows = self._own_rows(attn_metadata, key, value)
         attn_metadata.attend(cache, query, *shared, out=output, **rows, **self._per_layer)
         return output
 
-    def _own_rows(self, step: Metadata, key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _own_rows(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows that a step brings to the layer's pages, where it reads them as given: another's, where the pages are another's."""
         if not self.attention.own_rows:
             return {}
@@ -365,7 +360,7 @@ class QuantKVImpl(AttentionImpl[Metadata]):
 
     def _observed(self, layer, query, key, value, output):
         """Attention of the pass that measures the model, over its own rows; layers without keys of their own attend to the owner's."""
-        self.observer.see(layer, self, query, key)
+        self.observer.add(self.observed_as, query, key)
         if self.owner is None:
             self.seen = key.clone(), value.clone()
         key, value = (self.owner or self).seen

@@ -16,28 +16,10 @@ from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 from ...calls import Batch
 from ...engine.forward_metadata import ForwardMetadata
 from ...engine.full_precision_group import FullPrecisionGroup
-from ...engine.warm_up import summary
-from . import served
+from ..serving import Step, tell
 from .blocks import PagesOfBlocks
 
 logger = init_logger("vllm.quantkv")
-
-
-class Metadata(ForwardMetadata):
-    """One step, over slices of vLLM's own tensors, which a graph replays with other numbers in them.
-
-    kind: "decode" where each sequence has as many queries as a decode or a verification has, else "mixed".
-    """
-
-    def __init__(self, kind: str, *of_step: Any, **named: Any) -> None:
-        super().__init__(*of_step, **named)
-        self.kind = kind
-
-
-def full_precision_layers(layers: dict[str, Any]) -> dict[str, Any]:
-    """Those with full-precision tokens and pages of their own, the last one last."""
-    kept = [name for name, layer in layers.items() if layer.impl.full_precision is not None and layer.impl.owner is None]
-    return {name: layers[name] for name in sorted(kept, key=extract_layer_index)}
 
 
 def full_precision_group(layers: list[Any], config: Any, device: torch.device) -> FullPrecisionGroup:
@@ -47,14 +29,35 @@ def full_precision_group(layers: list[Any], config: Any, device: torch.device) -
     return FullPrecisionGroup([layer.impl.paged for layer in layers], *largest, scheduler.max_num_seqs, device)
 
 
-class TellsWhoServes:
-    """The part of a builder that has what its layers need compiled, and tells the log who serves them. `self.tell` begins it."""
+class StepBuilder:
+    """What builders of rows' steps and of latents' have in common: vLLM calls `build` and its like, and `_build` makes the metadata.
+    `self.take_layers` begins it, and `self.tell` has what the layers need compiled, and tells the log who serves them.
 
-    def tell(self, vllm_config: Any, layer_names: list[str], table_width: int | None, tokens: int) -> None:
-        """Now, or when vLLM gives the layers their pages, on a GPU. table_width: pages of a row of the block table. tokens: of
-        a page that the kernels read."""
+    full_precision: of those of its layers that have full-precision tokens; None: none has. last: of these layers.
+    """
+
+    requires_block_table_width = True  # kernels are compiled for its alignment
+    full_precision: FullPrecisionGroup | None = None
+    last: Any = None
+
+    def take_layers(self, vllm_config: Any, layer_names: list[str]) -> None:
+        """The layers of vLLM with these names; and full-precision tokens of those with pages of their own, where their policy has some."""
         named = vllm_config.compilation_config.static_forward_context
-        self.table_width, self.layers = table_width, [named[name] for name in layer_names]
+        self.layers = [named[name] for name in layer_names]
+        kept = [layer for layer in self.layers if layer.impl.full_precision is not None and layer.impl.owner is None]
+        if kept:
+            kept.sort(key=lambda layer: extract_layer_index(layer.layer_name))
+            self.full_precision, self.last = full_precision_group(kept, vllm_config, self.device), kept[-1]
+
+    def attach_full_precision(self, metadata: ForwardMetadata, advance: bool) -> None:
+        """Say in a step's metadata what it reads at full precision. advance: whether it runs now."""
+        if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
+            self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
+
+    def tell(self, table_width: int | None, tokens: int) -> None:
+        """Who serves, now, or when vLLM gives the layers their pages, on a GPU. table_width: pages of a row of the block table. tokens: of
+        a page that the kernels read."""
+        self.table_width = table_width
         for layer in self.layers:
             if self.device.type == "cuda":
                 layer.bind_kv_cache = partial(self._bind, layer)
@@ -84,36 +87,7 @@ class TellsWhoServes:
         if kind in self._seen:
             return
         self._seen.add(kind)
-        served[impl.format.name] = who = ask(impl)
-        if len(self._seen) == 1:
-            logger.info("quantkv: %d layers of %s: %s", len(self.layers), impl.format.name, summary(who))
-
-
-class KeepsFullPrecision:
-    """The part of a builder that says what a step reads at full precision. `self.keep_full_precision` begins it.
-
-    full_precision: of those of its layers that have full-precision tokens; None: none has. last: of these layers.
-    """
-
-    full_precision: FullPrecisionGroup | None = None
-    last: Any = None
-
-    def keep_full_precision(self, vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
-        """Keep full-precision tokens of the layers of vLLM's with these names, where their policy has some."""
-        named = vllm_config.compilation_config.static_forward_context
-        if kept := list(full_precision_layers({name: named[name] for name in layer_names}).values()):
-            self.full_precision, self.last = full_precision_group(kept, vllm_config, device), kept[-1]
-
-    def attach_full_precision(self, metadata: ForwardMetadata, advance: bool) -> None:
-        """Say in a step's metadata what it reads at full precision. advance: whether it runs now."""
-        if self.full_precision is not None and self.last.kv_cache.numel():  # vLLM has allocated pages
-            self.full_precision.attach(metadata, self.last.impl.pages_of(self.last.kv_cache), advance)
-
-
-class BuildsSteps:
-    """The part of a builder that vLLM calls: `_build` makes the metadata of a step, of one that is captured and of one that drafts."""
-
-    requires_block_table_width = True  # kernels are compiled for its alignment
+        tell(logger, impl.format.name, ask(impl), len(self.layers) if len(self._seen) == 1 else 0)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec):
@@ -133,20 +107,20 @@ class BuildsSteps:
         return self._build(common_attn_metadata, None)
 
 
-class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionMetadataBuilder[Metadata]):
-    """Builds `Metadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies as many tokens as any other."""
+class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
+    """Builds a `Step` over slices of vLLM's own tensors, which a graph replays with other numbers in them. Full CUDA graphs hold batches in
+    which every sequence decodes, or verifies as many tokens as any other."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        named = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        self.keep_full_precision(vllm_config, layer_names, device)
+        self.take_layers(vllm_config, layer_names)
         self.pages = PagesOfBlocks(kv_cache_spec, vllm_config, block_table_width, device)
-        for layer in named.values():
+        for layer in self.layers:
             layer.impl.pages_per_block = self.pages.pages
-        self.tell(vllm_config, layer_names, self.pages.width, self.pages.tokens)
+        self.tell(self.pages.width, self.pages.tokens)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
@@ -160,7 +134,7 @@ class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionM
         )
         return AttentionCGSupport.NEVER if beyond else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Metadata:
+    def _build(self, m, max_seq_len: int | None, advance: bool = True) -> Step:
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""
         if m.causal is not True:
             raise NotImplementedError("quantkv: attention that is not causal")
@@ -181,9 +155,9 @@ class QuantKVBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, AttentionM
         batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
         return self._metadata("mixed", m, batch, starts[count], None if ranges is None else ranges[:count], advance)
 
-    def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Metadata:
+    def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Step:
         """What vLLM says in `m` that concerns the sequences of `batch`."""
         tensors = self.pages.table(m.block_table_tensor[: batch.num_seqs]), m.slot_mapping, m.positions
-        metadata = Metadata(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
+        metadata = Step(kind, batch, *tensors, num_tokens=num_tokens, prefix_ranges=ranges)
         self.attach_full_precision(metadata, advance)
         return metadata

@@ -7,8 +7,8 @@ of the model's dtype, through the layer's up-projection, into attention over man
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, cached_property, partial
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -31,7 +31,8 @@ from ...engine.warm_up import claim_scratch, warm_up
 from ...format import Format
 from ...geometry import Heads
 from . import LATENTS, calls
-from .backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of, token_bytes, why_not
+from .around import around
+from .backend import BLOCK_SIZES, QuantKVBackend, format_of, never, token_bytes
 from .implementation import QuantKVImpl, step_of
 from .mla_metadata import LatentMetadata, QuantKVLatentBuilder
 
@@ -51,8 +52,9 @@ def _sizes_and_dtype() -> tuple[tuple[int, int], torch.dtype]:
 class QuantKVLatentBackend(QuantKVBackend, MLACommonBackend):
     """Pages of latents, `[B, 1, N, C]`: C is the bytes of a token."""
 
-    format: ClassVar[Format | None] = None  # of latents, of a layer's own backend, see `latent_backend_of`
-    sizes: ClassVar[tuple[int, int] | None] = None
+    format = None  # as of `QuantKVBackend`: this class is no other kind of attention that vLLM derives
+    supports_sink = supports_sliding_window = supports_alibi_sqrt = supports_mm_prefix = classmethod(never)
+    supports_batch_invariance = classmethod(never)  # how a prompt's context is cut depends on the batch
 
     @staticmethod
     def get_name() -> str:
@@ -70,55 +72,17 @@ class QuantKVLatentBackend(QuantKVBackend, MLACommonBackend):
         return QuantKVLatentBuilder
 
     @classmethod
-    def supports_combination(
-        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
-    ) -> str | None:
-        """Why a format cannot store this model's latents, in words; None where it can."""
-        return why_not(kv_cache_dtype, dtype, lambda fmt: latent_bytes(fmt, _sizes_and_dtype()[0], dtype))
+    def token_bytes(cls, fmt: Format, head_size: int, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a token in a format. ValueError for one that the model's latents cannot have."""
+        return latent_bytes(fmt, _sizes_and_dtype()[0], dtype)
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Never."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Never: how a prompt's context is cut depends on the batch."""
-        return False
-
-    @classmethod
-    def customize_spec(cls, spec):
-        """The bytes of a token where a layer's are quantkv's."""
-        if spec.dtype != torch.uint8 or spec.state_content_bytes is not None:
-            return spec
+    def content_bytes(cls, spec) -> int:
+        """Bytes of a token of a layer."""
         if cls.format is not None:
-            return replace(spec, state_content_bytes=token_bytes(cls.format.cache_spec(1, *cls.sizes)))
+            return token_bytes(cls.format.cache_spec(1, *cls.sizes))
         sizes, dtype = _sizes_and_dtype()  # before the layers have theirs
-        fmt = format_of(get_current_vllm_config().cache_config.cache_dtype, dtype)
-        return replace(spec, state_content_bytes=latent_bytes(fmt, sizes, dtype))
-
-
-@cache
-def latent_backend_of(fmt: Format, sizes: tuple[int, int]) -> type[QuantKVLatentBackend]:
-    """The backend of layers in one format of latents."""
-    name = f"{QuantKVLatentBackend.__name__}[{fmt.name}]"
-    traits = {"format": fmt, "sizes": sizes, "__module__": QuantKVLatentBackend.__module__, "__qualname__": name}
-    return type(name, (QuantKVLatentBackend,), traits)
+        return latent_bytes(format_of(get_current_vllm_config().cache_config.cache_dtype, dtype), sizes, dtype)
 
 
 class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
@@ -130,6 +94,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
     """
 
     of_latents = True
+    backend = QuantKVLatentBackend
     supports_pcp = False
     absorbed = False
     mean: torch.Tensor | None = None
@@ -187,9 +152,6 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         asked = LayerConfig.of(self.policy, number, self.dtype, heads, 1, Shard())
         return replace(asked, format=self._stored(asked.format))
 
-    def _backend(self, fmt: Format) -> type[QuantKVBackend]:
-        return QuantKVLatentBackend if self.kv_cache_dtype in UNQUANTIZED else latent_backend_of(fmt, self.sizes)
-
     def absorb(self, layer: Any) -> None:
         """Multiply the rotation of stored latents into the layer's projections of decode, once they are made of the weights: `W_UK_T [HQ,
         nope, latent]` of queries and `W_UV [HQ, latent, V]` of outputs. Prompts use the weights themselves."""
@@ -228,7 +190,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
 
     def _observed_latents(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, **unused):
         """Attention of the pass that measures the model, over its own rows: `q [T, HQ, nope + rope]` into `output [T, HQ * V]`."""
-        self.observer.see_latents(self, k_c_normed)
+        self.observer.add_latents(self.observed_as, k_c_normed)
         found = causal_attention(self.attention, q, *self._keys_and_values(k_c_normed, k_pe))
         return output.copy_(found.view_as(output))
 
@@ -333,19 +295,12 @@ def keep_writes(config: Any) -> None:
     config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
 
 
-def absorb_rotations() -> None:
+def _absorb(own: Any, layer: Any, act_dtype: torch.dtype) -> None:
     """Let every layer of latents absorb its rotation as soon as vLLM has made its projections, which it does after it has told us that
-    the weights are there. May be called again."""
-    own = MLAAttention.process_weights_after_loading
-    if own.__module__ == __name__:
-        return
-
-    def process_weights_after_loading(self, act_dtype):
-        own(self, act_dtype)
-        if isinstance(self.impl, QuantKVLatentImpl):
-            self.impl.absorb(self)
-
-    MLAAttention.process_weights_after_loading = process_weights_after_loading
+    the weights are there."""
+    own(layer, act_dtype)
+    if isinstance(layer.impl, QuantKVLatentImpl):
+        layer.impl.absorb(layer)
 
 
-absorb_rotations()
+around(MLAAttention, "process_weights_after_loading", _absorb)

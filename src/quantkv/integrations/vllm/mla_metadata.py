@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from ...calls import Batch
 from ...copies import FullPrecisionStep
 from ...engine.forward_metadata import ForwardMetadata
-from .metadata import BuildsSteps, KeepsFullPrecision, TellsWhoServes
+from .metadata import StepBuilder
 
 
 @dataclass
@@ -32,7 +32,7 @@ class LatentMetadata(MLACommonMetadata):
         return None if step is None else step.part(count, self.num_decodes + first)
 
 
-class QuantKVLatentBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, MLACommonMetadataBuilder[LatentMetadata]):
+class QuantKVLatentBuilder(StepBuilder, MLACommonMetadataBuilder[LatentMetadata]):
     """Builds `LatentMetadata`. Full CUDA graphs hold batches in which every sequence decodes, or verifies."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -40,8 +40,8 @@ class QuantKVLatentBuilder(BuildsSteps, TellsWhoServes, KeepsFullPrecision, MLAC
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, block_table_width=None):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=LatentMetadata)
-        self.keep_full_precision(vllm_config, layer_names, device)
-        self.tell(vllm_config, layer_names, block_table_width, kv_cache_spec.block_size)
+        self.take_layers(vllm_config, layer_names)
+        self.tell(block_table_width, kv_cache_spec.block_size)
 
     def _build(self, m, max_seq_len: int | None, advance: bool = True) -> LatentMetadata:
         """advance: whether the step runs now; False: it is captured, and its numbers come later."""

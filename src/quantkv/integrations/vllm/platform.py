@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from . import LATENTS, PREFIX
+from .around import around
 
 TWO_SIZES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # backends of keys and values of two sizes, which models name themselves
 WRITE_THEMSELVES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "KimiK3MTPModel")
@@ -25,77 +26,55 @@ def take_custom() -> None:
     """Let CUSTOM be chosen by a type of quantkv's, let it serve latents (MLA), and let the CPU platform take it at all: that one answers
     every request for a backend with its own, and says so in one line of the log. What asks for another backend is as it was. May be
     called again."""
-    platform = type(current_platform)
-    own = platform.get_attn_backend_cls.__func__
-    if own.__module__ == __name__:
-        return
-
-    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
-        if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.use_mla:
-            selected_backend = AttentionBackendEnum[LATENTS]
-        asked = selected_backend is not None and selected_backend.name in (AttentionBackendEnum.CUSTOM.name, LATENTS)
-        if not (asked and current_platform.is_cpu()):
-            return own(cls, selected_backend, attn_selector_config, num_heads)
-        reasons = selected_backend.get_class().validate_configuration(device_capability=None, **attn_selector_config._asdict())
-        if reasons:
-            given = attn_selector_config.kv_cache_dtype
-            raise ValueError(f"--kv-cache-dtype {given}, --attention-backend CUSTOM cannot serve this model: {'; '.join(reasons)}")
-        return selected_backend.get_path()
-
-    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
-    _choose_by_type()
-    _take_two_sizes()
-    _check_models(platform)
+    around(type(current_platform), "get_attn_backend_cls", _backend)
+    around(VllmConfig, "try_verify_and_update_config", _choose_by_type)
+    around(AttentionBackendEnum, "get_class", _take_two_sizes)
+    around(type(current_platform), "check_and_update_config", _check_models)
 
 
-def _choose_by_type() -> None:
+def _backend(own: Any, cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    if selected_backend == AttentionBackendEnum.CUSTOM and attn_selector_config.use_mla:
+        selected_backend = AttentionBackendEnum[LATENTS]
+    asked = selected_backend is not None and selected_backend.name in (AttentionBackendEnum.CUSTOM.name, LATENTS)
+    if not (asked and current_platform.is_cpu()):
+        return own(cls, selected_backend, attn_selector_config, num_heads)
+    reasons = selected_backend.get_class().validate_configuration(device_capability=None, **attn_selector_config._asdict())
+    if reasons:
+        given = attn_selector_config.kv_cache_dtype
+        raise ValueError(f"--kv-cache-dtype {given}, --attention-backend CUSTOM cannot serve this model: {'; '.join(reasons)}")
+    return selected_backend.get_path()
+
+
+def _choose_by_type(own: Any, config: Any) -> None:
     """Let a type of quantkv's choose CUSTOM where no backend is named: no other reads it. It is chosen before models choose (Gemma 4's
     hook names Triton's backend where none is named), and from there on all is as if it had been named."""
-    own = VllmConfig.try_verify_and_update_config
-    if own.__module__ == __name__:
-        return
-
-    def try_verify_and_update_config(self):
-        if self.attention_config.backend is None and self.cache_config is not None and self.cache_config.cache_dtype.startswith(PREFIX):
-            self.attention_config.backend = AttentionBackendEnum.CUSTOM
-        own(self)
-
-    VllmConfig.try_verify_and_update_config = try_verify_and_update_config
+    cache, attention = config.cache_config, config.attention_config
+    if attention.backend is None and cache is not None and cache.cache_dtype.startswith(PREFIX):
+        attention.backend = AttentionBackendEnum.CUSTOM
+    own(config)
 
 
-def _take_two_sizes() -> None:
+def _take_two_sizes(own: Any, named: Any) -> type:
     """Let CUSTOM, where it was asked for, serve models whose keys and values have two sizes (MiMo): these name vLLM's backends for that,
     whatever was asked for."""
-    own = AttentionBackendEnum.get_class
-    if own.__module__ == __name__:
-        return
-
-    def get_class(self):
-        if self.name in TWO_SIZES and get_current_vllm_config().attention_config.backend == AttentionBackendEnum.CUSTOM:
-            return own(AttentionBackendEnum.CUSTOM)
-        return own(self)
-
-    AttentionBackendEnum.get_class = get_class
+    if named.name in TWO_SIZES and get_current_vllm_config().attention_config.backend == AttentionBackendEnum.CUSTOM:
+        named = AttentionBackendEnum.CUSTOM
+    return own(named)
 
 
-def _check_models(platform: type) -> None:
+def _check_models(own: Any, cls: Any, vllm_config: Any) -> None:
     """Refuse models whose latents CUSTOM cannot serve while a configuration is checked. And let the CPU platform leave chunked prefill,
     prefix caching and the size of blocks as they were asked for: for models with latents it turns the first two off and sets the third,
     which its own backend needs."""
-    own = platform.check_and_update_config.__func__
-
-    def check_and_update_config(cls, vllm_config):
-        parts = (vllm_config.scheduler_config, OF_STEPS), (vllm_config.cache_config, OF_PAGES)
-        kept = [(part, name, getattr(part, name)) for part, names in parts for name in names] if current_platform.is_cpu() else []
-        own(cls, vllm_config)
-        model = vllm_config.model_config
-        if model is not None and model.use_mla and vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM:
-            check_latents(model)
-            check_invariance()
-            for part, name, value in kept:
-                setattr(part, name, value)
-
-    platform.check_and_update_config = classmethod(check_and_update_config)
+    parts = (vllm_config.scheduler_config, OF_STEPS), (vllm_config.cache_config, OF_PAGES)
+    kept = [(part, name, getattr(part, name)) for part, names in parts for name in names] if current_platform.is_cpu() else []
+    own(cls, vllm_config)
+    model = vllm_config.model_config
+    if model is not None and model.use_mla and vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM:
+        check_latents(model)
+        check_invariance()
+        for part, name, value in kept:
+            setattr(part, name, value)
 
 
 def check_invariance() -> None:
