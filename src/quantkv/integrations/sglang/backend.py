@@ -145,7 +145,8 @@ class QuantKVBackend(AttentionBackend):
         width = self.table.shape[1]
         self._graphs.clear()
         self._seq_lens = torch.ones(max_bs, dtype=torch.int32, device=self.device)
-        self._starts = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self._counting = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self._starts = self._counting.clone()
         self._positions = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
         for windowed in self._pools:
             table = torch.zeros(max_bs, width, dtype=torch.int32, device=self.device)
@@ -158,8 +159,8 @@ class QuantKVBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Fill the tensors that a captured graph of decode reads, outside of the graph.
 
-        A replayed batch has as many slots as sequences; the rows beyond, to the size of the graph, are padding and get no keys. Rows of a
-        batch that is captured have slot 0: they write nothing, and read page 0.
+        A replayed batch has as many slots as sequences; the rows beyond, to the size of the graph, are padding: sequences without queries
+        and without keys. Rows of a batch that is captured have slot 0: they write nothing, and read page 0.
         """
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError(f"quantkv: CUDA graphs of {forward_batch.forward_mode.name}; allowed: DECODE")
@@ -169,6 +170,7 @@ class QuantKVBackend(AttentionBackend):
         table = self.table[forward_batch.req_pool_indices[:given].long()]
         self._seq_lens[:given].copy_(forward_batch.seq_lens[:given])
         self._seq_lens[given:count].fill_(0)
+        torch.clamp(self._counting[: count + 1], max=given, out=self._starts[: count + 1])
         self._positions[:count].copy_(forward_batch.positions[:count])
         for windowed, static in self._static.items():
             own, first = (self._in_windows(slots), self._in_windows(table)) if windowed else (slots, table)
