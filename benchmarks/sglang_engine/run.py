@@ -99,6 +99,7 @@ def engine(job: str, kv_type: str, out: Path, args: argparse.Namespace) -> Any:
         "disable_flashinfer_autotune": True,
         "disable_radix_cache": not small,
         "device": args.device,
+        "port": 30000 + 1000 * args.types.split(",").index(kv_type),  # engines that run at the same time look for others near it
         "random_seed": 0,
         "log_level": "info",
     }
