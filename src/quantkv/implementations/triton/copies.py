@@ -69,19 +69,20 @@ class Launches:
             return
         sequences, columns = given["sequences"], compiled["N"]
         given = {**given, "step": step}
-        tile = max(1, ELEMENTS // triton.next_power_of_2(columns))
+        wide = triton.next_power_of_2(columns)
+        tile = max(1, ELEMENTS // wide)
         if rows:
             given |= {"rows": _rows(rows), "copies": kept}
-            self._launch(kernels.doubt_kernel, (sequences, columns), given, compiled | _row_sizes(rows))
+            self._launch(kernels.doubt_kernel, (sequences, columns), given, compiled | _row_sizes(rows, compiled["PAGE"]))
         self._launch(kernels.claim_kernel, (1,), given, compiled | {"WATCHED": bool(rows)}, num_warps=8)
         self._launch(kernels.take_kernel, (triton.cdiv(given["num_copies"], kernels.COPIES.value),), given, {})
         blocks = max(triton.cdiv(sequences, tile), triton.cdiv(len(step.slots), kernels.CHUNK.value))
-        self._launch(kernels.lay_out_kernel, (blocks,), given, compiled | {"FEW": step.joined is not None, "ROWS": tile})
+        self._launch(kernels.lay_out_kernel, (blocks,), given, compiled | {"FEW": step.joined is not None, "ROWS": tile, "COLUMNS": wide})
         self._keep(key)
 
     def note(self, given: dict[str, Any], rows: tuple[torch.Tensor, ...], kept: torch.Tensor, page: int) -> None:
         """`CopiedPages.note`."""
-        compiled = {"PAGE": page, "TOKENS": TOKENS} | _row_sizes(rows)
+        compiled = {"PAGE": page, "TOKENS": TOKENS} | _row_sizes(rows, 1)
         grid = triton.cdiv(given["tokens"], TOKENS), compiled["HEADS"]
         self._launch(kernels.note_kernel, grid, given | {"rows": _rows(rows), "copies": kept}, compiled)
         self._made.clear()
@@ -132,5 +133,8 @@ def _rows(rows: tuple[torch.Tensor, ...]) -> Rows:
     return Rows(rows[0], rows[1] if len(rows) > 1 else None, *rows[0].stride()[:2])
 
 
-def _row_sizes(rows: tuple[torch.Tensor, ...]) -> dict[str, int]:
-    return {"HEADS": rows[0].shape[1], "CODES": rows[0].shape[3], "META": rows[1].shape[3] if len(rows) > 1 else 0}
+def _row_sizes(rows: tuple[torch.Tensor, ...], together: int) -> dict[str, int]:
+    """Sizes of a K row in bytes. together: rows that a program reads at once."""
+    codes, meta = rows[0].shape[3], rows[1].shape[3] if len(rows) > 1 else 0
+    tiles = {name: triton.next_power_of_2(together * size) for name, size in (("CODES_TILE", codes), ("META_TILE", meta))}
+    return {"HEADS": rows[0].shape[1], "CODES": codes, "META": meta, **tiles}

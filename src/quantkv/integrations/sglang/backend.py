@@ -134,8 +134,10 @@ class QuantKVBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make the tensors that captured graphs read."""
         width = self.table.shape[1]
+        self._graphs.clear()
         self._seq_lens = torch.ones(max_bs, dtype=torch.int32, device=self.device)
-        self._starts = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self._counting = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self._starts = self._counting.clone()
         self._positions = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
         for windowed in self._pools:
             table = torch.zeros(max_bs, width, dtype=torch.int32, device=self.device)
@@ -146,18 +148,27 @@ class QuantKVBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill the tensors that a captured graph of decode reads, outside of the graph. Rows of padding are those whose slot is 0."""
+        """Fill the tensors that a captured graph of decode reads, outside of the graph.
+
+        A replayed batch has as many slots as sequences; the rows beyond, to the size of the graph, are padding: sequences without queries
+        and without keys. Rows of a batch that is captured have slot 0: they write nothing, and read page 0.
+        """
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError(f"quantkv: CUDA graphs of {forward_batch.forward_mode.name}; allowed: DECODE")
         count = forward_batch.batch_size
-        slots, table = forward_batch.out_cache_loc[:count], self.table[forward_batch.req_pool_indices[:count].long()]
-        real = slots > 0
-        self._seq_lens[:count].copy_(forward_batch.seq_lens[:count])
+        slots = forward_batch.out_cache_loc[:count]
+        given, real = len(slots), slots > 0
+        table = self.table[forward_batch.req_pool_indices[:given].long()]
+        self._seq_lens[:given].copy_(forward_batch.seq_lens[:given])
+        self._seq_lens[given:count].fill_(0)
+        torch.clamp(self._counting[: count + 1], max=given, out=self._starts[: count + 1])
         self._positions[:count].copy_(forward_batch.positions[:count])
         for windowed, static in self._static.items():
             own, first = (self._in_windows(slots), self._in_windows(table)) if windowed else (slots, table)
-            static.slots[:count].copy_(torch.where(real, own, -1))
-            static.table[:count].copy_(torch.where(real[:, None], first // self.page_size, 0))
+            static.slots[:given].copy_(torch.where(real, own, -1))
+            static.table[:given].copy_(torch.where(real[:, None], first // self.page_size, 0))
+            static.slots[given:count].fill_(-1)
+            static.table[given:count].fill_(0)
         steps = self._graphs.get(count)
         if steps is None:
             batch = Batch(self._starts[: count + 1], self._seq_lens[:count], 1)  # no bound: a graph is replayed with longer sequences

@@ -1,7 +1,7 @@
 """Which pages have a 16-bit copy: `CopiedPages.advance` in four launches, and `CopiedPages.note` in one. What it does stands there.
 
 state: int64, `now | owner [P + 1] | stamp [P + 1] | copy_of [B + 1]` of P copies and B pages. Numbers that change from step to step are not
-compiled for."""
+compiled for. SGLang puts a function of its own in the place of Triton's `next_power_of_2`, so kernels are told."""
 
 import triton
 import triton.language as tl
@@ -29,10 +29,11 @@ def pages_of_interest(
 
 @triton.jit
 def differ(
-    rows, copies, page, copy, stored, strides, width, BYTES: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr
-):
+    rows, copies, page, copy, stored, strides, width, BYTES: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
     """Whether the first `stored` rows of a page, BYTES of each head, are not those beside its copy, from byte FIRST of `width` on."""
-    at = tl.arange(0, triton.next_power_of_2(PAGE * BYTES))
+    at = tl.arange(0, TILE)
     row = at // BYTES
     looked = (at < PAGE * BYTES) & (row < stored)
     found = tl.zeros(at.shape, tl.int32)
@@ -47,7 +48,7 @@ def differ(
 def doubt_kernel(
     table, table_stride, width, seq_lens, ends, state, num_copies, num_blocks, watched_blocks, wrong, rows, copies,
     N: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, CODES: tl.constexpr,
-    META: tl.constexpr,
+    META: tl.constexpr, CODES_TILE: tl.constexpr, META_TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, N): which pages of interest do not hold what was stored with their copies."""
     s = tl.program_id(0).to(tl.int64)
@@ -59,9 +60,10 @@ def doubt_kernel(
     differs = (page * 0).to(tl.int32)
     if (copy >= 0) & (stored > 0):
         page = tl.minimum(page, watched_blocks - 1)
-        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, 0, HEADS, PAGE)
+        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, CODES_TILE, 0, HEADS, PAGE)
         if META > 0:
-            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), CODES + META, META, CODES, HEADS, PAGE)
+            sizes: tl.constexpr = CODES + META
+            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), sizes, META, META_TILE, CODES, HEADS, PAGE)
     tl.store(wrong + s * N + n, differs)
 
 
@@ -148,9 +150,9 @@ def copy_of_column(
 def lay_out_kernel(
     table, table_stride, width, seq_lens, ends, state, num_copies, num_blocks, sequences, slots, tokens, num_slots, step,
     N: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences / ROWS, or slots / CHUNK if that is more): what the step reads, and where the copies of its tokens go."""
-    COLUMNS: tl.constexpr = triton.next_power_of_2(N)
     now = tl.load(state)
     s = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, COLUMNS).to(tl.int64)[None, :]
@@ -219,6 +221,8 @@ def note_kernel(
     HEADS: tl.constexpr,
     CODES: tl.constexpr,
     META: tl.constexpr,
+    CODES_TILE: tl.constexpr,
+    META_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Grid (tokens / TOKENS, heads): keep the K rows that were stored of tokens whose page has a copy."""
@@ -228,10 +232,10 @@ def note_kernel(
     target = tl.load(copy_slots + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = copies + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE)[:, None] * (CODES + META)
     page = (slot // PAGE) * rows.page + head * rows.head
-    column = tl.arange(0, triton.next_power_of_2(CODES))[None, :]
+    column = tl.arange(0, CODES_TILE)[None, :]
     mask = (target >= 0)[:, None] & (column < CODES)
     tl.store(kept + column, tl.load(rows.codes + (page + slot % PAGE * CODES)[:, None] + column, mask=mask), mask=mask)
     if META > 0:
-        column = tl.arange(0, triton.next_power_of_2(META))[None, :]
+        column = tl.arange(0, META_TILE)[None, :]
         mask = (target >= 0)[:, None] & (column < META)
         tl.store(kept + CODES + column, tl.load(rows.meta + (page + slot % PAGE * META)[:, None] + column, mask=mask), mask=mask)

@@ -1,0 +1,70 @@
+"""What is put into SGLang's scheduler, a process of its own that imports this benchmark's main module before anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+
+FACTS, STEPS = "QUANTKV_BENCH_FACTS", "QUANTKV_BENCH_STEPS"  # of the environment: the files that take what the scheduler sees
+
+
+def draw_weights(model: torch.nn.Module, seed: int = 1234) -> None:
+    """Weights at random in place of SGLang's dummies, which are all within 1e-3, so that attention would do nothing."""
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)
+            else:
+                generator = torch.Generator(device=parameter.device).manual_seed(seed + i)
+                parameter.normal_(0.0, 1.0 if "embed" in name else 0.02, generator=generator)
+
+
+def facts(scheduler: Any) -> dict[str, Any]:
+    """Choices of a scheduler: who attends, the pool, the graphs of decode, who serves."""
+    runner = scheduler.tp_worker.model_runner
+    size = runner.token_to_kv_pool.get_kv_size_bytes()
+    found = {
+        "backend": type(runner.attn_backend).__name__,
+        "pool": type(runner.token_to_kv_pool).__name__,
+        "pool_dtype": str(runner.kv_cache_dtype),
+        "kv_tokens": runner.max_total_num_tokens,
+        "kv_bytes": int(sum(size) if isinstance(size, tuple) else size),
+        "page_size": runner.page_size,
+        "decode_graphs": list(getattr(getattr(runner, "decode_cuda_graph_runner", None), "capture_bs", None) or []),
+    }
+    if found["backend"].startswith("QuantKV"):
+        from quantkv.integrations import sglang as plug_in
+
+        found["served"], found["calls"] = dict(plug_in.served), dict(plug_in.calls)
+    return found
+
+
+def watch() -> None:
+    """Have the loader of dummy weights draw them, and a scheduler write its facts after its start, and a line for each step whose results
+    it has: the clock, "decode" or "prefill", sequences, new tokens, and whether a CUDA graph ran."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_loader import loader
+
+    loader.initialize_dummy_weights = draw_weights
+    own_start, own_step = Scheduler.__init__, Scheduler.process_batch_result
+
+    def start(self: Any, *args: Any, **named: Any) -> None:
+        own_start(self, *args, **named)
+        with open(os.environ[FACTS], "w") as file:
+            json.dump(facts(self), file)
+        self.quantkv_steps = open(os.environ[STEPS], "a", buffering=1)  # noqa: SIM115  as long as the scheduler lives
+
+    def step(self: Any, batch: Any, result: Any, *args: Any, **named: Any) -> Any:
+        made = own_step(self, batch, result, *args, **named)
+        decodes = batch.forward_mode.is_decode()
+        tokens = len(batch.reqs) if decodes else int(getattr(batch, "extend_num_tokens", None) or 0)
+        graph = getattr(result, "can_run_cuda_graph", None)
+        line = [time.perf_counter(), "decode" if decodes else "prefill", len(batch.reqs), tokens, None if graph is None else bool(graph)]
+        self.quantkv_steps.write(json.dumps(line) + "\n")
+        return made
+
+    Scheduler.__init__, Scheduler.process_batch_result = start, step

@@ -1,0 +1,115 @@
+"""Tensors that a captured graph of decode reads, by SGLang's own registry and view of a replayed batch. No graph runs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.cuda_graph_buffer_registry import build_decode_registry
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+
+from quantkv.integrations.sglang.backend import QuantKVBackend
+
+PAGE, LARGEST, PAGES = 16, 8, 4
+PLACES = ("input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc")
+
+
+@pytest.fixture
+def backend() -> QuantKVBackend:
+    """A backend whose pool is empty: sequence i has the pages 10 * i + 1, 10 * i + 2, ..."""
+    made = object.__new__(QuantKVBackend)
+    slots = 10 * PAGE * torch.arange(LARGEST + 1)[:, None] + PAGE + torch.arange(PAGE * PAGES)
+    slots[0] = 0  # SGLang's row of padding
+    made.device, made.page_size, made.windows = torch.device("cpu"), PAGE, None
+    made.table = slots.int()[:, ::PAGE]
+    made.layers = SimpleNamespace(of={0: SimpleNamespace(windowed=False)})
+    made.full_precision, made._static, made._graphs = {False: None}, {}, {}
+    made.init_cuda_graph_state(LARGEST, LARGEST)
+    return made
+
+
+@pytest.fixture
+def registry(backend):
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    device = torch.device("cpu")
+    return build_decode_registry(
+        device=device, max_bs=LARGEST, max_num_token=LARGEST, seq_len_fill_value=fill, cache_loc_dtype=torch.int64, share_pool=False
+    )
+
+
+def batch(sequences: list[int], lengths: list[int], slots: list[int]) -> ForwardBatch:
+    """A batch of decode as the scheduler gives it."""
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(lengths),
+        input_ids=torch.zeros(len(lengths), dtype=torch.int64),
+        req_pool_indices=torch.tensor(sequences),
+        seq_lens=torch.tensor(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
+        out_cache_loc=torch.tensor(slots),
+        seq_lens_sum=sum(lengths),
+        positions=torch.tensor(lengths) - 1,
+    )
+
+
+def replay(backend, registry, given: ForwardBatch, size: int):
+    """Prepare the replay of the graph of `size` sequences, as SGLang does."""
+    count = given.batch_size
+    registry.fill_from(given, raw_bs=count, padded_bs=size, raw_num_tokens=count, padded_num_tokens=size)
+    buffers = SimpleNamespace(mamba_track_indices=None, **{name: registry.get_slot(name).buffer for name in PLACES})
+    view = build_replay_fb_view(
+        given, buffers, size, count, size, None, backend.get_cuda_graph_seq_len_fill_value(), ForwardMode.DECODE, False
+    )
+    backend.init_forward_metadata_out_graph(view)
+    return backend.forward_metadata[False]
+
+
+def captured(backend, registry, size: int):
+    """Prepare the capture of the graph of `size` sequences, as SGLang does."""
+    places = {name: registry.get_slot(name).slice_for(size, size) for name in PLACES}
+    places["seq_lens"].fill_(backend.get_cuda_graph_seq_len_fill_value())
+    given = ForwardBatch(forward_mode=ForwardMode.DECODE, batch_size=size, seq_lens_sum=size, **places)
+    backend.init_forward_metadata_out_graph(given, in_capture=True)
+    return backend.forward_metadata[False]
+
+
+def test_a_batch_that_is_captured_writes_nothing_and_reads_the_page_of_padding(backend, registry):
+    step = captured(backend, registry, 4)
+    assert step.slots.tolist() == [-1] * 4
+    assert step.batch.seq_lens.tolist() == [1] * 4
+    assert step.batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert not step.block_table.any()
+
+
+def test_rows_of_padding_are_sequences_without_queries_and_without_keys(backend, registry):
+    captured(backend, registry, 4)
+    replay(backend, registry, batch([5, 6, 7, 8], [60, 61, 62, 63], [1, 2, 3, 4]), 4)  # what must not stay
+    step = replay(backend, registry, batch([2, 4, 1], [40, 17, 1], [380, 673, 176]), 4)
+    assert step.slots.tolist() == [380, 673, 176, -1]
+    assert step.batch.seq_lens.tolist() == [40, 17, 1, 0]
+    assert step.batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 3]
+    assert step.positions.tolist() == [39, 16, 0, 0]
+    assert step.block_table.tolist() == [[21, 22, 23, 24], [41, 42, 43, 44], [11, 12, 13, 14], [0] * 4]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_a_replay_fills_the_tensors_that_were_captured(backend, registry, count):
+    at_capture = {size: captured(backend, registry, size) for size in (8, 4)}
+    addresses = [t.data_ptr() for t in _read(at_capture[4])]
+    step = replay(backend, registry, batch([1, 2, 3, 4][:count], [9, 9, 9, 9][:count], [20, 30, 40, 50][:count]), 4)
+    assert step is at_capture[4]
+    assert [t.data_ptr() for t in _read(step)] == addresses
+    assert step.slots.tolist() == [20, 30, 40, 50][:count] + [-1] * (4 - count)
+    assert step.batch.cu_seqlens_q.tolist() == [min(i, count) for i in range(5)]
+
+
+def test_graphs_that_are_captured_anew_get_tensors_of_their_own(backend, registry):
+    before = captured(backend, registry, 4)
+    backend.init_cuda_graph_state(LARGEST, LARGEST)
+    after = captured(backend, registry, 4)
+    assert after is not before
+    assert after.slots.data_ptr() == backend._static[False].slots.data_ptr()
+
+
+def _read(step) -> list[torch.Tensor]:
+    return [step.batch.cu_seqlens_q, step.batch.seq_lens, step.block_table, step.slots, step.positions]
