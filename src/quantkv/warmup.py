@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import checks, deprecated, implementations, under_way
+from . import checks, deprecated, forked, implementations, under_way
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
 from .copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
@@ -82,18 +81,23 @@ def compile_ahead(
     table_width: int | None = None,
     full_precision: FullPrecisionTokens | None = None,
     own: bool = False,
+    executor: Executor | None = None,
     **options: object,
 ) -> dict[str, int]:
-    """Compile what `warm_up` would, and run nothing: {compiler: kernels}. On a machine without a GPU inside `assumed.assuming`."""
+    """Compile what `warm_up` would, and run nothing: {compiler: kernels}. On a machine without a GPU inside `assumed.assuming`.
+
+    executor: where, such as a `forked.ForkedExecutor`, which stays open; None: threads, as `warm_up` does."""
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
     given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
-    return _compile(given, dict(given.calls(sizes)), sizes)[1]
+    return _compile(given, dict(given.calls(sizes)), sizes, executor)[1]
 
 
-def _compile(given: _Given, calls: dict[str, Call], sizes: _Sizes) -> tuple[dict[str, str], dict[str, int]]:
+def _compile(
+    given: _Given, calls: dict[str, Call], sizes: _Sizes, executor: Executor | None = None
+) -> tuple[dict[str, str], dict[str, int]]:
     """Compile on all cores what calls need, and where batches are mixed what others need: who serves each, and how many kernels by whom."""
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
-    with _Ahead(given.cache.device) as ahead:
+    with _Ahead(given.cache.device, executor) as ahead:
         for name, call in calls.items():
             if served[name] not in implementations.ON_CPU:
                 ahead.of(partial(implementations.run, served[name], call))
@@ -146,8 +150,9 @@ def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: i
 class _Ahead:
     """Compiles on all cores what calls would compile one after the other. What fails here is compiled, and says so, when it runs."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.pool = device, ThreadPoolExecutor(os.cpu_count())
+    def __init__(self, device: torch.device, executor: Executor | None = None) -> None:
+        self.device, self.keeps_open = device, executor is not None
+        self.pool = ThreadPoolExecutor(forked.cores()) if executor is None else executor
         self.begun: set[Hashable] = set()
         self.launches: list[Any] = []
         self.by_triton = 0
@@ -160,7 +165,8 @@ class _Ahead:
             from .implementations.triton import launch
 
             self.by_triton = launch.compile_ahead(self.launches, self.pool, self.device)
-        self.pool.shutdown(cancel_futures=failed is not None)
+        if not self.keeps_open or failed is not None:
+            self.pool.shutdown(cancel_futures=failed is not None)
 
     def of(self, run: Callable[[], object]) -> None:
         """Begin to compile what `run` would."""
@@ -174,7 +180,10 @@ class _Ahead:
         for each in configurations:
             if each not in self.begun:
                 self.begun.add(each)
-                self.pool.submit(each.cubin)
+                if isinstance(self.pool, forked.ForkedExecutor):
+                    self.pool.submit(each.cubin, cost=getattr(each, "packed_rows", 0))
+                else:
+                    self.pool.submit(each.cubin)
 
 
 class _Sizes(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -60,12 +61,18 @@ def _policy(kv: str) -> Any:
 
 
 def _compile(model: Any, policy: Any, gpu: str, limits: tuple[int, ...], ranks: int, page: int) -> None:
+    import torch
+
     from ..engine.ahead import compile_ahead
     from ..engine.warm_up import StepLimits
+    from ..forked import ForkedExecutor
     from ..implementations.hopper.host import nvrtc
 
-    total = 0
-    for made in compile_ahead(model, policy, GPUS[gpu], StepLimits(*limits), ranks=ranks, block_size=page):
+    executor, total = None, 0
+    if hasattr(os, "fork"):
+        torch.set_num_threads(1)  # a process that forks has no threads
+        executor = ForkedExecutor()
+    for made in compile_ahead(model, policy, GPUS[gpu], StepLimits(*limits), ranks=ranks, block_size=page, executor=executor):
         total += sum(made.kernels.values())
         by = ", ".join(f"{count} by {name}" for name, count in made.kernels.items() if count)
         print(f"{len(made.layers)} layers of {made.format}: {by or 'nothing to compile'}; {made.seconds:.0f} s", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +40,13 @@ def compile_ahead(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[int, int], None] | None = None,
+    executor: Executor | None = None,
 ) -> Iterator[Compiled]:
     """Fill the caches of compiled kernels with what layers of a model need on a GPU: NVRTC's, and Triton's.
 
     policy: how rows are stored; statistics that an engine takes at its start are stood in for. ranks: of a tensor-parallel group.
-    block_size: tokens of a page. Kernels for softcaps and sinks, which a model's code decides, are compiled at the start.
+    block_size: tokens of a page. executor: as of `warmup.compile_ahead`. Kernels for softcaps and sinks, which a model's code decides, are
+    compiled at the start.
     """
     kinds: dict[Hashable, list[int]] = {}
     made: dict[Hashable, tuple[PagedLayer, LayerAttention]] = {}
@@ -57,14 +60,30 @@ def compile_ahead(
     for done, (kind, (paged, attention)) in enumerate(made.items()):
         if progress is not None:
             progress(done, len(made))
-        begun, pages = time.monotonic(), paged.allocate(1, block_size, torch.device("cpu"))
-        with assumed.assuming(gpu):
-            calls = _calls(paged, attention, limits, pages.device)
-            mixed = warmup.mixed_batches(
-                attention.num_heads, calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len, attention.own_rows
-            )
-            kernels = warmup.compile_ahead(pages, attention.num_heads, mixed=mixed, full_precision=paged.config.full_precision, **calls)
+        begun = time.monotonic()
+        kernels = compile_layer(paged, attention, gpu, limits, block_size, executor)
         yield Compiled(tuple(kinds[kind]), paged.config.format.name, kernels, time.monotonic() - begun)
+
+
+def compile_layer(
+    paged: PagedLayer, attention: LayerAttention, gpu: assumed.Gpu, limits: StepLimits, block_size: int, executor: Executor | None = None
+) -> dict[str, int]:
+    """The same for one layer: {compiler: kernels that it needs}."""
+    pages = paged.allocate(1, block_size, torch.device("cpu"))
+    with assumed.assuming(gpu):
+        calls = _calls(paged, attention, limits, pages.device)
+        mixed = warmup.mixed_batches(
+            attention.num_heads, calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len, attention.own_rows
+        )
+        given = calls | {"mixed": mixed, "full_precision": paged.config.full_precision, "executor": executor}
+        return warmup.compile_ahead(pages, attention.num_heads, **given)
+
+
+def stood_in(config: LayerConfig, number: int, heads: Heads) -> LayerConfig:
+    """How a layer's rows are stored by statistics that are not there yet: numbers in their place, for which the same is compiled."""
+    eye = [torch.eye(n, device="cpu").expand(heads.num_kv_heads, n, n).contiguous() for n in heads[1:]]
+    moments = LayerMoments(torch.zeros(2, heads.num_kv_heads, heads.head_size, dtype=torch.float16, device="cpu"), *eye)
+    return config.with_calibration(Calibration(number + 1, {number: moments}), number)
 
 
 def _layer(model: Model, policy: Policy, number: int, layer: Layer, ranks: int, dtype: torch.dtype) -> tuple[PagedLayer, LayerAttention]:
@@ -76,9 +95,7 @@ def _layer(model: Model, policy: Policy, number: int, layer: Layer, ranks: int, 
         options["chunk_lookback"] = 0
     config = LayerConfig.of(policy, number, dtype, heads, heads.num_kv_heads, by_position=layer.window > 0)
     if policy.wants_statistics:
-        eye = [torch.eye(n, device="cpu").expand(heads.num_kv_heads, n, n).contiguous() for n in (size, size_v)]
-        moments = LayerMoments(torch.zeros(2, heads.num_kv_heads, size, dtype=torch.float16, device="cpu"), *eye)
-        config = config.with_calibration(Calibration(number + 1, {number: moments}), number)
+        config = stood_in(config, number, heads)
     own = policy.prompt == "own" and config.format.name not in UNQUANTIZED
     return PagedLayer(config, heads, dtype), LayerAttention(
         max(model.num_heads // ranks, 1), None, AttentionOptions(**options), own_rows=own

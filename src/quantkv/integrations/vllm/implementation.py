@@ -34,7 +34,7 @@ from ...geometry import Heads
 from ...options import AttentionOptions
 from ...policy import Policy
 from ..asked import check_weights, warn_of_biases
-from . import PREFIX, calls
+from . import PREFIX, calls, early
 from .asked import policy_of, reads_own_rows
 from .backend import BLOCK_SIZES, CHUNKS, UNQUANTIZED, QuantKVBackend, backend_of, format_of, token_bytes
 from .blocks import kernel_pages
@@ -146,6 +146,8 @@ class QuantKVImpl(AttentionImpl[Metadata]):
         self._per_layer: dict[str, Any] = {}  # sinks and slopes, on the device
         self._pages: tuple[Any, PagedCache | None] = (lambda: None, None)
         load_flash_attention()
+        if not self.of_latents:  # whose rows are known later
+            early.begin(self)
 
     def _check_configuration(self) -> None:
         """Refuse what vLLM would do to a step's metadata, and give drafts the backend that reads their pages: vLLM's first model runner

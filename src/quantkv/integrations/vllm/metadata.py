@@ -17,7 +17,7 @@ from ...calls import Batch
 from ...engine.forward_metadata import ForwardMetadata
 from ...engine.full_precision_group import FullPrecisionGroup
 from ...engine.warm_up import summary
-from . import served
+from . import early, served
 from .blocks import PagesOfBlocks
 
 logger = init_logger("vllm.quantkv")
@@ -71,7 +71,8 @@ class TellsWhoServes:
         type(layer).bind_kv_cache(layer, kv_cache)
         if kv_cache.numel():
             lie = kv_cache.shape[1:], kv_cache.stride()
-            self._tell(layer.impl, lie, lambda impl: impl.warm_up(kv_cache, *self._steps))
+            with early.there():
+                self._tell(layer.impl, lie, lambda impl: impl.warm_up(kv_cache, *self._steps))
 
     @property
     def _seen(self) -> set[Any]:
