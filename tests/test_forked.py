@@ -75,10 +75,6 @@ def test_a_task_that_fails_is_told_and_the_others_run(tmp_path, capfd):
     executor = ForkedExecutor(1)
     tasks = lambda: 1 / 0, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: None
     failing, dying, good = map(executor.submit, tasks)
-        executor.submit(lambda: 1 / 0),
-        executor.submit(lambda: os.kill(os.getpid(), signal.SIGKILL)),
-        executor.submit(lambda: None),
-    )
     executor.drain()
     assert "ZeroDivisionError" in capfd.readouterr().err and executor.failed == 2
     for future, status in ((failing, "1"), (dying, "-9")):

@@ -246,14 +246,20 @@ class _Given:
                 yield f"attend of {_described(run.call.batch)}", run.call
 
     def others(self, batch_sizes: Iterable[int]) -> Iterable[Call]:
-        """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels."""
-        most, lengths = max(batch_sizes, default=0), [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
-        for queries in FEW:
+        """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels.
+
+        How several KV sources are read changes where a call has four times as much to read; who combines what one source comes to goes by
+        each length, and by whether the host knows it."""
+        most = max(batch_sizes, default=0)
+        lengths = [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
+        for queries in FEW if self.max_seq_len >= FEW[-1] else range(1, self.max_seq_len + 1):
+            alone = self.full_precision is None and not (self.own and queries > 1)
             for sequences in [most >> i for i in range(most.bit_length())]:
-                for longest in lengths if queries <= self.max_seq_len else ():
+                for longest in lengths if alone else sorted({*lengths[::2], *lengths[-1:]}):
                     tensors = self.starts([(queries, longest)] * sequences)
                     yield self.attend(Batch(*tensors, queries, longest))
-                    yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences))
+                    if alone:
+                        yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences))
 
     def writes(self, count: int) -> Iterable[tuple[str, WriteCall]]:
         cache, spec, device = self.cache, self.cache.spec, self.cache.device
