@@ -40,6 +40,7 @@ def warm_up(
     progress: Callable[[int, int, str], None] | None = None,
     full_precision: FullPrecisionTokens | None = None,
     own: bool = False,
+    chunks: bool = False,
     **options: object,
 ) -> dict[str, str]:
     """Serve one call of each kind over `cache`, which is left as it was: {what it is: the implementation that serves it}.
@@ -49,13 +50,14 @@ def warm_up(
     room for. mixed: batches whose lengths the host knows, (queries, keys) of each sequence, see `mixed_batches`. table_width: pages of a
     row of the block tables; None: those of max_seq_len. progress: called with (done, all, what) after each. full_precision: tokens that are
     read from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
-    `PagedCache.attend`. options: of `PagedCache.attend`, as requests will have them.
+    `PagedCache.attend`. chunks: of batches whose lengths are known, see `calls.Batch`; then only query_lens are verified. options: of
+    `PagedCache.attend`, as requests will have them.
     What is compiled is compiled before anything runs, by as many threads as there are cores.
     ValueError, before that, naming the argument, its value and what is allowed.
     """
     checks.instance("progress", progress, (Callable, type(None)), "a function of (done, all, what) or None")
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, chunks, options)
     calls = dict(given.calls(sizes))
     served, _ = _compile(given, calls, sizes)
     for done, (name, call) in enumerate(calls.items(), 1):
@@ -81,6 +83,7 @@ def compile_ahead(
     table_width: int | None = None,
     full_precision: FullPrecisionTokens | None = None,
     own: bool = False,
+    chunks: bool = False,
     executor: Executor | None = None,
     **options: object,
 ) -> dict[str, int]:
@@ -88,7 +91,7 @@ def compile_ahead(
 
     executor: where, such as a `forked.ForkedExecutor`, which stays open; None: threads, as `warm_up` does."""
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, chunks, options)
     return _compile(given, dict(given.calls(sizes)), sizes, executor)[1]
 
 
@@ -122,12 +125,13 @@ def who_serves(
     mixed: Iterable[Sequence[tuple[int, int]]] = (),
     table_width: int | None = None,
     own: bool = False,
+    chunks: bool = False,
     **options: object,
 ) -> dict[str, tuple[str, dict[str, str]]]:
     """What `warm_up` would run, without running or compiling it: {what it is: the implementation that serves it, and why each one that goes
     before it does not}."""
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, own, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, own, chunks, options)
     return {name: implementations.resolve(call) for name, call in given.calls(sizes)}
 
 
@@ -217,6 +221,7 @@ class _Given:
     table_width: int | None
     full_precision: FullPrecisionTokens | None
     own: bool
+    chunks: bool
     options: dict[str, object]
     held: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -230,6 +235,7 @@ class _Given:
         checks.integer("table_width", self.table_width or 0, 0, "a number of pages or None")
         checks.instance("full_precision", self.full_precision, (FullPrecisionTokens, type(None)), "FullPrecisionTokens or None")
         checks.instance("own", self.own, bool, "True or False")
+        checks.instance("chunks", self.chunks, bool, "True or False")
         if taken := sorted(self.options.keys() & OF_EACH_CALL):
             checks.refuse("options", taken, "those are made for each call")
 
@@ -241,7 +247,7 @@ class _Given:
                 batch = Batch(*self.starts([(queries, queries)] * sequences), queries, self.max_seq_len)
                 yield f"attend of {sequences} x {queries} queries", self.attend(batch)
         for lengths in sizes.mixed:
-            call = self.attend(Batch(*self.starts(lengths), lengths=lengths))
+            call = self.attend(Batch(*self.starts(lengths), lengths=lengths, chunks=self.chunks))
             for run in batches.cut(call):
                 yield f"attend of {_described(run.call.batch)}", run.call
 
@@ -249,17 +255,18 @@ class _Given:
         """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels.
 
         How several KV sources are read changes where a call has four times as much to read; who combines what one source comes to goes by
-        each length, and by whether the host knows it."""
+        each length, and by whether the host knows it. Chunks of any few queries are read alike."""
         most = max(batch_sizes, default=0)
         lengths = [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
-        for queries in FEW if self.max_seq_len >= FEW[-1] else range(1, self.max_seq_len + 1):
+        for queries in [n for n in ((1, 2, FEW[-1]) if self.chunks else FEW) if n <= self.max_seq_len]:
             alone = self.full_precision is None and not (self.own and queries > 1)
+            chunks = self.chunks and queries > 1
             for sequences in [most >> i for i in range(most.bit_length())]:
                 for longest in lengths if alone else sorted({*lengths[::2], *lengths[-1:]}):
                     tensors = self.starts([(queries, longest)] * sequences)
-                    yield self.attend(Batch(*tensors, queries, longest))
+                    yield self.attend(Batch(*tensors, queries, longest, chunks=chunks))
                     if alone:
-                        yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences))
+                        yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences, chunks=chunks))
 
     def writes(self, count: int) -> Iterable[tuple[str, WriteCall]]:
         cache, spec, device = self.cache, self.cache.spec, self.cache.device
@@ -318,6 +325,7 @@ class _Given:
             full_precision=step,
             **self.options,
         )
+        prepared.batch = batch  # with what only engines say
         rows = None
         if self.own and batch.max_query_len > 1:
             sizes = (("key", spec.head_size), ("value", spec.head_size_v))
