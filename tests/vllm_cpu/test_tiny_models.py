@@ -1,12 +1,16 @@
 """Softcap, sinks, ALiBi, sliding windows: tiny random models, compared with transformers by log-probability."""
 
+import json
+
 import engine
 import pytest
 import references
 import tiny_models
 import torch
 
-from quantkv import PagedCache, get_format
+from quantkv import PagedCache, assumed, get_format
+from quantkv.integrations.vllm import early
+from quantkv.integrations.vllm.implementation import QuantKVImpl
 from quantkv.warmup import who_serves
 from test_options import STORED, policy
 
@@ -93,3 +97,45 @@ def test_full_precision_tokens_within_chunks(folder_of, tmp_path):
     for prompt, tokens, scores, prompt_scores in zip(PROMPTS, found.tokens, found.logprobs, found.prompt_logprobs):
         wanted = references.scored(folder_of("chunks"), prompt + tokens)
         torch.testing.assert_close(torch.tensor(prompt_scores + scores), wanted, rtol=0, atol=2e-4)
+
+
+EARLY = [("llama", "int4"), ("alibi", "int4"), ("llama", "4bit"), ("softcap", "4bit"), ("sinks", "4bit")]
+
+
+@pytest.mark.parametrize("family, kv_type", EARLY)
+def test_what_is_compiled_early_is_for_the_layer_as_it_is(folder_of, family, kv_type, tmp_path, monkeypatch):
+    """What is told of a layer when vLLM makes it, and the layer that serves: its kernels are chosen by these numbers."""
+    seen, served = tmp_path / "seen", QuantKVImpl.who_serves
+    monkeypatch.setattr(early, "begin", lambda impl: setattr(impl, "told", early.wanted_by(impl, assumed.GPUS["h100"])))
+
+    def who_serves(impl, device, block_size, verified, width):
+        told = impl.told
+        layer, attention = told.layer()
+        of_maps = [
+            tuple(traits and traits[:5] for traits in kind[4]) for kind in (layer.kind(attention), impl.kind)
+        ]  # not of their lengths
+        pairs = {
+            "kind": [(kind[:4], kind[5:]) for kind in (layer.kind(attention), impl.kind)],
+            "maps": of_maps,
+            "full precision": (layer.config.full_precision, impl.full_precision),
+            "page": (told.block_size, block_size),
+            "limits": (told.limits, impl._limits(verified, width)),
+            "dtype": (layer.dtype, impl.paged.dtype),
+        }
+        wrong = {what: f"{a} {b}" for what, (a, b) in pairs.items() if a != b}
+        with seen.open("a") as file:
+            file.write(json.dumps(wrong) + "\n")
+        return served(impl, device, block_size, verified, width)
+
+    monkeypatch.setattr(QuantKVImpl, "who_serves", who_serves)
+    report = engine.run(folder_of(family), f"quantkv_{kv_type}", [PROMPTS[0]], environment={"QUANTKV_TEST": str(tmp_path)}, **ARGUMENTS)
+    assert not report.error, report.log[-3000:]
+    assert {*seen.read_text().splitlines()} == {"{}"}
+
+
+def test_layers_of_which_too_little_is_known_are_compiled_at_the_warm_up(folder_of, tmp_path, monkeypatch):
+    """Those that keep to chunks: which do is said later."""
+    seen = tmp_path / "seen"
+    monkeypatch.setattr(early, "begin", lambda impl: seen.open("a").write(f"{early.wanted_by(impl, assumed.GPUS['h100'])}\n"))
+    engine.run(folder_of("chunks"), "quantkv_int4", [PROMPTS[0]], environment={"QUANTKV_TEST": str(tmp_path)}, **ARGUMENTS)
+    assert {*seen.read_text().splitlines()} == {"None"}

@@ -37,6 +37,7 @@ def warm_up_command(
     Kernels are kept where the engine looks for them: QUANTKV_CACHE and TRITON_CACHE_DIR, else the user's cache folders.
     """
     from ..capacity import check_ranks
+    from ..vllm_pages import table_width
     from . import configs
 
     if gpu.lower() not in GPUS:
@@ -48,7 +49,7 @@ def warm_up_command(
     check_ranks(described.model, tp)
     policy = _policy(kv)
     policy.check(len(described.model.layers))
-    _compile(described.model, policy, gpu.lower(), (seqs, tokens, context, verified, -(-context // page)), tp, page)
+    _compile(described.model, policy, gpu.lower(), (seqs, tokens, context, verified, table_width(context, page)), tp, page)
 
 
 def _policy(kv: str) -> Any:

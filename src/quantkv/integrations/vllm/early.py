@@ -22,10 +22,10 @@ from ...engine.layer_config import UNQUANTIZED as AS_GIVEN
 from ...engine.layer_config import full_precision_tokens
 from ...engine.warm_up import COMPILED_FOR, StepLimits
 from ...format import get_format
+from ...vllm_pages import table_width
 from .backend import format_of
 
 logger = init_logger("vllm.quantkv")
-TABLE_TOKENS = 128  # rows of vLLM's block tables have room for a multiple of so many tokens
 TRITON_FOLDER = "TRITON_CACHE_DIR"
 AT_FIRST = os.environ.get(TRITON_FOLDER)
 background = Background()
@@ -71,7 +71,6 @@ def wanted_by(impl: Any, gpu: Gpu) -> Wanted | None:
     fmt = format_of(impl.kv_cache_dtype, impl.dtype) if policy is None else get_format(policy.format, impl.dtype)
     tokens = None if policy is None else full_precision_tokens(policy.full_precision, attention.by_position, fmt)
     size, most, scheduler = config.cache_config.block_size, config.model_config.max_model_len, config.scheduler_config
-    width = -(-most // max(TABLE_TOKENS, size)) * max(TABLE_TOKENS, size) // size
     verified = max_decode_query_len(config)
     return Wanted(
         format=fmt.name,
@@ -81,7 +80,7 @@ def wanted_by(impl: Any, gpu: Gpu) -> Wanted | None:
         heads=(impl.num_kv_heads, impl.head_size, impl.head_size),
         dtype=_name(impl.dtype),
         gpu=gpu,
-        limits=StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, most, verified, width),
+        limits=StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, most, verified, table_width(most, size)),
         block_size=size,
         own_rows=attention.own_rows and fmt.name not in AS_GIVEN,
         options={name: getattr(attention.options, name) for name in COMPILED_FOR},
