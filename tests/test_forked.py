@@ -1,5 +1,6 @@
 """Tasks in forked processes, and a layer's kernels that another process compiles while an engine loads its weights."""
 
+import io
 import logging
 import os
 import signal
@@ -185,6 +186,16 @@ def test_an_engine_starts_without_it(folder, tmp_path, monkeypatch, caplog):
     made = Background()
     made.begin(SMALL, LOGGER)
     assert "not compiled while the model loads" in caplog.text and made.wait(LOGGER) < 10
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_kernel_that_fails_leaves_no_note(failed, tmp_path, monkeypatch):
+    """So that the next start tries again."""
+    monkeypatch.setattr(background.Wanted, "compile", lambda wanted, executor: setattr(executor, "failed", failed) or {"nvrtc": 2})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(SMALL.text))
+    monkeypatch.setattr(background.gc, "freeze", lambda: None)
+    assert background.main(str(tmp_path / "place")) == failed
+    assert [path.read_text() for path in tmp_path.iterdir()] == ([] if failed else ['{"nvrtc": 2}'])
 
 
 def test_the_other_process(places, tmp_path):
