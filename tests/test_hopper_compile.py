@@ -155,7 +155,7 @@ def test_maps_stay_out_of_the_loop(key, with_maps, with_key_mean, key_map, value
 def test_ranges_and_segments_stay_out_of_the_loop(key, value_map, packed_rows, tmp_path):
     """And out of local memory, in the combine kernels as well."""
     plain = config(key, key, packed_rows=packed_rows, key_map=value_map, value_map=value_map)
-    chosen = replace(plain, ranges=True, pdl_after_decode=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
+    chosen = replace(plain, ranges=True, several_decodes=True, segments=2, mapped_segments=2 if value_map == "NO_MAP" else 1)
     steps = []
     for name, each in (("plain", plain), ("chosen", chosen)):
         cubin = tmp_path / f"{name}.cubin"

@@ -111,15 +111,19 @@ def test_no_key_is_seen_anywhere(on_cpu):
 @emulated
 def test_the_order_of_the_kernels_is_free(monkeypatch, on_cpu):
     """That of the smaller segment may come last; both outputs are the same to the bit."""
-    outs = []
+    outs, told, launch = [], [], hopper.Prepared._launch
+    monkeypatch.setattr(hopper.Prepared, "_launch", lambda made, call: (told.append(made), launch(made, call)))
     hopper_ways.by_decode(monkeypatch)
     for small_first in (True, False):
         hopper_ways.small_last(monkeypatch, not small_first)
         several = Several.make(exact("int4", LENS), DECODE, LENS)
-        configs = hopper.configurations(several.call)
-        assert [config.pdl_after_decode for config in configs] == [small_first, not small_first]
+        configs, (launched, _) = hopper.configurations(several.call), hopper._orders(several.call)
+        assert launched == ([1, 0] if small_first else [0, 1])
+        assert all(config.several_decodes for config in configs)  # one kernel, whichever order
         on_cpu(several)
         outs.append(several.call.out)
+        after = {i: read.arguments.after_decode for i, read in told[-1].reads.items()}
+        assert after == {launched[0]: 0, launched[1]: 1}  # the first waits for what came before
     assert torch.equal(*outs)
 
 
@@ -288,6 +292,6 @@ def test_the_small_segment_takes_few_blocks(monkeypatch):
     quantized, latest = plan.parts.values()
     assert plan.launched == [1, 0] and plan.combined == [0, 1]
     assert latest.decode_grid[0] <= 16 and quantized.decode_grid[0] * quantized.config.warps <= plan.main.resident
-    assert not latest.config.pdl_after_decode and quantized.config.pdl_after_decode
+    assert latest.config.several_decodes and quantized.config.several_decodes
     assert (quantized.config.segments, quantized.config.mapped_segments, latest.config.segments) == (2, 1, 1)
     assert latest.scratch_begin == quantized.scratch_bytes and plan.scratch_bytes == quantized.scratch_bytes + latest.scratch_bytes

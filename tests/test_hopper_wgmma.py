@@ -3,6 +3,7 @@ wgmma's fragments, descriptors and asynchrony (cuda_on_cpu/wgmma.cuh), and what 
 
 import dataclasses
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,14 +38,25 @@ def warpgroups_of_few_packed_rows(monkeypatch):
 
 
 def on_a_cpu(
-    monkeypatch, folder, name, queries=(1, 1, 1, 1), lens=(90, 33, 1, 260), multiprocessors=1, max_tiles=1024, change=None, **arguments
+    monkeypatch,
+    folder,
+    name,
+    queries=(1, 1, 1, 1),
+    lens=(90, 33, 1, 260),
+    multiprocessors=1,
+    max_tiles=1024,
+    change=None,
+    chunks=False,
+    **arguments,
 ):
     options = {name: arguments.pop(name) for name in ("window", "softcap") if name in arguments}
     b = SampleBatch.make(name, queries, lens, **{"head_size": 128, "num_kv_heads": 2, "group": 16, "dtype": torch.bfloat16, **arguments})
     if change is not None:
         change(b)
     call = b.call(max_query_len=max(queries), **options)
-    assert all(isinstance(config, WgmmaConfig) for config in hopper.configurations(call))
+    call = replace(call, batch=replace(call.batch, chunks=chunks))
+    configs = hopper.configurations(call)
+    assert all(isinstance(config, WgmmaConfig) and (not chunks or config.packed_rows == 64) for config in configs)
     Device(monkeypatch, folder, multiprocessors, max_tiles).serve(call)
     check(b, (call.out, call.lse), **options)
 
@@ -69,6 +81,26 @@ def on_a_cpu(
 )
 def test_on_a_cpu(name, arguments, monkeypatch, tmp_path):
     on_a_cpu(monkeypatch, tmp_path, name, **arguments)
+
+
+@emulated
+@pytest.mark.parametrize("queries", [(2, 2, 1, 2), (3, 9, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "name, arguments", [("int4", dict(group=4)), ("levels4", dict(group=4, multiprocessors=2, max_tiles=4)), ("bf16", {})]
+)
+def test_chunks_of_a_few_queries_by_the_kernel_of_16_on_a_cpu(name, arguments, queries, monkeypatch, tmp_path):
+    """Most of its packed query rows have no query."""
+    on_a_cpu(monkeypatch, tmp_path, name, queries, chunks=True, **{"group": 8, **arguments})
+
+
+@emulated
+@pytest.mark.parametrize("queries", [(2, 2), (2, 5)])
+def test_chunks_over_several_sources_on_a_cpu(queries, monkeypatch, tmp_path):
+    several = Several.make(exact("levels4", (90, 200), 30, 16), queries, (90, 200), group=4)
+    call = replace(several.call, batch=replace(several.call.batch, chunks=True))
+    assert [config.packed_rows for config in hopper.configurations(call)] == [64] * len(call.segments) and len(call.segments) == 3
+    Device(monkeypatch, tmp_path, 2, 1024).serve(call)
+    several.check()
 
 
 def rise(b):

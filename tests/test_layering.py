@@ -22,6 +22,7 @@ ALLOWED = {
     "exact": set(),  # old name
     "shadow": set(),  # old name
     "under_way": set(),
+    "forked": set(),
     "assumed": set(),
     "format_table": {"names", "spec"},
     "known_models": set(),
@@ -76,7 +77,19 @@ ALLOWED = {
     "page_views": {"cache", "calls", "checks", "format", "maps", "page_meaning", "spec"},
     "cache": {"calls", "format", "formats", "maps", "checks", "spec", "ops", "page_file", "reference"},
     "offload": {"cache", "checks", "page_file"},
-    "warmup": {"cache", "calls", "checks", "full_precision", "implementations", "options", "prepared", "copies", "triton", "under_way"},
+    "warmup": {
+        "cache",
+        "calls",
+        "checks",
+        "copies",
+        "forked",
+        "full_precision",
+        "implementations",
+        "options",
+        "prepared",
+        "triton",
+        "under_way",
+    },
     "weights": {"checks"},
     "calibration": {"weights", "checks", "format", "geometry", "maps", "plain_json", "tensor_file", "whole_file"},
     "policy": {
@@ -97,6 +110,7 @@ ALLOWED = {
         "calibration",
         "calls",
         "checks",
+        "forked",
         "full_precision",
         "format",
         "formats",
@@ -144,6 +158,7 @@ ALLOWED = {
     "cli": {
         "assumed",
         "engine",
+        "forked",
         "policy",
         "geometry",
         "whole_file",

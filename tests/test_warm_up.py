@@ -80,7 +80,7 @@ GEOMETRIES = {  # query heads, kv heads, head size, options, tokens of a page, p
 SEQS, TOKENS, VERIFIED = 48, 2048, 4  # of a step, at most; queries of a sequence that verifies
 
 
-def steps(rng, num_heads, num_kv_heads, head_size, block_size, longest, count):
+def steps(rng, num_heads, num_kv_heads, head_size, block_size, longest, count, verified=VERIFIED):
     """Batches as an engine hands them over: rows of one projection, a table of more sequences than there are. Lengths are known where
     kinds are mixed."""
     rows = torch.empty(TOKENS, (num_heads + 2 * num_kv_heads) * head_size, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def steps(rng, num_heads, num_kv_heads, head_size, block_size, longest, count):
     out = torch.empty(TOKENS, num_heads, head_size, dtype=torch.bfloat16)
     parts = [(0, num_heads), *((n * head_size, num_kv_heads) for n in (num_heads, num_heads + num_kv_heads))]
     for _ in range(count):
-        lengths, alike = [], rng.choice((None, None, 1, VERIFIED))
+        lengths, alike = [], rng.choice((None, None, 1, verified))
         kinds = rng.sample(((1, 1), (2, 8), (9, 127), (128, 900)), rng.randint(1, 4)) if alike is None else [(alike, alike)]
         for low, high in kinds:
             for _ in range(rng.choice((1, 1, 2, 5, 20))):
@@ -189,7 +189,7 @@ def test_sequences_beside_a_prompt_read_full_precision_tokens_by_what_was_compil
     sizes = {"batch_sizes": (1, 8), "write_sizes": (1, 512), "max_seq_len": longest, "table_width": longest // 16, "own": own}
     warm_up(cache, 8, **sizes, mixed=mixed_batches(8, 8, 512, longest, own), full_precision=tokens)
     compiled, most = gpu.found | gpu.ahead, 1 if own else 8
-    given = warmup._Given(cache, 8, torch.bfloat16, longest, longest // 16, tokens, own, {})
+    given = warmup._Given(cache, 8, torch.bfloat16, longest, longest // 16, tokens, own, False, {})
     for others in [[(1, 900)], [(1, 900), (1, 300), (1, 40)], *([(n, 900)] for n in range(2, 17)), [(2, 3), (7, 500)]]:
         gpu.found.clear()
         lengths = (*others, (300, 300))
@@ -198,3 +198,39 @@ def test_sequences_beside_a_prompt_read_full_precision_tokens_by_what_was_compil
             assert len(run.call.segments) == (2 if run.call.batch.max_query_len <= most else 3)
             implementations.run(implementations.resolve(run.call)[0], run.call)
         assert gpu.found and not gpu.found - compiled, others
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled is worked out without a GPU")
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name, tokens", [("int4", None), ("levels4", FullPrecisionTokens(16, 24))])
+def test_chunks_of_any_few_queries_are_read_by_one_kernel(name, tokens, own, monkeypatch):
+    """Of an engine that verifies nothing: fewer are compiled, and nothing after the warm-up, for steps of its kinds."""
+    from compiled import Gpu
+
+    gpu, longest = Gpu(monkeypatch, "H100"), 4096
+    cache = PagedCache(get_format(name).cache_spec(8, 128), 1)
+    sizes = {"batch_sizes": (1, 32), "write_sizes": (1, 512), "max_seq_len": longest, "table_width": longest // 16, "own": own}
+    mixed, counts = mixed_batches(32, 32, 512, longest, own), {}
+    for chunks in (False, True):
+        gpu.found.clear(), gpu.ahead.clear()
+        warm_up(cache, 32, **sizes, mixed=mixed, full_precision=tokens, chunks=chunks)
+        found = gpu.found | gpu.ahead
+        counts[chunks] = sum(hasattr(what, "segments") for what in found)
+        rows = {what.packed_rows for what in found if hasattr(what, "segments")}
+        assert rows == {4, 64} if chunks else rows > {4, 8, 24, 64}
+    assert counts[True] <= 0.4 * counts[False]
+    given = warmup._Given(cache, 32, torch.bfloat16, longest, longest // 16, tokens, own, True, {})
+    rng, run = random.Random(0), 0
+    for _ in range(60):
+        lengths = []
+        for _ in range(rng.choice((1, 2, 5, 20))):
+            queries = rng.choice((1, rng.randint(2, 9), rng.randint(2, 16), rng.randint(10, 100)))
+            queries = min(queries, 512 - sum(n for n, _ in lengths)) or 1
+            lengths.append((queries, rng.choice((queries, rng.randint(queries, longest)))))
+        gpu.found.clear()
+        call = given.attend(Batch(*given.starts(lengths), lengths=tuple(lengths), chunks=True))
+        for part in batches.cut(call):
+            implementations.run(implementations.resolve(part.call)[0], part.call)
+            run += part.call.batch.chunks
+        assert gpu.found and not gpu.found - found, lengths
+    assert run > 60

@@ -92,6 +92,8 @@ class Batch:
         not checked on a GPU. None: no bound is known.
     lengths: `(queries, keys)` of each sequence where the host knows them: nothing waits for the device then, and a mixed batch is cut
         into runs that are served each by what suits it. They are those on the device, to the token. None: they are not known.
+    chunks: whether several queries of a sequence are always part of a prompt, never drafts that are verified: then one kernel serves any
+        few of them, a little slower than one for each number, and fewer are compiled.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -99,6 +101,7 @@ class Batch:
     max_query_len: int | None = None
     max_seq_len: int | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
+    chunks: bool = False
 
     def __post_init__(self) -> None:
         for name, column in (("max_query_len", 0), ("max_seq_len", 1)):

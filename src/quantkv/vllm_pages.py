@@ -24,6 +24,7 @@ WORTH_SAYING = 1.03  # of `Pool.padding`
 WORTH_PACKING = 1.02  # of `Pool.density`
 LESS_UNEVEN = 1.5  # buckets of layers whose lengths differ by less become groups of the longest
 RECORD_ALIGNMENT = 16  # bytes
+TABLE_TOKENS = 128  # rows of a block table have room for a multiple of so many
 MOST_GROUPS = 8  # of one kind: each has a block table, which takes time in every step
 LARGEST = 512  # tokens of a block, where vLLM has not chosen more
 PER_PAGE = 0.1  # likewise a page that the kernels read, for each token in it
@@ -122,6 +123,13 @@ class Pool:
         short = sum(size for _, size in taken) / sum(size for _, size in needed)
         full = sum(size for kind, size in needed if not kind.window)
         return (short + sum(size for kind, size in taken if not kind.window) / full) / 2 if full else short
+
+
+def table_width(tokens: int, block_size: int) -> int:
+    """Blocks that a row of vLLM's block tables has room for, where sequences have so many tokens at most."""
+    step = TABLE_TOKENS // math.gcd(TABLE_TOKENS, block_size)
+    blocks = -(-tokens // block_size)
+    return -(-blocks // step) * step
 
 
 def page_tokens(block_size: int, largest: int = BLOCK_SIZES[-1]) -> int:

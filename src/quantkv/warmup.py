@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import checks, deprecated, implementations, under_way
+from . import checks, deprecated, forked, implementations, under_way
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
 from .copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
@@ -41,6 +40,7 @@ def warm_up(
     progress: Callable[[int, int, str], None] | None = None,
     full_precision: FullPrecisionTokens | None = None,
     own: bool = False,
+    chunks: bool = False,
     **options: object,
 ) -> dict[str, str]:
     """Serve one call of each kind over `cache`, which is left as it was: {what it is: the implementation that serves it}.
@@ -50,13 +50,14 @@ def warm_up(
     room for. mixed: batches whose lengths the host knows, (queries, keys) of each sequence, see `mixed_batches`. table_width: pages of a
     row of the block tables; None: those of max_seq_len. progress: called with (done, all, what) after each. full_precision: tokens that are
     read from 16-bit copies, which are then written as well. own: whether sequences with several queries read their own rows as given, see
-    `PagedCache.attend`. options: of `PagedCache.attend`, as requests will have them.
+    `PagedCache.attend`. chunks: of batches whose lengths are known, see `calls.Batch`; then only query_lens are verified. options: of
+    `PagedCache.attend`, as requests will have them.
     What is compiled is compiled before anything runs, by as many threads as there are cores.
     ValueError, before that, naming the argument, its value and what is allowed.
     """
     checks.instance("progress", progress, (Callable, type(None)), "a function of (done, all, what) or None")
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, chunks, options)
     calls = dict(given.calls(sizes))
     served, _ = _compile(given, calls, sizes)
     for done, (name, call) in enumerate(calls.items(), 1):
@@ -82,18 +83,24 @@ def compile_ahead(
     table_width: int | None = None,
     full_precision: FullPrecisionTokens | None = None,
     own: bool = False,
+    chunks: bool = False,
+    executor: forked.ForkedExecutor | None = None,
     **options: object,
 ) -> dict[str, int]:
-    """Compile what `warm_up` would, and run nothing: {compiler: kernels}. On a machine without a GPU inside `assumed.assuming`."""
+    """Compile what `warm_up` would, and run nothing: {compiler: kernels}. On a machine without a GPU inside `assumed.assuming`.
+
+    executor: of processes in which it is done; None: threads, as `warm_up` does."""
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, options)
-    return _compile(given, dict(given.calls(sizes)), sizes)[1]
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, full_precision, own, chunks, options)
+    return _compile(given, dict(given.calls(sizes)), sizes, executor)[1]
 
 
-def _compile(given: _Given, calls: dict[str, Call], sizes: _Sizes) -> tuple[dict[str, str], dict[str, int]]:
+def _compile(
+    given: _Given, calls: dict[str, Call], sizes: _Sizes, executor: forked.ForkedExecutor | None = None
+) -> tuple[dict[str, str], dict[str, int]]:
     """Compile on all cores what calls need, and where batches are mixed what others need: who serves each, and how many kernels by whom."""
     served = {name: implementations.resolve(call)[0] for name, call in calls.items()}
-    with _Ahead(given.cache.device) as ahead:
+    with _Ahead(given.cache.device, executor) as ahead:
         for name, call in calls.items():
             if served[name] not in implementations.ON_CPU:
                 ahead.of(partial(implementations.run, served[name], call))
@@ -118,12 +125,13 @@ def who_serves(
     mixed: Iterable[Sequence[tuple[int, int]]] = (),
     table_width: int | None = None,
     own: bool = False,
+    chunks: bool = False,
     **options: object,
 ) -> dict[str, tuple[str, dict[str, str]]]:
     """What `warm_up` would run, without running or compiling it: {what it is: the implementation that serves it, and why each one that goes
     before it does not}."""
     sizes = _Sizes.of(query_lens, batch_sizes, write_sizes, mixed)
-    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, own, options)
+    given = _Given(cache, num_heads, dtype, max_seq_len, table_width, None, own, chunks, options)
     return {name: implementations.resolve(call) for name, call in given.calls(sizes)}
 
 
@@ -146,8 +154,9 @@ def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: i
 class _Ahead:
     """Compiles on all cores what calls would compile one after the other. What fails here is compiled, and says so, when it runs."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.pool = device, ThreadPoolExecutor(os.cpu_count())
+    def __init__(self, device: torch.device, executor: forked.ForkedExecutor | None = None) -> None:
+        self.device, self.keeps_open = device, executor is not None
+        self.pool = ThreadPoolExecutor(forked.cores()) if executor is None else executor
         self.begun: set[Hashable] = set()
         self.launches: list[Any] = []
         self.by_triton = 0
@@ -160,7 +169,10 @@ class _Ahead:
             from .implementations.triton import launch
 
             self.by_triton = launch.compile_ahead(self.launches, self.pool, self.device)
-        self.pool.shutdown(cancel_futures=failed is not None)
+        if self.keeps_open and failed is None:
+            self.pool.drain()
+        else:
+            self.pool.shutdown(cancel_futures=failed is not None)
 
     def of(self, run: Callable[[], object]) -> None:
         """Begin to compile what `run` would."""
@@ -174,7 +186,10 @@ class _Ahead:
         for each in configurations:
             if each not in self.begun:
                 self.begun.add(each)
-                self.pool.submit(each.cubin)
+                if isinstance(self.pool, forked.ForkedExecutor):
+                    self.pool.submit(each.cubin, cost=getattr(each, "packed_rows", 0))
+                else:
+                    self.pool.submit(each.cubin)
 
 
 class _Sizes(NamedTuple):
@@ -208,6 +223,7 @@ class _Given:
     table_width: int | None
     full_precision: FullPrecisionTokens | None
     own: bool
+    chunks: bool
     options: dict[str, object]
     held: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -221,6 +237,7 @@ class _Given:
         checks.integer("table_width", self.table_width or 0, 0, "a number of pages or None")
         checks.instance("full_precision", self.full_precision, (FullPrecisionTokens, type(None)), "FullPrecisionTokens or None")
         checks.instance("own", self.own, bool, "True or False")
+        checks.instance("chunks", self.chunks, bool, "True or False")
         if taken := sorted(self.options.keys() & OF_EACH_CALL):
             checks.refuse("options", taken, "those are made for each call")
 
@@ -232,19 +249,26 @@ class _Given:
                 batch = Batch(*self.starts([(queries, queries)] * sequences), queries, self.max_seq_len)
                 yield f"attend of {sequences} x {queries} queries", self.attend(batch)
         for lengths in sizes.mixed:
-            call = self.attend(Batch(*self.starts(lengths), lengths=lengths))
+            call = self.attend(Batch(*self.starts(lengths), lengths=lengths, chunks=self.chunks))
             for run in batches.cut(call):
                 yield f"attend of {_described(run.call.batch)}", run.call
 
     def others(self, batch_sizes: Iterable[int]) -> Iterable[Call]:
-        """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels."""
-        most, lengths = max(batch_sizes, default=0), [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
-        for queries in FEW:
+        """Steps of a few queries a sequence, of other numbers of sequences and other lengths, which may be served by other kernels.
+
+        How several KV sources are read changes where a call has four times as much to read; who combines what one source comes to goes by
+        each length, and by whether the host knows it. Chunks of any few queries are read alike."""
+        most = max(batch_sizes, default=0)
+        lengths = [n for n in (self.max_seq_len >> i for i in range(16)) if n >= 64]
+        for queries in [n for n in ((1, 2, FEW[-1]) if self.chunks else FEW) if n <= self.max_seq_len]:
+            alone = self.full_precision is None and not (self.own and queries > 1)
+            chunks = self.chunks and queries > 1
             for sequences in [most >> i for i in range(most.bit_length())]:
-                for longest in lengths if queries <= self.max_seq_len else ():
+                for longest in lengths if alone else sorted({*lengths[::2], *lengths[-1:]}):
                     tensors = self.starts([(queries, longest)] * sequences)
-                    yield self.attend(Batch(*tensors, queries, longest))
-                    yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences))
+                    yield self.attend(Batch(*tensors, queries, longest, chunks=chunks))
+                    if alone:
+                        yield self.attend(Batch(*tensors, lengths=((queries, longest),) * sequences, chunks=chunks))
 
     def writes(self, count: int) -> Iterable[tuple[str, WriteCall]]:
         cache, spec, device = self.cache, self.cache.spec, self.cache.device
@@ -303,6 +327,7 @@ class _Given:
             full_precision=step,
             **self.options,
         )
+        prepared.batch = batch  # with what only engines say
         rows = None
         if self.own and batch.max_query_len > 1:
             sizes = (("key", spec.head_size), ("value", spec.head_size_v))

@@ -11,6 +11,7 @@ from quantkv.implementations.hopper.prefill import PrefillConfig
 from quantkv.implementations.triton import launch
 from quantkv.policy import Policy
 from quantkv.policy_file import PRESETS, VERSION
+from quantkv.vllm_pages import table_width
 
 LIMITS = StepLimits(4, 300, 600, 1, 48)
 FOUR = Policy.from_dict({"policy_version": VERSION, **PRESETS["4bit"]})
@@ -89,8 +90,21 @@ def test_what_is_refused(run, asked, said, monkeypatch):
 
 
 def test_what_it_prints(run, monkeypatch, tmp_path):
+    asked = []
     monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path))
-    monkeypatch.setattr(warmup, "compile_ahead", lambda *given, **named: {"nvrtc": 3, "triton": 2})
-    code, out, err = run("warm-up", "llama-3-8b", "--kv", "int4")
+    monkeypatch.setattr(warmup, "compile_ahead", lambda *given, **named: asked.append(named) or {"nvrtc": 3, "triton": 2})
+    code, out, err = run("warm-up", "llama-3-8b", "--kv", "int4", "--context", "2500")
+    assert asked[0]["table_width"] == 160 and asked[0]["chunks"]  # as vLLM's: room for 2,560 tokens
     assert code == 0, err
     assert out.startswith("32 layers of int4: 3 by nvrtc, 2 by triton; ") and f"5 kernels for h100; those of NVRTC are in {tmp_path}" in out
+
+
+def test_tables_are_as_wide_as_vllms():
+    assert [table_width(n, size) for n, size in ((33280, 16), (2500, 16), (2561, 16), (100, 64), (129, 128), (5, 48))] == [
+        2080,
+        160,
+        168,
+        2,
+        2,
+        8,
+    ]

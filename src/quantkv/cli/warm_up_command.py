@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +37,7 @@ def warm_up_command(
     Kernels are kept where the engine looks for them: QUANTKV_CACHE and TRITON_CACHE_DIR, else the user's cache folders.
     """
     from ..capacity import check_ranks
+    from ..vllm_pages import table_width
     from . import configs
 
     if gpu.lower() not in GPUS:
@@ -47,7 +49,7 @@ def warm_up_command(
     check_ranks(described.model, tp)
     policy = _policy(kv)
     policy.check(len(described.model.layers))
-    _compile(described.model, policy, gpu.lower(), (seqs, tokens, context, verified, -(-context // page)), tp, page)
+    _compile(described.model, policy, gpu.lower(), (seqs, tokens, context, verified, table_width(context, page)), tp, page)
 
 
 def _policy(kv: str) -> Any:
@@ -60,15 +62,23 @@ def _policy(kv: str) -> Any:
 
 
 def _compile(model: Any, policy: Any, gpu: str, limits: tuple[int, ...], ranks: int, page: int) -> None:
+    import torch
+
     from ..engine.ahead import compile_ahead
     from ..engine.warm_up import StepLimits
+    from ..forked import ForkedExecutor
     from ..implementations.hopper.host import nvrtc
 
-    total = 0
-    for made in compile_ahead(model, policy, GPUS[gpu], StepLimits(*limits), ranks=ranks, block_size=page):
+    executor, total = None, 0
+    if hasattr(os, "fork"):
+        torch.set_num_threads(1)  # a process that forks has no threads
+        executor = ForkedExecutor()
+    for made in compile_ahead(model, policy, GPUS[gpu], StepLimits(*limits), ranks=ranks, block_size=page, executor=executor):
         total += sum(made.kernels.values())
         by = ", ".join(f"{count} by {name}" for name, count in made.kernels.items() if count)
         print(f"{len(made.layers)} layers of {made.format}: {by or 'nothing to compile'}; {made.seconds:.0f} s", flush=True)
+    if executor is not None and executor.failed:
+        raise ValueError(f"{executor.failed} of {total} kernels could not be compiled: the lines above say why")
     if not total:
         raise ValueError("nothing was compiled: no layer of this model keeps keys and values that kernels read")
     print(f"{total} kernels for {gpu}; those of NVRTC are in {nvrtc.cache_folder()}")

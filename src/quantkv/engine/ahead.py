@@ -11,6 +11,7 @@ import torch
 
 from .. import assumed, warmup
 from ..calibration import Calibration, LayerMoments
+from ..forked import ForkedExecutor
 from ..geometry import Heads, Layer, Model
 from ..options import AttentionOptions
 from ..policy import Policy
@@ -39,11 +40,13 @@ def compile_ahead(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[int, int], None] | None = None,
+    executor: ForkedExecutor | None = None,
 ) -> Iterator[Compiled]:
     """Fill the caches of compiled kernels with what layers of a model need on a GPU: NVRTC's, and Triton's.
 
     policy: how rows are stored; statistics that an engine takes at its start are stood in for. ranks: of a tensor-parallel group.
-    block_size: tokens of a page. Kernels for softcaps and sinks, which a model's code decides, are compiled at the start.
+    block_size: tokens of a page. executor: as of `warmup.compile_ahead`. Kernels for softcaps and sinks, which a model's code decides, are
+    compiled at the start.
     """
     kinds: dict[Hashable, list[int]] = {}
     made: dict[Hashable, tuple[PagedLayer, LayerAttention]] = {}
@@ -63,7 +66,8 @@ def compile_ahead(
             mixed = warmup.mixed_batches(
                 attention.num_heads, calls["batch_sizes"][-1], calls["write_sizes"][-1], limits.max_seq_len, attention.own_rows
             )
-            kernels = warmup.compile_ahead(pages, attention.num_heads, mixed=mixed, full_precision=paged.config.full_precision, **calls)
+            given = calls | {"mixed": mixed, "full_precision": paged.config.full_precision, "executor": executor}
+            kernels = warmup.compile_ahead(pages, attention.num_heads, **given)
         yield Compiled(tuple(kinds[kind]), paged.config.format.name, kernels, time.monotonic() - begun)
 
 

@@ -55,6 +55,7 @@ def _calls(layer: PagedLayer, attention: LayerAttention, limits: StepLimits, dev
         "max_seq_len": limits.max_seq_len,
         "table_width": limits.table_width,
         "own": attention.own_rows,
+        "chunks": limits.verified == 1,
         "scale": attention.scale,
         **{name: getattr(attention.options, name) for name in COMPILED_FOR},
         **attention.tensors(device),

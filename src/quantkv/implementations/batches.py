@@ -102,7 +102,7 @@ def _part(call: AttendCall, seqs: slice, tokens: slice) -> Run:
         copies.append((given.clone(), given))
         return copies[-1][0]
 
-    part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs])
+    part = Batch(starts, sliced(batch.seq_lens), lengths=batch.lengths[seqs], chunks=batch.chunks)
     copies.clear()  # that of the lengths stays right: they are the same in every call
     few = call.few is not None and few_queries(part.max_query_len, call.own)
     segments = tuple(

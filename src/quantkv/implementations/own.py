@@ -31,9 +31,11 @@ class Lowered:
         longest = tokens if batch.max_query_len is None else min(batch.max_query_len, tokens)
         width = max(-(-longest // self.size), 1)
         width = -(-width // 16) * 16 if dense else width  # for which nothing is compiled then
-        shapes = (count, width), (count,), (1 + len(call.segments), count, 2), (tokens if copied else 0,)
+        room = count + count % 2  # sequences: each segment's ranges begin at a multiple of 16 bytes, for which kernels are compiled
+        shapes = (count, width), (count,), (1 + len(call.segments), room, 2), (tokens if copied else 0,)
         with torch.inference_mode(False):
-            self.table, self.start, self.ranges, self.slots = (torch.zeros(s, dtype=torch.int32, device=call.q.device) for s in shapes)
+            self.table, self.start, ranges, self.slots = (torch.zeros(s, dtype=torch.int32, device=call.q.device) for s in shapes)
+        self.ranges = ranges[:, :count]
         plain = get_format("none", rows.key.dtype)
         self.fmt = plain.latents(rows.key.dtype) if call.segments[0].fmt.latent else plain
         # Where no sequence has a context, nothing else is read.

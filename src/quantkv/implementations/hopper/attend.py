@@ -152,8 +152,7 @@ def _launch_order(segments: list[int], sizes: list[int]) -> list[int]:
 
 def configurations(call: AttendCall) -> list[DecodeConfig]:
     """What a kernel that serves `call` is compiled for, for each of its segments that has one."""
-    launched, combined = _orders(call)
-    exact = _exact(call)
+    (_, combined), exact = _orders(call), _exact(call)
     mapped = sum(s.values[2] is not None for s in call.segments) or len(combined)
     ranges = any(s.key_start is not None or s.key_range is not None for s in call.segments)
     chosen = {i: _configuration(call, call.segments[i], wgmma.choose) for i in sorted(combined)}
@@ -161,7 +160,7 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
         chosen = {i: _configuration(call, call.segments[i], warps.choose) for i in chosen}
     options = call.options
     given = dict(ranges=ranges, chunked=options.chunk_lookback >= 0, invariant=options.batch_invariant, scaled=_is_scaled(call))
-    configs = {i: replace(config, **given, pdl_after_decode=i != launched[0]) for i, config in chosen.items()}
+    configs = {i: replace(config, **given, several_decodes=len(combined) > 1) for i, config in chosen.items()}
     combines = dict(segments=len(combined), mapped_segments=mapped, exact=0 if exact is None else call.segments[exact].k.codes.shape[1])
     configs[combined[0]] = replace(configs[combined[0]], **combines)
     return list(configs.values())
@@ -170,7 +169,10 @@ def configurations(call: AttendCall) -> list[DecodeConfig]:
 def _configuration(call: AttendCall, segment: Segment, choose: Callable[..., DecodeConfig]) -> DecodeConfig:
     """What suits a segment if it were alone."""
     HQ, HK, invariant = call.q.shape[1], segment.k.codes.shape[2], call.options.batch_invariant
-    group, packed_rows = HQ // HK, call.batch.max_query_len * (HQ // HK)
+    group, queries = HQ // HK, call.batch.max_query_len
+    if call.batch.chunks and queries > 1 and not segment.fmt.latent and not invariant:
+        queries = max(queries, min(wgmma.MOST_QUERIES, wgmma.MOST_PACKED_ROWS // group))
+    packed_rows = queries * group
     shape = CallShape(
         segment.fmt.k,
         segment.values[1],
@@ -272,7 +274,7 @@ def _shape(call: AttendCall) -> Hashable:
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
         (call.scale, options.window, options.chunk_lookback, options.softcap, options.sinks is None, options.batch_invariant),
-        (_is_scaled(call), unsplit.is_even(batch)),
+        (_is_scaled(call), unsplit.is_even(batch), batch.chunks),
         *[_segment_shape(call, s) for s in call.segments],
     )
 
@@ -291,6 +293,8 @@ class Prepared:
         self.plan = plan
         self.reads = {i: Read(call, call.segments[i], part, plan.packed_rows) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
+        for i, read in self.reads.items():
+            read.arguments.after_decode = int(i != plan.launched[0])
         self.main, self.others, self.exact = self.reads[plan.combined[0]], plan.combined[1:], plan.exact
         if self.exact is not None:
             exact, main = call.segments[self.exact], self.main.arguments

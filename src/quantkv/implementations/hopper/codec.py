@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,5 +57,6 @@ class HopperCodec:
 
 
 def literal(x: float) -> str:
-    """x as a C++ float, to the bit."""
-    return f"{float(x).hex()}f"
+    """x as a C++ float, to the bit. It is rounded here: the last bits of a double may differ each time, and a kept kernel is found by its
+    text."""
+    return f"{c_float(x).value.hex()}f"

@@ -213,6 +213,7 @@ def compile_ahead(launches: Iterable[Launch], executor: Executor, device: torch.
     with _assumed_driver(), on_device(device), compiling("kernels by Triton"), together(executor, **lenient) as mode:
         for each in launches:
             each.compile_ahead()
+        getattr(executor, "drain", lambda: None)()  # one that forks has no thread by which its tasks would end
         return len(mode.future_kernels)
 
 

@@ -39,7 +39,7 @@ class Places:
                 "start": start,
                 "ranges": filled,
                 "slots": slots,
-                "num_seqs": len(table),
+                "room": filled.stride(0) // 2,
                 "width": table.shape[1],
                 "last": self.last,
                 "SIZE": self.size,

@@ -108,7 +108,7 @@ class QuantKVBackend(AttentionBackend):
         lengths = None
         if self.device.type == "cuda" and forward_batch.extend_prefix_lens_cpu is not None:
             lengths = tuple((n, before + n) for n, before in zip(new, forward_batch.extend_prefix_lens_cpu))
-        return Batch(starts, seq_lens, max(new), self._longest(forward_batch), lengths)
+        return Batch(starts, seq_lens, max(new), self._longest(forward_batch), lengths, chunks=True)
 
     def _step(self, kind: str, windowed: bool, batch: Batch, forward_batch: Any) -> Step:
         """The calls over one pool."""

@@ -152,7 +152,8 @@ class QuantKVBuilder(StepBuilder, AttentionMetadataBuilder[Step]):
         if self.device.type == "cuda" and bound is not None:
             # Exact for prompts, which is where it matters; of sequences that decode it is a bound, and no more is asked of it.
             lengths = tuple((end - start, n) for start, end, n in zip(starts, starts[1:], bound[:count].tolist()))
-        batch = Batch(m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len, None, lengths)
+        queries = m.query_start_loc[: count + 1], m.seq_lens[:count], m.max_query_len
+        batch = Batch(*queries, None, lengths, chunks=self.reorder_batch_threshold == 1)
         return self._metadata("mixed", m, batch, starts[count], None if ranges is None else ranges[:count], advance)
 
     def _metadata(self, kind: str, m, batch: Batch, num_tokens: int, ranges: torch.Tensor | None, advance: bool) -> Step:

@@ -7,7 +7,7 @@
 // are combined in the block; combine_kernel combines the rest. Where UNSPLIT, there is one launch: see unsplit.cuh.
 //
 // Compile-time, from warps.py: codecs KEY and VALUE; HEAD_SIZE KEY_SIZE VALUE_SIZE GROUP KV_HEADS BLOCK_SIZE
-// RECORD_BYTES KEY_MAP KEY_MEAN KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES PDL_AFTER_DECODE PDL_AFTER_WRITE
+// RECORD_BYTES KEY_MAP KEY_MEAN KEY_SIGNED VALUE_MAP QUERY_BF16 SOFTCAP RANGES SEVERAL_DECODES PDL_AFTER_WRITE
 // UNSPLIT SEGMENTS MAPPED_SEGMENTS EXACT; PACKED_ROWS BY_INTEGERS WARPS WORKER_WARPS BLOCKS_PER_SM STAGES
 // TILES_PER_STEP MAX_TILES; what it counts with too: TILE WORKER_BYTES BARRIER_BYTES ARGUMENT_BYTES PARTIAL_BYTES
 // PARTIALS_AT_ONCE COMBINE_PACKED_ROWS COMBINE_SEQUENCES COMBINE_WARPS, and of the codecs
@@ -52,7 +52,7 @@ DI void finish(const AttendArguments& a, const Sequences& sequences, const OwnRu
 // Grid (blocks, packed query row groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     decode_kernel(const __grid_constant__ AttendArguments a) {
-  const DependentLaunch dependent_launch;
+  const DependentLaunch dependent_launch(a);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
   int* begun_in = (int*)(shared + TABLES_BYTES + WARPS * WORKER_BYTES);
   const int worker = blockIdx.x * WARPS + warp, packed_row0 = blockIdx.y * PACKED_ROWS;

@@ -22,7 +22,7 @@ static_assert(!PDL_AFTER_WRITE, "a consumer warpgroup's loader waits for no writ
 // Grid (blocks, packed query row groups).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     decode_wgmma_kernel(const __grid_constant__ AttendArguments a) {
-  const DependentLaunch dependent_launch;
+  const DependentLaunch dependent_launch(a);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / WORKER_WARPS, member = warp % WORKER_WARPS,
             lane = threadIdx.x % 32;
   const int worker = blockIdx.x * WORKERS + warpgroup, packed_row0 = blockIdx.y * PACKED_ROWS;

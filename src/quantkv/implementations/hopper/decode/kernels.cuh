@@ -6,7 +6,7 @@ static_assert(sizeof(AttendArguments) == ARGUMENT_BYTES, "Python fills in anothe
 static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
 
 // The kernels of several segments overlap. The first waits for all that came before, and only then lets the next one
-// start: that one need not wait to begin. It does before it ends (PDL_AFTER_DECODE), so that whoever waits for the last
+// start: that one need not wait to begin. It does before it ends (after_decode), so that whoever waits for the last
 // of them waits for all. No kernel reads what another of these wrote before it has waited; combine reads exact tokens
 // before, which is right as no decode block lets it start before that block has waited.
 //
@@ -14,12 +14,13 @@ static_assert(BARRIER_BYTES == 2 * sizeof(int), "begun_in and ended_in");
 // it had itself waited. So all else that is read here is there; a loader waits before the first tile with a new row
 // (tiles.cuh), and every thread before it ends.
 struct DependentLaunch {
-  DI DependentLaunch() {
-    if (PDL_AFTER_DECODE || PDL_AFTER_WRITE) forget_what_was_read(); else wait_for_previous_kernel();
+  const bool overlaps;
+  DI DependentLaunch(const AttendArguments& a) : overlaps(PDL_AFTER_WRITE || SEVERAL_DECODES && a.after_decode) {
+    if (overlaps) forget_what_was_read(); else wait_for_previous_kernel();
     launch_next_kernel();
   }
   DI ~DependentLaunch() {
-    if (PDL_AFTER_DECODE || PDL_AFTER_WRITE) wait_for_previous_kernel();
+    if (overlaps) wait_for_previous_kernel();
   }
 };
 

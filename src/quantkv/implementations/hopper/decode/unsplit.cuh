@@ -5,7 +5,7 @@
 #include "combine.cuh"
 
 static_assert(!UNSPLIT ||
-        WORKER_WARPS == 1 && SEGMENTS == 1 && !EXACT && !PDL_AFTER_DECODE && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
+        WORKER_WARPS == 1 && SEGMENTS == 1 && !EXACT && !SEVERAL_DECODES && KEY_MAP != MATRIX && VALUE_MAP != MATRIX,
     "what is unsplit only");
 // Behind what warps have: where blocks of a cluster send each other partials, a packed query row's to the block that
 // finishes it, and the counter of their bytes.

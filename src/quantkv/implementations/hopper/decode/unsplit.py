@@ -83,7 +83,7 @@ def choose(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster:
 
 
 def _of(call: AttendCall, config: DecodeConfig, blocks: int, largest_cluster: int) -> Unsplit | None:
-    ways = config.worker_warps > 1 or config.segments > 1 or config.exact or config.pdl_after_decode
+    ways = config.worker_warps > 1 or config.segments > 1 or config.exact or config.several_decodes
     if ways or "MATRIX" in (config.key_map, config.value_map) or len(call.segments) > 1:
         return None
     seq_heads, (tiles, by_window) = call.batch.num_seqs * config.kv_heads, _tiles(call, longest(call, call.segments[0]))

@@ -61,7 +61,7 @@ class DecodeConfig(CallShape):
     """What one compiled kernel is made for. by_integers: products with keys are of 8-bit integers."""
 
     ranges: bool = False  # segments with key_start or key_range
-    pdl_after_decode: bool = False  # programmatic dependent launch: it overlaps the decode kernel of another segment
+    several_decodes: bool = False  # other segments have decode kernels, which overlap by programmatic dependent launch
     segments: int = 1  # that are combined
     mapped_segments: int = 1  # of them: those whose values have the map, or all of them where none has one
     chunked: bool = False  # windows
@@ -252,7 +252,7 @@ class DecodeConfig(CallShape):
             KV_HEADS=self.kv_heads, BLOCK_SIZE=self.block_size, RECORD_BYTES=self.record_bytes, KEY_HALF=key.half,
             KEY_ODD_UNIT=key.odd_unit, KEY_TABLE_BYTES=self.key_table_bytes, TABLES_BYTES=self.table_bytes, KEY_MAP=self.key_map,
             KEY_MEAN=int(self.key_mean), VALUE_MAP=self.value_map, QUERY_BF16=int(self.bf16), SOFTCAP=int(self.softcap),
-            RANGES=int(self.ranges), PDL_AFTER_DECODE=int(self.pdl_after_decode), SEGMENTS=self.segments,
+            RANGES=int(self.ranges), SEVERAL_DECODES=int(self.several_decodes), SEGMENTS=self.segments,
             MAPPED_SEGMENTS=self.mapped_segments,
             PDL_AFTER_WRITE=int(self.pdl_after_write), UNSPLIT=int(self.unsplit), LARGEST_CLUSTER=LARGEST_CLUSTER,
             INBOX_BYTES=self.inbox_bytes, CHUNKED=int(self.chunked), INVARIANT=int(self.invariant), SCALED=int(self.scaled),

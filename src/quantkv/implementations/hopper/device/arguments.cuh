@@ -58,6 +58,7 @@ struct AttendArguments {
   float plain_gain;       // of values without a map, where they are SCALED: their per-tensor scale
   int unsplit_blocks;        // where UNSPLIT: blocks of a cluster, which have a (sequence, kv head) together, or 1
   int unsplit_warps;         // and warps of a block that have one
+  int after_decode;          // where SEVERAL_DECODES: whether this kernel is not the first of them
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and

@@ -16,7 +16,7 @@ def stored_before(ranges, given, seq, several, context, seq_len):
         tl.store(ranges + seq * 2 + 1, tl.minimum(tl.load(given + seq * 2 + 1).to(tl.int32), until))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "width", "last"])
+@triton.jit(do_not_specialize=["room", "width", "last"])
 def own_rows_kernel(
     query_start,
     seq_lens,
@@ -27,7 +27,7 @@ def own_rows_kernel(
     start,
     ranges,
     slots,
-    num_seqs,
+    room,
     width,
     last,
     SIZE: tl.constexpr,
@@ -35,7 +35,8 @@ def own_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid (sequences, blocks of BLOCK pages of the table). table `[S, width]`: pages of SIZE own rows; start `[S]`: the position of the
-    first; ranges `[SEGMENTS + 1, S, 2]`: what is read of each segment, and of own rows; slots `[T]`, where SIZE is not 1: of each row."""
+    first; ranges `[SEGMENTS + 1, room, 2]`: what is read of each segment, and of own rows, room at least S; slots `[T]`, where SIZE is not
+    1: of each row."""
     seq = tl.program_id(0)
     first = tl.load(query_start + seq).to(tl.int32)
     count = tl.load(query_start + seq + 1).to(tl.int32) - first
@@ -53,9 +54,9 @@ def own_rows_kernel(
         if SEGMENTS > 0:
             stored_before(ranges, first_given, seq, several, context, seq_len)
         if SEGMENTS > 1:
-            stored_before(ranges + 2 * num_seqs, second_given, seq, several, context, seq_len)
+            stored_before(ranges + 2 * room, second_given, seq, several, context, seq_len)
         if SEGMENTS > 2:
-            stored_before(ranges + 4 * num_seqs, third_given, seq, several, context, seq_len)
-        own = ranges + (SEGMENTS * num_seqs + seq) * 2
+            stored_before(ranges + 4 * room, third_given, seq, several, context, seq_len)
+        own = ranges + (SEGMENTS * room + seq) * 2
         tl.store(own, tl.where(several, context, 0))
         tl.store(own + 1, tl.where(several, seq_len, 0))
