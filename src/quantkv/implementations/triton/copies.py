@@ -136,5 +136,5 @@ def _rows(rows: tuple[torch.Tensor, ...]) -> Rows:
 def _row_sizes(rows: tuple[torch.Tensor, ...], together: int) -> dict[str, int]:
     """Sizes of a K row in bytes. together: rows that a program reads at once."""
     codes, meta = rows[0].shape[3], rows[1].shape[3] if len(rows) > 1 else 0
-    tiles = {name: triton.next_power_of_2(together * size) for name, size in (("CODES_TILE", codes), ("META_TILE", meta))}
-    return {"HEADS": rows[0].shape[1], "CODES": codes, "META": meta, **tiles}
+    tiles = tuple(triton.next_power_of_2(together * size) for size in (codes, meta))
+    return {"HEADS": rows[0].shape[1], "CODES": codes, "META": meta, "TILES": tiles}
