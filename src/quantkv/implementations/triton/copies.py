@@ -20,6 +20,13 @@ ELEMENTS = 256  # of a tile of sequences times pages of interest
 TOKENS = 16  # of a program that notes rows
 
 
+class Tiles(NamedTuple):
+    """Bytes that a program looks at together, a power of two: codes, and metadata."""
+
+    codes: int
+    meta: int
+
+
 class Rows(NamedTuple):
     """K's codes and metadata as bytes, in pages and heads so many bytes apart. meta: None where there is none."""
 
@@ -136,5 +143,5 @@ def _rows(rows: tuple[torch.Tensor, ...]) -> Rows:
 def _row_sizes(rows: tuple[torch.Tensor, ...], together: int) -> dict[str, int]:
     """Sizes of a K row in bytes. together: rows that a program reads at once."""
     codes, meta = rows[0].shape[3], rows[1].shape[3] if len(rows) > 1 else 0
-    tiles = tuple(triton.next_power_of_2(together * size) for size in (codes, meta))
+    tiles = Tiles(*(triton.next_power_of_2(together * size) for size in (codes, meta)))
     return {"HEADS": rows[0].shape[1], "CODES": codes, "META": meta, "TILES": tiles}

@@ -60,10 +60,10 @@ def doubt_kernel(
     differs = (page * 0).to(tl.int32)
     if (copy >= 0) & (stored > 0):
         page = tl.minimum(page, watched_blocks - 1)
-        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, TILES[0], 0, HEADS, PAGE)
+        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, TILES.codes, 0, HEADS, PAGE)
         if META > 0:
             sizes: tl.constexpr = CODES + META
-            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), sizes, META, TILES[1], CODES, HEADS, PAGE)
+            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), sizes, META, TILES.meta, CODES, HEADS, PAGE)
     tl.store(wrong + s * N + n, differs)
 
 
@@ -231,10 +231,10 @@ def note_kernel(
     target = tl.load(copy_slots + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = copies + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE)[:, None] * (CODES + META)
     page = (slot // PAGE) * rows.page + head * rows.head
-    column = tl.arange(0, TILES[0])[None, :]
+    column = tl.arange(0, TILES.codes)[None, :]
     mask = (target >= 0)[:, None] & (column < CODES)
     tl.store(kept + column, tl.load(rows.codes + (page + slot % PAGE * CODES)[:, None] + column, mask=mask), mask=mask)
     if META > 0:
-        column = tl.arange(0, TILES[1])[None, :]
+        column = tl.arange(0, TILES.meta)[None, :]
         mask = (target >= 0)[:, None] & (column < META)
         tl.store(kept + CODES + column, tl.load(rows.meta + (page + slot % PAGE * META)[:, None] + column, mask=mask), mask=mask)
