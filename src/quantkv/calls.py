@@ -317,6 +317,8 @@ class WriteCall:
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
     maps: the layer's linear maps. positions: int `[T]`, needed where the keys' map has key means.
+    mean: `[D]` of the rows' dtype, taken off every key row first, in that dtype; None: nothing is.
+    copies: the same rows, and the same mean, into other slots of a second cache; None: there is none.
     ValueError, before anything is written, naming the argument, its value and what is allowed.
     """
 
@@ -328,6 +330,8 @@ class WriteCall:
     slot_mapping: torch.Tensor
     maps: LayerMaps
     positions: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    copies: WriteCall | None = None
 
     def __post_init__(self) -> None:
         device, heads = self.k.codes.device, self.k.codes.shape[2]
@@ -345,6 +349,8 @@ class WriteCall:
             checks.tensor("positions", self.positions, (tokens,), checks.INDEX_DTYPES, device)
         elif self.maps.by_position:
             checks.refuse("positions", None, "the keys' map has a key mean for each bucket of positions")
+        if self.mean is not None:
+            checks.tensor("mean", self.mean, (sizes[0],), (self.key.dtype,), device)
         if device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_values()
 
@@ -362,9 +368,14 @@ class WriteCall:
         if self.positions is not None:
             checks.not_negative("positions", self.positions)
 
-    def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: PagedTensor, v: PagedTensor, maps: LayerMaps) -> WriteCall:
-        """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
-        return _like(self, key=key, value=value, k=k, v=v, maps=maps)
+    def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: PagedTensor, v: PagedTensor, maps: LayerMaps, **more) -> WriteCall:
+        """The same call over other tensors of the same shapes: of another layer. Nothing is checked again. more: mean and copies."""
+        return _like(self, key=key, value=value, k=k, v=v, maps=maps, **more)
+
+    def one_by_one(self) -> tuple[WriteCall, ...]:
+        """The same as calls without mean or copies."""
+        key = self.key if self.mean is None else self.key - self.mean
+        return tuple(_like(call, key=key, mean=None, copies=None) for call in (self, self.copies) if call is not None)
 
 
 class Kept(Generic[T]):

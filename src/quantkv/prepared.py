@@ -45,33 +45,43 @@ class PreparedWrite:
         )
         self._prepared: dict[Any, tuple[WriteCall, ops.Launch]] = {}
 
-    def __call__(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with copies in both."""
+    def __call__(
+        self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor, mean: torch.Tensor | None = None
+    ) -> None:
+        """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with copies in both. mean: `[D]` of their dtype, taken off every
+        key row first."""
         if not isinstance(cache, CacheWithCopies):
-            self._store(cache, key, value)
+            self._store(cache, key, value, mean)
             return
         if self.full_precision is None:
             checks.refuse("full_precision", None, "a write to a cache with copies needs the step that says which tokens have one")
-        self._store(cache.pages, key, value)
-        self._store(cache.copies, key, value, self.full_precision.slots[: len(self.slot_mapping)])
+        self._store(cache.pages, key, value, mean, cache.copies)
         cache.stored(self.slot_mapping, self.full_precision)
 
-    def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> bool:
-        """Whether what is launched next may overlap it. copies: slots of a copy, in place of those of the step."""
+    def _store(
+        self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, mean: torch.Tensor | None = None, copies: PagedCache | None = None
+    ) -> bool:
+        """Whether what is launched next may overlap it. copies: where 16-bit copies of the rows go."""
         checks.instance("key", key, torch.Tensor, "a tensor")
         checks.instance("value", value, torch.Tensor, "a tensor")
         aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
         shape = (get_ident(), cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
-        shape += (copies is None,)
+        shape += (mean is None, None if copies is None else copies.kind)
         known = self._prepared.get(shape)
         if known is None:
-            slots, positions = (self.slot_mapping, self.positions) if copies is None else (copies, None)
-            call = WriteCall(key, value, cache.k, cache.v, cache.format, slots, cache.maps, positions)
+            second = None
+            if copies is not None:
+                slots = self.full_precision.slots[: len(self.slot_mapping)]
+                second = WriteCall(key, value, copies.k, copies.v, copies.format, slots, copies.maps)
+            call = WriteCall(key, value, cache.k, cache.v, cache.format, self.slot_mapping, cache.maps, self.positions, mean, second)
             known = self._prepared[shape] = call, ops.prepare(call, self.implementation)
         else:
             if key.requires_grad or value.requires_grad:
                 checks.no_gradient("key", key), checks.no_gradient("value", value)
-            call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
+            first = known[0]
+            if copies is not None:
+                copies = first.copies.with_tensors(key, value, copies.k, copies.v, copies.maps)
+            call = first.with_tensors(key, value, cache.k, cache.v, cache.maps, mean=mean, copies=copies)
         given_dtypes(key, known[1], call)
         return getattr(known[1], "starts_next", False)
 

@@ -54,10 +54,17 @@ class ForwardMetadata:
             self.full_precision = FullPrecisionStep(pool.tokens, pool.block_size, self.batch.num_seqs, len(self.slots), pool.device)
         pool.advance(self.block_table, self.batch.seq_lens, self.batch.cu_seqlens_q, self.slots, self.full_precision)
 
-    def write(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+    def write(
+        self,
+        cache: PagedCache | CacheWithCopies,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
+    ) -> None:
         """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`; rows beyond the slots are padding.
 
-        slots: of the layers that share this page table; None: those of the pass."""
+        slots: of the layers that share this page table; None: those of the pass. mean: `[D]`, taken off the keys first."""
         slots = self.slots if slots is None else slots
         count, by_position = len(slots), cache.maps.by_position
         kind = id(slots), by_position
@@ -65,7 +72,7 @@ class ForwardMetadata:
             self._writes[kind] = PreparedWrite(slots, self.positions[:count] if by_position else None, full_precision=self.full_precision)
         if count != key.shape[0]:
             key, value = key[:count], value[:count]
-        self._writes[kind](cache, key, value)
+        self._writes[kind](cache, key, value, mean)
 
     def attend(
         self,

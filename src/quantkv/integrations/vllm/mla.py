@@ -265,8 +265,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
             return
         calls["write"] += 1
         step = step_of(self._layer())
-        latents = kv_c_normed if self.mean is None else kv_c_normed - self.mean
-        step.written.write(self.cache_of(kv_cache), latents.unsqueeze(1), k_pe, slot_mapping.flatten())
+        step.written.write(self.cache_of(kv_cache), kv_c_normed.unsqueeze(1), k_pe, slot_mapping.flatten(), self.mean)
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         """Attention of absorbed queries, `[T, HQ, latent + rope]` or its two parts, over pages -> `[T, HQ, latent]`; no log-sum-exp."""

@@ -94,6 +94,16 @@ struct RoundArguments {
   i64 value_head;
 };
 
+// Rows whose V is stored as given, with the 16-bit copies of K and V. Null: there are none, or no mean.
+struct GivenArguments {
+  WriteArguments rows;
+  u8* copies;
+  const u8* copy_slots;
+  const u16* mean;        // taken off K
+  i64 copy_page_stride;
+  i64 copy_head_stride;
+};
+
 // A tensor of three axes, as the driver describes it to what loads boxes of it.
 struct __align__(64) TensorMap {
   i64 low[8];
