@@ -77,19 +77,21 @@ class ForwardMetadata:
     def attend(
         self,
         cache: PagedCache | CacheWithCopies,
-        q: torch.Tensor,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         scale: float | None = None,
         options: AttentionOptions = AttentionOptions(),
         *,
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
         **per_layer: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of a layer's `q [T, HQ, D]` -> `[T, HQ, D_V]`, after `write`.
 
         scale, options: of the layer. Layers with the same ones share what is prepared. `clamp_prefix_to_window` counts where there are
-        images. per_layer: its sinks and alibi_slopes. out: put there instead of into a new tensor.
+        images. per_layer: its sinks and alibi_slopes. out: put there instead of into a new tensor. q in two parts, mean: as of
+        `PreparedAttend`.
         key, value: the pass's own rows as `write` takes them, which sequences with several queries read as given, in place of what the
         pages hold of them; those of another layer where its pages are read. None: everything is read from the pages.
         """
@@ -100,8 +102,9 @@ class ForwardMetadata:
             )
         count, own = self.num_tokens, None if key is None or self.batch.max_query_len == 1 else (key, value)
         if count is not None:
-            q, out, own = q[:count], None if out is None else out[:count], own and (key[:count], value[:count])
-        return prepared(cache, q, out=out, own=own, **per_layer)
+            q = tuple(t[:count] for t in q) if isinstance(q, tuple) else q[:count]
+            out, own = None if out is None else out[:count], own and (key[:count], value[:count])
+        return prepared(cache, q, out=out, own=own, mean=mean, **per_layer)
 
     def own_rows(
         self, owner: Hashable, key: torch.Tensor | None, value: torch.Tensor | None, lends: bool = False

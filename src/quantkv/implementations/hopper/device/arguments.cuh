@@ -58,6 +58,10 @@ struct AttendArguments {
   float plain_gain;       // of values without a map, where they are SCALED: their per-tensor scale
   int unsplit_blocks;        // where UNSPLIT: blocks of a cluster, which have a (sequence, kv head) together, or 1
   int unsplit_warps;         // and warps of a block that have one
+  const u16* q_rotated;      // of latents: queries to rotated dimensions, and their strides
+  i64 q_rotated_token;
+  i64 q_rotated_head;
+  const u16* mean;           // of latents: [DV], added to outputs
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and
