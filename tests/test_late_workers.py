@@ -48,7 +48,7 @@ int main() {
 
 @pytest.mark.skipif(not AVAILABLE, reason="needs g++")
 def test_every_cut(tmp_path):
-    """Whoever begins late has so many tiles less, to one; nobody has none; a tile's worker is found; few tiles are for who begins at once."""
+    """Whoever begins late has so many tiles less, to one; nobody has none; a tile's worker is found."""
     source = find("sequences.cuh").read_text()
     (cut,) = re.findall(r"^struct Cut \{.*?^\};", source, re.MULTILINE | re.DOTALL)
     (tmp_path / "cut.cc").write_text(CHECK % cut)

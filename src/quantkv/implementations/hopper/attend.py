@@ -290,7 +290,7 @@ def _shape(call: AttendCall) -> Hashable:
     return (
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
         (call.scale, options.window, options.chunk_lookback, options.softcap, options.sinks is None, options.batch_invariant),
-        (_is_scaled(call), unsplit.is_even(batch)),
+        (_is_scaled(call), unsplit.is_even(batch), None if call.parts is None else tuple(t.stride() for t in call.parts)),
         *[_segment_shape(call, s) for s in call.segments],
     )
 

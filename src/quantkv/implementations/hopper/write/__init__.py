@@ -339,7 +339,7 @@ class Prepared:
     def _launch_of(self, config: Config, call: WriteCall) -> Launch:
         tokens, heads, _ = call.key.shape
         arguments = self.arguments if isinstance(config, WriteConfig) else self.extended
-        parts = given.parts(call) if self.given else config.rows.sides.bit_count()
+        parts = 2 if self.given else config.rows.sides.bit_count()
         grid = (parts * -(-tokens // config.tokens_of_block), heads, 1)
         return Launch(_kernel(config, self.index), grid, arguments)
 

@@ -42,15 +42,20 @@ template <int BITS> DI void share_words(int c, u32 (&words)[WORDS<BITS>]) {
     for (u32& word : words) word = word >> 8 * c | __shfl_down_sync(~0u, word, 1) << 24 - 8 * c;
 }
 
-// The row of `token` through its codec, into the record of its slot.
-template <class CODEC, bool MAPPED, bool EVENED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED, class S>
-DI void write_row(const RowSource& side, float factor, const KeyMeans& means, const S* slots, int token, int tokens,
-    u8* records, i64 page_stride) {
+struct Nothing {
+  template <class R> DI void operator()(const R&) const {}
+};
+// The row of `token` through its codec, into the record of its slot; before, also(row).
+template <class CODEC, bool MAPPED, bool EVENED, bool ROUND, bool SCALED, bool SHIFTED, bool SIGNED,
+    class Also = Nothing>
+DI void write_row(const RowSource& side, float factor, const KeyMeans& means, const SLOT* slots, int token, int tokens,
+    u8* records, i64 page_stride, Also also = {}) {
   const int c = threadIdx.x % 4;
   const bool given = token < tokens;
   const i64 slot = given ? slots[token] : -1;
   Row<(!MAPPED || ROUND) && !SCALED> row = {};
   const bool alone = load_row<MAPPED, EVENED, ROUND, SCALED, SHIFTED, SIGNED>(row, side, factor, means, token, given);
+  also(row);
   u32 words[WORDS<CODEC::BITS>];
   // the sign of an fp16 scale
   const u32 meta = CODEC::encode(row, words) ^ (SHIFTED && SIGNED && alone ? 0x8000u : 0u);

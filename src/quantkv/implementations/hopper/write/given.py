@@ -40,8 +40,7 @@ class GivenConfig:
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
         rows, slot = self.rows, "long long" if self.wide_copy_slots else "int"
-        more = dict(COPY_SLOT=slot, COPY_ROUNDED=int(rows.value.round_mapped), LESS_MEAN=1, ARGUMENT_BYTES=sizeof(launch.arguments(STRUCT)))
-        return rows.macros() | more
+        return rows.macros() | dict(COPY_SLOT=slot, LESS_MEAN=1, ARGUMENT_BYTES=sizeof(launch.arguments(STRUCT)))
 
     def cubin(self) -> bytes:
         """Compiled, once."""
@@ -61,16 +60,11 @@ def copied(call: WriteCall) -> bool:
     if copies is None:
         return True
     fmt, pages, block_size = copies.fmt, pages_of(copies.k, copies.v), call.k.codes.shape[1]
-    alike = fmt.k == fmt.v == call.fmt.v and copies.maps.k is maps.k and copies.maps.v is None
+    alike = fmt.k == fmt.v == call.fmt.v and not fmt.k.round_mapped and copies.maps.k is maps.k and copies.maps.v is None
     alike = alike and copies.k.scale == call.k.scale and copies.v.scale == 1.0 and copies.k.codes.shape[1] == block_size
     sizes = call.key.shape[2], call.value.shape[2]
     lie = pages is not None and copies.slot_mapping.is_contiguous() and unsuitable(pages, fmt.k, fmt.v, *sizes, block_size) is None
     return alike and lie
-
-
-def parts(call: WriteCall) -> int:
-    """Parts of a token, each of which a block has: K, V, and K of copies."""
-    return 2 if call.copies is None else 3
 
 
 def fill(a: Structure, call: WriteCall) -> None:
