@@ -1,6 +1,8 @@
 """Writes with a mean and with copies: at once by the Hopper kernel, on a Hopper GPU or else by its source run on a CPU, and one after the
 other by who has no such kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -156,14 +158,31 @@ def test_means_of_other_sizes_and_dtypes_are_refused():
             call_of(pages, None, key, value, wrong, slots, None)
 
 
-@pytest.mark.parametrize("fmt", ["levels4", "int4"])
-def test_no_register_is_spilled(fmt, tmp_path):
+@pytest.mark.parametrize("fmt, tokens, budget, local", [("levels4", 64, 2450, 40), ("levels4", 4096, 5700, 0), ("int4", 64, 2800, 0)])
+def test_what_it_is_compiled_to(fmt, tokens, budget, local, tmp_path):
+    """Of few rows the code is short, as it runs once in each block; levels of a row then lie in local memory. Else nothing is spilled."""
     pytest.importorskip("cuda.core")
     (pages, copies), _ = caches(fmt)
-    call = call_of(pages, copies, *given())
+    key, value, mean, slots, copy_slots = given()
+    more = tokens // TOKENS + 1
+    repeated = (t.repeat(more, *[1] * (t.ndim - 1))[:tokens] for t in (key, value))
+    call = call_of(pages, copies, *repeated, mean, slots.repeat(more)[:tokens], copy_slots.repeat(more)[:tokens])
     (config,) = hopper.configurations(call)
     cubin = tmp_path / "given.cubin"
     cubin.write_bytes(config.cubin())
     names = opcodes(cubin)
-    assert not {"LDL", "STL"} & set(names)
-    assert len(names) < 9000
+    assert len(names) <= budget and sum(name in ("LDL", "STL") for name in names) <= local
+
+
+@runs
+def test_the_bits_of_few_rows_and_of_many(monkeypatch, tmp_path):
+    """Codes that a loop makes are those that many rows are written with."""
+    (pages, copies), (others, other_copies) = caches("levels4", device=DEVICE)
+    key, value, mean, slots, copy_slots = given(device=DEVICE)
+    few, many = (call_of(*pair, key, value, mean, slots, copy_slots) for pair in ((pages, copies), (others, other_copies)))
+    prepared_for(few, monkeypatch, tmp_path)(few)
+    config = hopper.configuration
+    monkeypatch.setattr(hopper, "configuration", lambda call: replace(config(call), warps=2))
+    assert [c.macros()["ROLLED"] for c in hopper.configurations(many)] == [0]
+    hopper.prepare(many)(many)
+    assert moved(pages, others) == moved(copies, other_copies) == 0 and (pages.buffer != POISON).sum() > TOKENS * LATENT / 4

@@ -40,7 +40,8 @@ class GivenConfig:
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
         rows, slot = self.rows, "long long" if self.wide_copy_slots else "int"
-        return rows.macros() | dict(COPY_SLOT=slot, LESS_MEAN=1, ARGUMENT_BYTES=sizeof(launch.arguments(STRUCT)))
+        few = int(rows.warps == 1)  # a warp encodes its rows and is done
+        return rows.macros() | dict(COPY_SLOT=slot, LESS_MEAN=1, ROLLED=few, ARGUMENT_BYTES=sizeof(launch.arguments(STRUCT)))
 
     def cubin(self) -> bytes:
         """Compiled, once."""
