@@ -243,7 +243,9 @@ def test_a_layer_without_a_mean_after_one_with_it(monkeypatch, tmp_path):
 
 
 def test_parts_that_lie_askew_are_refused():
+    """And what was prepared for queries in parts serves no others: strides are those of the parts."""
     call, _ = batch_of("int4", 16)
+    assert len({hopper._shape(c) for c in (call, in_parts(call, None), replace(call, parts=call.q.split([512, 64], 2)))}) == 3
     parts = in_parts(call, None).parts
     askew = parts[1].new_zeros(*parts[1].shape[:2], 100)[..., :64]
     assert "q strides" in hopper._unsupported(replace(call, parts=(parts[0], askew)))
