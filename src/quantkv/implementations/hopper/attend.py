@@ -235,7 +235,7 @@ class Plan:
         for i, config in zip(sorted(self.combined), configs):
             packed_row_blocks = -(-packed_rows // config.packed_rows)
             blocks = max(1, multiprocessors * config.blocks_per_sm // packed_row_blocks)
-            blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // (config.warps * self._at_once(call, i)))))
+            blocks = max(1, min(blocks, -(-_capacity(call, call.segments[i]) // config.warps)))
             config, whole = unsplit.choose(call, config, blocks, largest_cluster)
             blocks = blocks if whole is None else whole.grid(seq_heads)
             resident = blocks * config.workers
@@ -247,25 +247,8 @@ class Plan:
             self.parts[i] = Part(config, (blocks, packed_row_blocks, 1), resident, partial_slots, self.scratch_bytes, size, whole)
             self.scratch_bytes += size
         self.main = self.parts[self.combined[0]]
-        self.late = self._late(call, multiprocessors)
         partials = sum(part.partial_slots for part in self.parts.values())
         self.by_blocks, self.combine_grid = combine.launched(self.main.config, sequences, packed_rows, partials, multiprocessors)
-
-    def _at_once(self, call: AttendCall, i: int) -> int:
-        """KV tiles of a worker, beyond which a segment is given more of them."""
-        return latents.FEW_TILES if call.segments[i].fmt.latent and i != self.combined[0] else 1
-
-    def _late(self, call: AttendCall, multiprocessors: int) -> tuple[int, int]:
-        """Workers of the segment that is launched last, of latents, that begin when others have ended, and how many KV tiles less they
-        have: `latents.late`."""
-        blocks, rows, _ = self.main.decode_grid
-        others = [(self.parts[i], _capacity(call, call.segments[i])) for i in self.combined[1:]]
-        if not call.segments[0].fmt.latent or not others or rows > 1:
-            return 0, 0
-        taken = sum(part.decode_grid[0] * part.decode_grid[1] for part, _ in others)
-        late = blocks - (multiprocessors - taken)
-        longest = max(-(-tiles // (part.config.worker_warps * part.resident)) for part, tiles in others)
-        return (late * self.main.config.workers, latents.less_tiles(longest)) if 0 < late < blocks else (0, 0)
 
 
 @cache
@@ -311,7 +294,6 @@ class Prepared:
         self.reads = {i: Read(call, call.segments[i], part, plan.packed_rows) for i, part in plan.parts.items()}
         kernels = {i: _kernels(part.config, self.index) for i, part in plan.parts.items()}
         self.main, self.others, self.exact = self.reads[plan.combined[0]], plan.combined[1:], plan.exact
-        self.main.arguments.late_workers, self.main.arguments.less_tiles = plan.late
         if self.exact is not None:
             exact, main = call.segments[self.exact], self.main.arguments
             main.exact_page_stride, main.exact_head_stride = exact.k.base.stride(0), exact.k.base.stride(1)

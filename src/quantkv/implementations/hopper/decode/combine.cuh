@@ -247,20 +247,20 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   const int s = sequence(r);
   bool mine = there(r);
   [[maybe_unused]] Exact<EXACT ? N : 0> exact(a, s, head, blockIdx.z * N, warp % ATTENDING);
-  const auto partials_of = [&](const Sequences& sequences, int resident, int together, int most, int late, int less) {
+  const auto partials_of = [&](const Sequences& sequences, int resident, int together, int most) {
     if (INVARIANT) return own_partials(sequences, s, head, most);
     int start;
     const int line = sequences.total_tiles(s, start);
-    return Partials(Cut(line * KV_HEADS, resident, late, less), head * line + start, sequences.tiles(s),
-        head * sequences.count + s, together);
+    return Partials(
+        Cut(line * KV_HEADS, resident), head * line + start, sequences.tiles(s), head * sequences.count + s, together);
   };
-  const Partials partials = partials_of(sequences, a.resident, WORKERS, a.partial_slots, a.late_workers, a.less_tiles);
+  const Partials partials = partials_of(sequences, a.resident, WORKERS, a.partial_slots);
   Partials others[OTHERS];
   if constexpr (SEGMENTS > 1) {
 #pragma unroll
     for (int i = 0; i < OTHERS; i++) {
       others[i] = partials_of(sequences_of(a, a.other_starts[i], a.other_ranges[i]), a.other_resident[i],
-          a.other_workers[i], a.other_partial_slots[i], 0, 0);
+          a.other_workers[i], a.other_partial_slots[i]);
     }
   }
   Combined all, plain;

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   const Sequences sequences = sequences_of(a, a.key_start, a.key_range, INVARIANT ? packed_row0 : 0);
   const Queries queries{a.q, a.q_token, a.q_head};
   const int window = a.window;
-  OwnRun run(sequences, a.resident, a.late_workers, a.less_tiles);
+  OwnRun run(sequences, a.resident);
   if (!run.is_of(worker - warpgroup)) return;
   run.take(sequences, worker);
   int head = run.head, s = run.s, kv_tile = run.tile, left = run.left;

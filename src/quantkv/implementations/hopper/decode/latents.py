@@ -10,7 +10,6 @@ from .warps import TILE, CallShape
 from .wgmma import PACKED_ROW_TILES, WORKER_WARPS, WgmmaConfig
 
 MOST_PACKED_ROWS = 512  # heads times the queries of a sequence
-FEW_TILES = 4  # KV tiles of copies that a worker reads: each block of them keeps one of the pages' from its multiprocessor
 MOST_TILES = 4  # of 8 packed query rows, of a block: outputs of 512 numbers fill the registers
 
 
@@ -64,9 +63,3 @@ def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 2
     most, warpgroups = next((n, warpgroups) for n, warpgroups in sizes if config(n, warpgroups).stages >= 2)
     blocks = -(-shape.packed_rows // (8 * most))
     return config(next(n for n in PACKED_ROW_TILES if 8 * n * blocks >= shape.packed_rows), 1 if little else warpgroups)
-
-
-def less_tiles(others: int) -> int:
-    """KV tiles of pages that are read in the time in which another segment's workers read `others` of theirs each, their launch included:
-    by one run on an H100, 15 us for one of 16-bit rows and 4 us for one of pages."""
-    return 3 + 3 * others // 4

@@ -134,36 +134,15 @@ struct Sequences {
 };
 
 // No more workers than warps that are resident: one more would wait for another to end, and double the time.
-//
-// Of latents beside other segments the last workers may begin `late`: each has `less` tiles less, none where others
-// have no more than these.
 struct Cut {
-  int workers, quota, extra, early, less;
+  int workers, quota, extra;
   DI Cut() {}
-  DI Cut(int tiles, int resident, int late = 0, int less = 0) : less(0) {
-    if (LATENTS && SEGMENTS > 1 && late > 0) {
-      early = resident - late;
-      if (tiles >= less * early) {
-        const int all = tiles + late * less;  // with those that are not there
-        quota = all / resident, extra = all - quota * resident, this->less = less;
-        workers = quota > less ? resident : max(early, extra);
-        return;
-      }
-      resident = early;
-    }
+  DI Cut(int tiles, int resident) {
     workers = min(resident, tiles);
     quota = workers ? tiles / workers : 0, extra = tiles - quota * workers;
   }
-  DI int begin(int worker) const {
-    const int at = worker * quota + min(worker, extra);
-    return LATENTS && SEGMENTS > 1 && less > 0 ? at - less * max(worker - early, 0) : at;
-  }
+  DI int begin(int worker) const { return worker * quota + min(worker, extra); }
   DI int worker_of(int tile) const {
-    if (LATENTS && SEGMENTS > 1 && less > 0 && tile >= begin(early)) {
-      const int own = quota - less, larger = max(extra - early, 0), at = tile - begin(early);
-      const int large = larger * (own + 1);
-      return early + (at < large ? at / (own + 1) : larger + (at - large) / max(own, 1));
-    }
     int large = extra * (quota + 1);
     return tile < large ? tile / (quota + 1) : extra + (tile - large) / quota;
   }
@@ -174,9 +153,9 @@ struct OwnRun {
   Cut cut;
   int line, head, s, tile, left;  // line: tiles of a kv head
   DI OwnRun() {}
-  DI OwnRun(const Sequences& sequences, int resident, int late = 0, int less = 0) {
+  DI OwnRun(const Sequences& sequences, int resident) {
     int before;
-    line = sequences.total_tiles(0, before), cut = Cut(line * KV_HEADS, resident, late, less);
+    line = sequences.total_tiles(0, before), cut = Cut(line * KV_HEADS, resident);
   }
   DI bool is_of(int worker) const { return worker < cut.workers; }
   // of a block in which some worker has one: another's may be of no tiles

@@ -62,8 +62,6 @@ struct AttendArguments {
   i64 q_rotated_token;
   i64 q_rotated_head;
   const u16* mean;           // of latents: [DV], added to outputs
-  int late_workers;          // of latents: the last workers, which begin when another segment's kernel has ended,
-  int less_tiles;            // and have so many KV tiles less than the others
 };
 
 // A row is divided by the per-tensor scale; a negative slot skips its token. Strides of rows in elements, of pages and
