@@ -206,6 +206,51 @@ def test_copies_at_16_bits_are_a_source_of_their_own(fmt, heads, arguments, monk
     check(call, want)
 
 
+def in_parts(call, mean):
+    """The same call, of queries in two tensors that do not lie beside each other, outputs with a mean."""
+    latents, rotated = call.q[..., :512].clone(), call.q.new_full((*call.q.shape[:2], 192), torch.nan)
+    rotated[..., 128:] = call.q[..., 512:]
+    return replace(call, q=torch.full_like(call.q, torch.nan), parts=(latents, rotated[..., 128:]), mean=mean)
+
+
+@runs
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("fmt, heads, counts, absorbed", [("int4", 16, DECODE, False), ("levels4", 40, (2, 1, 1, 3), True)])
+def test_queries_in_parts_and_outputs_with_a_mean(fmt, heads, counts, absorbed, copied, monkeypatch, tmp_path):
+    """As an engine has them: nothing is put together before, and nothing added behind."""
+    call, (out, lse) = with_copies(fmt, heads, LENS, counts) if copied else batch_of(fmt, heads, LENS, counts, device=DEVICE)
+    if absorbed:  # pages are read as they are stored
+        call, out = replace(call, segments=tuple(s._replace(maps=LayerMaps()) for s in call.segments)), None
+    mean = (4 * torch.randn(512, generator=torch.Generator().manual_seed(4))).bfloat16().to(DEVICE)
+    whole, parted = replace(call, out=torch.empty_like(call.out), lse=torch.empty_like(call.lse)), in_parts(call, mean)
+    run(monkeypatch, tmp_path, parted)
+    if out is None:
+        run(monkeypatch, tmp_path, whole)
+        out, lse = whole.out.double().cpu(), whole.lse.double().cpu()
+    check(parted, (out + mean.double().cpu(), lse))
+
+
+@runs
+def test_a_layer_without_a_mean_after_one_with_it(monkeypatch, tmp_path):
+    call, want = batch_of("int4", 16, device=DEVICE)
+    if not ON_HOPPER:
+        Device(monkeypatch, tmp_path, 1)
+    prepared = hopper.prepare(in_parts(call, torch.ones(512, dtype=torch.bfloat16, device=DEVICE)))
+    prepared(in_parts(call, torch.ones(512, dtype=torch.bfloat16, device=DEVICE)))
+    prepared(in_parts(call, None))
+    check(call, want)
+    assert prepared.takes_parts_and_mean
+
+
+def test_parts_that_lie_askew_are_refused():
+    """And what was prepared for queries in parts serves no others: strides are those of the parts."""
+    call, _ = batch_of("int4", 16)
+    assert len({hopper._shape(c) for c in (call, in_parts(call, None), replace(call, parts=call.q.split([512, 64], 2)))}) == 3
+    parts = in_parts(call, None).parts
+    askew = parts[1].new_zeros(*parts[1].shape[:2], 100)[..., :64]
+    assert "q strides" in hopper._unsupported(replace(call, parts=(parts[0], askew)))
+
+
 def test_refusals():
     """What the kernel has no code for, by the argument and what is allowed."""
     call, _ = batch_of("int4", 16)

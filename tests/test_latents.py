@@ -127,6 +127,24 @@ def test_prepared_calls():
     assert torch.allclose(lse.double(), want_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_queries_in_parts_and_outputs_with_a_mean(implementation):
+    """Where nobody takes them as they are: the bits of queries put together before, and of a mean added behind."""
+    cache, batch, _, _ = make()
+    attend = prepare_attend(**batch, scale=SCALE, implementation=implementation)
+    q, mean = queries(cache), torch.linspace(-1, 1, LATENT)
+    for _ in range(2):  # the second is not prepared again
+        q = 2 * q
+        parts = tuple(t.clone() for t in q.split([LATENT, ROPE], 2))
+        whole = cache.attend(q, **batch, scale=SCALE, implementation=implementation)
+        assert torch.equal(attend(cache, parts), whole) and torch.equal(attend(cache, q), whole)
+        assert torch.equal(attend(cache, parts, mean=mean), whole + mean)
+    with pytest.raises(ValueError, match="mean"):
+        attend(cache, q, mean=mean[:-1])
+    with pytest.raises(ValueError, match="q=None"):
+        attend(cache, (parts[0], None))
+
+
 def test_rows_of_a_step_as_given():
     """A chunk of a prompt reads its own rows at full precision, and what is before them in pages."""
     cache, batch, (slots, _), (latents, rotated) = make()

@@ -413,9 +413,10 @@ def test_projections_of_decode_hold_the_rotation_of_latents(fmt):
     table, lens = torch.arange(3, dtype=torch.int32).repeat(3, 1), torch.tensor([40, 17, 33], dtype=torch.int32)
     read, where = [], []
 
-    def attend(pages, q, scale, options):
+    def attend(pages, parts, scale, options, mean):
+        assert mean is None
         read.append(pages)
-        return pages.attend(q, block_table=table, seq_lens=lens, scale=scale)
+        return pages.attend(torch.cat(parts, 2), block_table=table, seq_lens=lens, scale=scale)
 
     def ask():
         absorbed = torch.bmm(q.transpose(0, 1), layer.W_UK_T).transpose(0, 1)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from . import checks, deprecated
 from .format import Codec, Format
+from .kept import Kept as Kept
 from .maps import LayerMaps, LinearMap
 from .options import AttentionOptions
 from .own import OwnRows, stored_before
@@ -174,6 +175,8 @@ class AttendCall:
     lse: `[T, HQ]` float32, filled with the natural log-sum-exp, sinks included, -inf where a query has no key; None: it is not asked for.
     own: rows that are read as they were given; None: all are read from the segments. It is None where no sequence has several queries.
     few: what runs of `few_queries` read in place of the segments, where the call is cut into runs; None: the segments.
+    parts: q once more, as its first numbers, for latents, and its last ones, for their rotated dimensions; None: only q is there.
+    mean: `[D_V]` of q's dtype, added to every output; None: nothing is. Who serves the call may leave both to `PreparedAttend`.
     ValueError, before anything runs, naming the argument, its value and what is allowed.
     """
 
@@ -186,6 +189,8 @@ class AttendCall:
     lse: torch.Tensor | None = None
     own: OwnRows | None = None
     few: tuple[Segment, ...] | None = None
+    parts: tuple[torch.Tensor, torch.Tensor] | None = None
+    mean: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         checks.tensor("q", self.q, (None, None, None), checks.ROW_DTYPES)
@@ -220,6 +225,8 @@ class AttendCall:
         checks.tensor("out", self.out, shape, dtypes, device)
         if self.out.stride(2) != 1 and head_size_v > 1:
             checks.refuse("out.stride()", self.out.stride(), "a dense last axis is needed")
+        if self.mean is not None:
+            checks.tensor("mean", self.mean, (head_size_v,), (self.q.dtype,), device)
         if self.lse is not None:
             checks.tensor("lse", self.lse, (tokens, num_heads), (torch.float32,), device)
         if device.type == "cpu" and not torch.compiler.is_compiling():
@@ -236,14 +243,16 @@ class AttendCall:
         options: AttentionOptions | None = None,
         own: OwnRows | None = None,
         few: tuple[Segment, ...] | None = None,
+        parts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mean: torch.Tensor | None = None,
     ) -> AttendCall:
         """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
         options, own = options or self.options, None if self.own is None else own or self.own
-        return _like(self, q=q, out=out, lse=lse, segments=segments, options=options, own=own, few=few)
+        return _like(self, q=q, out=out, lse=lse, segments=segments, options=options, own=own, few=few, parts=parts, mean=mean)
 
     def over(self, segments: tuple[Segment, ...]) -> AttendCall:
         """The same call over segments that hold all that is read."""
-        return _like(self, segments=segments, own=None, few=None)
+        return _like(self, segments=segments, own=None, few=None, parts=None, mean=None)
 
     def numbers(self) -> list[torch.Tensor]:
         """The tensors whose numbers say which keys are read: see `Kept`."""
@@ -320,6 +329,8 @@ class WriteCall:
 
     Slot s is token `s % block_size` of page `s // block_size`; tokens with a negative slot are skipped.
     maps: the layer's linear maps. positions: int `[T]`, needed where the keys' map has key means.
+    mean: `[D]` of the rows' dtype, taken off every key row first, in that dtype; None: nothing is.
+    copies: the same rows, and the same mean, into other slots of a second cache; None: there is none.
     ValueError, before anything is written, naming the argument, its value and what is allowed.
     """
 
@@ -331,6 +342,8 @@ class WriteCall:
     slot_mapping: torch.Tensor
     maps: LayerMaps
     positions: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    copies: WriteCall | None = None
 
     def __post_init__(self) -> None:
         device, heads = self.k.codes.device, self.k.codes.shape[2]
@@ -348,6 +361,8 @@ class WriteCall:
             checks.tensor("positions", self.positions, (tokens,), checks.INDEX_DTYPES, device)
         elif self.maps.by_position:
             checks.refuse("positions", None, "the keys' map has a key mean for each bucket of positions")
+        if self.mean is not None:
+            checks.tensor("mean", self.mean, (sizes[0],), (self.key.dtype,), device)
         if device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_values()
 
@@ -365,26 +380,11 @@ class WriteCall:
         if self.positions is not None:
             checks.not_negative("positions", self.positions)
 
-    def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: PagedTensor, v: PagedTensor, maps: LayerMaps) -> WriteCall:
-        """The same call over other tensors of the same shapes: of another layer. Nothing is checked again."""
-        return _like(self, key=key, value=value, k=k, v=v, maps=maps)
+    def with_tensors(self, key: torch.Tensor, value: torch.Tensor, k: PagedTensor, v: PagedTensor, maps: LayerMaps, **more) -> WriteCall:
+        """The same call over other tensors of the same shapes: of another layer. Nothing is checked again. more: mean and copies."""
+        return _like(self, key=key, value=value, k=k, v=v, maps=maps, **more)
 
-
-class Kept(Generic[T]):
-    """What a prepared call works out of its tensors' numbers on the host: `work(call)`, kept for as long as they hold the same ones.
-
-    A prepared call may keep two things of the call that it was made with. The first is its shape: shapes, strides, dtypes, alignment,
-    scales and options that are no tensors, which `PreparedAttend` and `PreparedWrite` have in their keys. The second is what this class
-    keeps; `numbers` of the call says which tensors it is of. Everything else is read when the call runs."""
-
-    def __init__(self, work: Callable[[Any], T]) -> None:
-        self._work, self._numbers = work, None
-
-    def of(self, call: AttendCall | WriteCall) -> T:
-        """What is kept of this call. ValueError where its tensors hold other numbers than when it was checked, and illegal ones."""
-        numbers = call.numbers()
-        if self._numbers is None or not all(map(torch.equal, self._numbers, numbers)):
-            if self._numbers is not None:  # else the call was checked where it was made
-                call.check_values()
-            self._value, self._numbers = self._work(call), [t.clone() for t in numbers]
-        return self._value
+    def one_by_one(self) -> tuple[WriteCall, ...]:
+        """The same as calls without mean or copies."""
+        key = self.key if self.mean is None else self.key - self.mean
+        return tuple(_like(call, key=key, mean=None, copies=None) for call in (self, self.copies) if call is not None)

@@ -59,8 +59,7 @@ def prepare(call: AttendCall | WriteCall, implementation: str = "auto") -> Launc
     worked out, once. Calls of the same shape differ in nothing but what their tensors hold and where q, out, lse, key, value, the
     cache, its maps and the options' tensors lie; of batch and slot_mapping they have the same tensors."""
     if isinstance(call, WriteCall):
-        name, _ = implementations.resolve(call, implementation)
-        return implementations.prepare(name, call)
+        return _prepare_write(call, implementation)
     runs = batches.cut(call) if implementation == "auto" else [batches.Run(call)]
     launches = []
     for run in runs:
@@ -72,6 +71,20 @@ def prepare(call: AttendCall | WriteCall, implementation: str = "auto") -> Launc
     def launch(call: AttendCall) -> None:
         for run, part in launches:
             part(run.of(call))
+
+    return launch
+
+
+def _prepare_write(call: WriteCall, implementation: str) -> Launch:
+    """`prepare` of a write; where its mean and its copies are not served together with it, one after the other."""
+    name, _ = implementations.resolve(call, implementation)
+    if (call.mean is None and call.copies is None) or implementations.writes_at_once(name, call):
+        return implementations.prepare(name, call)
+    launches = [implementations.prepare(implementations.resolve(part, implementation)[0], part) for part in call.one_by_one()]
+
+    def launch(call: WriteCall) -> None:
+        for part, own in zip(launches, call.one_by_one()):
+            part(own)
 
     return launch
 

@@ -45,33 +45,43 @@ class PreparedWrite:
         )
         self._prepared: dict[Any, tuple[WriteCall, ops.Launch]] = {}
 
-    def __call__(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with copies in both."""
+    def __call__(
+        self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor, mean: torch.Tensor | None = None
+    ) -> None:
+        """Store `key [T, HK, D]` and `value [T, HK, D_V]`; in a cache with copies in both. mean: `[D]` of their dtype, taken off every
+        key row first."""
         if not isinstance(cache, CacheWithCopies):
-            self._store(cache, key, value)
+            self._store(cache, key, value, mean)
             return
         if self.full_precision is None:
             checks.refuse("full_precision", None, "a write to a cache with copies needs the step that says which tokens have one")
-        self._store(cache.pages, key, value)
-        self._store(cache.copies, key, value, self.full_precision.slots[: len(self.slot_mapping)])
+        self._store(cache.pages, key, value, mean, cache.copies)
         cache.stored(self.slot_mapping, self.full_precision)
 
-    def _store(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, copies: torch.Tensor | None = None) -> bool:
-        """Whether what is launched next may overlap it. copies: slots of a copy, in place of those of the step."""
+    def _store(
+        self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, mean: torch.Tensor | None = None, copies: PagedCache | None = None
+    ) -> bool:
+        """Whether what is launched next may overlap it. copies: where 16-bit copies of the rows go."""
         checks.instance("key", key, torch.Tensor, "a tensor")
         checks.instance("value", value, torch.Tensor, "a tensor")
         aligned = (key.data_ptr() % 16, value.data_ptr() % 16)
         shape = (get_ident(), cache.kind, key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype, key.device, aligned)
-        shape += (copies is None,)
+        shape += (mean is None, None if copies is None else copies.kind)
         known = self._prepared.get(shape)
         if known is None:
-            slots, positions = (self.slot_mapping, self.positions) if copies is None else (copies, None)
-            call = WriteCall(key, value, cache.k, cache.v, cache.format, slots, cache.maps, positions)
+            second = None
+            if copies is not None:
+                slots = self.full_precision.slots[: len(self.slot_mapping)]
+                second = WriteCall(key, value, copies.k, copies.v, copies.format, slots, copies.maps)
+            call = WriteCall(key, value, cache.k, cache.v, cache.format, self.slot_mapping, cache.maps, self.positions, mean, second)
             known = self._prepared[shape] = call, ops.prepare(call, self.implementation)
         else:
             if key.requires_grad or value.requires_grad:
                 checks.no_gradient("key", key), checks.no_gradient("value", value)
-            call = known[0].with_tensors(key, value, cache.k, cache.v, cache.maps)
+            first = known[0]
+            if copies is not None:
+                copies = first.copies.with_tensors(key, value, copies.k, copies.v, copies.maps)
+            call = first.with_tensors(key, value, cache.k, cache.v, cache.maps, mean=mean, copies=copies)
         given_dtypes(key, known[1], call)
         return getattr(known[1], "starts_next", False)
 
@@ -86,6 +96,8 @@ def _launch(launch: ops.Launch, call: AttendCall, cache: PagedCache | CacheWithC
         elif write._store(cache, key, value) and behind is not None:
             launch = behind
     given_dtypes(call.q, launch, call)
+    if call.mean is not None and not getattr(launch, "takes_parts_and_mean", False):
+        call.out.add_(call.mean)
 
 
 class PreparedAttend:
@@ -120,34 +132,44 @@ class PreparedAttend:
     def __call__(
         self,
         cache: PagedCache | CacheWithCopies,
-        q: torch.Tensor,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         *,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         new: tuple[PreparedWrite, torch.Tensor, torch.Tensor] | None = None,
         own: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mean: torch.Tensor | None = None,
         **options: torch.Tensor | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of `q [T, HQ, D]`, any strides, over the pages of `cache` -> `[T, HQ, D_V]` of q's dtype, put into out where it is
         given; with return_lse also the log-sum-exp `[T, HQ]` float32. options: this layer's sinks, alibi_slopes or qq_bias.
+        q may be two parts, whose numbers follow each other: those for latents, and those for their rotated dimensions. mean: `[D_V]` of
+        q's dtype, which every output is given back: what latents were stored without.
 
         new: `(write, key, value)`: `write(cache, key, value)` is called first, for the tokens of q and no others; on a Hopper GPU only what
         reads their rows then waits for it.
 
         own: `(key, value)`, the rows of the tokens of q as given, which sequences with several queries read: see `PagedCache.attend`."""
-        checks.instance("q", q, torch.Tensor, "a tensor")
+        parts = q if isinstance(q, tuple) else None
+        for t in parts or (q,):
+            checks.instance("q", t, torch.Tensor, "a tensor")
+        q = parts[0] if parts else q
         if new is not None and not (isinstance(new, tuple) and len(new) == 3 and isinstance(new[0], PreparedWrite)):
             checks.refuse("new", type(new).__name__, "a tuple (write, key, value) is needed, write of prepare_write")
         rows = OwnRows.given(own)
         given = tuple(name for name, t in options.items() if t is not None)
         target = None if out is None else (out.stride(), out.dtype)
         shape = (get_ident(), cache.kind, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, target, return_lse, given)
-        shape += (None if rows is None else rows.traits,)
+        shape += (None if rows is None else rows.traits, mean is None)
+        shape += () if parts is None else (parts[1].shape, parts[1].stride(), parts[1].dtype, parts[1].data_ptr() % 16)
         known = self._prepared.get(shape)
         if known is None:
-            out, lse = self._first(shape, cache, q, out, return_lse, new, rows, {name: options[name] for name in given})
+            q = torch.cat(parts, 2) if parts else q
+            out, lse = self._first(shape, cache, q, out, return_lse, new, rows, {name: options[name] for name in given}, parts, mean)
         else:
             first, launch = known
+            as_given = getattr(launch, "takes_parts_and_mean", False)
+            q, parts = (torch.cat(parts, 2), None) if parts and not as_given else (q, parts)
             if q.requires_grad:
                 checks.no_gradient("q", q)
             for name, t in () if rows is None else rows._asdict().items():
@@ -164,7 +186,7 @@ class PreparedAttend:
                 if not q.is_cuda:
                     layer.check_values()
             segments, few = self._segments(cache, layer, rows)
-            _launch(launch, first.with_tensors(q, out, lse, segments, layer, rows, few), cache, new)
+            _launch(launch, first.with_tensors(q, out, lse, segments, layer, rows, few, parts, mean), cache, new)
         return (out, lse) if return_lse else out
 
     def _segments(
@@ -184,18 +206,22 @@ class PreparedAttend:
         lse: torch.Tensor | None,
         rows: OwnRows | None,
         options: AttentionOptions,
+        parts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mean: torch.Tensor | None = None,
     ) -> AttendCall:
         """The call that is prepared for a cache, tensors as in `AttendCall`."""
         segments, few = self._segments(cache, options, rows)
-        return AttendCall(q, segments, self.batch, self.scale, options, out, lse, rows, few)
+        return AttendCall(q, segments, self.batch, self.scale, options, out, lse, rows, few, parts, mean)
 
-    def _first(self, shape, cache: PagedCache | CacheWithCopies, q, out, return_lse: bool, new, rows, given: dict[str, torch.Tensor]):
+    def _first(
+        self, shape, cache: PagedCache | CacheWithCopies, q, out, return_lse: bool, new, rows, given: dict[str, torch.Tensor], parts, mean
+    ):
         unknown = given.keys() - set(PER_LAYER)
         if unknown:
             checks.refuse("options", sorted(unknown), f"those of a layer are {', '.join(PER_LAYER)}")
         options = replace(self.options, **given) if given else self.options
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        call = self.call(cache, q, out, lse, rows, options)
+        call = self.call(cache, q, out, lse, rows, options, parts, mean)
         launch = ops.prepare(call, self.implementation)
         self._prepared[shape] = call, launch
         _launch(launch, call, cache, new)

@@ -54,10 +54,17 @@ class ForwardMetadata:
             self.full_precision = FullPrecisionStep(pool.tokens, pool.block_size, self.batch.num_seqs, len(self.slots), pool.device)
         pool.advance(self.block_table, self.batch.seq_lens, self.batch.cu_seqlens_q, self.slots, self.full_precision)
 
-    def write(self, cache: PagedCache | CacheWithCopies, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+    def write(
+        self,
+        cache: PagedCache | CacheWithCopies,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
+    ) -> None:
         """Store the new rows of a layer, `[T, HK, D]` and `[T, HK, D_V]`; rows beyond the slots are padding.
 
-        slots: of the layers that share this page table; None: those of the pass."""
+        slots: of the layers that share this page table; None: those of the pass. mean: `[D]`, taken off the keys first."""
         slots = self.slots if slots is None else slots
         count, by_position = len(slots), cache.maps.by_position
         kind = id(slots), by_position
@@ -65,24 +72,26 @@ class ForwardMetadata:
             self._writes[kind] = PreparedWrite(slots, self.positions[:count] if by_position else None, full_precision=self.full_precision)
         if count != key.shape[0]:
             key, value = key[:count], value[:count]
-        self._writes[kind](cache, key, value)
+        self._writes[kind](cache, key, value, mean)
 
     def attend(
         self,
         cache: PagedCache | CacheWithCopies,
-        q: torch.Tensor,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         scale: float | None = None,
         options: AttentionOptions = AttentionOptions(),
         *,
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
         **per_layer: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of a layer's `q [T, HQ, D]` -> `[T, HQ, D_V]`, after `write`.
 
         scale, options: of the layer. Layers with the same ones share what is prepared. `clamp_prefix_to_window` counts where there are
-        images. per_layer: its sinks and alibi_slopes. out: put there instead of into a new tensor.
+        images. per_layer: its sinks and alibi_slopes. out: put there instead of into a new tensor. q in two parts, mean: as of
+        `PreparedAttend`.
         key, value: the pass's own rows as `write` takes them, which sequences with several queries read as given, in place of what the
         pages hold of them; those of another layer where its pages are read. None: everything is read from the pages.
         """
@@ -93,8 +102,9 @@ class ForwardMetadata:
             )
         count, own = self.num_tokens, None if key is None or self.batch.max_query_len == 1 else (key, value)
         if count is not None:
-            q, out, own = q[:count], None if out is None else out[:count], own and (key[:count], value[:count])
-        return prepared(cache, q, out=out, own=own, **per_layer)
+            q = tuple(t[:count] for t in q) if isinstance(q, tuple) else q[:count]
+            out, own = None if out is None else out[:count], own and (key[:count], value[:count])
+        return prepared(cache, q, out=out, own=own, mean=mean, **per_layer)
 
     def own_rows(
         self, owner: Hashable, key: torch.Tensor | None, value: torch.Tensor | None, lends: bool = False

@@ -10,6 +10,7 @@ Each is a folder with a module for reads, `attend`, and one for writes, `write` 
     withheld(call) -> str | None  why "auto" passes over it though it serves the call; without it, never
     OWN_ROWS                    of reads: "read" where it takes a call's own rows. Else they are one more segment: "copied" into pages,
                                 "dense" (one after the other) or, without it, read where they lie
+    at_once(call) -> bool       of writes: whether it serves a call's mean and copies too. Without it, they are calls of their own
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ def run(name: str, call: Call) -> None:
         lowered.store(call.own, lambda write: partial(run, resolve(write)[0]))
         call = lowered.of(call)
     module(name, kind(call)).run(call)
+
+
+def writes_at_once(name: str, call: WriteCall) -> bool:
+    """Whether an implementation that does not refuse `call` serves its mean and its copies together with it."""
+    return getattr(module(name, "write"), "at_once", lambda call: False)(call)
 
 
 def _supports(name: str, options: list[str]) -> bool:

@@ -134,22 +134,39 @@ template <int B> struct Levels : ReadLevels<B> {
     const float root = __fsqrt_rn(row.sum_of_squares() / D), size = root < TINY ? TINY : root,
                 inverse = reciprocal(size);
     const Boundaries boundaries;
-    u32 code[E];
     float itself = 0.f, dot = 0.f;
-#pragma unroll
-    for (int e = 0; e < E; e++) {
-      const float unit = fabsf(row.x[e]) * inverse;
+    const auto code_of = [&](float x) {
+      const float unit = fabsf(x) * inverse;
       float magnitude;
       float place;
       if constexpr (COUNTED) place = boundaries.reached(unit, magnitude) + 0.5f;
       else place = reached(unit, magnitude) + 0.5f;
       itself = fmaf(unit, unit, itself), dot = fmaf(unit, magnitude, dot);
-      const u32 sign = ~as_bits(0.f - row.x[e]) & 0x80000000u;  // zero is below the boundary at zero
-      code[e] = as_bits(__fadd_rd(as_float(as_bits(place) | sign), 8388608.f + HALVES));
+      const u32 sign = ~as_bits(0.f - x) & 0x80000000u;  // zero is below the boundary at zero
+      return as_bits(__fadd_rd(as_float(as_bits(place) | sign), 8388608.f + HALVES));
+    };
+    constexpr bool LOOP = ROLLED && REGISTERS<B> == 1;  // code that runs once arrives later than it runs
+    u32 code[LOOP ? CODES<B> : E];
+    if constexpr (LOOP) {
+      float x[E];
+#pragma unroll
+      for (int e = 0; e < E; e++) x[e] = row.x[e];
+#pragma unroll 1
+      for (int w = 0; w < WORDS<B>; w++) {
+        u32 word = 0, base = 0;
+#pragma unroll
+        for (int n = 0; n < CODES<B>; n++) code[n] = code_of(x[w * CODES<B> + n]);
+#pragma unroll
+        for (int n = CODES<B> - 1; n >= 0; n--) word = (word << B) + code[n], base = (base << B) + FLOOR_BASE;
+        words[w] = word - base;
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < E; e++) code[e] = code_of(row.x[e]);
     }
     auto add = [](float a, float b) { return a + b; };
     itself = over_lanes(itself, add), dot = fmaxf(over_lanes(dot, add), TINY);
-    pack<B, FLOOR_BASE>(code, words);
+    if constexpr (!LOOP) pack<B, FLOOR_BASE>(code, words);
     const float unbiased = size * fminf(fmaxf(quotient(itself, dot, reciprocal(dot)), 0.5f), 2.f);
     return half2(saturate(unbiased < LEAST ? LEAST : unbiased, LARGEST_HALF), 0.f);
   }

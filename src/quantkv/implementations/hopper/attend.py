@@ -66,8 +66,9 @@ def _unsupported(call: AttendCall) -> str | None:
     for segment in call.segments:
         if reason := geometry.unreadable_segment(segment, D, q.dtype):
             return reason
-    if not launch.in_chunks(q):
-        return f"q strides {q.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
+    for rows in call.parts or (q,):
+        if not launch.in_chunks(rows):
+            return f"q strides {rows.stride()}: rows of neighbouring elements that begin at multiples of 16 bytes"
     if call.out.dtype != q.dtype or not call.out.is_contiguous():
         return f"out of {call.out.dtype}, strides {call.out.stride()}: contiguous, of q's dtype"
     if call.lse is not None and not call.lse.is_contiguous():
@@ -275,6 +276,7 @@ def _shape(call: AttendCall) -> Hashable:
         (q.shape[1:], q.stride(), q.dtype, q.device, batch.num_seqs, batch.max_query_len),
         (call.scale, options.window, options.chunk_lookback, options.softcap, options.sinks is None, options.batch_invariant),
         (_is_scaled(call), unsplit.is_even(batch), batch.chunks),
+        None if call.parts is None else tuple(t.stride() for t in call.parts),
         *[_segment_shape(call, s) for s in call.segments],
     )
 
@@ -284,6 +286,7 @@ class Prepared:
 
     def __init__(self, call: AttendCall, after_write: bool = False):
         self.index, self.first = launch.device_index(call.q.device), None
+        self.takes_parts_and_mean = call.segments[0].fmt.latent
         multiprocessors = launch.multiprocessors(self.index)
         plan = Plan(call, multiprocessors, after_write=after_write)
         while (clusters := plan.main.unsplit) is not None and not clusters.fit(
@@ -327,8 +330,10 @@ class Prepared:
         self._launch(call)
 
     def _launch(self, call: AttendCall) -> None:
-        sinks, lse, q, main = call.options.sinks, call.lse, call.q.data_ptr(), self.main.arguments
-        if q % 16:
+        sinks, lse, main = call.options.sinks, call.lse, self.main.arguments
+        rows = call.parts or (call.q,)
+        q = rows[0].data_ptr()
+        if any(t.data_ptr() % 16 for t in rows) or (call.mean is not None and call.mean.data_ptr() % 16):
             raise ValueError(f"q at address {q}: rows begin at multiples of 16 bytes, as those of the call that was prepared")
         stream = launch.current_stream(self.index)
         with launch.LOCK:

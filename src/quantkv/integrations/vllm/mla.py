@@ -229,18 +229,16 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
             return
         calls["write"] += 1
         step = step_of(self._layer())
-        latents = kv_c_normed if self.mean is None else kv_c_normed - self.mean
-        step.written.write(self.cache_of(kv_cache), latents.unsqueeze(1), k_pe, slot_mapping.flatten())
+        step.written.write(self.cache_of(kv_cache), kv_c_normed.unsqueeze(1), k_pe, slot_mapping.flatten(), self.mean)
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         """Attention of absorbed queries, `[T, HQ, latent + rope]` or its two parts, over pages -> `[T, HQ, latent]`; no log-sum-exp."""
         calls["decode"] += 1
-        q = torch.cat(q, 2) if isinstance(q, tuple) else q
         cache, read = self.cache_of(layer.kv_cache), self._read
         if read[0] is not cache:
             read = self._read = cache, cache.as_stored() if self.absorbed else cache
-        out = attn_metadata.decoded.attend(read[1], q, self.scale, self.attention.options)
-        return out if self.mean is None else out.add_(self._mean_of_outputs), None
+        mean = None if self.mean is None else self._mean_of_outputs
+        return attn_metadata.decoded.attend(read[1], q, self.scale, self.attention.options, mean=mean), None
 
     def forward_mha(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None):
         """Attention of prompts, whose own rows are read as given or, where they are to read what is stored, from their pages."""

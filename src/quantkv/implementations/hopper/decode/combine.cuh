@@ -189,6 +189,24 @@ template <bool APART> DI float conclude(
   }
   return none || !APART ? 0.f : times(SCALED ? a.plain_gain : 1.f, beside) / total;
 }
+// This lane's numbers of what is added to outputs of latents, as they are stored; nothing: zeros.
+struct MeanOfOutputs {
+  u32 pairs[LATENTS ? Combined::E / 2 : 1] = {};
+  DI MeanOfOutputs(const AttendArguments& a) {
+    if (LATENTS && a.mean)
+#pragma unroll
+      for (int i = 0; i < Combined::E / 2; i += 4) {
+        const uint4 four = *(const uint4*)(a.mean + threadIdx.x % 32 * Combined::E + 2 * i);
+        pairs[i] = four.x, pairs[i + 1] = four.y, pairs[i + 2] = four.z, pairs[i + 3] = four.w;
+      }
+  }
+  DI void add_to(Combined& all) const {
+    if (LATENTS)
+#pragma unroll
+      for (int i = 0; i < Combined::E / 2; i++)
+        all.x[2 * i][0] += query_number(pairs[i]), all.x[2 * i + 1][0] += query_number(pairs[i] >> 16);
+  }
+};
 DI void write_outputs(const AttendArguments& a, const Combined& all, i64 out_row) {
 #pragma unroll
   for (int d = 0; d < Combined::E; d += 2) {
@@ -258,6 +276,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
   }
   ValueMatrix map_rows;
   if (VALUE_MAP == MATRIX) map_rows = ValueMatrix(value_map, warp % (DV / 16));
+  const MeanOfOutputs mean(a);
   wait_for_previous_kernel();  // all that was read so far is older than the decode kernels
   const auto add = [&](Combined& to, const u32* all, const Partials& partials) {
     if (INVARIANT && COMBINERS == 1) to.add_in_order(all, partials, a.all_packed_rows, packed_row(r));
@@ -284,6 +303,7 @@ DI void combine(const AttendArguments& a, const Sequences& sequences, const u16*
           if (VALUE_MAP == MATRIX) combined[r][lane * E + d] = y; else x[d][0] += y;
         }
       }
+      mean.add_to(all);
       if constexpr (VALUE_MAP != MATRIX) write_outputs(a, all, out_row(r));
       else
 #pragma unroll

@@ -55,9 +55,11 @@ struct LatentQueries : WarpgroupQueries {
     for (int nt = 0; nt < TILES; nt++) {
       const int packed_row = packed_row0 + 8 * nt + lane / 4;
       const bool used = packed_row < sequences.queries(s) * GROUP;
-      const u16* row = used ? q.row(sequences.first_query(s) + packed_row / GROUP, packed_row % GROUP) : nullptr;
+      const int token = used ? sequences.first_query(s) + packed_row / GROUP : 0;
+      const u16* row = used ? q.row(token, packed_row % GROUP) : nullptr;
+      const u16* rotated = Queries{a.q_rotated, a.q_rotated_token, a.q_rotated_head}.row(token, packed_row % GROUP);
       for (int w = member; w < ROPE_SIZE / 16; w += WORKER_WARPS) {
-        const uint2* from = (const uint2*)(row + D + lane % 4 * (ROPE_SIZE / 4)) + w;
+        const uint2* from = (const uint2*)(rotated + lane % 4 * (ROPE_SIZE / 4)) + w;
         const uint2 y = row ? load_at_once(from) : make_uint2(0, 0);
         store_shared(operand(nt, 4 * SLABS + w, 0), y.x), store_shared(operand(nt, 4 * SLABS + w, 1), y.y);
       }

@@ -3,6 +3,7 @@
 #include "linear.cuh"
 
 DI u32 query_pair(u32 x) { return QUERY_BF16 ? half2(as_float(x << 16), as_float(x & 0xffff0000u)) : x; }
+DI float query_number(u32 x) { return QUERY_BF16 ? as_float(x << 16) : low(x); }  // the lower 16 bits
 DI u16 query_type(float x) { return QUERY_BF16 ? bfloat1(x) : half1(x); }
 
 static_assert(DK % 32 == 0 || DK == D && (KEY_MAP != HADAMARD || BY_CHUNKS), "quarters of whole loads");

@@ -47,8 +47,7 @@ class Read:
         self.key_half, self.begin, self.layer = part.config.key_half, part.scratch_begin, layer_of(segment)
         self.scale = scale_of(call)
         self.arguments = launch.arguments("AttendArguments")(
-            q_token=call.q.stride(0),
-            q_head=call.q.stride(1),
+            **self._queries(call),
             page_stride=segment.k.base.stride(0),
             table_width=segment.block_table.shape[1],
             table_stride=segment.block_table.stride(0),
@@ -64,8 +63,15 @@ class Read:
         )
         self.take_maps(segment)
 
+    @staticmethod
+    def _queries(call: AttendCall) -> dict[str, int]:
+        """Where the queries of a token and head are."""
+        first, rotated = call.parts or (call.q, call.q)
+        strides = dict(q_token=first.stride(0), q_head=first.stride(1))
+        return strides | dict(q_rotated_token=rotated.stride(0), q_rotated_head=rotated.stride(1))
+
     def fill(self, call: AttendCall, segment: Segment, q: int, scratch: int) -> None:
-        """The addresses of a call, and its maps and scales where they are others."""
+        """The addresses of a call, and its maps and scales where they are others. q: of the queries, or of their first part."""
         if segment.maps.k is not self.maps.k or segment.maps.v is not self.maps.v or self.scales != (segment.k.scale, segment.v.scale):
             self.take_maps(segment)
         a, batch, start, range_ = self.arguments, call.batch, segment.key_start, segment.key_range
@@ -73,6 +79,9 @@ class Read:
         a.seq_lens, a.cu_queries = batch.seq_lens.data_ptr(), batch.cu_seqlens_q.data_ptr()
         a.key_start, a.key_range = None if start is None else start.data_ptr(), None if range_ is None else range_.data_ptr()
         a.partials = scratch + self.begin
+        if segment.fmt.latent:
+            a.q_rotated = q + 2 * segment.head_size_v if call.parts is None else call.parts[1].data_ptr()
+            a.mean = None if call.mean is None else call.mean.data_ptr()
 
     def take_maps(self, segment: Segment) -> None:
         """Point the arguments at a segment's maps, times its per-tensor scales. ValueError where they are of another kind than those

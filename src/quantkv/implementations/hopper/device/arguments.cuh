@@ -58,6 +58,10 @@ struct AttendArguments {
   float plain_gain;       // of values without a map, where they are SCALED: their per-tensor scale
   int unsplit_blocks;        // where UNSPLIT: blocks of a cluster, which have a (sequence, kv head) together, or 1
   int unsplit_warps;         // and warps of a block that have one
+  const u16* q_rotated;      // of latents: queries to rotated dimensions, and their strides
+  i64 q_rotated_token;
+  i64 q_rotated_head;
+  const u16* mean;           // of latents: [DV], added to outputs
   int after_decode;          // where SEVERAL_DECODES: whether this kernel is not the first of them
 };
 
@@ -93,6 +97,16 @@ struct RoundArguments {
   const u8* value_feedback;
   i64 key_head;
   i64 value_head;
+};
+
+// Rows whose V is stored as given, with the 16-bit copies of K and V. Null: there are none, or no mean.
+struct GivenArguments {
+  WriteArguments rows;
+  u8* copies;
+  const u8* copy_slots;
+  const u16* mean;        // taken off K
+  i64 copy_page_stride;
+  i64 copy_head_stride;
 };
 
 // A tensor of three axes, as the driver describes it to what loads boxes of it.

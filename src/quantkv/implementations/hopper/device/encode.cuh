@@ -7,6 +7,9 @@
 // not become one fused operation are written as intrinsics.
 #pragma once
 #include "unpack.cuh"
+#ifndef ROLLED
+#define ROLLED 0  // rows are encoded by a loop, where a codec has one: for kernels of few rows
+#endif
 
 constexpr int GROUP_OF_CHUNKS = 32, E = (D + GROUP_OF_CHUNKS - 1) / GROUP_OF_CHUNKS * GROUP_OF_CHUNKS / 4;
 constexpr bool FILLED = D % GROUP_OF_CHUNKS == 0;  // no zeros: else the last 8 numbers of lanes 2 and 3 are

@@ -22,6 +22,7 @@ from ..host.launch import Kernel, Launch
 from ..host.nvrtc import compile_cubin
 from ..host.operands import kept
 from ..host.records import pages_of, row_macros, unsuitable
+from . import given
 
 SOURCE = Path(__file__).with_name("write.cu")
 CHUNK = 8  # numbers of one load
@@ -220,9 +221,22 @@ def configurations(call: WriteCall) -> list[Config]:
     """What the kernels that serve `call` are compiled for: one for the sides that are written in one way."""
     config, (key_way, value_way) = configuration(call), ways(call)
     rows = call.key.shape[0] * call.key.shape[1]
+    if _given(call):
+        wide = call.copies is not None and call.copies.slot_mapping.dtype == torch.int64
+        return [given.GivenConfig(replace(config, sides=KEYS), wide)]
     if key_way == value_way and config.head_size == config.head_size_v:
         return [_config(config, key_way, rows)]
     return [_config(replace(config, sides=side), way, rows) for side, way in ((KEYS, key_way), (VALUES, value_way))]
+
+
+def _given(call: WriteCall) -> bool:
+    """Whether V is copied, beside K, by one launch."""
+    return given.serves(call, ways(call) == ((None, False), (None, False)))
+
+
+def at_once(call: WriteCall) -> bool:
+    """Whether mean and copies of a call are served by its launch."""
+    return _given(call) and given.copied(call)
 
 
 # how rows of one side are written: by a kernel of their codec, `HopperCodec.writer`; by a Hessian
@@ -312,18 +326,21 @@ class Prepared:
         self.index = launch.device_index(call.key.device)
         self.layer = _layer(call)
         pages = call.k.base
-        tokens, heads, _ = call.key.shape
-        self.rounding = launch.arguments("RoundArguments")()
-        self.arguments = a = self.rounding.rows  # of which the struct for rounding is an extension
+        tokens = call.key.shape[0]
+        self.given = _given(call)
+        self.extended = launch.arguments(given.STRUCT if self.given else "RoundArguments")()
+        self.arguments = a = self.extended.rows  # of which the structs of other kernels are extensions
         (a.key_token, a.key_head), (a.value_token, a.value_head) = call.key.stride()[:2], call.value.stride()[:2]
         a.page_stride, a.head_stride, a.tokens = pages.stride(0), pages.stride(1), tokens
         self._take_layer(call)
-        self.launches = [self._launch_of(config, tokens, heads) for config in configurations(call)]
+        self.launches = [self._launch_of(config, call) for config in configurations(call)]
         self.starts_next = tokens > 0  # once all that came before it is there: see `attend.Prepared.after_write`
 
-    def _launch_of(self, config: Config, tokens: int, heads: int) -> Launch:
-        arguments = self.arguments if isinstance(config, WriteConfig) else self.rounding
-        grid = (config.rows.sides.bit_count() * -(-tokens // config.tokens_of_block), heads, 1)
+    def _launch_of(self, config: Config, call: WriteCall) -> Launch:
+        tokens, heads, _ = call.key.shape
+        arguments = self.arguments if isinstance(config, WriteConfig) else self.extended
+        parts = 2 if self.given else config.rows.sides.bit_count()
+        grid = (parts * -(-tokens // config.tokens_of_block), heads, 1)
         return Launch(_kernel(config, self.index), grid, arguments)
 
     def __call__(self, call: WriteCall) -> None:
@@ -344,6 +361,8 @@ class Prepared:
                 self._take_layer(call)
             a.key, a.value, a.pages, a.slots = key, value, call.k.base.data_ptr(), call.slot_mapping.data_ptr()
             a.positions = None if call.positions is None else call.positions.data_ptr()
+            if self.given:
+                given.fill(self.extended, call)
             for each in self.launches:
                 each(stream)
 
@@ -358,9 +377,10 @@ class Prepared:
             a.key_mean, a.buckets = means.data_ptr(), means.shape[0]
             a.key_mean_bucket, a.key_mean_head = means.stride(0), means.stride(1) if means.shape[1] > 1 else 0
         feedback = [_kind(way).feedback_of(map_.rounding) if way[1] else None for way, map_ in zip(ways(call), (maps.k, maps.v))]
-        r = self.rounding
-        r.key_feedback, r.value_feedback = (None if t is None else t.data_ptr() for t in feedback)
-        r.key_head, r.value_head = (0 if t is None or t.shape[0] == 1 else t.stride(0) for t in feedback)
+        if not self.given:
+            r = self.extended
+            r.key_feedback, r.value_feedback = (None if t is None else t.data_ptr() for t in feedback)
+            r.key_head, r.value_head = (0 if t is None or t.shape[0] == 1 else t.stride(0) for t in feedback)
         self.maps, self.scales, self.operands = maps, (call.k.scale, call.v.scale), (key_map, value_map, feedback)  # alive as long as used
 
 

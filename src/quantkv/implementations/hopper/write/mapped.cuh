@@ -14,6 +14,9 @@ struct RowSource {
   const u32* signs;
   float scale;
   int codes, meta;
+#if LESS_MEAN
+  const u16* mean;  // what is taken off the row first, D numbers; null: nothing
+#endif
 };
 
 DI RowSource source_of(const WriteArguments& a, bool is_key, int token, i64 head) {
@@ -31,6 +34,10 @@ struct KeyMeans {
   i64 stride;
   int buckets;
 };
+
+#if LESS_MEAN
+DI u32 less2(u32 a, u32 b) { return pair_of(first(a) - first(b), second(a) - second(b)); }
+#endif
 
 // Whether the row, over its four lanes, is shorter than the row less the key mean, of which a lane's numbers begin at
 // `mean`.
@@ -57,6 +64,17 @@ DI bool load_row(R& row, const RowSource& side, float factor, const KeyMeans& me
 #pragma unroll
     for (int e = 0; e < E; e += CHUNK)
       if (are_there(e)) *(uint4*)(row.pairs + e / 2) = *(const uint4*)(side.row + 4 * e + CHUNK * c);
+#if LESS_MEAN
+  if (side.mean)
+#pragma unroll
+    for (int e = 0; e < E; e += CHUNK)
+      if (are_there(e)) {
+        const uint4 four = *(const uint4*)(side.mean + 4 * e + CHUNK * c);
+        u32* pairs = row.pairs + e / 2;
+        pairs[0] = less2(pairs[0], four.x), pairs[1] = less2(pairs[1], four.y);
+        pairs[2] = less2(pairs[2], four.z), pairs[3] = less2(pairs[3], four.w);
+      }
+#endif
   if constexpr (MAPPED) {
     if constexpr (EVENED) {
 #pragma unroll
