@@ -48,7 +48,7 @@ def differ(
 def doubt_kernel(
     table, table_stride, width, seq_lens, ends, state, num_copies, num_blocks, watched_blocks, wrong, rows, copies,
     N: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, CODES: tl.constexpr,
-    META: tl.constexpr, CODES_TILE: tl.constexpr, META_TILE: tl.constexpr,
+    META: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, N): which pages of interest do not hold what was stored with their copies."""
     s = tl.program_id(0).to(tl.int64)
@@ -60,10 +60,9 @@ def doubt_kernel(
     differs = (page * 0).to(tl.int32)
     if (copy >= 0) & (stored > 0):
         page = tl.minimum(page, watched_blocks - 1)
-        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, CODES_TILE, 0, HEADS, PAGE)
+        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, TILE, 0, HEADS, PAGE)
         if META > 0:
-            sizes: tl.constexpr = CODES + META
-            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), sizes, META, META_TILE, CODES, HEADS, PAGE)
+            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), CODES + META, META, TILE, CODES, HEADS, PAGE)
     tl.store(wrong + s * N + n, differs)
 
 
