@@ -111,5 +111,20 @@ def test_graphs_that_are_captured_anew_get_tensors_of_their_own(backend, registr
     assert after.slots.data_ptr() == backend._static[False].slots.data_ptr()
 
 
+def test_layers_with_windows_have_slots_and_pages_of_their_own_pool(backend, registry):
+    backend.windows = SimpleNamespace(translate_loc_from_full_to_swa=lambda slots: slots + 100 * PAGE)
+    backend.layers.of[1] = SimpleNamespace(windowed=True)
+    backend.full_precision[True] = None
+    backend.init_cuda_graph_state(LARGEST, LARGEST)
+    assert captured(backend, registry, 4) is backend.forward_metadata[False]
+    assert backend.forward_metadata[True].slots.tolist() == [-1] * 4
+    replay(backend, registry, batch([2, 4], [40, 17], [380, 673]), 4)
+    full, windowed = backend.forward_metadata[False], backend.forward_metadata[True]
+    assert full.slots.tolist() == [380, 673, -1, -1]
+    assert windowed.slots.tolist() == [1980, 2273, -1, -1]
+    assert windowed.block_table.tolist() == [[121, 122, 123, 124], [141, 142, 143, 144], [0] * 4, [0] * 4]
+    assert full.batch is windowed.batch
+
+
 def _read(step) -> list[torch.Tensor]:
     return [step.batch.cu_seqlens_q, step.batch.seq_lens, step.block_table, step.slots, step.positions]

@@ -20,13 +20,6 @@ ELEMENTS = 256  # of a tile of sequences times pages of interest
 TOKENS = 16  # of a program that notes rows
 
 
-class Tiles(NamedTuple):
-    """Bytes that a program looks at together, a power of two: codes, and metadata."""
-
-    codes: int
-    meta: int
-
-
 class Rows(NamedTuple):
     """K's codes and metadata as bytes, in pages and heads so many bytes apart. meta: None where there is none."""
 
@@ -89,7 +82,7 @@ class Launches:
 
     def note(self, given: dict[str, Any], rows: tuple[torch.Tensor, ...], kept: torch.Tensor, page: int) -> None:
         """`CopiedPages.note`."""
-        compiled = {"PAGE": page, "TOKENS": TOKENS} | _row_sizes(rows, 1)
+        compiled = {"PAGE": page, "TOKENS": TOKENS} | _row_sizes(rows, page)
         grid = triton.cdiv(given["tokens"], TOKENS), compiled["HEADS"]
         self._launch(kernels.note_kernel, grid, given | {"rows": _rows(rows), "copies": kept}, compiled)
         self._made.clear()
@@ -140,8 +133,9 @@ def _rows(rows: tuple[torch.Tensor, ...]) -> Rows:
     return Rows(rows[0], rows[1] if len(rows) > 1 else None, *rows[0].stride()[:2])
 
 
-def _row_sizes(rows: tuple[torch.Tensor, ...], together: int) -> dict[str, int]:
-    """Sizes of a K row in bytes. together: rows that a program reads at once."""
+def _row_sizes(rows: tuple[torch.Tensor, ...], page: int) -> dict[str, int]:
+    """Bytes of a K row, and the powers of two that hold a row, and a page of `page` rows."""
     codes, meta = rows[0].shape[3], rows[1].shape[3] if len(rows) > 1 else 0
-    tiles = Tiles(*(triton.next_power_of_2(together * size) for size in (codes, meta)))
-    return {"HEADS": rows[0].shape[1], "CODES": codes, "META": meta, "TILES": tiles}
+    bytes_of = {"CODES_TILE": codes, "META_TILE": meta, "TILE": page * max(codes, meta)}
+    tiles = {name: triton.next_power_of_2(size) for name, size in bytes_of.items()}
+    return {"HEADS": rows[0].shape[1], "CODES": codes, "META": meta, **tiles}

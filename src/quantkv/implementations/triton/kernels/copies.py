@@ -48,7 +48,7 @@ def differ(
 def doubt_kernel(
     table, table_stride, width, seq_lens, ends, state, num_copies, num_blocks, watched_blocks, wrong, rows, copies,
     N: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, CODES: tl.constexpr,
-    META: tl.constexpr, TILES: tl.constexpr,
+    META: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, N): which pages of interest do not hold what was stored with their copies."""
     s = tl.program_id(0).to(tl.int64)
@@ -60,10 +60,9 @@ def doubt_kernel(
     differs = (page * 0).to(tl.int32)
     if (copy >= 0) & (stored > 0):
         page = tl.minimum(page, watched_blocks - 1)
-        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, TILES.codes, 0, HEADS, PAGE)
+        differs = differ(rows.codes, copies, page, copy, stored, (rows.page, rows.head), CODES + META, CODES, TILE, 0, HEADS, PAGE)
         if META > 0:
-            sizes: tl.constexpr = CODES + META
-            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), sizes, META, TILES.meta, CODES, HEADS, PAGE)
+            differs |= differ(rows.meta, copies, page, copy, stored, (rows.page, rows.head), CODES + META, META, TILE, CODES, HEADS, PAGE)
     tl.store(wrong + s * N + n, differs)
 
 
@@ -221,7 +220,8 @@ def note_kernel(
     HEADS: tl.constexpr,
     CODES: tl.constexpr,
     META: tl.constexpr,
-    TILES: tl.constexpr,
+    CODES_TILE: tl.constexpr,
+    META_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Grid (tokens / TOKENS, heads): keep the K rows that were stored of tokens whose page has a copy."""
@@ -231,10 +231,10 @@ def note_kernel(
     target = tl.load(copy_slots + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = copies + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE)[:, None] * (CODES + META)
     page = (slot // PAGE) * rows.page + head * rows.head
-    column = tl.arange(0, TILES.codes)[None, :]
+    column = tl.arange(0, CODES_TILE)[None, :]
     mask = (target >= 0)[:, None] & (column < CODES)
     tl.store(kept + column, tl.load(rows.codes + (page + slot % PAGE * CODES)[:, None] + column, mask=mask), mask=mask)
     if META > 0:
-        column = tl.arange(0, TILES.meta)[None, :]
+        column = tl.arange(0, META_TILE)[None, :]
         mask = (target >= 0)[:, None] & (column < META)
         tl.store(kept + CODES + column, tl.load(rows.meta + (page + slot % PAGE * META)[:, None] + column, mask=mask), mask=mask)
