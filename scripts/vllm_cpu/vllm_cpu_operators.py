@@ -234,3 +234,7 @@ def register() -> None:
         if not hasattr(torch.ops._C, name):
             _library.define(schema)
             _library.impl(name, function, "CompositeExplicitAutograd")
+    if not hasattr(torch.ops._C, "convert_weight_packed"):  # by which a CPU with AMX multiplies small weights at bfloat16
+        from vllm.model_executor.layers import utils
+
+        utils.check_cpu_sgl_kernel = lambda *of_weight: False

@@ -28,3 +28,12 @@ def test_drafts_are_taken_up_to_the_first_that_is_wrong():
     drafted, wanted = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([5, 0, 7, 8, 9])
     operators.rejection_greedy_sample_kernel_impl(output, torch.tensor([3, 5, 5]), drafted, wanted, torch.tensor([[1], [2], [3]]), None, 3)
     assert output.tolist() == [[5, 0, -1, -1], [8, 9, 2, -1], [3, -1, -1, -1]]
+
+
+def test_no_weight_is_packed_for_amx(monkeypatch):
+    """By an operator that the wheel lacks, where a CPU has AMX and weights are small."""
+    from vllm.model_executor.layers import utils
+
+    operators.register()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not utils.check_cpu_sgl_kernel(16, 2048, torch.bfloat16)
