@@ -340,7 +340,7 @@ def test_scratch_follows_the_batch_and_not_the_block_table():
 def test_arguments_are_read_from_the_header():
     """Names and types, once: a pointer takes 8 bytes, and what follows lies where the device looks for it."""
     attend, write = (launch.arguments(name) for name in ("AttendArguments", "WriteArguments"))
-    assert len(attend._fields_) == 52 and len(write._fields_) == 20
+    assert len(attend._fields_) == 57 and len(write._fields_) == 20
     for name, offset in (("partials", 88), ("q_token", 96), ("page_stride", 112), ("table_width", 120), ("value_gain", 180)):
         assert getattr(attend, name).offset == offset
     for name, offset, size in (
@@ -349,6 +349,8 @@ def test_arguments_are_read_from_the_header():
         ("other_resident", 272, 12),
         ("other_workers", 284, 12),
         ("exact_scale", 348, 4),
+        ("q_rotated", 384, 8),
+        ("after_decode", 416, 4),
     ):
         assert (getattr(attend, name).offset, getattr(attend, name).size) == (offset, size)
-    assert ctypes.sizeof(attend) == 384 and ctypes.sizeof(write) == 8 * 16 + 4 * 4
+    assert ctypes.sizeof(attend) == 416 + 8 and ctypes.sizeof(write) == 8 * 16 + 4 * 4
