@@ -31,10 +31,11 @@ def policy(folder, **content):
 def test_layers_left_as_they_are(smollm2):
     plain = scores(engine.run(smollm2, "quantkv_fp32", SCORED, **ASK))
     whole = scores(engine.run(smollm2, "quantkv_int4", SCORED, **ASK, **STORED))
-    report = engine.run(smollm2, "quantkv_int4", SCORED, **ASK, **STORED, kv_cache_dtype_skip_layers=["0", "29"])
-    assert report.formats == ["fp32", *["int4"] * (LAYERS - 2), "fp32"]
+    left = [str(number) for number in range(0, LAYERS, 2)]
+    report = engine.run(smollm2, "quantkv_int4", SCORED, **ASK, **STORED, kv_cache_dtype_skip_layers=left)
+    assert report.formats == ["fp32", "int4"] * (LAYERS // 2)
     assert len(set(report.page_bytes)) == 1  # of one size, whatever is in them
-    assert 0 < (scores(report) - plain).abs().mean() < (whole - plain).abs().mean()
+    assert 0 < (scores(report) - plain).abs().mean() < 0.9 * (whole - plain).abs().mean()
 
 
 def test_a_policy_gives_each_layer_its_format(smollm2, tmp_path):
