@@ -30,11 +30,12 @@ def table(lines: list[dict]) -> str:
     first = runs[0]
     shapes = list(shapes_of(first))
     head = ["KV cache", *(f"{count} x {context:,}, tokens/s" for count, context in shapes), "tokens that fit"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for line in runs:
         speeds = [f"{shapes_of(line)[shape]:,.0f} ({shapes_of(line)[shape] / shapes_of(first)[shape]:.2f}x)" for shape in shapes]
         rows.append([NAMES[line["type"]], *speeds, f"{line['kv_tokens']:,} ({line['kv_tokens'] / first['kv_tokens']:.2f}x)"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("| --- | --- | --- | --- |", "|---|---|---|---|")
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
 
 
 if __name__ == "__main__":

@@ -31,14 +31,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_engine"))
+from answers import Answer, compare
+from answers import prompts as given_prompts
+from random_models import LLAMA_8B, write_config
+
 if __name__ == "__mp_main__":  # SGLang's scheduler
     import watched
 
     watched.watch()
 
-LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048}
-VOCABULARY = 32000
 GRAPHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -52,28 +55,6 @@ OFFLINE = {
 }
 
 
-def write_config(folder: Path, geometry: dict[str, int]) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "head_dim": 128,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    } | geometry
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 def engine(job: str, kv_type: str, out: Path, args: argparse.Namespace) -> Any:
     """An `Engine` of SGLang for this job and this type."""
     import sglang
@@ -81,7 +62,7 @@ def engine(job: str, kv_type: str, out: Path, args: argparse.Namespace) -> Any:
     small = job == "smoke"
     sequences = 8 if small else max(shape[0] for shape in args.decode)
     options = {
-        "model_path": write_config(out / "models" / ("small" if small else "llama"), SMALL if small else LLAMA_8B),
+        "model_path": write_config(out / "models" / ("small" if small else "llama"), **(SMALL if small else LLAMA_8B)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
@@ -107,10 +88,8 @@ def engine(job: str, kv_type: str, out: Path, args: argparse.Namespace) -> Any:
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, VOCABULARY, length).tolist() for _ in range(count)]
+    """Prompts as SGLang takes them."""
+    return [given["prompt_token_ids"] for given in given_prompts(count, length, seed)]
 
 
 def ask(llm: Any, inputs: list[list[int]], tokens: int, logprobs: bool = False) -> list[dict]:
@@ -122,47 +101,30 @@ def steps_of(file: Path) -> list[list]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def greedy(llm: Any, inputs: list[list[int]], tokens: int = 32) -> dict[str, list]:
-    """Greedy answers of requests that are asked together: tokens, their log-probabilities, and how many were in the radix cache."""
+def greedy(llm: Any, inputs: list[list[int]], tokens: int = 32) -> tuple[list[Answer], list[int]]:
+    """Greedy answers of requests that are asked together, and how many tokens of each prompt were in the radix cache."""
     outputs = ask(llm, inputs, tokens, logprobs=True)
     infos = [output["meta_info"] for output in outputs]
-    return {
-        "tokens": [list(output["output_ids"]) for output in outputs],
-        "logprobs": [[float(entry[0]) for entry in info["output_token_logprobs"]] for info in infos],
-        "cached": [info["cached_tokens"] for info in infos],
-    }
-
-
-def compare(a: dict[str, list], b: dict[str, list]) -> dict[str, Any]:
-    """How many tokens answers have in common before they part, and the largest difference of log-probabilities up to there."""
-    parts, worst = [], 0.0
-    for tokens, others, logs, other_logs in zip(a["tokens"], b["tokens"], a["logprobs"], b["logprobs"]):
-        same = next((i for i, (x, y) in enumerate(zip(tokens, others)) if x != y), len(tokens))
-        parts.append(same)
-        worst = max([worst, *(abs(x - y) for x, y in zip(logs[:same], other_logs[:same]))])
-    return {"equal_tokens": parts, "largest_log_difference": worst}
+    logs = [[float(entry[0]) for entry in info["output_token_logprobs"]] for info in infos]
+    return [(list(output["output_ids"]), of) for output, of in zip(outputs, logs)], [info["cached_tokens"] for info in infos]
 
 
 def smoke(llm: Any) -> dict[str, Any]:
     """Two layers: the same questions in several ways."""
-    inputs = [prompts(1, n, n)[0] for n in (17, 64, 200, 333)]
-    alone = {name: [] for name in ("tokens", "logprobs", "cached")}
-    for given in inputs:
+
+    def afresh(*given: list[int]) -> list[Answer]:
         llm.flush_cache()
-        for name, value in greedy(llm, [given]).items():
-            alone[name] += value
-    llm.flush_cache()
-    four = greedy(llm, inputs)
-    llm.flush_cache()
-    again = greedy(llm, inputs)
-    hit = greedy(llm, inputs)
-    llm.flush_cache()
-    three = greedy(llm, inputs[:3])
+        return greedy(llm, [*given])[0]
+
+    inputs = [prompts(1, n, n)[0] for n in (17, 64, 200, 333)]
+    alone = [answer for given in inputs for answer in afresh(given)]
+    four, again = afresh(*inputs), afresh(*inputs)
+    hit, cached = greedy(llm, inputs)
     return {
         "again": compare(four, again),
-        "three_of_four": compare(three, four),
+        "three_of_four": compare(afresh(*inputs[:3]), four),
         "alone": compare(alone, four),
-        "radix": {"cached": hit["cached"], **compare(again, hit)},
+        "radix": {"cached": cached, **compare(again, hit)},
         "answers": four,
     }
 

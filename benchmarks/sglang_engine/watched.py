@@ -7,20 +7,9 @@ import os
 import time
 from typing import Any
 
-import torch
+from random_models import draw_weights_of
 
 FACTS, STEPS = "QUANTKV_BENCH_FACTS", "QUANTKV_BENCH_STEPS"  # of the environment: the files that take what the scheduler sees
-
-
-def draw_weights(model: torch.nn.Module, seed: int = 1234) -> None:
-    """Weights at random in place of SGLang's dummies, which are all within 1e-3, so that attention would do nothing."""
-    with torch.no_grad():
-        for i, (name, parameter) in enumerate(sorted(model.named_parameters())):
-            if parameter.dim() < 2:
-                parameter.fill_(1.0)
-            else:
-                generator = torch.Generator(device=parameter.device).manual_seed(seed + i)
-                parameter.normal_(0.0, 1.0 if "embed" in name else 0.02, generator=generator)
 
 
 def facts(scheduler: Any) -> dict[str, Any]:
@@ -49,7 +38,7 @@ def watch() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_loader import loader
 
-    loader.initialize_dummy_weights = draw_weights
+    loader.initialize_dummy_weights = draw_weights_of
     own_start, own_step = Scheduler.__init__, Scheduler.process_batch_result
 
     def start(self: Any, *args: Any, **named: Any) -> None:

@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 from offline import set_environment
-from run import DEEPSEEK_V3
+from random_models import DEEPSEEK_V3
 
 LENGTH, TOKENS, SEQS = 2500, 1024, 16  # positions; tokens and sequences of a step, at most
 BASE = {

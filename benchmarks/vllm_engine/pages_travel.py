@@ -26,6 +26,7 @@ import psutil
 import run
 from answers import compare, prompts
 from offline import set_environment
+from random_models import LLAMA_8B, SMALL, write_config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/vllm_cpu"))  # peers.py: engines side by side, with NIXL between them
 
@@ -50,7 +51,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def first_tokens(folder: Path, kv_type: str, block: int, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first token, and what NIXL counted, from an engine on one GPU to an engine on the other."""
-    model = run.write_config(folder / "models" / "travel", **run.LLAMA_8B)
+    model = write_config(folder / "models" / "travel", **LLAMA_8B)
     devices = args.devices.split(",")
     given = {"load_format": "dummy", "gpu_memory_utilization": 0.8 / devices.count(devices[0]), "block_size": block}
     engines = []
@@ -83,8 +84,8 @@ def one_to_two(folder: Path, kv_type: str, block: int, args: argparse.Namespace)
     """Answers from one rank's pages: by the same engine from its prefix cache, and by two ranks."""
     import checkpoint
 
-    model = Path(run.write_config(folder / "models" / "checkpoint", **run.SMALL))
-    checkpoint.write_weights(model, run.SMALL)
+    model = Path(write_config(folder / "models" / "checkpoint", **SMALL))
+    checkpoint.write_weights(model, SMALL)
     given = {"gpu_memory_utilization": 0.2, "block_size": block, "max_model_len": 2048}
     engines = [peer(folder, str(model), kv_type, "0", args, enable_prefix_caching=True, **given)]
     try:

@@ -39,35 +39,8 @@ from pathlib import Path
 
 from answers import VOCABULARY
 from offline import set_environment
+from random_models import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, SMALL, write_config
 
-LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
-LLAMA_70B = {"num_hidden_layers": 20, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
-SMALL = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 16,
-    "first_k_dense_replace": 16,
-    "hidden_size": 7168,
-    "intermediate_size": 2304,
-    "moe_intermediate_size": 256,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "head_dim": None,
-}
 GRAPHS = (1, 2, 4, *range(8, 129, 8), *range(144, 1024, 16))  # sequences that decode together: close to each other, as vLLM's own
 POLICY = "quantkv_policy"
 GEOMETRIES = {
@@ -88,29 +61,6 @@ DECODING = ("main", "latents16", "latents128", *DRAFTS)  # jobs that take --deco
 CACHES = ("QUANTKV_CACHE", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # folders of kernels
 CACHE_BLOCKS = 66  # of 16 tokens: they hold one request of the longest, and not the four of the job `cache`
 FIT = {"auto": 104, "fp8": 208, "quantkv_int8": 208, "quantkv_int4": 400, "quantkv_int2": 720}  # sequences of 8,192 on 141 GB
-
-
-def write_config(folder: Path, **geometry) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    common = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "head_dim": 128,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
-    config = {name: value for name, value in (common | geometry).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def calibrated_format(kv_type: str) -> str | None:

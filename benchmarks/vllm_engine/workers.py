@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import torch
+from random_models import draw_weights_of
 
 
 def draw_weights(worker) -> None:
-    """Weights at random in place of vLLM's dummies, which are all within 1e-3, so that attention would do nothing."""
+    """`draw_weights_of` this worker's model."""
     draw_weights_of(worker.model_runner.model)
-
-
-def draw_weights_of(model: torch.nn.Module, seed: int = 1234) -> None:
-    """`draw_weights` of a model."""
-    with torch.no_grad():
-        for i, (name, parameter) in enumerate(sorted(model.named_parameters())):
-            if parameter.dim() < 2:
-                if parameter.is_floating_point():
-                    parameter.fill_(1.0)
-            else:
-                generator = torch.Generator(device=parameter.device).manual_seed(seed + i)
-                parameter.normal_(0.0, 1.0 if "embed" in name else 0.02, generator=generator)
 
 
 def draw_weights_at_load() -> None:

@@ -11,7 +11,6 @@ import torch
 
 from . import checks, deprecated
 from .format import Codec, Format
-from .kept import Kept as Kept
 from .maps import LayerMaps, LinearMap
 from .options import AttentionOptions
 from .own import OwnRows, stored_before

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...calls import AttendCall, Batch, Kept, Segment
+from ...calls import AttendCall, Batch, Segment
+from ...kept import Kept
 from ...maps import LinearMap
 from ...reads import window_size
 from ..reference.attend import combine

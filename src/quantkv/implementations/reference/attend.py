@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from ...calls import AttendCall, AttentionOptions, Kept, PagedTensor, Segment
+from ...calls import AttendCall, AttentionOptions, PagedTensor, Segment
 from ...format import Codec
+from ...kept import Kept
 from ...maps import LinearMap
 from ...packing import interleave
 from .plan import TileRead, plan, positions

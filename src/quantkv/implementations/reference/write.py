@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from ...autocast import given_dtypes
-from ...calls import Kept, PagedTensor, WriteCall
+from ...calls import PagedTensor, WriteCall
 from ...format import Codec
+from ...kept import Kept
 from ...maps import LinearMap, rounding_of
 from ...rounding import Rounding
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ....calls import WriteCall
 from ..host import launch
 from ..host.records import pages_of, unsuitable
+from .of_rows import OfRows
 
 if TYPE_CHECKING:
     from . import WriteConfig
@@ -19,7 +20,7 @@ STRUCT = "GivenArguments"
 
 
 @dataclass(frozen=True)
-class GivenConfig:
+class GivenConfig(OfRows):
     """What one compiled kernel is made for. rows: of K. wide_copy_slots: slots of copies are int64, not int32."""
 
     rows: WriteConfig
@@ -27,25 +28,11 @@ class GivenConfig:
     source = SOURCE
     shared_bytes = 0
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.rows.threads
-
-    @property
-    def tokens_of_block(self) -> int:
-        """Tokens of which a block writes one part."""
-        return self.rows.tokens_of_block
-
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with: the numbers that host and device share."""
         rows, slot = self.rows, "long long" if self.wide_copy_slots else "int"
         few = int(rows.warps == 1)  # a warp encodes its rows and is done
         return rows.macros() | dict(COPY_SLOT=slot, LESS_MEAN=1, ROLLED=few, ARGUMENT_BYTES=sizeof(launch.arguments(STRUCT)))
-
-    def cubin(self) -> bytes:
-        """Compiled, once."""
-        return self.rows.compiled(self)
 
 
 def serves(call: WriteCall, plainly: bool) -> bool:

@@ -14,6 +14,7 @@ from ....rounding import CANDIDATES, Rounding
 from ..codec import literal
 from ..host import launch
 from ..host.operands import kept
+from .of_rows import OfRows
 
 if TYPE_CHECKING:
     from . import WriteConfig
@@ -71,7 +72,7 @@ def numbers_of(cubic: tuple[float, float], bits: int) -> dict[str, list[float]]:
 
 
 @dataclass(frozen=True)
-class RoundConfig:
+class RoundConfig(OfRows):
     """What one compiled kernel is made for. rows: of the sides that it writes; their codecs have a `cubic`."""
 
     rows: WriteConfig
@@ -86,16 +87,6 @@ class RoundConfig:
     def feedback_of(rounding: Rounding) -> torch.Tensor:
         """uint8 `[HK or 1, feedback_bytes]` as rounded.cuh reads it, kept as long as the rounding."""
         return kept(rounding.feedback, "rounded", lambda: _laid_out(rounding))
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.rows.threads
-
-    @property
-    def tokens_of_block(self) -> int:
-        """Tokens whose rows a block writes."""
-        return self.rows.tokens_of_block
 
     @property
     def resident(self) -> int:
@@ -123,7 +114,3 @@ class RoundConfig:
                 numbers = numbers_of(codec.cubic, codec.row.code_bits)
                 macros |= {f"{name}_{part}": ", ".join(map(literal, values)) for part, values in numbers.items()}
         return macros
-
-    def cubin(self) -> bytes:
-        """Compiled, once."""
-        return self.rows.compiled(self)
