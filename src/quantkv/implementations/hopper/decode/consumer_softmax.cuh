@@ -83,11 +83,12 @@ struct WarpgroupSoftmax {
     commit_products();
   }
 
-  // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply.
-  template <class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at,
-      float scale, float softcap, Meanwhile meanwhile) {
+  // The scores of this warp's tile, relative to m. latents(meta) begins the products of latents; meanwhile() is done
+  // while tensor cores multiply.
+  template <class Latents, class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile,
+      const WarpgroupLane& at, float scale, float softcap, Latents latents, Meanwhile meanwhile) {
     u32 meta[2] = {}, squares[2] = {};
-    if constexpr (LATENTS) LatentProducts::score(s, tile, at, meta);
+    if constexpr (LATENTS) latents(meta);
     else multiply_keys(s, tile, at, meta, squares);
     float norms[4] = {};
     if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
@@ -126,7 +127,8 @@ struct WarpgroupSoftmax {
     }
   };
 
-  // Adds the KV tile at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt,
+  // Adds the KV tile at `slot`, of latents once all warps have theirs of it. copies() starts the copies of a later one,
+  // where the one before was. valid(half, nt,
   // e): may packed query row 2 c + e of nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both
   // are asked if `masked`.
   template <class Copies, class Valid, class Ours> DI void add(u32 slot, const WarpgroupLane& at, int kv_tile,
@@ -136,7 +138,10 @@ struct WarpgroupSoftmax {
               zeros = at.base + ZEROS_AT + odd * (2 * KV_TILE);
     Weigh weigh;
     float s[TILES][4];
-    score(s, tile, kv_tile, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
+    LatentProducts::Early early;
+    score(s, tile, kv_tile, at, scale, softcap,
+        [&](u32 (&meta)[2]) { LatentProducts::score(s, early, slot, tile, at, meta, copies); },
+        [&] { weigh.load(tile, at, zeros, masked, ours); });
     if (masked) {
 #pragma unroll
       for (int nt = 0; nt < TILES; nt++)
@@ -177,8 +182,8 @@ struct WarpgroupSoftmax {
       rescale(s, v_top, at);
       limit = -minus_infinity(), unseen = false;
     }
-    multiply_values(slot, weights, zeros, at);
-    copies();  // no warp reads the KV tile before any more
+    multiply_values(early, slot, weights, zeros, at);
+    if constexpr (!LATENTS) copies();  // no warp reads the KV tile before any more
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
@@ -192,12 +197,12 @@ struct WarpgroupSoftmax {
     for (int i = 0; i < OWN_SLABS; i++) keep_tiles(o[i]);
   }
 
-  DI void multiply_values(u32 slot, u32 weights, u32 zeros, const WarpgroupLane& at) {
+  DI void multiply_values(const LatentProducts::Early& early, u32 slot, u32 weights, u32 zeros, const WarpgroupLane& at) {
     u32 zero[WORKER_WARPS * 2] = {};
     if (ZERO_POINTS)
       load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero),
           load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
-    if constexpr (LATENTS) return LatentProducts::add_values(o, slot, weights, zero, at);
+    if constexpr (LATENTS) return LatentProducts::add_values(o, early, slot, weights, zero, at);
     u32 x[WORKER_WARPS][OWN_SLABS][4];
 #pragma unroll
     for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2) {

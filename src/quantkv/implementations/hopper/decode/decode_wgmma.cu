@@ -83,6 +83,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         }
         wait_for_all_copies_but<AHEAD - 1>();
         __syncwarp();
+        // of a few KV tiles in the ring: the next one's copies need not wait for this one's values
+        if (LATENTS) meet(at.barrier);
         const int key = kv_tile * KV_TILE + member * TILE + at.token;  // of this lane, and the one 8 further
         // in between, every packed query row sees every token
         const bool masked = kv_tile < all_in_window || kv_tile >= all_see;

@@ -94,17 +94,54 @@ struct LatentProducts {
   static_assert(K_WORDS % 4 == 0 && STEPS % STEPS_AT_ONCE == 0 && OWN_SLABS % VALUES_AT_ONCE == 0, "whole parts");
   static_assert(!KEY::NORMALISED && !KEY::BIASED && !KEY::OVERLAP && !VALUE::OVERLAP && DK % 64 == 0 && DK == D,
       "rows of other codecs");
+  // Values of the first two tiles are unpacked while scores are multiplied, as far as registers hold them.
+  static constexpr bool EARLY = TILES <= 2 && !ZERO_POINTS;
+  struct Early {
+    u32 x[EARLY ? 2 : 1][VALUES_AT_ONCE][4];
+    DI void unpack(int t, const u32 (&va)[CHUNKS_AT_ONCE], const u32 (&vb)[CHUNKS_AT_ONCE], const WarpgroupLane& at) {
+      constexpr u32 zero[2] = {};
+      unpack_values(x[t], va, vb, zero, at);
+#pragma unroll
+      for (int i = 0; i < 4 * VALUES_AT_ONCE; i++) keep(x[t][i / 4][i % 4]);  // here, and not where they are multiplied
+    }
+  };
+  using Chunks = u32[2][CHUNKS_AT_ONCE];
+
+  // Codes of values of the tiles t0 and t0 + 1, of this warp's dimensions from its slab i0 on.
+  static DI void load_values(Chunks& va, Chunks& vb, u32 slot, int t0, int i0, const WarpgroupLane& at) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS_AT_ONCE; i++)
+      load_transposed(slot + t0 * TILE_BYTES + at.own_tile + (at.own ^ (2 * i0 / OWN_RUN + i) << 4), va[0][i], vb[0][i],
+          va[1][i], vb[1][i]);
+  }
+  static DI void unpack_values(u32 (&x)[VALUES_AT_ONCE][4], const u32 (&va)[CHUNKS_AT_ONCE],
+      const u32 (&vb)[CHUNKS_AT_ONCE], const u32* zero, const WarpgroupLane& at) {
+#pragma unroll
+    for (int i = 0; i < VALUES_AT_ONCE; i++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) x[i][k] = value_operand(va, vb, i, k, zero[k / 2], at.value_table);
+  }
+  static DI void multiply_values(float (&o)[OWN_SLABS][TILES][4], const u32 (&x)[VALUES_AT_ONCE][4], int t, int i0,
+      u32 weights) {
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < VALUES_AT_ONCE; i++)
+      multiply<VALUE>(o[i0 + i], x[i][0], x[i][1], x[i][2], x[i][3], matrix_descriptor(weights) + 2 * t);
+    commit_products();
+  }
 
   // Begins the last products of this warp's tile with the queries, in the unit of those with rotated dimensions: what
-  // comes of the latents is brought to it before these are added. meta: of a lane's keys.
-  static DI void score(float (&s)[TILES][4], u32 tile, const WarpgroupLane& at, u32 (&meta)[2]) {
+  // comes of the latents is brought to it before these are added. meta: of a lane's keys. copies() starts the copies of a
+  // later KV tile, where the one before was.
+  template <class Copies> static DI void score(float (&s)[TILES][4], Early& early, u32 slot, u32 tile,
+      const WarpgroupLane& at, u32 (&meta)[2], Copies copies) {
     const u64 queries = matrix_descriptor(at.base);
     load_metas(tile, at, meta);
     if constexpr (SUMMED) {
-      u32 zero[2];
-      moved_zeros(meta, zero);
+      u32 moved[2];
+      moved_zeros(meta, moved);
       begin_products();
-      multiply<KEY, false>(s, zero[0], zero[1], 0, 0, queries + SUMS_AT / 16);
+      multiply<KEY, false>(s, moved[0], moved[1], 0, 0, queries + SUMS_AT / 16);
       commit_products();
     }
     each_part<PARTS>([&](auto part) {
@@ -129,8 +166,14 @@ struct LatentProducts {
               s, x[i][0], x[i][1], x[i][2], x[i][3], queries + (w / 4 * SLAB + w % 4 * 32) / 16);
         });
         commit_products();
+        if constexpr (PART == 0 && FIRST == 0) copies();
       });
     });
+    Chunks va, vb;
+    if constexpr (EARLY) {
+      load_values(va, vb, slot, 0, 0, at);
+      early.unpack(0, va[0], vb[0], at);
+    }
     u32 a[ROPE_SIZE / 8], b[ROPE_SIZE / 8];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -150,35 +193,27 @@ struct LatentProducts {
       Wgmma<TILES, ROPE::BFLOAT>::template multiply<true>(
           s, a[2 * w], b[2 * w], a[2 * w + 1], b[2 * w + 1], queries + (SLABS * SLAB + w * 32) / 16);
     commit_products();
+    if constexpr (EARLY) early.unpack(1, va[1], vb[1], at);
   }
 
   // Begins the products of the KV tile at `slot`, of this warp's dimensions, with weights; zero: of its tokens.
-  static DI void add_values(float (&o)[OWN_SLABS][TILES][4], u32 slot, u32 weights, const u32 (&zero)[8],
-      const WarpgroupLane& at) {
+  static DI void add_values(float (&o)[OWN_SLABS][TILES][4], const Early& early, u32 slot, u32 weights,
+      const u32 (&zero)[8], const WarpgroupLane& at) {
+    if constexpr (EARLY)
+      multiply_values(o, early.x[0], 0, 0, weights), multiply_values(o, early.x[1], 1, 0, weights);
 #pragma unroll
     for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2)
 #pragma unroll
       for (int i0 = 0; i0 < OWN_SLABS; i0 += VALUES_AT_ONCE) {
-        u32 va[2][CHUNKS_AT_ONCE], vb[2][CHUNKS_AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < CHUNKS_AT_ONCE; i++)
-          load_transposed(slot + t0 * TILE_BYTES + at.own_tile + (at.own ^ (2 * i0 / OWN_RUN + i) << 4), va[0][i],
-              vb[0][i], va[1][i], vb[1][i]);
+        if (EARLY && t0 + i0 == 0) continue;
+        Chunks va, vb;
+        load_values(va, vb, slot, t0, i0, at);
 #pragma unroll
         for (int t = 0; t < 2; t++) {
           if (t0 + t + i0 > 0) wait_for_all_products_but<1>();
           u32 x[VALUES_AT_ONCE][4];
-#pragma unroll
-          for (int i = 0; i < VALUES_AT_ONCE; i++)
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-              x[i][k] = value_operand(va[t], vb[t], i, k, zero[2 * (t0 + t) + k / 2], at.value_table);
-          begin_products();
-#pragma unroll
-          for (int i = 0; i < VALUES_AT_ONCE; i++)
-            multiply<VALUE>(
-                o[i0 + i], x[i][0], x[i][1], x[i][2], x[i][3], matrix_descriptor(weights) + 2 * (t0 + t));
-          commit_products();
+          unpack_values(x, va[t], vb[t], zero + 2 * (t0 + t), at);
+          multiply_values(o, x, t0 + t, i0, weights);
         }
       }
   }
@@ -189,6 +224,7 @@ struct LatentQueries {  // of other rows there are none
   template <class... A> DI void load(A&&...) const {}
 };
 struct LatentProducts {
+  struct Early {};
   template <class... A> static DI void score(A&&...) {}
   template <class... A> static DI void add_values(A&&...) {}
 };
