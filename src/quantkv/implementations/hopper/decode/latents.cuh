@@ -94,19 +94,20 @@ struct LatentProducts {
   static_assert(K_WORDS % 4 == 0 && STEPS % STEPS_AT_ONCE == 0 && OWN_SLABS % VALUES_AT_ONCE == 0, "whole parts");
   static_assert(!KEY::NORMALISED && !KEY::BIASED && !KEY::OVERLAP && !VALUE::OVERLAP && DK % 64 == 0 && DK == D,
       "rows of other codecs");
-  // Values of the first two tiles are unpacked while scores are multiplied, as far as registers hold them.
-  static constexpr bool EARLY = TILES <= 2 && !ZERO_POINTS;
+  // Tiles whose values are unpacked before their weights are there: while warps wait for products and for each other.
+  static constexpr int EARLY_TILES = ZERO_POINTS ? 0 : LATENT_EARLY_TILES;
   struct Early {
-    u32 x[EARLY ? 2 : 1][VALUES_AT_ONCE][4];
-    DI void unpack(int t, const u32 (&va)[CHUNKS_AT_ONCE], const u32 (&vb)[CHUNKS_AT_ONCE], const WarpgroupLane& at) {
-      constexpr u32 zero[2] = {};
-      unpack_values(x[t], va, vb, zero, at);
-#pragma unroll
-      for (int i = 0; i < 4 * VALUES_AT_ONCE; i++) keep(x[t][i / 4][i % 4]);  // here, and not where they are multiplied
-    }
+    u32 x[2][VALUES_AT_ONCE][4];
   };
+  static constexpr int TILES_BY_TABLE = LATENT_TILES_BY_TABLE;  // a bit for each whose values are read by the keys' table
   using Chunks = u32[2][CHUNKS_AT_ONCE];
 
+  // As value_operand(), or BY_TABLE, which spares instructions and costs shared memory's time.
+  template <class Value, bool BY_TABLE> static DI u32 value_of(const u32 (&va)[CHUNKS_AT_ONCE],
+      const u32 (&vb)[CHUNKS_AT_ONCE], int i, int k, u32 zero, const WarpgroupLane& at) {
+    if constexpr (BY_TABLE) return Value::pair_by_table(k < 2 ? va : vb, 2 * i + k % 2, at.table);
+    else return value_operand(va, vb, i, k, zero, at.value_table);
+  }
   // Codes of values of the tiles t0 and t0 + 1, of this warp's dimensions from its slab i0 on.
   static DI void load_values(Chunks& va, Chunks& vb, u32 slot, int t0, int i0, const WarpgroupLane& at) {
 #pragma unroll
@@ -114,12 +115,13 @@ struct LatentProducts {
       load_transposed(slot + t0 * TILE_BYTES + at.own_tile + (at.own ^ (2 * i0 / OWN_RUN + i) << 4), va[0][i], vb[0][i],
           va[1][i], vb[1][i]);
   }
-  static DI void unpack_values(u32 (&x)[VALUES_AT_ONCE][4], const u32 (&va)[CHUNKS_AT_ONCE],
+  template <int T> static DI void unpack_values(u32 (&x)[VALUES_AT_ONCE][4], const u32 (&va)[CHUNKS_AT_ONCE],
       const u32 (&vb)[CHUNKS_AT_ONCE], const u32* zero, const WarpgroupLane& at) {
 #pragma unroll
     for (int i = 0; i < VALUES_AT_ONCE; i++)
 #pragma unroll
-      for (int k = 0; k < 4; k++) x[i][k] = value_operand(va, vb, i, k, zero[k / 2], at.value_table);
+      for (int k = 0; k < 4; k++)
+        x[i][k] = value_of<VALUE, (TILES_BY_TABLE >> T & 1)>(va, vb, i, k, zero[k / 2], at);
   }
   static DI void multiply_values(float (&o)[OWN_SLABS][TILES][4], const u32 (&x)[VALUES_AT_ONCE][4], int t, int i0,
       u32 weights) {
@@ -169,10 +171,16 @@ struct LatentProducts {
         if constexpr (PART == 0 && FIRST == 0) copies();
       });
     });
-    Chunks va, vb;
-    if constexpr (EARLY) {
+    if constexpr (EARLY_TILES > 0) {
+      constexpr u32 zero[2] = {};
+      Chunks va, vb;
       load_values(va, vb, slot, 0, 0, at);
-      early.unpack(0, va[0], vb[0], at);
+      each_part<EARLY_TILES>([&](auto t) {
+        constexpr int T = decltype(t)::value;
+        unpack_values<T>(early.x[T], va[T], vb[T], zero, at);
+#pragma unroll
+        for (int i = 0; i < 4 * VALUES_AT_ONCE; i++) keep(early.x[T][i / 4][i % 4]);  // not where they are multiplied
+      });
     }
     u32 a[ROPE_SIZE / 8], b[ROPE_SIZE / 8];
 #pragma unroll
@@ -193,29 +201,28 @@ struct LatentProducts {
       Wgmma<TILES, ROPE::BFLOAT>::template multiply<true>(
           s, a[2 * w], b[2 * w], a[2 * w + 1], b[2 * w + 1], queries + (SLABS * SLAB + w * 32) / 16);
     commit_products();
-    if constexpr (EARLY) early.unpack(1, va[1], vb[1], at);
   }
 
   // Begins the products of the KV tile at `slot`, of this warp's dimensions, with weights; zero: of its tokens.
   static DI void add_values(float (&o)[OWN_SLABS][TILES][4], const Early& early, u32 slot, u32 weights,
       const u32 (&zero)[8], const WarpgroupLane& at) {
-    if constexpr (EARLY)
-      multiply_values(o, early.x[0], 0, 0, weights), multiply_values(o, early.x[1], 1, 0, weights);
-#pragma unroll
-    for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2)
+    each_part<WORKER_WARPS / 2>([&](auto pair) {
 #pragma unroll
       for (int i0 = 0; i0 < OWN_SLABS; i0 += VALUES_AT_ONCE) {
-        if (EARLY && t0 + i0 == 0) continue;
+        constexpr int T0 = 2 * decltype(pair)::value;
+        const int early_tiles = i0 > 0 ? 0 : EARLY_TILES - T0;
         Chunks va, vb;
-        load_values(va, vb, slot, t0, i0, at);
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-          if (t0 + t + i0 > 0) wait_for_all_products_but<1>();
+        if (early_tiles < 2) load_values(va, vb, slot, T0, i0, at);
+        each_part<2>([&](auto of) {
+          constexpr int t = decltype(of)::value, T = T0 + t;
+          if (t < early_tiles) return multiply_values(o, early.x[t], T, i0, weights);
+          if (T + i0 > 0) wait_for_all_products_but<1>();
           u32 x[VALUES_AT_ONCE][4];
-          unpack_values(x, va[t], vb[t], zero + 2 * (t0 + t), at);
-          multiply_values(o, x, t0 + t, i0, weights);
-        }
+          unpack_values<T>(x, va[t], vb[t], zero + 2 * T, at);
+          multiply_values(o, x, T, i0, weights);
+        });
       }
+    });
   }
 };
 #else

@@ -22,6 +22,8 @@ class LatentConfig(WgmmaConfig):
     rope_size: int = 0
     keys_at_once: int = 8
     values_at_once: int = 8
+    early_tiles: int = 0
+    tiles_by_table: int = 0
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -42,7 +44,7 @@ class LatentConfig(WgmmaConfig):
         """What the kernel is compiled with."""
         rope = dict(ROPE=self.rope.hopper().type, ROPE_SIZE=self.rope_size)
         at_once = dict(LATENT_KEYS_AT_ONCE=self.keys_at_once, LATENT_VALUES_AT_ONCE=self.values_at_once)
-        return super().macros() | rope | at_once
+        return super().macros() | rope | at_once | dict(LATENT_TILES_BY_TABLE=self.tiles_by_table, LATENT_EARLY_TILES=self.early_tiles)
 
 
 def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 20) -> LatentConfig:
