@@ -175,6 +175,10 @@ template <> struct OwnValues<false> {
   static DI int dim(int member, int g, int j) { return (member * 8 + g) * OWN_RUN + j; }
 };
 
+// Four lanes read a quarter of a key of latents each, a chunk of 16 bytes at a time, from this chunk of its quarter on
+// by an xor: the chunks of two keys that eight lanes read together lie in different banks.
+DI int latent_chunk(int c) { return 2 * min(c, c * (K_ROW / 64) / 8); }
+
 // The queries of one sequence and kv head in shared memory, each warp some of the packed query rows.
 struct WarpgroupQueries {
   u32 base;  // the consumer warpgroup's shared memory
@@ -182,13 +186,18 @@ struct WarpgroupQueries {
     const int lane = threadIdx.x % 32, row = 8 * nt + lane / 4;
     return base + w / 4 * SLAB + matrix_chunk(row, w % 4 * 2 + half) + lane % 4 * 4;
   }
+  DI u32 latent_operand(int nt, int w, int half) const {  // the same of latents, in the order in which keys are read
+    return operand(nt, w ^ latent_chunk(threadIdx.x % 4) * (DK / 16 / (K_ROW / 64)), half);
+  }
   DI void store(int nt, const Query& query) const {
 #pragma unroll
     for (int j = 0; j < DK / 8; j++) store_shared(operand(nt, j / 2, j % 2), query.b[0][j]);
   }
   DI void recall(int nt, Query& query) const {
 #pragma unroll
-    for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
+    for (int j = 0; j < DK / 8; j++) {
+      load_shared<4>(LATENTS ? latent_operand(nt, j / 2, j % 2) : operand(nt, j / 2, j % 2), &query.b[0][j]);
+    }
   }
   // given: the first packed query rows of this warp, `member` of the warpgroup.
   DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s,
@@ -252,17 +261,19 @@ struct WarpgroupQueries {
 };
 
 // Where a lane finds its parts of a KV tile of latents: chunks further on differ by an xor, which spares registers.
-// rotated: of a tile, its quarter of the rotated dimensions of its keys; own_tile, own: of two tiles, as OwnValues, the
+// key: its quarter of a key; rotated: of a tile, its quarter of the rotated dimensions of its keys; own_tile, own: of two tiles, as OwnValues, the
 // tile, and the first of its warp's chunks in a row.
 template <bool LATENTS> struct LatentLane {
   static_assert(!LATENTS || ROPE::BITS == 16 && ROPE::META_BYTES == 0 && ROPE_SIZE == 64 && K_ROW % 256 == 0,
       "rotated dimensions as given, and rows whose chunks are permuted");
-  u32 rotated, own_tile, own;
+  u32 first_chunk, rotated, own_tile, own;
   DI LatentLane(int member) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, c = lane % 4;
+    first_chunk = chunk_address<K_ROW>(lane / 4, c * (K_ROW / 64) + latent_chunk(c));
     rotated = TILE_V + chunk_address<SECOND_ROW>(lane / 4, lane % 4 * 2);
     own_tile = lane / 16 * TILE_BYTES, own = chunk_address<K_ROW>(lane % 16, member * OWN_CHUNKS);
-    keep(rotated), keep(own_tile), keep(own);
+    keep(first_chunk), keep(own_tile), keep(own);
+    if (KEY_TABLE == 0) keep(rotated);  // else registers are full
   }
 };
 template <> struct LatentLane<false> {

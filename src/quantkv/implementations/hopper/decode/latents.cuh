@@ -66,7 +66,7 @@ struct LatentQueries : WarpgroupQueries {
       u32 b[WORDS];
       map(b, row, a.key_map, member);
 #pragma unroll
-      for (int j = 0; j < WORDS; j++) store_shared(operand(nt, member * STEPS + j / 2, j % 2), b[j]);
+      for (int j = 0; j < WORDS; j++) store_shared(latent_operand(nt, member * STEPS + j / 2, j % 2), b[j]);
       float sum[2];
       Query::add_up(sum, b);
       if (lane < 4) store_shared(partial(member, nt), as_bits(sum[0]), as_bits(sum[1]));
@@ -149,7 +149,7 @@ struct LatentProducts {
     each_part<PARTS>([&](auto part) {
       constexpr int PART = decltype(part)::value;
       u32 ka[4], kb[4];
-      const u32 from = tile + (at.key.at[0] ^ PART << 4);
+      const u32 from = tile + (at.first_chunk ^ PART << 4);
       load_shared<16>(from, ka), load_shared<16>(from + 8 * K_ROW, kb);
       each_part<STEPS / STEPS_AT_ONCE>([&](auto group) {
         constexpr int FIRST = decltype(group)::value * STEPS_AT_ONCE;
