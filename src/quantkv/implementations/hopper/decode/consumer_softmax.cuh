@@ -127,8 +127,7 @@ struct WarpgroupSoftmax {
     }
   };
 
-  // Adds the KV tile at `slot`, of latents once all warps have theirs of it. copies() starts the copies of a later one,
-  // where the one before was. valid(half, nt,
+  // Adds the KV tile at `slot`. copies() starts the copies of a later one, where the one before was. valid(half, nt,
   // e): may packed query row 2 c + e of nt see this lane's token (half: + 8)? ours(half): is it of the segment? Both
   // are asked if `masked`.
   template <class Copies, class Valid, class Ours> DI void add(u32 slot, const WarpgroupLane& at, int kv_tile,
@@ -183,7 +182,7 @@ struct WarpgroupSoftmax {
       limit = -minus_infinity(), unseen = false;
     }
     multiply_values(early, slot, weights, zeros, at);
-    if constexpr (!LATENTS) copies();  // no warp reads the KV tile before any more
+    if constexpr (!LatentProducts::COPIES_FIRST) copies();  // no warp reads the KV tile before any more
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll

@@ -12,7 +12,8 @@
 // unpacked from the codes that K was (latents.cuh).
 //
 // Compile-time, from wgmma.py: as decode.cu; from latents.py: ROPE ROPE_SIZE LATENT_KEYS_AT_ONCE
-// LATENT_VALUES_AT_ONCE besides.
+// LATENT_VALUES_AT_ONCE LATENT_TILES_BY_TABLE LATENT_EARLY_TILES
+// LATENT_COPIES_FIRST besides.
 #include "kernels.cuh"
 #include "consumer_softmax.cuh"
 
@@ -83,8 +84,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         }
         wait_for_all_copies_but<AHEAD - 1>();
         __syncwarp();
-        // of a few KV tiles in the ring: the next one's copies need not wait for this one's values
-        if (LATENTS) meet(at.barrier);
+        if (LatentProducts::COPIES_FIRST) meet(at.barrier);
         const int key = kv_tile * KV_TILE + member * TILE + at.token;  // of this lane, and the one 8 further
         // in between, every packed query row sees every token
         const bool masked = kv_tile < all_in_window || kv_tile >= all_see;

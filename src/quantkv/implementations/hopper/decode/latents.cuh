@@ -94,6 +94,10 @@ struct LatentProducts {
   static_assert(K_WORDS % 4 == 0 && STEPS % STEPS_AT_ONCE == 0 && OWN_SLABS % VALUES_AT_ONCE == 0, "whole parts");
   static_assert(!KEY::NORMALISED && !KEY::BIASED && !KEY::OVERLAP && !VALUE::OVERLAP && DK % 64 == 0 && DK == D,
       "rows of other codecs");
+  // The warps meet when a KV tile is there, so that the next copies begin: a ring of two KV tiles has no other time for
+  // them. Without, they begin where the KV tile's values are multiplied.
+  static constexpr bool COPIES_FIRST = LATENT_COPIES_FIRST;
+  static_assert(COPIES_FIRST || LATENT_EARLY_TILES == 0, "values are other warps' tiles");
   // Tiles whose values are unpacked before their weights are there: while warps wait for products and for each other.
   static constexpr int EARLY_TILES = ZERO_POINTS ? 0 : LATENT_EARLY_TILES;
   struct Early {
@@ -133,8 +137,8 @@ struct LatentProducts {
   }
 
   // Begins the last products of this warp's tile with the queries, in the unit of those with rotated dimensions: what
-  // comes of the latents is brought to it before these are added. meta: of a lane's keys. copies() starts the copies of a
-  // later KV tile, where the one before was.
+  // comes of the latents is brought to it before these are added. meta: of a lane's keys. copies(): see
+  // WarpgroupSoftmax::add().
   template <class Copies> static DI void score(float (&s)[TILES][4], Early& early, u32 slot, u32 tile,
       const WarpgroupLane& at, u32 (&meta)[2], Copies copies) {
     const u64 queries = matrix_descriptor(at.base);
@@ -168,7 +172,7 @@ struct LatentProducts {
               s, x[i][0], x[i][1], x[i][2], x[i][3], queries + (w / 4 * SLAB + w % 4 * 32) / 16);
         });
         commit_products();
-        if constexpr (PART == 0 && FIRST == 0) copies();
+        if constexpr (COPIES_FIRST && PART == 0 && FIRST == 0) copies();
       });
     });
     if constexpr (EARLY_TILES > 0) {
@@ -231,6 +235,7 @@ struct LatentQueries {  // of other rows there are none
   template <class... A> DI void load(A&&...) const {}
 };
 struct LatentProducts {
+  static constexpr bool COPIES_FIRST = false;
   struct Early {};
   template <class... A> static DI void score(A&&...) {}
   template <class... A> static DI void add_values(A&&...) {}
