@@ -1,6 +1,7 @@
 """Attention over latents (DeepSeek's MLA: 512 + 64 numbers a token) by Triton and by the Hopper kernel, beside attention over 16 bits:
 
-    python benchmarks/latent.py [--peers DIR] [--shapes B64xL8192 ..] [--heads 16 128] [--formats int4 ..] [--tiles] [--device cpu]
+    python benchmarks/latent.py [--peers DIR] [--shapes B64xL8192 ..] [--heads 16 128] [--formats int4 ..] [--by hopper ..] [--tiles]
+        [--tables] [--brief] [--device cpu]
 
 On a Hopper GPU both are checked and timed; the rows of Hopper's say so.
 
@@ -8,7 +9,8 @@ Every result is compared with float64 attention over what the cache holds, also 
 heads, before anything is timed. Times are microseconds of CUDA-graph replays of a whole call: attention, combine, and but for those that
 say "absorbed" the rotation of queries and output. Rivals, where they can be loaded: FlashMLA (of vLLM), FlashAttention-3 (`fa3.xz` in
 --peers, or vLLM's), and our own kernel over bf16 latents. --tiles: what tiling.py could choose instead for Triton, and
-hopper/decode/latents.py for Hopper. No group is begun after --seconds. Exit code 1 where a result is wrong.
+hopper/decode/latents.py for Hopper. --tables: how its kernel could unpack levels4, absorbed. --brief: only what is timed is compared. No
+group is begun after --seconds. Exit code 1 where a result is wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +46,10 @@ TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor a
 }
 HOPPER_CHOICES = [  # products of keys and of values that are begun together, warps of a block
     (keys, values, warps) for warps in (8, 12, 4) for keys, values in ((8, 8), (4, 4), (8, 4), (4, 8), (2, 2))
+]
+HOPPER_TABLES = [  # where copies begin, tiles whose values are read by the keys' table, tiles unpacked before there are weights
+    dict(copies_first=first, tiles_by_table=tables, early_tiles=early)
+    for first, tables, early in ((False, 0, 0), (True, 0, 0), (True, 0, 2), (True, 0b1001, 1), (True, 0b1101, 1), (True, 0b1111, 1))
 ]
 Call = Callable[[], torch.Tensor]
 
@@ -198,14 +205,18 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--peers", type=Path, help="a folder with fa3.xz")
+    parser.add_argument("--by", nargs="+", default=("triton", "hopper"), help="implementations")
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--brief", action="store_true")
     parser.add_argument("--device", default="cuda", help="cpu: where Triton is interpreted, to see that all is right")
     parser.add_argument("--seconds", type=float, default=170)
     given = parser.parse_args()
     device, wrong, begun = torch.device(given.device), [], time.perf_counter()
     if device.type == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    check_all(device, wrong)
+    if not given.brief:
+        check_all(device, wrong)
     for shape in given.shapes if device.type == "cuda" else ():
         batch, length = (int(n) for n in shape.removeprefix("B").split("xL"))
         for heads in given.heads:
@@ -236,13 +247,24 @@ def hopper_choices(rows: Rows, cache: PagedCache) -> None:
     latents.choose = stock
 
 
+def hopper_tables(rows: Rows, cache: PagedCache) -> None:
+    """Times and errors of the ways to unpack rows whose keys are read by a table: of queries and outputs as they are stored."""
+    stock, stored, inverse = latents.choose, copy(rows), cache.maps.k.inverse[0]
+    stored.q = torch.cat([(rows.q[..., :LATENT].float() @ inverse).to(rows.q.dtype), rows.q[..., LATENT:]], -1)
+    for chosen in HOPPER_TABLES:
+        latents.choose = partial(chosen_for_hopper, stock, chosen)
+        name = "  hopper " + ", ".join(f"{key} {int(value)}" for key, value in chosen.items())
+        timed(stored, name, lambda: stored.attend(cache.as_stored(), implementation="hopper"), cache.as_stored(), [])
+    latents.choose = stock
+
+
 def of_shape(rows: Rows, given: argparse.Namespace, wrong: list[str]) -> None:
     times = {}
     for name, make in (("FlashMLA bf16", lambda: flash_mla(rows)), ("FlashAttention-3 bf16", lambda: flash3(rows, given.peers))):
         times[name] = timed(rows, name, make, None, wrong)
     for name in given.formats:
         cache = rows.cache(name)
-        for who in served_by(name, rows.device):
+        for who in [who for who in served_by(name, rows.device) if who in given.by]:
             label = f"ours {name}" + (", hopper" if who == "hopper" else "")
             times[label] = timed(rows, label, lambda cache=cache, who=who: rows.attend(cache, implementation=who), cache, wrong)
             if cache.maps.k is None:
@@ -259,6 +281,8 @@ def of_shape(rows: Rows, given: argparse.Namespace, wrong: list[str]) -> None:
             )
         if given.tiles and "hopper" in served_by(name, rows.device):
             hopper_choices(rows, cache)
+        if given.tables and name == "levels4" and "hopper" in served_by(name, rows.device):
+            hopper_tables(rows, cache)
         if given.tiles and name == "int4":
             stock = tiling.LATENT_TILES
             for most, tiles in TILES.items():

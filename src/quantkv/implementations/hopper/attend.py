@@ -26,7 +26,7 @@ SUPPORTED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_in
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 OWN_ROWS = "copied"  # into pages: only those are read
 LATENTS = True
-INT8_LATENT_ROWS = 128  # query heads times queries of a sequence from which int8 latents are read faster than by Triton
+LATENT_ROWS = {"int8": 128, "16 bits": 64}  # query heads times queries of a sequence from which latents are read faster than by Triton
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
 
@@ -39,10 +39,11 @@ def refusal(call: AttendCall) -> str | None:
 def withheld(call: AttendCall) -> str | None:
     """Why "auto" does not choose what serves a call."""
     fmt, HQ, most = call.segments[0].fmt, call.q.shape[1], call.batch.max_query_len
-    if fmt.latent and fmt.k.row.code_bits == 16:  # copies of a few tokens beside pages are read so, whole sequences were not
-        return "latents at 16 bits: not timed beside Triton"
-    if fmt.latent and fmt.k.name == "int8" and HQ * most < INT8_LATENT_ROWS:
-        return f"int8 latents, {HQ} query heads, max_query_len={most}: Triton is faster below {INT8_LATENT_ROWS} rows of a sequence"
+    if not fmt.latent:
+        return None
+    rows = LATENT_ROWS.get("16 bits" if fmt.k.row.code_bits == 16 else fmt.k.name, 0)
+    if HQ * most < rows:
+        return f"latents of {fmt.k.name}, {HQ} query heads, max_query_len={most}: Triton is faster below {rows} rows of a sequence"
     return None
 
 

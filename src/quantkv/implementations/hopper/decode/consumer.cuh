@@ -175,9 +175,16 @@ template <> struct OwnValues<false> {
   static DI int dim(int member, int g, int j) { return (member * 8 + g) * OWN_RUN + j; }
 };
 
-// Four lanes read a quarter of a key of latents each, a chunk of 16 bytes at a time, from this chunk of its quarter on
-// by an xor: the chunks of two keys that eight lanes read together lie in different banks.
-DI int latent_chunk(int c) { return 2 * min(c, c * (K_ROW / 64) / 8); }
+// Each of four lanes reads a quarter of a key of latents, a chunk of 16 bytes after the other, whose numbers are xored
+// with this one: the chunks that eight lanes read together, of two keys, lie in different banks.
+constexpr __device__ int latent_chunk(int c) { return K_ROW / 64 < 8 ? c / 2 * 2 : 2 * c; }
+constexpr bool in_different_banks() {
+  u32 seen = 0;
+  for (int lane = 0; lane < 8; lane++)
+    seen |= 1 << ((lane % 4 * (K_ROW / 64) + latent_chunk(lane % 4) ^ lane / 4) % 8);
+  return seen == 0xff;
+}
+static_assert(!LATENTS || in_different_banks(), "eight lanes load 128 bytes at once");
 
 // The queries of one sequence and kv head in shared memory, each warp some of the packed query rows.
 struct WarpgroupQueries {
@@ -195,9 +202,7 @@ struct WarpgroupQueries {
   }
   DI void recall(int nt, Query& query) const {
 #pragma unroll
-    for (int j = 0; j < DK / 8; j++) {
-      load_shared<4>(LATENTS ? latent_operand(nt, j / 2, j % 2) : operand(nt, j / 2, j % 2), &query.b[0][j]);
-    }
+    for (int j = 0; j < DK / 8; j++) load_shared<4>(operand(nt, j / 2, j % 2), &query.b[0][j]);
   }
   // given: the first packed query rows of this warp, `member` of the warpgroup.
   DI void load(GivenQuery& given, const Queries& q, const AttendArguments& a, const Sequences& sequences, int s,

@@ -16,10 +16,10 @@ MOST_TILES = 4  # of 8 packed query rows, of a block: outputs of 512 numbers fil
 @dataclass(frozen=True)
 class LatentConfig(WgmmaConfig):
     """What one compiled kernel is made for where rows are latents, codec `key` and `value`. rope, rope_size: codec and number of their
-    rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys, of 64 of values. Of the
-    four tiles of a KV tile: tiles_by_table, a bit for each whose values are read by the keys' table, as bit 0 of the first;
-    early_tiles, how many have their values unpacked before there are weights. copies_first: a KV tile begins with the copies of a later one,
-    for which its warps meet, in place of ending with them."""
+    rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys, of 64 of values.
+    tiles_by_table: of the four tiles of a KV tile, a bit for each whose values are read by the keys' table, the lowest for the first.
+    early_tiles: those whose values are unpacked before their weights are there. copies_first: copies of a later KV tile are begun with a
+    KV tile, for which its warps meet, and not with its values."""
 
     rope: Codec | None = None
     rope_size: int = 0
