@@ -91,7 +91,7 @@ template <int B> struct ReadLevels : CubicLevels<B> {};
 template <> struct ReadLevels<3> : LevelsByTable<3> {};
 template <> struct ReadLevels<4> : LevelsByTable<4> {};
 
-template <int B> struct Levels : ReadLevels<B> {
+template <int B, class READ = ReadLevels<B>> struct Levels : READ {
   static constexpr int BITS = B, META_BYTES = 2, HALVES = 1 << (B - 1);
   static constexpr float A = Cubic<B>::OF[2], B3 = Cubic<B>::OF[3];
   static DI float scale(u32 meta) { return low(meta); }

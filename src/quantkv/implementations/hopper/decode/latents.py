@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ....format import Codec
+from ..codec import HopperCodec
 from ..host.records import page_bytes
 from .warps import TILE, CallShape
 from .wgmma import PACKED_ROW_TILES, WORKER_WARPS, WgmmaConfig
@@ -19,7 +21,7 @@ class LatentConfig(WgmmaConfig):
     rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys, of 64 of values.
     tiles_by_table: of the four tiles of a KV tile, a bit for each whose values are read by the keys' table, the lowest for the first.
     early_tiles: those whose values are unpacked before their weights are there. copies_first: copies of a later KV tile are begun with a
-    KV tile, for which its warps meet, and not with its values."""
+    KV tile, for which its warps meet, and not with its values. without_table: keys are read by arithmetic, though there is a table."""
 
     rope: Codec | None = None
     rope_size: int = 0
@@ -28,11 +30,21 @@ class LatentConfig(WgmmaConfig):
     tiles_by_table: int = 0
     early_tiles: int = 0
     copies_first: bool = False
+    without_table: bool = False
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Whose snippets it is compiled with."""
         return self.key, self.rope
+
+    @cached_property
+    def key_half(self) -> HopperCodec:
+        """What the kernel needs of K's codec."""
+        codec = self.key.hopper()
+        if not self.without_table:
+            return codec
+        name, half = codec.without_table
+        return replace(codec, type=name, half=half, table_bytes=0)
 
     @property
     def tile_bytes(self) -> int:
@@ -46,10 +58,11 @@ class LatentConfig(WgmmaConfig):
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with."""
+        types = dict(KEY=self.key_half.type, VALUE=self.key_half.type)
         rope = dict(ROPE=self.rope.hopper().type, ROPE_SIZE=self.rope_size)
         at_once = dict(LATENT_KEYS_AT_ONCE=self.keys_at_once, LATENT_VALUES_AT_ONCE=self.values_at_once)
         tiles = dict(LATENT_TILES_BY_TABLE=self.tiles_by_table, LATENT_EARLY_TILES=self.early_tiles)
-        return super().macros() | rope | at_once | tiles | dict(LATENT_COPIES_FIRST=int(self.copies_first))
+        return super().macros() | types | rope | at_once | tiles | dict(LATENT_COPIES_FIRST=int(self.copies_first))
 
 
 def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 20) -> LatentConfig:
