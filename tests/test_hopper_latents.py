@@ -12,6 +12,7 @@ from quantkv import get_format, implementations
 from quantkv.calls import AttendCall, Batch
 from quantkv.copies import cache_of_copies
 from quantkv.implementations.hopper import attend as hopper
+from quantkv.implementations.hopper.decode import latents
 from quantkv.implementations.hopper.decode.latents import LatentConfig
 from quantkv.implementations.hopper.host import launch
 from quantkv.implementations.hopper.host.sass import is_product, kernels, step
@@ -121,6 +122,26 @@ def test_numbers_of_heads(fmt, heads, monkeypatch, tmp_path):
 )
 def test_batches(heads, arguments, monkeypatch, tmp_path):
     serve(monkeypatch, tmp_path, "int4", heads, **arguments)
+
+
+@runs
+@pytest.mark.parametrize(
+    "fmt, chosen",
+    [
+        ("levels4", dict(copies_first=False, tiles_by_table=0, early_tiles=0)), ("levels4", dict(tiles_by_table=0, early_tiles=2)),
+        ("levels4", dict(tiles_by_table=0b1111, early_tiles=1)), ("levels4", dict(tiles_by_table=0b0110, early_tiles=0)),
+        ("levels4", dict(tiles_by_table=0, early_tiles=0, without_table=True, warps=12, keys_at_once=4, values_at_once=4)),
+        ("int4", dict(copies_first=True, warps=12, keys_at_once=4, values_at_once=4)), ("int8", dict(copies_first=False)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_configurations(fmt, chosen, monkeypatch, tmp_path):
+    """What is not chosen gives the same: where copies begin, what a table reads, and more warpgroups."""
+    stock = latents.choose
+    monkeypatch.setattr(latents, "choose", lambda *given: replace(stock(*given), **chosen))
+    call, want = batch_of(fmt, 16, (900, 3, 700), (1, 1, 1), device=DEVICE, pages=65)
+    run(monkeypatch, tmp_path, call, multiprocessors=2, max_tiles=8)
+    check(call, want)
 
 
 @runs
