@@ -2,6 +2,11 @@
 #pragma once
 #include "latents.cuh"
 
+template <class F, class G> struct Both : F, G {
+  using F::operator();
+  using G::operator();
+};
+
 // The running softmax of a consumer warpgroup, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in
 // all lanes of a packed query row; l and bias are of this lane's tokens; o is of this warp's dimensions.
 struct WarpgroupSoftmax {
@@ -83,12 +88,12 @@ struct WarpgroupSoftmax {
     commit_products();
   }
 
-  // The scores of this warp's tile, relative to m. latents(meta) begins the products of latents; meanwhile() is done
-  // while tensor cores multiply.
-  template <class Latents, class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile,
-      const WarpgroupLane& at, float scale, float softcap, Latents latents, Meanwhile meanwhile) {
+  // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply; of latents,
+  // meanwhile(s, meta) begins the products.
+  template <class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at,
+      float scale, float softcap, Meanwhile meanwhile) {
     u32 meta[2] = {}, squares[2] = {};
-    if constexpr (LATENTS) latents(meta);
+    if constexpr (LATENTS) meanwhile(s, meta);
     else multiply_keys(s, tile, at, meta, squares);
     float norms[4] = {};
     if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
@@ -138,9 +143,15 @@ struct WarpgroupSoftmax {
     Weigh weigh;
     float s[TILES][4];
     LatentProducts::Early early;
-    score(s, tile, kv_tile, at, scale, softcap,
-        [&](u32 (&meta)[2]) { LatentProducts::score(s, early, slot, tile, at, meta, copies); },
-        [&] { weigh.load(tile, at, zeros, masked, ours); });
+    if constexpr (LATENTS) {
+      const auto begin = [&](float (&s)[TILES][4], u32 (&meta)[2]) {
+        LatentProducts::score(s, early, slot, tile, at, meta, copies);
+      };
+      const auto load = [&] { weigh.load(tile, at, zeros, masked, ours); };
+      score(s, tile, kv_tile, at, scale, softcap, Both<decltype(begin), decltype(load)>{begin, load});
+    } else {
+      score(s, tile, kv_tile, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
+    }
     if (masked) {
 #pragma unroll
       for (int nt = 0; nt < TILES; nt++)
@@ -181,7 +192,15 @@ struct WarpgroupSoftmax {
       rescale(s, v_top, at);
       limit = -minus_infinity(), unseen = false;
     }
-    multiply_values(early, slot, weights, zeros, at);
+    if constexpr (LATENTS) {
+      u32 zero[WORKER_WARPS * 2] = {};
+      if (ZERO_POINTS)
+        load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero),
+            load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
+      LatentProducts::add_values(o, early, slot, weights, zero, at);
+    } else {
+      multiply_values(slot, weights, zeros, at);
+    }
     if constexpr (!LatentProducts::COPIES_FIRST) copies();  // no warp reads the KV tile before any more
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
@@ -196,12 +215,11 @@ struct WarpgroupSoftmax {
     for (int i = 0; i < OWN_SLABS; i++) keep_tiles(o[i]);
   }
 
-  DI void multiply_values(const LatentProducts::Early& early, u32 slot, u32 weights, u32 zeros, const WarpgroupLane& at) {
+  DI void multiply_values(u32 slot, u32 weights, u32 zeros, const WarpgroupLane& at) {
     u32 zero[WORKER_WARPS * 2] = {};
     if (ZERO_POINTS)
       load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero),
           load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
-    if constexpr (LATENTS) return LatentProducts::add_values(o, early, slot, weights, zero, at);
     u32 x[WORKER_WARPS][OWN_SLABS][4];
 #pragma unroll
     for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2) {
