@@ -266,8 +266,8 @@ struct WarpgroupQueries {
 };
 
 // Where a lane finds its parts of a KV tile of latents: chunks further on differ by an xor, which spares registers.
-// key: its quarter of a key; rotated: of a tile, its quarter of the rotated dimensions of its keys; own_tile, own: of two tiles, as OwnValues, the
-// tile, and the first of its warp's chunks in a row.
+// first_chunk: of a tile, the first that it reads of its quarter of a key; rotated: its quarter of the rotated
+// dimensions; own_tile, own: of two tiles, as OwnValues, the tile, and the first of its warp's chunks in a row.
 template <bool LATENTS> struct LatentLane {
   static_assert(!LATENTS || ROPE::BITS == 16 && ROPE::META_BYTES == 0 && ROPE_SIZE == 64 && K_ROW % 256 == 0,
       "rotated dimensions as given, and rows whose chunks are permuted");

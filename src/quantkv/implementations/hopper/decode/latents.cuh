@@ -103,7 +103,7 @@ struct LatentProducts {
   struct Early {
     u32 x[2][VALUES_AT_ONCE][4];
   };
-  static constexpr int TILES_BY_TABLE = LATENT_TILES_BY_TABLE;  // a bit for each whose values are read by the keys' table
+  static constexpr int TILES_BY_TABLE = LATENT_TILES_BY_TABLE;  // a bit for each whose values the keys' table has
   using Chunks = u32[2][CHUNKS_AT_ONCE];
 
   // As value_operand(), or BY_TABLE, which spares instructions and costs shared memory's time.
