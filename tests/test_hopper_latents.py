@@ -363,6 +363,12 @@ def test_what_it_is_compiled_to(fmt, heads, monkeypatch, tmp_path, cubins):
     parts = 32 // min(at_once, {"int8": 4, "none": 2}.get(fmt, 8)) + 1 + zeros + 32 // at_once
     assert sum(name.startswith("WARPGROUP.ARRIVE") for name in loop) == parts
     assert len(loop) <= budget
+    if config.table_bytes:
+        assert sum(name == "LDS" for name in loop) >= 128 + 64  # pairs of keys, and of two tiles' values
+    assert config.early_tiles == (config.table_bytes > 0)
+    if config.early_tiles:  # weights are there: products begin, and nothing is unpacked before
+        voted = next(i for i, name in enumerate(loop) if name.startswith("BAR.RED"))
+        assert next(i for i, name in enumerate(loop[voted:]) if is_product(name)) < 60
     local = [name for name in names if name.startswith(("LDL", "STL"))]
     from cuda.bindings import nvrtc
 
