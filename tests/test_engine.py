@@ -179,6 +179,22 @@ def test_a_captured_step_moves_no_state():
     assert [t.data_ptr() for t in found[0].full_precision.joined] == [t.data_ptr() for t in found[1].full_precision.joined]
 
 
+def test_a_step_without_sequences_writes_no_copy():
+    """An engine whose other ranks go on replays a graph over rows of padding: copies of the step before stay what they were."""
+    layer = layer_of("int4", full_precision=FullPrecisionTokens(16, 24))
+    group = FullPrecisionGroup([layer], num_seqs=4, num_tokens=64, pool_seqs=2, device=CPU)
+    pages, (k, v) = layer.allocate(8, BLOCK, CPU), rows(20, 2)
+    first, idle = step([20], [20]), step([1], [1])
+    group.attach(first, pages)
+    first.write(layer.cache(pages), k, v)
+    held, beside = layer.copies.buffer.clone(), group.pool.copies[:-1].clone()
+    assert int((group._whole.slots >= 0).sum()) == 20 and held.any()
+    idle.slots = torch.full((1,), -1)
+    group.attach(idle, pages, advance=False)
+    idle.write(layer.cache(pages), k[:1] + 1, v[:1] + 1)
+    assert torch.equal(layer.copies.buffer, held) and torch.equal(group.pool.copies[:-1], beside)
+
+
 def test_a_group_keeps_the_most_that_a_layer_keeps():
     given = [FullPrecisionTokens(16, 0), FullPrecisionTokens(0, 40)]
     group = FullPrecisionGroup([layer_of("int4", full_precision=tokens) for tokens in given], 1, 1, 1, CPU)

@@ -36,7 +36,6 @@ from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 import quantkv.integrations.vllm as plug_in  # noqa: E402
 from quantkv import PagedCache, calls, get_format, implementations  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
-from quantkv.copies import CopiedPages  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
 from quantkv.engine.layer_config import LayerConfig  # noqa: E402
 from quantkv.engine.warm_up import summary  # noqa: E402
@@ -443,18 +442,17 @@ def test_projections_of_decode_hold_the_rotation_of_latents(fmt):
 
 @pytest.mark.parametrize("tokens", [None, FullPrecisionTokens(16, 24), FullPrecisionTokens(0, 24)])
 def test_what_prompts_in_chunks_gather_is_compiled_at_start(tokens, monkeypatch):
-    """Latents before a chunk: of pages, and of copies where some tokens are at full precision."""
+    """Latents before a chunk: of pages, and of copies where some tokens are at full precision, which no pool is there for yet."""
     impl, gathered = latent_impl("levels4", tokens), []
     cache = torch.zeros(4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)
     impl.dtype, impl.mean, impl.absorbed = torch.float32, None, False
     impl._layer, impl._limits = lambda: SimpleNamespace(kv_cache=cache), lambda *steps: None
-    if tokens is not None:
-        impl.paged.pool = CopiedPages(tokens, 16, 1, device=torch.device("cpu"))
     monkeypatch.setattr(mla, "warm_up", lambda *given: {})
-    monkeypatch.setattr(PagedCache, "gather", lambda self, table, *rest: gathered.append((self, table.shape)))
+    monkeypatch.setattr(PagedCache, "gather", lambda self, table, *rest: gathered.append((self.spec, table.shape)))
     impl.warm_up(cache, 1, 7)
-    copies = [] if tokens is None else [(impl.paged.copies, (1, sum(tokens.copied_pages(16))))]
-    assert gathered == [(impl.pages_of(cache), (1, 7)), *copies]
+    pages, plain = impl.pages_of(cache).spec, get_format("none", torch.float32).latents(torch.float32)
+    copies = [] if tokens is None else [(plain.cache_spec(1, pages.head_size, pages.head_size_v, 16), (1, sum(tokens.copied_pages(16))))]
+    assert gathered == [(pages, (1, 7)), *copies] and impl.paged.pool is None
 
 
 def test_no_pass_of_the_compiler_writes_latents():

@@ -14,7 +14,7 @@ import torch
 from . import checks, deprecated, forked, implementations, under_way
 from .cache import PagedCache
 from .calls import AttendCall, Batch, OwnRows, WriteCall
-from .copies import CacheWithCopies, CopiedPages, FullPrecisionStep, cache_of_copies
+from .copies import CacheWithCopies, FullPrecisionStep, with_room_for_one
 from .full_precision import FullPrecisionTokens
 from .implementations import Call, batches
 from .prepared import prepare_attend
@@ -284,11 +284,7 @@ class _Given:
     @cached_property
     def read(self) -> PagedCache | CacheWithCopies:
         """The cache, with a copy of a page where some tokens are exact."""
-        cache = self.cache
-        if self.full_precision is None:
-            return cache
-        pool = CopiedPages(self.full_precision, cache.spec.block_size, 1, device=cache.device)
-        return CacheWithCopies(cache, cache_of_copies(cache, pool.num_copies, self.dtype), pool)
+        return self.cache if self.full_precision is None else with_room_for_one(self.cache, self.full_precision, self.dtype)
 
     def copied(self) -> None:
         """Say what steps read exactly, as an engine does."""
