@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("cuda.core")
 from cuda.core import ProgramOptions
 
-from quantkv import available_formats, get_format
+from quantkv import available_formats, get_format, under_way
 from quantkv.implementations.hopper import prefill, write
 from quantkv.implementations.hopper.decode import warps as hopper
 from quantkv.implementations.hopper.host import nvrtc, operands
@@ -59,6 +59,15 @@ def config(key, value, head_size=128, packed_rows=4, head_size_v=None, block_siz
 
 def build(chosen):
     return chosen.cubin()
+
+
+def test_another_process_compiles_the_same(tmp_path, monkeypatch):
+    chosen, found = prefill.PrefillConfig(64, 64, 4, True, False, False, False), []
+    here = build(chosen)
+    monkeypatch.setenv("QUANTKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc.nvrtc_process, "compiled", lambda *program: pytest.fail("compiled in this process"))
+    under_way.compile_apart(lambda: found.append(chosen.cubin()))
+    assert found == [here]
 
 
 @pytest.mark.parametrize("sizes", [(size, size) for size in prefill.SIZES] + [(192, 128), (64, 256)])

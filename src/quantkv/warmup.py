@@ -22,6 +22,7 @@ from .prepared import prepare_attend
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
 FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
 OF_EACH_CALL = frozenset({"block_table", "seq_lens", "cu_seqlens_q", "max_query_len", "lengths"})  # arguments that no option can be
+FEW_CORES = 4  # of a machine on which NVRTC compiles in threads: a process costs 0.3 s
 ROWS = 16 * 160  # queries times heads from which on kernels are cut as for many: more than of any GPU's multiprocessors
 
 
@@ -152,7 +153,11 @@ def mixed_batches(num_heads: int, max_seqs: int, max_tokens: int, max_seq_len: i
 
 
 class _Ahead:
-    """Compiles on all cores what calls would compile one after the other. What fails here is compiled, and says so, when it runs."""
+    """Compiles on all cores what calls would compile one after the other. What fails here is compiled, and says so, when it runs.
+
+    An engine's process has a GPU and other threads, so it does not fork. NVRTC's kernels are compiled by new processes, where there are
+    cores enough that threads would wait for each other, and Triton's by threads.
+    """
 
     def __init__(self, device: torch.device, executor: forked.ForkedExecutor | None = None) -> None:
         self.device, self.keeps_open = device, executor is not None
@@ -188,8 +193,10 @@ class _Ahead:
                 self.begun.add(each)
                 if isinstance(self.pool, forked.ForkedExecutor):
                     self.pool.submit(each.cubin, cost=getattr(each, "packed_rows", 0))
-                else:
+                elif forked.cores() < FEW_CORES:
                     self.pool.submit(each.cubin)
+                else:
+                    self.pool.submit(under_way.compile_apart, each.cubin)
 
 
 class _Sizes(NamedTuple):
