@@ -13,11 +13,11 @@ import torch
 
 from . import checks, deprecated, forked, implementations, under_way
 from .cache import PagedCache
-from .calls import AttendCall, Batch, OwnRows, WriteCall
+from .calls import AttendCall, AttentionOptions, Batch, OwnRows, WriteCall
 from .copies import CacheWithCopies, FullPrecisionStep, with_room_for_one
 from .full_precision import FullPrecisionTokens
 from .implementations import Call, batches
-from .prepared import prepare_attend
+from .prepared import PreparedAttend
 
 QUERIES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 127, 128, 512)  # of a sequence of `mixed_batches`
 FEW = range(1, 9)  # queries of a sequence that a batch of several kinds keeps together
@@ -320,17 +320,9 @@ class _Given:
         step = None
         if self.full_precision is not None:
             step = FullPrecisionStep(self.full_precision, spec.block_size, sequences, 0, device)
-        prepared = prepare_attend(
-            block_table=table,
-            seq_lens=batch.seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            lengths=batch.lengths,
-            full_precision=step,
-            **self.options,
-        )
-        prepared.batch = batch  # with what only engines say
+        options = dict(self.options)
+        scale, key_start, key_range = (options.pop(name, None) for name in ("scale", "key_start", "key_range"))
+        prepared = PreparedAttend(batch, table, scale, AttentionOptions.of(options), key_start, key_range, full_precision=step)
         rows = None
         if self.own and batch.max_query_len > 1:
             sizes = (("key", spec.head_size), ("value", spec.head_size_v))
