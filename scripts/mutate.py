@@ -98,6 +98,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
             "around",
             "asked",
             "backend",
+            "blocks",
             "connectors",
             "implementation",
             "metadata",
@@ -105,6 +106,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
             "mla",
             "mla_metadata",
             "platform",
+            "statistics",
         )
     },
     "integrations/vllm/contract": "tests/test_vllm_contract.py",

@@ -1,5 +1,6 @@
 """The plug-in against the classes of the vLLM that is installed: signatures, page bytes, refusals, batches. No model, no engine."""
 
+import contextlib
 import inspect
 import os
 import re
@@ -43,7 +44,7 @@ from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
-from quantkv.integrations.vllm import connectors, metadata, mla, platform, statistics  # noqa: E402
+from quantkv.integrations.vllm import connectors, metadata, mixed, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
@@ -336,6 +337,8 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
         @classmethod
         def check_and_update_config(cls, vllm_config):
             seen.append(vllm_config)
+            for part in (vllm_config.scheduler_config, vllm_config.cache_config):
+                vars(part).update(dict.fromkeys(vars(part), 2))
 
     dims = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128)
     model = SimpleNamespace(hf_text_config=dims, dtype=torch.bfloat16, architecture="DeepseekV3ForCausalLM")
@@ -360,7 +363,10 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
     for part, names in ((config.scheduler_config, platform.OF_STEPS), (config.cache_config, platform.OF_PAGES)):
         vars(part).update(dict.fromkeys(names, 1))
     model.use_mla = True
+    seen.clear()
     Platform.check_and_update_config(config)
+    asked_for = {*vars(config.scheduler_config).values(), *vars(config.cache_config).values()}
+    assert seen == [config] and asked_for == {1 if is_cpu else 2}
     model.architecture = "KimiLinearForCausalLM"
     with pytest.raises(NotImplementedError, match="KimiLinearForCausalLM has layers that store latents themselves"):
         Platform.check_and_update_config(config)
@@ -455,6 +461,35 @@ def test_what_prompts_in_chunks_gather_is_compiled_at_start(tokens, monkeypatch)
     impl.warm_up(cache, 1, 7)
     copies = [] if tokens is None else [(impl.paged.copies, (1, sum(tokens.copied_pages(16))))]
     assert gathered == [(impl.pages_of(cache), (1, 7)), *copies]
+
+
+def test_a_step_over_latents_is_what_its_lengths_say(monkeypatch):
+    """Two sequences that decode, or verify, and two prompts; vLLM says which are which. Layers are told who serves, as any other."""
+    monkeypatch.setattr(serving, "served", {})
+    theirs = mla_attention.MLACommonMetadataBuilder
+    monkeypatch.setattr(theirs, "__init__", lambda self, *given, **more: vars(self).update(device=given[3], reorder_batch_threshold=2))
+    layer, spec = Layer("a"), SimpleNamespace(block_size=64)
+    scheduler = SimpleNamespace(max_num_seqs=4)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"0": layer}), scheduler_config=scheduler)
+    builder = QuantKVLatentBuilder(spec, ["0"], config, torch.device("cpu"), 24)
+    assert layer.asked == [(torch.device("cpu"), 64, 2, 24)]
+
+    def build(queries, keys, decoded, prefill):
+        made = SimpleNamespace(num_decodes=decoded, num_decode_tokens=sum(queries[:decoded]), decoded=None, before=None)
+        made.prefill = prefill and SimpleNamespace(query_start_loc=torch.tensor(prefill))
+        monkeypatch.setattr(theirs, "build", lambda self, shared, m: made)
+        return builder._build(common(queries, keys), 99)
+
+    found = build([1, 2, 5, 7], [5, 6, 30, 40], 2, [0, 5, 12])
+    assert found.before.tolist() == [25, 33]
+    for step, count, tokens, most, longest in ((found.written, 4, 15, 7, None), (found.decoded, 2, 3, 2, 99)):
+        batch = step.batch
+        assert batch.cu_seqlens_q.tolist() == [0, 1, 3, 8, 15][: count + 1] and batch.seq_lens.tolist() == [5, 6, 30, 40][:count]
+        assert (step.num_tokens, batch.max_query_len, batch.max_seq_len) == (tokens, most, longest)
+        assert step.block_table.shape == (count, 8)
+    alone = build([1, 1], [5, 6], 2, None)
+    assert alone.before is None and alone.decoded.batch.max_query_len == 1
+    assert build([5, 7], [30, 40], 0, [0, 5, 12]).decoded is None
 
 
 def test_no_pass_of_the_compiler_writes_latents():
@@ -859,6 +894,65 @@ def test_graphs_of_models_with_images(images, window, clamp, support):
     compilation = SimpleNamespace(static_forward_context={"layer": layer})
     config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=images), compilation_config=compilation)
     assert QuantKVBuilder.get_cudagraph_support(config, None).name == support
+
+
+@pytest.mark.parametrize("uses_mrope", [False, True])
+def test_the_pass_that_measures_gives_each_axis_of_a_rotation_its_positions(uses_mrope):
+    """Models whose rotations have three axes, of time, height and width, take three positions of each token."""
+    seen = []
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(uses_mrope=uses_mrope)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "set_forward_context", lambda *given, **options: contextlib.nullcontext())
+        statistics._forward(lambda **given: seen.append(given["positions"].tolist()), config, torch.tensor([7, 8, 9]))
+    assert seen == [[[0, 1, 2]] * 3 if uses_mrope else [0, 1, 2]]
+
+
+def test_layers_without_keys_of_their_own_show_the_owners_in_the_pass_that_measures():
+    generator = torch.Generator().manual_seed(0)
+    owner, reader = (QuantKVImpl.__new__(QuantKVImpl) for _ in "ab")
+    reader.owner, shown, outs = owner, [], []
+    rows = [torch.randn(5, heads, 16, generator=generator) for heads in (4, 2, 2)]
+    for number, impl in enumerate((owner, reader)):
+        impl.attention, impl.number, impl.policy = LayerAttention(4, 0.25), number, Policy("levels4", statistics="auto")
+        impl.observer = SimpleNamespace(add=lambda *given: shown.append(given))
+        given = [t.clone() for t in rows] if impl is owner else [rows[0], *torch.zeros(2, 5, 2, 16)]
+        outs.append(impl._observed(None, *given, torch.empty(5, 4, 16)))
+    assert [number for number, *_ in shown] == [0, None] and reader.seen is None
+    assert torch.equal(*outs) and bool(outs[0].any())
+
+
+def test_full_precision_is_refused_where_steps_are_cut_into_two_batches():
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False), kv_transfer_config=None)
+    impl._check_full_precision()
+    impl.config.parallel_config.use_ubatching = True
+    with pytest.raises(NotImplementedError, match="enable_dbo"):
+        impl._check_full_precision()
+
+
+HYBRID = {  # layers 1 and 3 keep keys and values
+    **{"model_type": "jamba", "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "hidden_size": 256},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 128},
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_layers_with_keys_alone_need_pages_of_one_size_beside_states(known, monkeypatch):
+    """Where vLLM plans alone. Of a family that nothing is known of, all layers might have keys."""
+    monkeypatch.setattr(mixed, "can_pack", lambda config: False)
+    content = HYBRID if known else {"model_type": "new"}
+    model = SimpleNamespace(is_hybrid=True, hf_config=SimpleNamespace(to_dict=lambda: content), get_total_num_hidden_layers=lambda: 4)
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="quantkv_int4", kv_cache_dtype_skip_layers=[]))
+    nbytes = {"int4": 72, "int8": 136, "quantkv_int4": 72, "none": 256}.__getitem__
+    for policy in (None, Policy("int4"), *([Policy("int4", {0: "int8", 2: "int8"})] if known else [])):
+        mixed.check_hybrid(config, policy, nbytes)
+    for layer in (1, 3) if known else (0, 1, 3):
+        with pytest.raises(NotImplementedError, match=r"int[48] \((72|136) bytes a token"):
+            mixed.check_hybrid(config, Policy("int4", {layer: "int8"}), nbytes)
+    config.cache_config.kv_cache_dtype_skip_layers = ["1"]
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype_skip_layers=\\['1'\\]"):
+        mixed.check_hybrid(config, None, nbytes)
 
 
 def test_a_model_that_cannot_be_measured_is_named_once():
