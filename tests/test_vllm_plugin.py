@@ -44,7 +44,7 @@ from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
-from quantkv.integrations.vllm import connectors, metadata, mixed, mla, platform, statistics  # noqa: E402
+from quantkv.integrations.vllm import connectors, implementation, metadata, mixed, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
@@ -492,6 +492,26 @@ def test_a_step_over_latents_is_what_its_lengths_say(monkeypatch):
     assert build([5, 7], [30, 40], 0, [0, 5, 12]).decoded is None
 
 
+@pytest.mark.parametrize("fmt", ["levels4", "fp8"])
+def test_the_mean_of_latents_comes_back_in_the_space_of_what_decode_reads(fmt):
+    """It is of the one head and the one bucket of positions; fp8 takes none off."""
+    impl = latent_impl(fmt)
+    means = torch.randn(1, 1, RANK, generator=torch.Generator().manual_seed(0))
+    impl.measured, impl.number, impl.dtype = SimpleNamespace(layers={3: SimpleNamespace(key_mean=means)}), 3, torch.float32
+    config = impl._calibrated(impl.paged.config)
+    assert config is impl.paged.config
+    if fmt == "fp8":
+        assert impl.mean is None
+        return
+    assert torch.equal(impl.mean, means[0, 0]) and impl._mean_of_outputs is impl.mean
+    pages = torch.zeros(4, 16, impl.paged.spec(16).page_bytes // 16, dtype=torch.uint8)
+    impl._layer, impl.absorbed = lambda: SimpleNamespace(kv_cache=pages), True
+    vars(impl).pop("_mean_of_outputs")
+    found, map_ = impl._mean_of_outputs, impl.pages_of(pages).maps.k
+    assert found.dtype == torch.float32 and torch.allclose(map_.inverse[0].float() @ found, impl.mean, atol=1e-5)
+    assert not torch.allclose(found, impl.mean, atol=0.1)
+
+
 def test_no_pass_of_the_compiler_writes_latents():
     """vLLM's own kernel, which it would put in place of our write, knows its own types alone."""
     passes = compilation.PassConfig(fuse_rope_kvcache_cat_mla=True)
@@ -736,6 +756,85 @@ def test_chunks_are_an_option_of_the_layer(kv_cache_dtype, size):
     assert impl.attention.options.window == (size or 0) and impl.paged is paged
 
 
+def layers_configuration(**attention):
+    """A vLLM configuration as a layer's constructor reads it. No layer of the model exists yet."""
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="quantkv_int4", kv_sharing_fast_prefill=False),
+        **dict.fromkeys(("speculative_config", "kv_transfer_config", "additional_config")),
+        compilation_config=SimpleNamespace(static_forward_context={}, pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=True)),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2, get_total_num_kv_heads=lambda: 2),
+        attention_config=SimpleNamespace(**attention),
+    )
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The configuration that layers are made with, and what is done once a model or once a layer, in that order."""
+    config, done = layers_configuration(use_prefill_query_quantization=False), []
+    monkeypatch.setattr(implementation, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(implementation, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(QuantKVImpl, "_check_weights", lambda self: done.append("weights"))
+    for name in ("check_hybrid", "warn_of_padding", "load_flash_attention"):
+        monkeypatch.setattr(implementation, name, lambda *given, name=name: done.append(name))
+    return config, done
+
+
+def test_a_layer_is_what_vllm_says_of_it(made):
+    """What concerns the whole model is checked with its first layer."""
+    config, done = made
+    first = QuantKVImpl(2 * HEADS, 64, 0.125, HEADS, [0.5] * 2 * HEADS, 8, "quantkv_int4", 30.0)
+    once = ["weights", "check_hybrid", "warn_of_padding"]
+    assert done == [*once, "load_flash_attention"]
+    config.compilation_config.static_forward_context["other"] = SimpleNamespace(impl=None)
+    second = QuantKVImpl(2 * HEADS, 64, 0.25, sinks=torch.arange(6.0))
+    assert done == [*once, "load_flash_attention"] * 2
+    config.compilation_config.static_forward_context["first"] = SimpleNamespace(impl=first)
+    QuantKVImpl(2 * HEADS, 64, 0.25)
+    assert done == [*once, "load_flash_attention"] * 2 + ["load_flash_attention"]
+    assert (first.num_kv_heads, first.kv_cache_dtype, second.num_kv_heads, second.kv_cache_dtype) == (HEADS, "quantkv_int4", 6, "auto")
+    assert first.attention.options == AttentionOptions(window=8, softcap=30.0) and second.attention.options == AttentionOptions()
+    assert (first.attention.num_heads, first.attention.scale, first.attention.own_rows) == (6, 0.125, True)
+    assert first.attention.alibi_slopes.tolist() == [0.5] * 6 and second.attention.alibi_slopes is None
+    assert first.attention.sinks is None and second.attention.sinks.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_policy_that_a_layer_cannot_have_is_refused_with_it(made, tmp_path):
+    """The layers that it names, and the format that heads of 80 numbers cannot have."""
+    config, _ = made
+    config.cache_config.cache_dtype = "quantkv_policy"
+
+    def layer(policy, head_size):
+        path = tmp_path / f"{policy.format}, {list(policy.layers)}.json"  # a file that was read is not read again
+        policy.save(path)
+        config.additional_config = {"quantkv_policy": str(path)}
+        return QuantKVImpl(4, head_size, 0.125, 2)
+
+    for policy, head_size, said in ((Policy("int4", {2: "int8"}), 64, "layers 0 to 1"), (Policy("int2"), 80, "head_size=80")):
+        with pytest.raises(ValueError, match=said):
+            layer(policy, head_size)
+    assert layer(Policy("int4", {1: "int8"}), 64).policy.layers == {1: "int8"}
+
+
+def test_a_layer_of_latents_is_what_vllm_says_of_it(made, monkeypatch):
+    config, _ = made
+    monkeypatch.setattr(
+        mla.MLACommonImpl, "__init__", lambda self, *given, **more: vars(self).update(kv_lora_rank=256, qk_rope_head_dim=64)
+    )
+    usual = {"num_heads": 4, "head_size": 320, "scale": 0.1, "num_kv_heads": 1, "attn_type": "decoder"}
+    usual |= dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "indexer"))
+    impl = mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
+    assert (impl.attention.num_heads, impl.attention.scale, impl.kv_cache_dtype) == (4, 0.1, "quantkv_int4")
+    assert impl.reads_own_rows and not impl.attention.own_rows and not impl.supports_quant_query_input
+    assert impl.config is config and config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla is False
+    for name, value in (("alibi_slopes", [1.0] * 4), ("indexer", object()), ("q_pad_num_heads", 8), ("topk_indices_buffer", object())):
+        with pytest.raises(NotImplementedError, match=rf"latents \(MLA\) with {name} are not supported"):
+            mla.QuantKVLatentImpl(**{**usual, name: value}, kv_cache_dtype="quantkv_int4")
+    config.attention_config.use_prefill_query_quantization = True
+    with pytest.raises(NotImplementedError, match="use_prefill_query_quantization=True"):
+        mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
+
+
 def test_chunks_and_a_window_are_refused():
     impl = QuantKVImpl.__new__(QuantKVImpl)
     impl.attention = LayerAttention(2 * HEADS, options=AttentionOptions(window=8))
@@ -894,6 +993,76 @@ def test_graphs_of_models_with_images(images, window, clamp, support):
     compilation = SimpleNamespace(static_forward_context={"layer": layer})
     config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=images), compilation_config=compilation)
     assert QuantKVBuilder.get_cudagraph_support(config, None).name == support
+
+
+def test_a_pass_is_shown_to_one_that_watches_alone_while_it_runs():
+    """Also where the model fails."""
+    seen, told = object(), []
+    impls = [SimpleNamespace(watch=lambda observer, n=n: told.append((n, observer))) for n in (0, 1)]
+    with pytest.raises(KeyError), statistics.watching(seen, impls):
+        told.append("runs")
+        raise KeyError
+    assert told == [(0, seen), (1, seen), "runs", (0, None), (1, None)]
+
+
+def test_why_a_model_is_not_measured_is_said_by_name():
+    def reason(stages=1, hybrid=False, encoder=False, lora=None, connector=None, spec=None, statistics="auto"):
+        extra = SimpleNamespace(kv_connector=connector, get_from_extra_config=lambda name, default: spec or default)
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+            model_config=SimpleNamespace(is_hybrid=hybrid, is_encoder_decoder=encoder),
+            lora_config=lora,
+            kv_transfer_config=extra if connector or spec else None,
+        )
+        check(config, SimpleNamespace(statistics=statistics))
+        return why(config)
+
+    check, why = statistics.check_statistics, statistics.reason_against
+    assert reason() is reason(connector="OffloadingConnector") is reason(spec="other") is None
+    against = {
+        "pipeline_parallel_size": {"stages": 2},
+        "states": {"hybrid": True},
+        "encoder": {"encoder": True},
+        "LoRA": {"lora": object()},
+    }
+    for said, given in against.items():
+        assert said in reason(**given)
+        with pytest.raises(NotImplementedError, match=f"policy.statistics='require': .*{said}"):
+            reason(**given, statistics="require")
+    for given in ({"connector": "NixlConnector"}, {"connector": "OffloadingConnector", "spec": "TieringOffloadingSpec"}):
+        with pytest.raises(NotImplementedError, match=f"policy.statistics='auto' with kv_connector='{given['connector']}'"):
+            reason(**given)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_the_pass_that_measures_is_as_long_as_a_step_and_of_text_where_there_is_a_tokenizer(skipped):
+    """Every layer is watched; those that wait for it are measured."""
+    measured = []
+
+    class Seen:
+        def __init__(self, *rotaries):
+            pass
+
+        def measure(self, served, numbers, values, forward, watching):
+            measured.append((served, numbers))
+            return watching
+
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {
+        name: SimpleNamespace(impl=SimpleNamespace(number=number), layer_name=name) for number, name in enumerate(("layers.0", "layers.1"))
+    }
+    own = {"get_total_num_hidden_layers": lambda: 2, "get_vocab_size": lambda: 99, "dtype": torch.float16}
+    config.model_config = SimpleNamespace(max_model_len=256, skip_tokenizer_init=skipped, tokenizer="its own", **own)
+    config.scheduler_config.max_num_batched_tokens = 48
+    runner, watched = SimpleNamespace(get_model=lambda: "model", device="cpu"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "SeenLayers", Seen)
+        patch.setattr(statistics, "watching", lambda seen, impls: watched.append([impl.number for impl in impls]))
+        waiting = {"layers.1": config.compilation_config.static_forward_context["layers.1"]}
+        statistics._measured(config, runner, waiting)
+    assert watched == [[0, 1]]
+    tokenizer = None if skipped else "its own"
+    assert measured == [(statistics.ServedModel("model", "cpu", torch.float16, 2, 256, 48, 99, tokenizer), {1})]
 
 
 @pytest.mark.parametrize("uses_mrope", [False, True])

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import CacheConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1 import kv_cache_interface as pages
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
@@ -218,6 +220,49 @@ def test_hybrids(name, mixed):
     if mixed:
         assert made.padding(131072) < 1.03
         check_disjoint(planned[0])
+
+
+class Held:
+    """A layer of vLLM's model: what it says of its pages, or of its state."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def get_kv_cache_spec(self, config):
+        return self.spec
+
+    def get_attn_backend(self):
+        return QuantKVBackend.of(get_format("int4"))  # its spec has the bytes of its own format
+
+
+class Rows(Held, AttentionLayerBase):
+    pass
+
+
+class States(Held, MambaBase):
+    get_state_shape = get_state_dtype = mamba_type = None
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_tokens_of_a_block_beside_states_are_chosen_by_all_layers(name, mode):
+    """vLLM has chosen 4096 by then, by the first layer. Layers that keep nothing, and what is no layer of attention, say nothing."""
+    content, shapes, dtype, (eight, sixteen) = HYBRIDS[name]
+    model = geometry.read({**COMMON, **content})
+    policies = [PolicyFile("int4", layers) for layers in ({}, {eight: "int8", sixteen: "none"})]
+    of_state = {"shapes": shapes, "dtypes": (torch.bfloat16, dtype), "mamba_cache_mode": mode, "block_size": 4096}
+    for policy, packed in zip(policies, (False, True)):
+        layers = {name: Rows(replace(spec, block_size=4096)) for name, spec in specs_of(model, policy).items()}
+        layers |= {f"state.{n}": States(pages.MambaSpec(**of_state)) for n, layer in enumerate(model.layers) if layer.states}
+        config = configuration(4096, 16384)
+        config.compilation_config = SimpleNamespace(static_forward_context=layers | {"reads another's": Rows(None), "experts": object()})
+        cache = config.cache_config
+        cache.mamba_cache_mode, cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = mode, 4096, 512, 64
+        blocks._choose_beside_states(config)
+        size = pool(model, capacity(model, policy)).groups[0].block_size if packed else 4096
+        assert (size < 4096) == packed and cache.block_size == size
+        assert cache.mamba_block_size == (size if packed and mode == "align" else 512)
+        assert cache.mamba_page_size_padded == (None if packed else 64)
 
 
 def check_disjoint(made):
