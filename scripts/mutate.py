@@ -98,7 +98,6 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
             "around",
             "asked",
             "backend",
-            "blocks",
             "connectors",
             "implementation",
             "metadata",
@@ -109,6 +108,7 @@ TESTS = {  # module: the tests that know it best, those that fail soonest first
             "statistics",
         )
     },
+    "integrations/vllm/blocks": f"{VLLM} tests/vllm_cpu/test_pool.py",
     "integrations/vllm/contract": "tests/test_vllm_contract.py",
 }
 PACKAGES = ("torch", "numpy", "pytest", "hypothesis", "safetensors.torch", "triton")
@@ -438,7 +438,7 @@ def main() -> int:
             parser.error(f"{asked}: one of {', '.join(TESTS)}, or a folder of them")
         modules += named
     os.chdir(ROOT)
-    os.environ |= {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ |= {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "QUANTKV_VLLM_SUITE": "1"}
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     for package in PACKAGES:
         importlib.import_module(package)

@@ -35,7 +35,7 @@ from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder  # noqa: 
 from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 
 import quantkv.integrations.vllm as plug_in  # noqa: E402
-from quantkv import PagedCache, calls, get_format, implementations  # noqa: E402
+from quantkv import PagedCache, calls, get_format, implementations, known_models  # noqa: E402
 from quantkv.calls import AttendCall, AttentionOptions  # noqa: E402
 from quantkv.copies import CopiedPages  # noqa: E402
 from quantkv.engine.layer import LayerAttention, PagedLayer  # noqa: E402
@@ -1122,6 +1122,39 @@ def test_layers_with_keys_alone_need_pages_of_one_size_beside_states(known, monk
     config.cache_config.kv_cache_dtype_skip_layers = ["1"]
     with pytest.raises(NotImplementedError, match="kv_cache_dtype_skip_layers=\\['1'\\]"):
         mixed.check_hybrid(config, None, nbytes)
+
+
+def test_padding_is_said_where_pages_are_padded_and_nowhere_else(monkeypatch):
+    """Half of gpt-oss-20b's layers have a window; 4,096 tokens, of which all are in flight."""
+    told, packs = [], []
+    monkeypatch.setattr(mixed, "can_pack", lambda config: bool(packs))
+    monkeypatch.setattr(mixed.logger, "warning", lambda text, *given: told.append(given))
+    content, policy = known_models.config_of("gpt-oss-20b"), Policy("int4", {0: "int8"})
+    cache = SimpleNamespace(kv_cache_dtype_skip_layers=[], block_size=16)
+    model = SimpleNamespace(is_hybrid=False, max_model_len=4096, hf_config=SimpleNamespace(to_dict=lambda: content))
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    config = SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel, max_in_flight_tokens=4096)
+    say = lambda policy: mixed.warn_of_padding(config, policy, torch.bfloat16)
+    for quiet in (None, Policy("int4"), Policy("levels4", {1: "levels5/levels3"})):
+        say(quiet)
+    for part, name, value in ((cache, "kv_cache_dtype_skip_layers", ["1"]), (model, "is_hybrid", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, value)
+            say(policy)
+    packs.append(True)
+    say(policy)
+    packs.clear()
+    assert told == []
+    say(policy)
+    row, full, window = 8 * (2 * 64 + 8), 12 * 256, 12 * (256 + 1)  # bytes of an int8 token; blocks of 4,096 tokens, 12 layers of each kind
+    held = (full + window) * 16 * row
+    (length, taken, times, needed, do), least = told[0], 12 * (4096 + 4096 + 16) * 8 * (2 * 32 + 8)
+    assert (length, taken, do) == ("4,096", f"{held:,}", mixed.PACKS)
+    needed = int(needed.replace(",", ""))
+    assert least < needed < 1.1 * least and times == pytest.approx(held / needed)
+    content = {"model_type": "new"}
+    say(policy)
+    assert len(told) == 1
 
 
 def test_a_model_that_cannot_be_measured_is_named_once():

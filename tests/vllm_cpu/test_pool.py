@@ -156,6 +156,17 @@ def test_no_two_pages_share_a_byte(case):
     check_disjoint(made)
 
 
+@pytest.mark.parametrize(("name", "first"), [("llama-3-8b", "LBHNC"), ("gemma-3-4b", "BLHNC")])
+def test_a_worker_prefers_the_layout_that_packed_blocks_need(name, first):
+    """Where the layers have pages of one size it keeps its own order."""
+    specs = specs_of(Model("made", MODELS[name], 8, None, {}), PolicyFile("int4", {0: "int8"} if first == "BLHNC" else {}))
+    own, worker = ["LBHNC", "BLHNC"], SimpleNamespace(vllm_config=configuration(4096, 1024), get_kv_cache_spec=lambda: specs)
+    assert blocks._layouts(lambda worker: list(own), worker) == sorted(own, key=lambda name: name != first)
+    assert blocks._layouts(lambda worker: ["LBHNC"], worker) == ["LBHNC"]
+    worker.vllm_config.cache_config.cache_dtype = "fp8"
+    assert blocks._layouts(lambda worker: list(own), worker) == own
+
+
 LINEAR, FULL = "linear_attention", "full_attention"
 COMMON = {"vocab_size": 1024, "intermediate_size": 1024, "hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 32}
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
