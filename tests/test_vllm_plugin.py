@@ -44,7 +44,7 @@ from quantkv.engine.warm_up import summary  # noqa: E402
 from quantkv.full_precision import FullPrecisionTokens  # noqa: E402
 from quantkv.geometry import Heads  # noqa: E402
 from quantkv.integrations import asked, serving  # noqa: E402
-from quantkv.integrations.vllm import connectors, implementation, metadata, mixed, mla, platform, statistics  # noqa: E402
+from quantkv.integrations.vllm import blocks, connectors, implementation, metadata, mixed, mla, platform, statistics  # noqa: E402
 from quantkv.integrations.vllm.asked import reads_own_rows  # noqa: E402
 from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVBackend, format_of  # noqa: E402
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
@@ -540,6 +540,33 @@ def test_pairs_are_of_formats_that_have_one_codec():
     known = asked.names()
     assert known["quantkv_levels4/trellis2"] == "levels4/trellis2" and known["quantkv_k8v4"] == "k8v4" and known["quantkv_none"] == "none"
     assert known.keys().isdisjoint({"quantkv_k8v4/int4", "quantkv_int4/k8v4", "quantkv_int4/int4"})
+
+
+def test_registering_stands_around_all_that_the_plug_in_changes(monkeypatch):
+    done = []
+    for module, name in ((connectors, "name_page_types"), (platform, "take_custom"), (blocks, "pack_blocks")):
+        monkeypatch.setattr(module, name, lambda name=name: done.append(name))
+    plug_in.register()
+    assert done == ["name_page_types", "take_custom", "pack_blocks"]
+
+
+def test_a_connector_is_made_under_a_type_that_vllm_knows(tmp_path):
+    """Types of vLLM's own keep their names."""
+    extra = {"shared_storage_path": str(tmp_path)}
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="quantkv_int4", kv_cache_dtype_skip_layers=[]),
+        model_config=SimpleNamespace(use_mla=False, dtype=torch.float32),
+        kv_transfer_config=SimpleNamespace(kv_connector="ExampleConnector", kv_connector_extra_config=extra),
+        additional_config=None,
+    )
+    own = lambda cls, config, role, kv_cache_config: (cls, config.cache_config.cache_dtype, role)
+    planned = SimpleNamespace(kv_cache_groups=[])
+    cls, name, role = connectors._create_connector(own, KVConnectorFactory, config, "worker", planned)
+    assert (cls, role) == (KVConnectorFactory, "worker") and re.fullmatch("quantkv_int4:[0-9a-f]{16}", name)
+    assert get_kv_cache_dtype_handler(name).torch_dtype() == torch.uint8
+    assert [file.read_text() for file in tmp_path.iterdir()] == [name]
+    config.cache_config.cache_dtype = "fp8"
+    assert connectors._create_connector(own, KVConnectorFactory, config, "worker", planned)[1] == "fp8"
 
 
 def test_connectors_are_told_what_bytes_mean():

@@ -135,7 +135,9 @@ def taken(config, made, own):
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_bytes_over_what_layers_need(case, record_property):
+def test_bytes_over_what_layers_need(case, monkeypatch):
+    told = []
+    monkeypatch.setattr(blocks.logger, "info", lambda text, *given: told.append(text % given))
     name, default, layers, alone, packed = TABLE[case]
     model = Model("made", MODELS[name], 8, None, {})
     policy = PolicyFile(default, layers(model))
@@ -145,6 +147,7 @@ def test_bytes_over_what_layers_need(case, record_property):
     print(f"| {case} | {before - 1:+.1%} | {after - 1:+.1%} |")
     assert 1 - 1e-9 <= after <= packed
     assert before <= alone and (after == before or before > 1.02)
+    assert ["quantkv: blocks of" in line for line in told] == [True] * (after != before)
 
 
 @pytest.mark.parametrize("case", ["gemma-3-4b, int4, one int8, one 16-bit", "gpt-oss-20b, int8, sliding int4", "gemma 4 26b, int4"])
