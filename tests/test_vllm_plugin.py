@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -50,7 +51,7 @@ from quantkv.integrations.vllm.backend import BLOCK_SIZES, UNQUANTIZED, QuantKVB
 from quantkv.integrations.vllm.blocks import PackedBlocks, kernel_pages  # noqa: E402
 from quantkv.integrations.vllm.implementation import QuantKVImpl  # noqa: E402
 from quantkv.integrations.vllm.metadata import QuantKVBuilder  # noqa: E402
-from quantkv.integrations.vllm.mla_metadata import QuantKVLatentBuilder  # noqa: E402
+from quantkv.integrations.vllm.mla_metadata import LatentMetadata, QuantKVLatentBuilder  # noqa: E402
 from quantkv.policy import Policy  # noqa: E402
 
 PAIRS = [
@@ -477,7 +478,7 @@ def test_a_step_over_latents_is_what_its_lengths_say(monkeypatch):
     def build(queries, keys, decoded, prefill):
         made = SimpleNamespace(num_decodes=decoded, num_decode_tokens=sum(queries[:decoded]), decoded=None, before=None)
         made.prefill = prefill and SimpleNamespace(query_start_loc=torch.tensor(prefill))
-        monkeypatch.setattr(theirs, "build", lambda self, shared, m: made)
+        monkeypatch.setattr(theirs, "build", lambda self, shared, m: made if shared == 0 else None)
         return builder._build(common(queries, keys), 99)
 
     found = build([1, 2, 5, 7], [5, 6, 30, 40], 2, [0, 5, 12])
@@ -490,6 +491,50 @@ def test_a_step_over_latents_is_what_its_lengths_say(monkeypatch):
     alone = build([1, 1], [5, 6], 2, None)
     assert alone.before is None and alone.decoded.batch.max_query_len == 1
     assert build([5, 7], [30, 40], 0, [0, 5, 12]).decoded is None
+    attached = []
+    monkeypatch.setattr(builder, "attach_full_precision", lambda step, advance: attached.append(advance))
+    for ask in (lambda m: builder.build(0, m), builder.build_for_cudagraph_capture, lambda m: builder.build_for_drafting(m, 0)):
+        ask(common([5, 7], [30, 40]))
+    assert attached == [True, False, True]
+    part = SimpleNamespace(part=lambda count, first=0: (count, first))
+    step = LatentMetadata.__new__(LatentMetadata)
+    step.num_decodes, step.written = 2, SimpleNamespace(full_precision=part)
+    assert step.full_precision_of_prompts(1, 3) == (3, 3)
+    step.written.full_precision = None
+    assert step.full_precision_of_prompts(1, 3) is None
+
+
+def test_rows_of_prompts_are_given_or_read_back_from_pages(monkeypatch):
+    """As the configuration says. Rows of padding stay zero; the step's metadata says which pages, and what is read at full precision."""
+    impl, seen, gathered = latent_impl("int4"), [], []
+    monkeypatch.setattr(mla.MLACommonImpl, "forward_mha", lambda self, *given: seen.append(given))
+    monkeypatch.setattr(mla, "calls", Counter())
+
+    def gather(workspace, *given):
+        gathered.append((workspace.shape, bool(workspace.any()), *given))
+        return "stored latents", "stored dimensions"
+
+    impl._gather = gather
+    prefill = SimpleNamespace(block_table=torch.zeros(2, 3), query_start_loc="starts")
+    step = SimpleNamespace(prefill=prefill, before="before", full_precision_of_prompts=lambda first, count: ("part", first, count))
+    rows = torch.ones(7, RANK), torch.ones(7, 1, ROPE)
+    for own in (True, False):
+        impl.reads_own_rows = own
+        impl.forward_mha("q", *rows, "cache", step, 1.0, "out", None)
+    assert seen == [
+        ("q", *rows, "cache", step, 1.0, "out", None),
+        ("q", "stored latents", "stored dimensions", "cache", step, 1.0, "out", None),
+    ]
+    assert gathered == [((7, RANK + ROPE), False, prefill.block_table, "starts", "before", 7, ("part", 0, 2))]
+    written = []
+    step.written = SimpleNamespace(write=lambda cache, *given: written.append(given))
+    monkeypatch.setattr(mla, "step_of", lambda layer: step)
+    impl._layer, impl.cache_of = lambda: None, lambda kv_cache: None
+    for cache in (torch.empty(0), torch.empty(1)):
+        impl.do_kv_cache_update(*rows, cache, torch.arange(7)[None], "quantkv_int4", None)
+    ((latents, rotated, slots, mean),) = written
+    assert latents.shape == (7, 1, RANK) and rotated is rows[1] and slots.tolist() == list(range(7)) and mean is None
+    assert mla.calls == {"mixed": 2, "write": 1}
 
 
 @pytest.mark.parametrize("fmt", ["levels4", "fp8"])
@@ -510,6 +555,12 @@ def test_the_mean_of_latents_comes_back_in_the_space_of_what_decode_reads(fmt):
     found, map_ = impl._mean_of_outputs, impl.pages_of(pages).maps.k
     assert found.dtype == torch.float32 and torch.allclose(map_.inverse[0].float() @ found, impl.mean, atol=1e-5)
     assert not torch.allclose(found, impl.mean, atol=0.1)
+    asked = []
+    step = SimpleNamespace(decoded=SimpleNamespace(attend=lambda *given, mean: asked.append(mean)))
+    impl.forward_mqa(None, None, step, impl._layer())
+    impl.mean = None
+    impl.forward_mqa(None, None, step, impl._layer())
+    assert asked[0] is found and asked[1] is None
 
 
 def test_no_pass_of_the_compiler_writes_latents():
@@ -635,6 +686,7 @@ def test_keys_of_lmcache_have_the_digest(monkeypatch):
 def test_a_folder_of_blocks_says_whose_they_are(tmp_path):
     """vLLM's example connector compares nothing: blocks of another meaning would be read as these."""
     folder, theirs, ours = tmp_path / "blocks", "1f" * 8, "2e" * 8
+    folder.mkdir()  # which may be there
     for _ in range(2):  # the first engine, and one like it
         connectors._check_folder(folder, f"quantkv_int4:{theirs}")
     said = f"quantkv_int4: this engine's are quantkv_int4; what the bytes mean has the digest {theirs}, {ours} is needed"
@@ -843,6 +895,31 @@ def test_a_policy_that_a_layer_cannot_have_is_refused_with_it(made, tmp_path):
     assert layer(Policy("int4", {1: "int8"}), 64).policy.layers == {1: "int8"}
 
 
+def test_weights_are_compared_with_those_of_a_calibration(monkeypatch):
+    """And key biases with the format that most layers have."""
+    asked = []
+    monkeypatch.setattr(implementation, "check_weights", lambda *given: asked.append(given))
+    monkeypatch.setattr(implementation, "warn_of_biases", lambda *given: asked.append(given[:4]))
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.config = SimpleNamespace(model_config=SimpleNamespace(model="folder", revision="main"))
+    impl.kv_cache_dtype, impl.dtype = "quantkv_int8", torch.float32
+    for policy, name in ((None, "int8"), (Policy("int4"), "int4")):
+        impl.policy = policy
+        impl._check_weights()
+        assert asked == [("folder", "main", policy), ("folder", "main", policy, name)]
+        asked.clear()
+
+
+def test_a_model_that_drafts_has_a_policys_format_and_no_more(monkeypatch):
+    impl, policy = (
+        QuantKVImpl.__new__(QuantKVImpl),
+        Policy("int4", {0: "int8"}, full_precision=FullPrecisionTokens(16, 24), prompt="stored"),
+    )
+    assert impl._served(None) is None and impl._served(policy) is policy
+    monkeypatch.setattr(implementation, "drafts_now", lambda: True)
+    assert impl._served(None) is None and impl._served(policy) == Policy("int4", prompt="stored")
+
+
 def test_a_layer_of_latents_is_what_vllm_says_of_it(made, monkeypatch):
     config, _ = made
     monkeypatch.setattr(
@@ -896,10 +973,11 @@ def test_the_cpu_platform_takes_custom_where_it_is_asked_for():
 
 
 def common(queries, keys, padding=0, **more):
-    """What vLLM's runner tells a builder of sequences with these queries and keys; page i * 8 + j is page j of sequence i."""
+    """What vLLM's runner tells a builder of sequences with these queries and keys, in tensors that may be longer; page i * 8 + j is page j of
+    sequence i."""
     count = len(queries) + padding
-    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist(), *[sum(queries)] * padding], dtype=torch.int32)
-    lengths = torch.tensor([*keys, *[0] * padding], dtype=torch.int32)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist(), *[sum(queries)] * (padding + 1)], dtype=torch.int32)
+    lengths = torch.tensor([*keys, *[0] * (padding + 1)], dtype=torch.int32)
     return contract.CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -952,6 +1030,18 @@ def test_a_graph_has_no_bound_of_the_longest_sequence(builder):
     assert builder.build(0, given).batch.max_seq_len == 6
     assert builder.build_for_cudagraph_capture(given).batch.max_seq_len is None
     assert builder.build_for_drafting(given, 0).batch.max_seq_len is None
+
+
+def test_full_precision_tokens_are_of_layers_with_pages_of_their_own(builder, monkeypatch):
+    """In the order of their numbers."""
+    given = []
+    monkeypatch.setattr(metadata, "full_precision_group", lambda layers, *rest: given.append(layers))
+    held = {
+        f"layers.{number}": SimpleNamespace(layer_name=f"layers.{number}", impl=SimpleNamespace(full_precision=tokens, owner=owner))
+        for number, tokens, owner in ((10, "some", None), (9, "some", None), (3, "some", "layers.9"), (2, None, None))
+    }
+    builder.take_layers(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=held)), list(held))
+    assert given == [[held["layers.9"], held["layers.10"]]] and builder.last is held["layers.10"]
 
 
 def test_full_precision_tokens_of_a_step(builder):
@@ -1102,6 +1192,29 @@ def test_the_pass_that_measures_gives_each_axis_of_a_rotation_its_positions(uses
         patch.setattr(statistics, "set_forward_context", lambda *given, **options: contextlib.nullcontext())
         statistics._forward(lambda **given: seen.append(given["positions"].tolist()), config, torch.tensor([7, 8, 9]))
     assert seen == [[[0, 1, 2]] * 3 if uses_mrope else [0, 1, 2]]
+
+
+def test_values_are_measured_in_layers_with_keys_and_values_of_their_own():
+    """Layer 2 reads the pages of layer 1."""
+    layers = {}
+    for number, owner, cls in ((0, 0, QuantKVImpl), (1, 1, QuantKVImpl), (2, 1, QuantKVImpl), (3, 3, mla.QuantKVLatentImpl)):
+        impl = cls.__new__(cls)
+        impl.number, impl.num_kv_heads, impl.num_heads = owner, 2, 4
+        layers[f"model.layers.{number}.attn"] = SimpleNamespace(impl=impl, layer_name=f"model.layers.{number}.attn", head_size_v=48)
+    assert list(statistics._value_layers(layers)) == [(n, layers[f"model.layers.{n}.attn"], (2, 48, 4)) for n in (0, 1)]
+
+
+@pytest.mark.parametrize(("policies", "required"), [(("auto", "require"), "require"), (("auto", "auto"), None)])
+def test_statistics_that_one_layer_requires_are_required(policies, required, monkeypatch):
+    asked = []
+    monkeypatch.setattr(statistics, "measured", lambda *given: asked.append((given[0], given[1], given[4])))
+    impls = [QuantKVImpl.__new__(QuantKVImpl) for _ in policies]
+    for number, (impl, asks) in enumerate(zip(impls, policies)):
+        impl.number, impl.policy = number, Policy("levels4", statistics=asks)
+    monkeypatch.setattr(statistics, "reason_against", lambda config: "why")
+    layers = {str(n): SimpleNamespace(impl=impl) for n, impl in enumerate(impls)} | {"other": SimpleNamespace(impl=None), "no": object()}
+    statistics.take_statistics(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)), None)
+    assert asked == [(required, "why", "key means and Hessians")] and all(impl.unmeasured for impl in impls)
 
 
 def test_layers_without_keys_of_their_own_show_the_owners_in_the_pass_that_measures():
