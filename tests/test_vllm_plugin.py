@@ -973,8 +973,8 @@ def test_the_cpu_platform_takes_custom_where_it_is_asked_for():
 
 
 def common(queries, keys, padding=0, **more):
-    """What vLLM's runner tells a builder of sequences with these queries and keys, in tensors that may be longer; page i * 8 + j is page j of
-    sequence i."""
+    """What vLLM's runner tells a builder of sequences with these queries and keys, in tensors that may be longer; page i * 8 + j is page j
+    of sequence i."""
     count = len(queries) + padding
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist(), *[sum(queries)] * (padding + 1)], dtype=torch.int32)
     lengths = torch.tensor([*keys, *[0] * (padding + 1)], dtype=torch.int32)
