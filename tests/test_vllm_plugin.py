@@ -695,6 +695,8 @@ def test_a_folder_of_blocks_says_whose_they_are(tmp_path):
     with pytest.raises(ValueError, match=f"kv_cache_dtype=quantkv_int4: this engine's are quantkv_int8; .* {theirs}, {theirs}"):
         connectors._check_folder(folder, f"quantkv_int8:{theirs}")
     assert [file.read_text() for file in folder.iterdir()] == [f"quantkv_int4:{theirs}"]
+    connectors._check_folder(tmp_path / "new" / "blocks", f"quantkv_int4:{ours}")
+    assert (tmp_path / "new" / "blocks" / connectors.TYPE_FILE).read_text() == f"quantkv_int4:{ours}"
 
 
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch, caplog):

@@ -170,6 +170,22 @@ def test_a_worker_prefers_the_layout_that_packed_blocks_need(name, first):
     assert blocks._layouts(lambda worker: list(own), worker) == own
 
 
+def test_the_layout_is_the_plug_ins_where_nothing_else_asks_for_one(monkeypatch):
+    config = configuration(4096, 1024)
+    assert blocks.can_pack(config)
+    changes = [(config.cache_config, "cache_dtype", "fp8"), (config.attention_config, "hisparse_config", object())]
+    changes += [(config.scheduler_config, "disable_hybrid_kv_cache_manager", True)]
+    changes += [(config.parallel_config, f"{kind}_parallel_size", 2) for kind in ("pipeline", "decode_context")]
+    for part, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, value)
+            assert not blocks.can_pack(config), name
+    for own, of_connector, packs in ((None, "BLHNC", 1), (None, "LBHNC", 0), ("LBHNC", None, 0), ("BLHNC", None, 1), ("LBHNC", "BLHNC", 0)):
+        monkeypatch.setattr(blocks, "envs", SimpleNamespace(VLLM_KV_CACHE_LAYOUT=own))
+        monkeypatch.setattr(blocks, "get_kv_connector_cache_layout", lambda config, found=of_connector: found)
+        assert blocks.can_pack(config) == bool(packs)
+
+
 LINEAR, FULL = "linear_attention", "full_attention"
 COMMON = {"vocab_size": 1024, "intermediate_size": 1024, "hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 32}
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
