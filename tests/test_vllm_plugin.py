@@ -933,6 +933,11 @@ def test_a_layer_of_latents_is_what_vllm_says_of_it(made, monkeypatch):
     assert (impl.attention.num_heads, impl.attention.scale, impl.kv_cache_dtype) == (4, 0.1, "quantkv_int4")
     assert impl.reads_own_rows and not impl.attention.own_rows and not impl.supports_quant_query_input
     assert impl.config is config and config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla is False
+    asked = []
+    monkeypatch.setattr(implementation, "check_policy", lambda policy, layers, heads, nbytes: asked.append((layers, heads)))
+    impl.policy = Policy("int4")
+    impl._check_policy()
+    assert asked == [(2, Heads(1, 320, 320))]
     for name, value in (("alibi_slopes", [1.0] * 4), ("indexer", object()), ("q_pad_num_heads", 8), ("topk_indices_buffer", object())):
         with pytest.raises(NotImplementedError, match=rf"latents \(MLA\) with {name} are not supported"):
             mla.QuantKVLatentImpl(**{**usual, name: value}, kv_cache_dtype="quantkv_int4")
