@@ -140,6 +140,7 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     },
     ("integrations/vllm/backend", "super().__init_subclass__", "statement removed"): "the classes above it do nothing there",
     ("integrations/vllm/backend", "return token_bytes(fmt.cache_spec(1", "1 -> 2"): "a page is of one head, however many there are",
+    ("integrations/vllm/mixed", "if found is not None and found.density", "Gt -> GtE"): "a number of many digits, which no model meets",
     ("integrations/vllm/mla", "rows = torch.empty(1, sum(self.sizes)", "1 -> 2"): "a row that nothing reads",
     ("integrations/vllm/mla", "def do_kv_cache_update", "False -> True"): "an argument of vLLM's that nothing reads",
     **{("integrations/vllm/connectors", "DIGITS = 16", change): "as many as tell types apart" for change in ("16 -> 15", "16 -> 17")},

@@ -368,6 +368,10 @@ def test_custom_is_for_latents_too(monkeypatch, is_cpu):
     Platform.check_and_update_config(config)
     asked_for = {*vars(config.scheduler_config).values(), *vars(config.cache_config).values()}
     assert seen == [config] and asked_for == {1 if is_cpu else 2}
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_BATCH_INVARIANT", "1")
+        with pytest.raises(NotImplementedError, match=r"VLLM_BATCH_INVARIANT=1 with latents \(MLA\)"):
+            Platform.check_and_update_config(config)
     model.architecture = "KimiLinearForCausalLM"
     with pytest.raises(NotImplementedError, match="KimiLinearForCausalLM has layers that store latents themselves"):
         Platform.check_and_update_config(config)
@@ -458,10 +462,11 @@ def test_what_prompts_in_chunks_gather_is_compiled_at_start(tokens, monkeypatch)
     if tokens is not None:
         impl.paged.pool = CopiedPages(tokens, 16, 1, device=torch.device("cpu"))
     monkeypatch.setattr(mla, "warm_up", lambda *given: {})
-    monkeypatch.setattr(PagedCache, "gather", lambda self, table, *rest: gathered.append((self, table.shape)))
+    monkeypatch.setattr(PagedCache, "gather", lambda self, table, starts, *rest: gathered.append((self, table.shape, starts.tolist())))
     impl.warm_up(cache, 1, 7)
-    copies = [] if tokens is None else [(impl.paged.copies, (1, sum(tokens.copied_pages(16))))]
-    assert gathered == [(impl.pages_of(cache), (1, 7)), *copies]
+    pages = 0 if tokens is None else sum(tokens.copied_pages(16))
+    copies = [(impl.paged.copies, (1, pages), [0, 16 * pages])] * (tokens is not None)
+    assert gathered == [(impl.pages_of(cache), (1, 7), [0, 1]), *copies]
 
 
 def test_a_step_over_latents_is_what_its_lengths_say(monkeypatch):
@@ -791,7 +796,8 @@ USUAL = {
     ids=str,
 )
 def test_refused_by_name(change, said):
-    assert QuantKVBackend.validate_configuration(device_capability=None, **USUAL) == []
+    for name in ("quantkv_int4", "quantkv_policy", None):  # formats of a policy are checked when its layers are made
+        assert QuantKVBackend.validate_configuration(device_capability=None, **USUAL | {"kv_cache_dtype": name}) == []
     assert said in "; ".join(QuantKVBackend.validate_configuration(device_capability=None, **USUAL | change))
 
 
@@ -1247,6 +1253,24 @@ def test_full_precision_is_refused_where_steps_are_cut_into_two_batches():
         impl._check_full_precision()
 
 
+@pytest.mark.parametrize(
+    ("name", "consumer", "budget", "served"),
+    [
+        ("OffloadingConnector", True, None, True),
+        ("OffloadingConnector", True, 1 << 20, False),
+        ("NixlConnector", True, None, False),
+        ("NixlConnector", False, None, True),
+    ],
+)
+def test_full_precision_is_refused_where_blocks_come_within_the_step_that_reads_them(name, consumer, budget, served):
+    extra = lambda option, default: {"sync_load_budget_bytes": budget}[option] or default
+    connector = SimpleNamespace(kv_connector=name, is_kv_consumer=consumer, get_from_extra_config=extra)
+    impl = QuantKVImpl.__new__(QuantKVImpl)
+    impl.config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False), kv_transfer_config=connector)
+    with contextlib.nullcontext() if served else pytest.raises(NotImplementedError, match=f"kv_connector='{name}', which may load"):
+        impl._check_full_precision()
+
+
 HYBRID = {  # layers 1 and 3 keep keys and values
     **{"model_type": "jamba", "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "hidden_size": 256},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 128},
@@ -1266,6 +1290,12 @@ def test_layers_with_keys_alone_need_pages_of_one_size_beside_states(known, monk
     for layer in (1, 3) if known else (0, 1, 3):
         with pytest.raises(NotImplementedError, match=r"int[48] \((72|136) bytes a token"):
             mixed.check_hybrid(config, Policy("int4", {layer: "int8"}), nbytes)
+    with monkeypatch.context() as patch:
+        patch.setattr(mixed, "can_pack", lambda config: True)
+        mixed.check_hybrid(config, Policy("int4", {1: "int8"}), nbytes)
+    model.is_hybrid = False
+    mixed.check_hybrid(config, Policy("int4", {1: "int8"}), nbytes)
+    model.is_hybrid = True
     config.cache_config.kv_cache_dtype_skip_layers = ["1"]
     with pytest.raises(NotImplementedError, match="kv_cache_dtype_skip_layers=\\['1'\\]"):
         mixed.check_hybrid(config, None, nbytes)
