@@ -143,11 +143,16 @@ EQUIVALENT = {  # (module, how the line begins, what is changed): why it compute
     ("integrations/vllm/mixed", "if found is not None and found.density", "Gt -> GtE"): "a number of many digits, which no model meets",
     ("integrations/vllm/mla", "rows = torch.empty(1, sum(self.sizes)", "1 -> 2"): "a row that nothing reads",
     ("integrations/vllm/mla", "def do_kv_cache_update", "False -> True"): "an argument of vLLM's that nothing reads",
+    ("engine/layer_config", "map_ = map_.heads(start", "Gt -> GtE"): "the first of one head is that one",
     ("engine/layer", "given = attention.sinks is None", "Is -> IsNot"): "layers are of one kind by the same rule",
     ("engine/warm_up", "found = warmup.who_serves(layer.allocate", "1 -> 2"): "pages of which none is read",
     **{
         ("engine/warm_up", line, change): "on a GPU alone"
-        for line, change in (("sizes = (query.shape", "2 -> 3"), ("torch.empty(nbytes", "statement removed"))
+        for line, change in (
+            ("sizes = (query.shape", "2 -> 1"),
+            ("sizes = (query.shape", "2 -> 3"),
+            ("torch.empty(nbytes", "statement removed"),
+        )
     },
     **{("integrations/vllm/connectors", "DIGITS = 16", change): "as many as tell types apart" for change in ("16 -> 15", "16 -> 17")},
     ("implementations/cpu/write", "if others[0] is codec and", "0 -> 1"): "a codec that is encoded here has a map, of one size",

@@ -142,6 +142,16 @@ def test_a_pass_reads_its_own_rows_as_given(padded, context):
         assert not out[:7].any()
 
 
+def test_memory_of_copies_is_taken_before_pages():
+    tokens = FullPrecisionTokens(16, 24)
+    layer, without = layer_of("int4", full_precision=tokens), layer_of("int4")
+    for each in (layer, without):
+        assert each.copies_nbytes == 0
+        each.reserve_copies(BLOCK, 3, CPU)
+    of_one = get_format("fp32").cache_spec(2, SIZE, block_size=BLOCK).block_bytes
+    assert layer.copies_nbytes == tokens.copies_needed(BLOCK, 3) * of_one and without.copies_nbytes == 0
+
+
 def test_copies_stay_while_the_pool_grows_and_another_layer_reads_them():
     layer, reader = layer_of("int4", full_precision=FullPrecisionTokens(16, 0)), layer_of("int4", full_precision=FullPrecisionTokens(16, 0))
     reader.owner = layer
