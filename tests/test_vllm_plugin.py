@@ -950,6 +950,45 @@ def test_a_layer_of_latents_is_what_vllm_says_of_it(made, monkeypatch):
         mla.QuantKVLatentImpl(**usual, kv_cache_dtype="quantkv_int4")
 
 
+def test_a_layer_takes_what_it_says_of_images_and_the_memory_of_its_copies(made, monkeypatch):
+    """Once its weights are loaded."""
+    config, _ = made
+    reserved = []
+    monkeypatch.setattr(PagedLayer, "reserve_copies", lambda self, *given: reserved.append(given))
+    config.cache_config.block_size, config.scheduler_config = 16, SimpleNamespace(max_num_seqs=2)
+    impl = QuantKVImpl(4, 64, 0.125, 2, None, 8, "quantkv_int4")
+    layer = SimpleNamespace(impl=impl, layer_name="model.layers.0.attn", head_size_v=64, attn_backend=QuantKVBackend)
+    layer.mm_prefix_clamp_sliding_window = True
+    config.compilation_config.static_forward_context[layer.layer_name] = layer
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.attention.options == AttentionOptions(window=8, clamp_prefix_to_window=True)
+    assert reserved == [(16, 2, torch.device(current_platform.device_type))]
+
+
+def test_layers_that_may_store_latents_themselves_are_refused():
+    impl = latent_impl("int4")
+    with pytest.raises(NotImplementedError, match="LatentLayer is no MLAAttention"):
+        impl._heads_of(LatentLayer(torch.zeros(RANK, COUNT * (NOPE + VALUES))))
+    assert impl._heads_of(mla.MLAAttention.__new__(mla.MLAAttention)) == Heads(1, RANK, ROPE)
+
+
+def test_a_worker_measures_its_model_before_it_tells_how_much_memory_is_free(monkeypatch):
+    done = []
+
+    class Worker:
+        vllm_config, model_runner = "config", "runner"
+
+        def determine_available_memory(self):
+            done.append("memory")
+            return 7
+
+    monkeypatch.setattr(statistics, "resolve_obj_by_qualname", lambda name: {"the worker": Worker}[name])
+    monkeypatch.setattr(statistics, "take_statistics", lambda *given: done.append(given))
+    for _ in range(2):
+        statistics.measure_before_sizing(SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="the worker")))
+    assert Worker().determine_available_memory() == 7 and done == [("config", "runner"), "memory"]
+
+
 def test_chunks_and_a_window_are_refused():
     impl = QuantKVImpl.__new__(QuantKVImpl)
     impl.attention = LayerAttention(2 * HEADS, options=AttentionOptions(window=8))
