@@ -26,6 +26,7 @@ import torch
 from ...assumed import assumed
 from ...calls import AttendCall, AttentionOptions
 from ...maps import LayerMaps
+from ...options import PROMPT_QUERIES
 from ...reads import window_size
 from ..hopper.host import launch
 from . import backends, flash3, own
@@ -39,7 +40,7 @@ from .streams import Lanes
 # streams have some each. Queries that are neither mapped nor combined, and whose results go where they belong, need none.
 SCRATCH_BYTES = 256 << 20
 QUERY_BYTES = 512 << 20
-MIN_QUERIES = 128  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
+MIN_QUERIES = PROMPT_QUERIES  # fewer do not pay for writing the rows out: measured over 2,048 and 16,384 keys
 # Rows of a cache for each query row, at most, that are mapped back: 131,072 keys and values take 15 us longer then, and as many
 # queries and outputs take 50 us to map.
 MAPPED_BACK = 2
