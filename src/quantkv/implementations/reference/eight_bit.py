@@ -35,8 +35,8 @@ def quantize(rows: torch.Tensor, block: int = 1) -> QuantizedRows:
     count = rows.shape[-2]
     blocks = torch.nn.functional.pad(rows, (0, 0, 0, -count % block)).unflatten(-2, (-1, block))
     largest = blocks.abs().amax((-2, -1)).clamp_min(SMALLEST)
-    scales = (largest / LARGEST).repeat_interleave(block, -1)[..., :count]
-    return QuantizedRows((rows / scales[..., None]).round(), scales)
+    scales, steps = (t.repeat_interleave(block, -1)[..., :count] for t in (largest / LARGEST, largest.new_tensor(LARGEST) / largest))
+    return QuantizedRows((rows * steps[..., None]).round(), scales)
 
 
 def sample_mean(keys: torch.Tensor) -> torch.Tensor:
