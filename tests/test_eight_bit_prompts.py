@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkv import implementations, ops
+from quantkv import assumed, implementations, ops
 from quantkv.implementations.batches import runs_of
+from quantkv.implementations.prefill import attend as prefill
+from quantkv.implementations.prefill import backends
 from quantkv.implementations.reference import eight_bit
 from quantkv.testing import SampleBatch, check, relative_error
 
@@ -111,6 +113,29 @@ def test_the_reference_computes_what_it_specifies():
     want = (score.softmax(-1) @ b.value.transpose(0, 1)[:, None].double()).flatten(0, 1).transpose(0, 1)
     assert relative_error(out, want) < 1e-5  # a tile of queries reads all of the keys
     assert (lse.T.unflatten(0, (2, 2)).double() - score.logsumexp(-1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("fmt", ["none", "tq4"])
+def test_prefill_serves_them_where_a_dense_kernel_has_them(fmt):
+    """Whole and in slices, by the dense kernel of a CPU, which rounds rows that are mapped back: the integers are not the reference's."""
+    b = batch((130, 150), (130, 400), fmt)
+    lengths = ((130, 130), (150, 400))
+    call = b.call(prompt_precision="8bit", lengths=lengths, sinks=torch.linspace(-1, 2, 4))
+    want, sums = b.oracle(sinks=torch.linspace(-1, 2, 4))
+    ops.attend(call, "prefill")
+    for scratch_bytes in (prefill.SCRATCH_BYTES, 200 * 2 * 2 * 64 * 4):
+        out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
+        prefill.serve(replace(call, out=out, lse=lse), scratch_bytes=scratch_bytes)
+        assert 0.001 < relative_error(out, want) < MUST and 1e-4 < (lse - sums).abs().max() < 0.2
+        assert torch.equal(out, call.out) == (scratch_bytes == prefill.SCRATCH_BYTES)
+    assert implementations.refusal("prefill", b.call(prompt_precision="8bit")).startswith("prompt_precision: of several sequences")
+    assert backends.fitting(torch.device("cpu"), torch.float32, 64, 64, eight_bit=True) == ["math"]
+
+
+def test_a_gpu_that_is_no_hopper_has_none():
+    for name, there in (("h200", ["hopper"]), ("a100", [])):
+        with assumed.assuming(assumed.GPUS[name]):
+            assert backends.fitting(torch.device("cpu"), torch.bfloat16, 64, 64, eight_bit=True) == there
 
 
 def test_a_scale_of_the_tensor():

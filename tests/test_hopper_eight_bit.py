@@ -5,12 +5,12 @@ import torch
 
 import hopper_on_cpu
 from quantkv.implementations.hopper import prefill
-from quantkv.implementations.prefill import backends
+from quantkv.implementations.prefill import attend, backends
 from quantkv.implementations.prefill import eight_bit as rounding
 from quantkv.implementations.prefill.flash3 import bounds
 from quantkv.implementations.prefill.plan import ALL, CAUSAL, Mask
 from quantkv.implementations.reference import eight_bit
-from quantkv.testing import relative_error
+from quantkv.testing import SampleBatch, relative_error
 from test_hopper_prompt import DEVICE, GPU, SHORT, round_of
 
 pytestmark = pytest.mark.skipif(not GPU and not hopper_on_cpu.AVAILABLE, reason="neither a Hopper GPU nor g++")
@@ -107,6 +107,23 @@ def test_the_error_beside_16_bits():
     want, sums = backends.math_attention(q, k[:, :1000], v[:, :1000], 128**-0.5, CAUSAL, dtype=torch.float64)
     assert 0.003 < relative_error(out, want) < 0.02
     assert (lse.double() - sums).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("scratch_rows", [1 << 16, 150])
+def test_calls_over_pages(scratch_rows):
+    """A whole prompt and a chunk on a cache, whose results over slices of keys are combined; and once more by launches that were kept."""
+    b = SampleBatch.make("int8", (130, 128), (130, 300), num_kv_heads=2, group=2, dtype=torch.bfloat16, device=DEVICE)
+    key, value = (torch.randn(b.key.shape, generator=torch.Generator().manual_seed(n)).bfloat16().to(DEVICE) for n in (1, 2))
+    b.cache.write(key, value, b.slots, b.positions, implementation="reference")
+    call = b.call(prompt_precision="8bit", lengths=((130, 130), (128, 300)))
+    plan = attend.plan(call, backend="hopper", scratch_bytes=scratch_rows * 2 * 2 * 64 * 2)
+    assert (max(len(group.rounds) for group in plan.groups) > 1) == (scratch_rows < 300)
+    want, sums = b.oracle()
+    for _ in range(2):
+        call.out.fill_(torch.nan)
+        attend.follow(call, plan, triton=GPU)
+        assert 0.003 < relative_error(call.out, want) < 0.02
+        assert (call.lse.double().cpu() - sums).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("size, block", [(64, 96), (80, 160), (128, 80)])

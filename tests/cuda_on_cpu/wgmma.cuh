@@ -91,12 +91,15 @@ template <class T> inline std::vector<T>& cpu_mine(std::vector<std::vector<T>>& 
   if ((int)all.size() <= cpu_fiber->thread) all.resize(cpu_fiber->thread + 1);
   return all[cpu_fiber->thread];
 }
-CPU_FN int cpu_of_integers(u16 x, u16 y) { return (signed char)x * (signed char)y + (signed char)(x >> 8) * (signed char)(y >> 8); }
+CPU_FN int cpu_of_integers(u16 x, u16 y) {
+  return (signed char)x * (signed char)y + (signed char)(x >> 8) * (signed char)(y >> 8);
+}
 CPU_FN void cpu_run_product(Product& p) {
   for (int n = 0; p.integers && n < p.tiles; n++)
     for (int i = 0; i < 4; i++)
       for (int k = 0; k < 16; k++)
-        ((int(*)[4])p.d)[n][i] += cpu_of_integers(p.read[p.tiles * 32 + i / 2 * 16 + k], p.read[(2 * n + i % 2) * 16 + k]);
+        ((int(*)[4])p.d)[n][i] +=
+            cpu_of_integers(p.read[p.tiles * 32 + i / 2 * 16 + k], p.read[(2 * n + i % 2) * 16 + k]);
   if (p.integers) return;
   for (int n = 0; n < p.tiles; n++)
     for (int i = 0; i < 4; i++) {

@@ -70,7 +70,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], of: t
         known = None if kept is None else kept.get(key)
         if known is not None and known.again(list(tensors.values()), device.index):
             return
-        made = launch.Launch(kernel, grid, arguments, {"num_warps": 4}, tuple(tensors))
+        made = launch.Launch(kernel, grid, arguments, {"num_warps": 8}, tuple(tensors))
         made()
     if kept is not None and known is None and made.direct is not None:
         kept[key] = made

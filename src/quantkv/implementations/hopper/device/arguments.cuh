@@ -141,8 +141,8 @@ struct PrefillArguments {
   const u8* sinks;    // [query heads]
   int sinks_stride;
   int sinks_type;
-  const float* query_scales;  // of 8-bit rows, [tokens, query heads]: of each query; what the keys' mean adds to its score
-  const float* query_means;
+  const float* query_scales;  // of 8-bit rows, [tokens, query heads]
+  const float* query_means;   // what the mean that was taken off the keys adds to a query's scores
   const float* key_scales;    // [kv heads, rows of keys]: of a tile of keys, where its first one is
   i64 key_scale_head;
   i64 padding[3];     // to a multiple of 64 bytes

@@ -8,8 +8,8 @@
 // EIGHT: queries and keys are 8-bit integers, and a tile of keys has one scale. Sums begin at EIGHT_ZERO, so that their
 // bits are a float's, and no sum of theirs is converted.
 //
-// Compile-time, from prefill/__init__.py: EIGHT, D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries see no
-// further than a.left), SOFTCAP, TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
+// Compile-time, from prefill/__init__.py: EIGHT, D, DV, GROUP, CONSUMERS, KEYS (of a tile), STAGES, BF16, LEFT (queries
+// see no further than a.left), SOFTCAP, TURNS, QUERY_STAGES, CONSUMER_REGISTERS.
 #include "arguments.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
@@ -201,7 +201,8 @@ struct Rows {
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[nt][e] = pow2(fmaf(s[nt][e], steps[e / 2], -above[e / 2])), sum[e / 2][e % 2] += s[nt][e];
+      for (int e = 0; e < 4; e++)
+        s[nt][e] = pow2(fmaf(s[nt][e], steps[e / 2], -above[e / 2])), sum[e / 2][e % 2] += s[nt][e];
 #pragma unroll
     for (int r = 0; r < 2; r++) l[r] = fmaf(l[r], factor[r], sum[r][0] + sum[r][1]);
   }
