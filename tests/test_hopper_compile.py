@@ -84,6 +84,20 @@ def test_prompts_compile(sizes, tmp_path):
         assert found.count("WARPGROUP") == 8 and found.count("STL") <= 8, chosen
 
 
+@pytest.mark.parametrize("size, steps", [(64, 2), (128, 4)])
+def test_prompts_with_8_bit_scores_compile(size, steps, tmp_path):
+    """Nothing is spilled, sums of integers are never converted, and half of the products are of integers."""
+    for left, narrow, softcap in ((False, False, False), (True, True, False), (True, False, True)):
+        chosen = prefill.PrefillConfig(size, size, 4, True, left, narrow, softcap, True)
+        assert chosen.shared_bytes <= prefill.PrefillConfig(size, size, 4, True, left, narrow, softcap).shared_bytes
+        cubin = tmp_path / "cubin"
+        cubin.write_bytes(chosen.cubin())
+        found = opcodes(cubin)
+        assert found.count("WARPGROUP") == 8 and not found.count("STL"), chosen
+        assert found.count("IGMMA") == 2 * steps and found.count("HGMMA") == 2 * chosen.keys // 16
+        assert found.count("I2F") <= 3  # of divisions that say which work is next
+
+
 @pytest.mark.parametrize("key, value, packed_rows", BUDGET)
 def test_step_fits_its_budget(key, value, packed_rows, tmp_path):
     """And keeps what it holds in registers: local memory in the loop costs more than it looks."""
