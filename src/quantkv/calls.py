@@ -206,7 +206,7 @@ class AttendCall:
         self.batch.check(tokens, device)
         self.options.check({"S": num_seqs, "HQ": num_heads}, device)
         if self.options.prompt_precision != "16bit":
-            self._check_precision(first.fmt)
+            self._settle_precision(first.fmt)
         for segment in self.segments:
             _check_segment(segment, heads, (head_size, head_size_v), first.fmt.latent, num_seqs, device)
         _check_shared(self.segments)
@@ -290,7 +290,7 @@ class AttendCall:
                         checks.refuse("block_table.shape[1]", table.shape[1], f"the keys up to position {high} need {last} pages")
                     checks.in_range("block_table", row[first:last], 0, num_pages, f" (the cache has {num_pages} pages)")
 
-    def _check_precision(self, fmt: Format) -> None:
+    def _settle_precision(self, fmt: Format) -> None:
         """Refuse what has none but 16 bits; a batch that is known to hold no prompt is served by whoever serves it at 16 bits."""
         if fmt.latent:
             checks.refuse("prompt_precision", self.options.prompt_precision, f"scores of latents ({fmt.name}) are at 16bit")

@@ -328,11 +328,13 @@ class CacheWithCopies:
         starts: torch.Tensor,
         out: tuple[torch.Tensor, torch.Tensor],
         first: torch.Tensor | None,
-        step: FullPrecisionStep,
+        step: FullPrecisionStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `PagedCache.gather` gives, and of tokens that the step reads at full precision their copies. step: of these sequences."""
+        """What `PagedCache.gather` gives, and of tokens that the step reads at full precision their copies. step: of these sequences;
+        None: it reads none so."""
         self.pages.gather(block_table, starts, out, first)
-        put_copies(self.copies, step, starts, first, out)
+        if step is not None:
+            put_copies(self.copies, step, starts, first, out)
         return out
 
     def segments(self, block_table: torch.Tensor, step: FullPrecisionStep, apart: bool) -> tuple[Segment, ...]:

@@ -72,7 +72,13 @@ def planned(tokens: int) -> int:
     return -(-tokens // PLANNED) * PLANNED
 
 
-def fitting(
+def fitting(device: torch.device, dtype: torch.dtype, head_size: int, head_size_v: int, *, eight_bit: bool = False, **needs) -> list[str]:
+    """Names of the backends that are here and take these rows, the fastest first. eight_bit: whether scores are products of 8-bit integers.
+    needs: as of `_fitting`."""
+    return [n for n in _fitting(device, dtype, head_size, head_size_v, **needs) if BACKENDS[n].eight_bit >= eight_bit]
+
+
+def _fitting(
     device: torch.device,
     dtype: torch.dtype,
     head_size: int,
@@ -83,16 +89,11 @@ def fitting(
     alike: bool = False,
     short: bool = False,
     scale: float = 1.0,
-    eight_bit: bool = False,
 ) -> list[str]:
-    """Names of the backends that are here and take these rows, the fastest first. window, softcap: whether the call has one. alike: whether
-    all its sequences have the same lengths, which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend. short:
-    whether its sequences, of several lengths, are not worth a call each, as of `WORTH_A_CALL`. scale: of scores; ours for Hopper looks for
-    the largest score before it is multiplied by a scale, which must not turn it around. eight_bit: whether scores are
-    products of 8-bit integers."""
-    if eight_bit:
-        there = fitting(device, dtype, head_size, head_size_v, window=window, softcap=softcap, alike=alike, short=short, scale=scale)
-        return [n for n in there if BACKENDS[n].eight_bit]
+    """The same for scores of 16 bits. window, softcap: whether the call has one. alike: whether all its sequences have the same lengths,
+    which torch calls cuDNN with at once; 1 to 15 % faster on an H200 than its frontend. short: whether its sequences, of several lengths,
+    are not worth a call each, as of `WORTH_A_CALL`. scale: of scores; ours for Hopper looks for the largest score before it is multiplied
+    by a scale, which must not turn it around."""
     gpu = assumed()
     if gpu is not None:
         return ["hopper"] if gpu.capability == (9, 0) and scale > 0 and prefill.takes(head_size, head_size_v) else ["flash"]

@@ -65,12 +65,5 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], of: t
     tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor)}
     others = tuple((name, n) for name, n in arguments.items() if name not in tensors)
     key = (round, kernel.__name__, others, *(t.dtype for t in tensors.values()))
-    device = next(iter(tensors.values())).device
-    with launch.on_device(device):
-        known = None if kept is None else kept.get(key)
-        if known is not None and known.again(list(tensors.values()), device.index):
-            return
-        made = launch.Launch(kernel, grid, arguments, {"num_warps": 8}, tuple(tensors))
-        made()
-    if kept is not None and known is None and made.direct is not None:
-        kept[key] = made
+    make = lambda: launch.Launch(kernel, grid, arguments, {"num_warps": 8}, tuple(tensors))
+    launch.launch_kept(kept, key, next(iter(tensors.values())).device, list(tensors.values()), make)

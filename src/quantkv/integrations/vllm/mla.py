@@ -282,12 +282,7 @@ class QuantKVLatentImpl(MLACommonImpl[LatentMetadata], QuantKVImpl):
         rope]`: of each sequence the tokens from `first [S]` on go to rows `starts [S + 1]`. full_precision: what these read so."""
         latents, rotated = workspace[:count, None].split(self.sizes, 2)
         where = block_table, starts, (latents, rotated), first
-        if not isinstance(cache, CacheWithCopies):
-            cache.gather(*where)
-        elif full_precision is None:
-            cache.pages.gather(*where)
-        else:
-            cache.gather(*where, full_precision)
+        cache.gather(*where, *([full_precision] if isinstance(cache, CacheWithCopies) else []))
         if self.mean is not None:
             latents.add_(self.mean)
         return latents[:, 0], rotated
