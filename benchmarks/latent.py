@@ -1,7 +1,7 @@
 """Attention over latents (DeepSeek's MLA: 512 + 64 numbers a token) by Triton and by the Hopper kernel, beside attention over 16 bits:
 
     python benchmarks/latent.py [--peers DIR] [--shapes B64xL8192 ..] [--heads 16 128] [--formats int4 ..] [--by hopper ..] [--tiles]
-        [--ways] [--brief] [--device cpu]
+        [--brief] [--device cpu]
 
 On a Hopper GPU both are checked and timed; the rows of Hopper's say so.
 
@@ -9,7 +9,7 @@ Every result is compared with float64 attention over what the cache holds, also 
 heads, before anything is timed. Times are microseconds of CUDA-graph replays of a whole call: attention, combine, and but for those that
 say "absorbed" the rotation of queries and output. Rivals, where they can be loaded: FlashMLA (of vLLM), FlashAttention-3 (`fa3.xz` in
 --peers, or vLLM's), and our own kernel over bf16 latents. --tiles: what tiling.py could choose instead for Triton, and
-hopper/decode/latents.py for Hopper. --ways: how its kernel could read a format, absorbed. --brief: only what is timed is compared. No
+hopper/decode/latents.py for Hopper. --brief: only what is timed is compared. No
 group is begun after --seconds. Exit code 1 where a result is wrong.
 """
 
@@ -20,7 +20,6 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,18 +46,6 @@ TILES = {  # rows of a tile: keys, warps, stages, programs of a multiprocessor a
 HOPPER_CHOICES = [  # products of keys and of values that are begun together, warps of a block
     (keys, values, warps) for warps in (8, 12, 4) for keys, values in ((8, 8), (4, 4), (8, 4), (4, 8), (2, 2))
 ]
-THREE_WARPGROUPS = dict(copies_first=True, warps=12, keys_at_once=4, values_at_once=4)
-HOPPER_WAYS = {  # of a format: what may stand in the place of what is chosen
-    "levels4": [
-        dict(copies_first=False, tiles_by_table=0, early_tiles=0), dict(tiles_by_table=0, early_tiles=0),
-        dict(tiles_by_table=0, early_tiles=2), dict(), dict(tiles_by_table=0b1111),
-        dict(tiles_by_table=0, early_tiles=0, without_table=True),
-        dict(tiles_by_table=0, early_tiles=0, without_table=True, **THREE_WARPGROUPS),
-    ],
-    "int4": [dict(), dict(copies_first=True), THREE_WARPGROUPS],
-    "int8": [dict(copies_first=False), dict()],
-    "none": [dict(copies_first=False), dict()],
-}  # fmt: skip
 Call = Callable[[], torch.Tensor]
 
 
@@ -215,7 +202,6 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="a folder with fa3.xz")
     parser.add_argument("--by", nargs="+", default=("triton", "hopper"), help="implementations")
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--ways", action="store_true")
     parser.add_argument("--brief", action="store_true")
     parser.add_argument("--device", default="cuda", help="cpu: where Triton is interpreted, to see that all is right")
     parser.add_argument("--seconds", type=float, default=170)
@@ -255,18 +241,6 @@ def hopper_choices(rows: Rows, cache: PagedCache) -> None:
     latents.choose = stock
 
 
-def hopper_ways(rows: Rows, cache: PagedCache, format_name: str) -> None:
-    """Times and errors of the ways to read a format: of queries and outputs as they are stored."""
-    stock, stored, choices = latents.choose, copy(rows), HOPPER_WAYS[format_name]
-    if cache.maps.k is not None:
-        stored.q = torch.cat([(rows.q[..., :LATENT].float() @ cache.maps.k.inverse[0]).to(rows.q.dtype), rows.q[..., LATENT:]], -1)
-    for chosen in choices:
-        latents.choose = partial(chosen_for_hopper, stock, chosen)
-        name = "  " + (", ".join(f"{key} {int(value)}" for key, value in chosen.items()) or "as chosen")
-        timed(stored, name, lambda: stored.attend(cache.as_stored(), implementation="hopper"), cache.as_stored(), [])
-    latents.choose = stock
-
-
 def of_shape(rows: Rows, given: argparse.Namespace, wrong: list[str]) -> None:
     times = {}
     for name, make in (("FlashMLA bf16", lambda: flash_mla(rows)), ("FlashAttention-3 bf16", lambda: flash3(rows, given.peers))):
@@ -290,8 +264,6 @@ def of_shape(rows: Rows, given: argparse.Namespace, wrong: list[str]) -> None:
             )
         if given.tiles and "hopper" in served_by(name, rows.device):
             hopper_choices(rows, cache)
-        if given.ways and name in HOPPER_WAYS and "hopper" in served_by(name, rows.device):
-            hopper_ways(rows, cache, name)
         if given.tiles and name == "int4":
             stock = tiling.LATENT_TILES
             for most, tiles in TILES.items():

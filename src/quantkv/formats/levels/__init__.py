@@ -58,7 +58,7 @@ def table_of(bits: int, head_size: int) -> torch.Tensor:
 READS = {  # of `hopper.cuh`, how keys lie in registers
     2: {"table_bytes": 1 << 16, "integers": True},
     3: {"table_bytes": 1 << 13},
-    4: {"table_bytes": 1 << 16, "latents": True, "without_table": ("Levels<4, CubicLevels<4>>", 4)},
+    4: {"table_bytes": 1 << 16, "latents": True},
     5: {"half": 16},
     6: {"half": 16},
     8: {"half": 2},

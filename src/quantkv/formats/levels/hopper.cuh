@@ -77,21 +77,13 @@ template <int B> struct LevelsByTable : CubicLevels<B> {
     const u32 x = at + 6 > 32 ? __funnelshift_r(w[i], w[i + 1], at - 7) : at < 7 ? w[i] << 7 - at : w[i] >> at - 7;
     return Pairs::entry(x & 63 * 128 | lane);
   }
-  // Values of 4 bits by the same table: codes of two tokens are put side by side, 16 bits of each from both words.
-  static DI u32 pair_by_table(const u32* x, int j, u32 lane) {
-    static_assert(B == 4, "two codes are a byte");
-    const u32* both = x + j / 8 * 2;
-    const u32 a = prmt(both[0], both[1], 0x5410), b = prmt(both[0], both[1], 0x7632);
-    const u32 codes = j & 1 ? a >> 4 & 0x0f0f0f0fu | b & 0xf0f0f0f0u : a & 0x0f0f0f0fu | b << 4 & 0xf0f0f0f0u;
-    return Pairs::entry(prmt(codes, lane, 0x7604 | j % 8 / 2 << 4));
-  }
 };
 
 template <int B> struct ReadLevels : CubicLevels<B> {};
 template <> struct ReadLevels<3> : LevelsByTable<3> {};
 template <> struct ReadLevels<4> : LevelsByTable<4> {};
 
-template <int B, class READ = ReadLevels<B>> struct Levels : READ {
+template <int B> struct Levels : ReadLevels<B> {
   static constexpr int BITS = B, META_BYTES = 2, HALVES = 1 << (B - 1);
   static constexpr float A = Cubic<B>::OF[2], B3 = Cubic<B>::OF[3];
   static DI float scale(u32 meta) { return low(meta); }

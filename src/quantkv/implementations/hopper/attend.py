@@ -26,7 +26,6 @@ SUPPORTED = frozenset(("window", "softcap", "sinks", "chunk_lookback", "batch_in
 QUERIES = range(9)  # of a sequence, that a batch of several kinds keeps together
 OWN_ROWS = "copied"  # into pages: only those are read
 LATENTS = True
-LATENT_ROWS = {"int8": 128, "16 bits": 64}  # query heads times queries of a sequence from which latents are read faster than by Triton
 SEGMENTS = 4  # of a call, at most: one, and as many others as AttendArguments has room for
 EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel attends to
 
@@ -34,17 +33,6 @@ EXACT_HEAD_SIZES = (64, 128, 256)  # of 16-bit rows that the combine kernel atte
 def refusal(call: AttendCall) -> str | None:
     """Why the kernel cannot serve this call; None where it can. Looks at shapes and types only, never at what tensors hold."""
     return launch.elsewhere(call.q.device) or _unsupported(call)
-
-
-def withheld(call: AttendCall) -> str | None:
-    """Why "auto" does not choose what serves a call."""
-    fmt, HQ, most = call.segments[0].fmt, call.q.shape[1], call.batch.max_query_len
-    if not fmt.latent:
-        return None
-    rows = LATENT_ROWS.get("16 bits" if fmt.k.row.code_bits == 16 else fmt.k.name, 0)
-    if HQ * most < rows:
-        return f"latents of {fmt.k.name}, {HQ} query heads, max_query_len={most}: Triton is faster below {rows} rows of a sequence"
-    return None
 
 
 def _unsupported(call: AttendCall) -> str | None:

@@ -19,7 +19,6 @@ class HopperCodec:
     half: the two dimensions of a key that share a register are so far apart (`HALF`).
     odd_unit: odd registers of a key are worth so much more than even ones (`ODD_UNIT`).
     table_bytes: of the table in shared memory that keys are read by. values_by_table: so are values.
-    without_table: the struct that reads its keys without the table, and its `half`.
     warps: of a block that reads its keys, at most: fewer have more registers.
     per_tensor: its rows have the scale of the whole layer, and none of their own.
     integers: its keys are read as integers of 8 bits too (`INTEGERS`).
@@ -39,7 +38,6 @@ class HopperCodec:
     odd_unit: float = 1.0
     table_bytes: int = 0
     values_by_table: bool = False
-    without_table: tuple[str, int] | None = None
     warps: int = 12
     per_tensor: bool = False
     integers: bool = False

@@ -278,7 +278,6 @@ template <bool LATENTS> struct LatentLane {
     rotated = TILE_V + chunk_address<SECOND_ROW>(lane / 4, lane % 4 * 2);
     own_tile = lane / 16 * TILE_BYTES, own = chunk_address<K_ROW>(lane % 16, member * OWN_CHUNKS);
     keep(first_chunk), keep(own_tile), keep(own);
-    if (KEY_TABLE == 0) keep(rotated);  // else registers are full
   }
 };
 template <> struct LatentLane<false> {

@@ -2,11 +2,6 @@
 #pragma once
 #include "latents.cuh"
 
-template <class F, class G> struct Both : F, G {
-  using F::operator();
-  using G::operator();
-};
-
 // The running softmax of a consumer warpgroup, base 2: as Softmax in softmax.cuh. m, seen and v_norm are the same in
 // all lanes of a packed query row; l and bias are of this lane's tokens; o is of this warp's dimensions.
 struct WarpgroupSoftmax {
@@ -88,12 +83,11 @@ struct WarpgroupSoftmax {
     commit_products();
   }
 
-  // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply; of latents,
-  // meanwhile(s, meta) begins the products.
+  // The scores of this warp's tile, relative to m. meanwhile() is done while tensor cores multiply.
   template <class Meanwhile> DI void score(float (&s)[TILES][4], u32 tile, int kv_tile, const WarpgroupLane& at,
       float scale, float softcap, Meanwhile meanwhile) {
     u32 meta[2] = {}, squares[2] = {};
-    if constexpr (LATENTS) meanwhile(s, meta);
+    if constexpr (LATENTS) LatentProducts::score(s, tile, at, meta);
     else multiply_keys(s, tile, at, meta, squares);
     float norms[4] = {};
     if constexpr (KEY::NORMALISED) mma(norms, squares[0], squares[1], 0, 0, ONES, 0);
@@ -142,16 +136,7 @@ struct WarpgroupSoftmax {
               zeros = at.base + ZEROS_AT + odd * (2 * KV_TILE);
     Weigh weigh;
     float s[TILES][4];
-    LatentProducts::Early early;
-    if constexpr (LATENTS) {
-      const auto begin = [&](float (&s)[TILES][4], u32 (&meta)[2]) {
-        LatentProducts::score(s, early, slot, tile, at, meta, copies);
-      };
-      const auto load = [&] { weigh.load(tile, at, zeros, masked, ours); };
-      score(s, tile, kv_tile, at, scale, softcap, Both<decltype(begin), decltype(load)>{begin, load});
-    } else {
-      score(s, tile, kv_tile, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
-    }
+    score(s, tile, kv_tile, at, scale, softcap, [&] { weigh.load(tile, at, zeros, masked, ours); });
     if (masked) {
 #pragma unroll
       for (int nt = 0; nt < TILES; nt++)
@@ -192,16 +177,8 @@ struct WarpgroupSoftmax {
       rescale(s, v_top, at);
       limit = -minus_infinity(), unseen = false;
     }
-    if constexpr (LATENTS) {
-      u32 zero[WORKER_WARPS * 2] = {};
-      if (ZERO_POINTS)
-        load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero),
-            load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
-      LatentProducts::add_values(o, early, slot, weights, zero, at);
-    } else {
-      multiply_values(slot, weights, zeros, at);
-    }
-    if constexpr (!LatentProducts::COPIES_FIRST) copies();  // no warp reads the KV tile before any more
+    multiply_values(slot, weights, zeros, at);
+    copies();  // no warp reads the KV tile before any more
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
@@ -220,6 +197,7 @@ struct WarpgroupSoftmax {
     if (ZERO_POINTS)
       load_shared<16>(zeros + zero_place(0, 0, 2 * at.c), zero),
           load_shared<16>(zeros + zero_place(2, 0, 2 * at.c), zero + 4);
+    if constexpr (LATENTS) return LatentProducts::add_values(o, slot, weights, zero, at);
     u32 x[WORKER_WARPS][OWN_SLABS][4];
 #pragma unroll
     for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2) {

@@ -12,8 +12,7 @@
 // unpacked from the codes that K was (latents.cuh).
 //
 // Compile-time, from wgmma.py: as decode.cu; from latents.py: ROPE ROPE_SIZE LATENT_KEYS_AT_ONCE
-// LATENT_VALUES_AT_ONCE LATENT_TILES_BY_TABLE LATENT_EARLY_TILES
-// LATENT_COPIES_FIRST besides.
+// LATENT_VALUES_AT_ONCE besides.
 #include "kernels.cuh"
 #include "consumer_softmax.cuh"
 
@@ -21,6 +20,10 @@ static_assert(!UNSPLIT, "consumer warpgroups leave their partials to combine_ker
 static_assert(!PDL_AFTER_WRITE, "a consumer warpgroup's loader waits for no write");
 
 // Grid (blocks, packed query row groups).
+// In a ring of two KV tiles the next copies begin when a KV tile is there and the warps have met, since no other is on
+// its way then. Else they begin where the KV tile's values are multiplied, which spares that barrier.
+constexpr bool COPIES_FIRST = LATENTS && STAGES == 2;
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     decode_wgmma_kernel(const __grid_constant__ AttendArguments a) {
   const DependentLaunch dependent_launch(a);
@@ -84,12 +87,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
         }
         wait_for_all_copies_but<AHEAD - 1>();
         __syncwarp();
-        if (LatentProducts::COPIES_FIRST) meet(at.barrier);
+        const auto copies = [&] { loader.next(free_slot + member * TILE_BYTES); };
+        if (COPIES_FIRST) {
+          meet(at.barrier);
+          copies();
+        }
         const int key = kv_tile * KV_TILE + member * TILE + at.token;  // of this lane, and the one 8 further
         // in between, every packed query row sees every token
         const bool masked = kv_tile < all_in_window || kv_tile >= all_see;
         softmax.add(
-            slot, at, kv_tile, scale, a.softcap, masked, [&] { loader.next(free_slot + member * TILE_BYTES); },
+            slot, at, kv_tile, scale, a.softcap, masked, [&] { if (!COPIES_FIRST) copies(); },
             [&](int half, int nt, int e) {
               const int k = key + 8 * half, position = context + (packed_row0 + nt * 8 + 2 * (lane % 4) + e) / GROUP;
               return k <= position &&

@@ -94,60 +94,17 @@ struct LatentProducts {
   static_assert(K_WORDS % 4 == 0 && STEPS % STEPS_AT_ONCE == 0 && OWN_SLABS % VALUES_AT_ONCE == 0, "whole parts");
   static_assert(!KEY::NORMALISED && !KEY::BIASED && !KEY::OVERLAP && !VALUE::OVERLAP && DK % 64 == 0 && DK == D,
       "rows of other codecs");
-  // The warps meet when a KV tile is there, so that the next copies begin: a ring of two KV tiles has no other time for
-  // them. Without, they begin where the KV tile's values are multiplied.
-  static constexpr bool COPIES_FIRST = LATENT_COPIES_FIRST;
-  static_assert(COPIES_FIRST || LATENT_EARLY_TILES == 0, "values are other warps' tiles");
-  // Tiles whose values are unpacked before their weights are there: while warps wait for products and for each other.
-  static constexpr int EARLY_TILES = ZERO_POINTS ? 0 : LATENT_EARLY_TILES;
-  struct Early {
-    u32 x[2][VALUES_AT_ONCE][4];
-  };
-  static constexpr int TILES_BY_TABLE = LATENT_TILES_BY_TABLE;  // a bit for each whose values the keys' table has
-  using Chunks = u32[2][CHUNKS_AT_ONCE];
-
-  // As value_operand(), or BY_TABLE, which spares instructions and costs shared memory's time.
-  template <class Value, bool BY_TABLE> static DI u32 value_of(const u32 (&va)[CHUNKS_AT_ONCE],
-      const u32 (&vb)[CHUNKS_AT_ONCE], int i, int k, u32 zero, const WarpgroupLane& at) {
-    if constexpr (BY_TABLE) return Value::pair_by_table(k < 2 ? va : vb, 2 * i + k % 2, at.table);
-    else return value_operand(va, vb, i, k, zero, at.value_table);
-  }
-  // Codes of values of the tiles t0 and t0 + 1, of this warp's dimensions from its slab i0 on.
-  static DI void load_values(Chunks& va, Chunks& vb, u32 slot, int t0, int i0, const WarpgroupLane& at) {
-#pragma unroll
-    for (int i = 0; i < CHUNKS_AT_ONCE; i++)
-      load_transposed(slot + t0 * TILE_BYTES + at.own_tile + (at.own ^ (2 * i0 / OWN_RUN + i) << 4), va[0][i], vb[0][i],
-          va[1][i], vb[1][i]);
-  }
-  template <int T> static DI void unpack_values(u32 (&x)[VALUES_AT_ONCE][4], const u32 (&va)[CHUNKS_AT_ONCE],
-      const u32 (&vb)[CHUNKS_AT_ONCE], const u32* zero, const WarpgroupLane& at) {
-#pragma unroll
-    for (int i = 0; i < VALUES_AT_ONCE; i++)
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        x[i][k] = value_of<VALUE, (TILES_BY_TABLE >> T & 1)>(va, vb, i, k, zero[k / 2], at);
-  }
-  static DI void multiply_values(float (&o)[OWN_SLABS][TILES][4], const u32 (&x)[VALUES_AT_ONCE][4], int t, int i0,
-      u32 weights) {
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < VALUES_AT_ONCE; i++)
-      multiply<VALUE>(o[i0 + i], x[i][0], x[i][1], x[i][2], x[i][3], matrix_descriptor(weights) + 2 * t);
-    commit_products();
-  }
 
   // Begins the last products of this warp's tile with the queries, in the unit of those with rotated dimensions: what
-  // comes of the latents is brought to it before these are added. meta: of a lane's keys. copies(): see
-  // WarpgroupSoftmax::add().
-  template <class Copies> static DI void score(float (&s)[TILES][4], Early& early, u32 slot, u32 tile,
-      const WarpgroupLane& at, u32 (&meta)[2], Copies copies) {
+  // comes of the latents is brought to it before these are added. meta: of a lane's keys.
+  static DI void score(float (&s)[TILES][4], u32 tile, const WarpgroupLane& at, u32 (&meta)[2]) {
     const u64 queries = matrix_descriptor(at.base);
     load_metas(tile, at, meta);
     if constexpr (SUMMED) {
-      u32 moved[2];
-      moved_zeros(meta, moved);
+      u32 zero[2];
+      moved_zeros(meta, zero);
       begin_products();
-      multiply<KEY, false>(s, moved[0], moved[1], 0, 0, queries + SUMS_AT / 16);
+      multiply<KEY, false>(s, zero[0], zero[1], 0, 0, queries + SUMS_AT / 16);
       commit_products();
     }
     each_part<PARTS>([&](auto part) {
@@ -172,20 +129,8 @@ struct LatentProducts {
               s, x[i][0], x[i][1], x[i][2], x[i][3], queries + (w / 4 * SLAB + w % 4 * 32) / 16);
         });
         commit_products();
-        if constexpr (COPIES_FIRST && PART == 0 && FIRST == 0) copies();
       });
     });
-    if constexpr (EARLY_TILES > 0) {
-      constexpr u32 zero[2] = {};
-      Chunks va, vb;
-      load_values(va, vb, slot, 0, 0, at);
-      each_part<EARLY_TILES>([&](auto t) {
-        constexpr int T = decltype(t)::value;
-        unpack_values<T>(early.x[T], va[T], vb[T], zero, at);
-#pragma unroll
-        for (int i = 0; i < 4 * VALUES_AT_ONCE; i++) keep(early.x[T][i / 4][i % 4]);  // not where they are multiplied
-      });
-    }
     u32 a[ROPE_SIZE / 8], b[ROPE_SIZE / 8];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -208,25 +153,34 @@ struct LatentProducts {
   }
 
   // Begins the products of the KV tile at `slot`, of this warp's dimensions, with weights; zero: of its tokens.
-  static DI void add_values(float (&o)[OWN_SLABS][TILES][4], const Early& early, u32 slot, u32 weights,
-      const u32 (&zero)[8], const WarpgroupLane& at) {
-    each_part<WORKER_WARPS / 2>([&](auto pair) {
+  static DI void add_values(float (&o)[OWN_SLABS][TILES][4], u32 slot, u32 weights, const u32 (&zero)[8],
+      const WarpgroupLane& at) {
+#pragma unroll
+    for (int t0 = 0; t0 < WORKER_WARPS; t0 += 2)
 #pragma unroll
       for (int i0 = 0; i0 < OWN_SLABS; i0 += VALUES_AT_ONCE) {
-        constexpr int T0 = 2 * decltype(pair)::value;
-        const int early_tiles = i0 > 0 ? 0 : EARLY_TILES - T0;
-        Chunks va, vb;
-        if (early_tiles < 2) load_values(va, vb, slot, T0, i0, at);
-        each_part<2>([&](auto of) {
-          constexpr int t = decltype(of)::value, T = T0 + t;
-          if (t < early_tiles) return multiply_values(o, early.x[t], T, i0, weights);
-          if (T + i0 > 0) wait_for_all_products_but<1>();
+        u32 va[2][CHUNKS_AT_ONCE], vb[2][CHUNKS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < CHUNKS_AT_ONCE; i++)
+          load_transposed(slot + t0 * TILE_BYTES + at.own_tile + (at.own ^ (2 * i0 / OWN_RUN + i) << 4), va[0][i],
+              vb[0][i], va[1][i], vb[1][i]);
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+          if (t0 + t + i0 > 0) wait_for_all_products_but<1>();
           u32 x[VALUES_AT_ONCE][4];
-          unpack_values<T>(x, va[t], vb[t], zero + 2 * T, at);
-          multiply_values(o, x, T, i0, weights);
-        });
+#pragma unroll
+          for (int i = 0; i < VALUES_AT_ONCE; i++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+              x[i][k] = value_operand(va[t], vb[t], i, k, zero[2 * (t0 + t) + k / 2], at.value_table);
+          begin_products();
+#pragma unroll
+          for (int i = 0; i < VALUES_AT_ONCE; i++)
+            multiply<VALUE>(
+                o[i0 + i], x[i][0], x[i][1], x[i][2], x[i][3], matrix_descriptor(weights) + 2 * (t0 + t));
+          commit_products();
+        }
       }
-    });
   }
 };
 #else
@@ -235,8 +189,6 @@ struct LatentQueries {  // of other rows there are none
   template <class... A> DI void load(A&&...) const {}
 };
 struct LatentProducts {
-  static constexpr bool COPIES_FIRST = false;
-  struct Early {};
   template <class... A> static DI void score(A&&...) {}
   template <class... A> static DI void add_values(A&&...) {}
 };

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from ....format import Codec
-from ..codec import HopperCodec
 from ..host.records import page_bytes
 from .warps import TILE, CallShape
 from .wgmma import PACKED_ROW_TILES, WORKER_WARPS, WgmmaConfig
@@ -18,33 +16,17 @@ MOST_TILES = 4  # of 8 packed query rows, of a block: outputs of 512 numbers fil
 @dataclass(frozen=True)
 class LatentConfig(WgmmaConfig):
     """What one compiled kernel is made for where rows are latents, codec `key` and `value`. rope, rope_size: codec and number of their
-    rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys, of 64 of values.
-    tiles_by_table: of the four tiles of a KV tile, a bit for each whose values are read by the keys' table, the lowest for the first.
-    early_tiles: those whose values are unpacked before their weights are there. copies_first: copies of a later KV tile are begun with a
-    KV tile, for which its warps meet, and not with its values. without_table: keys are read by arithmetic, though there is a table."""
+    rotated dimensions. keys_at_once, values_at_once: products that are begun together, of 16 numbers of keys, of 64 of values."""
 
     rope: Codec | None = None
     rope_size: int = 0
     keys_at_once: int = 8
     values_at_once: int = 8
-    tiles_by_table: int = 0
-    early_tiles: int = 0
-    copies_first: bool = False
-    without_table: bool = False
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Whose snippets it is compiled with."""
         return self.key, self.rope
-
-    @cached_property
-    def key_half(self) -> HopperCodec:
-        """What the kernel needs of K's codec."""
-        codec = self.key.hopper()
-        if not self.without_table:
-            return codec
-        name, half = codec.without_table
-        return replace(codec, type=name, half=half, table_bytes=0)
 
     @property
     def tile_bytes(self) -> int:
@@ -58,11 +40,9 @@ class LatentConfig(WgmmaConfig):
 
     def macros(self) -> dict[str, object]:
         """What the kernel is compiled with."""
-        types = dict(KEY=self.key_half.type, VALUE=self.key_half.type)
         rope = dict(ROPE=self.rope.hopper().type, ROPE_SIZE=self.rope_size)
         at_once = dict(LATENT_KEYS_AT_ONCE=self.keys_at_once, LATENT_VALUES_AT_ONCE=self.values_at_once)
-        tiles = dict(LATENT_TILES_BY_TABLE=self.tiles_by_table, LATENT_EARLY_TILES=self.early_tiles)
-        return super().macros() | types | rope | at_once | tiles | dict(LATENT_COPIES_FIRST=int(self.copies_first))
+        return super().macros() | rope | at_once
 
 
 def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 20) -> LatentConfig:
@@ -71,17 +51,13 @@ def choose(shape: CallShape, rope: Codec, rope_size: int, capacity: int = 1 << 2
 
     A block has as many packed query rows as leave room for two consumer warpgroups, with two KV tiles each: one alone could not hide what
     it waits for. Rows of 16 bits leave none for two: copies of a few tokens are read by one. With more than 16 packed query rows, fewer
-    products are begun together, as outputs leave fewer registers. Where keys are read by a table, so are the values of two tiles of four:
-    of more, shared memory would take longer than instructions."""
+    products are begun together, as outputs leave fewer registers."""
     little = capacity <= 1 << 10  # work that is spread
 
     def config(tiles: int, warpgroups: int) -> LatentConfig:
         at_once = 2 if tiles > 2 else 4 if shape.key.row.code_bits == 16 else 8
         given = dict(warps=WORKER_WARPS * warpgroups, rope=rope, rope_size=rope_size, keys_at_once=at_once, values_at_once=at_once)
-        if shape.key.hopper().table_bytes > 0:
-            given |= dict(tiles_by_table=0b1001, early_tiles=1)
-        chosen = shape.config(LatentConfig, 8 * tiles, **given)
-        return replace(chosen, copies_first=chosen.stages == 2 or chosen.early_tiles > 0)
+        return shape.config(LatentConfig, 8 * tiles, **given)
 
     sizes = ((n, warpgroups) for warpgroups in (2, 1) for n in range(MOST_TILES, 0, -1))
     most, warpgroups = next((n, warpgroups) for n, warpgroups in sizes if config(n, warpgroups).stages >= 2)
