@@ -29,8 +29,8 @@ struct OwnPartials {
 // Where a worker is in its run, and what it knows of the sequence there. Tiles are those that the line is cut into, of
 // KV_TILE tokens: TILE where a warp works alone.
 //
-// What is small comes by reference: so the compiler leaves the branches in each kernel where they are without these
-// functions, and the machine code with them.
+// What is small comes by reference: of values, the compiler would fold branches before it puts these functions into a
+// kernel, and the order of its instructions would be another.
 struct Work {
   int kv_head, sequence, tile, left;  // tile: the next one; left: tiles of the run behind this stretch
   bool is_held;  // what a stretch of this sequence came to
